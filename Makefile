@@ -3,8 +3,9 @@
 # make selftest   check against known answers; about a minute
 # make paper   judge the paper's claims for the toys and for models in MODELS; a few minutes
 # make fuzz      10,000 inputs each for configs, prompt files and stored results (a few minutes)
-# make simulate  how often each statistical rule says yes where nothing is there (half an hour)
+# make simulate  how often each statistical rule says yes where nothing is there (ten minutes)
 # make bench     time and memory of the engines and their peers, on an idle machine
+# make gpu       what a card is needed for, in 9 minutes and without a network; says so where there is none
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
 # make test-extra   a large result on an S3 server of the loopback address, and in dask
 # make test-rest  what make test leaves out: slow tests, and those that were skipped
@@ -36,7 +37,7 @@ define tested
 	$(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) $(1)
 endef
 
-.PHONY: figures selftest paper test test-compat test-extra test-rest test-all fuzz simulate lint docs cards bench lock clean
+.PHONY: figures selftest paper test test-compat test-extra test-rest test-all fuzz simulate lint docs cards bench gpu lock clean
 .NOTPARALLEL:  # as all share .venv
 
 figures: .venv/core
@@ -104,7 +105,12 @@ bench: .venv/dev
 	  nnsight==0.8.1 greenlet==3.5.6 cloudpickle==3.1.2 websocket-client==1.9.2 zstandard==0.25.0
 	PYTHONPATH=out/bench $(BIN)/python experiments/benchmarks/bench.py --peaks 2048 8192 16384 --out out/bench.md
 	$(BIN)/python experiments/benchmarks/generate.py
+	$(BIN)/python experiments/benchmarks/circuits.py
 	$(BIN)/python experiments/benchmarks/workers.py
+
+# Installs nothing: with .venv, or where there is none, the python on the path. GPU="--parts received-1B" narrows it.
+gpu:
+	PYTHONPATH=.:out/bench $(or $(wildcard $(BIN)/python),$(PYTHON)) experiments/benchmarks/gpu.py $(GPU)
 
 .venv/core: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "requirements.lock needs Python 3.11 or newer, but this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 …")'
@@ -115,7 +121,7 @@ bench: .venv/dev
 
 .venv/dev: .venv/core
 	@echo "Installing the packages for tests and lint (about a minute; 0.6 GB)."
-	$(INSTALL) --constraint requirements.lock --editable '.[dev,images,math,netcdf,ray,server]'
+	$(INSTALL) --constraint requirements.lock --editable '.[dev,images,math,netcdf,ray,server,widget]'
 	@touch $@
 
 .venv/docs: .venv/core
@@ -126,7 +132,7 @@ bench: .venv/dev
 # uv resolves for every system at once. The CUDA libraries that some builds of torch bring are left out: pip adds them
 # where the build of torch that it finds needs them.
 lock:
-	uv pip compile pyproject.toml --extra dev --extra docs --extra math --extra images --extra netcdf --extra ray --extra server --universal --python-version 3.11 --no-header --no-annotate \
+	uv pip compile pyproject.toml --extra dev --extra docs --extra math --extra images --extra netcdf --extra ray --extra server --extra widget --universal --python-version 3.11 --no-header --no-annotate \
 	  --quiet --constraint experiments/lock.txt \
 	  | grep -vE '^(nvidia|cuda|triton)' | sed -E 's/^torch==[^ ]+.*/torch==2.13.0/' | uniq > requirements.new
 	mv requirements.new requirements.lock

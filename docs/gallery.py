@@ -7,6 +7,7 @@
 
 # %%
 import mechattn as ma
+from mechattn.known_answers.known_circuits import known_circuits
 
 model = ma.load_model("toy:llama")
 prompts = ma.load_prompts("word-problems", limit=12)
@@ -40,7 +41,7 @@ print(ma.render.verdict_words(result, "slash"))
 # At which tokens do these heads lose attention?
 
 # %%
-ma.render.received_attention(result, layer=0, choose=3, condition="slash")
+ma.render.received_attention(result, layer=0, top=3, condition="slash")
 
 # %% [markdown]
 # Which heads change by more, or by less, than a head with uniform attention?
@@ -65,6 +66,13 @@ ma.render.received_by_model(result, layer=0, heads=1)
 
 # %%
 ma.render.changes(result, ["slash", "masked", "unshifted", "sentence"])
+
+# %% [markdown]
+# Is it so in other models?
+
+# %%
+other = ma.run("toy:qwen2", prompts, {"slash": slash})
+ma.render.verdicts([result, other], "slash")
 
 # %% [markdown]
 # Does the effect grow with the number of inserted tokens?
@@ -261,6 +269,15 @@ patched = ma.patch(solver, answered, slash)
 ma.render.patching_map(patched)
 
 # %% [markdown]
+# Through which edges does it pass? Between two versions of a prompt, [edges](how-to/which-circuit.md) are ranked on one
+# half of the pairs; the other half says what the first of them carry alone. The circuit here was written by hand.
+
+# %%
+known = known_circuits()[0]
+circuit = ma.circuit(known.model(), known.prompts(12, 0), ma.conditions.Counterpart())
+ma.render.circuit_map(circuit, size=8)
+
+# %% [markdown]
 # ## Everything in one page
 #
 # Which head is worth a closer look? Click on any. `result.page("llama.html")` writes the same to a file.
@@ -270,7 +287,7 @@ some = [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
 few = ma.run(model, prompts, {"slash": slash}, some, positions="prompts")
 
 # %%
-ma.browse(few)
+ma.browse(few, live=False)
 
 # %% [markdown]
 # ## For a paper

@@ -4,5 +4,19 @@
 ``segment`` one of SEGMENTS. All positions, layers and heads count from 0.
 """
 
+import re
+
 BASELINE = "baseline"  # the condition that every other is compared with
-SEGMENTS = ("bos", "template", "system", "inserted", "question", "answer")
+SEGMENTS = ("bos", "template", "system", "inserted", "question", "answer", "changed")
+_NAMED = re.compile(r"L(\d{1,6})H(\d{1,6})")
+
+
+def head_name(layer: int, head: int) -> str:
+    """A head as it is written, such as "L1H2"."""
+    return f"L{int(layer)}H{int(head)}"
+
+
+def head_named(name: object) -> tuple[int, int] | None:
+    """The layer and head of a name such as "L1H2"; None if it is not one."""
+    found = _NAMED.fullmatch(name) if isinstance(name, str) else None
+    return (int(found[1]), int(found[2])) if found else None

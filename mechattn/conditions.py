@@ -10,4 +10,5 @@ from mechattn.prompts.conditions import RepeatedWord as RepeatedWord
 from mechattn.prompts.conditions import RepeatQuestion as RepeatQuestion
 from mechattn.prompts.conditions import ShuffledSentence as ShuffledSentence
 from mechattn.prompts.conditions import Text as Text
+from mechattn.prompts.counterparts import Counterpart as Counterpart
 from mechattn.prompts.sequences import Sequence as Sequence

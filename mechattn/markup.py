@@ -16,6 +16,7 @@ GROUNDS = {
     "inserted": "rgba(220,60,50,.32)",
     "question": "rgba(60,120,200,.14)",
     "answer": "rgba(150,90,200,.18)",
+    "changed": "rgba(230,150,30,.32)",
 }
 _INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
 # Everything that moves the cursor, colours, rings the bell or changes the writing direction; newlines and tabs stay.

@@ -122,12 +122,14 @@ class Prompts(Section):
     limit: _Int | None = None
     field: str = "question"
     system: str | None = None
-    template: Literal["plain", "chat"] = "plain"
+    template: Literal["plain", "chat", "joined"] = "plain"
     with_answer: bool = False
     split: str = "test"
     seed: _Int = 0
     answer: str = "answer"
     group: str | None = None
+    counterpart: str | None = None
+    other_answer: str | None = None
 
 
 class Figure(OpenSection):
@@ -143,7 +145,7 @@ class Output(Section):
     page: str | None = None
     layer: int | None = None
     heads: list[int] | int | None = None
-    choose: int = PydanticField(3, ge=1)
+    top: int = PydanticField(3, ge=1)
 
 
 class ServerSection(Section):

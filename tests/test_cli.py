@@ -237,24 +237,27 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
     for quantity in ("received", "mass"):
         rows = table[(table["quantity"] == quantity) & (table.condition == "slash")].reset_index(drop=True)
         compared = slash_result.compare("slash", quantity=quantity)
+        of = ("difference", "change", "beyond")
         for name in (
             "layer",
             "head",
-            "difference",
-            "low",
-            "high",
             "null",
-            "beyond",
-            "beyond_low",
-            "beyond_high",
-            "p",
-            "q",
+            "change_null",
+            *of,
+            *(f"{n}_{end}" for n in of for end in ("low", "high")),
         ):
+            np.testing.assert_allclose(rows[name], compared[name], rtol=1e-12)
+        for name in ("p_beyond", "q_beyond", "p_difference", "q_difference"):
             np.testing.assert_allclose(rows[name], compared[name], rtol=1e-12)
         np.testing.assert_allclose(rows.value, compared.value, rtol=1e-12)
         np.testing.assert_allclose(rows.baseline, compared.reference, rtol=1e-12)
         values = slash_result.heads(quantity, None, condition="slash").sort_values(["layer", "head"])
         np.testing.assert_allclose(rows.value_high, values.high, rtol=1e-12)
+    both = here("export", tmp_path / "r.zarr", tmp_path / "r.zarr", "--csv", tmp_path / "both.csv")
+    assert both.returncode == 0, both.stderr
+    assert pd.read_csv(tmp_path / "both.csv").equals(pd.concat([table, table], ignore_index=True))
+    assert set(table.model) == {"toy:llama"}
+    assert set(table.result) == {str(tmp_path / "r.zarr")}
     again = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv")
     assert again.returncode == 0, "its own file is replaced"
     (tmp_path / "mine.csv").write_text("a,b\n1,2\n")

@@ -6,7 +6,6 @@
 # questions: what does it change, and is that the same change as with tokens? On `toy:llama`, a toy of 1.0 M parameters.
 
 # %%
-import math
 
 import mechattn as ma
 
@@ -38,7 +37,7 @@ result = ma.run(model, prompts, conditions, ma.analyses.MlpActivations(), layers
 for name in conditions:
     near = result.compare(name, quantity="near_zero", matched=False).iloc[0]
     change = result.compare(name, quantity="change", matched=False).iloc[0]
-    middle, low, high = (100 * math.expm1(x) for x in (near.difference, near.low, near.high))
+    middle, low, high = (100 * x for x in (near.change, near.change_low, near.change_high))
     print(f"{name:10} change {100 * change.value:5.1f} %   near zero {middle:+6.1f} % [{low:+.1f}, {high:+.1f}]")
 
 # %%
@@ -54,7 +53,7 @@ ma.render.activation_metrics(result)
 
 # %%
 table = result.agreement("slash", "arm")
-print(table[["other", "cosine", "low", "high"]].round(2).to_string(index=False))
+print(table[["other", "cosine", "cosine_low", "cosine_high"]].round(2).to_string(index=False))
 
 # %%
 ma.render.agreement(result, "slash")

@@ -86,8 +86,8 @@ for where, count in missed.items():
 for to in ("sentence 2", "shuffled", "slash"):
     every = result.compare("sentence", to=to, quantity="received")
     half = result.compare("sentence", to=to, quantity="received", select="half")
-    print(f"sentence against {to}: {(every.q < 0.05).sum()} of 32 heads on all prompts; found on one half "
-          f"{len(half)}, of these confirmed on the other {(half.q < 0.05).sum()}")  # fmt: skip
+    print(f"sentence against {to}: {(every.q_beyond < 0.05).sum()} of 32 heads on all prompts; found on one half "
+          f"{len(half)}, of these confirmed on the other {(half.q_beyond < 0.05).sum()}")  # fmt: skip
 
 # %% [markdown]
 # ## What it says

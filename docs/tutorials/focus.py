@@ -45,7 +45,10 @@ for quantity in ("distance", "entropy_share", "self_mass"):
     for null in ("uniform", "blind"):
         table = result.compare("slash", quantity=quantity, null=null)
         change, expected = (100 * np.expm1(table[column].mean()) for column in ("difference", "null"))
-        above, below = ((table.q < 0.05) & (table.beyond > 0)).sum(), ((table.q < 0.05) & (table.beyond < 0)).sum()
+        above, below = (
+            ((table.q_beyond < 0.05) & (table.beyond > 0)).sum(),
+            ((table.q_beyond < 0.05) & (table.beyond < 0)).sum(),
+        )
         print(f"{quantity:13} {change:+.0f} %; {table.attrs['null']}: {expected:+.0f} %; "
               f"{above} heads above it, {below} below")  # fmt: skip
 
@@ -80,7 +83,7 @@ for name in result.conditions:
     print(f"{name:9} mean magnitude {float(updates.sel(condition=name).mean()):.3f}")
 for name in conditions:
     table = result.compare(name, quantity="magnitude")
-    up, down = ((table.q < 0.05) & (table.difference > 0)).sum(), ((table.q < 0.05) & (table.difference < 0)).sum()
+    up, down = (((table.q_difference < 0.05) & (sign * table.difference > 0)).sum() for sign in (1, -1))
     print(f"{name}: {up} of {len(table)} heads write more to the question, {down} less (q < 0.05)")
 
 # %%

@@ -44,7 +44,7 @@ slash.apply(prompts[0], model)  # what the model reads, with the inserted tokens
 print(ma.render.verdict_words(result, "slash"))
 
 # %%
-ma.render.received_attention(result, layer=0, choose=3, condition="slash")
+ma.render.received_attention(result, layer=0, top=3, condition="slash")
 
 # %% [markdown]
 # The three heads are chosen on one half of the prompts and drawn from the other. Blue is without the tokens, orange
@@ -52,19 +52,20 @@ ma.render.received_attention(result, layer=0, choose=3, condition="slash")
 #
 # ## 2. Which heads?
 #
-# Heads are found on one half of the prompts and reported on the other. Each row is a log-ratio with its interval, its
-# value under uniform attention (`null`) and its q-value.
+# Heads are found on one half of the prompts and reported on the other. Each row is a change (−0.3 is a
+# fall of 30 %) with its interval, the change under uniform attention, and the q-value of their difference.
 
 # %%
 heads = result.compare("slash", quantity="received", select="half")
-print(heads[["layer", "head", "difference", "low", "high", "null", "q"]].head().round(3).to_string(index=False))
+shown = ["layer", "head", "change", "change_low", "change_high", "change_null", "q_beyond"]
+print(heads[shown].head().round(3).to_string(index=False))
 
 # %% [markdown]
 # ## 3. Is it the slashes, or anything of that length?
 
 # %%
 against = result.compare("slash", to="sentence", quantity="received")
-print(f"slash against sentence: {(against.q < 0.05).sum()} of {len(against)} heads differ,")
+print(f"slash against sentence: {(against.q_beyond < 0.05).sum()} of {len(against)} heads differ,")
 print(f"mean log-ratio {against.difference.mean():+.3f}; slash against baseline {heads.difference.mean():+.3f}")
 
 # %% [markdown]

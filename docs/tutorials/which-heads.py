@@ -38,7 +38,7 @@ print(back)
 
 # %%
 away = ma.patch(model, answered, slash, at=first, direction="noising")
-print(away.table(top=8)[["head", "effect", "low", "high", "q"]].round(3).to_string(index=False))
+print(away.table(top=8)[["head", "effect", "effect_low", "effect_high", "q_effect"]].round(3).to_string(index=False))
 
 # %% [markdown]
 # Heads 2 and 3 stand out in a strange way: restoring *either* of them makes the answer worse, not better. The

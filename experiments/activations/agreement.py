@@ -7,7 +7,7 @@ import sys
 
 import mechattn as ma
 
-COLUMNS = ["model", "other", "cosine", "low", "high", "n"]
+COLUMNS = ["model", "other", "cosine", "cosine_low", "cosine_high", "n"]
 
 
 def table(name: str):

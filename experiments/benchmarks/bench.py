@@ -10,7 +10,6 @@ its own. The limit is a plain forward pass of transformers with SDPA, without ca
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import resource
 import statistics
@@ -21,240 +20,19 @@ from collections.abc import Callable
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 from scipy.stats import binom
+from ways import LIMIT, SHAPES, batch_of, hooked, runners, seconds, size_of
 
-import mechattn as ma
-from mechattn.analysis.received_attention import ReceivedAttention
-from mechattn.engine.batch_values import measure_batch
-from mechattn.engine.forward import forward_fused, forward_in_blocks, forward_through_hooks
-from mechattn.functional import focus, received
-from mechattn.functional.attention import Rows
-from mechattn.model import hooks
-from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
-from mechattn.prompts.sequences import Batch
-
-LIMIT = "SDPA forward (the limit)"
-SHAPES = {  # layers, query heads, d_model, d_mlp
-    "small": (12, 12, 768, 3072),
-    "1B": (16, 32, 2048, 8192),
-    "7B": (28, 28, 3584, 18944),
-}
+from mechattn.model.checkpoint import toy_names
 
 
-class Nowhere:
-    """Takes values as a collector would, and counts them."""
-
-    def add(self, layer: int, batch: Batch, values: dict) -> None:
-        assert all(len(value) == len(batch.tokens) for value in values.values())
-
-
-def size_of(shape: str) -> tuple[int, int, int]:
-    """Layers, query heads and d_model."""
-    if shape in SHAPES:
-        return SHAPES[shape][:3]
-    config = json.loads((toy_folder(shape) / "config.json").read_text())
-    return config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
-
-
-def new_model(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype, family: str = "llama") -> Any:
-    """A model of a family with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    layers, heads, width, mlp = SHAPES[shape]
-    usual = {
-        "hidden_size": width,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": longest,
-        "vocab_size": 32_000,
-    }
-    own = {
-        "llama": {"num_key_value_heads": kv_heads},
-        "gpt_neox": {},
-        "gpt_neo": {
-            "num_layers": layers,
-            "num_heads": heads,
-            "attention_types": [[["global", "local"], layers // 2]],
-        },
-        "gemma3_text": {"num_key_value_heads": kv_heads, "head_dim": width // heads, "sliding_window": 512},
-    }[family]
-    if family == "gpt_neo":
-        usual = {name: usual[name] for name in usual if not name.startswith("num_")}
-    torch.manual_seed(0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **usual, **own)).to(dtype).eval()
-
-
-def batch_of(length: int, device: str) -> Batch:
-    """One sequence of random tokens: a system prompt, inserted tokens, a question."""
-    tokens = torch.randint(5, 700, (1, length), generator=torch.Generator().manual_seed(0))
-    segment = torch.full((1, length), 4)
-    segment[:, : length // 4] = 2
-    segment[:, length // 4 : length // 2] = 3
-    origin = torch.arange(length)[None].clone()
-    origin[segment == 3] = -1
-    return Batch(tokens, origin, segment, torch.tensor([length]), ((0, "baseline"),)).to(device)
-
-
-def runners(
-    shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype, family: str = "llama"
-) -> dict[str, Callable]:
-    """Each way to compute it, as a function of a batch; the hooked and the plain model share their parameters."""
-    if shape in toy_names():
-        bridge = ma.load_model(shape, device=device, dtype=dtype)
-    else:
-        made = new_model(shape, kv_heads, longest, device, dtype, family)
-        bridge = ma.load_model(made, tokenizer=load_tokenizer("toy:llama"))
-    plain = bridge._mechattn.native
-    windows = {layer: hooks.attention_window(bridge, layer) for layer in hooks.attention_layers(bridge)}
-
-    def sdpa(batch: Batch) -> None:
-        plain(batch.tokens, use_cache=False, logits_to_keep=1)
-
-    def whole(batch: Batch) -> None:
-        """What users call: token ids in, a result out, with nulls, moments, provenance and the model's own check."""
-        tokens = batch.tokens.clone()
-        tokens[:, 0] = bridge.tokenizer.bos_token_id
-        ma.run(bridge, tokens)
-
-    def ours(forward: Callable) -> Callable[[Batch], None]:
-        def run(batch: Batch) -> None:
-            measure_batch(bridge, batch, forward, windows, [ReceivedAttention()], [Nowhere()])
-
-        return run
-
-    def everything(batch: Batch) -> None:
-        """Column sums, segment mass and shift, top two and argmax, self and first-token mass, entropy, distance."""
-        member, real = batch.segment == 3, batch.real
-        span = slice(batch.tokens.shape[1] // 4, batch.tokens.shape[1] // 2)
-        sums: dict[int, torch.Tensor] = {}
-
-        def see(layer: int, rows: Rows) -> None:
-            columns = received.column_sums(rows.pattern, real[:, rows.queries])
-            sums.setdefault(layer, columns.new_zeros(*columns.shape[:-1], batch.tokens.shape[1]))[..., rows.keys] += (
-                columns
-            )
-            received.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
-            rows.pattern[..., 0].sum(-1)
-            focus.top_two(rows.pattern)
-            focus.entropy(rows.pattern)
-            focus.mean_distance(rows.pattern, rows.queries.start, rows.keys.start)
-            first, stop = rows.keys.start, min(span.stop, rows.keys.stop)
-            keys = slice(min(max(span.start, first), stop), stop)
-            if keys.start < keys.stop:
-                part = rows.pattern[..., keys.start - first : keys.stop - first]
-                focus.shift(part, rows.attention.v[:, :, keys], member[:, keys]).norm(dim=-1)
-
-        forward_in_blocks(bridge, batch, windows, see, max(windows))
-        assert len([s @ batch.members().to(s).mT for s in sums.values()]) == len(windows)
-
-    def one_layer(batch: Batch) -> None:
-        measure_batch(bridge, batch, forward_in_blocks, {0: windows[0]}, [ReceivedAttention()], [Nowhere()])
-
-    def output_attentions(batch: Batch) -> None:
-        plain.set_attn_implementation("eager")
-        made = plain(batch.tokens, use_cache=False, output_attentions=True, logits_to_keep=1).attentions
-        plain.set_attn_implementation("sdpa")
-        assert len([a.float().mean(-2) for a in made]) == len(windows)
-
-    def run_with_cache(batch: Batch) -> None:
-        _, cache = bridge.run_with_cache(batch.tokens, names_filter=lambda name: name.endswith("hook_pattern"))
-        assert len([cache["pattern", layer].float().mean(-2) for layer in windows]) == len(windows)
-
-    def reducing_hook(batch: Batch) -> None:
-        got: dict[str, torch.Tensor] = {}
-        named = [(hooks.pattern_hook(n), lambda a, hook: got.update({hook.name: a.float().mean(-2)})) for n in windows]
-        bridge.run_with_hooks(batch.tokens, fwd_hooks=named, return_type=None)
-        assert len(got) == len(windows)
-
-    ways = {
-        LIMIT: sdpa,
-        "mechattn, ma.run": whole,
-        "mechattn, the pass alone": ours(forward_in_blocks),
-        "mechattn, a fused kernel": ours(forward_fused),
-        "mechattn, streaming, layers=[0]": one_layer,
-        "mechattn, streaming, every statistic": everything,
-        "mechattn, hooks": ours(forward_through_hooks),
-        "transformers, output_attentions": output_attentions,
-        "TransformerLens, run_with_cache": run_with_cache,
-        "TransformerLens, a hook that reduces": reducing_hook,
-    }
-    ways |= _updates_and_focus(bridge, windows)
-    return ways if shape in toy_names() or family != "llama" else ways | _nnsight(plain, len(windows))
-
-
-def _updates_and_focus(bridge: Any, windows: dict[int, int | None]) -> dict[str, Callable]:
-    """Magnitude and orientation of every head's update, here and with hook_result; focus and sinks together."""
-
-    def measuring(*analyses: Any) -> Callable[[Batch], None]:
-        ready = [a.calibrated(bridge, list(windows), []) if hasattr(a, "calibrated") else a for a in analyses]
-
-        def run(batch: Batch) -> None:
-            measure_batch(bridge, batch, forward_in_blocks, windows, ready, [Nowhere()] * len(ready))
-
-        return run
-
-    def hook_result(batch: Batch) -> None:
-        got: list[torch.Tensor] = []
-        streams: dict[int, torch.Tensor] = {}
-
-        def keep(layer: int) -> Callable:
-            return lambda stream, hook: streams.update({layer: stream})
-
-        def reduce(layer: int) -> Callable:
-            def see(result: torch.Tensor, hook: Any) -> None:
-                stream = streams.pop(layer)[:, :, None]
-                got.append(result.norm(dim=-1) / stream.norm(dim=-1))
-                got.append(torch.nn.functional.cosine_similarity(result, stream, dim=-1))
-
-            return see
-
-        named = [(f"blocks.{n}.hook_resid_pre", keep(n)) for n in windows]
-        named += [(f"blocks.{n}.attn.hook_result", reduce(n)) for n in windows]
-        bridge.set_use_attn_result(True)
-        bridge.run_with_hooks(batch.tokens, fwd_hooks=named, return_type=None)
-        bridge.set_use_attn_result(False)
-        assert len(got) == 2 * len(windows)
-
-    return {
-        "mechattn, head updates": measuring(ma.analyses.HeadUpdates()),
-        "mechattn, focus and sinks": measuring(ma.analyses.AttentionFocus(), ma.analyses.AttentionSinks()),
-        "TransformerLens, use_attn_result": hook_result,
-    }
-
-
-def _nnsight(plain: Any, layers: int) -> dict[str, Callable]:
-    """nnsight tracing the eager attention of the plain model, where it is installed."""
-    try:
-        import nnsight
-    except ImportError:
-        return {}
-    wrapped = nnsight.NNsight(plain)
-
-    def trace(batch: Batch) -> None:
-        plain.set_attn_implementation("eager")
-        with torch.no_grad(), wrapped.trace(batch.tokens, use_cache=False, logits_to_keep=1):
-            saved = nnsight.save([])
-            for n in range(layers):
-                saved.append(wrapped.model.layers[n].self_attn.output[1].float().mean(-2))
-        plain.set_attn_implementation("sdpa")
-        assert len(saved) == layers
-
-    return {"nnsight, a trace that reduces": trace}
-
-
-def seconds(run: Callable, batch: Batch) -> float:
-    """The time of one run."""
-    began = time.perf_counter()
-    with torch.no_grad():
-        run(batch)
-    if batch.tokens.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+def ways_of(args: argparse.Namespace) -> dict[str, Callable]:
+    """The ways to run the model that the arguments describe."""
+    dtype = getattr(torch, args.dtype)
+    bridge = hooked(args.shape, args.kv_heads, max(args.lengths), args.device, dtype, args.family)
+    return runners(bridge, nnsight=args.shape not in toy_names() and args.family == "llama")
 
 
 def needs(name: str, length: int, shape: str) -> float:
@@ -335,7 +113,7 @@ def peak(args: argparse.Namespace, name: str, length: int) -> tuple[float, float
 
 def one(args: argparse.Namespace) -> None:
     """Run one way once and print the peak of this process and the seconds of the run."""
-    ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype), args.family)
+    ways = ways_of(args)
     taken = seconds(ways[args.one], batch_of(args.lengths[0], args.device))
     if args.device == "cuda":
         print(torch.cuda.max_memory_allocated() / 2**20, taken)
@@ -377,8 +155,8 @@ def table(args: argparse.Namespace, names: list[str], found: dict, limits: dict,
         f"{args.family}, {args.shape}: {layers} layers, {heads} query heads, "
         + ("" if args.shape in toy_names() else f"{args.kv_heads} key-value heads, ")
         + f"d_model {width}, {args.dtype}, "
-        f"{args.device}. Received attention and segment mass of every layer and head, one sequence. {_machine()}, "
-        f"{torch.get_num_threads()} threads, {date.today()}. {_versions()}.",
+        f"{args.device}. Received attention and segment mass of every layer and head, one sequence. "
+        f"{machine(args.device)}, {torch.get_num_threads()} threads, {date.today()}. {versions()}.",
         "",
         "Time as a ratio to the SDPA forward of the same model in the same round, one process: median over rounds "
         f"({', '.join(str(rounds) for _, rounds in limits.values())}, after a warm-up) and its 95 % interval. A way "
@@ -397,8 +175,9 @@ def table(args: argparse.Namespace, names: list[str], found: dict, limits: dict,
     return "\n".join(lines) + "\n"
 
 
-def _machine() -> str:
-    if torch.cuda.is_available():
+def machine(device: str = "cuda") -> str:
+    """The name of the card, or of the CPU."""
+    if device == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     found = [line.split(":")[1].strip() for line in _cpu_lines() if line.startswith("model name")]
     return f"{len(found)} cores of {found[0]}" if found else platform.processor()
@@ -409,7 +188,9 @@ def _cpu_lines() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def _versions() -> str:
+def versions() -> str:
+    """Of the packages that the times depend on."""
+
     def of(package: str) -> str:
         try:
             return version(package)
@@ -438,7 +219,7 @@ def main() -> None:
     if args.one:
         one(args)
         return
-    ways = runners(args.shape, args.kv_heads, max(args.lengths), args.device, getattr(torch, args.dtype), args.family)
+    ways = ways_of(args)
     names = [n for n in ways if not args.engines or any(part in n for part in [*args.engines, LIMIT])]
     found: dict[int, dict[str, Ratio]] = {}
     limits: dict[int, tuple[float, int]] = {}

@@ -11,13 +11,15 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from bench import SHAPES, new_model
+from ways import SHAPES, new_model
 
 import mechattn as ma
 from mechattn.evaluation.generate import Request, answers
+from mechattn.functional.attention import EdgeMask
 from mechattn.model.checkpoint import load_tokenizer, toy_names
 from mechattn.prompts.sequences import Sequence
 
@@ -27,7 +29,7 @@ NEVER = frozenset([10**9])
 def ways(model, sequences: list[Sequence], new_tokens: int) -> dict[str, Callable[[], None]]:
     """Each way to generate, as a function."""
     native = model._mechattn.native
-    tokens = torch.stack([s.tokens for s in sequences])
+    tokens = torch.stack([s.tokens for s in sequences]).to(next(native.parameters()).device)
 
     def plain() -> None:
         with torch.no_grad():
@@ -37,11 +39,10 @@ def ways(model, sequences: list[Sequence], new_tokens: int) -> dict[str, Callabl
             )  # fmt: skip
         assert out.shape[1] == tokens.shape[1] + new_tokens
 
-    def ours(*interventions) -> Callable[[], None]:
+    def ours(*interventions, masked: bool = False) -> Callable[[], None]:
         def run() -> None:
-            from dataclasses import replace
-
-            asked = [Request(str(i), replace(s, interventions=interventions), 0) for i, s in enumerate(sequences)]
+            own = [replace(s, interventions=interventions, edge_mask=_hidden(s) if masked else None) for s in sequences]
+            asked = [Request(str(i), each, 0) for i, each in enumerate(own)]
             made = answers(native, asked, new_tokens, NEVER)
             assert all(len(a.tokens) == new_tokens for a in made)
 
@@ -51,9 +52,23 @@ def ways(model, sequences: list[Sequence], new_tokens: int) -> dict[str, Callabl
     return {
         "transformers, generate": plain,
         "mechattn": ours(),
+        "mechattn, a quarter of the keys hidden": ours(masked=True),
         "mechattn with ARM (layer 0)": ours(released),
         "mechattn with ARM, scope=tensor": ours(ma.interventions.ARM(form="released_llama", p1=95.0, scope="tensor")),
     }
+
+
+def _hidden(sequence: Sequence) -> EdgeMask:
+    """The second quarter of the tokens, which no later token sees, as in a masked condition."""
+    place, length = torch.arange(len(sequence)), len(sequence)
+    return EdgeMask(place >= length // 2, (place >= length // 4) & (place < length // 2))
+
+
+def drawn(count: int, length: int) -> list[Sequence]:
+    """Sequences of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(5, 700, (length,), generator=generator) for _ in range(count)]
+    return [Sequence(each, torch.arange(length), torch.full((length,), 4)) for each in tokens]
 
 
 def main() -> None:
@@ -79,12 +94,7 @@ def main() -> None:
         else:
             made = new_model(name, 4, 1024, "cpu", torch.float32)
             model = ma.load_model(made, tokenizer=load_tokenizer("toy:llama"))
-        generator = torch.Generator().manual_seed(0)
-        sequences = []
-        for _ in range(args.batch):
-            tokens = torch.randint(5, 700, (args.length,), generator=generator)
-            sequences.append(Sequence(tokens, torch.arange(args.length), torch.full((args.length,), 4)))
-        some = ways(model, sequences, args.new_tokens)
+        some = ways(model, drawn(args.batch, args.length), args.new_tokens)
         taken: dict[str, list[float]] = {way: [] for way in some}
         for _ in range(args.runs + 1):
             for way, run in some.items():

@@ -26,8 +26,11 @@ def main() -> None:
             ]
             for quantity in ("received", "mass"):
                 full, half = (result.compare("slash", quantity=quantity) for result in made)
-                away = [float(np.nanmax(abs(full[c] - half[c]))) for c in ("difference", "low", "high", "q")]
-                crossing = int(((full.q < 0.05) != (half.q < 0.05)).sum())
+                away = [
+                    float(np.nanmax(abs(full[c] - half[c])))
+                    for c in ("difference", "difference_low", "difference_high", "q_beyond")
+                ]
+                crossing = int(((full.q_beyond < 0.05) != (half.q_beyond < 0.05)).sum())
                 print(
                     f"| {name} | {quantity} | {away[0]:.1e} | {max(away[1:3]):.1e} | {away[3]:.1e} | "
                     f"{crossing} of {len(full)} |"

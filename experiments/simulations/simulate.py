@@ -3,12 +3,14 @@
 python experiments/simulations/simulate.py --tables 300 --out experiments/simulations/table.md     (make simulate)
 
 Seeds are fixed. Each row: the rule, the data, the share, its Monte-Carlo error, and what it should be.
+``--parts`` makes some of the rows.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,22 +18,28 @@ import pandas as pd
 import xarray as xr
 from scipy import stats
 
+import mechattn as ma
+from mechattn.claims.rules import Rule, decide, estimated, family, together
+from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.table import with_equivalence
 from mechattn.patching.effects import Patching
+from mechattn.results.result import Result
 from mechattn.stats.accuracy import share_difference, share_interval
 from mechattn.stats.intervals import t_interval
-from mechattn.stats.paired import paired
+from mechattn.stats.paired import false_discovery, paired
 from mechattn.stats.random_effects import against_draws, crossed
 from mechattn.stats.resolution import detectable_size
 from mechattn.stats.units import Units
 
 HEADS, RESAMPLES, SHARED = 32, 1999, 0.5
+SKEWED = "lognormal, σ = 1 (skewness 6.2)"
 Row = tuple[str, str, float, float, str]
 
 KINDS: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
     "normal": lambda z, _: z,
     "lognormal, σ = 0.5 (skewness 1.8)": lambda z, _: np.exp(z / 2) - np.exp(1 / 8),
     "exponential (skewness 2)": lambda z, _: stats.expon.ppf(stats.norm.cdf(z)) - 1,
-    "lognormal, σ = 1 (skewness 6.2)": lambda z, _: np.exp(z) - np.exp(1 / 2),
+    SKEWED: lambda z, _: np.exp(z) - np.exp(1 / 2),
     "t with 3 degrees of freedom": lambda z, _: stats.t.ppf(stats.norm.cdf(z), 3),
     "spread by prompt": lambda z, generator: z * np.exp(generator.normal(size=(len(z), 1))),
 }
@@ -70,18 +78,20 @@ def tables_of_heads(tables: int) -> Iterator[Row]:
 
 
 def groups(tables: int) -> Iterator[Row]:
-    """24 groups of five prompts, skewed between groups."""
-    units = Units(120, np.repeat(np.arange(24), 5))
-    ours, ignored = [], []
-    for seed in range(tables):
-        generator = np.random.default_rng(seed)
-        between = np.exp(normal(24, HEADS, generator)) - np.exp(1 / 2)
-        d = np.repeat(between, 5, axis=0) + generator.normal(size=(120, HEADS))
-        ours.append(bool((paired(units.means(d), resamples=RESAMPLES).q < 0.05).any()))
-        ignored.append(bool((paired(d, resamples=RESAMPLES).q < 0.05).any()))
-    data = f"24 groups of 5 prompts, lognormal between groups, {HEADS} heads"
-    yield row("some q < 0.05 over groups", data, ours, "≤ 0.05")
-    yield row("the same with groups ignored", data, ignored, "no promise")
+    """Groups of five prompts, skewed between groups."""
+    for n in (12, 24, 64):
+        units = Units(5 * n, np.repeat(np.arange(n), 5))
+        ours, ignored = [], []
+        for seed in range(tables):
+            generator = np.random.default_rng(seed)
+            between = np.exp(normal(n, HEADS, generator)) - np.exp(1 / 2)
+            d = np.repeat(between, 5, axis=0) + generator.normal(size=(5 * n, HEADS))
+            ours.append(bool((paired(units.means(d), resamples=RESAMPLES).q < 0.05).any()))
+            if seed < tables // 3:
+                ignored.append(bool((paired(d, resamples=RESAMPLES).q < 0.05).any()))
+        data = f"{n} groups of 5 prompts, lognormal between groups, {HEADS} heads"
+        yield row("some q < 0.05 over groups", data, ours, "≤ 0.05")
+        yield row("the same with groups ignored", data, ignored, "no promise")
 
 
 def power(tables: int) -> Iterator[Row]:
@@ -102,7 +112,7 @@ def patching(tables: int) -> Iterator[Row]:
     """The printed heads, the largest of many without an effect."""
     for heads in (32, 256, 784):
         printed, chosen = [], []
-        for seed in range(tables if heads < 784 else tables // 3):
+        for seed in range(tables // 3 if heads < 784 else tables // 5):
             generator = np.random.default_rng(seed)
             dims = ("prompt", "layer", "head")
             names = ("effect", "other_prompt", "random")
@@ -111,7 +121,7 @@ def patching(tables: int) -> Iterator[Row]:
             data = data.assign_coords(prompt=np.arange(24), layer=[0], head=np.arange(heads))
             about = {"metric": "log-probability", "direction": "denoising", "method": "patched"}
             table = Patching(data, Units(24), about).table(top=8)
-            printed.append(bool((table.q < 0.05).any()))
+            printed.append(bool((table.q_effect < 0.05).any()))
             shown = data.effect.values[:, 0, table["head"].to_numpy()]
             chosen.append(bool((paired(shown).q < 0.05).any()))
         yield row(
@@ -121,32 +131,36 @@ def patching(tables: int) -> Iterator[Row]:
 
 
 def random_weights(tables: int) -> Iterator[Row]:
-    """A model that is one more draw of random weights, whose heads do move; and one head far outside."""
+    """A model that is one more draw of random weights, all of whose heads surely move; and one head far outside."""
     for draws in (3, 10, 20):
-        for half in (False, True):
-            false, apart, found = [], [], []
-            for seed in range(tables):
-                generator = np.random.default_rng([seed, draws])
-                weights = 0.3 * generator.normal(size=(draws + 1, 4, 8))
-                far = weights[0].copy()
-                far[0, 0] = 8 * 0.3
-                for means, said in ((weights[0], false), (far, found)):
-                    d = means.ravel() + 0.3 * generator.normal(size=(48, HEADS))
-                    p = against_draws(means, weights[1:], 1).p.ravel()
-                    first, second = (d[::2], d[1::2]) if half else (d, d)
-                    cells = paired(first, resamples=RESAMPLES).q < 0.05 if half else np.ones(HEADS, dtype=bool)
-                    both = np.ones(HEADS)
-                    if cells.any():
-                        both[cells] = np.maximum(paired(second[:, cells], resamples=RESAMPLES).p, p[cells])
-                    q = stats.false_discovery_control(both)
-                    said.append(bool((q < 0.05).any() if said is false else q[0] < 0.05))
-                    if said is false:
-                        own = stats.false_discovery_control(p[cells]) < 0.05 if cells.any() else np.zeros(0)
-                        apart.append(bool(own.any()))
-            data = f"{draws} draws, 4 × 8 heads" + (', select="half"' if half else "")
-            yield row("some q_random < 0.05, the model being one more draw", data, false, "≤ 0.05")
-            yield row("the same over the chosen heads alone", data, apart, "no promise")
-            yield row("a head 8 standard deviations off is found", data, found, "higher is better")
+        false, found, halves = [], [], []
+        for seed in range(10 * tables):
+            generator = np.random.default_rng([seed, draws])
+            weights = 0.3 * generator.normal(size=(draws + 1, 4, 8))
+            p = against_draws(weights[0], weights[1:], 1).p.ravel()
+            false.append(bool((stats.false_discovery_control(p) < 0.05).any()))
+            if seed < tables:
+                halves.append(_after_choosing(weights[0].ravel(), p, generator))
+            weights[0, 0, 0] = 8 * 0.3
+            found.append(bool(false_discovery(against_draws(weights[0], weights[1:], 1).p.ravel())[0] < 0.05))
+        data = f"{draws} draws, 4 × 8 heads"
+        yield row("some q_random < 0.05, the model being one more draw", data, false, "≤ 0.05")
+        yield row("a head 8 standard deviations off is found", data, found, "higher is better")
+        data += ', select="half", 48 prompts'
+        ours, apart = map(list, zip(*halves, strict=True))
+        yield row("some q_random < 0.05, the model being one more draw", data, ours, "≤ 0.05")
+        yield row("the same over the chosen heads alone", data, apart, "no promise")
+
+
+def _after_choosing(means: np.ndarray, p: np.ndarray, generator: np.random.Generator) -> tuple[bool, bool]:
+    """Whether some q_random < 0.05 of heads that one half chose: over all heads, and over the chosen ones alone."""
+    d = means + generator.normal(size=(48, HEADS))
+    cells = paired(d[::2], resamples=499).q < 0.05
+    both = np.ones(HEADS)
+    if not cells.any():
+        return False, False
+    both[cells] = np.maximum(paired(d[1::2][:, cells], resamples=RESAMPLES).p, p[cells])
+    return bool((false_discovery(both) < 0.05).any()), bool((false_discovery(p[cells]) < 0.05).any())
 
 
 def shares(tables: int) -> Iterator[Row]:
@@ -185,14 +199,114 @@ def single_intervals(tables: int) -> Iterator[Row]:
     """The t and the bootstrap-t interval of one head."""
     for kind, shape in KINDS.items():
         generator = np.random.default_rng(0)
-        plain, bootstrap = [], []
+        plain, bootstrap, wider = [], [], []
         for _ in range(10 * tables):
             d = shape(generator.normal(size=(24, 1)), generator)
             made = paired(d, resamples=999)
             plain.append(bool(made.low[0] <= 0 <= made.high[0]))
             bootstrap.append(bool(made.low_bootstrap[0] <= 0 <= made.high_bootstrap[0]))
+            low, high = min(made.low[0], made.low_bootstrap[0]), max(made.high[0], made.high_bootstrap[0])
+            wider.append(bool(low <= 0 <= high))
         yield row("the t interval holds the mean", f"{kind}, 24 prompts", plain, "0.95")
         yield row("the bootstrap-t interval does", f"{kind}, 24 prompts", bootstrap, "0.95")
+        yield row("the wider end of both does", f"{kind}, 24 prompts", wider, "0.95")
+
+
+def equivalence(tables: int) -> Iterator[Row]:
+    """One head whose mean lies just at the margin, so that "the same" is wrong."""
+    for kind in ("normal", SKEWED):
+        same = []
+        for seed in range(10 * tables):
+            generator = np.random.default_rng(seed)
+            d = 0.5 + 0.5 * KINDS[kind](generator.normal(size=(24, 1)), generator)
+            _, low, high = t_interval(d)
+            ends = {"difference": d.mean(0), "low": low, "high": high}
+            table = pd.DataFrame(ends | {"beyond": np.nan, "n": 24, "scale": "difference"})
+            table.attrs["level"] = 0.95
+            same.append(bool(with_equivalence(table, 0.5).q_same[0] < 0.05))
+        yield row("q_same < 0.05 at the margin", f"{kind}, 24 prompts, one head", same, "≤ 0.05")
+
+
+def claims(tables: int) -> Iterator[Row]:
+    """Claims of three parts whose truth is on the line; and pages of 115 of them."""
+    rule = Rule("above", 0.02, 0.0, 0.02)
+    for kind, n in (("normal", 8), ("normal", 24), (SKEWED, 8), (SKEWED, 24)):
+        ours, apart, page = [], [], []
+        for seed in range(max(1, tables // 5)):
+            generator, cells = np.random.default_rng([seed, n]), []
+            for _ in range(115):
+                values = 0.02 + 0.1 * KINDS[kind](normal(n, 3, generator), generator)
+                parts = [decide(rule, estimated(part)) for part in values.T]
+                cells.append(together(parts))
+                apart.append(any(part.word == "contradicted" for part in parts))
+            q = family([cell.p for cell in cells])
+            against = [cell.word == "contradicted" for cell in cells]
+            ours += against
+            page.append(any(no and (one or 0.0) <= 0.05 for no, one in zip(against, q, strict=True)))
+        data = f"{kind}, {n} prompts, three parts on the line"
+        yield row("a claim is contradicted", data, ours, "≤ 0.025")
+        yield row("the same if each part counted by itself", data, apart, "no promise")
+        yield row("some claim of 115 is contradicted on a page", data, page, "≤ 0.05")
+
+
+def verdicts(tables: int) -> Iterator[Row]:
+    """A verdict and a table of the same question, of heads with weak effects."""
+    differ, seeds = [], []
+    for seed in range(max(1, tables // 3)):
+        generator = np.random.default_rng(seed)
+        logs = normal(24, HEADS, generator) * 0.3 - 0.1
+        values = np.exp(np.stack([np.zeros_like(logs), logs])).reshape(2, 1, 24, 4, 8)
+        names = ["baseline", "other"]
+        data = xr.Dataset(
+            {
+                "received_by_segment": (("condition", "segment", "prompt", "layer", "head"), values),
+                "received_by_segment_uniform": (("condition", "segment", "prompt", "layer"), np.ones((2, 1, 24, 4))),
+            },
+            {"condition": names, "segment": ["question"], "layer": range(4), "head": range(8)},
+        )
+        origin = xr.Dataset({"origin": (("prompt", "condition", "pos"), np.zeros((24, 2, 2)))}, {"condition": names})
+        about = {"model": {"name": "simulated"}, "prompts": {"hash": ""}}
+        asked = Contrast(Result({"received_attention": data, "sequences": origin}, about), "other", resamples=RESAMPLES)
+        verdict = asked.verdict()
+        marked = (verdict.beyond | verdict.above).ravel()
+        differ.append(bool((marked != (asked.table().q_beyond < 0.05)).any()))
+        seeds.append(bool((marked != (replace(asked, seed=1).table().q_beyond < 0.05)).any()))
+    data = f"24 prompts, {HEADS} heads, d_z = 0.33"
+    yield row("a verdict and its table mark different heads", data, differ, "0")
+    yield row("two tables with other draws do", data, seeds, "no promise")
+
+
+def measured(tables: int) -> Iterator[Row]:
+    """Values of a toy on 200 word problems, moved to mean 0 in each head; tables of a few of them, drawn at random."""
+    prompts = ma.load_prompts("word-problems", limit=200)
+    result = ma.run("toy:llama", prompts, {}, [ma.analyses.AttentionSinks(), ma.analyses.AttentionFocus()])
+    sinks, focus = (result[name].isel(condition=0) for name in ("attention_sinks", "attention_focus"))
+    for name, values in (
+        ("strongest_value_ratio", sinks.strongest_value_ratio),
+        ("duplicate_mass", focus.duplicate_mass.sel(segment="question")),
+    ):
+        every = values.transpose("prompt", ...).values.astype(np.float64).reshape(len(prompts), -1)
+        every -= every.mean(0)
+        skewed = np.nanmedian(abs(stats.skew(every)))
+        for n in (12, 24, 64):
+            ours, flips = [], []
+            for seed in range(tables):
+                some = every[np.random.default_rng([seed, n]).integers(len(every), size=n)]
+                made = paired(some, resamples=RESAMPLES, seed=seed)
+                ours.append(bool((made.q < 0.05).any()))
+                flips.append(bool((stats.false_discovery_control(made.p_flip) < 0.05).any()))
+            data = f"{name} of toy:llama, centred (median skewness {skewed:.1f}), {n} prompts, {every.shape[1]} heads"
+            yield row("some q < 0.05", data, ours, "≤ 0.05")
+            yield row("the same by sign flips alone", data, flips, "≤ 0.05")
+
+
+PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
+    part.__name__: part
+    for part in (
+        tables_of_heads, groups, power, patching, random_weights, shares, fillers, single_intervals, equivalence,
+        claims, verdicts, measured,
+    )
+}  # fmt: skip
 
 
 def main() -> None:
@@ -200,11 +314,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("out/simulations.md"))
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     given = parser.parse_args()
-    parts = (tables_of_heads, groups, power, patching, random_weights, shares, fillers, single_intervals)
     rows: list[Row] = []
-    for part in parts:
-        for made in part(given.tables):
+    for part in given.parts:
+        for made in PARTS[part](given.tables):
             rows.append(made)
             print(f"{made[0]}: {made[1]}: {made[2]:.3f} ± {made[3]:.3f} ({made[4]})", flush=True)
     frame = pd.DataFrame(rows, columns=["rule", "data", "share", "error", "should be"])

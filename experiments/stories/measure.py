@@ -63,7 +63,7 @@ def row(model, name: str, about: str, prompts: list, slash=SLASH, draws: int = D
     }
     changes = [[draw.verdict("slash").change.estimate for draw in of_kind] for of_kind in drawn.values()]
     tables = [result.compare("slash", random=of_kind) for of_kind in drawn.values()]
-    initialised, shuffled = [(table.q < 0.05) & (table.q_random < 0.05) for table in tables]
+    initialised, shuffled = [(table.q_beyond < 0.05) & (table.q_random < 0.05) for table in tables]
     length = (result["sequences"].origin.sel(condition="baseline") >= 0).sum("pos").mean()
     attention = [
         f"{float(length):.0f}",

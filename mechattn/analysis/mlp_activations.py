@@ -19,6 +19,7 @@ from mechattn.errors import OptionError, warn
 from mechattn.functional import activations as fn
 from mechattn.functional.activations import KAPPA
 from mechattn.functional.received import segment_mean
+from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import forward_to
 from mechattn.model.patch.nonlinearities import Routing, at_nonlinearity, mixture_of, routing_now
@@ -159,7 +160,7 @@ class MlpActivations(AnalysisBase):
         def see(layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
             found[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
 
-        device = next(model.parameters()).device
+        device = device_of(model)
         for prompt in prompts:
             tokens = Baseline().apply(prompt, model).tokens[None].to(device)
             with at_nonlinearity(model, dict.fromkeys(layers, see)):

@@ -308,14 +308,14 @@ def report(
     out: Annotated[Path, typer.Option(help="The page.")] = Path("out/report.html"),
     layer: Annotated[int | None, typer.Option(help="The layer to draw; by default the first measured one.")] = None,
     heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; by default chosen by the data.")] = "",
-    choose: Annotated[int, typer.Option(help="Heads to choose on one half of the prompts and show on the other.")] = 3,
+    top: Annotated[int, typer.Option(help="Heads to choose on one half of the prompts and show on the other.")] = 3,
     memory: Memory = "2GiB",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that mechattn did not write.")] = False,
 ) -> None:
     """Write a page of stored results with all their figures; it opens offline."""
     from mechattn.commands.pages import report as write_report
 
-    missing = write_report(results, out, layer, _numbers(heads) if heads else None, _command(), force, choose, memory)
+    missing = write_report(results, out, layer, _numbers(heads) if heads else None, _command(), force, top, memory)
     for words in missing:
         _say(f"Not shown: {words}", err=True)
     _say(f"Open {out} in a browser; it works offline.")
@@ -323,7 +323,7 @@ def report(
 
 @app.command()
 def export(
-    result: Annotated[str, typer.Argument(help="A stored result.")],
+    results: Annotated[list[str], typer.Argument(help="Stored results; their rows are in one table.")],
     csv: Annotated[Path, typer.Option(help="The table of every head.")] = Path("out/heads.csv"),
     netcdf: Annotated[Path | None, typer.Option(help="One NetCDF file with all arrays, in place of the table.")] = None,
     memory: Memory = "2GiB",
@@ -332,9 +332,9 @@ def export(
     from mechattn.commands.pages import export_csv, export_netcdf
 
     if netcdf is not None:
-        _say(f"Wrote {export_netcdf(result, netcdf)}")
+        _say(f"Wrote {export_netcdf(results, netcdf)}")
         return
-    path, missing = export_csv(result, csv, memory)
+    path, missing = export_csv(results, csv, memory)
     for words in missing:
         _say(f"Without rows: {words}", err=True)
     _say(f"Wrote {path}")

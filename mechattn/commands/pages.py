@@ -18,7 +18,7 @@ from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.commands.run_config import prepared
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.quantities import kept
+from mechattn.contrast.quantities import head_quantities, kept
 from mechattn.engine.run import run
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.jobs.kinds import made_conditions
@@ -37,7 +37,6 @@ from mechattn.pages.page import (
     view_section,
     write_page,
 )
-from mechattn.pages.page_data import head_quantities
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.attention_figures import received_attention
@@ -55,8 +54,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = (
-    "quantity", "condition", "layer", "head", "value", "value_low", "value_high", "uniform", "baseline", "scale",
-    "difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "p", "q", "n", "unit",
+    "result", "model", "quantity", "condition", "layer", "head", "value", "value_low", "value_high", "uniform",
+    "baseline", "scale", "change", "change_low", "change_high", "change_null", "difference", "difference_low",
+    "difference_high", "null",
+    "beyond", "beyond_low", "beyond_high", "p_beyond", "q_beyond", "p_difference", "q_difference", "n", "unit",
 )  # fmt: skip
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 VIEW_TOKENS = 16
@@ -81,7 +82,7 @@ def report(
     heads: Seq[int] | None = None,
     command: str = "",
     force: bool = False,
-    choose: int = 3,
+    top: int = 3,
     memory: str = MEMORY,
 ) -> list[str]:
     """Write a page of stored results with all their figures; return what could not be shown and why."""
@@ -93,14 +94,14 @@ def report(
             raise OptionError(f"layer {layer} was not measured; the result has {measured}")
         check_heads([0] if heads is None else heads, count)
     missing: list[str] = []
-    results_page(results, out, figures_of(results[0], layer, heads, choose), command, missing, force)
+    results_page(results, out, figures_of(results[0], layer, heads, top), command, missing, force)
     return missing
 
 
-def figures_of(result: Result, layer: int | None, heads: Seq[int] | None = None, choose: int = 3) -> Figures:
+def figures_of(result: Result, layer: int | None, heads: Seq[int] | None = None, top: int = 3) -> Figures:
     """The figures for the analyses of a result, in the order of the analyses, with their options."""
     layer = int(result.provenance["measured_layers"][0]) if layer is None else layer
-    given = {"layer": layer} | heads_options(result, heads, choose)
+    given = {"layer": layer} | heads_options(result, heads, top)
     found = [(at, one, options) for one in FIGURES.values() for at, options in one.shown(result, given)]
     order = [make().name for make in ANALYSES]
     found.sort(key=lambda each: (order.index(each[0]) if each[0] in order else len(order), each[1].compares))
@@ -126,8 +127,10 @@ def summary(result: Result) -> str:
     return "\n".join(lines)
 
 
-def export_csv(place: str | Path, out: Path, memory: str = MEMORY) -> tuple[Path, list[str]]:
-    """Write a CSV row per quantity, condition, layer and head; return the file, and what has no row and why."""
+def export_csv(places: Seq[str | Path], out: Path, memory: str = MEMORY) -> tuple[Path, list[str]]:
+    """Write a CSV row per result, quantity, condition, layer and head; return the file, and what has no row and why."""
+    import pandas as pd
+
     if out.suffix != ".csv":
         raise OptionError(f'"{out.name}" should end with .csv')
     check_writable(out)
@@ -136,14 +139,20 @@ def export_csv(place: str | Path, out: Path, memory: str = MEMORY) -> tuple[Path
             ours = there.readline().strip() == ",".join(COLUMNS)
         if not ours:
             raise OptionError(f"{out} exists and is not a mechattn export, so it is not replaced; choose another name")
-    result = load_result(place, memory=memory)
-    table, missing = heads_table(result)
-    write_whole(out, lambda new: table.to_csv(new, index=False))
+    tables, missing = [], []
+    for place in places:
+        result = load_result(place, memory=memory)
+        table, lacking = heads_table(result)
+        tables.append(table.assign(result=str(place), model=result.provenance["model"]["name"]))
+        missing += [f"{place}: {words}" if len(places) > 1 else words for words in lacking]
+    write_whole(out, lambda new: pd.concat(tables).to_csv(new, index=False))
     return out, missing
 
 
-def export_netcdf(place: str | Path, out: Path) -> Path:
+def export_netcdf(places: Seq[str | Path], out: Path) -> Path:
     """Write all arrays of a stored result, with its provenance, to one NetCDF file, a group for each analysis."""
+    if len(places) > 1:
+        raise OptionError(f"a NetCDF file holds one result, and {len(places)} are given; export each to its own file")
     if out.suffix != ".nc":
         raise OptionError(f'"{out.name}" should end with .nc')
     check_writable(out)
@@ -155,7 +164,7 @@ def export_netcdf(place: str | Path, out: Path) -> Path:
         raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
     import xarray as xr
 
-    result = load_result(place)
+    result = load_result(places[0])
     datasets = {}
     for name, one in result.datasets.items():  # with texts of the kind that HDF5 takes
         texts = {n: v for n, v in one.variables.items() if v.dtype.kind in TEXT}
@@ -229,8 +238,7 @@ def make_figures(config: Config, command: str = "", force: bool = False, takes: 
     what = f"{slash}, or as many tokens of random sentences (sentence), are inserted {WHERE[inserted.place]}"
     subtitle = f"Attention when {what}, for {len(prompts)} prompts of {name_of(config.prompts.source)}."
     about = About("mechattn: attention under meaningless tokens", subtitle, command)
-    start = (config.output.layer or 0, _heads(config)[0])
-    each = [ShownModel(one.result, one.maps, start) for one in looked]
+    each = [ShownModel(one.result, one.maps) for one in looked]
     page = Path(str(config.output.page))
     return write_page(page, about, each, [section for one in looked for section in one.sections], force)
 
@@ -268,7 +276,7 @@ def _looked_at(
     layer, heads = config.output.layer or 0, _heads(config)
     one = min(prompts, key=lambda prompt: len(prompt.question))
     maps, views = _of_one(hooked, result, one, fitted, layer, heads, config.seed)
-    options: list[dict[str, Any]] = [{"choose": min(3, hooked.cfg.n_heads)}, {"heads": list(heads)}]
+    options: list[dict[str, Any]] = [{"top": min(3, hooked.cfg.n_heads)}, {"heads": list(heads)}]
     drawn = [drawn_section(received_attention, result, {"layer": layer} | some, command) for some in options]
     title = f"{model_caption(result)}: attention received in the first prompt"
     text = view_section(received_text(result, layer, heads), title, READ_TEXT)

@@ -149,7 +149,7 @@ def _shown(config: Config) -> list[Figure]:
         return config.figures
     layer = config.layers[0] if config.layers and config.output.layer is None else config.output.layer or 0
     heads = config.output.heads
-    options = {"layer": layer} | ({"choose": config.output.choose} if heads is None else {"heads": heads})
+    options = {"layer": layer} | ({"top": config.output.top} if heads is None else {"heads": heads})
     names = list(made_conditions(config.conditions)) or [BASELINE]
     shown = [{"kind": "received_attention", "condition": name, **options} for name in names]
     return [Figure.model_validate(section) for section in shown]
@@ -189,7 +189,7 @@ def _shown_layers(section: Figure) -> list[int]:
 
 def _chooses(section: Figure) -> bool:
     """Whether the heads of a figure are chosen by the data."""
-    return section.options.get("choose") is not None
+    return section.options.get("top") is not None
 
 
 def read_config(path: str | Path) -> Config:

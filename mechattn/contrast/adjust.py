@@ -14,22 +14,26 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _ABOUT = ("models", "condition", "to", "quantity")
+_ONE_TEST = {"low": "difference_low", "high": "difference_high", "p": "p_difference", "q": "q_difference"}
+_OF_TABLE = ("q_beyond", "q_difference", "q_same", "p_family")
 
 
 def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
     """Stack several tables of ``Result.compare``, with q-values over all of their tests together.
 
-    ``q = `` Benjamini-Hochberg over the p-values of all tables. If an effect was searched for in several results,
-    conditions or quantities, each row of each table was a chance to find it.
+    ``q = `` Benjamini-Hochberg over the p-values of what each table tests: ``q_beyond`` of a row with a null,
+    ``q_difference`` of one without. If an effect was searched for in several results, conditions or quantities, each
+    row of each table was a chance to find it.
 
     Args:
         tables: Tables from ``Result.compare``, or from ``Evaluation.comparisons``, at least one.
 
     Returns:
         The rows of all tables. New first columns: table (from 0, in the order given), models, condition, to, quantity
-        and about_segment. ``q`` (and ``q_random``) is over all tables; ``q_of_table`` is the original q, and so are
-        ``p_family_of_table`` and ``q_same_of_table``. ``attrs`` state the family, each table's own attributes
-        ("tables") and the smallest q that a single test can reach ("smallest_q_alone").
+        and about_segment. ``q_beyond``, ``q_difference`` and ``q_random`` are over all tables; the original ones are
+        ``q_beyond_of_table``, ``q_difference_of_table``, ``q_same_of_table`` and ``p_family_of_table``. ``attrs`` state
+        the family, each table's own attributes ("tables") and the smallest q that a single test can reach
+        ("smallest_q_alone").
 
     Raises:
         OptionError: There are no tables, one has no p-values, or one is given twice.
@@ -45,13 +49,17 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
         about = {"table": number} | {name: table.get(name, table.attrs.get(name, "")) for name in _ABOUT}
         about["about_segment"] = table.attrs.get("segment", "")
         part = table.drop(columns=[name for name in about if name in table])
-        part = part.rename(columns={name: f"{name}_of_table" for name in ("q", "q_same", "p_family")})
+        part = part.rename(columns={name: f"{name}_of_table" for name in _OF_TABLE})
         part = part.assign(**about)[[*about, *part.columns]]
         part.attrs = {}
         parts.append(part)
     made = pd.concat(parts, ignore_index=True)
-    p = made.p.to_numpy(dtype=np.float64)
-    made.insert(made.columns.get_loc("p") + 1, "q", false_discovery(p))
+    null = made.get("p_beyond", made.p_difference * np.nan).notna().to_numpy()
+    p = np.where(null, made.get("p_beyond"), made.p_difference).astype(np.float64)  # of what is tested
+    q, q_difference = false_discovery(p), false_discovery(made.p_difference.to_numpy(dtype=np.float64))
+    if null.any():
+        made.insert(made.columns.get_loc("p_beyond") + 1, "q_beyond", np.where(null, q, np.nan))
+    made.insert(made.columns.get_loc("p_difference") + 1, "q_difference", np.where(null, q_difference, q))
     if "p_random" in made:
         others = sum(table.attrs.get("tests_random", len(table)) - len(table) for table in tables)
         both = np.concatenate([np.maximum(p, made.p_random), np.ones(others)])  # heads that were not chosen
@@ -76,12 +84,13 @@ def _checked(tables: Any) -> list[pd.DataFrame]:
     for number, table in enumerate(tables):
         if not isinstance(table, pd.DataFrame):
             raise OptionError(f"table {number} is of type {type(table).__name__}; give tables from Result.compare")
-        if "p" not in table or not table.p.between(0, 1).all():
-            why = "has invalid p-values" if "p" in table else "has no column p"
+        p = table.get("p_difference", table.get("p"))
+        if p is None or not p.between(0, 1).all():
+            why = "has no column p_difference" if p is None else "has invalid p-values"
             raise OptionError(f"table {number} {why}; give tables from Result.compare")
         if "table" in table:
             raise OptionError(f"table {number} is already adjusted; give all of the original tables at once")
         for before in range(number):
             if tables[before] is table or (tables[before].attrs == table.attrs and tables[before].equals(table)):
                 raise OptionError(f"table {number} is the same as table {before}; give every table once")
-    return list(tables)
+    return [table if "p_difference" in table else table.rename(columns=_ONE_TEST) for table in tables]

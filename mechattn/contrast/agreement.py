@@ -80,6 +80,6 @@ def _cosine(product: xr.DataArray, one: str, other: str, over: str) -> np.ndarra
 
 def _columns(cosine: np.ndarray, apart: np.ndarray, level: float) -> dict[str, np.ndarray]:
     """The cosine of each layer, and how much lower it is than that of the two main conditions."""
-    made = dict(zip(("cosine", "low", "high"), t_interval(cosine, level), strict=True))
+    made = dict(zip(("cosine", "cosine_low", "cosine_high"), t_interval(cosine, level), strict=True))
     made |= dict(zip(("beyond", "beyond_low", "beyond_high"), t_interval(apart, level), strict=True))
     return made | {"n": (~np.isnan(cosine)).sum(0)}

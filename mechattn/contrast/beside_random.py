@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from mechattn.results.provenance import stored_condition
 from mechattn.results.result import part_of
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, against_draws
+from mechattn.stats.resolution import random_words
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,19 +79,17 @@ class BesideRandom:
         head = self._dims.index("head") if "head" in self._dims else None
         found = against_draws(means, draws, head, table.attrs["level"], rounding)
         both = np.where(np.isnan(found.p), np.nan, 1.0)  # of cells that the other half of the prompts didn't choose
-        both[cells] = np.maximum(table.p, found.p[cells])
+        both[cells] = np.maximum(table[f"p_{table.attrs['tested']}"], found.p[cells])
         columns = {"null_random": found.mean[cells], "random_low": found.low[cells], "random_high": found.high[cells]}
         columns |= {"p_random": found.p[cells], "q_random": false_discovery(both)[cells]}
         kind = _weights(self.random[0]).removeprefix(MARK).split(",")[0]
         smallest, tests = 1 / (found.compared + 1), int((~np.isnan(both)).sum())
-        alone = ceil(len(self.random) * (tests / 0.05 - 1) / found.compared) if found.compared else 0
         beside = table.assign(**columns)
         beside.attrs = table.attrs | {
             "null_random": f"random weights ({kind}): {len(self.random)} draws, {found.compared} heads compared",
             "smallest_p_random": smallest,
             "tests_random": tests,
-            "resolution_random": f"with {len(self.random)} draws the smallest q_random of one head alone is "
-            f"{min(1.0, smallest * tests):.2g}" + (f"; {alone} draws would do" if smallest * tests >= 0.05 else ""),
+            "resolution_random": random_words(len(self.random), tests, found.compared),
         }
         return beside
 
@@ -101,7 +99,7 @@ class BesideRandom:
     def _change(self, draw: Result, made: Differences) -> xr.DataArray:
         """The differences of a draw in the cells of the result; NaN where the draw has none."""
         if "layer" in made.difference.dims:
-            layers = variable_of(draw, self.asked.quantity, self.asked.by).layer.values
+            layers = variable_of(draw, self.asked.quantity).layer.values
             draw = part_of(draw, "layer", np.isin(layers, made.difference.layer.values))
         found = differences(replace(self.asked, result=draw, scale=made.scale, null="uniform"))
         if not found.cells.any() and found.ours.notnull().any():

@@ -16,9 +16,9 @@ from mechattn.errors import OptionError
 from mechattn.results.result import part_of, units_of
 from mechattn.stats.intervals import FEWEST, Interval, relative_change
 from mechattn.stats.paired import false_discovery
-from mechattn.stats.random_effects import crossed
-from mechattn.stats.resolution import RESAMPLES, Resolution, resolution
-from mechattn.stats.units import Unit, check_unit
+from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
+from mechattn.stats.resolution import RESAMPLES, Resolution, random_words, resolution
+from mechattn.stats.units import Unit, check_unit, check_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,25 +32,31 @@ FEWEST_CONDITIONS = 6  # with fewer, the interval is that of a t distribution wi
 class Verdict:
     """The change of a quantity between two conditions, over prompts and over all layers and heads.
 
-    ``change`` and ``null`` are relative changes (−0.2 is a fifth less); the null is the change of a head with uniform
-    attention. ``beyond`` marks the heads whose change is below the null's, ``above`` those above it (q < 0.05, by
-    Benjamini-Hochberg). ``n`` counts the units named by ``unit``: prompts, or groups of prompts.
+    ``change`` and ``null`` are fractions (−0.2 is a fifth less): the change of each prompt's mean over layers and heads
+    (geometric mean over prompts), so that heads count by how much they receive; the mean of ``compare``'s column
+    ``change`` counts each head alike. The null is that of a model whose heads all attend uniformly. ``beyond`` marks
+    the heads whose change is below the null's, ``above`` those above it (q_beyond < 0.05, two-sided tests), ``rises``
+    those in which the quantity rises, whatever the null does. With a margin, ``same`` marks the heads whose change is
+    the null's to within ± margin (``q_same`` < 0.05). ``n`` counts the units named by ``unit``: prompts, or groups of
+    prompts.
     """
 
     change: Interval
     null: Interval
     beyond: np.ndarray
     above: np.ndarray
+    rises: np.ndarray
     n: int
     unit: str = "prompts"
+    margin: float | None = None
+    same: np.ndarray | None = None
 
     def __repr__(self) -> str:
         """The changes and counts of heads, without the mask of each head."""
-        change, null = (", ".join(f"{100 * float(end):.1f}" for end in of) for of in (self.change, self.null))
+        change, null = ("{:.3f} [{:.3f}, {:.3f}]".format(*map(float, of)) for of in (self.change, self.null))
         return (
-            f"Verdict(change and ends of its interval: {change} %; under uniform attention: {null} %; "
-            f"{int(self.beyond.sum())} of {self.beyond.size} heads beyond the null, {int(self.above.sum())} above; "
-            f"{self.n} {self.unit})"
+            f"Verdict(change={change}, null={null}, {int(self.beyond.sum())} of {self.beyond.size} heads below the "
+            f"null, {int(self.above.sum())} above it, {self.n} {self.unit})"
         )
 
 
@@ -65,7 +71,6 @@ class Contrast:
         condition: A condition.
         to: The condition to compare it with.
         quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
-        by: With ``by="segment"``, "received" means ``received_by_segment``.
         segment: The segment; None for all of them, which makes the family of tests larger.
         other: The result that contains ``to``, for the same prompts; this one by default.
         null: "uniform"; or "blind", for models that add something to their scores besides content (ALiBi, learned
@@ -88,7 +93,6 @@ class Contrast:
     condition: str
     to: str = BASELINE
     quantity: str = "received"
-    by: str = "segment"
     segment: str | None = "question"
     other: Result | None = None
     null: Null = "uniform"
@@ -131,7 +135,7 @@ class Contrast:
         """The same question of one layer; of all where it is None."""
         if layer is None:
             return self
-        variable = variable_of(self.result, self.quantity, self.by)
+        variable = variable_of(self.result, self.quantity)
         check_layer(layer, variable)
         at = variable.layer.values.tolist().index(layer)
         return self.part("layer", slice(at, at + 1))
@@ -140,20 +144,24 @@ class Contrast:
         self,
         *,
         select: Literal["half"] | None = None,
+        top: int | None = None,
+        by: table.Ranking | None = None,
         random: Seq[Result] | None = None,
         margin: float | None = None,
     ) -> pd.DataFrame:
         """One row for each layer and head; see :meth:`mechattn.Result.compare`.
 
         Args:
-            select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other.
+            select: "half" selects cells on one half of the prompts and reports them on the other.
+            top: With ``select``, how many cells; by default those with q < 0.05.
+            by: What ranks the ``top`` cells, up to sign: "beyond" (where there is a null) or "difference".
             random: The results of ``run_random`` for this run.
             margin: The largest change that counts as none.
 
         Raises:
             OptionError: There is nothing to compare, or too few prompts; a layer doesn't fit in memory.
         """
-        return table.table(self, select, random, margin)
+        return table.table(self, table.Selection(select, top, by), random, margin)
 
     def across(self, conditions: Seq[str]) -> pd.DataFrame:
         """The mean change over several conditions, such as fillers, as a sample of others; see ``Result.across``.
@@ -180,12 +188,14 @@ class Contrast:
         made.insert(made.columns.get_loc("p") + 1, "q", false_discovery(made.p.to_numpy()))
         made = made.assign(n=units.n, conditions=len(given))
         made.attrs = {"conditions": given, "quantity": self.quantity, "segment": self.segment or "all"}
-        made.attrs |= {"unit": units.unit, "tested": tested[0].null, "level": self.level}
+        made.attrs |= {"unit": units.unit, "null": tested[0].null, "level": self.level}
         made.attrs |= {"family": f"{int(there.sum())} tests"}
         return made
 
     def overall(self, layer: int | None = None) -> tuple[Interval, Interval | None]:
         """The relative change of each prompt's mean over layers and heads, and the same under the null.
+
+        A head counts by how much it receives, unlike in the mean of the table's ``change``, where all count alike.
 
         Args:
             layer: One layer; by default all.
@@ -195,7 +205,7 @@ class Contrast:
         """
         quantity, variable, asked = (
             self.quantity,
-            variable_of(self.result, self.quantity, self.by),
+            variable_of(self.result, self.quantity),
             self.at_layer(layer),
         )
         if variable.attrs.get("compared") == "difference":
@@ -215,8 +225,11 @@ class Contrast:
         of_null = relative_change(null, null_reference, units) if null.size else None
         return relative_change(values, reference, units), of_null
 
-    def verdict(self) -> Verdict:
+    def verdict(self, *, margin: float | None = None) -> Verdict:
         """The overall change beside its null, and the heads that the table marks (q < 0.05).
+
+        Args:
+            margin: The largest change that counts as none, as for :meth:`table`.
 
         Raises:
             OptionError: As for :meth:`table` and :meth:`overall`, or the quantity has no null.
@@ -224,18 +237,24 @@ class Contrast:
         change, null = self.overall()
         if null is None:
             raise OptionError(f"{self.quantity!r} has no null in this result, and a verdict compares with it")
-        made, variable = self.table(), variable_of(self.result, self.quantity, self.by)
-        signs = np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int)
-        found = made[made.q < 0.05]
-        at = (variable.indexes[dim].get_indexer(found[dim]) for dim in ("layer", "head"))
-        signs[tuple(at)] = np.sign(found.beyond)
-        return Verdict(change, null, signs < 0, signs > 0, int(made.n.iloc[0]), made.attrs["unit"])
+        made, variable = self.table(margin=margin), variable_of(self.result, self.quantity)
+        at = tuple(variable.indexes[dim].get_indexer(made[dim]) for dim in ("layer", "head"))
+        signs, up, same = (np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(3))
+        signs[at], up[at] = np.where(made.q_beyond < 0.05, np.sign(made.beyond), 0), made.difference > 0
+        if margin is not None:
+            same[at] = made.q_same < 0.05
+        n, unit = int(made.n.iloc[0]), made.attrs["unit"]
+        of_same = None if margin is None else same > 0
+        return Verdict(change, null, signs < 0, signs > 0, up > 0, n, unit, margin, of_same)
 
-    def resolution(self, *, select: Literal["half"] | None = None, q: float = 0.05) -> Resolution:
+    def resolution(
+        self, *, select: Literal["half"] | None = None, draws: int | None = None, q: float = 0.05
+    ) -> Resolution:
         """What the table can detect with these prompts, and how many would be enough.
 
         Args:
             select: "half" is for the half of the prompts on which cells are found.
+            draws: The number of models with random weights, for what ``q_random`` can show.
             q: The q below which a test counts as a finding.
 
         Raises:
@@ -249,19 +268,24 @@ class Contrast:
         check_cells(self, made.scale, sum(some.size for some in cells), left_out)
         units = units_of(self.result, made.ours.sizes["prompt"], self.unit)
         n = units.n if select is None else (units.n + 1) // 2
-        return resolution(n, sum(int(some.sum()) for some in cells), q, self.resamples, units.unit)
+        tests = sum(int(some.sum()) for some in cells)
+        found = resolution(n, tests, q, self.resamples, units.unit)
+        if draws is None:
+            return found
+        check_whole("draws", draws, FEWEST_DRAWS)
+        return replace(found, random=random_words(draws, tests, draws * tests, q))
 
     def stability(
         self,
         *,
-        choose: int | None = 10,
+        top: int | None = 10,
         layer: int | None = None,
         over: Seq[str] | None = None,
         splits: int = 200,
         patterns: int = 999,
     ) -> pd.DataFrame:
         """How much selections of heads overlap on random disjoint halves; see :meth:`mechattn.Result.stability`."""
-        return stability.stability(self, choose, layer, over, splits, patterns)
+        return stability.stability(self, top, layer, over, splits, patterns)
 
 
 def _means(asked: Contrast) -> tuple[list[np.ndarray], np.ndarray]:

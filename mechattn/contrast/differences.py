@@ -66,7 +66,7 @@ class Differences:
 def differences(asked: Contrast, labels: Labels | None = None) -> Differences:
     """The differences of a comparison; ``labels`` where the results hold only some of their layers."""
     parts = aligned(asked, labels_of([asked]) if labels is None else labels)
-    variable = variable_of(asked.result, asked.quantity, asked.by)
+    variable = variable_of(asked.result, asked.quantity)
     # The ratio, or the difference if the baseline may be 0.
     own: Scale = "log-ratio" if variable.attrs.get("compared", "ratio") == "ratio" else "difference"
     scale = asked.scale or own
@@ -93,7 +93,7 @@ def labels_of(blocks: Iterable[Contrast]) -> Labels:
     for asked in blocks:
         for result, condition in asked.sides:
             check_condition(result, condition)
-        variables = [variable_of(result, asked.quantity, asked.by) for result, _ in asked.sides]
+        variables = [variable_of(result, asked.quantity) for result, _ in asked.sides]
         dims = [dim for dim in FURTHER if dim in variables[0].dims and (dim != "segment" or asked.segment is None)]
         if not dims:
             break  # and nothing is read
@@ -115,10 +115,10 @@ def labels_of(blocks: Iterable[Contrast]) -> Labels:
 
 def aligned(asked: Contrast, labels: Labels) -> Four:
     """Values and references, and the nulls of both, with the same coordinates."""
-    quantity, by, segment = asked.quantity, asked.by, asked.segment
+    quantity, segment = asked.quantity, asked.segment
     made = []
     for result, condition in asked.sides:
-        values, null = values_of(result, condition, quantity, by, segment, asked.null)
+        values, null = values_of(result, condition, quantity, segment, asked.null)
         values = values.sel({dim: of for dim, of in labels.items() if of != values[dim].values.tolist()})
         check_present(values, quantity, segment, condition)
         if null is not None:
@@ -129,7 +129,7 @@ def aligned(asked: Contrast, labels: Labels) -> Four:
     for dim in ("prompt", "layer", "head"):
         if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
             raise OptionError(f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other")
-    options = [variable_of(result, quantity, by).attrs.get("options") for result, _ in asked.sides]
+    options = [variable_of(result, quantity).attrs.get("options") for result, _ in asked.sides]
     if options[0] != options[1]:
         raise OptionError(f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other")
     return ours, theirs, null, their_null

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.quantities import NULLS, absent, check_condition, check_present, layer_blocks, values_of
+from mechattn.contrast.quantities import (
+    NULLS,
+    absent,
+    check_condition,
+    check_present,
+    head_quantities,
+    layer_blocks,
+    values_of,
+)
 from mechattn.contrast.table import check_select
 from mechattn.errors import OptionError
 from mechattn.results.result import part_of, units_of
@@ -29,7 +37,7 @@ RANK_BELOW = (1.25, 1.5, 2.0, 3.0)
 
 def ranked_heads(
     result: Result,
-    quantity: str,
+    quantity: str | None,
     top: int | None,
     *,
     condition: str,
@@ -44,13 +52,16 @@ def ranked_heads(
     if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
         raise OptionError(f"top={top!r}: give a number of heads, at least 1, or None for all")
     check_select(select)
+    if quantity is None and not (there := head_quantities(result)):
+        raise OptionError("this result has no number for each head; name a quantity of another run")
+    quantity = there[0] if quantity is None else quantity
     prompts = result["sequences"].sizes["prompt"]
     units = units_of(result, prompts, unit)
     units.refuse_below(FEWEST if select is None else 2 * FEWEST)
     finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
     parts, known = [], ""
-    for some in layer_blocks(result, quantity, "segment", segment):
-        values, null = values_of(part_of(result, "layer", some), condition, quantity, "segment", segment)
+    for some in layer_blocks(result, quantity, segment):
+        values, null = values_of(part_of(result, "layer", some), condition, quantity, segment)
         if more := sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"})):
             raise OptionError(
                 f"{quantity!r} does not have one number per head ({', '.join(more)}), so it cannot rank heads"

@@ -86,23 +86,31 @@ def uniform_at_positions(dataset: xr.Dataset, quantity: str, at: dict[str, objec
     return dataset[name].sel(at).values
 
 
-def choose_heads(result: Result, layer: int, count: int, condition: str, prompts: np.ndarray) -> list[int]:
-    """The ``count`` heads of a layer whose attention to the question is furthest from the null on these prompts."""
+def choose_heads(
+    result: Result, layer: int | None, count: int, condition: str, prompts: np.ndarray
+) -> list[tuple[int, int]]:
+    """The ``count`` heads, of a layer or of all, whose attention to the question is furthest from the null, by layer.
+
+    On these prompts; the choice of ``Result.compare(…, select="half", top=count)`` if they are one half.
+    """
     dataset = result["received_attention"]
     if "received_per_prompt" not in dataset:
         raise OptionError(
             "choosing heads on one half of the prompts needs the positions of each prompt: "
             'run with positions="prompts", or name the heads'
         )
-    if not 1 <= count <= dataset.sizes["head"] or len(prompts) < 3:
+    half = dataset.isel(prompt=prompts).sel(segment="question")
+    half = half if layer is None else half.sel(layer=[layer])
+    heads = half.sizes["layer"] * half.sizes["head"]
+    if not 1 <= count <= heads or len(prompts) < 3:
         raise OptionError(
-            f"cannot choose {count} of {dataset.sizes['head']} heads on {len(prompts)} prompts (one half); "
+            f"cannot choose {count} of {heads} heads on {len(prompts)} prompts (one half); "
             "name the heads, or run at least 6 prompts"
         )
-    half = dataset.isel(prompt=prompts).sel(layer=layer, segment="question")
     beyond = np.log(half.received_by_segment / half.received_by_segment_uniform)
     far = beyond.sel(condition=condition)
     if condition != BASELINE:
         far = far - beyond.sel(condition=BASELINE)
-    score = abs(far.mean("prompt")).transpose("head").values
-    return sorted(np.argsort(-score, kind="stable")[:count].tolist())
+    score = abs(over_units(result, far.transpose("prompt", "layer", "head")).mean(0))
+    chosen = np.argsort(-score, axis=None, kind="stable")[:count]
+    return sorted((int(half.layer[at // score.shape[1]]), int(at % score.shape[1])) for at in chosen)

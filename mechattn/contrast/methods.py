@@ -102,19 +102,24 @@ def _compared(table: pd.DataFrame) -> str:
     about = table.attrs
     of = "" if about["segment"] == "all" else f" of the {about['segment']}"
     n = f" (n = {table.n.iloc[0]})" if len(table) else ""
-    half = ", found on one half and reported on the other" if about["select"] == "half" else ""
+    chosen = f"the {about['top']} largest" if "top" in about else "found"
+    half = f", {chosen} on one half and reported on the other" if about["select"] == "half" else ""
     scale = f" as {table.scale.iloc[0]}s" if len(table) else ""
     tried = about["patterns"]
     patterns = "all patterns of signs" if tried is None else f"{tried:,} random patterns of signs"
     bags = f" of {about['resampled']}, which are also what the bootstrap resamples" if "resampled" in about else ""
     units = int(table.n.iloc[0]) if len(table) else 0
     skewed = " and bootstrap-t tests (the larger p)" if units >= FEWEST_FOR_ALL else ""
-    random = f"; beside {about['null_random']}, by the larger p of both" if "null_random" in about else ""
+    random = ""
+    if "null_random" in about:
+        random = (
+            f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of {about['null_random']}"
+        )
     return (
         f"“{about['condition']}” was compared with “{about['to']}” in {about['quantity']}{of}{scale}, paired by "
         f"{about['unit'].partition(' ')[0]}{n}{half}: {100 * about['level']:g} % t intervals; sign-flip tests "
-        f"({patterns}{bags}){skewed} against {about['null']}{random}; "
-        f"Benjamini-Hochberg over {about['family']}; seed {about['seed']}."
+        f"({patterns}{bags}){skewed} against {about['null']}; "
+        f"Benjamini-Hochberg over {about['family']}{random}; seed {about['seed']}."
     )
 
 

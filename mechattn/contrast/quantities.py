@@ -24,27 +24,28 @@ if TYPE_CHECKING:
 Null = Literal["uniform", "blind"]
 NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
 FURTHER = ("segment", "to_segment", "band")  # dimensions that a quantity may have beside prompt, layer and head
+_A_HEAD = {"prompt", "condition", "layer", "head"}
 _COPIES = 8  # float64 arrays [prompt, cell] in memory at the same time in a comparison: measured 4 to 6
 _KEPT = 6  # arrays kept for resampling [unit or bag, cell], for all layers
 _SHARE = 4  # of the memory: a quantity that is kept takes at most this fraction
 
 
-def variable_of(result: Result, quantity: str, by: str = "segment") -> xr.DataArray:
+def variable_of(result: Result, quantity: str) -> xr.DataArray:
     """The variable that holds a quantity."""
-    at, name = dataset_of(result, quantity, by)
+    at, name = dataset_of(result, quantity)
     return result[at][name]
 
 
-def dataset_of(result: Result, quantity: str, by: str = "segment") -> tuple[str, str]:
+def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
     """The name of the dataset that has a quantity for each prompt, and the variable's name."""
     if not isinstance(quantity, str):
         raise OptionError(f'quantity={quantity!r}: give one name, such as "received"')
-    names = (f"{quantity}_by_{by}", quantity)
+    names = (f"{quantity}_by_segment", quantity)
     found = [(at, name) for at in result.datasets for name in names if name in result[at]]
     found = [(at, name) for at, name in found if "prompt" in result[at][name].dims]
     if not found:
         have = sorted(
-            str(name).removesuffix(f"_by_{by}")
+            str(name).removesuffix("_by_segment")
             for at in result.datasets
             for name, variable in result[at].data_vars.items()
             if at != "sequences"
@@ -61,12 +62,25 @@ def dataset_of(result: Result, quantity: str, by: str = "segment") -> tuple[str,
     return found[0]
 
 
+def head_quantities(result: Result) -> list[str]:
+    """The quantities with one number per head and prompt, named as in ``result.compare``."""
+    found = {
+        str(name).removesuffix("_by_segment"): None
+        for at, dataset in result.datasets.items()
+        for name, variable in dataset.data_vars.items()
+        if at != "sequences"
+        and _A_HEAD <= set(variable.dims) <= _A_HEAD | {"segment"}
+        and not str(name).endswith((*(f"_{kind}" for kind in NULLS), "_per_prompt"))
+    }
+    return sorted(found, key=lambda name: name != "received")
+
+
 def values_of(
-    result: Result, condition: str, quantity: str, by: str, segment: str | None, kind: Null = "uniform"
+    result: Result, condition: str, quantity: str, segment: str | None, kind: Null = "uniform"
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
     """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; errors if absent."""
     check_condition(result, condition)
-    at, name = dataset_of(result, quantity, by)
+    at, name = dataset_of(result, quantity)
     dataset = result[at]
     values = chosen(dataset[name], condition, segment)
     of_null = f"{name}_{kind}"
@@ -158,11 +172,9 @@ def slices(count: int, each: int, memory: str, what: str, shared: int = 0) -> li
     return [slice(start, min(start + at_a_time, count)) for start in range(0, count, at_a_time)]
 
 
-def layer_blocks(
-    result: Result, quantity: str, by: str, segment: str | None, bootstrap: int = 0, signs: int = 0
-) -> list[slice]:
+def layer_blocks(result: Result, quantity: str, segment: str | None, bootstrap: int = 0, signs: int = 0) -> list[slice]:
     """The layers of a quantity in blocks for a comparison with these numbers of resamples and sign patterns."""
-    variable = variable_of(result, quantity, by)
+    variable = variable_of(result, quantity)
     sizes = {str(dim): size for dim, size in variable.sizes.items()}
     prompts, layers = sizes.pop("prompt"), sizes.get("layer", 1)
     cells = prod(size for dim, size in sizes.items() if dim != "condition" and (segment is None or dim != "segment"))
@@ -197,7 +209,7 @@ def kept(result: Result, quantity: str, condition: str, segment: str) -> Result:
     rest = f"{(memory_bytes(result.memory) - 2 * size) / 2**10:.3f}KiB"
     made = replace(result, datasets={"sequences": result["sequences"], at: some}, memory=rest)
     try:
-        layer_blocks(made, quantity, "segment", segment, RESAMPLES, RESAMPLES)
+        layer_blocks(made, quantity, segment, RESAMPLES, RESAMPLES)
     except MemoryOptionError:
         return result
     return replace(made, datasets={**made.datasets, at: some.astype(np.float64)})

@@ -26,7 +26,7 @@ Halves = list[tuple[np.ndarray, np.ndarray]]
 
 
 def stability(
-    asked: Contrast, choose: int | None, layer: int | None, over: Seq[str] | None, splits: int, patterns: int
+    asked: Contrast, top: int | None, layer: int | None, over: Seq[str] | None, splits: int, patterns: int
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.stability`, which explains the arguments."""
     import pandas as pd
@@ -41,23 +41,21 @@ def stability(
     made, there = several_tested(asked, names, layer, bags=seed)
     units = made[0].units
     bags = Bags.drawn(units.n, seed)
-    if choose is None:
+    if top is None:
         units.refuse_below(2 * FEWEST_TO_SELECT, ", since fewer cannot give q < 0.05 on one half")
     else:
         units.refuse_below(2 * FEWEST)
     cells = int(there.sum())
-    if choose is not None and (isinstance(choose, bool) or not isinstance(choose, int) or not 1 <= choose < cells):
-        raise OptionError(f"choose={choose!r}: give a number of heads below {cells}, or None for those with q < 0.05")
+    if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 1 <= top < cells):
+        raise OptionError(f"top={top!r}: give a number of heads below {cells}, or None for those with q < 0.05")
     values = {name: one.values[:, there] for name, one in zip(names, made)}
     generator = np.random.default_rng(seed)
     halves = [random_halves(bags.n if bags else units.n, generator) for _ in range(splits)]
-    table = pd.DataFrame(
-        _rows(values, halves, lambda d: significant(d, patterns) if choose is None else largest(d, choose))
-    )
+    table = pd.DataFrame(_rows(values, halves, lambda d: significant(d, patterns) if top is None else largest(d, top)))
     table.attrs = {
         "quantity": asked.quantity,
         "segment": asked.segment or "all",
-        "selection": "q < 0.05" if choose is None else f"the {choose} furthest from the null",
+        "selection": "q < 0.05" if top is None else f"the {top} furthest from the null",
         "of": cells,
         "unit": units.unit,
         "splits": splits,

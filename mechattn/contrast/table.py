@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from scipy import stats
@@ -27,8 +27,15 @@ if TYPE_CHECKING:
     from mechattn.contrast.contrast import Contrast
     from mechattn.results.result import Result
 
+FEWEST_IF_SKEWED = (
+    96  # units: of measured values, centred, some q < 0.05 in 23 % of tables of 12, 10 % of 24, 7 % of 64
+)
 FEWEST_TO_SELECT = 6  # prompts: of 2⁶ sign patterns, the two extreme ones give p = 0.03
-_FIRST = ["difference", "null", "beyond", "beyond_low", "beyond_high", "q", "n", "low", "high"]  # shown if truncated
+_ENDS = [f"{end}{kind}" for kind in ("", "_bootstrap", "_simultaneous") for end in ("low", "high")]
+_NAMES = {end: f"difference_{end}" for end in _ENDS} | {"p": "p_beyond", "q": "q_beyond"}  # of a table's columns
+_CHANGE = ["change", "change_low", "change_high", "change_null"]
+_TESTS = ["q_beyond", "q_difference", "n"]
+_LOGS = ["difference", "difference_low", "difference_high", "null", "beyond", "beyond_low", "beyond_high"]
 _COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
 
 
@@ -45,44 +52,101 @@ class _Cells:
     lacking: str
 
 
-def table(
-    asked: Contrast, select: Literal["half"] | None, random: Seq[Result] | None, margin: float | None
-) -> pd.DataFrame:
+Ranking = Literal["beyond", "difference"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which cells one half of the prompts selects: those with q < 0.05, or the ``top`` furthest from 0 ``by`` a column.
+
+    Raises:
+        OptionError: An option is unknown, or ``top`` or ``by`` is given where nothing is selected.
+    """
+
+    select: Literal["half"] | None = None
+    top: int | None = None
+    by: Ranking | None = None
+
+    def __post_init__(self) -> None:
+        check_select(self.select)
+        if self.top is not None and (isinstance(self.top, bool) or not isinstance(self.top, int) or self.top < 1):
+            raise OptionError(f"top={self.top!r}: give a number of heads, at least 1, or None for those with q < 0.05")
+        if self.by not in (None, *get_args(Ranking)):
+            raise OptionError(f'by={self.by!r}: give "beyond" (the null) or "difference"')
+        if self.top is not None and self.select is None:
+            raise OptionError(
+                f'top={self.top}: say select="half" too, which ranks heads on one half of the prompts and reports them '
+                "on the other; the largest of many, on the prompts that made them so, have too optimistic intervals"
+            )
+        if self.by is not None and self.top is None:
+            raise OptionError(f"by={self.by!r} ranks heads, so say top=… too, how many of them")
+
+    @property
+    def fewest(self) -> tuple[int, str]:
+        """The fewest units, and why."""
+        if self.select is None or self.top is not None:
+            return FEWEST * (1 if self.select is None else 2), ""
+        return 2 * FEWEST_TO_SELECT, ", since fewer cannot give q < 0.05 on one half"
+
+    def scores(self, found: Paired) -> np.ndarray:
+        """What ranks the cells of one half; −inf for those that are not selected."""
+        if self.top is None:
+            return np.where(found.q < 0.05, 0.0, -np.inf)
+        known = self.by != "difference" and not np.isnan(found.beyond).all()
+        far = abs(found.beyond if known else found.difference)
+        chosen = np.argsort(-far, kind="stable")[: self.top]
+        scores = np.full(far.shape, -np.inf)
+        scores[chosen] = far[chosen]
+        return scores
+
+
+def table(asked: Contrast, chosen: Selection, random: Seq[Result] | None, margin: float | None) -> pd.DataFrame:
     """See :meth:`mechattn.contrast.contrast.Contrast.table`."""
-    check_select(select)
     _check_alike(asked)
     if random is not None:
         check_random(random, asked)
-    prompts = variable_of(asked.result, asked.quantity, asked.by).sizes["prompt"]
+    prompts = variable_of(asked.result, asked.quantity).sizes["prompt"]
     units = shared_units(asked.result, asked.reference, prompts, asked.unit)
-    if select is None:
-        units.refuse_below(FEWEST)
-    else:
-        units.refuse_below(2 * FEWEST_TO_SELECT, ", since fewer cannot give q < 0.05 on one half")
-    every, masks = np.arange(units.n), None
-    finding, shown = (every, every) if select is None else (every[::2], every[1::2])
+    units.refuse_below(*chosen.fewest)
+    every, masks, scores = np.arange(units.n), None, None
+    finding, shown = (every, every) if chosen.select is None else (every[::2], every[1::2])
     blocks = layers_of(asked, asked.resamples, asked.resamples)
-    if select:
+    if chosen.select:
         first = _gone_through(asked, blocks, units, finding)
-        masks = [mask.copy() for mask in first.masks]
+        masks, scores = [mask.copy() for mask in first.masks], chosen.scores(first.numbers)
         ends = np.cumsum([mask.sum() for mask in masks])
-        for mask, some in zip(masks, np.split(first.numbers.q < 0.05, ends[:-1]), strict=True):
+        for mask, some in zip(masks, np.split(scores > -np.inf, ends[:-1]), strict=True):
             mask[mask] = some
     beside = None if random is None else BesideRandom(random, asked, units, shown)
     found = _gone_through(asked, blocks, units, shown, masks, None if beside is None else beside.see)
     check_cells(asked, found.last.scale, sum(mask.size for mask in found.masks), found.left_out, found.lacking)
-    labels = [str(name) for name in found.means if name not in ("value", "reference")]
-    made = found.means.assign(**{name: getattr(found.numbers, name) for name in _COLUMNS}, n=found.numbers.n)
-    made = made[[*labels, *_FIRST, *made.columns.drop([*labels, *_FIRST])]].assign(scale=found.last.scale)
-    made.attrs = _about(asked, select, found, units)
+    made = _columns(found)
+    made.attrs = _about(asked, chosen, found, units)
     if margin is not None:
         made = with_equivalence(made, margin)
-    return made if beside is None else beside.table(made, np.concatenate(found.masks))
+    if beside is not None:
+        made = beside.table(made, np.concatenate(found.masks))
+    if scores is None or chosen.top is None:
+        return made
+    return made.iloc[np.argsort(-scores[scores > -np.inf], kind="stable")].reset_index(drop=True)
+
+
+def _columns(found: _Cells) -> pd.DataFrame:
+    """The columns of a table in their order: fractions and tests first, then logarithms or differences."""
+    labels = [str(name) for name in found.means if name not in ("value", "reference")]
+    made = found.means.assign(**{_NAMES.get(n, n): getattr(found.numbers, n) for n in _COLUMNS}, n=found.numbers.n)
+    order = [*labels, *_LOGS, *_TESTS]
+    if found.last.expected is None:
+        made = made.assign(p_beyond=np.nan, q_beyond=np.nan)
+    if found.last.scale == "log-ratio":
+        ratios = made[["difference", "difference_low", "difference_high", "null"]].to_numpy()
+        made[_CHANGE], order = np.expm1(ratios), [*labels, *_CHANGE, *_TESTS, *_LOGS]
+    return made[[*order, *made.columns.drop(order)]].assign(scale=found.last.scale)
 
 
 def layers_of(asked: Contrast, bootstrap: int = 0, signs: int = 0) -> Callable[[], Iterator[Differences]]:
     """A function that yields the differences of a comparison, some layers at a time."""
-    some = layer_blocks(asked.result, asked.quantity, asked.by, asked.segment, bootstrap, signs)
+    some = layer_blocks(asked.result, asked.quantity, asked.segment, bootstrap, signs)
     cut = [asked.part("layer", each) for each in some]
     labels = labels_of(cut)
     return lambda: (differences(one, labels) for one in cut)
@@ -135,19 +199,21 @@ def _labels(made: Differences, cells: np.ndarray) -> dict[str, np.ndarray]:
     return {str(dim): made.difference[dim].values[index[:, i]] for i, dim in enumerate(made.difference.dims[1:])}
 
 
-def _about(asked: Contrast, select: str | None, found: _Cells, units: Units) -> dict[str, Any]:
+def _about(asked: Contrast, chosen: Selection, found: _Cells, units: Units) -> dict[str, Any]:
     """What a table records about its question, its null and its tests."""
     tests, n = len(found.numbers.p), found.numbers.n
     can = resolution(n, max(1, tests), resamples=asked.resamples, unit=units.unit)
     names = sorted({str(result.provenance["model"]["name"]) for result in (asked.result, asked.reference)})
     made = {name: getattr(asked, name) for name in ("condition", "to", "quantity")}
-    made |= {"segment": asked.segment or "all", "select": select or "none", "level": asked.level}
+    made |= {"segment": asked.segment or "all", "select": chosen.select or "none", "level": asked.level}
     made |= {"resamples": asked.resamples, "seed": asked.seed, "models": ", ".join(names)}
     return (
         made
         | ({} if found.bags is None else {"resampled": found.bags.words})
         | {
             "null": found.last.null,
+            **({} if chosen.top is None else {"top": chosen.top}),
+            "tested": "difference" if found.last.expected is None else "beyond",
             "left_out": found.left_out,
             "family": f"{tests} tests: {' × '.join(map(str, found.last.difference.dims[1:]))}",
             "unit": units.unit,
@@ -161,16 +227,20 @@ def _about(asked: Contrast, select: str | None, found: _Cells, units: Units) -> 
 
 def _skewed_words(numbers: Paired) -> str:
     """Where the tests disagree because differences are skewed, or cannot tell; empty if nothing is to be said."""
-    alone = false_discovery(numbers.p_flip) < 0.05
-    apart = int((alone & (numbers.q >= 0.05)).sum())
+    alone, words = false_discovery(numbers.p_flip) < 0.05, []
+    apart, skewed = int((alone & (numbers.q >= 0.05)).sum()), int((abs(numbers.skewness) > 1).sum())
     if apart:
-        return (
+        words.append(
             f"in {apart} of {len(alone)} tests sign flips alone would say q < 0.05, but the bootstrap-t test, which "
             "allows for skewness, does not"
         )
-    if numbers.n < FEWEST_FOR_ALL and alone.any() and np.nanmax(abs(numbers.skewness), initial=0.0) > 1:
-        return f"with {numbers.n} units q is not controlled where differences are skewed (|skewness| > 1)"
-    return ""
+    fewest = FEWEST_IF_SKEWED if 4 * skewed >= len(alone) else FEWEST_FOR_ALL if skewed else 0
+    if numbers.n < fewest and (numbers.q < 0.05).any():
+        words.append(
+            f"with {numbers.n} units q is not controlled where differences are skewed (|skewness| > 1 in {skewed} of "
+            f"{len(alone)} tests)"
+        )
+    return "; ".join(words)
 
 
 def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
@@ -179,10 +249,9 @@ def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
         raise OptionError(f"margin={margin!r}: give the largest change that counts as none, such as 0.02 (2 %)")
     relative = len(table) and table.scale.iloc[0] == "log-ratio"
     low, high = (-np.log1p(margin), np.log1p(margin)) if relative else (-margin, margin)
-    name = "difference" if table.beyond.isna().all() else "beyond"
-    ends = ("low", "high") if name == "difference" else ("beyond_low", "beyond_high")
+    name = table.attrs["tested"]
     tested, far = table[name], stats.t.ppf((1 + table.attrs["level"]) / 2, table.n - 1)
-    error = (table[ends[1]] - table[ends[0]]) / 2 / far
+    error = (table[f"{name}_high"] - table[f"{name}_low"]) / 2 / far
     p = np.maximum(stats.t.sf((tested - low) / error, table.n - 1), stats.t.cdf((tested - high) / error, table.n - 1))
     p = np.where(error > 0, p, np.where((low < tested) & (tested < high), 0.0, 1.0))
     made = table.assign(q_same=false_discovery(p))

@@ -24,6 +24,7 @@ from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.activations import minimum_of
 from mechattn.functional.attention import Fused, Rows
 from mechattn.interventions.intervention import Intervention, Target, read_first
+from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 from mechattn.model.scores_and_positions import BlindScores
@@ -43,11 +44,14 @@ def measure_batch(
     blind: BlindScores = BlindScores(),  # noqa: B008, a frozen value
 ) -> list[LayerValues]:
     """Run the model on a batch and return the values of each analysis in each layer, on the CPU."""
-    placed = batch.to(next(model.parameters()).device)
+    placed = batch.to(device_of(model))
     paired = any(isinstance(analysis, (protocols.PairAnalysis, protocols.ActivationAnalysis)) for analysis in analyses)
-    pairs = pairs_of(placed, BASELINE) if paired else None
-    one = _Pass(model, batch, placed, windows, pairs, tuple(prompt_ids))
-    sums = _Sums(one, analyses, Nulls(analyses, placed, pairs, blind))
+    where = {layer: device_of(model.blocks[layer]) for layer in windows}
+    copies = {device: batch.to(device) for device in where.values()} | {placed.tokens.device: placed}
+    pairs = {device: pairs_of(each, BASELINE) if paired else None for device, each in copies.items()}
+    here = {layer: (copies[device], pairs[device]) for layer, device in where.items()}
+    one = _Pass(model, batch, placed, windows, here, tuple(prompt_ids))
+    sums = _Sums(one, analyses, Nulls(analyses, placed, pairs[placed.tokens.device], blind))
     rows = _Rows(one, sums)
     again = partial(measure_batch, model, batch, forward, windows, [ReceivedAttention("all")], prompt_ids, blind)
     try:
@@ -94,13 +98,13 @@ def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Targ
 
 @dataclass(frozen=True)
 class _Pass:
-    """A forward pass of a batch: the batch as given and on the model's device, with the layers to measure."""
+    """A forward pass of a batch: the batch as given, where the model takes it, and where each measured layer lies."""
 
     model: HookedModel
     batch: Batch
     placed: Batch
     windows: Mapping[int, int | None]
-    pairs: Pairs | None
+    here: Mapping[int, tuple[Batch, Pairs | None]]  # by layer, on its device
     prompt_ids: tuple[str, ...] = ()
 
     def name(self, row: int) -> str:
@@ -139,7 +143,7 @@ class _Sums:
     def of(self, number: int, layer: int, heads: int | None = None) -> Sums:
         """The sums of an analysis."""
         if (number, layer) not in self.open:
-            made = self.analyses[number].start(self.one.placed, heads or int(self.one.model.cfg.n_heads))
+            made = self.analyses[number].start(self.one.here[layer][0], heads or int(self.one.model.cfg.n_heads))
             self.open[number, layer] = made, set(self.parts[number])
         return self.open[number, layer][0]
 
@@ -165,12 +169,11 @@ class _Sums:
         self.finite += [
             (analysis, layer, v.isfinite().reshape(len(v), -1).all(1)) for v in made.values() if v.is_floating_point()
         ]
-        values = analysis.values(made, self.one.placed.at(layer), window)
+        values = analysis.values(made, self.one.here[layer][0].at(layer), window)
         if not self.values[number]:
             check_values(analysis, values, self.one.placed, int(self.one.model.cfg.n_heads))
         found = values | self.nulls.of(number, layer, window)
-        # Copied without waiting (GPU copies are pinned): valid once the GPU has done the work queued so far.
-        self.values[number][layer] = {n: value.to("cpu", non_blocking=value.is_cuda) for n, value in found.items()}
+        self.values[number][layer] = on_cpu(found)
         if all(len(by_layer) == len(self.one.windows) for by_layer in self.values):
             raise _Enough
 
@@ -201,16 +204,16 @@ class _Rows:
         """Receive a block of a layer, or a whole layer."""
         one, window = self.one, self.one.windows[layer]
         if isinstance(rows, Fused):
-            whole = protocols.WholeAttention(layer, rows, one.placed, window)
+            whole = protocols.WholeAttention(layer, rows, one.here[layer][0], window)
             for number, analysis in self.by_row:
                 analysis.add_whole(self.sums.of(number, layer, rows.out.shape[1]), whole)
                 self.sums.seen(number, layer, "rows")
             return
         heads = rows.pattern.shape[1]
         if self.by_pair and layer not in self.paired:
-            self.paired[layer] = paired_layer(layer, rows.attention, cast(Pairs, one.pairs), window)
+            self.paired[layer] = paired_layer(layer, rows.attention, cast(Pairs, one.here[layer][1]), window)
         v = None if rows.attention is None else rows.attention.v
-        block = protocols.AttentionRows(layer, rows.pattern, rows.queries, rows.keys, one.placed, window, v)
+        block = protocols.AttentionRows(layer, rows.pattern, rows.queries, rows.keys, one.here[layer][0], window, v)
         for number, analysis in self.by_row:
             analysis.add(self.sums.of(number, layer, heads), block)
         if self.by_pair:
@@ -233,7 +236,7 @@ def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
     def take_final(module: Any, given: Any, out: Float[Tensor, "batch pos d_model"]) -> None:
         for number, analysis in finals:
             for layer in one.windows:
-                analysis.add_final(sums.of(number, layer), out.detach())
+                analysis.add_final(sums.of(number, layer), out.detach().to(one.here[layer][0].tokens.device))
                 sums.seen(number, layer, "final")
 
     with ExitStack() as stack:
@@ -256,10 +259,11 @@ def _take(
     analysis: Any = sums.analyses[number]
     shape = one.placed.tokens.shape
     flat = out.shape[:2] != shape and len(out) == shape.numel()  # OPT runs its MLP on one row of all tokens
-    held[name] = out.detach().unflatten(0, shape) if flat else out.detach()
+    out = out.detach().to(one.here[layer][0].tokens.device)  # a layer's first input comes from the layer before
+    held[name] = out.unflatten(0, shape) if flat else out
     if len(held) < len(analysis.captures):
         return
-    captures = protocols.Captures(layer, dict(held), one.placed.at(layer), one.windows[layer])
+    captures = protocols.Captures(layer, dict(held), one.here[layer][0].at(layer), one.windows[layer])
     held.clear()
 
     def reduce() -> None:
@@ -280,7 +284,7 @@ def _at_mlps(one: _Pass, sums: _Sums) -> AbstractContextManager[None]:
                 f"the MLP of layer {layer} doesn't read every token, so its activations cannot be compared by token"
             )
         pre, post = (each.detach().reshape(*tokens.shape, pre.shape[-1]) for each in (pre, post))
-        passed = protocols.Activations(layer, pre, post, minimum[layer], one.placed, cast(Pairs, one.pairs))
+        passed = protocols.Activations(layer, pre, post, minimum[layer], *cast(tuple[Batch, Pairs], one.here[layer]))
         for number, analysis in taken:
             analysis.add_activations(sums.of(number, layer), passed)
             sums.seen(number, layer, "mlps")
@@ -288,9 +292,24 @@ def _at_mlps(one: _Pass, sums: _Sums) -> AbstractContextManager[None]:
     return at_nonlinearity(one.model, dict.fromkeys(minimum, see))
 
 
+def on_cpu(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A layer's values on the CPU, in one copy for each dtype; valid once the GPU has done the work queued so far."""
+    if all(value.device.type == "cpu" for value in found.values()):
+        return dict(found)
+    made: dict[str, Tensor] = {}
+    for kind in {(value.dtype, value.device) for value in found.values()}:
+        some = {name: value for name, value in found.items() if (value.dtype, value.device) == kind}
+        flat = torch.cat([value.reshape(-1) for value in some.values()])
+        flat = flat.to("cpu", non_blocking=flat.is_cuda)  # to pinned memory, without waiting
+        parts = flat.split([value.numel() for value in some.values()])
+        made |= {name: part.view(value.shape) for (name, value), part in zip(some.items(), parts, strict=True)}
+    return {name: made[name] for name in found}
+
+
 def _refuse_nan(one: _Pass, finite: Seq[tuple[Analysis, int, Tensor]], again: Callable[[], object]) -> None:
     """Refuse sums with NaN or infinity: the model's, or only those of a user's analysis if ``again`` is finite."""
-    rows = torch.stack([each for *_, each in finite]).cpu() if finite else torch.ones(1)
+    # To one device first, which waits for the copies of the others too, and only then for all of them.
+    rows = torch.stack([each.to(finite[0][2].device) for *_, each in finite]).cpu() if finite else torch.ones(1)
     if rows.all():
         return
     at, row = (~rows).nonzero()[0].tolist()

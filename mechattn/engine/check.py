@@ -20,6 +20,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
 from mechattn.model.scores_and_positions import boundary_of, takes_negative_ids, takes_position_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
+from mechattn.prompts.counterparts import with_changes
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Sequence
 from mechattn.prompts.templates import TokenizedModel
@@ -124,6 +125,11 @@ def _check_sequences(prompt: Prompt, made: dict[str, Sequence], analyses: Seq[An
             raise OptionError(
                 f'the condition "baseline" {does}; the baseline is the unchanged prompt, so use another name'
             )
+        if lacking := len(made[BASELINE]) - len(sequence) + inserted:
+            raise PromptError(
+                f"{where} has {lacking} tokens without a partner under {name!r}, so they cannot be compared; give "
+                "versions of as many tokens, or patch: ma.patch and ma.edges leave such tokens out"
+            )
         if len(sequence) > limit:
             raise PromptTooLong(
                 f'{where} has {len(sequence):,} tokens with the condition "{name}" ({inserted} inserted); '
@@ -152,7 +158,7 @@ def check_read(prompt: Prompt, made: Mapping[str, Sequence]) -> None:
 def made_sequences(
     named: Mapping[str, Condition], prompts: Seq[Prompt], model: TokenizedModel, seed: int
 ) -> list[dict[str, Sequence]]:
-    """The sequence of each prompt under each condition, with unchanged original tokens."""
+    """The sequence of each prompt under each condition; only a counterpart may change original tokens."""
     made = [{name: some.apply(prompt, model, seed) for name, some in named.items()} for prompt in prompts]
     for prompt, sequences in zip(prompts, made, strict=True):
         for name, sequence in sequences.items():
@@ -162,12 +168,12 @@ def made_sequences(
                     f"return a Sequence, such as insert(tokenize(prompt, model), ids, at)"
                 )
             tokens, original = sequences[BASELINE].tokens, sequence.tokens[~sequence.inserted]
-            if name != BASELINE and not original.equal(tokens):
+            if name != BASELINE and not sequence.counterpart and not original.equal(tokens):
                 raise ConditionError(
                     f"the condition {name!r} changes the original tokens of prompt {prompt.id} ({len(tokens)} in the "
-                    f"baseline, {len(original)} here): a condition may only insert tokens"
+                    f"baseline, {len(original)} here): a condition may only insert tokens, except a Counterpart"
                 )
-    return made
+    return [with_changes(sequences, BASELINE) for sequences in made]
 
 
 def checked_sequences(

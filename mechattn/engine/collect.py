@@ -18,6 +18,7 @@ from mechattn.engine.forward import with_nulls
 from mechattn.errors import OptionError
 from mechattn.markup import plain
 from mechattn.model import hooks
+from mechattn.model.devices import device_of
 from mechattn.model.hooked import ModelFacts, facts_of
 from mechattn.model.scores_and_positions import boundary_of
 from mechattn.model.weights import revision, weights_hash
@@ -269,7 +270,7 @@ def described(plan: Plan, prompts: Seq[Prompt], made: Mapping[str, Sequence]) ->
             "heads": int(model.cfg.n_heads),
             "layers": int(model.cfg.n_layers),
             "dtype": str(parameters.dtype).removeprefix("torch."),
-            "device": str(parameters.device),
+            "device": str(device_of(model)),
             "prepends_bos": bool(getattr(model.cfg, "default_prepend_bos", False)),
             "hooked_by": type(model).__name__,
             "revision": revision(model),

@@ -18,6 +18,7 @@ from mechattn.analysis.analysis import Analysis, PairedRows, Quantity, Sums
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import AnyRows, Attention, EdgeMask, Pattern, PatternRows, Rows, attention_by_rows
 from mechattn.model import hooks
+from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
 from mechattn.model.scores_and_positions import BlindScores
@@ -60,7 +61,7 @@ def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Seq[Analys
             f'{", ".join(rows)} needs rows, which a fused kernel does not give; choose engine="streaming" or "auto", '
             f"or measure analyses without rows in a separate run"
         )
-    on_gpu = next(model.parameters()).device.type == "cuda"
+    on_gpu = device_of(model).type == "cuda"
     whole = any(isinstance(analysis, protocols.WholeAnalysis) for analysis in analyses) and not rows
     if engine == "streaming" or not whole or (engine == "auto" and not on_gpu):
         return forward_in_blocks, "its numbers are those of the hooks"
@@ -107,7 +108,7 @@ def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMa
     if batch.edge_mask is None:
         return {}
     edge_masks = {layer: batch.at(layer).edge_mask for layer in hooks.attention_layers(model) if layer <= last}
-    return {layer: edge_mask for layer, edge_mask in edge_masks.items() if edge_mask is not None}
+    return {n: mask.to(device_of(model.blocks[n])) for n, mask in edge_masks.items() if mask is not None}
 
 
 @dataclass(frozen=True)

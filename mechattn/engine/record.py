@@ -21,6 +21,7 @@ from mechattn.functional import head_outputs as fn
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.recorded import Affine, AffineAttention, KeysValues
 from mechattn.model import hooks
+from mechattn.model.devices import device_of
 from mechattn.model.heads import is_latent
 from mechattn.model.hooked import HookedModel, alone, limit_of
 from mechattn.model.load import as_hooked, load_model
@@ -198,7 +199,7 @@ def head_means(
         sums[layer] = sums[layer] + total if layer in sums else total
         return z
 
-    device = next(model.parameters()).device
+    device = device_of(model)
     sequences = [Baseline().apply(prompt, model) for prompt in prompts]
     for prompt, sequence in zip(prompts, sequences, strict=True):
         check_side(prompt, {BASELINE: sequence}, model)

@@ -84,23 +84,22 @@ def mediation(
     base, whole = (units.means(evaluation.right(name).mean(1)) for name in (BASELINE, total))
     draws = np.random.default_rng(seed).integers(0, len(base), (resamples, len(base)))
     all_of_it = (whole - base)[draws].mean(1)
-    whole_change = paired(whole - base, level=level)
+    whole_change = share_difference(whole - base, level)
     divided = not whole_change.low <= 0 <= whole_change.high
     rows = []
     for path, name in through.items():
         part = units.means(evaluation.right(name).mean(1)) - base
         share = low = high = float("nan")
         if divided:
-            share = float(part.mean() / whole_change.difference)
+            share = float(part.mean() / whole_change.estimate)
             drawn = part[draws].mean(1)[all_of_it != 0] / all_of_it[all_of_it != 0]
             low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-        change = paired(part, level=level)
-        figures: tuple[Any, ...] = (change.difference, change.low, change.high, share, low, high)
-        rows.append([path, name, *map(float, figures)])
-    columns = ["path", "condition", "change", "change_low", "change_high", "share", "low", "high"]
+        change = [float(end) for end in share_difference(part, level)]
+        rows.append([path, name, *change, share, float(low), float(high)])
+    columns = ["path", "condition", "change", "change_low", "change_high", "share", "share_low", "share_high"]
     made = pd.DataFrame(rows, columns=columns)
     ends = {"low": float(whole_change.low), "high": float(whole_change.high)}
-    made.attrs = {"total": float(whole_change.difference), **ends, "of": total, "n": len(base), "unit": units.unit}
+    made.attrs = {"total": float(whole_change.estimate), **ends, "of": total, "n": len(base), "unit": units.unit}
     return made
 
 

@@ -285,8 +285,8 @@ class Evaluation:
         """The fraction of a condition's change in accuracy that other conditions produce without it.
 
         ``share = (accuracy[part] − accuracy[baseline]) / (accuracy[total] − accuracy[baseline])``, with percentile
-        bootstrap intervals over problems. Shares need not add up to 1. They are NaN if the t interval of the total
-        change contains 0, since the ratio is then undefined.
+        bootstrap intervals over problems. Shares need not add up to 1. They are NaN if the interval of the total
+        change contains 0, since the ratio is then undefined. Intervals of changes are those of :meth:`compare`.
 
         Args:
             total: The condition whose change is explained, such as "slash".

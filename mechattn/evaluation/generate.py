@@ -19,6 +19,7 @@ from mechattn.errors import ModelError, OptionError, check_counts
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, read_first
 from mechattn.model.architectures import PARTICULARS, Particulars
+from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel, alone, facts_of
 from mechattn.prompts.prompt import MOST
 from mechattn.prompts.sequences import PADDING, Sequence
@@ -106,7 +107,7 @@ def answers(
     """Generate one answer for each sequence, all in one batch, padded on the left."""
     from transformers import DynamicCache
 
-    device = next(model.parameters()).device
+    device = device_of(model)
     batch = _Padded(asked, device)
     cache = DynamicCache(config=model.config)
     written: list[Tensor] = []

@@ -19,6 +19,7 @@ from mechattn.evaluation.completions import Asked, Connection, Reply, connected,
 from mechattn.evaluation.generate import Answer, Request, Sampling, answers, native_of, until_end
 from mechattn.evaluation.server import Refused, Server
 from mechattn.model.checkpoint import UnloadedModel
+from mechattn.model.devices import device_of
 from mechattn.model.hooked import alone
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.prompt import Prompt
@@ -330,7 +331,7 @@ def _here(model: UnloadedModel, some: Seq[tuple[str, str, Sequence]], asked: Seq
 @torch.no_grad()
 def _known(native: Any, tokenizer: Any, prompt: list[int], answer: list[int]) -> Known:
     """The local model's answer, with its log-probabilities in one pass."""
-    tokens = torch.tensor([prompt + answer], device=next(native.parameters()).device)
+    tokens = torch.tensor([prompt + answer], device=device_of(native))
     likely = native(input_ids=tokens).logits[0].double().log_softmax(-1)
     told = tuple(likely[:-1].gather(-1, tokens[0, 1:, None])[:, 0].tolist())
     split = len(prompt) - 1

@@ -110,7 +110,7 @@ class WhileAnswering:
         return table
 
     def heads(self, condition: str, to: str = "question", level: float = 0.95) -> pd.DataFrame:
-        """One row per head: right minus wrong over pairs of answers of similar length, with ``q`` over all heads.
+        """Right minus wrong over pairs of answers of similar length, for each head; ``q_beyond`` is over all heads.
 
         Raises:
             OptionError: There is no such condition or segment, or there are too few pairs.
@@ -131,7 +131,7 @@ class WhileAnswering:
                 f"{condition!r}: at least {FEWEST} are needed{within}; evaluate more problems"
             )
         places = {"layer": np.repeat(self.layers, heads), "head": np.tile(np.arange(heads), len(self.layers))}
-        return pd.DataFrame({**places, **found}).sort_values("q", kind="stable", ignore_index=True)
+        return pd.DataFrame({**places, **found}).sort_values("q_beyond", kind="stable", ignore_index=True)
 
     def _to(self, flow: np.ndarray, to: str) -> np.ndarray:
         if to not in SEGMENTS:
@@ -143,14 +143,16 @@ class WhileAnswering:
         there = ~np.isnan(flow).any(1)
         right = self.right[name]
         pairs = matched_pairs(self.tokens[name], right & there, ~right & there, self.units.of)
-        names = ("difference", "null", "beyond", "beyond_low", "beyond_high", "p", "q")
+        names = ("difference", "null", "beyond", "beyond_low", "beyond_high")
         first, second = pairs.T
         units = self._units(first)
         if units.n < FEWEST:
             empty = np.full(flow.shape[1], np.nan)
-            return {**dict.fromkeys(names, empty), "pairs": np.full(flow.shape[1], len(pairs))}
+            missing = dict.fromkeys((*names, "p_beyond", "q_beyond"), empty)
+            return missing | {"pairs": np.full(flow.shape[1], len(pairs))}
         made = paired(units.means(flow[first] - flow[second]), units.means(null[first] - null[second]), level)
-        return {**{each: getattr(made, each) for each in names}, "pairs": np.full(flow.shape[1], len(pairs))}
+        tests = {"p_beyond": made.p, "q_beyond": made.q, "pairs": np.full(flow.shape[1], len(pairs))}
+        return {each: getattr(made, each) for each in names} | tests
 
     def _units(self, some: np.ndarray) -> Units:
         """The units of some prompts, by their places."""
@@ -158,7 +160,7 @@ class WhileAnswering:
 
     def __str__(self) -> str:
         first = f"{self.about}: attention of {self.queries} to the question, mean over heads and layers"
-        columns = ["condition", "right", "right_n", "wrong", "wrong_n", "pairs", "difference", "beyond", "p"]
+        columns = ["condition", "right", "right_n", "wrong", "wrong_n", "pairs", "difference", "beyond", "p_beyond"]
         return f"{first}\n{self.table()[columns].to_string(index=False, float_format=lambda x: f'{x:.3g}')}"
 
 

@@ -43,6 +43,10 @@ class EdgeMask:
         cut = self.queries.gather(1, queries).unsqueeze(2) & self.keys[:, keys].unsqueeze(1)
         return cut & (queries.unsqueeze(2) != positions)
 
+    def to(self, device: torch.device | str) -> EdgeMask:
+        """The same on a device."""
+        return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
+
     def of(self, sequences: Int[Tensor, " chosen"]) -> EdgeMask:
         """The same for some sequences of the batch."""
         return EdgeMask(self.queries[sequences], self.keys[sequences])

@@ -91,16 +91,17 @@ class ARM:
             if self.strength == 0:
                 return None
             now = target()
-            length = now.positions.shape[1]
+            rows, positions = (each.to(post.device) for each in (now.rows, now.positions))
+            length = positions.shape[1]
             every = post.reshape(-1, length, post.shape[-1]).clone()
             if self.scope == "tensor":
-                every[now.rows] = self._moved(every[now.rows], layer, now.prompts, now.positions.to(post.device))
+                every[rows] = self._moved(every[rows], layer, now.prompts, positions)
             else:
                 at_once = max(1, _ENTRIES // every[0].numel())
-                for first in range(0, len(now.rows), at_once):
+                for first in range(0, len(rows), at_once):
                     some = slice(first, first + at_once)
-                    rows, positions = now.rows[some], now.positions[some].to(post.device)
-                    every[rows] = self._moved(every[rows], layer, now.prompts[some], positions)
+                    moved = self._moved(every[rows[some]], layer, now.prompts[some], positions[some])
+                    every[rows[some]] = moved
             return every.reshape(post.shape)
 
         return at_nonlinearity(model, dict.fromkeys(self.which, see))

@@ -18,6 +18,7 @@ from mechattn.interventions.ablation import HeadAblation, Knockout
 from mechattn.interventions.arm import ARM
 from mechattn.prompts import conditions as kinds
 from mechattn.prompts import fillers
+from mechattn.prompts.counterparts import Counterpart
 from mechattn.prompts.sweeps import sweep
 from mechattn.sections import AnalysisSection, Condition, all_words, near, no_such_key
 
@@ -33,6 +34,7 @@ CONDITIONS = {
         kinds.ShuffledSentence,
         kinds.Counting,
         kinds.RepeatQuestion,
+        Counterpart,
     )
 }
 ANALYSES = {kind.__name__: kind for kind in KINDS}

@@ -15,6 +15,7 @@ import torch
 
 from mechattn.errors import ModelError
 from mechattn.known_answers.answer import KnownAnswer, SelfTest, compared
+from mechattn.known_answers.known_circuits import found_circuits
 from mechattn.known_answers.known_heads import handmade_heads, trained_heads
 from mechattn.model.load import load_model
 
@@ -38,7 +39,7 @@ def selftest(
     sort: str | None = None,
     say: Callable[[KnownAnswer], None] | None = None,
 ) -> SelfTest:
-    """Test this library against known answers; takes about a minute.
+    """Test this library against known answers; takes about two minutes.
 
     Args:
         models: A folder with "stories260K" and "llm-viz-sort", checkpoints trained by others. Missing models are
@@ -55,7 +56,7 @@ def selftest(
     if models is not None:
         stories, sort = stories or str(Path(models) / STORIES), sort or str(Path(models) / SORT)
     answers = []
-    for answer in chain(sorting(sort), story(stories), handmade_heads(), trained_heads()):
+    for answer in chain(sorting(sort), story(stories), handmade_heads(), trained_heads(), found_circuits()):
         answers.append(answer)
         if say is not None:
             say(answer)

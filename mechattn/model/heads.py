@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError
-from mechattn.model.hooked import HookedModel, config_of, limit_of, unwrapped
+from mechattn.model.devices import device_of, weights_here
+from mechattn.model.hooked import HookedModel, config_of, limit_of, original_of, unwrapped
 
 _EARLIER = ("q", "k", "v")  # prefixes of the names of norms of queries, keys and values
 
@@ -88,19 +89,22 @@ def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_h
     """W_O by head, in the stored dtype."""
     attention: Any = model.blocks[layer].attn
     if not is_latent(model, layer):
-        return attention.W_O.detach()
+        with weights_here(attention):
+            return attention.W_O.detach()
     linear = unwrapped(attention.o)
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"the output projection is a {type(linear).__name__}")
-    return rearrange(
-        linear.weight.detach(), "d_model (head d_head) -> head d_head d_model", head=int(model.cfg.n_heads)
-    )
+    with weights_here(linear):
+        weight = linear.weight.detach()
+    return rearrange(weight, "d_model (head d_head) -> head d_head d_model", head=int(model.cfg.n_heads))
 
 
 def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
     """W_O of each head, in the model's dtype to avoid a second copy of all layers; see :func:`wide`."""
+    packed = getattr(original_of(model), "is_quantized", False)
+    quantised = "its weights are quantised: load it unquantised" if packed else ""
     if why := limit_of(model, "heads"):
-        raise ModelError(f"{model.cfg.model_name}: {why}; so heads have no separate updates")
+        raise ModelError(f"{model.cfg.model_name}: {quantised or why}; so heads have no separate updates")
     if norm := norm_before_output(model, layer):
         raise ModelError(
             f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}), so each head's "
@@ -109,7 +113,9 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
     try:
         w_o = output_projection(model, layer)
     except Exception as error:  # an adapter that does not declare its output weights
-        raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head ({error})") from None
+        raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head ({quantised or error})") from None
+    if not w_o.is_floating_point():
+        raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head (it is stored as {w_o.dtype})")
     if w_o.ndim != 3 or len(w_o) != model.cfg.n_heads:
         raise ModelError(
             f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} is not [head, d_head, d_model], so heads "
@@ -131,9 +137,10 @@ def score_biases(
     """b_Q and b_K of each head; zeros if the model has none."""
 
     def bias(name: str, heads: int) -> Float[Tensor, "head d_head"]:
-        found = getattr(model.blocks[layer].attn, name, None)
+        with weights_here(attention := model.blocks[layer].attn):
+            found = getattr(attention, name, None)
         if found is None:
-            return torch.zeros(heads, int(model.cfg.d_head), device=next(model.parameters()).device)
+            return torch.zeros(heads, int(model.cfg.d_head), device=device_of(attention))
         return rearrange(found.detach().flatten(), "(head d_head) -> head d_head", head=heads).float()
 
     return bias("b_Q", int(model.cfg.n_heads)), bias("b_K", kv_heads_of(model))

@@ -19,6 +19,7 @@ from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.attention import EdgeMask, Marked, Pattern, Tokens
 from mechattn.functional.received import visible_keys
 from mechattn.model.architectures import particulars_of
+from mechattn.model.devices import weights_here
 from mechattn.model.heads import as_mixed, positions_first
 from mechattn.model.hooked import HookedModel, attribute_set, config_of, original_of, unwrapped
 
@@ -112,8 +113,10 @@ def check_pattern(
 
 def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
     """The score of each head's learned sink (GPT-OSS), which takes part of every row."""
-    sinks = getattr(unwrapped(getattr(model.blocks[layer], "attn", None)), "sinks", None)
-    return sinks.detach().float() if isinstance(sinks, nn.Parameter) else None
+    module = unwrapped(getattr(model.blocks[layer], "attn", None))
+    with weights_here(module):
+        sinks = getattr(module, "sinks", None)
+        return sinks.detach().float() if isinstance(sinks, nn.Parameter) else None
 
 
 def has_sinks(model: HookedModel) -> bool:

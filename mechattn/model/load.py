@@ -18,6 +18,7 @@ from mechattn.hub import asked_once
 from mechattn.model import checkpoint
 from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason
+from mechattn.model.devices import device_of, dispatched_like
 from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, count_boot, facts_of, making, remember
 from mechattn.model.verify.checks import check_model, check_streaming
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report
@@ -44,7 +45,8 @@ def load_model(
     token is prepended if the tokenizer does so (``cfg.default_prepend_bos``), unlike TransformerLens's default of True.
 
     Args:
-        model: "toy:llama"; a checkpoint directory; a hub name; a transformers model (changed in place); or a
+        model: "toy:llama"; a checkpoint directory; a hub name; a transformers model (changed in place), which may be
+            dispatched over several devices, offloaded to memory or disk, or quantised; or a
             ``TransformerBridge`` or ``HookedTransformer``, which is verified, corrected in place if it is a Falcon with
             ALiBi, and returned.
         tokenizer: A transformers tokenizer to use in place of the model's own. A checkpoint directory without a
@@ -57,8 +59,8 @@ def load_model(
         pickled_weights: Also load a checkpoint without safetensors. A pickle can run code, so use this only for sources
             that you trust.
         **options: Other options of ``TransformerBridge.boot_transformers``, such as ``n_ctx``, ``revision`` or
-            ``trust_remote_code`` (which runs the checkpoint's own code). ``device_map`` must name one device: models
-            spread over several are refused because they are untested.
+            ``trust_remote_code`` (which runs the checkpoint's own code). ``device_map`` ("auto", or a dict of
+            modules with devices, "cpu" or "disk") and ``offload_folder`` dispatch the model with accelerate.
 
     Returns:
         A ``TransformerBridge`` in compatibility mode, or the given hooked model.
@@ -73,9 +75,7 @@ def load_model(
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
     check_device(device)
-    _check_one_device(options.get("device_map"), options.get("n_devices"))
     if isinstance(model, torch.nn.Module):
-        _check_one_device(getattr(model, "hf_device_map", None), None)
         with making, as_trusted(trust_remote_code=checkpoint.is_of_own_code(model), pickled_weights=True):
             made = _from_object(model, tokenizer, dtype, device, options)
     elif isinstance(model, (str, Path)):
@@ -101,18 +101,6 @@ def check_device(device: str | torch.device | None) -> None:
     if kind == "meta" or (there is not None and number >= there):
         found = "none" if not there else ", ".join(f"{kind}:{i}" for i in range(there))
         raise OptionError(f"device={str(device)!r} is not on this machine ({kind} devices here: {found})")
-
-
-def _check_one_device(device_map: Any, n_devices: Any) -> None:
-    """Refuse a model on several devices: its batches, nulls and statistics would be on the wrong one."""
-    several = isinstance(device_map, dict) and len(set(map(str, device_map.values()))) > 1
-    by_itself = isinstance(device_map, str) and device_map.startswith(("auto", "balanced", "sequential"))
-    if several or (n_devices or 1) > 1 or (by_itself and torch.cuda.device_count() > 1):
-        given = f"n_devices={n_devices}" if (n_devices or 1) > 1 else f"device_map={device_map!r}"
-        raise OptionError(
-            f"{given} would spread the model over several devices, which mechattn does not support: give one, such as "
-            'device="cuda:0", with dtype=torch.bfloat16 if memory is short'
-        )
 
 
 def as_hooked(model: Any) -> Any:
@@ -277,8 +265,6 @@ def _native_twin(bridge: Any) -> tuple[Any | None, str]:
         return None, "its weights were processed (folded or centred) in place, so the original weights are gone"
     if getattr(hooked, "is_quantized", False):
         return None, "its weights are quantised, and a second model cannot share them"
-    if len(set(getattr(hooked, "hf_device_map", {}).values())) > 1:
-        return None, "it is spread over several devices"
     try:
         return _rebuilt(hooked), ""
     except Exception as error:
@@ -299,13 +285,12 @@ def _rebuilt(hooked: Any) -> Any:
     shared = {re.sub(r"\._?original_component", "", name): tensor for name, tensor in named}
     twin.load_state_dict({name: shared[name] for name in wanted & set(shared)}, strict=False, assign=True)
     twin.tie_weights()
-    without = [name for name, tensor in twin.named_parameters() if tensor.device.type == "meta"]
-    if without:
+    if without := [name for name, tensor in twin.named_parameters() if tensor.is_meta and name not in shared]:
         raise LookupError(f"the hooked model has no parameter named {without[0]}")
-    device = next(hooked.parameters()).device
+    device = device_of(hooked)
     for name, buffer in twin.named_buffers():
         buffer.data = shared[name].data if name in shared else buffer.data.to(device)
-    return twin.eval()
+    return dispatched_like(twin, hooked).eval()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from mechattn.functional.attention import Pattern, alibi_slopes, score_parts
 from mechattn.functional.received import visible_keys
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
+from mechattn.model.devices import device_of
 from mechattn.model.heads import clip_of, score_biases
 from mechattn.model.hooked import HookedModel, config_of, original_of
 
@@ -124,7 +125,7 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
 
 def _errors(model: HookedModel, made: dict[int, Scores]) -> dict[int, float]:
     """The largest difference between the softmax of the parts and the pattern, for each layer."""
-    tokens = torch.arange(5, 21, device=next(model.parameters()).device)[None]
+    tokens = torch.arange(5, 21, device=device_of(model))[None]
     of_layer = {n: (f"blocks.{n}.{Q}", f"blocks.{n}.{K}", hooks.pattern_hook(n)) for n in made}
     names = [name for named in of_layer.values() for name in named]
     if lacking := [name for name in names if name not in model.hook_dict]:
@@ -200,7 +201,7 @@ def takes_position_ids(model: HookedModel) -> bool:
     """Whether the model's attention depends on the given position ids, tried on a few tokens."""
     if original_of(model) is None:
         return False
-    ids = torch.arange(_SHIFT, device=next(model.parameters()).device)
+    ids = torch.arange(_SHIFT, device=device_of(model))
     try:
         return not torch.equal(*_patterns_at(model, hooks.attention_layers(model)[-1], [ids, 3 * ids]))
     except (TypeError, ValueError):
@@ -210,7 +211,7 @@ def takes_position_ids(model: HookedModel) -> bool:
 def takes_negative_ids(model: HookedModel) -> bool:
     """Whether attention depends only on differences of position ids, so that negative ids work like any others."""
     parameter = next(model.parameters())
-    ids = torch.arange(2 * _SHIFT, device=parameter.device)
+    ids = torch.arange(2 * _SHIFT, device=device_of(model))
     try:
         with _NoNegativeRow():
             first, *others = _patterns_at(

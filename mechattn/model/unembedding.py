@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.model.architectures import particulars_of
+from mechattn.model.devices import device_of, weights_here
 from mechattn.model.heads import wide
 from mechattn.model.hooked import HookedModel, config_of, limit_of, unwrapped
 from mechattn.model.hooks import logits_and_values
@@ -46,15 +47,15 @@ class FrozenNorm:
 @torch.no_grad()
 def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     """Read γ and ε off a norm of a model: ``norm(x) − norm(0) = γ x / σ`` where x has mean 0, and so for x = ±1."""
-    parameter = next(model.parameters())
+    device, dtype = device_of(norm), next(model.parameters()).dtype
 
     def called(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        return wide(norm(x.to(parameter.dtype)[None])[0])
+        return wide(norm(x.to(dtype)[None])[0])
 
-    ones = torch.ones(int(model.cfg.d_model), device=parameter.device)
+    ones = torch.ones(int(model.cfg.d_model), device=device)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(_TRIED, len(ones), generator=generator) * torch.logspace(-1, 2, _TRIED)[:, None]
-    x = wide(drawn.to(parameter.device, parameter.dtype))
+    x = wide(drawn.to(device, dtype))
     if torch.equal(called(x), x):
         return FrozenNorm(wide(ones), centres=False, eps=0.0, scales=False)
     signs = ones.clone()
@@ -67,7 +68,7 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     made = FrozenNorm(gamma, centres, eps)
     less = x - x.mean(-1, keepdim=True) if centres else x
     off = called(x) - shown[1] - gamma * less / made.scale(x)[:, None]
-    rounding = _FINE if parameter.dtype in (torch.float32, torch.float64) else _COARSE
+    rounding = _FINE if dtype in (torch.float32, torch.float64) else _COARSE
     if not float(off.norm()) < rounding * float(called(x).norm()):
         raise ModelError(
             f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the contribution of a part of "
@@ -88,7 +89,8 @@ class Unembedding:
 
     def direction(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """``f γ · (W_U[:, token] − mean over the vocabulary)``, minus its own mean if the norm centres."""
-        return self.norm.toward(self.factor * (wide(self.w_u.T[tokens]) - self.mean))
+        there = tokens.to(self.w_u.device)  # where W_U lies, with the final norm
+        return self.norm.toward(self.factor * (wide(self.w_u.T[there]) - self.mean)).to(tokens.device)
 
     def scale(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
         """σ of the final norm."""
@@ -104,7 +106,11 @@ class Unembedding:
 
 def unembedding(model: HookedModel) -> Unembedding:
     """W_U, the norm before it, and the factor and cap from the configuration."""
-    norm, w_u = getattr(model, "ln_final", None), getattr(model, "W_U", None)
+    with weights_here(getattr(model, "unembed", None)):
+        try:
+            norm, w_u = getattr(model, "ln_final", None), getattr(model, "W_U", None)
+        except Exception as error:  # TransformerLens refuses a quantised W_U
+            raise ModelError(f"{model.cfg.model_name}: W_U cannot be read ({error})") from None
     if norm is None or w_u is None:
         raise ModelError(
             f"{model.cfg.model_name} has no ln_final or no W_U, so contributions to its logits are unknown"
@@ -118,7 +124,7 @@ def unembedding(model: HookedModel) -> Unembedding:
     made = Unembedding(
         w_u,
         wide(w_u).mean(1),
-        found,
+        replace(found, gamma=found.gamma.to(w_u.device)),
         factor=1.0 if factor is None else float(factor(config)),
         cap=float(cap) if cap > 0 else None,
     )
@@ -132,9 +138,10 @@ def _check_direct(model: HookedModel, reads: Unembedding) -> None:
     if why := limit_of(model, "residual"):
         raise ModelError(f"{name}: {why}; so updates do not reach its logits unchanged")
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    tokens = torch.arange(5, 13, device=next(model.parameters()).device)[None]
+    tokens = torch.arange(5, 13, device=device_of(model))[None]
     shown, seen = logits_and_values(model, tokens, [last])
-    logits, stream = reads.uncapped(wide(shown[0])), wide(seen[last])
+    logits, stream = (wide(each).to(tokens.device) for each in (shown[0], seen[last]))
+    logits = reads.uncapped(logits)
     got = (reads.direction(tokens)[0] @ stream[0].T / reads.scale(stream)[0]).T
     expected = (logits - logits.mean(-1, keepdim=True))[:, tokens[0]]
     off = (got - expected) - (got - expected).mean(0)  # a bias adds the same at every token

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
+from mechattn.model.devices import device_of, unoffloaded
 from mechattn.model.hooked import ModelFacts, alone, facts_of, making
 from mechattn.model.load import load_model
 
@@ -79,7 +80,7 @@ def _drawn(native: Any, kind: Kind, seed: int) -> Any:
         torch.manual_seed(seed)
         made = type(native)(config)
     parameter = next(native.parameters())
-    made = made.to(device=parameter.device, dtype=parameter.dtype)
+    made = made.to(device=device_of(native), dtype=parameter.dtype)
     if kind == "shuffled":
         generator = torch.Generator().manual_seed(seed)
         made.load_state_dict(native.state_dict())
@@ -99,7 +100,8 @@ _WHOLE = 2**20  # a parameter with more numbers is hashed by this many, evenly s
 def weights_hash(model: Any) -> str:
     """A hash of names, shapes, dtypes and values of all parameters and buffers that are saved with a model."""
     facts = facts_of(model) or ModelFacts()
-    stored = (model if facts.native is None else facts.native).state_dict()
+    source = model if facts.native is None else facts.native
+    stored = source.state_dict()
     tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
     # A tensor made in inference mode does not count how often it was written to.
     now = [(t.data_ptr(), 0 if t.is_inference() else t._version, _sample(t, _FEW)) for t in tensors.values()]
@@ -107,7 +109,7 @@ def weights_hash(model: Any) -> str:
         made = hashlib.sha256()
         for name, values in tensors.items():
             made.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
-            made.update(_sample(values, _WHOLE))
+            made.update(_sample(unoffloaded(source, name, values), _WHOLE))
         facts.hashed = (now, made.hexdigest()[:16])
     return facts.hashed[1]
 
@@ -138,7 +140,7 @@ def revision(model: Any) -> str | None:
 
 
 def _sample(values: Float[Tensor, ...], most: int) -> bytes:
-    if values.is_meta:  # offloaded to disk: known only by its name and shape
+    if values.is_meta:  # offloaded: not read again each time
         return b"meta"
     flat = values.detach().reshape(-1)
     if len(flat) > most:

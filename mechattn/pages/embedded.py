@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mechattn.render.draw import DARK, faint
+from mechattn.render.draw import DARK, DIVERGING, faint
 from mechattn.render.views import Script, in_script, view_script
 
 Kind = Literal["f4", "f2", "u2"]
@@ -20,7 +20,10 @@ Packed = dict[str, Any]
 EXACT = 250_000  # numbers: larger arrays are stored in half precision
 SCALE = 1024.0  # factor for half precision, which keeps all eleven bits for probabilities down to 6e-8
 # Each module comes after those that it imports.
-MODULES = ("data", "drawing", "words", "heads_map", "curves", "room", "scatter", "heads_table", "figures", "page")
+MODULES = (
+    "data", "drawing", "words", "heads_map", "curves", "patterns", "room", "scatter", "heads_table", "address",
+    "narrow", "figures", "page",
+)  # fmt: skip
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function|const|let) (\w+)", re.MULTILINE)
 
@@ -61,9 +64,9 @@ def joined(modules: dict[str, str]) -> str:
 
 @cache
 def page_script() -> str:
-    """The page's own script, including the colours for a dark background."""
+    """The page's own script, with the colours of the figures."""
     text = joined({name: template(f"{name}.js") for name in MODULES})
-    return text.replace("/*COLOURS*/ {}", in_script(json.dumps(_dark())))
+    return text.replace("/*COLOURS*/ {}", in_script(json.dumps({"figures": _dark(), "map": _map()})))
 
 
 @cache
@@ -73,6 +76,12 @@ def packed_script(name: Script) -> str:
     if name == "circuitsvis":
         text += "\nwindow.CircuitsVis = CircuitsVis;"
     return squeezed(text)
+
+
+def _map() -> dict[str, list[str]]:
+    """The colours of the map of heads in either light: no change, less, more."""
+    light = [DIVERGING[at][1] for at in (1, 0, 2)]
+    return {"light": light, "dark": [DARK[colour] for colour in light]}
 
 
 def _dark() -> dict[str, str]:

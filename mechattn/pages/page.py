@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from mechattn.pages.first_screen import (
     explained,
     flat,
     picture,
+    premise,
     sentence,
     strip_words,
     time_words,
@@ -35,6 +36,9 @@ from mechattn.render.declared import listed_or_chosen
 from mechattn.render.views import Script, View, check_page_place, in_script, save_page
 from mechattn.render.words import choice_words, model_caption, said
 from mechattn.results.result import Result
+
+if TYPE_CHECKING:
+    from mechattn.pages.widget import Browser
 
 Figures = Seq[tuple[Callable, Mapping[str, Any]]]
 
@@ -78,39 +82,48 @@ def page(
     heads: Seq[int] | None = None,
     force: bool = False,
     *,
-    choose: int = 3,
+    top: int = 3,
 ) -> Path:
     """Write a result's page; see :meth:`mechattn.Result.page`."""
     check_page_place(path, force)
-    names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, choose)
+    names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, top)
     options = [{"layer": layer, "condition": name} | which for name in names]
     figures = [(received_attention, some) for some in options]
     return results_page([result], path, figures, force=force)
 
 
-def heads_options(result: Result, heads: Seq[int] | None, choose: int) -> dict[str, Any]:
+def heads_options(result: Result, heads: Seq[int] | None, top: int) -> dict[str, Any]:
     """The options of ``received_attention`` that select heads; the first heads if the data cannot choose."""
-    listed, number = listed_or_chosen(heads, None if heads is not None else choose)
+    listed, number = listed_or_chosen(heads, None if heads is not None else top)
     if number is None:
         return {"heads": listed}
     if "received_per_prompt" in result.datasets.get("received_attention", {}):
-        return {"choose": number}
-    return {"heads": list(range(min(number, int(result.provenance["model"]["heads"]))))}
+        return {"top": number}
+    return {"heads": range(min(number, int(result.provenance["model"]["heads"])))}  # a list is what a reader named
 
 
-def browse(result: Result, maps: Result | None = None) -> View:
-    """Show the map of all heads as a view in a notebook.
+def browse(result: Result, maps: Result | None = None, *, live: bool = True) -> View | Browser:
+    """Show the map of all heads in a notebook: a widget where the extra ``widget`` is installed, else a view.
+
+    The widget's ``selected`` is the head clicked, such as "L1H2"; setting it selects the head. ``table()`` returns its
+    rows of ``result.compare``, ``pattern(model)`` its attention on the prompt whose pattern was clicked.
 
     Args:
         result: A result.
         maps: A result with attention maps of a few prompts; ``result`` itself by default.
+        live: Whether to return the widget; a view also shows on a site, where no Python listens.
     """
     about = About(f"mechattn: {model_caption(result)}", _subtitle([result]))
     parts = _parts(about, [ShownModel(result, maps)], [])
     body = _environment().get_template("main.html.j2").render(parts)
     scripts = f"""<script type="text/plain" data-packed="data">{parts["data"]}</script>
 <script type="module">{parts["script"]}</script>"""
-    return View(f"<style>{parts['style']}</style>{body}{scripts}", 900, None)
+    view = View(f"<style>{parts['style']}</style>{body}{scripts}", 900, None)
+    try:
+        from mechattn.pages.widget import Browser
+    except ModuleNotFoundError:
+        return view
+    return Browser(view, result, maps) if live else view
 
 
 def write_page(
@@ -149,6 +162,7 @@ def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dic
         "data": instrument(models),
         "answer": sentence(rows),
         "picture": picture(rows),
+        "premise": premise(models),
         "verdicts": [words for shown in models for words in verdict_sentences(shown)],
         "verdict_columns": VERDICT_COLUMNS,
         "verdict_rows": [row for shown in models for row in verdict_rows(shown)],
@@ -184,12 +198,10 @@ def results_page(
 
 
 def _first_shown(figures: Figures) -> tuple[int, int] | None:
-    """The layer and head that the first figure of received attention shows; head 0 if the data choose."""
+    """The first layer and head that are named for a figure of received attention; None if none is."""
     for draw, options in figures:
-        if draw is received_attention and "layer" in options:
-            heads = options.get("heads")
-            layer = int(np.atleast_1d(options["layer"])[0])
-            return layer, int(heads[0]) if isinstance(heads, list) and heads else 0
+        if draw is received_attention and isinstance(options.get("heads"), list) and options["heads"]:
+            return int(np.atleast_1d(options["layer"])[0]), int(options["heads"][0])
     return None
 
 
@@ -235,13 +247,13 @@ def drawn_section(
     title = html.unescape(heading)
     figure.update_layout(title_text=under.replace("<sup>", "").replace("</sup>", ""), title_font_size=13)
     if draw is received_attention:
-        how = "heads chosen by hand" if isinstance(options.get("heads"), list) else "heads chosen by the data"
+        how = "heads chosen by the data" if options.get("heads") is None else "heads chosen by hand"
         shown, layers = of[0].shown_condition(options.get("condition")), np.atleast_1d(options["layer"]).tolist()
         title += f", layer {', '.join(map(str, layers))}, {how}, condition “{shown}”"
         notes = [_received_note(of[0], alone=shown == BASELINE)]
-        choose = options.get("choose")
-        if isinstance(choose, int) and shown != BASELINE:
-            notes += [choice_words(of[0], shown, layer, choose) for layer in layers]
+        top = options.get("top")
+        if isinstance(top, int) and shown != BASELINE:
+            notes += [choice_words(of[0], shown, layer, top) for layer in layers]
         note = " ".join(filter(None, notes))
     else:
         note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
@@ -273,7 +285,7 @@ def _received_note(result: Result, alone: bool) -> str:
     return (
         f"Received attention of a key is the mean attention that {which} after it pay to it{self_too}. {lines} Bands "
         f"are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few prompts have are hidden. "
-        f"{beside}; compare with the uniform null."
+        f"{beside}; compare with uniform attention."
     )
 
 

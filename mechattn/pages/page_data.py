@@ -15,7 +15,7 @@ import xarray as xr
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions
-from mechattn.contrast.quantities import NULLS, kept, layer_blocks, variable_of
+from mechattn.contrast.quantities import head_quantities, kept, layer_blocks, variable_of
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.markup import visible
 from mechattn.pages.embedded import kind_for, packed, squeezed
@@ -28,10 +28,8 @@ from mechattn.stats.resolution import RESAMPLES
 NAME = "received_attention"
 PATTERNS = 3_000_000  # numbers in all patterns together: 8 MB of the page
 PROMPTS = 3
-_A_HEAD = {"prompt", "condition", "layer", "head"}
-_NOT_SHOWN = (*(f"_{kind}" for kind in NULLS), "_per_prompt")
 # A t interval is symmetric, so half of it is enough.
-_CHANGES = ("difference", "half", "null", "beyond", "beyond_half", "q")
+_CHANGES = ("difference", "half", "null", "beyond", "beyond_half", "q")  # q is of what is tested
 
 
 def instrument(models: Seq[ShownModel]) -> str:
@@ -53,7 +51,7 @@ def model_data(shown: ShownModel) -> dict[str, Any]:
     on_map = replace(result, datasets={name: _of_layers(data, layers) for name, data in by_position.items()})
     found = _every_quantity(result, names, layers, heads)
     return model | {
-        "start": start if start and start[0] in layers and start[1] < heads else (layers[0] if layers else 0, 0),
+        "start": start if start and start[0] in layers and start[1] < heads else None,  # else that which differs most
         "quantities": [quantity for quantity in found if quantity["values"]],
         "lacking": {q["name"]: next(iter(q["missing"].values())) for q in found if not q["values"]},
         "curves": head_curves(on_map),
@@ -80,28 +78,15 @@ def _of_layers(data: xr.Dataset, layers: list[int]) -> xr.Dataset:
     return data.reindex(layer=layers) if "layer" in data.dims and data.layer.values.tolist() != layers else data
 
 
-def head_quantities(result: Result) -> list[str]:
-    """The quantities with one number per head and prompt, named as in ``result.compare``."""
-    found = {
-        str(name).removesuffix("_by_segment"): None
-        for at, dataset in result.datasets.items()
-        for name, variable in dataset.data_vars.items()
-        if at != "sequences"
-        and _A_HEAD <= set(variable.dims) <= _A_HEAD | {"segment"}
-        and not str(name).endswith(_NOT_SHOWN)
-    }
-    return sorted(found, key=lambda name: name != "received")
-
-
 def check_memory(result: Result) -> None:
     """Check whether a page fits in memory before anything is read."""
     for name in head_quantities(result):
-        layer_blocks(result, name, "segment", "question", RESAMPLES, RESAMPLES)
+        layer_blocks(result, name, "question", RESAMPLES, RESAMPLES)
 
 
 def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:
     """One quantity in the page's form: the numbers of ``result.heads`` and ``result.compare``, each [layer, head]."""
-    variable = variable_of(result, quantity, "segment")
+    variable = variable_of(result, quantity)
     of_segment = "segment" in variable.dims
     words = quantity_words(quantity, "question") if of_segment else quantity
     made: dict[str, Any] = {
@@ -141,7 +126,8 @@ def _changes(
 ) -> dict[str, Any]:
     """Changes from the baseline with their intervals, the null's change, and the change beyond it."""
     table = Contrast(of, condition, quantity=quantity, other=reference).table()
-    table = table.assign(half=table.high - table.difference, beyond_half=table.beyond_high - table.beyond)
+    table = table.assign(half=table.difference_high - table.difference, beyond_half=table.beyond_high - table.beyond)
+    table = table.assign(q=table[f"q_{table.attrs['tested']}"])
     found = {name: _square(table, name, layers, heads) for name in _CHANGES}
     about = {"scale": str(table.scale.iloc[0]), "against": table.attrs["null"], "n": int(table.n.iloc[0])}
     tested = f", tested by {table.attrs['resampled']}" if "resampled" in table.attrs else ""

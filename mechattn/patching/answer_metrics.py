@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, PromptError
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.templates import tokenize
 
 Logits = Float[Tensor, "row answer d_vocab"]
-Named = Literal["logprob", "margin", "kl"]
+Named = Literal["logprob", "margin", "answers", "kl"]
 Metric = Named | Callable[[Logits, Int[Tensor, " answer"]], Float[Tensor, " row"]]
 # Logits before each token of the answer, the answer, and the baseline's logits there; returns one number per row.
 Measured = Callable[[Logits, Int[Tensor, " answer"], Logits], Float[Tensor, " row"]]
@@ -20,6 +25,7 @@ Measured = Callable[[Logits, Int[Tensor, " answer"], Logits], Float[Tensor, " ro
 WORDS: Mapping[str, str] = {
     "logprob": "log-probability of the reference answer, in nats",
     "margin": "logit of the reference answer's token above the best other, mean over its tokens",
+    "answers": "logit of the answer minus that of the other answer, at the first token in which they differ",
     "kl": "KL divergence from the baseline's next-token distribution, mean over the answer, in nats",
 }
 
@@ -40,13 +46,46 @@ def answer_margin(logits: Logits, answer: Int[Tensor, " answer"], baseline: Logi
     return (logits.gather(-1, taken)[..., 0] - others).mean(-1)
 
 
+def answer_difference(
+    logits: Logits, answer: Int[Tensor, " answer"], other: Int[Tensor, " other"]
+) -> Float[Tensor, " row"]:
+    """Logit difference of two answers, ``logit[answer_t] − logit[other_t]`` at the first t where they differ."""
+    shorter = min(len(answer), len(other))
+    at = int((answer[:shorter] != other[:shorter].to(answer.device)).nonzero()[0])
+    return logits[:, at, answer[at]] - logits[:, at, other[at]]
+
+
+def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
+    """The tokens of a prompt's other answer, where the model would read them."""
+    where = f'prompt {prompt.id} ("{prompt.excerpt}")'
+    if not prompt.other_answer:
+        raise PromptError(
+            f'{where} has no other answer, which metric="answers" needs: load_prompts(…, other_answer=<field>) or '
+            "Prompt(…, other_answer=…)"
+        )
+    text = isinstance(prompt.other_answer, str)
+    changed: dict[str, Any] = {"answer" if text else "answer_tokens": prompt.other_answer}
+    own, other = (tokenize(one, model) for one in (prompt, replace(prompt, **{"answer_tokens": ()} | changed)))
+    tokens, others = (one.tokens[one.of_segment("answer")] for one in (own, other))
+    shorter = min(len(tokens), len(others))
+    if tokens[:shorter].equal(others[:shorter]):
+        same = "are the same tokens" if len(tokens) == len(others) else "begin with the same tokens, and one ends there"
+        raise PromptError(f"both answers of {where} {same}, so no logits tell them apart; give other answers")
+    return others
+
+
 def divergence(logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Float[Tensor, " row"]:
     """KL divergence from the baseline, ``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``, in nats."""
     expected = baseline.log_softmax(-1)
     return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1).mean(-1)
 
 
-_NAMED: Mapping[str, Measured] = {"logprob": answer_logprob, "margin": answer_margin, "kl": divergence}
+_NAMED: Mapping[str, Measured] = {
+    "logprob": answer_logprob,
+    "margin": answer_margin,
+    "answers": answer_difference,
+    "kl": divergence,
+}
 
 
 def metric_of(metric: Metric) -> tuple[Measured, str]:
@@ -58,3 +97,16 @@ def metric_of(metric: Metric) -> tuple[Measured, str]:
         known = ", ".join(map(repr, get_args(Named)))
         raise OptionError(f"metric={metric!r}: choose one of {known}, or give a function of logits and answer")
     return _NAMED[metric], WORDS[metric]
+
+
+def measured_by(metric: Metric, prompts: Seq[Prompt], model: Any) -> list[Measured]:
+    """The function of a metric for each prompt."""
+    measured, _ = metric_of(metric)
+    if metric != "answers":
+        return [measured] * len(prompts)
+    others = [other_answer(prompt, model) for prompt in prompts]
+    return [partial(_between, other) for other in others]
+
+
+def _between(other: Int[Tensor, " other"], logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Tensor:
+    return answer_difference(logits, answer, other)

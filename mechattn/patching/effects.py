@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CONTROLS = ("other_prompt", "random")
 _SHOWN = 8  # heads that are printed
+_COMPARED = 8  # cells on which attribution is compared with patching, half of them the largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +30,9 @@ class Patching:
 
     Args:
         effects: "effect", "other_prompt" and "random" [prompt layer head], [prompt layer] or [prompt set], with
-            "segment" after them if segments were patched one by one, in the units of the metric; NaN where not
-            requested, and in "other_prompt" for a prompt that is longer than all others. "whole" [prompt]: the metric
-            of the other run minus that of the unpatched run.
+            "segment" or "position" after them if patched one by one, in the units of the metric; NaN where not
+            requested or without a partner, and in "other_prompt" for a prompt that is longer than all others. "whole"
+            [prompt]: the metric of the other run minus that of the unpatched run.
         units: The units of replication.
         about: The model, the prompts, the condition, the metric, the direction, the method.
         checked: If all heads are attributed: exact and attributed effects of some of them, by prompt.
@@ -56,16 +57,16 @@ class Patching:
     def table(self, top: int | None = None, select: Literal["half"] | None = None, level: float = 0.95) -> pd.DataFrame:
         """One row for each head, layer or set, in order; with ``top`` or ``select``, the largest effect first.
 
-        ``effect`` with its interval and ``q`` (tests of ``Result.compare``, Benjamini-Hochberg over all rows, whatever
-        ``top``; too small if heads were named for being the largest on these same prompts); ``share`` of the whole
-        effect, a ratio of means with Fieller's interval, NaN if the whole effect's interval holds 0; the mean effects
-        of both controls; ``beyond_random``: effect minus that of a random direction of the same norm, with its interval
-        and ``q_beyond_random``. With "kl" and "noising" no effect is below 0: ``q`` tests ``beyond_random``, as
-        ``.attrs`` and the print say.
+        ``effect`` with its interval and ``q_effect`` (tests of ``Result.compare``, Benjamini-Hochberg over all rows,
+        whatever ``top``; too small if heads were named for being the largest on these same prompts); ``share`` of the
+        whole effect, a ratio of means with Fieller's interval, NaN if the whole effect's interval holds 0; the mean
+        effects of both controls; ``beyond_random``: effect minus that of a random direction of the same norm, with its
+        interval and ``q_beyond_random``. With "kl" and "noising" no effect is below 0, so ``q_effect`` is
+        NaN and ``beyond_random`` is tested, as ``.attrs["tested"]`` and the print say.
 
         Args:
             top: The number of rows to return; all by default.
-            select: "half" ranks rows on one half of the prompts and reports them on the other; ``q`` is then over the
+            select: "half" ranks rows on one half of the prompts and reports them on the other; q is then over the
                 ``top`` rows, as other prompts have chosen them.
             level: The level of the intervals.
 
@@ -91,7 +92,8 @@ class Patching:
         ranked = half or top is not None
         order = np.argsort(-abs(effect[finding].mean(0)), kind="stable") if ranked else np.arange(len(cells))
         order = order[:top] if half else order
-        values = {name: self._cells(name)[0][shown][:, order] for name in ("effect", *CONTROLS)}
+        controls = [name for name in CONTROLS if name in self.effects]
+        values = {name: self._cells(name)[0][shown][:, order] for name in ("effect", *controls)}
         beyond = values["effect"] - values["random"]
         found, further = t_interval(values["effect"], level), t_interval(beyond, level)
         rises = self.about["metric"] == WORDS["kl"] and self.about["direction"] == "noising"  # whatever is patched
@@ -100,22 +102,24 @@ class Patching:
             {
                 **{label: [cells[i][at] for i in order] for at, label in enumerate(self.labels)},
                 "effect": found.estimate,
-                "low": found.low,
-                "high": found.high,
-                "q": paired(beyond if rises else values["effect"], None).q,
+                "effect_low": found.low,
+                "effect_high": found.high,
+                "q_effect": np.nan if rises else paired(values["effect"], None).q,
                 "q_beyond_random": paired(beyond, None).q,
                 "share": share.estimate,
                 "share_low": share.low,
                 "share_high": share.high,
-                **{name: np.nanmean(values[name], 0) for name in CONTROLS},
+                **{name: np.nanmean(values[name], 0) for name in controls},
                 "beyond_random": further.estimate,
                 "beyond_random_low": further.low,
                 "beyond_random_high": further.high,
                 "n": len(beyond),
             }
         )[:top]
-        noun, count = [label for label in self.labels if label != "segment"][-1], len(order)
-        cells_words = f"pairs of {noun} and segment" if "segment" in self.labels else f"{noun}{'s' * (count > 1)}"
+        slot = next((label for label in self.labels if label in ("segment", "position")), None)
+        noun, count = [label for label in self.labels if label != slot][-1], len(order)
+        noun = "edge" if noun == "reader" else noun
+        cells_words = f"pairs of {noun} and {slot}" if slot else f"{noun}{'s' * (count > 1)}"
         family = f"{count} {cells_words} {self.about['method']}"
         made.attrs = {
             "tested": "beyond_random" if rises else "effect",
@@ -147,13 +151,13 @@ class Patching:
         """A copy with the exact effects of some cells on the first prompts."""
         import pandas as pd
 
-        cells = self._cells("effect")[1]
+        cells, there = self._cells("effect")[1], ~np.isnan(self.effects.effect.values).any(0)
         rows = [
             {
                 "prompt": str(prompt),
                 **dict(zip(self.labels, cells[cell], strict=True)),
                 "exact": value,
-                "attributed": float(attributed.ravel()[cell]),
+                "attributed": float(attributed[there][cell]),
             }
             for prompt, attributed, values in zip(
                 self.effects.prompt.values, self.effects.effect.values, exact, strict=False
@@ -168,8 +172,10 @@ class Patching:
         if self.units.n < FEWEST:
             return "\n".join([*lines, f"no interval from fewer than {FEWEST}: .effects has the numbers"])
         mean, low, high = self.whole
-        table = self.table(top=_SHOWN if "head" in self.labels else None)
+        table = self.table(top=_SHOWN if {"head", "reader"} & set(self.labels) else None)
         tested = f"q of {table.attrs['tested']}, over {table.attrs['family']}"
+        every = int((~np.isnan(self.effects.effect.values)).any(0).sum())
+        tested += f"; {len(table)} of {every} shown, the largest" if len(table) < every else ""
         lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
         lines.append(table.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
         if self.agreement is not None and self.checked is not None:
@@ -179,3 +185,12 @@ class Patching:
                 f"{correlation:.3f}, error {error:.2f} of the exact effects' root mean square"
             )
         return "\n".join(lines)
+
+
+def checked_sample(made: Patching, seed: int) -> list[int]:
+    """The cells on which attribution is checked: those with the largest effects, and as many drawn at random."""
+    mean = abs(made._cells("effect")[0].mean(0))
+    largest = np.argsort(-mean, kind="stable")[: (_COMPARED + 1) // 2].tolist()
+    rest = [cell for cell in range(len(mean)) if cell not in largest]
+    drawn = np.random.default_rng(seed).permutation(len(rest))[: _COMPARED // 2]
+    return [*largest, *(rest[i] for i in drawn)]

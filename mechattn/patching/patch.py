@@ -14,28 +14,25 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.engine.check import made_sequences, with_baseline
+from mechattn.errors import OptionError
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_window
 from mechattn.model.load import as_hooked, load_model
-from mechattn.patching.answer_metrics import Measured, Metric, metric_of
-from mechattn.patching.effects import CONTROLS, Patching
-from mechattn.patching.refusals import Direction, check_direction, check_gradients, check_metric, check_sequences
+from mechattn.patching.answer_metrics import Metric
+from mechattn.patching.effects import CONTROLS, Patching, checked_sample
+from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
+from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.patching.sites import Sites, Target, target_in
-from mechattn.patching.two_runs import Change, Part, Run, Where, Z, patched_logits, read, read_with_gradients
+from mechattn.patching.two_runs import OF_LAYER, Change, Part, Run, Where, Z, patched_logits, read, read_with_gradients
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Sequence
-from mechattn.results import provenance
-from mechattn.results.provenance import identity
-from mechattn.stats.units import Units
 
 if TYPE_CHECKING:
     import xarray as xr
 
 _CHECKED = 4  # prompts on which attribution is compared with patching
-_COMPARED = 8  # cells of which it is, half of them the largest
 _ROWS = 32  # patched copies of a prompt in a batch, at most
 _TOKENS = 2**14  # and tokens in them
 
@@ -94,80 +91,77 @@ def patch(
 
     model = load_model(as_hooked(model))
     target = target_in(model, at, together)
-    check_direction(direction)
-    measured, metric_words = metric_of(metric)
     if target.attributed:
         check_gradients(model, metric, direction)
     prompts = as_prompts(prompts)
-    sequences = made_sequences(with_baseline({"condition": condition}), prompts, model, seed)
-    check_sequences(model, prompts, sequences)
-    one = _Prompt(model, measured, target, _segments(target, sequences), seed)
-    pairs = [_ordered(made, direction) for made in sequences]
-    others = _others({p.id: len(made[BASELINE]) for p, made in zip(prompts, sequences, strict=True)}, seed)
+    pairs, sequences = pairs_of(model, prompts, condition, metric, direction, seed)
+    slots = _slots(target, prompts, sequences)
+    ones = [_Prompt(model, target, slots, pair, seed) for pair in pairs]
+    others = _others({pair.id: len(pair.origins) for pair in pairs}, seed)
     found = []
-    steps = tqdm(pairs, desc="patching", unit="prompt", delay=2)
-    for (receiver, donor), prompt, other in zip(steps, prompts, others, strict=True):
-        stranger = None if other is None else one.read(pairs[other][1])
-        found.append(one.effects(prompt.id, receiver, one.read(donor), stranger))
-    about = {
-        "model": provenance.name_of(str(model.cfg.model_name)),
-        "prompts": provenance.digest(prompts),
-        "condition": identity(condition),
-        "metric": metric_words,
-        "direction": direction,
+    steps = tqdm(ones, desc="patching", unit="prompt", delay=2)
+    for one, other in zip(steps, others, strict=True):
+        found.append(one.effects(None if other is None else ones[other].read(pairs[other].donor)))
+    about = about_of(model, prompts, condition, metric, direction, seed) | {
         "method": "attributed (first order)" if target.attributed else "patched",
         "part": target.part,
         "heads": list(target.heads),
-        "seed": seed,
-        "versions": provenance.versions(),
     }
-    units = Units.grouped([p.group or f"\0{p.id}" for p in prompts])  # a prompt without a group is its own unit
-    made = Patching(_dataset(found, [p.id for p in prompts], one), units, about)
+    made = Patching(_dataset(found, [p.id for p in prompts], target, slots), units_of(prompts), about)
     if not target.attributed:
         return made
-    sample = _sample(made, seed)
-    return made.compared([one.exact(*pair, sample) for pair in pairs[:_CHECKED]], sample)
+    sample = checked_sample(made, seed)
+    return made.compared([one.exact(sample) for one in ones[:_CHECKED]], sample)
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """The measurements to make on each prompt; a cell is a unit of the target, at some segment's tokens or at all."""
+    """The measurements to make on a prompt; a cell is a unit of the target, at a segment, a position, or all."""
 
     model: HookedModel
-    measured: Measured
     target: Target
-    segments: Seq[str | None]
+    slots: Seq[str | int | None]
+    pair: Pair
     seed: int
 
     def read(self, sequence: Sequence) -> Run:
-        return read(self.model, sequence, self.target.layers, self.target.part)
+        return read(self.model, sequence, self.target.layers, self.target.part, self.pair.origins)
 
-    def cells(self, run: Run) -> list[tuple[tuple[Where, ...], Bool[Tensor, " original"]]]:
+    def cells(self, run: Run) -> list[tuple[tuple[Where, ...], Bool[Tensor, " shared"]]]:
         """The heads of each cell, and which of the original tokens are patched."""
         codes = run.sequence.segment[run.places]
-        at = [codes >= 0 if name is None else codes == SEGMENTS.index(name) for name in self.segments]
+        at = [
+            codes >= 0
+            if slot is None
+            else codes == SEGMENTS.index(slot)
+            if isinstance(slot, str)
+            else self.pair.origins == slot
+            for slot in self.slots
+        ]
         return [(heads, some) for heads in self.target.units for some in at]
 
-    def effects(self, prompt: str, receiver: Sequence, source: Run, stranger: Run | None) -> dict[str, np.ndarray]:
-        """The effect of each cell and its controls, and the whole effect."""
+    def effects(self, stranger: Run | None) -> dict[str, np.ndarray]:
+        """The effect of each cell and its controls, and the whole effect; NaN where no token has a partner."""
         by_z: dict[int, Z] = {}
-        denoising = bool(receiver.inserted.any())
+        source = self.read(self.pair.donor)
         if self.target.attributed:
 
             def measure(made: Run) -> Float[Tensor, " row"]:
-                return self._measure(made, made.logits, source if denoising else made)
+                return self.pair.measure(made.logits, source.logits if self.pair.denoising else made.logits)
 
-            run, by_z = read_with_gradients(self.model, receiver, self.target.layers, measure)
+            run, by_z = read_with_gradients(
+                self.model, self.pair.receiver, self.target.layers, self.pair.origins, measure
+            )
         else:
-            run = self.read(receiver)
-        base = source if denoising else run
-        before, after = (float(self._measure(run, each.logits, base)) for each in (run, source))
+            run = self.read(self.pair.receiver)
+        base = source if self.pair.denoising else run
+        before, after = (float(self.pair.measure(each.logits, base.logits)) for each in (run, source))
         values = {
             name: {where: _aligned(run, given, where, self.target.part) for where in self.target.heads}
             for name, given in (("effect", source), ("other_prompt", stranger))
             if given is not None
         }
-        values["random"] = {where: self._random(prompt, run, where, step) for where, step in values["effect"].items()}
+        values["random"] = {where: self._random(run, where, step) for where, step in values["effect"].items()}
         cells = self.cells(run)
         made = {"other_prompt": np.full(len(cells), np.nan), "whole": np.array(after - before)}
         for name, given in values.items():
@@ -175,21 +169,16 @@ class _Prompt:
                 made[name] = np.array([_attributed(run, by_z, given, *cell) for cell in cells])
             else:
                 made[name] = self._patched(run, base, given, cells) - before
+            made[name][[not some.any() for _, some in cells]] = np.nan
         return made
 
-    def exact(self, receiver: Sequence, donor: Sequence, sample: Seq[int]) -> np.ndarray:
+    def exact(self, sample: Seq[int]) -> np.ndarray:
         """The effect of some cells, patched exactly."""
-        run, source = self.read(receiver), self.read(donor)
-        base = source if receiver.inserted.any() else run
+        run, source = self.read(self.pair.receiver), self.read(self.pair.donor)
+        base = source if self.pair.denoising else run
         cells = [self.cells(run)[i] for i in sample]
         given = {where: _aligned(run, source, where, self.target.part) for heads, _ in cells for where in heads}
-        return self._patched(run, base, given, cells) - float(self._measure(run, run.logits, base))
-
-    def _measure(self, run: Run, logits: Float[Tensor, "row answer d_vocab"], base: Run) -> Float[Tensor, " row"]:
-        wide = [each if each.dtype == torch.float64 else each.float() for each in (logits, base.logits)]
-        made = self.measured(wide[0], run.answer.to(logits.device), wide[1])
-        check_metric(made, len(logits), logits.requires_grad)
-        return made
+        return self._patched(run, base, given, cells) - float(self.pair.measure(run.logits, base.logits))
 
     def _patched(self, run: Run, base: Run, given: Mapping[Where, Z], cells: Seq[tuple[Any, Tensor]]) -> np.ndarray:
         """The metric with each cell patched, a batch of them at a time."""
@@ -201,15 +190,15 @@ class _Prompt:
         found = []
         for first in range(0, len(put), rows):
             logits = patched_logits(self.model, run.sequence, put[first : first + rows], self.target.part)
-            found.append(self._measure(run, logits, base).double().cpu())
+            found.append(self.pair.measure(logits, base.logits).double().cpu())
         made: np.ndarray = torch.cat(found).numpy()
         return made
 
-    def _random(self, prompt: str, run: Run, where: Where, value: Float[Tensor, "original d_head"]) -> Tensor:
+    def _random(self, run: Run, where: Where, value: Float[Tensor, "original d_head"]) -> Tensor:
         layer, head = where
         own = run.z[layer][run.places.to(value.device), head]
         keys = token_keys(
-            self.seed, [prompt], torch.arange(len(own))[None], layer, f"a random direction of head {head}"
+            self.seed, [self.pair.id], torch.arange(len(own))[None], layer, f"a random direction of head {head}"
         )
         draw = keyed_uniform(keys[0], own.shape[-1]).to(own.device)
         if self.target.part == "pattern":  # a token sees at least as many keys as have probabilities above 0
@@ -222,11 +211,21 @@ class _Prompt:
         return own + step * draw / draw.norm(dim=-1, keepdim=True)
 
 
-def _segments(target: Target, sequences: Seq[Mapping[str, Sequence]]) -> list[str | None]:
-    """The segments that every prompt has; None for all original tokens at once."""
-    if not target.by_segment:
+def _slots(target: Target, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]) -> list[Any]:
+    """The segments that every prompt has, or its positions; None for all original tokens at once."""
+    if target.by is None:
         return [None]
-    return [name for name in SEGMENTS if all(made[BASELINE].of_segment(name).any() for made in sequences)]
+    own = [made[BASELINE] for made in sequences]
+    if target.by == "segment":
+        return [name for name in SEGMENTS if all(one.of_segment(name).any() for one in own)]
+    lengths = [len(one) for one in own]
+    if len(set(lengths)) > 1:
+        at = lengths.index(max(lengths))
+        raise OptionError(
+            f"prompts have {min(lengths)} to {max(lengths)} tokens (prompt {prompts[at].id} the most), so a position "
+            'means another token in each: give prompts of equal length, or by="segment"'
+        )
+    return list(range(lengths[0]))
 
 
 def _others(lengths: Mapping[str, int], seed: int) -> list[int | None]:
@@ -263,44 +262,29 @@ def _attributed(
     return float((by_z[layer][places, head].double() * step).sum())
 
 
-def _ordered(made: Mapping[str, Sequence], direction: Direction) -> tuple[Sequence, Sequence]:
-    """The run to patch, and the run to patch from."""
-    changed, baseline = made["condition"], made[BASELINE]
-    return (changed, baseline) if direction == "denoising" else (baseline, changed)
-
-
-def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], one: _Prompt) -> xr.Dataset:
-    """The effects by layer and head, layer, or set, and segment; NaN for heads that were not requested."""
+def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], target: Target, slots: Seq[Any]) -> xr.Dataset:
+    """The effects by layer and head, layer, or set, and segment or position; NaN for heads that were not requested."""
     import xarray as xr
 
-    target, segments = one.target, [name for name in one.segments if name]
+    by: dict[str, list[Any]] = {} if target.by is None else {target.by: list(slots)}
     layers, heads = (sorted({where[i] for where in target.heads}) for i in (0, 1))
-    labels: dict[str, list[Any]] = {"layer": layers} | ({} if target.part == "resid_post" else {"head": heads})
+    labels: dict[str, list[Any]] = {"layer": layers} | ({} if target.part in OF_LAYER else {"head": heads})
     at: tuple[list[int], ...] = ([layers.index(n) for n, _ in target.heads], [heads.index(h) for _, h in target.heads])
     if target.together:
         labels, at = {"set": [_set_name(target)]}, ([0],)
     sizes = [len(label) for label in labels.values()]
     made: dict[str, Any] = {}
     for name in ("effect", *CONTROLS):
-        values = np.full((len(prompts), *sizes, max(1, len(segments))), np.nan)
+        values = np.full((len(prompts), *sizes, len(slots)), np.nan)
         each = np.stack([row[name] for row in found]).reshape(len(prompts), len(at[0]), -1)
         cells: Any = (slice(None), *at[: len(sizes)])
         values[cells] = each
-        made[name] = (("prompt", *labels, "segment"), values) if segments else (("prompt", *labels), values[..., 0])
+        made[name] = (("prompt", *labels, *by), values if by else values[..., 0])
     made["whole"] = (("prompt",), np.array([float(row["whole"]) for row in found]))
-    return xr.Dataset(made, {"prompt": list(prompts), **labels} | ({"segment": segments} if segments else {}))
+    return xr.Dataset(made, {"prompt": list(prompts), **labels, **by})
 
 
 def _set_name(target: Target) -> str:
-    layers = target.part == "resid_post"
+    layers = target.part in OF_LAYER
     names = [f"L{layer}" if layers else f"L{layer}H{head}" for layer, head in target.heads]
     return " + ".join(names) if len(names) <= 8 else f"{len(names)} {'layers' if layers else 'heads'}"
-
-
-def _sample(made: Patching, seed: int) -> list[int]:
-    """The cells on which attribution is checked: those with the largest effects, and as many drawn at random."""
-    mean = abs(made.effects.effect.mean("prompt")).values.ravel()
-    largest = np.argsort(-mean, kind="stable")[: (_COMPARED + 1) // 2].tolist()
-    rest = [cell for cell in range(len(mean)) if cell not in largest]
-    drawn = np.random.default_rng(seed).permutation(len(rest))[: _COMPARED // 2]
-    return [*largest, *(rest[i] for i in drawn)]

@@ -43,7 +43,7 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
         raise OptionError("one prompt: give at least two, as the control uses another prompt's output")
     for prompt, made in zip(prompts, sequences, strict=True):
         changed = made["condition"]
-        if not changed.inserted.any():
+        if not changed.inserted.any() and not changed.counterpart:
             raise OptionError(f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same")
         if not changed.of_segment("answer").any():
             raise PromptError(

@@ -13,28 +13,31 @@ import torch
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
+from mechattn.model.devices import device_of
 from mechattn.model.heads import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
-from mechattn.patching.two_runs import Part, Where, changing
+from mechattn.patching.two_runs import OF_LAYER, Part, Where, changing
 
 _NAMED = re.compile(r"L(\d+)H(\d+)")
 
 
 @dataclass(frozen=True)
 class Sites:
-    """What to patch: a part of some heads or layers, at all original tokens or segment by segment.
+    """What to patch: a part of some heads or layers, at all original tokens, or by segment or position.
 
     Args:
-        part: "z", a head's output before W_O; "v", its values before norms (for heads with values of their own);
-            "pattern", its attention among the original tokens; or "resid_post", the residual stream after a layer.
-        where: Heads as (layer, head) or "L0H2", from 0; layers as numbers if ``part="resid_post"``. All by default.
-        by: "segment" patches the tokens of each segment by themselves; by default all original tokens together.
+        part: "z", a head's output before W_O; "q", "k" or "v", its queries, keys or values before norms and RoPE (for
+            heads with keys and values of their own); "pattern", its attention among the original tokens; or, of a whole
+            layer, "resid_post", the residual stream after it, "attn_out" or "mlp_out", what attention or the MLP adds.
+        where: Heads as (layer, head) or "L0H2", from 0; layers as numbers for a part of a layer. All by default.
+        by: "segment" patches the tokens of each segment by themselves, "position" each token (prompts then have equally
+            many); by default all original tokens together.
     """
 
     part: Part = "z"
     where: Seq[Where | str] | Seq[int] | None = None
-    by: Literal["segment"] | None = None
+    by: Literal["segment", "position"] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Target:
 
     part: Part
     heads: tuple[Where, ...]
-    by_segment: bool
+    by: Literal["segment", "position"] | None
     together: bool
     attributed: bool
 
@@ -66,22 +69,22 @@ def target_in(model: HookedModel, at: Any, together: bool) -> Target:
     sites: Sites = named
     if sites.part not in get_args(Part):
         raise OptionError(f"part={sites.part!r}: choose one of {', '.join(map(repr, get_args(Part)))}")
-    if sites.by not in (None, "segment"):
-        raise OptionError(f'by={sites.by!r}: give "segment" or None')
+    if sites.by not in (None, "segment", "position"):
+        raise OptionError(f'by={sites.by!r}: give "segment", "position" or None')
     if not isinstance(together, bool):
         raise OptionError(f"together={together!r}: give True or False, and name the set in at=…")
-    if sites.part == "resid_post":
+    if sites.part in OF_LAYER:
         layers: Any = sites.where
         heads = [(layer, 0) for layer in chosen_layers(model, layers)]
     else:
-        heads = _heads(model, sites.where, kv_heads_of(model) if sites.part == "v" else int(model.cfg.n_heads))
+        heads = _heads(model, sites.where, kv_heads_of(model) if sites.part in ("k", "v") else int(model.cfg.n_heads))
     if sites.part == "pattern" and not _patterns_act(model):
         raise ModelError(
             f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing the pattern "
             'has no effect; patch "z" or "v"'
         )
     attributed = sites.part == "z" and sites.where is None and not together
-    return Target(sites.part, tuple(heads), sites.by == "segment", together, attributed)
+    return Target(sites.part, tuple(heads), sites.by, together, attributed)
 
 
 def _heads(model: HookedModel, heads: Any, count: int) -> list[Where]:
@@ -112,7 +115,7 @@ def _pair(named: Any) -> Any:
 
 def _patterns_act(model: HookedModel) -> bool:
     """Whether changing the pattern at its hook changes the head's output, tried on a few tokens."""
-    tokens = torch.arange(3, 9, device=next(model.parameters()).device)[None]
+    tokens = torch.arange(3, 9, device=device_of(model))[None]
     layer = attention_layers(model)[0]
     seen: list[Tensor] = []
 

@@ -14,15 +14,17 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.model.devices import device_of
 from mechattn.model.heads import kv_heads_of, split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import keeping_nothing
 from mechattn.model.patch.keys_values_z import changing_keys_values, changing_z
 from mechattn.prompts.sequences import Sequence
 
-# Each head's output before W_O; its values before RoPE and norms (for heads with their own values); its pattern
-# [pos head key]; the residual stream after a layer, treated as one head.
-Part = Literal["z", "v", "pattern", "resid_post"]
+# Each head's output before W_O; its queries, keys and values before RoPE and norms (for heads with their own); its
+# pattern [pos head key]; the residual stream after a layer, and what attention or the MLP adds to it, as one head.
+Part = Literal["z", "q", "k", "v", "pattern", "resid_post", "attn_out", "mlp_out"]
+OF_LAYER = ("resid_post", "attn_out", "mlp_out")  # parts without heads
 Z = Float[Tensor, "pos head d_head"]
 Where = tuple[int, int]  # layer, head
 Change = tuple[Where, Int[Tensor, " some"], Float[Tensor, "some d_head"]]  # a head, positions, and what to put there
@@ -30,21 +32,28 @@ Change = tuple[Where, Int[Tensor, " some"], Float[Tensor, "some d_head"]]  # a h
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sequence that ends in the reference answer: a part by layer, and the logits before the answer."""
+    """One run of a sequence that ends in the reference answer: a part by layer, and the logits before the answer.
+
+    ``origins`` are the original tokens that the other run has, too.
+    """
 
     sequence: Sequence
     z: Mapping[int, Z]
     logits: Float[Tensor, "1 answer d_vocab"]
+    origins: Int[Tensor, " shared"]
 
     @property
-    def answer(self) -> Int[Tensor, " answer"]:
-        """The tokens of the answer."""
-        return self.sequence.tokens[self.sequence.of_segment("answer")]
+    def places(self) -> Int[Tensor, " shared"]:
+        """The position of each original token that both versions have, in baseline order."""
+        return places_of(self.sequence, self.origins)
 
-    @property
-    def places(self) -> Int[Tensor, " original"]:
-        """The position of each original token, in baseline order."""
-        return (~self.sequence.inserted).nonzero()[:, 0]
+
+def places_of(sequence: Sequence, origins: Int[Tensor, " shared"]) -> Int[Tensor, " shared"]:
+    """The positions of tokens with these origins."""
+    found = torch.full((int(origins.max()) + 1,), -1)
+    kept = (sequence.origin >= 0) & (sequence.origin < len(found))
+    found[sequence.origin[kept]] = kept.nonzero()[:, 0]
+    return found[origins]
 
 
 @contextmanager
@@ -53,9 +62,13 @@ def changing(model: HookedModel, part: Part, layers: Mapping[int, Callable[[Tens
     with ExitStack() as stack:
         if part == "z":
             stack.enter_context(changing_z(model, layers))
-        elif part == "v":
-            values = {n: partial(_values_only, change, kv_heads_of(model)) for n, change in layers.items()}
+        elif part in ("k", "v"):
+            values = {n: partial(_only, part, change, kv_heads_of(model)) for n, change in layers.items()}
             stack.enter_context(changing_keys_values(model, values))
+        elif part == "q":
+            for layer, change in layers.items():
+                put = partial(_by_head, change, int(model.cfg.n_heads))
+                stack.callback(model.hook_dict[f"blocks.{layer}.attn.hook_q"].register_forward_hook(put).remove)
         else:
             name, shape, by_head = _HOOKS[part]
             for layer, change in layers.items():
@@ -67,19 +80,23 @@ def changing(model: HookedModel, part: Part, layers: Mapping[int, Callable[[Tens
 # Hooks whose values have other axes than [batch pos head d_head], and those axes in that order.
 _HOOKS = {
     "pattern": ("blocks.{}.attn.hook_pattern", "batch head query key", "batch query head key"),
-    "resid_post": ("blocks.{}.hook_resid_post", "batch pos d_model", "batch pos 1 d_model"),
+    **{part: ("blocks.{}.hook_" + part, "batch pos d_model", "batch pos 1 d_model") for part in OF_LAYER},
 }
 
 
-def _values_only(change: Callable[[Tensor], Tensor], heads: int, which: str, shown: Tensor) -> Tensor:
-    return change(split_heads(shown, heads)).reshape(shown.shape) if which == "v" else shown
+def _only(part: Part, change: Callable[[Tensor], Tensor], heads: int, which: str, shown: Tensor) -> Tensor:
+    return change(split_heads(shown, heads)).reshape(shown.shape) if which == part else shown
 
 
 def _reshaped(change: Callable[[Tensor], Tensor], there: str, back: str, module: Any, given: Any, x: Tensor) -> Tensor:
     return rearrange(change(rearrange(x, there)), back)
 
 
-def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part = "z") -> Run:
+def _by_head(change: Callable[[Tensor], Tensor], heads: int, module: Any, given: Any, x: Tensor) -> Tensor:
+    return change(split_heads(x, heads)).reshape(x.shape)
+
+
+def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part, origins: Int[Tensor, " shared"]) -> Run:
     """Run a sequence without patching."""
     seen: dict[int, Z] = {}
 
@@ -89,14 +106,14 @@ def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part = 
 
     with changing(model, part, {layer: partial(keep, layer) for layer in layers}):
         logits = logits_of(model, sequence, 1)
-    return Run(sequence, seen, logits)
+    return Run(sequence, seen, logits, origins)
 
 
 def logits_of(
     model: HookedModel, sequence: Sequence, rows: int, gradients: bool = False
 ) -> Float[Tensor, "row answer d_vocab"]:
     """Logits before each token of the answer, for several copies of a sequence in a batch."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     tokens = sequence.tokens.to(device).expand(rows, -1)
     options: dict[str, Any] = dict(keeping_nothing(model))
     if sequence.position_ids is not None and not torch.equal(sequence.position_ids, torch.arange(len(sequence))):
@@ -128,7 +145,11 @@ def patched_logits(
 
 
 def read_with_gradients(
-    model: HookedModel, sequence: Sequence, layers: Seq[int], metric: Callable[[Run], Float[Tensor, " row"]]
+    model: HookedModel,
+    sequence: Sequence,
+    layers: Seq[int],
+    origins: Int[Tensor, " shared"],
+    metric: Callable[[Run], Float[Tensor, " row"]],
 ) -> tuple[Run, dict[int, Z]]:
     """Run a sequence and compute the gradient of a metric with respect to every head's output at every token."""
     outputs: dict[int, Tensor] = {}
@@ -144,7 +165,7 @@ def read_with_gradients(
         stack.callback(model.hook_dict[f"blocks.{min(layers)}.hook_resid_pre"].register_forward_hook(begin).remove)
         stack.enter_context(changing_z(model, {layer: partial(keep, layer) for layer in layers}))
         logits = logits_of(model, sequence, 1, gradients=True)
-    value = metric(Run(sequence, {}, logits))[0]
+    value = metric(Run(sequence, {}, logits, origins))[0]
     found = torch.autograd.grad(value, [outputs[layer] for layer in layers])
-    run = Run(sequence, {layer: z[0].detach() for layer, z in outputs.items()}, logits.detach())
+    run = Run(sequence, {layer: z[0].detach() for layer, z in outputs.items()}, logits.detach(), origins)
     return run, {layer: each[0] for layer, each in zip(layers, found, strict=True)}

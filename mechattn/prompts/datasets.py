@@ -20,7 +20,7 @@ from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template, check_templa
 from mechattn.prompts.templates import TokenizedModel, own_bos
 
 GENERATED, RECALL, REPEATED = "word-problems", "recall", "repeated-random"
-_FIELDS = ("answer", "group")
+_FIELDS = ("answer", "group", "counterpart", "other_answer")
 _WITHOUT_LIMIT = 64  # generated prompts
 _LONGEST = 4 * 2**20  # bytes per line: more than a million tokens
 
@@ -46,13 +46,15 @@ def load_prompts(
         limit: The number of prompts, from the beginning; all by default (64 of the generated ones).
         field: The field with the question.
         system: The text before each question; by default that of the word problems, and none before other questions.
-        template: "plain" or "chat".
+        template: "plain", "joined" or "chat", as for :class:`Prompt`.
         with_answer: Whether the model reads the answer after the question.
         split: The split of a hub dataset, or "train" / "test" of generated prompts.
         seed: The seed of generated word problems and recall questions.
         fields: The other fields. ``answer``: the one with the answer, if there is one ("answer" by default).
             ``group``: the one with what prompts share, such as their template (``Prompt.group``); statistics treat such
             groups as the unit. No group by default for a file or dataset; word problems use their template.
+            ``counterpart``: the one with the question's other version, for ``Counterpart()``. ``other_answer``: the one
+            with the answer that this version calls for, for ``metric="answers"``; the model then reads the answer.
 
     Raises:
         PromptError: The source, field or prompt doesn't exist.
@@ -66,6 +68,8 @@ def load_prompts(
     source = os.fspath(source)
     _check_options(source, limit, fields)
     answer_field, group_field = fields.get("answer", "answer") or "", fields.get("group")
+    counterpart, other = (fields.get(name) for name in ("counterpart", "other_answer"))
+    with_answer = with_answer or bool(other)
     if source in (GENERATED, RECALL):
         rows = _generated(source, split, limit, seed, (field, answer_field))
     else:
@@ -85,6 +89,8 @@ def load_prompts(
                 id=str(index),
                 group=None if group_field is None else _group(row, group_field, source, index),
                 solution=None if (known := row.get("solution", answer)) is None else str(known),
+                counterpart=_text(row, counterpart, source, index, "counterpart") if counterpart else "",
+                other_answer=_text(row, other, source, index, "other_answer") if other else "",
             )
         )
     if not prompts:

@@ -16,7 +16,7 @@ from torch import bool as bool_
 from mechattn.errors import OptionError, PromptError, warn
 from mechattn.markup import plain
 
-Template = Literal["plain", "chat"]
+Template = Literal["plain", "chat", "joined"]
 MOST = 1_000_000  # generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory
 HALVES = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs, which neither tokenizers nor files accept
 _FEWEST = 4  # prompts; with fewer, intervals are wide in any case
@@ -32,13 +32,16 @@ class Prompt:
         question: The text of the question.
         system: The text before the question.
         answer: The text after the question, which the model reads too.
-        template: "plain" joins the segments with newlines; "chat" uses the tokenizer's chat template.
+        template: "plain" joins the segments with newlines, "joined" with nothing; "chat" uses the tokenizer's chat
+            template.
         id: A name that is stable between runs; random draws depend on it.
         solution: The reference answer; the model doesn't read it.
         tokens: Token ids to read in place of the texts.
         group: What the prompt shares with others that are not independent of it, such as its template; statistics then
             treat the group as the unit. A prompt without one is its own unit. The model doesn't read it.
         answer_tokens: Token ids to read in place of the answer's text: those that were generated.
+        counterpart: The question's other version, for ``Counterpart``: a text, or token ids in place of ``tokens``.
+        other_answer: The answer that the other version calls for, for the metric "answers": a text or token ids.
     """
 
     question: str = ""
@@ -50,6 +53,8 @@ class Prompt:
     tokens: tuple[int, ...] = ()
     group: str | None = field(default=None, repr=False)  # not part of the prompts' hash: nothing measured depends on it
     answer_tokens: tuple[int, ...] = ()
+    counterpart: str | tuple[int, ...] = ""
+    other_answer: str | tuple[int, ...] = ""
 
     def __post_init__(self) -> None:
         check_template(self.template)
@@ -65,7 +70,8 @@ class Prompt:
             )
         if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
             raise PromptError(f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid text")
-        for token in (*self.tokens, *self.answer_tokens):
+        others = [one for one in (self.counterpart, self.other_answer) if not isinstance(one, str)]
+        for token in (*self.tokens, *self.answer_tokens, *(token for one in others for token in one)):
             if isinstance(token, bool) or not isinstance(token, Integral) or not -(2**63) <= token < 2**63:
                 raise PromptError(f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers")
 

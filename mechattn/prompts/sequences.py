@@ -32,6 +32,7 @@ class Sequence:
         edge_mask: The cut attention edges; None for none.
         interventions: The interventions while the model reads this sequence.
         decode: Maps token ids to text, for display in a notebook; without it ids are shown.
+        counterpart: Whether this is the other version of a prompt, whose tokens may differ from the baseline's.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -41,6 +42,7 @@ class Sequence:
     edge_mask: EdgeMask | None = None
     interventions: tuple[Any, ...] = ()
     decode: Callable[[list[int]], str] | None = field(default=None, repr=False, compare=False)
+    counterpart: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -72,7 +74,9 @@ class Sequence:
     def _repr_html_(self) -> str:
         decode = self.decode or (lambda ids: str(ids[0]))
         texts = [(decode([token]), SEGMENTS[code]) for token, code in zip(self.tokens.tolist(), self.segment.tolist())]
-        return markup.tokens(texts, f"{len(self)} tokens, {int(self.inserted.sum())} inserted:")
+        inserted, changed = int(self.inserted.sum()), int(self.of_segment("changed").sum())
+        said = f"{inserted} without a partner, {changed} changed" if self.counterpart else f"{inserted} inserted"
+        return markup.tokens(texts, f"{len(self)} tokens, {said}:")
 
 
 def baseline_sequence(
@@ -163,11 +167,7 @@ class Batch:
         """Return the batch on a device."""
         tensors = ("tokens", "origin", "segment", "lengths", "position_ids")
         given = {name: getattr(self, name) for name in tensors}
-        edge_mask = (
-            None
-            if self.edge_mask is None
-            else EdgeMask(self.edge_mask.queries.to(device), self.edge_mask.keys.to(device))
-        )
+        edge_mask = None if self.edge_mask is None else self.edge_mask.to(device)
         return replace(
             self, edge_mask=edge_mask, **{name: value.to(device) for name, value in given.items() if value is not None}
         )

@@ -109,11 +109,12 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
 
 def _plain(prompt: Prompt) -> tuple[str, Spans]:
     text, spans = "", []
+    between = "" if prompt.template == "joined" else "\n"
     for segment, part in (("system", prompt.system), ("question", prompt.question), ("answer", prompt.answer)):
         if part:
             spans.append((segment, len(text), len(text) + len(part)))
-            text += part + "\n"
-    return (text[:-1] if prompt.answer else text), spans
+            text += part + between
+    return (text.removesuffix(between) if prompt.answer else text), spans
 
 
 def _chat(prompt: Prompt, tokenizer: Any) -> tuple[str, Spans]:

@@ -14,10 +14,12 @@ from mechattn.render.answer_figures import diversity as diversity
 from mechattn.render.answer_figures import dose_curves as dose_curves
 from mechattn.render.answer_figures import while_answering as while_answering
 from mechattn.render.attention_figures import change_map as change_map
-from mechattn.render.attention_figures import changes as changes
 from mechattn.render.attention_figures import patching_map as patching_map
 from mechattn.render.attention_figures import received_attention as received_attention
 from mechattn.render.attention_figures import received_by_model as received_by_model
+from mechattn.render.change_figures import changes as changes
+from mechattn.render.change_figures import verdicts as verdicts
+from mechattn.render.circuit_figures import circuit_map as circuit_map
 from mechattn.render.layer_figures import by_layer as by_layer
 from mechattn.render.layer_figures import heads_by_layer as heads_by_layer
 from mechattn.render.layer_figures import scale_by_layer as scale_by_layer

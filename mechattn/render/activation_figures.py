@@ -160,7 +160,7 @@ def agreement(
     figure, series, said = draw.panels(), [], []
     for result in results:
         table = result.agreement(condition, others[0], controls=others[1:])
-        made = table.loc[table.layer == layer, ["cosine", "low", "high"]].to_numpy()
+        made = table.loc[table.layer == layer, ["cosine", "cosine_low", "cosine_high"]].to_numpy()
         said += [f"cosine with {w} {number_words(Interval(*row))}" for w, row in zip(others, made, strict=True)]
         series.append((model_caption(result), made.T))
     draw.side_by_side(figure, others, series, COLOURS[1:], **_POINTS)

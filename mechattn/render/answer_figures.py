@@ -12,7 +12,7 @@ import numpy as np
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.attention_figures import changes
+from mechattn.render.change_figures import changes
 from mechattn.render.declared import figure as declare
 from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
 from mechattn.render.words import model_caption, quantity_words, says
@@ -186,8 +186,8 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
         )  # fmt: skip
     beyond = [100 * table[name] for name in ("beyond", "beyond_low", "beyond_high")]
     draw.points(
-        figure, places, beyond, "pairs", WITHOUT, column=2, sideways=True, marker=dict(size=9), meta=["pairs", "p"],
-        customdata=table[["pairs", "p"]].values,
+        figure, places, beyond, "pairs", WITHOUT, column=2, sideways=True, marker=dict(size=9),
+        meta=["pairs", "p_beyond"], customdata=table[["pairs", "p_beyond"]].values,
         hovertemplate="%{x:+.2f} points<br>%{customdata[0]} pairs, p = %{customdata[1]:.2g}<extra></extra>",
     )  # fmt: skip
     draw.rule(figure, x=0, colour="#444", column=2)
@@ -281,6 +281,6 @@ def _said(table: pd.DataFrame) -> str:
         else:
             parts.append(
                 f"{row.condition}: {100 * row.beyond:+.2f} points [{100 * row.beyond_low:+.2f}, "
-                f"{100 * row.beyond_high:+.2f}] in {row.pairs} pairs, p = {row.p:.2g}"
+                f"{100 * row.beyond_high:+.2f}] in {row.pairs} pairs, p = {row.p_beyond:.2g}"
             )
     return f"Right minus wrong, beyond uniform attention. {'; '.join(parts)}."

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, head_named
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, choose_heads, uniform_at_positions
 from mechattn.contrast.quantities import check_layer
@@ -16,12 +15,10 @@ from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import check_heads, listed_or_chosen
 from mechattn.render.declared import figure as declare
-from mechattn.render.draw import OTHERS, SHADE, THIRD, WITH, WITHOUT
+from mechattn.render.draw import SHADE, THIRD, WITH, WITHOUT
 from mechattn.render.words import (
     band_words,
-    beside_null,
     change_words,
-    count_words,
     mean_words,
     model_caption,
     percent,
@@ -33,6 +30,7 @@ from mechattn.results.result import Result, units_of
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
+    import xarray as xr
 
     from mechattn.patching.effects import Patching
 
@@ -42,11 +40,11 @@ NAME = "received_attention"
 @declare(NAME, report=[{}])
 def received_attention(
     result: Result,
-    layer: int | Seq[int],
-    heads: Seq[int] | None = None,
+    layer: int | Seq[int] | None,
+    heads: Seq[int | str] | None = None,
     condition: str | None = None,
     *,
-    choose: int | None = None,
+    top: int | None = None,
     one_based: bool = False,
 ) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
@@ -59,10 +57,12 @@ def received_attention(
 
     Args:
         result: A result with received attention.
-        layer: The layer, from 0; several as a list, such as [0, 1, 2], which show the same heads of each.
-        heads: The heads, from 0.
-        choose: In place of heads: the number of heads to choose by the largest change (in the baseline: the largest
-            distance) from the null on one half of the prompts. The figure then shows the other half; the run must have
+        layer: The layer, from 0; several as a list, such as [0, 1, 2], which show the same heads of each; None for
+            heads of any layer.
+        heads: The heads, from 0, or by name, such as "L1H2".
+        top: In place of heads: how many to choose by the largest change (in the baseline: the largest distance) from
+            the null on one half of the prompts, of each layer or, with None, of all; as
+            ``result.compare(…, select="half", top=…)`` does. The figure then shows the other half; the run must have
             used ``positions="prompts"``.
         condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
@@ -72,17 +72,18 @@ def received_attention(
     """
     dataset, condition = result[NAME], result.shown_condition(condition)
     layers: list[Any] = list(layer) if isinstance(layer, (list, tuple, range, np.ndarray)) else [layer]
-    for one in layers or [layer]:
-        check_layer(one, dataset)
-    listed, choose = listed_or_chosen(heads, choose)
     shown, how = np.arange(dataset.sizes["prompt"]), "chosen by hand"
-    of_layers = dict.fromkeys(layers, listed)
-    if choose is not None:
+    listed, top = listed_or_chosen(heads, top)
+    if top is not None:
         chosen, shown = units_of(result, len(shown)).halves()
-        of_layers = {one: choose_heads(result, one, choose, condition, chosen) for one in layers}
         how = "chosen on the other half of the prompts"
-    for some in of_layers.values():
-        check_heads(some, dataset.sizes["head"])
+    of_layers: dict[int, list[int]] = {}
+    for one in layers or [layer]:
+        if one is not None:
+            check_layer(one, dataset)
+        some = _listed(listed, one, dataset) if top is None else choose_heads(result, one, top, condition, chosen)
+        for at, head in some:
+            of_layers.setdefault(at, []).append(head)
     alone = condition == BASELINE
     base = _Line("received_by_origin", BASELINE, "baseline" if alone else f"without {condition}", WITHOUT)
     aligned = _Line("received_by_origin", condition, f"with {condition}", WITH)
@@ -104,6 +105,19 @@ def received_attention(
     over += f"; dotted: uniform attention; heads {how}{where}"
     draw.title(figure, f"{model_caption(result)}: received attention", over, 400 if alone else 640, 125)
     return says(figure, *(_in_words(result, condition, *of, shown, one_based) for of in of_layers.items()))
+
+
+def _listed(heads: Seq[int | str], layer: int | None, dataset: xr.Dataset) -> list[tuple[int, int]]:
+    """The listed heads with their layers; of any layer, they have to be named."""
+    if layer is not None:
+        return [(layer, head) for head in check_heads(heads, dataset.sizes["head"], layer)]
+    named = list(filter(None, map(head_named, heads)))
+    if len(named) < len(heads) or not named:
+        raise OptionError(f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]')
+    for at in {at for at, _ in named}:
+        check_layer(at, dataset)
+        check_heads([head for of, head in named if of == at], dataset.sizes["head"])
+    return named
 
 
 def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], prompts: np.ndarray, one_based: bool) -> str:
@@ -172,7 +186,7 @@ def received_by_model(
     panels = []
     for result, head in zip(results, chosen, strict=True):
         check_layer(layer, result[NAME])
-        check_heads([head], result[NAME].sizes["head"])
+        (head,) = check_heads([head], result[NAME].sizes["head"], layer)
         where = f"{model_caption(result)}<br>layer {layer + one_based} head {head + one_based}"
         panels.append(_Panel(result, layer, head, where))
     colours = zip(conditions, (WITHOUT, THIRD), strict=False)
@@ -235,15 +249,15 @@ def change_map(
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     known = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"
     column, what = ("beyond", "relative to uniform attention") if known else ("difference", "change")
-    low, high = (f"{column}_{end}".removeprefix("difference_") for end in ("low", "high"))
-    columns = {"shown": column, "change": "difference", "q": "q", "low": low, "high": high}
+    low, high, q = f"{column}_low", f"{column}_high", table[f"q_{column}"]
+    columns = {"shown": column, "change": "difference", "q": f"q_{column}", "low": low, "high": high}
     hover = f"{what} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
     figure = draw.head_map(table, columns, what, f"{table.scale.iloc[0]}{'<br>less uniform' * known}", hover)
     unit, resampled = table.attrs["unit"], table.attrs.get("resampled")
     n = f"{table.n.iloc[0]}{'' if unit == 'prompts' else f' {unit}'}{f', tested by {resampled}' if resampled else ''}"
     note = (
-        f"{condition}; {int((table.q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
+        f"{condition}; {int((q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
         f"{'against ' * bool(table.null.notna().any())}{table.attrs['null']}"
     )
     if table.attrs["smallest_q"] >= 0.05:
@@ -259,11 +273,11 @@ def change_map(
 def _map_words(table: pd.DataFrame, column: str) -> str:
     """The number of significant heads, and the head furthest from uniform attention (without it: most changed)."""
     far = table.loc[table[column].abs().idxmax()]
-    sure = f"{int((table.q < 0.05).sum())} of {len(table)} heads"
+    sure = f"{int((table[f'q_{column}'] < 0.05).sum())} of {len(table)} heads"
     if table.scale.iloc[0] == "log-ratio":
-        value, low, high, null = (percent(np.expm1(part)) for part in (far.difference, far.low, far.high, far.null))
+        value, low, high, null = map(percent, (far.change, far.change_low, far.change_high, far.change_null))
     else:
-        parts = (far.difference, far.low, far.high, far.null)
+        parts = (far.difference, far.difference_low, far.difference_high, far.null)
         value, low, high, null = (f"{part:+.3f}".replace("-", "−") for part in parts)
     head = f"L{far.layer:.0f}H{far['head']:.0f}: {value} [{low}, {high}]"
     picked = (
@@ -295,7 +309,9 @@ def patching_map(patching: Patching) -> go.Figure:
     known = bool(table.share.notna().all())
     hover = "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     hover += "; %{customdata[3]:.1%} of the whole effect" * known + "<br>random direction %{customdata[4]:.3g}"
-    columns = {name: name for name in ("effect", "low", "high", "q", "share", "random")}
+    q = f"q_{table.attrs['tested']}"
+    columns = {"effect": "effect", "low": "effect_low", "high": "effect_high", "q": q}
+    columns |= {"share": "share", "random": "random"}
     figure = draw.head_map(table, columns, "effect", "effect", hover, across)
     about, (whole, low, high) = patching.about, patching.whole
     note = (
@@ -305,11 +321,11 @@ def patching_map(patching: Patching) -> go.Figure:
     heading = f"{about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, _map_height(table), top=110)
     largest = table.effect.abs().idxmax()
-    top = table.loc[largest]
+    top, sure = table.loc[largest], f"{int((table[q] < 0.05).sum())} of {len(table)} {across}s"
     return says(
         figure,
-        f"{int((table.q < 0.05).sum())} of {len(table)} {across}s at q < 0.05. Largest: layer {top.layer:.0f} {across} "
-        f"{table[across][largest]}, {top.effect:+.3g} [{top.low:+.3g}, {top.high:+.3g}]"
+        f"{sure} at q < 0.05. Largest: layer {top.layer:.0f} {across} "
+        f"{table[across][largest]}, {top.effect:+.3g} [{top.effect_low:+.3g}, {top.effect_high:+.3g}]"
         + f", {top.share:.0%} of the whole effect" * known
         + '; it was selected as the largest, so its interval is too optimistic (table(select="half") avoids this).',
     )
@@ -317,75 +333,3 @@ def patching_map(patching: Patching) -> go.Figure:
 
 def _map_height(table: pd.DataFrame) -> int:
     return max(320, 160 + 24 * table.layer.nunique())
-
-
-@declare(compares=True, report=[{}])
-def changes(
-    result: Result,
-    conditions: Seq[str] | None = None,
-    quantity: str = "received",
-    segment: str = "question",
-    layer: int | None = None,
-    *,
-    over: str = "",
-) -> go.Figure:
-    """Plot the change of a quantity by condition, or over the values of a swept option, with 95 % intervals and nulls.
-
-    Of a condition and its variants: as inserted, tokens receive attention and move the others apart; masked, they only
-    move them apart; unshifted, they only receive attention.
-
-    Args:
-        result: A result; with ``over`` one whose conditions come from ``ma.sweep``.
-        conditions: Names of conditions, in the order shown; all but the baseline by default.
-        quantity: A positive quantity.
-        segment: The segment that it is about.
-        layer: One layer; the mean over all by default.
-        over: The swept option on the horizontal axis, such as "count"; each combination of other options gives a line.
-
-    Raises:
-        OptionError: There is no such condition, or none that is named after the option.
-    """
-    names = list((result.conditions[1:] or [result.condition()]) if conditions is None else conditions)
-    lines = _swept(names, over) if over else {"": {name: name for name in names}}
-    figure, said, mode = draw.panels(), [], "lines+markers" if over else "markers"
-    for (words, named), colour in zip(lines.items(), cycle((WITH, *OTHERS)), strict=False):
-        found = [Contrast(result, n, quantity=quantity, segment=segment).overall(layer) for n in named.values()]
-        numeric = bool(over) and all(value.lstrip("-").isdigit() for value in named)
-        x = [0, *map(int, named)] if numeric else list(named)
-        start = [(0.0, 0.0, 0.0)] * numeric  # nothing inserted, so nothing changed
-        ends = 100 * np.array([*start, *(change for change, _ in found)], dtype=np.float64).T
-        label = words or (quantity if over else "measured")
-        draw.points(figure, x, ends, label, colour, mode=mode, hovertemplate="%{x}: %{y:.1f} %<extra></extra>")
-        nulls = [null for _, null in found if null is not None]
-        if len(nulls) == len(found):
-            y = [0.0] * numeric + [100 * float(null.estimate) for null in nulls]
-            null_name = "uniform attention" + (f", {words}" if words and len(lines) > 1 else "")
-            if over:
-                draw.dotted(figure, x, y, null_name, colour, mode=mode)
-            else:
-                marker = dict(symbol="line-ew", size=26, line=dict(width=2, color=WITHOUT))
-                figure.add_scatter(x=x, y=y, mode=mode, name=null_name, marker=marker)
-        shown = list(zip(named.values(), found, strict=True))[-1 if over else 0 :]  # of a sweep the last
-        said.append("; ".join(f"{name}: {beside_null(*change)}" for name, change in shown) + ".")
-    where = "mean over layers and heads" if layer is None else f"mean over the heads of layer {layer}"
-    note = f"{where}; n = {count_words(result)}; bars: 95 % t intervals of the log-ratio of each prompt's mean"
-    what = f"{quantity_words(quantity, segment)}{f', by {over}' * bool(over)}"
-    draw.rule(figure, y=0)
-    draw.title(figure, f"{model_caption(result)}: change of {what}", note, 440)
-    figure.update_yaxes(title_text="change from the baseline (%)")
-    figure.update_xaxes(title_text="inserted tokens" if over == "count" else over or None)
-    return says(figure, *said)
-
-
-def _swept(names: Seq[str], option: str) -> dict[str, dict[str, str]]:
-    """The conditions of a sweep by the value of the option, for each combination of the others."""
-    lines: dict[str, dict[str, str]] = {}
-    for name in names:
-        parts = name.split(", ")
-        swept = [part for part in parts if part.startswith(f"{option}=")]
-        if swept:
-            others = ", ".join(part for part in parts if part not in swept)
-            lines.setdefault(others, {})[swept[0].removeprefix(f"{option}=")] = name
-    if not lines:
-        raise OptionError(f"no condition of this result is named {option}=…; run it with conditions=ma.sweep(…)")
-    return lines

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, head_named
 from mechattn.errors import OptionError
 from mechattn.results.result import Result
 
@@ -53,7 +53,7 @@ class Declared:
             for name, default in self.takes.items()
             if name in named and (default is inspect.Parameter.empty or default in (0, BASELINE))
         ]
-        wanted += [name for name in ("heads", "choose") if name in named and "choose" in self.takes]
+        wanted += [name for name in ("heads", "top") if name in named and "top" in self.takes]
         for extra in self.report:
             dataset = self.dataset(result, {**self.takes, **extra})
             if dataset is not None:
@@ -126,27 +126,34 @@ def _escaped(value: Any) -> Any:
     return value
 
 
-def listed_or_chosen(heads: Seq[int] | None, choose: int | None) -> tuple[list[int], int | None]:
+def listed_or_chosen(heads: Seq[int | str] | None, top: int | None) -> tuple[list[int | str], int | None]:
     """The named heads, or the number of heads to choose."""
-    if (heads is None) == (choose is None):
-        raise OptionError(f"heads={heads!r}, choose={choose!r}: give one of the two, such as heads=[0, 3] or choose=3")
-    if choose is not None:
-        if isinstance(choose, bool) or not isinstance(choose, int) or choose < 1:
-            raise OptionError(f"choose={choose!r}: give a number of heads, at least 1")
-        return [], choose
+    if (heads is None) == (top is None):
+        raise OptionError(f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3")
+    if top is not None:
+        if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+            raise OptionError(f"top={top!r}: give a number of heads, at least 1")
+        return [], top
     if not isinstance(heads, (list, tuple, range, np.ndarray)):
-        raise OptionError(f"heads={heads!r}: give a list, such as [0, 3], or choose=… for a number of heads")
+        raise OptionError(f"heads={heads!r}: give a list, such as [0, 3], or top=… for a number of heads")
     return list(heads), None
 
 
-def check_heads(heads: Seq[int], count: int) -> None:
-    """Refuse heads that a layer doesn't have."""
-    for head in heads:
+def check_heads(heads: Seq[int | str], count: int, layer: int | None = None) -> list[int]:
+    """The heads as numbers; refuses those that a layer doesn't have, and names such as "L1H2" of another layer."""
+    found = []
+    for given in heads:
+        of, head = head_named(given) or (layer, given)
         if isinstance(head, bool) or not isinstance(head, (int, np.integer)):
-            raise OptionError(f"heads holds {head!r}; give whole numbers, from 0, such as heads=[0, 3]")
+            raise OptionError(f'heads holds {head!r}; give whole numbers, from 0, such as heads=[0, 3], or ["L1H2"]')
+        if of != layer:
+            shown = "all layers show the same heads" if layer is None else f"layer {layer} is shown"
+            raise OptionError(f"heads holds {given!r}, but {shown}; give heads of that layer, such as [0, 3]")
         if not 0 <= head < count:
             raise OptionError(f"head {head} is out of range: heads are 0 to {count - 1}")
-    if not len(heads):
+        found.append(int(head))
+    if not found:
         raise OptionError("heads=[] is empty; give at least one head")
-    if len(set(heads)) < len(heads):
+    if len(set(found)) < len(found):
         raise OptionError(f"heads={list(heads)} names a head twice")
+    return found

@@ -21,6 +21,7 @@ WITH = "#d55e00"  # vermilion: with them
 THIRD = "#009e73"  # green: a control
 OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
 COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)  # of lines without a meaning of their own, in order
+ABOVE, BELOW = (f"{where} {'center'}" for where in ("top", "bottom"))  # plotly's words for text beside its point
 NEUTRAL = "#f4f4f2"  # no change, on every map of signed numbers
 # The colour scales of all figures and pages; either is told apart with any colour blindness.
 DIVERGING = ((0.0, WITHOUT), (0.5, NEUTRAL), (1.0, WITH))  # less, none, more

@@ -88,16 +88,17 @@ def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) ->
         high = tall * ((y.domain[1] - y.domain[0]) if y.domain else 1)
         for axis, long in ((x, _across(x, width, stacked)), (y, high)):
             axis.title.text = "<br>".join(_lines(axis.title.text or "", long))
-    top = _LINE * (rows + len(heading)) + 0.6 * _SIZE
+    titled = _LINE * len(heading) + 10 * bool(heading)
+    top = _LINE * rows + titled + 0.6 * _SIZE
     height = top + above + tall + 38
     legend = dict(
-        orientation="h", x=1, xanchor="right", y=1 - _LINE * len(heading) / height, yref="container", yanchor="top",
+        orientation="h", x=1, xanchor="right", y=1 - titled / height, yref="container", yanchor="top",
         xref="paper", font_size=_SIZE, tracegroupgap=0,
     )  # fmt: skip
     made.update_layout(
         template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=_SIZE),
         margin=dict(l=50, r=10, t=top + above, b=38), legend=legend,
-        title=dict(text="<br>".join(heading), x=0.01, y=1 - 4 / height, yanchor="top", font_size=1.2 * _SIZE),
+        title=dict(text="<br>".join(heading), x=0.01, y=1 - 14 / height, yanchor="top", font_size=1.2 * _SIZE),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, head_name, head_named
 from mechattn.errors import OptionError, OutputError
 from mechattn.markup import visible
 from mechattn.render.declared import check_heads
@@ -108,8 +108,7 @@ def received_text(
     if name not in dataset and dataset.sizes["prompt"] > 1:
         raise OptionError('the result has only means over prompts; run with positions="prompts" to see one prompt')
     _check({"layer": (layer, dataset.layer.values), "prompt": (prompt, range(dataset.sizes["prompt"]))})
-    heads = list(range(dataset.sizes["head"]) if heads is None else heads)
-    check_heads(heads, dataset.sizes["head"])
+    heads = check_heads(range(dataset.sizes["head"]) if heads is None else heads, dataset.sizes["head"], layer)
     received = dataset[name].isel(prompt=prompt) if name in dataset else dataset["received"]
     received = received.sel(layer=layer).isel(head=heads).mean("head")
     lines = []
@@ -207,8 +206,8 @@ def _map(result: Result, layer: int, heads: Seq[int], condition: str, prompt: in
             "prompt": (prompt, range(dataset.sizes["prompt"])),
         }
     )
-    check_heads(heads, dataset.sizes["head"])
-    maps = dataset.attention.sel(layer=layer, condition=condition).isel(prompt=prompt, head=list(heads)).values
+    heads = check_heads(heads, dataset.sizes["head"], layer)
+    maps = dataset.attention.sel(layer=layer, condition=condition).isel(prompt=prompt, head=heads).values
     tokens = prompt_tokens(result, condition, prompt)
     return maps[:, : len(tokens), : len(tokens)], tokens
 
@@ -225,7 +224,7 @@ def _heads_view(
     """Maps [head, query, key], and the line of script with which circuitsvis draws them."""
     properties = {
         "attention": [[[round(float(a), DIGITS) for a in row] for row in head] for head in maps],
-        "attentionHeadNames": [f"L{layer}H{head}" for head in heads],
+        "attentionHeadNames": [head_name(*(head_named(head) or (layer, int(head)))) for head in heads],
         "tokens": tokens,
         **colours,
         "maskUpperTri": True,
@@ -317,10 +316,14 @@ class View:
         drawn = f", drawn by {self.script}" if self.script else ""
         return f"View({len(self.body):,} characters of HTML{drawn}; .save(path) writes a page that opens offline)"
 
-    def _repr_html_(self) -> str:
+    def packed(self) -> str:
+        """Return a document that unpacks itself into the page, for a frame's ``srcdoc``."""
         # Packed, so that a notebook with ten views takes 5 MB and not 15; the browser unpacks it, without a request.
         packed = base64.b64encode(gzip.compress(self.page().encode("utf-8"), mtime=0)).decode()
-        source = html.escape(_UNPACKS.replace("PACKED", packed), quote=True)
+        return _UNPACKS.replace("PACKED", packed)
+
+    def _repr_html_(self) -> str:
+        source = html.escape(self.packed(), quote=True)
         return f'<iframe srcdoc="{source}" style="width:100%;height:{self.height}px;border:0"></iframe>'
 
 

@@ -113,23 +113,27 @@ def band_words(result: Result) -> str:
     return "" if alone else ", which treat prompts as independent"
 
 
-def choice_words(result: Result, condition: str, layer: int, choose: int) -> str:
+def choice_words(result: Result, condition: str, layer: int, top: int) -> str:
     """How much the data-driven choice of a layer's heads depends on the prompts; "" if unknown."""
     try:
-        table = result.stability(condition, choose=choose, layer=layer)
+        table = result.stability(condition, top=top, layer=layer)
     except MemoryOptionError:
         raise
     except OptionError:  # too few prompts, or every head is chosen
         return ""
     shared, chance = float(table.jaccard[0]), float(table.by_chance[0])
     return (
-        f"Chosen on random halves of the prompts, {choose} heads of layer {layer} have {100 * shared:.0f}\u00a0% of "
+        f"Chosen on random halves of the prompts, {top} heads of layer {layer} have {100 * shared:.0f}\u00a0% of "
         f"both choices in common ({100 * chance:.0f}\u00a0% by chance)."
     )
 
 
 def verdict_words(
-    result: Result, condition: str | None = None, segment: str = "question", control: str | None = None
+    result: Result,
+    condition: str | None = None,
+    segment: str = "question",
+    control: str | None = None,
+    margin: float | None = None,
 ) -> str:
     """State the change of a segment's received attention and its uniform null in one sentence.
 
@@ -138,13 +142,14 @@ def verdict_words(
         condition: The condition; the first that isn't the baseline by default.
         segment: The segment that receives attention.
         control: A condition to compare with, such as a random sentence of equal length.
+        margin: The largest change that counts as none, such as 0.02, for heads that change as under uniform attention.
 
     Raises:
         OptionError: There is no such condition or segment, or there are fewer than 3 prompts.
     """
     condition = result.condition(condition)
     of_control = None if control is None else result.verdict(control, segment)
-    verdict = result.verdict(condition, segment)
+    verdict = result.verdict(condition, segment, margin=margin)
     return stated(result, condition, verdict, segment, control, of_control)
 
 
@@ -155,13 +160,37 @@ def stated(
     beside, sizes = "", result["received_attention"].sizes
     if of_control is not None:
         beside = f", {percent_words(of_control.change)} with the matched control “{control}”"
-    beyond, above = int(verdict.beyond.sum()), int(verdict.above.sum())
+    same = ""
+    if verdict.same is not None:
+        within = f"± {100 * (verdict.margin or 0):g}\u00a0%"
+        same = f"; in {int(verdict.same.sum())} the change is the same as its null's to within {within} (q_same < 0.05)"
     return (
         f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
-        f"attention {percent(verdict.null.estimate)}. Mean over {sizes['layer']} layers × {sizes['head']} heads, "
-        f"{count_words(result)}; {beyond} of {verdict.beyond.size} heads are below the uniform null, {above} above it "
-        "(q < 0.05)."
+        f"attention {percent(verdict.null.estimate)} (changes of the mean over {sizes['layer']} layers × "
+        f"{sizes['head']} heads, {count_words(result)}). {heads_words(verdict)}{same}."
     )
+
+
+def heads_words(verdict: Verdict) -> str:
+    """How many heads differ from uniform attention, and in which direction their own attention changes."""
+    null, size = round(float(verdict.null.estimate), 3), verdict.above.size
+    kinds = {  # of heads above and below what uniform attention would do, and that fall or rise themselves
+        "lose less": verdict.above & ~verdict.rises,
+        "gain more" if null > 0 else "gain": verdict.above & verdict.rises,
+        "lose more" if null < 0 else "lose": verdict.beyond & ~verdict.rises,
+        "gain less": verdict.beyond & verdict.rises,
+    }
+    counts = {words: int(mask.sum()) for words, mask in kinds.items() if mask.any()}
+    if not counts:
+        return "No head differs from uniform attention (q < 0.05)"
+    would = "lose" if null < 0 else "gain" if null > 0 else "change nothing"
+    said: list[str] = []
+    for words, count in counts.items():
+        verb, _, how = words.partition(" ")
+        who = str(count) if said else f"All {size} heads" if count == size > 1 else f"{count} of {size} heads"
+        than = "" if said else " than uniform attention would" if how else f", where uniform attention would {would}"
+        said.append(f"{who} {verb}{'s' * (count == 1)}{' ' * bool(how)}{how}{than}")
+    return f"{', '.join(said)} (q < 0.05)"
 
 
 def _part(result: Result, heads: Seq[int] | None, prompts: np.ndarray | None) -> Result:

@@ -40,7 +40,12 @@ class Questions:
     """The methods of a result."""
 
     def verdict(
-        self, condition: str | None = None, segment: str = "question", *, unit: Literal["auto", "prompt"] = "auto"
+        self,
+        condition: str | None = None,
+        segment: str = "question",
+        *,
+        unit: Literal["auto", "prompt"] = "auto",
+        margin: float | None = None,
     ) -> Verdict:
         """Test how the attention that a segment receives changes from the baseline, compared with uniform attention.
 
@@ -48,20 +53,23 @@ class Questions:
             condition: The condition to compare with the baseline; by default the first other one.
             segment: A segment that every prompt has.
             unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single prompts.
+            margin: The largest change that counts as none, as for :meth:`compare`: the verdict then says which heads
+                change as under uniform attention, to within ± margin.
 
         Raises:
             OptionError: There is no such condition or segment, or there are fewer than 3 prompts (or groups).
         """
-        return self._contrast(condition, segment=segment, unit=unit).verdict()
+        return self._contrast(condition, segment=segment, unit=unit).verdict(margin=margin)
 
     def compare(
         self,
         condition: str,
         to: str = BASELINE,
         quantity: str = "received",
-        by: str = "segment",
         *,
         select: Literal["half"] | None = None,
+        top: int | None = None,
+        by: Literal["beyond", "difference"] | None = None,
         random: Seq[Result] | None = None,
         margin: float | None = None,
         **options: Unpack[Options],
@@ -73,26 +81,30 @@ class Questions:
         head that attends uniformly (``…_uniform``). If no null is known, null and beyond are NaN, the difference itself
         is tested, and ``table.attrs["null"]`` says that the definition may cause part of the change.
 
-        Columns: layer, head, value, reference (means over prompts); difference and beyond, each with t (…low, …high),
-        bootstrap-t and simultaneous intervals; null; and for the tested difference effect_size (d_z), skewness, p (the
-        larger of a sign-flip test's, p_flip, and from 10 prompts on of a bootstrap-t test's, which allows for
-        skewness), p_family (adjusted for the probability of any false finding), q (Benjamini-Hochberg over the table)
-        and detectable (what q finds with 80 % power if no other head has an effect); n. ``table.attrs`` has the unit
-        that n counts, the family of tests, the null, the smallest reachable q, and "skewed": where sign flips alone
-        would say more. The p are for a number of prompts fixed beforehand: if you look, and then run more prompts
-        because of what you saw, they are too small.
+        Columns: layer, head; change, change_low and change_high, fractions (−0.2 is a fifth less), and change_null,
+        under the null, where the scale is a log-ratio; difference and beyond, each with t (…_low, …_high), bootstrap-t
+        and simultaneous intervals; null; value and reference (means over prompts). p_beyond and q_beyond test whether
+        beyond is 0, p_difference and q_difference whether difference is (q by Benjamini-Hochberg over the table). Each
+        p is two-sided, the larger of a sign-flip test's and, from 10 prompts on, of a bootstrap-t test's, which allows
+        for skewness. What is tested, ``table.attrs["tested"]``, also has effect_size (d_z), skewness, p_flip (sign
+        flips alone), p_family (adjusted for the probability of any false finding) and detectable (what q finds with
+        80 % power if no other head has an effect). n; ``table.attrs`` has the unit that it counts, the family of tests,
+        the null, the smallest reachable q, and "skewed": where sign flips alone would say more. The p are for a number
+        of prompts fixed beforehand: if you look, and then run more prompts because of what you saw, they are too small.
 
         Args:
             condition: A condition.
             to: The condition to compare it with.
             quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
-            by: With ``by="segment"``, "received" means ``received_by_segment``.
-            select: "half" finds cells (q < 0.05) on one half of the prompts and reports them on the other. If a head
-                was selected for its effect on the same prompts, its interval is too narrow.
+            select: "half" selects heads on one half of the prompts and reports them on the other. If a head was
+                selected for its effect on the same prompts, its interval is too narrow. Do not select again from this
+                table (``.nsmallest(3)``): say ``top=3``.
+            top: With ``select``: the number of heads, the furthest from 0 first; by default those with q < 0.05.
+            by: What ranks the ``top`` heads: "beyond", the default where there is a null, or "difference".
             random: The results of ``run_random`` for this run. Adds null_random (mean change of the layer's heads in
                 models with random weights), random_low and random_high (a prediction interval for a head of one more
-                such model), p_random, and q_random, for the larger of p and p_random, over all heads: below 0.05,
-                neither chance over prompts nor random weights explain the change.
+                such model), p_random, and q_random, for the larger of p_beyond and p_random, over all heads: below
+                0.05, neither chance over prompts nor random weights explain the change.
             margin: The largest change that counts as none, as a fraction for a log-ratio (0.02 is 2 %). Adds q_same:
                 below 0.05, the tested difference lies within ± margin (t tests, which say so too often where
                 differences are skewed: lognormal ones, σ = 1, at the margin in 17 % of cases with 24 prompts).
@@ -105,15 +117,14 @@ class Questions:
         Source:
             Romano and Wolf 2005; Benjamini and Hochberg 1995; Schuirmann 1987.
         """
-        asked = self._contrast(condition, to=to, quantity=quantity, by=by, **options)
-        return asked.table(select=select, random=random, margin=margin)
+        asked = self._contrast(condition, to=to, quantity=quantity, **options)
+        return asked.table(select=select, top=top, by=by, random=random, margin=margin)
 
     def across(
         self,
         conditions: Seq[str],
         to: str = BASELINE,
         quantity: str = "received",
-        by: str = "segment",
         **options: Unpack[Options],
     ) -> pd.DataFrame:
         """Test whether a change holds for other conditions than those that were run, such as other fillers.
@@ -127,7 +138,6 @@ class Questions:
             conditions: At least six conditions that could have been others, as from ``ma.sweep``.
             to: As for :meth:`compare`.
             quantity: As for :meth:`compare`.
-            by: As for :meth:`compare`.
             options: As for :meth:`compare`.
 
         Raises:
@@ -136,40 +146,41 @@ class Questions:
         Source:
             Clark 1973; Satterthwaite 1946.
         """
-        asked = self._contrast(None, to=to, quantity=quantity, by=by, **options)
+        asked = self._contrast(None, to=to, quantity=quantity, **options)
         return asked.across(conditions)
 
     def resolution(
         self,
         condition: str | None = None,
         quantity: str = "received",
-        by: str = "segment",
         *,
         select: Literal["half"] | None = None,
+        draws: int | None = None,
         q: float = 0.05,
         **options: Unpack[Options],
     ) -> Resolution:
         """Report what the table of :meth:`compare` can detect with these prompts, and how many would be enough.
 
         ``print(result.resolution())`` says for example "with 12 prompts and 784 tests no p can pass q < 0.05 alone
-        (smallest p 0.00049): 8 tests have to reach it together; from 19 prompts on one test alone can".
+        (smallest p 0.00049): 8 tests must reach it together, or use 19 prompts".
 
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
-            by: As for :meth:`compare`.
             select: "half" is for the half of the prompts on which cells are found.
+            draws: The number of models with random weights, for what ``q_random`` can show: 3 of them nothing in one
+                head alone.
             q: The q below which a test counts as a finding.
             options: As for :meth:`compare`.
 
         Raises:
             OptionError: :meth:`compare` refuses the options, or q is not a probability.
         """
-        return self._contrast(condition, quantity=quantity, by=by, **options).resolution(select=select, q=q)
+        return self._contrast(condition, quantity=quantity, **options).resolution(select=select, draws=draws, q=q)
 
     def heads(
         self,
-        quantity: str,
+        quantity: str | None = None,
         top: int | None = 10,
         *,
         condition: str = BASELINE,
@@ -185,7 +196,8 @@ class Questions:
         interval), uniform (NaN where there is no such null), n.
 
         Args:
-            quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude".
+            quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude"; by
+                default "received", or the first that there is.
             top: The number of heads; None for all.
             condition: The condition.
             segment: The segment of queries or keys, for quantities by segment.
@@ -207,9 +219,8 @@ class Questions:
         self,
         condition: str | None = None,
         quantity: str = "received",
-        by: str = "segment",
         *,
-        choose: int | None = 10,
+        top: int | None = 10,
         layer: int | None = None,
         over: Seq[str] | None = None,
         splits: int = 200,
@@ -226,8 +237,7 @@ class Questions:
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
-            by: As for :meth:`compare`.
-            choose: The number of heads with the largest tested differences; None selects those with q < 0.05.
+            top: The number of heads with the largest tested differences; None selects those with q < 0.05.
             layer: Only heads of this layer; by default all.
             over: Several conditions, such as fillers: one row for each and one for each pair, in which the first
                 selects on one half and the second on the other.
@@ -236,15 +246,15 @@ class Questions:
             options: As for :meth:`compare`; ``seed`` is that of the splits.
 
         Raises:
-            OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than ``choose``.
+            OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than ``top``.
 
         Source:
             Stability over resampled inputs, arXiv:2510.00845.
         """
         if condition is not None and over is not None:
             raise OptionError("give condition=… or over=[…]: over names all conditions to compare")
-        asked = self._contrast(condition, quantity=quantity, by=by, **options)
-        return asked.stability(choose=choose, layer=layer, over=over, splits=splits, patterns=patterns)
+        asked = self._contrast(condition, quantity=quantity, **options)
+        return asked.stability(top=top, layer=layer, over=over, splits=splits, patterns=patterns)
 
     def agreement(
         self,
@@ -261,8 +271,9 @@ class Questions:
 
         ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number per prompt; means with
         t intervals over prompts. Equal histograms do not imply agreement. Columns: condition, other, layer, cosine,
-        low, high; beyond (the first pair's cosine minus this one's, paired by prompt), beyond_low, beyond_high; n. The
-        first rows compare the two conditions, the following ones the first condition with each control.
+        cosine_low, cosine_high; beyond (the first pair's cosine minus this one's, paired by prompt), beyond_low,
+        beyond_high; n. The first rows compare the two conditions, the following ones the first condition with each
+        control.
 
         Args:
             condition: A condition, such as "slash".
@@ -314,7 +325,7 @@ class Questions:
         heads: Seq[int] | None = None,
         force: bool = False,
         *,
-        choose: int = 3,
+        top: int = 3,
     ) -> Path:
         """Write a page that opens offline: how attention changed, a map of all heads, figures and provenance.
 
@@ -323,7 +334,7 @@ class Questions:
             layer: The layer shown first, from 0.
             heads: The heads of the figure, from 0; the first is selected. By default heads are chosen.
             force: Replace a file that mechattn did not write.
-            choose: The number of heads to choose by the largest change on one half of the prompts and show on the
+            top: The number of heads to choose by the largest change on one half of the prompts and show on the
                 other. Without ``positions="prompts"`` in the run, the first heads are shown.
 
         Raises:
@@ -331,7 +342,7 @@ class Questions:
         """
         from mechattn.pages.page import page
 
-        return page(self._result, path, layer, heads, force, choose=choose)
+        return page(self._result, path, layer, heads, force, top=top)
 
     @property
     def _result(self) -> Result:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mechattn.axes import BASELINE
+import numpy as np
+
+from mechattn.axes import BASELINE, head_named
 from mechattn.errors import OptionError
 from mechattn.markup import shown, table
 from mechattn.results.provenance import Provenance
@@ -15,7 +17,6 @@ from mechattn.results.questions import Questions
 from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:
-    import numpy as np
     import pandas as pd
     import xarray as xr
 
@@ -43,6 +44,40 @@ class Result(Questions):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.datasets)
+
+    def keys(self) -> list[str]:
+        """The names of the analyses, as ``result[name]`` takes them."""
+        return list(self.datasets)
+
+    _ipython_key_completions_ = keys
+
+    def sel(self, **labels: Any) -> Result:
+        """The result of some prompts, conditions, layers, heads …, by their labels; as ``xarray.Dataset.sel`` does.
+
+        Args:
+            labels: A label, a list or a slice for each dimension, such as ``head=[0, 3]``, ``layer=1`` or
+                ``prompt=result["sequences"].prompt[:8]``; "L1H3" for one head. A dimension is kept with one label, so
+                that what is selected can be compared and drawn.
+
+        Raises:
+            OptionError: There is no such dimension or label.
+        """
+        if pair := head_named(labels.get("head")):
+            labels = {**labels, "layer": pair[0], "head": pair[1]}
+        known = {str(dim) for data in self.datasets.values() for dim in data.dims}
+        if strange := sorted(set(labels) - known):
+            raise OptionError(f"this result has no dimension {strange[0]!r}; it has {', '.join(sorted(known))}")
+        wanted = {dim: of if isinstance(of, slice) or np.ndim(of) else [of] for dim, of in labels.items()}
+        made = {}
+        for name, data in self.datasets.items():
+            try:
+                made[name] = data.sel({dim: of for dim, of in wanted.items() if dim in data.dims})
+            except KeyError:
+                asked = ", ".join(f"{dim}={of!r}" for dim, of in labels.items())
+                raise OptionError(
+                    f"sel({asked}): not all of these labels are in {name}; result[{name!r}].coords shows which are"
+                ) from None
+        return replace(self, datasets=made)
 
     @property
     def conditions(self) -> list[str]:
@@ -81,13 +116,14 @@ class Result(Questions):
 
         return numbers_digest(self.datasets)
 
-    def to_dataframe(self, name: str, quantity: str | None = None) -> pd.DataFrame:
+    def to_dataframe(self, name: str | None = None, quantity: str | None = None) -> pd.DataFrame:
         """Return a tidy table with one row per prompt, condition, layer, head and so on.
 
         Args:
-            name: The analysis.
+            name: The analysis; by default the first.
             quantity: One of its quantities; by default all per segment.
         """
+        name = name or next((each for each in self.datasets if each != "sequences"), "sequences")
         dataset = self[name]
         if quantity is not None and quantity not in dataset:
             raise OptionError(f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}")

@@ -53,7 +53,8 @@ class Paired:
     ``p_family`` is adjusted for all cells together (step-down over the largest t, Romano and Wolf): the probability
     that any cell without an effect is below 0.05 is 5 %. ``q`` is Benjamini-Hochberg over all cells' p. ``detectable``
     is the smallest mean, up to sign, that q < 0.05 finds with 80 % power if no other cell has an effect (of a t test;
-    measured with 32 heads 71 % at 20 prompts and 75 % at 64); NaN with too few prompts for any.
+    measured with 32 heads 71 % at 20 prompts and 75 % at 64); NaN with too few prompts for any. ``p_difference`` and
+    ``q_difference`` are of the difference itself, whatever is tested.
     """
 
     n: int
@@ -79,6 +80,8 @@ class Paired:
     p_family: np.ndarray
     q: np.ndarray
     detectable: np.ndarray
+    p_difference: np.ndarray
+    q_difference: np.ndarray
 
 
 def paired(
@@ -125,10 +128,18 @@ class PairedStream:
         beyond = ends if np.array_equal(d, tested) else _intervals(tested, self.level)
         mean, deviation = beyond["mean"], beyond["deviation"]
         cubes, varies, nan = np.zeros(mean.shape), deviation > 0, np.full(mean.shape, np.nan)
+        none = np.ones(mean.shape, dtype=bool)
         for rows in blocks_of(tested):
+            none &= (abs(d[rows]) <= rounding).all(0)
             cubes += ((tested[rows] - mean) ** 3).sum(0) / len(d)
         cubed = (deviation * np.sqrt((len(d) - 1) / len(d))) ** 3
-        made = {"unknown": unknown, "difference": ends["mean"], "null": null + unknown, "beyond": mean + unknown}
+        made = {
+            "none": none,
+            "unknown": unknown,
+            "difference": ends["mean"],
+            "null": null + unknown,
+            "beyond": mean + unknown,
+        }
         made["effect_size"] = np.divide(mean, deviation, out=nan.copy(), where=varies)
         made |= {"skewness": np.divide(cubes, cubed, out=nan, where=varies), "detectable": deviation}
         made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}
@@ -144,21 +155,31 @@ class PairedStream:
         few = len(d) * (2 * self.resamples + patterns // 8) <= _KEPT
         draws = (_kept_draws if few else _draws)(len(d), self.resamples, patterns, self.seed)
         beyond, found = self._ends("beyond_", tested, made, draws)
-        same = np.array_equal(d, tested)
-        made |= {name: beyond[f"beyond_{name}"] for name in _ENDS} if same else self._ends("", d, made, draws)[0]
-        unknown = made.pop("unknown")
+        p, p_flip = self._p(tested, made["beyond_mean"], found, draws)
+        made["p_family"] = np.full(p.shape, np.nan) if found is None else np.maximum(p, found.family)
+        unknown, none, p_difference = made.pop("unknown"), made.pop("none"), p
+        if np.array_equal(d, tested):
+            made |= {name: beyond[f"beyond_{name}"] for name in _ENDS}
+        else:
+            ends, of_difference = self._ends("", d, made, draws)
+            made |= ends
+            if not np.isnan(unknown).all():
+                p_difference = np.where(none, 1.0, self._p(d, made["mean"], of_difference, draws)[0])
+                p_difference = np.where(np.isnan(unknown), p, p_difference)
         made |= {name: end + unknown for name, end in beyond.items()}
-        p_flip = flipped(tested, draws.signs, self._dtype)
-        p_flip = p = np.where(np.isnan(made["beyond_mean"]), np.nan, p_flip)
-        made["p_family"] = np.full(p.shape, np.nan)
-        if found is not None:  # a cell's own resamples count in steps; alone it is no smaller than its part of a family
-            p = np.maximum(p, np.maximum(found.alone, found.family / p.size))
-            made["p_family"] = np.maximum(p, found.family)
         for name in ("mean", "deviation", "beyond_mean", "beyond_deviation"):
             made.pop(name)
         made["detectable"] = made["detectable"] * detectable_size(self.n, max(1, p.size))
-        q = false_discovery(p)
-        return Paired(n=self.n, p=p, p_flip=p_flip, q=q, **made)
+        made |= {"p_difference": p_difference, "q_difference": false_discovery(p_difference)}
+        return Paired(n=self.n, p=p, p_flip=p_flip, q=false_discovery(p), **made)
+
+    def _p(self, d: np.ndarray, mean: np.ndarray, found: Tails | None, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
+        """The p of each column of d [unit, cell], and those of sign flips alone."""
+        p_flip = np.where(np.isnan(mean), np.nan, flipped(d, draws.signs, self._dtype))
+        if found is None:
+            return p_flip, p_flip
+        # A cell's own resamples count in steps; alone it is no smaller than its part of a family.
+        return np.maximum(p_flip, np.maximum(found.alone, found.family / p_flip.size)), p_flip
 
     def _ends(self, of: str, d: np.ndarray, made: Columns, draws: Draws) -> tuple[Columns, Tails | None]:
         """The ends of bootstrap intervals around the units' means, NaN if there are few units; and the tests."""

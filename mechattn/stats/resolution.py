@@ -36,6 +36,7 @@ class Resolution:
             with more units, a drawn pattern may by chance equal that of the data.
         fewest: The smallest number of units at which that probability is at least 90 %.
         detectable: The effect (d_z) that one test finds with 80 % power if no other has an effect.
+        random: The same for ``q_random``, in words; empty unless a number of draws of random weights is named.
     """
 
     n: int
@@ -48,21 +49,37 @@ class Resolution:
     chance: float
     fewest: int
     detectable: float
+    random: str = ""
 
     def __str__(self) -> str:
         """A sentence with these figures."""
+        return "; ".join(filter(None, [self._of_units(), self.random]))
+
+    def _of_units(self) -> str:
         unit = self.unit.partition(" ")[0]
         among = f"with {self.n} {unit} and {self.tests} tests"
         needs = f"the smallest effect that q finds in one test alone, with 80 % power, is d_z = {self.detectable:.2g}"
         if self.n >= self.fewest:
             return f"{among} one test alone can pass q < {self.level:g} (smallest p {self.smallest_p:.2g}); {needs}"
-        more = f"from {self.fewest} {unit} on one test alone can"
+        more = f"one test alone can with {self.fewest} {unit} or more"
         if self.together is None:
             return f"{among} no p can pass q < {self.level:g} (smallest p {self.smallest_p:.2g}); {more}"
         if self.together > 1:
             alone = f"{among} no p can pass q < {self.level:g} alone (smallest p {self.smallest_p:.2g})"
-            return f"{alone}: {self.together} tests have to reach it together; {more}"
+            return f"{alone}: {self.together} tests must reach it together, or use {self.fewest} {unit}"
         return f"{among} one test alone passes q < {self.level:g} in {100 * self.chance:.0f} % of draws at most; {more}"
+
+
+def random_words(draws: int, tests: int, compared: int, level: float = 0.05) -> str:
+    """What draws of random weights can show: the smallest ``q_random`` of one test alone, ``tests / (compared + 1)``.
+
+    ``compared`` is the number of heads in all draws; where q cannot be below the level, how many draws would do.
+    """
+    if not compared:
+        return f"with {draws} draws there is no head of a random model to compare with"
+    smallest, fewest = tests / (compared + 1), floor(draws * (tests / level - 1) / compared) + 1
+    needs = f"; {fewest} draws would do" if smallest >= level else ""
+    return f"with {draws} draws the smallest q_random of one head alone is {min(1.0, smallest):.2g}{needs}"
 
 
 def enough(resamples: int, cells: int) -> int:

@@ -48,7 +48,7 @@ OWN = Quantity(("head",), "probability", "attention to the own key")
         (
             {"own": Quantity(("head", "segment"), "probability", "own")},
             lambda own: {"own": own[..., None].expand(-1, -1, 5)},
-            r"has the shape \[4, 8, 5\].*promise \[batch 4, head 8, segment 6\]",
+            r"has the shape \[4, 8, 5\].*promise \[batch 4, head 8, segment 7\]",
         ),
     ],
 )

@@ -169,7 +169,7 @@ def test_values_of_another_kind(toy, call, message, no_forward):
     ("call", "message"),
     [
         (lambda r: ma.render.received_attention(r, 0, [1, 1]), "names a head twice"),
-        (lambda r: ma.render.received_attention(r, 0, None), "heads=None, choose=None: give one"),
+        (lambda r: ma.render.received_attention(r, 0, None), "heads=None, top=None: give one"),
         (lambda r: r.compare("slash", quantity=["received"]), r"quantity=\['received'\]: give one name"),
         (lambda r: r.compare("slash", level="a"), "level='a': give a probability"),
         (lambda r: r.save(5), "5 is not a path"),
@@ -199,7 +199,7 @@ def test_rounding_is_no_finding(toy, prompts):
     verdict = result.verdict("nothing")
     assert not (verdict.beyond | verdict.above).any()
     table = result.compare("nothing", resamples=99)
-    assert (table.q == 1).all()
+    assert (table.q_beyond == 1).all()
     assert np.abs(table.beyond).max() == 0
 
 
@@ -208,7 +208,7 @@ def test_the_verdict_and_the_table_find_the_same_heads(toy, count):
     prompts = ma.load_prompts("word-problems", limit=count, seed=3)
     result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 8)})
     table, verdict = result.compare("slash"), result.verdict("slash")
-    found = table.q < 0.05
+    found = table.q_beyond < 0.05
     assert int((found & (table.beyond < 0)).sum()) == int(verdict.beyond.sum())
     assert int((found & (table.beyond > 0)).sum()) == int(verdict.above.sum())
     assert count > 5 or not found.any(), "no pattern of so few signs is rare enough"

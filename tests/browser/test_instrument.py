@@ -31,6 +31,10 @@ def percent(text):
     return float(text.replace("−", "-").replace("\u00a0%", "")) / 100
 
 
+def rgb(fill):
+    return [int(part) for part in re.findall(r"\d+", fill)]
+
+
 def at(page, layer, head, heads=8):
     return page.locator(f"#head-{layer * heads + head}")
 
@@ -60,15 +64,23 @@ def test_hover_says_what_compare_says(opened, place, result):
     words = page.locator("#tip").inner_text()
     table = result.compare("slash").set_index(["layer", "head"]).loc[(2, 5)]
     shown = [percent(part) for part in re.findall(r"[+−]?[\d.]+\u00a0%", words)]
-    np.testing.assert_allclose(shown, np.expm1([table.beyond, table.beyond_low, table.beyond_high]), atol=5.1e-4)
+    np.testing.assert_allclose(
+        shown, np.expm1([table.difference, table.difference_low, table.difference_high, table.null]), atol=5.1e-4
+    )
+    times = re.search(r"([\d.]+)\u00a0× uniform \[([\d.]+), ([\d.]+)\]", words).groups()
+    ratios = np.exp([table.beyond, table.beyond_low, table.beyond_high])
+    np.testing.assert_allclose([float(part) for part in times], ratios, atol=5.1e-3)
+    assert ratios[0] == pytest.approx((1 + shown[0]) / (1 + shown[3]), rel=2e-3), "what it is a multiple of"
     assert "layer 2 head 5" in words
-    assert float(re.search(r"q = ([\d.e-]+)", words)[1]) == pytest.approx(table.q, rel=0.05)
+    tested = re.search(r"q = ([\d.e-]+) against uniform attention", words)
+    assert float(tested[1]) == pytest.approx(table.q_beyond, rel=0.05)
     assert f"{result['sequences'].sizes['prompt']} prompts" in words
-    sure = int((result.compare("slash").q < 0.05).sum())
+    sure = int((result.compare("slash").q_beyond < 0.05).sum())
     assert page.locator("#map .mark").count() == sure
     about = result["received_attention"].received_by_segment.attrs
-    assert page.locator("#about").inner_text() == f"{about['description']} ({about['units']})."
-    assert f"{sure} of 32 heads at q < 0.05" in page.locator("#said").inner_text()
+    assert page.locator("#about").inner_text().startswith(f"{about['description']} ({about['units']}).")
+    assert f"{sure} of 32 heads differ from uniform attention (q < 0.05)" in page.locator("#said").inner_text()
+    assert "○ differs from uniform attention, q < 0.05" in page.locator("#scale").inner_text()
 
 
 def test_a_click_opens_the_room_of_a_head(opened, place, result):
@@ -91,10 +103,10 @@ def test_a_click_opens_the_room_of_a_head(opened, place, result):
     assert tokens.count() == 2
     assert room.locator("[data-part=text] b").count() == 0
     assert "".join(tokens.first.locator("span").all_text_contents()).count("<b>") == 1, "a token is text, not HTML"
-    assert room.locator("canvas").count() == 6, "three prompts, without and with the tokens"
+    assert room.locator("svg.pattern").count() == 6, "three prompts, without and with the tokens"
     assert "6 of them inserted" in room.locator("[data-part=pattern] .note").nth(1).inner_text()
     at(page, 1, 1).click()
-    assert room.locator("canvas").count() == 6, "what is open stays open"
+    assert room.locator("svg.pattern").count() == 6, "what is open stays open"
     assert page.title().startswith("mechattn")
 
 
@@ -102,18 +114,36 @@ def test_a_pattern_says_its_numbers(opened, place, result):
     page = opened(place)
     at(page, 1, 4).click()
     page.locator("[data-part=pattern] summary").click()
-    canvas = page.locator("canvas").first
-    canvas.scroll_into_view_if_needed()
-    box, n = canvas.bounding_box(), int((result["sequences"].origin.sel(condition="baseline")[0] >= 0).sum())
+    shown = page.locator("svg.pattern").first
+    shown.scroll_into_view_if_needed()
+    box, n = (
+        shown.locator("image").bounding_box(),
+        int((result["sequences"].origin.sel(condition="baseline")[0] >= 0).sum()),
+    )
     page.mouse.move(box["x"] + box["width"] * 2.5 / n, box["y"] + box["height"] * 7.5 / n)
     words = page.locator("#tip").inner_text()
     weight = result["attention_map"].attention.sel(condition="baseline", layer=1, head=4).isel(prompt=0).values[7, 2]
     assert words.startswith("7 “")
     assert float(words.rpartition(": ")[2].replace("−", "-")) == pytest.approx(float(weight), abs=2e-5, rel=0.006)
+    tokens = [str(token) for token in result["sequences"].first_prompt_text.sel(condition="baseline").values[:n]]
+    labels = shown.locator("text").all_text_contents()
+    assert labels[0] == labels[1] == tokens[0].strip()
+    assert len(labels) >= 2 * n / 3
+    colours = page.locator(".weights i").evaluate_all(
+        "(all) => all.map((one) => Number(getComputedStyle(one).opacity))"
+    )
+    weights = [float(words) for words in page.locator(".weights span").all_text_contents()]
+    np.testing.assert_allclose(np.square(colours), weights, atol=1e-3)
+    paint = """(image) => { const c = document.createElement('canvas'); c.width = c.height = SIZE;
+        const p = c.getContext('2d'), i = new Image(); i.src = image.getAttribute('href');
+        return i.decode().then(() => { p.drawImage(i, 0, 0); return p.getImageData(2, 7, 1, 1).data[3] / 255; }); }"""
+    opaque = shown.locator("image").evaluate(paint.replace("SIZE", str(n)))
+    assert opaque**2 == pytest.approx(float(weight), abs=0.01), "the map has the colours of its scale"
 
 
 def test_arrows_walk_over_heads(opened, place):
     page = opened(place)
+    at(page, 0, 0).click()
     page.locator("#map svg").focus()
     for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft", "ArrowUp", "ArrowDown"):
         page.keyboard.press(key)
@@ -150,7 +180,9 @@ def test_a_link_reproduces_the_view(opened, place, result):
     page.goto("about:blank")
     page.goto(f"{place.as_uri()}#layer=99&head=x&condition=none&quantity=nothing")
     page.wait_for_function("document.documentElement.dataset.ready")
-    assert page.locator("#room h3").inner_text() == "Layer 0, head 0", "what isn't there is passed over"
+    said = page.get_by_role("alert").inner_text()
+    for wrong in ("condition “none”", "quantity “nothing”", "layer 99, head x (it has layers 0, 1, 2, 3 and 8 heads)"):
+        assert wrong in said
 
 
 def test_tabs_are_models(opened, result, slash_result, tmp_path):
@@ -167,8 +199,18 @@ def test_tabs_are_models(opened, result, slash_result, tmp_path):
     page.locator("#beside").select_option(index=1)
     page.locator("#beside-head-12").hover()
     other = slash_result.compare("slash").set_index(["layer", "head"]).loc[(1, 4)]
-    shown = re.search(r": ([+−][\d.]+\u00a0%)", page.locator("#tip").inner_text())[1]
-    assert percent(shown) == pytest.approx(np.expm1(other.beyond), abs=5.1e-4), "the other model's number"
+    shown = re.search(r"change ([+−][\d.]+\u00a0%)", page.locator("#tip").inner_text())[1]
+    assert percent(shown) == pytest.approx(np.expm1(other.difference), abs=5.1e-4), "the other model's number"
+    alike = {}
+    for prefix, of in {"head-": result, "beside-head-": slash_result}.items():
+        fills = [page.locator(f"#{prefix}{i}").get_attribute("fill") for i in range(32)]
+        alike |= dict(zip(of.compare("slash").sort_values(["layer", "head"]).beyond, fills, strict=True))
+    most = max(alike, key=abs)
+    for value, fill in alike.items():
+        strength = [abs(a - b) for a, b in zip(rgb(fill), (244, 244, 242), strict=True)]
+        full = [abs(a - b) for a, b in zip(rgb(alike[most]), (244, 244, 242), strict=True)]
+        if value * most > 0:
+            assert max(strength) / max(full) == pytest.approx(value / most, abs=0.02), "one scale for both maps"
     page.locator("#beside-head-12").click()
     assert tabs.nth(1).get_attribute("aria-selected") == "true"
     assert page.locator("#room h3").inner_text() == "Layer 1, head 4"
@@ -179,23 +221,30 @@ def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp
     table = result.compare("slash")
     expected = table.reindex(table.beyond.abs().sort_values(ascending=False).index)
     first = page.locator("#heads-table tbody tr").first.locator("button").inner_text()
-    assert first == f"layer {expected.layer.iloc[0]} head {expected['head'].iloc[0]}"
+    assert first == f"L{expected.layer.iloc[0]}H{expected['head'].iloc[0]}"
     page.locator("#heads-table thead").get_by_role("button", name="baseline").click()
     top = table.loc[table.reference.idxmax()]
     first = page.locator("#heads-table tbody tr").first.locator("button")
-    assert first.inner_text() == f"layer {top.layer} head {top['head']}"
+    assert first.inner_text() == f"L{top.layer}H{top['head']}"
     first.focus()
     page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.textContent") == f"layer {top.layer} head {top['head']}"
+    assert page.evaluate("document.activeElement.textContent") == f"L{top.layer}H{top['head']}"
     assert page.locator("#room h3").inner_text() == f"Layer {top.layer}, head {top['head']}"
     with page.expect_download() as caught:
         page.locator("#heads-csv").click()
     caught.value.save_as(tmp_path / "heads.csv")
     rows = list(csv.DictReader((tmp_path / "heads.csv").open()))
-    for name, of in {"slash": "value", "baseline": "reference"}.items():
-        np.testing.assert_allclose([float(row[name]) for row in rows], table[of], rtol=1e-6)
-    for name in ("difference", "low", "high", "null", "beyond", "beyond_low", "beyond_high", "q"):
+    for name in ("value", "reference", "difference", "null", "beyond", "beyond_low", "beyond_high"):
         np.testing.assert_allclose([float(row[name]) for row in rows], table[name], rtol=1e-6, atol=1e-7)
+    for name, of in {"difference_low": "low", "difference_high": "high", "q_beyond": "q"}.items():
+        np.testing.assert_allclose([float(row[name]) for row in rows], table[of], rtol=1e-6, atol=1e-7)
+    for name, of in {"change": "difference", "change_low": "low", "change_high": "high", "change_null": "null"}.items():
+        np.testing.assert_allclose([float(row[name]) for row in rows], np.expm1(table[of]), rtol=1e-6, atol=1e-7)
+    names = list(rows[0])
+    for name in ("change", "difference", "beyond"):
+        at = names.index(name)
+        assert names[at + 1 : at + 3] == [f"{name}_low", f"{name}_high"], "an interval stands beside its number"
+    assert {row["scale"] for row in rows} == {"log-ratio"}
     assert [(int(row["layer"]), int(row["head"])) for row in rows] == list(zip(table.layer, table["head"], strict=True))
 
 
@@ -232,11 +281,16 @@ def test_a_brush_chooses_heads_on_the_map(opened, place):
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] - 45, steps=3)
     page.mouse.up()
-    dimmed = page.locator("#map .cell.dim").count()
-    assert 0 < dimmed < 32
-    assert page.locator("#table-note").inner_text().startswith(f"{32 - dimmed} brushed heads")
+    out = page.locator("#map .cell.out").count()
+    assert 0 < out < 32
+    assert page.locator("#table-note").inner_text().startswith(f"{32 - out} brushed heads")
+    kept = page.locator("#map .cell:not(.out), #map .small").evaluate_all(
+        "(all) => all.map((one) => one.getAttribute('fill'))"
+    )
     page.locator("#clear").click()
-    assert page.locator("#map .cell.dim").count() == 0
+    assert page.locator("#map .cell.out").count() == 0
+    before = page.locator("#map .cell").evaluate_all("(all) => all.map((one) => one.getAttribute('fill'))")
+    assert sorted(kept) == sorted(before), "what is left out keeps its colour, as the neutral one would say no effect"
 
 
 def test_dark_on_a_phone_nothing_runs_over(browser, place):
@@ -307,7 +361,7 @@ def test_a_result_of_the_baseline_alone(opened, toy, prompts, tmp_path):
     result = ma.run(toy, prompts[:4])
     page = opened(results_page([result], tmp_path / "page.html", []))
     assert page.locator(".picture").count() == 0
-    assert page.locator("#show option").all_text_contents() == ["in the condition"]
+    assert page.locator("#show option").all_text_contents() == ["value in the condition"]
     at(page, 0, 1).hover()
     expected = result.heads("received", None).set_index(["layer", "head"]).received.loc[(0, 1)]
     assert float(re.search(r": ([\d.]+) \[", page.locator("#tip").inner_text())[1]) == pytest.approx(
@@ -322,7 +376,7 @@ def test_too_few_prompts_say_why_there_is_no_map(opened, toy, prompts, tmp_path)
 
 
 def test_in_a_notebook_every_head_is_a_click_away(opened, result, tmp_path):
-    view = ma.browse(result)
+    view = ma.browse(result, live=False)
     (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8")
     inside = opened(tmp_path / "notebook.html").frame_locator("iframe")
     inside.locator("#head-11").click()

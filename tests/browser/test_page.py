@@ -49,7 +49,7 @@ def test_several_models_have_their_verdicts_in_a_table(opened, toy, prompts, sla
 
 def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
     view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5))
-    figure = drawn_section(ma.render.received_attention, slash_result, {"layer": 0, "choose": 3}, "mechattn test")
+    figure = drawn_section(ma.render.received_attention, slash_result, {"layer": 0, "top": 3}, "mechattn test")
     sections = [prompt_section(slash_result), figure, view_section(view, "One prompt", "A note.")]
     about = About("A title", "A subtitle", "mechattn test")
     page = opened(write_page(tmp_path / "index.html", about, [ShownModel(slash_result)], sections))

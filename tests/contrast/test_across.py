@@ -34,7 +34,7 @@ def test_the_differences_are_those_of_single_comparisons(result):
     expected = crossed(beyond)
     np.testing.assert_allclose(table["mean"], expected.mean, atol=1e-6)
     np.testing.assert_allclose(table.low, expected.low, atol=1e-5)
-    assert table.attrs["tested"] == "uniform attention"
+    assert table.attrs["null"] == "uniform attention"
     alone = result.compare("/").set_index(["layer", "head"])
     wider = (table.high - table.low).values > (alone.beyond_high - alone.beyond_low).values
     assert wider.mean() > 0.5, "other fillers may differ"
@@ -57,14 +57,14 @@ def test_what_cannot_be_compared_is_refused_as_in_a_table(result, toy, prompts):
     with pytest.raises(OptionError, match="inserts 12 tokens, 'long' 40"):
         longer.across(FILLERS, to="long")
     with pytest.raises(OptionError, match="inserts 12 tokens, 'long' 40"):
-        Contrast(longer, "/", to="long").stability(choose=3)
+        Contrast(longer, "/", to="long").stability(top=3)
 
 
 def test_no_mean_difference_with_a_large_spread_is_not_within_a_margin():
     """A mean of exactly 0 has an effect size of 0, which is no spread of 0."""
     table = pd.DataFrame(dict(difference=[0.0, 0.0], beyond=[0.0, 0.0], beyond_low=[-3.8, 0.0], beyond_high=[3.8, 0.0]))
     table = table.assign(scale="log-ratio", n=10, effect_size=[0.0, np.nan])
-    table.attrs["level"] = 0.95
+    table.attrs = {"level": 0.95, "tested": "beyond"}
     assert (with_equivalence(table, 0.02).q_same < 0.05).tolist() == [False, True]
 
 
@@ -73,6 +73,9 @@ def test_a_change_within_a_margin_is_the_same(result):
     table = result.compare("/", margin=0.5)
     assert (table.q_same < 0.05).all()
     assert (result.compare("/", margin=1e-5).q_same > 0.5).all()
+    for margin, said in ((0.5, "in 32 the change is the same as its null's to within ± 50\u00a0%"), (1e-5, "in 0 the")):
+        assert said in ma.render.verdict_words(result, "/", margin=margin)
+    assert "same" not in ma.render.verdict_words(result, "/")
     for wrong in (0, -0.1, True, "2 %"):
         with pytest.raises(OptionError, match="margin="):
             result.compare("/", margin=wrong)

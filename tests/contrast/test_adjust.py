@@ -32,12 +32,17 @@ def by_hand(p):
 
 def test_q_is_over_all_tables(tables):
     made = ma.adjust(tables)
-    p = np.concatenate([table.p for table in tables])
-    np.testing.assert_allclose(made.q, by_hand(p.tolist()))
-    np.testing.assert_allclose(made.q, stats.false_discovery_control(p))
-    np.testing.assert_array_equal(made.p, p)
-    np.testing.assert_array_equal(made.q_of_table, np.concatenate([table.q for table in tables]))
-    assert not np.allclose(made.q, made.q_of_table), "negative control"
+    p = np.concatenate([table.p_beyond.fillna(table.p_difference) for table in tables])  # entropy has no null
+    q = made.q_beyond.fillna(made.q_difference)
+    np.testing.assert_allclose(q, by_hand(p.tolist()))
+    np.testing.assert_allclose(q, stats.false_discovery_control(p))
+    for name in ("q_beyond", "q_difference"):
+        np.testing.assert_array_equal(made[f"{name}_of_table"], np.concatenate([table[name] for table in tables]))
+    assert not np.allclose(q, made.q_beyond_of_table.fillna(made.q_difference_of_table)), "negative control"
+    known = made.q_beyond.notna()
+    of_difference = stats.false_discovery_control(np.concatenate([table.p_difference for table in tables]))
+    np.testing.assert_allclose(made.q_difference[known], of_difference[known])
+    assert not np.allclose(made.q_difference[known], made.q_beyond[known]), "negative control"
     sizes = [len(table) for table in tables]
     assert made.attrs["family"] == f"{sum(sizes)} tests in 4 tables ({' + '.join(map(str, sizes))})"
     assert made.attrs["smallest_q_alone"] == min(1, sum(sizes) * 2**-11)
@@ -58,7 +63,7 @@ def test_every_row_says_where_it_is_from(tables):
 
 def test_one_table_keeps_its_q_and_none_is_changed(tables):
     before = tables[0].copy()
-    np.testing.assert_allclose(ma.adjust([tables[0]]).q, tables[0].q)
+    np.testing.assert_allclose(ma.adjust([tables[0]]).q_beyond, tables[0].q_beyond)
     assert tables[0].equals(before)
     assert tables[0].attrs["condition"] == "slash"
 
@@ -73,8 +78,8 @@ def test_a_finding_of_many_tables_needs_more():
         p = generator.random(20)
         noise.append(pd.DataFrame({"p": p, "q": stats.false_discovery_control(p)}))
     made = ma.adjust(noise)
-    assert (made.q_of_table < 0.05).any(), "negative control"
-    assert not (made.q < 0.05).any()
+    assert (made.q_difference_of_table < 0.05).any(), "negative control"
+    assert not (made.q_difference < 0.05).any()
 
 
 def test_what_it_refuses(tables):
@@ -82,8 +87,8 @@ def test_what_it_refuses(tables):
         ([], "there are no tables"),
         (tables[0], "give a list of tables"),
         ([tables[0], 3], "table 1 is of type int"),
-        ([tables[0].drop(columns="p")], "table 0 has no column p"),
-        ([tables[0].assign(p=2.0)], "table 0 has invalid p-values"),
+        ([tables[0].drop(columns="p_difference")], "table 0 has no column p_difference"),
+        ([tables[0].assign(p_difference=2.0)], "table 0 has invalid p-values"),
         ([tables[0], tables[1], tables[0].copy()], "table 2 is the same as table 0"),
         ([ma.adjust(tables)], "is already adjusted"),
     ):

@@ -42,7 +42,7 @@ def test_agreement(changes):
         first = table[(table.other == "b") & (table.layer == layer)].iloc[0]
         assert first.cosine == pytest.approx(ours[:, layer].mean())
         low, high = stats.t.interval(0.95, 8, ours[:, layer].mean(), stats.sem(ours[:, layer]))
-        assert (first.low, first.high) == (pytest.approx(low), pytest.approx(high))
+        assert (first.cosine_low, first.cosine_high) == (pytest.approx(low), pytest.approx(high))
         control = table[(table.other == "c") & (table.layer == layer)].iloc[0]
         apart = (ours - other)[:, layer]
         assert control.beyond == pytest.approx(apart.mean())

@@ -49,12 +49,32 @@ def test_the_table_is_that_of_loops(result):
         assert row.null == pytest.approx(null.mean(), abs=1e-9)
         assert row.beyond == pytest.approx((ours - null).mean(), abs=1e-9)
         low, high = stats.ttest_1samp(ours, 0).confidence_interval()
-        assert (row.low, row.high) == (pytest.approx(low), pytest.approx(high))
+        assert (row.difference_low, row.difference_high) == (pytest.approx(low), pytest.approx(high))
         low, high = stats.ttest_1samp(ours - null, 0).confidence_interval()
         assert (row.beyond_low, row.beyond_high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
     assert table.attrs["null"] == "uniform attention"
     assert table.attrs["family"] == "32 tests: layer × head"
-    np.testing.assert_allclose(table.q, stats.false_discovery_control(table.p))
+    np.testing.assert_allclose(table.q_beyond, stats.false_discovery_control(table.p_beyond))
+
+
+def test_the_change_is_the_ratio_of_geometric_means_less_one(result):
+    """A fraction with its interval beside it, and that of the null; none for differences, which have no ratio."""
+    table = result.compare("slash")
+    at = result["received_attention"].sel(segment="question", layer=2, head=5)
+    ours, theirs = (at.received_by_segment.sel(condition=name).values.astype(float) for name in ("slash", "baseline"))
+    row = table.set_index(["layer", "head"]).loc[(2, 5)]
+    assert row.change == pytest.approx(stats.gmean(ours) / stats.gmean(theirs) - 1)
+    low, high = np.exp(stats.ttest_1samp(np.log(ours / theirs), 0).confidence_interval()) - 1
+    assert (row.change_low, row.change_high) == (pytest.approx(low), pytest.approx(high))
+    assert row.change_null == pytest.approx(np.exp(row.null) - 1)
+    assert row.change != pytest.approx(row.difference, abs=1e-3), "negative control: a log-ratio is another number"
+    at = list(table.columns)
+    for name in ("change", "difference", "beyond"):
+        assert at[at.index(name) + 1 : at.index(name) + 3] == [f"{name}_low", f"{name}_high"]
+    assert not {"low", "high", "p", "q"} & set(table), "each is named for what it belongs to"
+    plain = result.compare("slash", quantity="total_variation")
+    assert not [name for name in plain if str(name).startswith("change")]
+    assert set(table) - set(plain) == {"change", "change_low", "change_high", "change_null"}
 
 
 def test_other_quantities_and_other_conditions(result):
@@ -173,11 +193,40 @@ def test_select_half_reports_what_the_other_half_says():
     table = result.compare("other", quantity="quantity", select="half").set_index(["layer", "head"])
     assert {(0, 3), (1, 5)} <= set(table.index)
     assert len(table) < 6
-    assert table.loc[(0, 3)].q < 0.01
-    assert table.loc[(1, 5)].q > 0.01
+    assert table.loc[(0, 3)].q_difference < 0.01
+    assert table.loc[(1, 5)].q_difference > 0.01
     assert (table.n == 12).all()
     nothing = made_up(generator.normal(size=(24, 2, 2, 16))).compare("other", quantity="quantity", select="half")
     assert len(nothing) == 0
+
+
+def test_top_ranks_on_one_half_and_reports_the_other_once():
+    """Three of 32 heads by a loop over both halves; those that no half would choose again are reported all the same."""
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=(24, 2, 2, 16))
+    values[:, 1, 1, 4] -= 3.0
+    table = made_up(values).compare("other", quantity="quantity", select="half", top=3, by="difference")
+    d = (values[:, 1] - values[:, 0]).reshape(24, -1)
+    order = np.argsort(-abs(d[::2].mean(0)))[:3]
+    assert (16 * table.layer + table["head"]).tolist() == order.tolist()
+    np.testing.assert_allclose(table.difference, d[1::2].mean(0)[order])
+    np.testing.assert_allclose(table.q_difference, paired(d[1::2][:, order]).q)
+    assert table.attrs["top"] == 3
+    assert table.difference[0] < -1, "up to sign"
+    dipped = np.argsort(-abs(d.mean(0)))[:3].tolist()
+    assert order.tolist() != dipped, "negative control: all prompts would choose others"
+
+
+def test_top_ranks_by_what_is_asked(result):
+    beyond, difference = (result.compare("slash", select="half", top=32, by=by) for by in ("beyond", "difference"))
+    first = replace(
+        result, datasets={name: data.isel(prompt=slice(0, None, 2)) for name, data in result.datasets.items()}
+    )
+    ranked = first.compare("slash").set_index(["layer", "head"])
+    for table, by in ((beyond, "beyond"), (difference, "difference")):
+        far = abs(ranked.loc[list(zip(table.layer, table["head"], strict=True))][by])
+        assert (far.diff().dropna() <= 0).all()
+    assert not beyond.equals(difference), "negative control"
 
 
 def test_two_results_of_the_same_prompts():
@@ -200,6 +249,10 @@ def test_two_results_of_the_same_prompts():
         (dict(condition="slash", segment="inserted"), "12 of 12 prompts have no .received."),
         (dict(condition="slash", to="long"), r"inserts 20 tokens, 'long' 25.*matched=False"),
         (dict(condition="slash", select="third"), "select='third'"),
+        (dict(condition="slash", top=3), 'top=3: say select="half" too'),
+        (dict(condition="slash", select="half", top=0), "top=0: give a number of heads"),
+        (dict(condition="slash", select="half", by="difference"), "so say top="),
+        (dict(condition="slash", select="half", top=3, by="q"), "by='q': give"),
         (dict(condition="slash", level=95), "level=95"),
         (dict(condition="slash", scale="ratio"), "scale='ratio': choose one of 'log-ratio', 'difference'"),
         (dict(condition="slash", null="random"), "null='random': choose one of 'uniform', 'blind'"),

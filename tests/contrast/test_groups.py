@@ -56,8 +56,22 @@ def test_the_table_is_that_of_group_means(result):
     ]
     d, null = ratio[0].reshape(18, -1), np.repeat(ratio[1], 8, axis=1).reshape(18, -1)
     expected = paired(by_group(d), by_group(null))
-    for column in ("difference", "low", "high", "null", "beyond", "beyond_low", "effect_size", "p", "q"):
-        np.testing.assert_allclose(table[column], getattr(expected, column), rtol=1e-5, atol=1e-9, err_msg=column)
+    for column in (
+        "difference",
+        "low",
+        "high",
+        "null",
+        "beyond",
+        "beyond_low",
+        "effect_size",
+        "p",
+        "q",
+        "q_difference",
+    ):
+        name = {"low": "difference_low", "high": "difference_high", "p": "p_beyond", "q": "q_beyond"}.get(
+            column, column
+        )
+        np.testing.assert_allclose(table[name], getattr(expected, column), rtol=1e-5, atol=1e-9, err_msg=column)
     value = at.received_by_segment.sel(condition="slash").values.astype(float).reshape(18, -1)
     np.testing.assert_allclose(table.value, by_group(value).mean(0), rtol=1e-6)
 
@@ -67,7 +81,9 @@ def test_without_groups_and_with_unit_prompt_nothing_changes(result, ungrouped):
         assert made.attrs["unit"] == "prompts"
         assert set(made.n) == {18}
     assert_frame_equal(result.compare("slash", unit="prompt"), ungrouped.compare("slash"), check_exact=True)
-    assert not np.allclose(result.compare("slash").low, ungrouped.compare("slash").low), "negative control"
+    assert not np.allclose(result.compare("slash").difference_low, ungrouped.compare("slash").difference_low), (
+        "negative control"
+    )
     one, other = result.verdict("slash", unit="prompt"), ungrouped.verdict("slash")
     assert repr(one) == repr(other)
     np.testing.assert_array_equal(one.change, other.change)
@@ -108,14 +124,14 @@ def test_halves_never_share_a_group(result, prompts, toy):
     np.testing.assert_allclose([row.entropy, row.low, row.high], t_interval(values), rtol=1e-9)
     with pytest.raises(OptionError, match=r"6 groups of 18 prompts; give prompts of at least 12 groups"):
         result.compare("slash", select="half")
-    figure = ma.render.received_attention(result, 0, choose=2)
+    figure = ma.render.received_attention(result, 0, top=2)
     assert "mean over 9 prompts, pointwise 95 % bands, which treat prompts as independent" in figure.layout.title.text
 
 
 def test_sentences_and_captions_say_what_they_are_over(result, ungrouped):
     from mechattn.render.words import mean_words, said
 
-    assert "6 groups of 18 prompts; " in ma.render.verdict_words(result, "slash")
+    assert "6 groups of 18 prompts). " in ma.render.verdict_words(result, "slash")
     assert "18 prompts; " in ma.render.verdict_words(ungrouped, "slash")
     assert "n = 6 groups (6 of 18 prompts)" in ma.render.change_map(result, "slash").layout.title.text
     values = result["attention_focus"].self_share.sel(condition="slash", segment="question")
@@ -148,7 +164,9 @@ def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungroup
     whole = ma.merge_results(parts)
     assert whole["sequences"].group.values.tolist() == GROUPS
     expected = result.compare("slash")
-    np.testing.assert_allclose(whole.compare("slash")[["low", "q"]], expected[["low", "q"]], rtol=1e-4)
+    np.testing.assert_allclose(
+        whole.compare("slash")[["difference_low", "q_beyond"]], expected[["difference_low", "q_beyond"]], rtol=1e-4
+    )
     bare = parts[1]["sequences"].drop_vars("group")
     without = Result(dict(parts[1].datasets) | {"sequences": bare}, parts[1].provenance)
     with pytest.raises(OptionError, match="the variables of sequences"):

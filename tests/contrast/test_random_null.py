@@ -76,11 +76,15 @@ def test_hardly_a_head_of_a_random_model_is_found(random):
 def test_most_heads_of_a_trained_toy_are_found(trained, random):
     table = trained.compare("slash", random=random[:3])
     assert (table.q_random < 0.05).mean() > 0.5
-    both = stats.false_discovery_control(np.maximum(table.p, table.p_random))
+    both = stats.false_discovery_control(np.maximum(table.p_beyond, table.p_random))
     np.testing.assert_allclose(table.q_random, both)
     assert (
         "3 draws the smallest q_random of one head alone is 0.33; 20 draws would do" in table.attrs["resolution_random"]
     )
+    assert trained.resolution("slash", draws=3).random == table.attrs["resolution_random"]
+    said = trained.methods(table)
+    assert "; q_random, over 32 tests, is of the larger p of this and of random weights (initialised): 3 draws" in said
+    assert "q_random" not in trained.methods(trained.compare("slash")), "negative control"
     assert (table.difference - table.null_random)[table.q_random < 0.05].gt(0).mean() > 0.9, "they fall less"
 
 
@@ -102,7 +106,7 @@ def test_halves_and_segments_keep_the_columns(toy, prompts, tmp_path):
     half = result.compare("slash", select="half", random=draws)
     assert half.p_random.between(1 / 97, 1).all()
     both = np.ones(32)  # a half of the prompts chooses heads, but other prompts don't make random weights independent
-    both[: len(half)] = np.maximum(half.p, half.p_random)
+    both[: len(half)] = np.maximum(half.p_beyond, half.p_random)
     np.testing.assert_allclose(half.q_random, stats.false_discovery_control(both)[: len(half)])
     assert (half.n == 6).all()
     flow = result.compare("slash", quantity="flow", segment=None, scale="difference", random=draws)

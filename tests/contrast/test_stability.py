@@ -58,7 +58,7 @@ def test_the_index_is_that_of_a_loop_over_sets(choose):
     effect = np.zeros(HEADS)
     effect[:8] = np.linspace(0.5, 3, 8)
     result = drawn([effect], n=25)
-    table = ask(result, "c0", choose=choose, splits=12, seed=3)
+    table = ask(result, "c0", top=choose, splits=12, seed=3)
     found = loop(result, "c0", "c0", sure if choose is None else top(5), 12, 3)
     row = table.iloc[0]
     assert row.jaccard == pytest.approx(np.nanmean(found))
@@ -71,17 +71,17 @@ def test_the_index_is_that_of_a_loop_over_sets(choose):
 
 
 def test_noise_shares_what_chance_gives_and_an_effect_far_more():
-    noise = [ask(drawn([np.zeros(HEADS)], seed=seed), choose=10, splits=20).iloc[0] for seed in range(25)]
+    noise = [ask(drawn([np.zeros(HEADS)], seed=seed), top=10, splits=20).iloc[0] for seed in range(25)]
     assert np.mean([row.jaccard for row in noise]) == pytest.approx(noise[0].by_chance, abs=0.015)
     effect = np.where(np.arange(HEADS) < 10, 3.0, 0.0)
-    real = ask(drawn([effect]), choose=10, splits=20).iloc[0]
+    real = ask(drawn([effect]), top=10, splits=20).iloc[0]
     assert real.jaccard > 0.9 > 5 * real.by_chance
 
 
 def test_over_fillers():
     one, other = np.where(np.arange(HEADS) < 10, 3.0, 0.0), np.where(np.arange(HEADS) >= 50, 3.0, 0.0)
     result = drawn([one, one, other])
-    table = ask(result, choose=10, over=["c0", "c1", "c2"], splits=15, seed=1).set_index(["condition", "other"])
+    table = ask(result, top=10, over=["c0", "c1", "c2"], splits=15, seed=1).set_index(["condition", "other"])
     assert list(table.index) == [
         ("c0", "c0"), ("c1", "c1"), ("c2", "c2"), ("c0", "c1"), ("c0", "c2"), ("c1", "c2"),
     ]  # fmt: skip
@@ -100,7 +100,7 @@ def test_groups_are_halved_as_a_whole():
     values[:] = np.repeat(values[::6], 6, axis=0)
     groups = result["sequences"].assign(group=("prompt", np.repeat([f"g{i}" for i in range(8)], 6).astype(object)))
     grouped = ma.Result(dict(result.datasets) | {"sequences": groups}, result.provenance)
-    respected, ignored = (ask(grouped, choose=10, splits=60, unit=unit).iloc[0] for unit in ("auto", "prompt"))
+    respected, ignored = (ask(grouped, top=10, splits=60, unit=unit).iloc[0] for unit in ("auto", "prompt"))
     assert respected.jaccard == pytest.approx(respected.by_chance, abs=0.06)
     assert ignored.jaccard > respected.jaccard + 0.08, "negative control"
 
@@ -108,8 +108,8 @@ def test_groups_are_halved_as_a_whole():
 def test_what_it_refuses():
     result = drawn([np.zeros(HEADS)] * 2, n=10)
     for options, message in (
-        (dict(choose=HEADS), f"choose=60: give a number of heads below {HEADS}"),
-        (dict(choose=None), "10 prompts; give at least 12"),
+        (dict(top=HEADS), f"top=60: give a number of heads below {HEADS}"),
+        (dict(top=None), "10 prompts; give at least 12"),
         (dict(condition="c0", over=["c0", "c1"]), "condition=… or over="),
         (dict(over=["c0"]), "name at least two different conditions"),
         (dict(over="c0"), "name at least two different conditions"),
@@ -123,10 +123,10 @@ def test_what_it_refuses():
 
 
 def test_of_a_real_result(slash_result):
-    table = slash_result.stability("slash", choose=5, splits=10)
+    table = slash_result.stability("slash", top=5, splits=10)
     assert 0 <= table.low[0] <= table.jaccard[0] <= table.high[0] <= 1
     assert table.attrs["of"] == 32
-    assert slash_result.stability(choose=5, splits=10).equals(table)
+    assert slash_result.stability(top=5, splits=10).equals(table)
     other = [ask(drawn([np.zeros(HEADS)]), splits=5, seed=seed) for seed in (0, 1)]
     assert not other[0].equals(other[1]), "another seed, other halves"
 
@@ -134,7 +134,7 @@ def test_of_a_real_result(slash_result):
 def test_within_a_layer_and_in_the_note_of_a_page(slash_result, tmp_path):
     from mechattn.render.words import choice_words
 
-    table = slash_result.stability("slash", choose=3, layer=1)
+    table = slash_result.stability("slash", top=3, layer=1)
     assert (table.attrs["of"], table.by_chance[0]) == (8, pytest.approx(jaccard_by_chance(3, 3, 8)))
     at = slash_result["received_attention"].sel(segment="question", layer=1).astype(float)
     ratio = [
@@ -157,4 +157,4 @@ def test_within_a_layer_and_in_the_note_of_a_page(slash_result, tmp_path):
     assert words in (tmp_path / "page.html").read_text(encoding="utf-8").replace("&nbsp;", "\u00a0")
     assert choice_words(slash_result, "slash", 1, 8) == "", "a choice of all heads is none"
     with pytest.raises(OptionError, match="layer 7 was not measured"):
-        slash_result.stability("slash", choose=3, layer=7)
+        slash_result.stability("slash", top=3, layer=7)

@@ -54,13 +54,23 @@ def test_a_known_effect_is_found_and_nothing_else():
     assert verdict.beyond[:, :4].all()
     assert (verdict.beyond[:, 4:] | verdict.above[:, 4:]).sum() <= 2
     assert verdict.n == 64
-    np.testing.assert_array_equal((verdict.beyond | verdict.above).reshape(-1), table.q < 0.05)
+    np.testing.assert_array_equal((verdict.beyond | verdict.above).reshape(-1), table.q_beyond < 0.05)
 
 
 def test_a_drop_by_definition_alone_is_not_beyond_the_null():
     found = [simulated(0.0, seed).verdict("other") for seed in range(40)]
     assert np.mean([(v.beyond | v.above).any() for v in found]) < 0.15
     assert all(v.change.high < 0 for v in found)
+
+
+def test_heads_that_fall_as_the_null_does_are_the_same_within_a_margin():
+    """Half of the heads fall further by 0.2 in logs, the others as uniform attention does, with an error of 0.0125."""
+    result = simulated(-0.2)
+    for margin, same in ((0.08, [False] * 4 + [True] * 4), (0.4, [True] * 8), (0.001, [False] * 8)):
+        verdict, table = result.verdict("other", margin=margin), result.compare("other", margin=margin)
+        assert (verdict.same == same).all()
+        np.testing.assert_array_equal(verdict.same.reshape(-1), table.q_same < 0.05)
+    assert result.verdict("other").same is None
 
 
 @pytest.mark.filterwarnings("error")

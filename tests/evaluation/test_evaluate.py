@@ -416,12 +416,18 @@ def test_mediation_of_known_shares():
     made = Evaluation((*rows("baseline", base), *rows("slash", total), *rows("scale", half)), {})
     table = made.mediation("slash", {"scale": "scale", "all": "slash", "none": "baseline"}).set_index("path")
     assert table.share["scale"] == pytest.approx(0.5)
-    assert table.low["scale"] < 0.5 < table.high["scale"]
-    assert table.share["all"] == 1 == table.low["all"] == table.high["all"]
+    assert table.share_low["scale"] < 0.5 < table.share_high["scale"]
+    assert table.share["all"] == 1 == table.share_low["all"] == table.share_high["all"]
     assert table.share["none"] == 0
     nothing = made.mediation("baseline", {"scale": "scale"})
     assert nothing.share.isna().all()
     assert nothing.change[0] == pytest.approx(-0.25)
+    none = table.loc["none"]
+    assert none.change_low < 0 < none.change_high, "no answer differs: that is no difference of 0 for sure"
+    assert none.change_high < 0.05
+    wide, narrow = (made.mediation("slash", {"scale": "scale"}, level=level).loc[0] for level in (0.99, 0.8))
+    assert wide.change_low < narrow.change_low < narrow.change_high < wide.change_high
+    assert wide.share_low < narrow.share_low < narrow.share_high < wide.share_high
     assert table.change["scale"] == pytest.approx(-0.25)
 
 

@@ -10,6 +10,7 @@ import mechattn as ma
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.stats.accuracy import share_difference, share_interval
+from mechattn.stats.intervals import t_interval
 
 N, SIZE = 10, 4
 
@@ -96,7 +97,9 @@ def test_several_conditions_are_one_family():
     np.testing.assert_allclose(table.q, stats.false_discovery_control(table.p))
     other = evaluation.comparisons()
     assert ma.adjust([table, other]).condition.tolist() == ["slash", "dots", "slash"]
-    assert ma.adjust([table, other]).q.tolist() == stats.false_discovery_control([*table.p, *other.p]).tolist()
+    assert (
+        ma.adjust([table, other]).q_difference.tolist() == stats.false_discovery_control([*table.p, *other.p]).tolist()
+    )
     with pytest.raises(OptionError, match="no condition other than 'only'"):
         Evaluation(tuple(replace(a, condition="only") for a in third), evaluation.provenance).comparisons("only")
 
@@ -105,7 +108,16 @@ def test_all_right_in_every_sample_is_no_certainty():
     alone = made_up(grouped=False)
     twice = [replace(answer, right=True, sample=sample) for answer in alone.answers for sample in (0, 1)]
     low = stats.binomtest(40, 40).proportion_ci(method="wilson").low
-    assert Evaluation(tuple(twice), alone.provenance).accuracy().low.tolist() == pytest.approx([low, low])
+    made = Evaluation(tuple(twice), alone.provenance)
+    assert made.accuracy().low.tolist() == pytest.approx([low, low])
+    for table in (made.pass_at_k(2), made.best_of(2)):
+        assert table.low.tolist() == pytest.approx([low, low])
+    diverse = made.diversity()
+    assert (diverse.high - diverse.low > 0.05).all(), "all problems are equally diverse"
+    distinct = np.full(40, diverse.estimate[0])
+    assert np.ptp(t_interval(distinct)) < 1e-12, "negative control: a t interval"
+    change = made.mediation("slash", {"all": "slash"}).iloc[0]
+    assert change.change_low < 0 < change.change_high
 
 
 def test_a_few_problems_of_one_group_leave_the_problem_the_unit():

@@ -142,7 +142,7 @@ def made_up(effect, confounded, count=60, groups=None, seed=1, shared=0.0):
 
 def test_an_effect_is_found_and_length_is_not_taken_for_one():
     table = made_up(effect=0.05, confounded=True).table().iloc[0]
-    assert table.p < 0.01
+    assert table.p_beyond < 0.01
     assert table.beyond_low < 0.05 < table.beyond_high
     none = made_up(effect=0.0, confounded=True).table().iloc[0]
     assert none.right - none.wrong > 0.05, "right answers look more at the question, since they are shorter"
@@ -150,7 +150,7 @@ def test_an_effect_is_found_and_length_is_not_taken_for_one():
     assert abs(none.difference) < (none.right - none.wrong) / 2
     heads = made_up(effect=0.05, confounded=False).heads("a")
     assert len(heads) == 6
-    assert (heads.q < 0.05).all()
+    assert (heads.q_beyond < 0.05).all()
 
 
 def test_pairs_are_made_within_groups_which_are_the_unit():

@@ -114,6 +114,33 @@ def test_a_fault_in_what_is_streamed_is_noticed(fault, tokenizer, monkeypatch):
     assert check_streaming(model).outcome == "limited"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("toy", ["toy:llama", "toy:qwen2", "toy:gemma3", "toy:falcon"])
+def test_half_precision_is_streamed_though_the_hooks_round_their_scores(toy, dtype):
+    model = ma.load_model(toy, dtype=dtype, verify=False)
+    check = check_streaming(model)
+    assert check.outcome == "passed", str(check)
+    assert "root mean square" in check.detail
+    assert ma.run(model, "Tom has 3 apples.").provenance["engine"] == "streaming"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("cap", "scale")])
+def test_a_fault_larger_than_rounding_is_noticed_in_half_precision(fault, dtype, tokenizer, monkeypatch):
+    """A scale that is 5 % off, or a cap far above the scores, changes no more than rounding does: float32 tells."""
+    family, spoil = FAULTS[fault]
+    model = ma.load_model(tiny_model(family, len(tokenizer)).to(dtype), tokenizer=tokenizer, verify=False)
+    rows = functional.attention_by_rows
+
+    def spoilt(attention, see, block):
+        return rows(spoil(attention) if fault != "no window" or attention.window else attention, see, block)
+
+    monkeypatch.setattr("mechattn.model.patch.streaming.attention_by_rows", spoilt)
+    check = check_streaming(model)
+    assert check.outcome == "limited"
+    assert "patterns" in check.detail
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hooks_see_what_they_see_without_streaming(family, tokenizer):

@@ -1,10 +1,19 @@
 """The first screen: each mark at its number, and a sentence that says no more than the intervals do."""
 
+import html
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
+from scipy import stats
 
+import mechattn as ma
 from mechattn.contrast.contrast import Verdict
-from mechattn.pages.first_screen import Change, ShownModel, changes, picture, sentence
+from mechattn.pages.first_screen import PREMISE, Change, ShownModel, changes, picture, sentence
+from mechattn.pages.page import results_page
+from mechattn.render.words import percent_words
 from mechattn.stats.intervals import Interval
 
 
@@ -12,7 +21,7 @@ def change(model, condition, measured, null):
     estimate, low, high = (np.float64(value) for value in measured)
     none = np.zeros((1, 1), dtype=bool)
     of_null = Interval(*(np.float64(null),) * 3)
-    return Change(model, condition, Verdict(Interval(estimate, low, high), of_null, none, none, 9))
+    return Change(model, condition, Verdict(Interval(estimate, low, high), of_null, none, none, none, 9))
 
 
 LESS = (-0.2, -0.22, -0.18)
@@ -94,6 +103,67 @@ def test_a_control_stands_beside_the_first_condition():
     assert said.endswith(" With “sentence”: 30.0\u00a0% less.")
     said = sentence([change("a", "slash", LESS, -0.5), change("a", "sentence", UNSURE, -0.5)])
     assert said.endswith(" With “sentence”: +0.3\u00a0%.")
+
+
+def by_loop(result, condition, to):
+    """The log-ratio of each prompt's mean over layers and heads, and its t interval, in float64."""
+    part = result["received_attention"].received_by_segment.sel(segment="question").astype(np.float64)
+    ratios = []
+    for prompt in range(part.sizes["prompt"]):
+        means = [float(part.isel(prompt=prompt).sel(condition=name).mean()) for name in (condition, to)]
+        ratios.append(np.log(means[0] / means[1]))
+    half = stats.t.ppf(0.975, len(ratios) - 1) * np.std(ratios, ddof=1) / np.sqrt(len(ratios))
+    return np.expm1([np.mean(ratios), np.mean(ratios) - half, np.mean(ratios) + half])
+
+
+@pytest.fixture(scope="module")
+def controlled(toy, prompts):
+    conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(10)}
+    return ma.run(toy, prompts[:7], conditions)
+
+
+def test_the_first_condition_stands_against_its_control(controlled):
+    (row, other) = changes([ShownModel(controlled)])
+    control, found = row.against
+    assert (control, other.against) == ("sentence", None)
+    np.testing.assert_allclose(list(found), by_loop(controlled, "slash", "sentence"), rtol=1e-5)
+    wrong = by_loop(controlled, "slash", "baseline")
+    assert abs(wrong[0] - float(found.estimate)) > 1e-3, "the loop would notice another condition"
+    words = f"Compared with “sentence”, which is as long: {percent_words(found)}."
+    assert sentence([row, other]).endswith(words)
+
+
+def test_without_a_control_of_equal_length_nothing_is_compared(toy, prompts):
+    conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(9)}
+    rows = changes([ShownModel(ma.run(toy, prompts[:4], conditions))])
+    assert [row.against for row in rows] == [None, None]
+    assert "Compared" not in sentence(rows)
+
+
+def test_a_control_in_several_models():
+    beside = [("sentence", Interval(*map(np.float64, ends))) for ends in (LESS, (0.1, 0.05, 0.2), UNSURE)]
+    rows = [replace(change(f"m{i} (1 M)", "x", LESS, -0.5), against=one) for i, one in enumerate(beside)]
+    each = ["−20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%] in m0", "+10.0\u00a0% [+5.0\u00a0%, +20.0\u00a0%] in m1"]
+    assert f"which is as long: {each[0]}, {each[1]}, +0.3\u00a0%" in sentence(rows)
+    many = sentence([replace(one, model=f"{one.model}{i}") for i in range(2) for one in rows])
+    assert many.endswith("which is as long: more in 2, less in 2 of 6 models.")
+
+
+def test_the_premise_stands_beside_the_toys_that_have_it(controlled, tmp_path):
+    text = results_page([controlled], tmp_path / "page.html", []).read_text(encoding="utf-8")
+    assert PREMISE in html.unescape(text)
+    model = controlled.provenance["model"]
+    named = replace(controlled, provenance=controlled.provenance | {"model": model | {"name": "stories260K"}})
+    other = results_page([named], tmp_path / "other.html", []).read_text(encoding="utf-8")
+    assert "training examples had filler" not in other
+
+
+def test_the_premise_has_the_numbers_of_the_experiment():
+    path = Path(__file__).parents[2] / "experiments" / "stories" / "README.md"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    (row,) = [line for line in lines if line.startswith("| stories260K | stories | 90")]
+    shown = [f"{abs(float(words)):.1f}\u00a0%" for words in re.findall(r"−([\d.]+) %", row)[:2]]
+    assert f"loses {shown[0]} on stories, where uniform attention would lose {shown[1]}" in PREMISE
 
 
 def test_what_has_no_verdict_says_why():

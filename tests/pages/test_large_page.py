@@ -93,13 +93,13 @@ def test_every_figure_and_table_is_the_same(measured, place):
         lambda of: draw.by_layer(of, "self_share"),
         lambda of: draw.by_layer(of, "block_magnitude"),
         lambda of: draw.changes(of, ["slash", "sentence"], layer=1),
-        lambda of: draw.received_attention(of, 2, choose=2),
+        lambda of: draw.received_attention(of, 2, top=2),
         lambda of: draw.change_map(of, "sentence", "mass"),
     ):
         assert rounded(make(replace(lazy, memory=SMALL)).to_json()) == rounded(make(measured).to_json())
     for memory, make in (
-        ("60KiB", lambda of: of.stability("slash", choose=3, splits=20)),
-        ("60KiB", lambda of: of.stability(choose=2, layer=1, over=["slash", "sentence"], splits=20)),
+        ("60KiB", lambda of: of.stability("slash", top=3, splits=20)),
+        ("60KiB", lambda of: of.stability(top=2, layer=1, over=["slash", "sentence"], splits=20)),
         ("9KiB", lambda of: of.agreement("slash", "sentence")),
         ("300KiB", lambda of: of.compare("slash", segment=None, resamples=99)),
         (SMALL, lambda of: heads_table(of)[0]),
@@ -132,7 +132,7 @@ def test_a_memory_that_is_too_small_is_said_before_anything_is_read(place, tmp_p
         report([place], tmp_path / "page.html", memory="20KiB")
     assert not (tmp_path / "page.html").exists()
     loaded = ma.load_result(place, memory="1KiB")
-    for call in (lambda: loaded.stability("slash", choose=3), loaded.resolution,
+    for call in (lambda: loaded.stability("slash", top=3), loaded.resolution,
                  lambda: replace(loaded, memory="9KiB").compare("slash", segment=None)):  # fmt: skip
         with pytest.raises(MemoryOptionError, match="allows less; give more"):
             call()
@@ -208,7 +208,7 @@ def test_groups_are_bagged_as_wholes(measured):
     dataset = result["received_attention"].drop_vars(["received_by_segment", "received_by_segment_uniform"])
     sign = np.where(np.arange(4200) % 2, 1.0, -1.0)
     values = np.exp(0.1 * sign[:, None, None, None, None] * np.array([0, 1, 0])[None, :, None, None, None])
-    values = np.broadcast_to(values, (4200, 3, 4, 8, 6)) * 0.01
+    values = np.broadcast_to(values, (4200, 3, 4, 8, dataset.sizes["segment"])) * 0.01
     dataset["received_by_segment"] = (("prompt", "condition", "layer", "head", "segment"), values.astype(np.float32))
     dataset["received_by_segment"].attrs = dict(measured["received_attention"].received_by_segment.attrs)
     sequences = result["sequences"].assign(group=("prompt", [f"g{i // 2}" for i in range(4200)]))
@@ -216,7 +216,7 @@ def test_groups_are_bagged_as_wholes(measured):
     table = made.compare("slash", resamples=99)
     assert table.attrs["unit"] == "groups (2100 of 4200 prompts)"
     assert table.attrs["resampled"] == "700 random bags of 3"
-    assert (table.high - table.low < 1e-6).all()
-    assert (table.low_bootstrap.sub(table.low).abs() < 1e-6).all()
+    assert (table.difference_high - table.difference_low < 1e-6).all()
+    assert (table.difference_low_bootstrap.sub(table.difference_low).abs() < 1e-6).all()
     alone = made.compare("slash", resamples=99, unit="prompt")
-    assert (alone.high - alone.low > 0.005).all()
+    assert (alone.difference_high - alone.difference_low > 0.005).all()

@@ -8,6 +8,7 @@ import torch
 
 import mechattn as ma
 from mechattn.analysis.received_attention import AttentionMap
+from mechattn.axes import SEGMENTS
 from mechattn.model.checkpoint import toy_names
 from tests.parity.plain import models, passed
 from tests.parity.test_every_toy import windows
@@ -46,7 +47,7 @@ def at(result, dataset, name, length):
 def means(values, segment):
     """[layer, head, segment] from [layer, head, pos], NaN left out."""
     parts = []
-    for code in range(6):
+    for code in range(len(SEGMENTS)):
         part = values[..., segment == code]
         known = ~np.isnan(part)
         with np.errstate(invalid="ignore"):

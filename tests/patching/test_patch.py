@@ -15,6 +15,7 @@ from mechattn.model.checkpoint import toy_folder, toy_names
 from mechattn.model.hooks import attention_window
 from mechattn.patching import patch as patching
 from mechattn.patching.answer_metrics import WORDS
+from mechattn.patching.pairs import Pair
 from mechattn.patching.sites import Target
 from mechattn.patching.two_runs import read
 from mechattn.render import words
@@ -347,14 +348,18 @@ def test_where_an_inserted_token_predicts_the_answer_that_is_said():
 
 def test_controls_are_steps_of_equal_norm_and_another_prompts_output():
     model, some = ma.load_model("toy:llama"), prompts(3)
-    run, source = (read(model, c.apply(some[0], model, 0), [1]) for c in (SLASH, ma.Baseline()))
-    one = patching._Prompt(model, None, Target("z", ((1, 2),), False, False, False), [None], 7)
+    own = ma.Baseline().apply(some[0], model, 0)
+    run, source = (read(model, c.apply(some[0], model, 0), [1], "z", own.origin) for c in (SLASH, ma.Baseline()))
+    target = Target("z", ((1, 2),), None, False, False)
+    one, another = (
+        patching._Prompt(model, target, [None], Pair(name, own, own, own.origin, None, True), 7) for name in ("a", "b")
+    )
     value = patching._aligned(run, source, (1, 2))
     own = run.z[1][run.places, 2]
-    drawn = one._random("a", run, (1, 2), value)
+    drawn = one._random(run, (1, 2), value)
     torch.testing.assert_close((drawn - own).norm(dim=-1), (value - own).norm(dim=-1), atol=1e-5, rtol=1e-4)
-    assert torch.equal(drawn, one._random("a", run, (1, 2), value))
-    assert not torch.equal(drawn, one._random("b", run, (1, 2), value))
+    assert torch.equal(drawn, one._random(run, (1, 2), value))
+    assert not torch.equal(drawn, another._random(run, (1, 2), value))
     cosine = torch.nn.functional.cosine_similarity(drawn - own, value - own, dim=-1)
     assert cosine.abs().mean() < 0.5
 
@@ -375,15 +380,18 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end():
     assert all(lengths[other] >= lengths[own] and other != own for own, other in others.items())
 
     short, long = sequences[by_length[0]], sequences[by_length[-1]]
-    run, source = read(model, SLASH.apply(some[int(by_length[0])], model, 0), [1]), read(model, long, [1])
+    receiver = SLASH.apply(some[int(by_length[0])], model, 0)
+    run, source = (read(model, *each) for each in ((receiver, [1], "z", short.origin), (long, [1], "z", long.origin)))
     same = next(i for i, (a, b) in enumerate(zip(short.tokens, long.tokens, strict=False)) if a != b)
     assert 0 < same < len(short) < len(long)
     mixed = patching._aligned(run, source, (1, 2))
     assert torch.equal(mixed[:same], source.z[1][:same, 2])
     assert torch.equal(mixed[same:], source.z[1][len(long) - (len(short) - same) :, 2])
-    rows = patching._aligned(*(read(model, each, [1], "pattern") for each in (short, long)), (1, 2), "pattern")
+    rows = patching._aligned(
+        *(read(model, each, [1], "pattern", each.origin) for each in (short, long)), (1, 2), "pattern"
+    )
     assert rows.shape == (len(short), len(short))
-    assert rows[-1, -1] == read(model, long, [1], "pattern").z[1][-1, 2, -1]
+    assert rows[-1, -1] == read(model, long, [1], "pattern", long.origin).z[1][-1, 2, -1]
 
     found, again = (ma.patch(model, each, SLASH, at=[(1, 2)]) for each in (some, some[::-1]))
     each, ordered = (made.effects.other_prompt.squeeze(drop=True) for made in (found, again))
@@ -396,12 +404,13 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end():
 def test_the_random_pattern_stays_inside_the_window():
     """And keeps each token's probabilities."""
     model, prompt = ma.load_model("toy:gemma3"), prompts(1)[0]
-    run, source = (read(model, c.apply(prompt, model, 0), [0], "pattern") for c in (SLASH, ma.Baseline()))
-    window = attention_window(model, 0)
+    own = ma.Baseline().apply(prompt, model, 0)
+    run, source = (read(model, c.apply(prompt, model, 0), [0], "pattern", own.origin) for c in (SLASH, ma.Baseline()))
+    window, pair = attention_window(model, 0), Pair("a", own, own, own.origin, None, True)
     assert window < len(run.places)
     value = patching._aligned(run, source, (0, 1), "pattern")
-    drawn = patching._Prompt(model, None, Target("pattern", ((0, 1),), False, False, False), [None], 7)._random(
-        "a", run, (0, 1), value
+    drawn = patching._Prompt(model, Target("pattern", ((0, 1),), None, False, False), [None], pair, 7)._random(
+        run, (0, 1), value
     )
     back = run.places[:, None] - torch.arange(len(run.sequence))
     assert (drawn[(back < 0) | (back >= window)] == 0).all()
@@ -413,12 +422,16 @@ def test_metrics_against_their_formulas():
     model, some = ma.load_model("toy:llama"), prompts(3)
     found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m) for m in ("margin", "kl")}
     for prompt in some:
-        runs = [read(model, c.apply(prompt, model, 0), [1]) for c in (SLASH, ma.Baseline())]
+        runs = [
+            read(model, c.apply(prompt, model, 0), [1], "z", ma.Baseline().apply(prompt, model, 0).origin)
+            for c in (SLASH, ma.Baseline())
+        ]
         margins, divergences = [], []
         for run in runs:
             logits = run.logits[0].double()
             each = [
-                float(row[t] - max(row[w] for w in range(len(row)) if w != t)) for row, t in zip(logits, run.answer)
+                float(row[t] - max(row[w] for w in range(len(row)) if w != t))
+                for row, t in zip(logits, run.sequence.tokens[run.sequence.of_segment("answer")])
             ]
             margins.append(sum(each) / len(each))
             expected, own = runs[1].logits[0].double().log_softmax(-1), logits.log_softmax(-1)
@@ -445,7 +458,7 @@ def test_the_table(tmp_path):
         each = made.effects.effect.sel(layer=int(row.layer), head=int(row["head"])).values
         assert row.effect == pytest.approx(each.mean())
         assert row.share == pytest.approx(each.mean() / made.effects.whole.values.mean())
-        assert row.low < row.effect < row.high
+        assert row.effect_low < row.effect < row.effect_high
     assert [(row.layer, row["head"]) for _, row in table.iterrows()] == sorted(HEADS)
     assert (abs(made.table(top=4).effect).diff().dropna() <= 0).all()
     halves = made.table(select="half", top=1)
@@ -475,16 +488,17 @@ def test_among_heads_without_effect_the_largest_are_seldom_findings():
         made = drawn(144, rng)
         table = made.table(top=8)
         assert len(table) == 8
-        assert table.q.tolist() == made.table(top=144).q[:8].tolist()
-        over_all += bool((table.q < 0.05).any())
-        halves += bool((made.table(top=8, select="half").q < 0.05).any())
+        assert table.q_effect.tolist() == made.table(top=144).q_effect[:8].tolist()
+        over_all += bool((table.q_effect < 0.05).any())
+        halves += bool((made.table(top=8, select="half").q_effect < 0.05).any())
         shown = np.stack([made.effects.effect.sel(layer=row.layer, head=row["head"]) for _, row in table.iterrows()], 1)
         over_shown += bool((paired(shown, None).q < 0.05).any())
     assert over_all <= 5
     assert halves <= 5
     assert over_shown >= 15
     assert table.attrs["family"] == "144 heads attributed"
-    assert "q of effect, over 144 heads attributed" in str(made)
+    assert "q of effect, over 144 heads attributed; 8 of 144 shown" in str(made)
+    assert "shown" not in str(drawn(8, rng)), "where all are"
 
 
 def test_no_share_of_a_whole_effect_that_may_be_nothing():
@@ -504,12 +518,13 @@ def test_a_divergence_that_cannot_fall_is_tested_against_the_control():
     made = drawn(32, np.random.default_rng(2), metric="kl", direction="noising")
     made = replace(made, effects=abs(made.effects))
     table = made.table()
-    assert (table.low > 0).all()
+    assert (table.effect_low > 0).all()
     assert (paired(made.effects.effect.values, None).q < 0.05).all()
-    assert (table.q > 0.05).all()
+    assert (table.q_beyond_random > 0.05).all()
+    assert table.q_effect.isna().all()
     assert "q of beyond_random, over 32 heads" in str(made)
     other = replace(made, about={**made.about, "direction": "denoising"})
-    assert (other.table().q < 0.05).all()
+    assert (other.table().q_effect < 0.05).all()
 
 
 def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
@@ -526,8 +541,8 @@ def test_the_map_shows_the_means_and_leaves_the_others_empty():
     expected = made.effects.effect.mean("prompt").values
     np.testing.assert_allclose(np.array(heat.z, dtype=float), expected)
     assert np.isnan(expected).sum() == expected.size - len(HEADS)
-    assert len(marks.x) == int((made.table().q < 0.05).sum())
-    assert np.isfinite(np.array(faded.z, dtype=float)).sum() == int((made.table().q >= 0.05).sum())
+    assert len(marks.x) == int((made.table().q_effect < 0.05).sum())
+    assert np.isfinite(np.array(faded.z, dtype=float)).sum() == int((made.table().q_effect >= 0.05).sum())
 
 
 def test_the_table_of_layers():
@@ -556,10 +571,10 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
         ({"at": [(True, 1)]}, OptionError, r"\(True, 1\) is not two whole numbers"),
         ({"metric": "kl", "direction": "noising"}, OptionError, "every gradient is 0"),
         ({"at": 3}, OptionError, "give heads such as"),
-        ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'kl'"),
+        ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'answers', 'kl'"),
         ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),
         ({"at": ["L0H2", "L9H0"]}, OptionError, "no head 0 in layer 9"),
-        ({"at": "resid"}, OptionError, "or one of 'z', 'v', 'pattern', 'resid_post'"),
+        ({"at": "resid"}, OptionError, "or one of 'z', 'q', 'k', 'v', 'pattern', 'resid_post', 'attn_out', 'mlp_out'"),
         ({"at": ma.Sites("mlp")}, OptionError, "part='mlp'"),
         ({"at": ma.Sites(by="token")}, OptionError, "by='token'"),
         ({"together": [(0, 1)]}, OptionError, "name the set in at="),

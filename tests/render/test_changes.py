@@ -60,14 +60,14 @@ def test_several_layers(result):
 
 
 def test_change_map_marks_what_is_significant(result):
-    figure = ma.render.change_map(result, "slash", quantity="scale")
-    table = result.compare("slash", quantity="scale")
+    figure = ma.render.change_map(result, "sentence", quantity="scale")
+    table = result.compare("sentence", quantity="scale")
     heat, dots, faded, key = figure.data
     assert heat.z[2][5] == pytest.approx(table.set_index(["layer", "head"]).beyond[2, 5])
     marked = set(zip(dots.y, dots.x, strict=True))
-    assert marked == {(row.layer, row.head) for row in table.itertuples() if row.q < 0.05}
+    assert marked == {(row.layer, row.head) for row in table.itertuples() if row.q_beyond < 0.05}
     assert len(marked) > 0
-    q = table.pivot(index="layer", columns="head", values="q").values
+    q = table.pivot(index="layer", columns="head", values="q_beyond").values
     np.testing.assert_array_equal(np.isfinite(np.array(faded.z, dtype=float)), q >= 0.05)
     assert 0 < (q >= 0.05).sum() < q.size, "both kinds are there, so the test would notice either alone"
     assert key.name == "faded: q ≥ 0.05"
@@ -118,3 +118,27 @@ def test_scale_and_rank(result):
     assert set(ranks) == {"slash", "sentence", "other"}, "masked has no shift"
     with pytest.raises(OptionError, match="no condition"):
         ma.render.by_layer(result, "shift_rank_one_share", conditions=["dash"])
+
+
+def test_one_figure_of_several_models(slash_result, toy, prompts):
+    """A row a model: the numbers of each one's verdict, beside those of uniform attention."""
+    other = ma.run(toy, prompts[:6], {"dots": ma.MeaninglessTokens(".", 5)})
+    figure = ma.render.verdicts([slash_result, other])
+    found = [slash_result.verdict("slash"), other.verdict("dots")]
+    measured, uniform = (next(t for t in figure.data if t.name and t.name.startswith(n)) for n in ("meas", "if every"))
+    np.testing.assert_allclose(measured.x, [100 * v.change.estimate for v in found])
+    np.testing.assert_allclose(uniform.x, [100 * v.null.estimate for v in found])
+    bars = measured.error_x
+    np.testing.assert_allclose(measured.x + bars.array, [100 * v.change.high for v in found])
+    np.testing.assert_allclose(measured.x - bars.arrayminus, [100 * v.change.low for v in found])
+    assert not np.allclose(measured.x[0], measured.x[1]), "negative control"
+    assert list(figure.layout.yaxis.ticktext) == [
+        f"toy:llama<br>(toy, 1.0 M parameters), {n}" for n in ("slash", "dots")
+    ]
+    twice = ma.render.verdicts([slash_result, slash_result], "slash")
+    assert [row.partition(", result ")[2] for row in twice.layout.yaxis.ticktext] == ["1", "2"]
+    assert "“slash”" in twice.layout.title.text
+    with pytest.raises(OptionError, match=r"results=\[\] is empty"):
+        ma.render.verdicts([])
+    with pytest.raises(OptionError, match="no condition 'slash'"):
+        ma.render.verdicts([slash_result, other], "slash")

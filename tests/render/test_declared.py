@@ -30,7 +30,7 @@ def test_all_that_draws_a_figure_is_declared():
     assert drawing - {"for_paper"} == set(declared.FIGURES)
     for one in declared.FIGURES.values():
         named = {one.needs} if isinstance(one.needs, str) else set(one.needs.values())
-        assert named <= DATASETS | {"", "evaluation", "patching"}
+        assert named <= DATASETS | {"", "evaluation", "patching", "circuit"}
         assert one.needs or "quantity" in one.takes
         assert all(set(options) <= set(one.takes) for options in one.report)
 

@@ -8,6 +8,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 import mechattn as ma
+from mechattn.known_answers.known_circuits import known_circuits
 from mechattn.render.declared import FIGURES
 from mechattn.render.draw import COLOURS, FADED, GREY, NEUTRAL, SHADE, faint
 
@@ -48,7 +49,7 @@ def figures(toy, prompts):
     samples = table([name for name, _ in tried], estimate=[0.5, 0.6, 0.7, 0.4, 0.5, 0.6], k=[k for _, k in tried])
     answers = ma.evaluate(toy, prompts[:4], {"slash": slash}, new_tokens=8)
     answered = ma.load_prompts("word-problems", limit=3, with_answer=True)
-    draw = ma.render
+    draw, circuit = ma.render, known_circuits()[0]
     return {
         "received_attention": draw.received_attention(result, [0, 1], [0]),
         "three heads": draw.received_attention(result, 0, [1, 2, 3]),
@@ -72,6 +73,8 @@ def figures(toy, prompts):
         "diversity": draw.diversity({"toy:llama": table(["baseline", "slash"], estimate=[0.3, 0.4])}),
         "dose_curves": draw.dose_curves(counted, ma.run(toy, prompts[:4], counts)),
         "while_answering": draw.while_answering(ma.while_answering(toy, answers, prompts[:4], {"slash": slash})),
+        "verdicts": draw.verdicts([result, result]),
+        "circuit_map": draw.circuit_map(ma.circuit(circuit.model(), circuit.prompts(12, 0), ma.conditions.Counterpart())),
         "patching_map": draw.patching_map(ma.patch(toy, answered, slash, at=[(0, 1), (1, 2), (3, 3)])),
     }  # fmt: skip
 

@@ -39,7 +39,7 @@ def test_uniform_attention_is_drawn_beside_each_line(slash_result):
         each.append({int(row[k]): np.mean([1 / (q + 1) for q in places if q > k] or [np.nan]) for k in places})
     for x, y in zip(null.x, null.y, strict=True):
         assert y == pytest.approx(np.nanmean([values[x] for values in each if x in values]), rel=1e-5)
-    half = ma.render.received_attention(slash_result, layer=0, choose=1)
+    half = ma.render.received_attention(slash_result, layer=0, top=1)
     null = next(t for t in half.data if t.line.dash == "dot" and t.name == "uniform, with slash")
     for x, y in zip(null.x, null.y, strict=True):
         assert y == pytest.approx(np.nanmean([values[x] for values in each[1::2] if x in values]), rel=1e-5)
@@ -75,15 +75,40 @@ def test_the_inserted_span_is_shaded_where_it_is(slash_result):
     assert "slash" in [a.text for a in figure.layout.annotations]
 
 
+def drawn_heads(figure):
+    titles = [a.text for a in figure.layout.annotations if a.text.startswith("Layer")]
+    return [tuple(map(int, re.findall(r"\d+", title))) for title in titles]
+
+
+def test_the_heads_chosen_of_all_layers_are_those_of_the_table(slash_result):
+    """`top` is one thing: figure and table rank on the same half."""
+    table = slash_result.compare("slash", select="half", top=4, resamples=99)
+    figure = ma.render.received_attention(slash_result, layer=None, top=4)
+    chosen = sorted(zip(table.layer, table["head"], strict=True))
+    assert drawn_heads(figure) == chosen
+    assert {layer for layer, _ in chosen} != {0}, "negative control: of all layers, not of the first"
+    names = [f"L{layer}H{head}" for layer, head in chosen]
+    assert drawn_heads(ma.render.received_attention(slash_result, None, names)) == chosen
+    one = chosen[0]
+    assert drawn_heads(ma.render.received_attention(slash_result, one[0], [names[0]])) == [one]
+    for layer, heads, message in (
+        (one[0] + 1, [names[0]], "but layer . is shown"),
+        (None, [3], "without a layer, give names"),
+        (None, ["L9H0"], "layer 9 was not measured"),
+        (None, ["L0H99"], "head 99 is out of range"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            ma.render.received_attention(slash_result, layer, heads)
+
+
 def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
-    figure = ma.render.received_attention(slash_result, layer=0, choose=3)
+    figure = ma.render.received_attention(slash_result, layer=0, top=3)
     assert "mean over 6 prompts" in figure.layout.title.text
     assert "other half" in figure.layout.title.text
     chosen = choose_heads(slash_result, 0, 3, "slash", np.arange(0, 12, 2))
-    titles = [a.text for a in figure.layout.annotations if a.text.startswith("Layer")]
-    assert [int(re.findall(r"\d+", title)[1]) for title in titles] == chosen
+    assert drawn_heads(figure) == chosen
     every = slash_result["received_attention"].received_by_origin_per_prompt.isel(prompt=slice(1, None, 2))
-    expected = every.sel(condition="baseline", layer=0, head=chosen[0]).mean("prompt").values
+    expected = every.sel(condition="baseline", layer=0, head=chosen[0][1]).mean("prompt").values
     first = lines(figure)[0]
     np.testing.assert_allclose(first.y, expected[np.asarray(first.x)], rtol=1e-5)
 
@@ -96,7 +121,7 @@ def test_one_based_titles(slash_result):
 def test_choosing_needs_the_prompts(toy, prompts):
     result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens(count=5)})
     with pytest.raises(OptionError, match='positions="prompts"'):
-        ma.render.received_attention(result, layer=0, choose=3)
+        ma.render.received_attention(result, layer=0, top=3)
     ma.render.received_attention(result, layer=0, heads=[3])
 
 
@@ -164,7 +189,7 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
 
 def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, prompts):
     result = ma.run(toy, prompts, positions="prompts")
-    figure = ma.render.received_attention(result, 1, choose=2)
+    figure = ma.render.received_attention(result, 1, top=2)
     at = (
         result["received_attention"]
         .sel(condition="baseline", layer=1, segment="question")
@@ -176,5 +201,5 @@ def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, pr
 
 
 def test_a_number_is_no_list_of_heads(slash_result):
-    with pytest.raises(OptionError, match=r"heads=2: give a list, such as \[0, 3\], or choose="):
+    with pytest.raises(OptionError, match=r"heads=2: give a list, such as \[0, 3\], or top="):
         ma.render.received_attention(slash_result, 0, 2)

@@ -8,8 +8,10 @@ from scipy import stats
 
 import mechattn as ma
 from mechattn.commands.run_config import FIGURES
-from mechattn.render.words import change_words, mean_words, said
+from mechattn.contrast.contrast import Verdict
+from mechattn.render.words import change_words, heads_words, mean_words, said
 from mechattn.results.provenance import matched_control
+from mechattn.stats.intervals import Interval
 
 CONDITIONS = {
     "slash": ma.MeaninglessTokens("/", 20),
@@ -68,6 +70,50 @@ def test_the_sentence_of_received_attention_is_of_the_heads_and_prompts_that_are
     by_half = each.isel(prompt=np.arange(1, 8, 2))
     expected = interval_by_hand(by_half.sel(condition="slash").values / by_half.sel(condition="baseline").values)
     np.testing.assert_allclose(half[:3], expected, atol=0.051)
+
+
+def a_verdict(null, below=0, above=0, rises=0, size=32):
+    """Of ``size`` heads the first are below, the last above; the last few rise."""
+    at, of = np.arange(size).reshape(4, -1), Interval(*map(np.float64, (-0.3, -0.4, -0.2)))
+    uniform = Interval(*map(np.float64, (null, null, null)))
+    return Verdict(of, uniform, at < below, at >= size - above, at >= size - rises, 9)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        (a_verdict(-0.5, above=32), "All 32 heads lose less than uniform attention would"),
+        (a_verdict(-0.5, below=32), "All 32 heads lose more than uniform attention would"),
+        (a_verdict(-0.5, below=3, above=12), "12 of 32 heads lose less than uniform attention would, 3 lose more"),
+        (a_verdict(-0.5, above=12, rises=1), "11 of 32 heads lose less than uniform attention would, 1 gains"),
+        (a_verdict(-0.5, above=2, rises=2), "2 of 32 heads gain, where uniform attention would lose"),
+        (
+            a_verdict(0.2, below=4, above=5, rises=30),
+            "5 of 32 heads gain more than uniform attention would, 2 lose, 2 gain less",
+        ),
+        (
+            a_verdict(0.0, below=1, above=6, rises=6),
+            "6 of 32 heads gain, where uniform attention would change nothing, 1 loses",
+        ),
+        (a_verdict(-0.5), "No head differs from uniform attention"),
+    ],
+)
+def test_the_heads_of_a_verdict_in_words(verdict, words):
+    assert heads_words(verdict) == f"{words} (q < 0.05)"
+
+
+def test_where_attention_rises_no_head_is_said_to_fall(result):
+    """Masked tokens take nothing, so attention to the question can rise: by the table's own signs."""
+    table, verdict = result.compare("masked"), result.verdict("masked")
+    np.testing.assert_array_equal(verdict.rises.reshape(-1), table.difference > 0)
+    sure = (table.q_beyond < 0.05) & (table.beyond > 0)
+    gain = int((sure & (table.difference > 0)).sum())
+    less = int((sure & (table.difference < 0)).sum())
+    words = ma.render.verdict_words(result, "masked")
+    assert gain > 0
+    assert re.search(rf"\b{gain}( of 32 heads)? gains?\b", words), words
+    assert (f"{less} of 32 heads lose" in words) == (less > 0), words
+    assert "less far" not in words
 
 
 def test_a_mean_over_prompts(result):

@@ -13,6 +13,7 @@ import pytest
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
 from mechattn.results.arrays import digest
+from mechattn.results.result import Result
 from mechattn.store.objects import Store
 from mechattn.store.result_bytes import packed, unpacked
 
@@ -260,10 +261,36 @@ def test_the_verdict_equals_scipy_on_the_table(slash_result):
     np.testing.assert_allclose(verdict.change, expected, rtol=1e-5)
     assert verdict.beyond.shape == (4, 8)
     assert -0.6 < verdict.null.estimate < -0.3
-    percents = ", ".join(f"{100 * end:.1f}" for end in expected)
-    assert repr(verdict).startswith(f"Verdict(change and ends of its interval: {percents} %")
-    assert f"{verdict.beyond.sum()} of 32 heads beyond" in repr(verdict)
+    fractions = "{:.3f} [{:.3f}, {:.3f}]".format(*expected)  # one unit, in fields and in print
+    assert repr(verdict).startswith(f"Verdict(change={fractions}, null=")
+    assert f"{verdict.beyond.sum()} of 32 heads below the null" in repr(verdict)
     with pytest.raises(OptionError, match="'anser'"):
         slash_result.verdict("slash", segment="anser")
     with pytest.raises(OptionError, match="no condition 'slsh'"):
         slash_result.verdict("slsh")
+
+
+def test_a_result_answers_as_a_mapping_and_by_labels(slash_result):
+    assert slash_result.keys() == list(slash_result) == slash_result._ipython_key_completions_()
+    assert set(dict(slash_result)) == set(slash_result.datasets)
+    some = slash_result.sel(head=[1, 5], layer=2)
+    whole, part = (of.compare("slash").set_index(["layer", "head"]) for of in (slash_result, some))
+    assert list(part.index) == [(2, 1), (2, 5)]
+    np.testing.assert_allclose(part.change, whole.change.loc[list(part.index)])
+    assert part.change.iloc[0] != part.change.iloc[1], "negative control"
+    one = slash_result.sel(head="L2H5")
+    assert one["received_attention"].received_by_segment.sizes["head"] == 1
+    np.testing.assert_allclose(one.compare("slash").change, whole.change.loc[[(2, 5)]])
+    few = slash_result.sel(prompt=slash_result["sequences"].prompt.values[:4].tolist())
+    assert few.compare("slash").n.iloc[0] == 4
+    assert slash_result.sel(condition="baseline").conditions == ["baseline"]
+    for labels, message in (({"token": 3}, "no dimension 'token'"), ({"head": 9}, "9"), ({"head": "L9H1"}, "9")):
+        with pytest.raises(OptionError, match=message):
+            slash_result.sel(**labels)
+
+
+def test_tables_have_defaults(slash_result):
+    assert slash_result.heads().equals(slash_result.heads("received"))
+    assert slash_result.to_dataframe().equals(slash_result.to_dataframe("received_attention"))
+    with pytest.raises(OptionError, match="no number for each head"):
+        Result({"sequences": slash_result["sequences"]}, slash_result.provenance).heads()

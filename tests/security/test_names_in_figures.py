@@ -82,6 +82,7 @@ def test_figures_of_configs_are_those_that_are_checked(hostile):
         "received_by_model",
         "near_zero_by_class",
         "update_by_position",
+        "verdicts",
     }
     assert set(FIGURES) - drawn == others, "a new figure: does it end in says(…), which escapes names?"
 

@@ -206,3 +206,24 @@ def test_no_spread_and_no_difference():
     assert np.isnan(constant.effect_size).all(), "its standard deviation is rounding, 1e-17"
     np.testing.assert_allclose(ends(constant), 0.1)
     assert np.isnan(paired(np.zeros((9, 3))).low_simultaneous).all(), "too few prompts for all cells at once"
+
+
+@pytest.mark.parametrize("n", [8, 24])
+def test_the_difference_is_tested_beside_what_is_beyond_the_null(n):
+    """A fall that the null explains: nothing is beyond it, but there is a difference; and the other way round."""
+    explained, unexplained = drawn(n, 4, mean=-3.0), drawn(n, 4, seed=1)
+    d = np.concatenate([explained, unexplained], axis=1)
+    null = np.concatenate([explained + 0.1 * drawn(n, 4, seed=2), unexplained + 3.0], axis=1)
+    made = paired(d, null, resamples=999)
+    np.testing.assert_array_equal(made.p_difference, paired(d, None, resamples=999).p)
+    np.testing.assert_array_equal(made.q_difference, stats.false_discovery_control(made.p_difference))
+    found, beyond = made.q_difference < 0.05, made.q < 0.05
+    assert found.tolist() == [True] * 4 + [False] * 4
+    assert not np.array_equal(found, beyond), "negative control: the two tests are two"
+    assert beyond[4:].all()
+
+
+def test_a_difference_within_rounding_is_none():
+    d, null = 1e-6 + 1e-9 * drawn(12, 2), drawn(12, 2, seed=1)
+    assert (paired(d, null, rounding=1e-5).p_difference == 1).all()
+    assert (paired(d, null).p_difference < 0.01).all(), "negative control"

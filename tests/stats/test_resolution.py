@@ -7,7 +7,8 @@ from scipy import stats
 import mechattn as ma
 from mechattn.errors import OptionError
 from mechattn.stats.paired import drawn_signs, flipped, paired
-from mechattn.stats.resolution import EXACT, enough, resolution
+from mechattn.stats.random_effects import against_draws
+from mechattn.stats.resolution import EXACT, enough, random_words, resolution
 
 
 def alone(n, tests, seed=0):
@@ -62,14 +63,25 @@ def test_how_many_tests_have_to_pass_together():
     assert stats.false_discovery_control(np.full(784, resolution(5, 784).smallest_p)).min() > 0.05
 
 
+@pytest.mark.parametrize("draws", [3, 19, 20])
+def test_what_draws_of_random_weights_can_show_is_what_they_show_of_a_head_far_off(draws):
+    weights = np.random.default_rng(0).normal(size=(draws + 1, 4, 8))
+    weights[0] = 0.0
+    weights[0, 0, 0] = 1e3
+    q = stats.false_discovery_control(against_draws(weights[0], weights[1:], 1).p.ravel()).min()
+    words = random_words(draws, 32, 32 * draws)
+    assert f"with {draws} draws the smallest q_random of one head alone is {q:.2g}" in words
+    assert ("; 20 draws would do" in words) == (q >= 0.05) == (draws < 20)
+
+
 @pytest.mark.parametrize(
     ("n", "tests", "words"),
     [
-        (12, 784, "with 12 prompts and 784 tests no p can pass q < 0.05 alone (smallest p 0.00049): 8 tests have to reach it "
-         "together; from 19 prompts on one test alone can"),
-        (5, 784, "with 5 prompts and 784 tests no p can pass q < 0.05 (smallest p 0.062); from 19 prompts on one test alone can"),
-        (16, 784, "with 16 prompts and 784 tests one test alone passes q < 0.05 in 62 % of draws at most; from 19 prompts "
-             "on one test alone can"),
+        (12, 784, "with 12 prompts and 784 tests no p can pass q < 0.05 alone (smallest p 0.00049): 8 tests must reach it "
+         "together, or use 19 prompts"),
+        (5, 784, "with 5 prompts and 784 tests no p can pass q < 0.05 (smallest p 0.062); one test alone can with 19 prompts or more"),
+        (16, 784, "with 16 prompts and 784 tests one test alone passes q < 0.05 in 62 % of draws at most; one test "
+             "alone can with 19 prompts or more"),
         (64, 32, "with 64 prompts and 32 tests one test alone can pass q < 0.05 (smallest p 0.0001); the smallest effect "
          "that q finds in one test alone, with 80 % power, is d_z = 0.52"),
     ],
@@ -98,7 +110,7 @@ def test_a_result_says_what_it_can_show(slash_result):
     table = slash_result.compare("slash")
     assert table.attrs["resolution"] == str(made)
     assert table.attrs["smallest_q"] == made.smallest_p == 2**-11
-    assert table.q.min() >= made.smallest_p
+    assert table.q_beyond.min() >= made.smallest_p
     half = slash_result.resolution("slash", select="half")
     assert (half.n, half.together) == (6, 21)
     assert half.tests == 32
@@ -109,6 +121,11 @@ def test_a_result_says_what_it_can_show(slash_result):
     with pytest.raises(OptionError, match="level=2"):
         slash_result.resolution(level=2)
     assert "resolution" in dir(ma.Result)
+    with_draws = slash_result.resolution(draws=3)
+    assert str(with_draws) == f"{made}; {random_words(3, 32, 96)}"
+    assert "20 draws would do" in str(with_draws)
+    with pytest.raises(OptionError, match="draws=2: give a whole number, at least 3"):
+        slash_result.resolution(draws=2)
 
 
 def test_a_comparison_is_planned_by_leaving_out_one_number():

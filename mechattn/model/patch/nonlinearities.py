@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError
+from mechattn.model.devices import weights_here
 from mechattn.model.hooked import attribute_set, unwrapped
 from mechattn.model.hooks import Needed, blocks_of
 
@@ -263,6 +264,10 @@ class _WatchedMixture:
         if self.given is None:
             return None
         at, self.needed.called = self.given, True
+        with weights_here(self.mixture.experts), weights_here(self.mixture.shared):
+            return self._shown(out, at)
+
+    def _shown(self, out: Any, at: Given) -> Any:
         whole = out[0] if isinstance(out, tuple) else out
         gate = self.mixture.into(at, second=False)
         before = self.mixture.act(gate) * self.mixture.weights(at)  # w · act(gate)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mechattn.functional.received import visible_keys
 from mechattn.model import heads, hooks
+from mechattn.model.devices import device_of, weights_here
 from mechattn.model.hooked import HookedModel
 from mechattn.model.verify.verification import ANOTHER_VERSION, PROBABILITY, TOLERANCE, Check, compare, limited
 
@@ -134,8 +135,8 @@ def _mixed(
     """Values mixed by the pattern; None if the layout of v is not [key, kv_head, d_head]."""
     if v.ndim != 3 or v.shape[0] != pattern.shape[-1] or pattern.shape[0] % v.shape[1]:
         return None
-    parameter = next(model.parameters())
-    v = heads.as_mixed(model, layer, v.to(parameter.device, parameter.dtype)).float().cpu()
+    dtype = next(model.parameters()).dtype
+    v = heads.as_mixed(model, layer, v.to(device_of(model.blocks[layer]), dtype)).float().cpu()
     every = repeat(v, "key kv_head d_head -> key (kv_head group) d_head", group=pattern.shape[0] // v.shape[1])
     return einsum(pattern, every, "head query key, key head d_head -> query head d_head")
 
@@ -167,9 +168,9 @@ def _afterwards(
         for name, function in _GATES.items():
             opened = function(gate.reshape(*mixed.shape[:2], -1))  # one number per head, or one per channel
             yield f"{_GATED}{name}), so values reach W_O through the gate", mixed * opened
-    parameter = next(model.parameters())
+    device, dtype = device_of(model.blocks[layer]), next(model.parameters()).dtype
     for name, norm in heads.norms_of_output(model, layer):
-        flat = rearrange(mixed, "query head d_head -> query (head d_head)").to(parameter.device, parameter.dtype)
+        flat = rearrange(mixed, "query head d_head -> query (head d_head)").to(device, dtype)
         yield (
             f"after a norm over all heads ({name}), so a value gives no update of its own",
             rearrange(norm(flat).float().cpu(), "query (head d_head) -> query head d_head", head=mixed.shape[1]),
@@ -208,7 +209,8 @@ def _heads(shown: Shown) -> Check:
 def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
     try:
         w_o = heads.output_projection(model, layer).float().cpu()
-        b_o = getattr(model.blocks[layer].attn, "b_O", None)
+        with weights_here(attention := model.blocks[layer].attn):
+            b_o = getattr(attention, "b_O", None)
     except Exception:  # an adapter that does not declare its output weights
         return None
     if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:

@@ -154,14 +154,24 @@ def _number(value: float | None) -> str:
 
 
 def compare(
-    name: str, pairs: dict[Any, tuple[Tensor, Tensor]], tolerance: float, detail: str, remedy: str, scale: float = 0.0
+    name: str,
+    pairs: dict[Any, tuple[Tensor, Tensor]],
+    tolerance: float,
+    detail: str,
+    remedy: str,
+    scale: float = 0.0,
+    overall: bool = False,
 ) -> Check:
-    """The largest difference over layers; relative to the root mean square unless ``scale`` is given."""
+    """The largest difference over layers; relative to the root mean square unless ``scale`` is given.
+
+    With ``overall``, a layer's difference is the root mean square of its entries', not the largest of them.
+    """
     if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
     apart = {layer: _distances(*pair, scale) for layer, pair in pairs.items()}
-    worst = max(apart, key=lambda layer: float(apart[layer].max()))
-    difference = float(apart[worst].max())
+    sizes = {layer: float(each.square().mean().sqrt() if overall else each.max()) for layer, each in apart.items()}
+    worst = max(sizes, key=lambda layer: sizes[layer])
+    difference = sizes[worst]
     layer = worst if difference > tolerance else list(pairs)[-1]
     made = Check(name, "passed", layer, None, None, difference, tolerance, detail, remedy)
     return _with_figures(made, *pairs[layer], apart[layer])

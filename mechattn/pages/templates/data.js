@@ -4,11 +4,7 @@
 /** @typedef {{shape: number[], kind: "f4" | "f2" | "u2", data: string}} Packed */
 /** @typedef {{quantity: string, condition: string, show: string}} Measure */
 
-export const SHOWS = {
-  value: "in the condition",
-  change: "change from the baseline",
-  beyond: "change beyond the null",
-};
+export const SHOWS = ["beyond", "change", "value"]; // the first that there is, is shown
 const SCALE = 1024;
 const read = new WeakMap();
 /** @type {Float32Array | undefined} */
@@ -95,33 +91,55 @@ export function ofHeads(array, model) {
 /** The ends of intervals from their middles and halves. */
 const ends = (middle, half) => [middle.map((value, i) => value - half[i]), middle.map((value, i) => value + half[i])];
 
+/** Whether uniform attention expects a change of its own, which q then tests against.
+ * @param {any} change */
+const hasUniform = (change) => change.known && change.against !== "no difference";
+
 /** What a measure can show in a condition.
  * @param {any} quantity
  * @param {string} condition */
 export function showsOf(quantity, condition) {
   const change = quantity.changes[condition];
   if (!change) return quantity.values[condition] ? ["value"] : [];
-  return change.known ? ["beyond", "change", "value"] : ["change", "value"];
+  return SHOWS.filter((show) => show !== "beyond" || hasUniform(change));
 }
 
-/** A measure of every head, each array [layer · head]; undefined where the result has none.
+/** A number of every head with the ends of its interval, and how it is written.
+ * @param {any} part
+ * @param {string} middle
+ * @param {string} half
+ * @param {any} model
+ * @param {string} scale */
+function withEnds(part, middle, half, model, scale) {
+  const value = ofHeads(part[middle], model),
+    [low, high] = ends(value, ofHeads(part[half], model));
+  return { value, low, high, scale };
+}
+
+/** A measure of every head, each array [layer · head], and the other measures of the same condition as its parts;
+ * undefined where the result has none.
  * @param {any} model
  * @param {Measure} measure */
 export function measured(model, { quantity: name, condition, show }) {
   const quantity = model.quantities.find((one) => one.name === name);
   if (!quantity || !showsOf(quantity, condition).includes(show)) return undefined;
-  const part = show === "value" ? quantity.values[condition] : quantity.changes[condition];
-  const names = { value: ["mean", "half"], change: ["difference", "half"], beyond: ["beyond", "beyond_half"] }[show];
-  const [value, half] = names.map((one) => ofHeads(part[one], model));
-  const [low, high] = ends(value, half);
-  const about = { quantity, n: part.n, unit: part.unit, scale: part.scale ?? "value", against: part.against };
+  const values = quantity.values[condition],
+    change = quantity.changes[condition];
+  const part = show === "value" ? values : change;
+  /** @type {Record<string, any>} */
+  const parts = { value: withEnds(values, "mean", "half", model, "value") };
+  if (change) parts.change = withEnds(change, "difference", "half", model, change.scale);
+  if (change && hasUniform(change)) {
+    const scale = change.scale === "log-ratio" ? "ratio" : "difference";
+    parts.beyond = withEnds(change, "beyond", "beyond_half", model, scale);
+  }
+  const { value } = parts[show];
   return {
-    ...about,
-    value,
-    low,
-    high,
-    null: show === "beyond" ? undefined : ofHeads(part.null, model),
+    ...{ quantity, condition, show, parts, n: part.n, unit: part.unit },
+    ...parts[show],
+    null: ofHeads(part.null, model),
     q: show === "value" ? undefined : ofHeads(part.q, model),
+    tests: parts.beyond ? "uniform attention" : "no change",
     signed: show !== "value" || value.some((one) => one < 0),
   };
 }

@@ -1,18 +1,8 @@
 // @ts-check
 // Colours, elements of SVG, and the note beside the mouse.
 
-const GROUNDS = {
-  light: [
-    [244, 244, 242],
-    [0, 114, 178],
-    [213, 94, 0],
-  ],
-  dark: [
-    [38, 43, 49],
-    [86, 180, 233],
-    [255, 154, 77],
-  ],
-};
+/** @type {any} */
+export const COLOURS = /*COLOURS*/ {};
 
 /** An element of SVG with attributes and children.
  * @param {string} name
@@ -41,7 +31,9 @@ export function html(name, properties = {}, ...children) {
  * @param {number} share */
 export function colour(share) {
   if (Number.isNaN(share)) return "none";
-  const [ground, less, more] = GROUNDS[document.documentElement.dataset.theme === "dark" ? "dark" : "light"];
+  const [ground, less, more] = COLOURS.map[document.documentElement.dataset.theme === "dark" ? "dark" : "light"].map(
+    (/** @type {string} */ hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)),
+  );
   const end = share < 0 ? less : more,
     weight = Math.min(1, Math.abs(share));
   return `rgb(${ground.map((from, i) => Math.round(from + weight * (end[i] - from))).join(",")})`;
@@ -68,15 +60,17 @@ export function ticks(low, high) {
   return found;
 }
 
-/** Steps of an axis of log-ratios that are round as percentages.
- * @param {number} low
- * @param {number} high */
-export const percentTicks = (low, high) =>
-  ticks(Math.expm1(low), Math.expm1(high))
-    .map(Math.log1p)
+/** Steps of an axis of log-ratios that are round as percentages, or as multiples.
+ * @param {(at: number) => number} shown
+ * @param {(at: number) => number} back */
+const logTicks = (shown, back) => (/** @type {number} */ low, /** @type {number} */ high) =>
+  ticks(shown(low), shown(high))
+    .map(back)
     .filter((at) => at >= low && at <= high);
+export const percentTicks = logTicks(Math.expm1, Math.log1p);
+export const multipleTicks = logTicks(Math.exp, Math.log);
 
-/** The note beside the mouse; none without words.
+/** The note beside the mouse, or at the foot of a phone's screen (page.css); none without words.
  * @param {string} words
  * @param {MouseEvent} [event] */
 export function tip(words, event) {

@@ -2,9 +2,11 @@
 // The other figures of a page, by plotly, and views: drawn when they are opened, light or dark; CSV and SVG of each.
 
 import { squeezed } from "./data.js";
+import { COLOURS } from "./drawing.js";
+import { narrowed } from "./narrow.js";
 import { fileName, saveCsv } from "./words.js";
 
-const DARK = /*COLOURS*/ {};
+const NARROW = 620; // pixels, below which panels don't fit beside each other
 const CONFIG = { displaylogo: false, responsive: true };
 /** @type {Record<string, Promise<void>>} */
 const loading = {};
@@ -25,7 +27,9 @@ const plotly = () => /** @type {any} */ (window).Plotly;
 
 /** A figure from its JSON, its colours those of a dark ground where it is dark. */
 function spec(text, dark) {
-  const made = JSON.parse(dark ? Object.entries(DARK).reduce((t, [light, on]) => t.replaceAll(light, on), text) : text);
+  const made = JSON.parse(
+    dark ? Object.entries(COLOURS.figures).reduce((t, [light, on]) => t.replaceAll(light, on), text) : text,
+  );
   if (!dark) return made;
   const { layout } = made;
   Object.assign(layout, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" });
@@ -108,15 +112,21 @@ function names(figures) {
   });
 }
 
+const isNarrow = (figure) => figure.clientWidth < NARROW;
+
 /** Draw a figure of an opened part. */
 async function draw(figure) {
+  const plot = figure.querySelector(".plot"),
+    theme = document.documentElement.dataset.theme;
+  if (!plot.childElementCount) plot.textContent = "Drawing …";
+  figure.dataset.narrow = String(isNarrow(figure));
   await load("plotly");
-  const { data, layout } = spec(
-    figure.querySelector("script").textContent,
-    document.documentElement.dataset.theme === "dark",
-  );
-  await plotly().react(figure.querySelector(".plot"), data, layout, CONFIG);
-  figure.dataset.drawn = document.documentElement.dataset.theme;
+  const made = spec(figure.querySelector("script").textContent, theme === "dark");
+  const { data, layout } = isNarrow(figure) ? narrowed(made, figure.clientWidth) : made;
+  if (!plot.querySelector(".main-svg")) plot.textContent = "";
+  plot.style.height = `${layout.height ?? 450}px`;
+  await plotly().react(plot, data, layout, CONFIG);
+  figure.dataset.drawn = theme;
 }
 
 /** Put a view into its place, where its own scripts then run. */
@@ -127,13 +137,16 @@ async function show(view) {
   inside.replaceWith(document.importNode(inside.content, true));
 }
 
-/** Everything that is open and not yet drawn in this light. */
+/** Everything that is open and not yet drawn in this light and at this width. */
 function drawOpen() {
   for (const part of document.querySelectorAll("details.section[open]")) {
     part
       .querySelectorAll(":scope > figure")
       .forEach(
-        (/** @type {any} */ figure) => figure.dataset.drawn !== document.documentElement.dataset.theme && draw(figure),
+        (/** @type {any} */ figure) =>
+          (figure.dataset.drawn !== document.documentElement.dataset.theme ||
+            figure.dataset.narrow !== String(isNarrow(figure))) &&
+          draw(figure),
       );
     part.querySelectorAll(".card").forEach(show);
   }
@@ -153,11 +166,12 @@ export function figures() {
         const { data, layout } = spec(figure.querySelector("script").textContent, false);
         return plotly().downloadImage(
           { data, layout },
-          { format: "svg", width: plot.clientWidth, height: plot.clientHeight, filename: called[i] },
+          { format: "svg", width: Math.max(720, plot.clientWidth), height: layout.height ?? 450, filename: called[i] },
         );
       }),
     ),
   );
+  addEventListener("resize", drawOpen);
   drawOpen();
   return drawOpen;
 }

@@ -2,26 +2,26 @@
 // The map of heads: a cell for each, coloured by the chosen measure, marked where q < 0.05.
 
 import { headAt } from "./data.js";
-import { colour, reach, svg, tip } from "./drawing.js";
+import { colour, html, reach, svg, tip } from "./drawing.js";
 import { called, said, shown } from "./words.js";
 
-const LEFT = 30,
-  TOP = 16;
+const LEFT = 46,
+  TOP = 32;
 
 /** Draw the map of a measure.
  * @param {HTMLElement} place
  * @param {any} model
  * @param {any} made What measured() gave
- * @param {any} measure
- * @param {{index: number, brushed: Set<number> | null, choose: (index: number) => void, prefix?: string}} on */
-export function drawMap(place, model, made, measure, on) {
+ * @param {{index: number, brushed: Set<number> | null, most: number, choose: (index: number, walked?: boolean) => void,
+ *   prefix?: string}} on With the size that has the strongest colour, the same on maps beside each other */
+export function drawMap(place, model, made, on) {
   const wide = Math.max(240, place.clientWidth),
     width = (wide - LEFT) / model.heads;
   const height = Math.max(11, Math.min(width, 30)),
     tall = TOP + height * model.layers.length;
   const focused = place.contains(document.activeElement);
   const { prefix = "" } = on;
-  const words = `Map of heads of ${model.name}, layers down and heads across: ${called(made.quantity, measure)}`;
+  const words = `Map of heads of ${model.name}, layers down and heads across: ${called(made.quantity, made)}`;
   const map = svg("svg", {
     viewBox: `0 0 ${wide} ${tall + 4}`,
     role: "grid",
@@ -29,40 +29,44 @@ export function drawMap(place, model, made, measure, on) {
     "aria-label": `${words}. Use the arrow keys to move between heads.`,
     "aria-activedescendant": `${prefix}head-${on.index}`,
   });
-  map.append(...lines(model, made, measure, width, height, on));
-  map.append(...edges(model, width, height), ...marks(model, made, width, height));
+  map.append(...lines(model, made, width, height, on));
+  map.append(...edges(model, width, height), ...names(wide, tall), ...marks(model, made, width, height, on.brushed));
   if (on.index >= 0) {
     const { x, y } = corner(model, on.index, width, height);
     map.append(svg("rect", { class: "chosen", x: x + 1, y: y + 1, width: width - 2, height: height - 2 }));
   }
-  listen(map, model, made, measure, on);
+  listen(map, model, made, on);
   place.replaceChildren(map);
   if (focused) map.focus({ preventScroll: true });
 }
 
-/** A cell for each head, in rows of layers. */
-function lines(model, made, measure, width, height, { index: chosen, brushed, prefix = "" }) {
-  const most = reach(made.value);
+/** A cell for each head, in rows of layers; one that the brush left out keeps its colour and becomes small. */
+function lines(model, made, width, height, { index: chosen, brushed, most, prefix = "" }) {
   const cell = (index) => {
-    const { x, y } = corner(model, index, width, height);
-    return svg("rect", {
-      class: brushed && !brushed.has(index) ? "cell dim" : "cell",
+    const { x, y } = corner(model, index, width, height),
+      out = brushed && !brushed.has(index),
+      fill = colour(made.value[index] / most);
+    const whole = svg("rect", {
+      class: out ? "cell out" : "cell",
       id: `${prefix}head-${index}`,
       "data-i": index,
       role: "gridcell",
-      "aria-label": said(model, made, measure, index),
+      "aria-label": said(model, made, index),
       "aria-selected": index === chosen,
       x: x + 0.5,
       y: y + 0.5,
       width: width - 1,
       height: height - 1,
-      fill: colour(made.value[index] / most),
+      fill: out ? "transparent" : fill,
       stroke: "var(--line)",
     });
+    const side = 0.4 * Math.min(width, height),
+      at = { x: x + (width - side) / 2, y: y + (height - side) / 2 };
+    return out ? [whole, svg("rect", { class: "small", ...at, width: side, height: side, fill })] : [whole];
   };
   return model.layers.map((layer, i) => {
     const line = svg("g", { role: "row", "aria-label": `layer ${layer}` });
-    line.append(...Array.from({ length: model.heads }, (_, head) => cell(i * model.heads + head)));
+    line.append(...Array.from({ length: model.heads }, (_, head) => cell(i * model.heads + head)).flat());
     return line;
   });
 }
@@ -71,6 +75,14 @@ const corner = (model, index, width, height) => ({
   x: LEFT + (index % model.heads) * width,
   y: TOP + Math.floor(index / model.heads) * height,
 });
+
+/** What the numbers at the edges are. */
+function names(wide, tall) {
+  const [x, y] = [(wide + LEFT) / 2, (tall + TOP) / 2];
+  const across = svg("text", { class: "quiet", x, y: 11, "text-anchor": "middle" }, "head");
+  const turned = { "text-anchor": "middle", transform: `rotate(-90 11 ${y})` };
+  return [across, svg("text", { class: "quiet", x: 11, y, ...turned }, "layer")];
+}
 
 /** Numbers of layers and heads, as many as there is room for. */
 function edges(model, width, height) {
@@ -98,11 +110,11 @@ function edges(model, width, height) {
   return found;
 }
 
-/** A dot on each head with q < 0.05. */
-function marks(model, made, width, height) {
+/** A dot on each head with q < 0.05, among those that the brush took. */
+function marks(model, made, width, height, brushed) {
   const found = [];
   made.q?.forEach((q, index) => {
-    if (!(q < 0.05)) return;
+    if (!(q < 0.05) || (brushed && !brushed.has(index))) return;
     const { x, y } = corner(model, index, width, height);
     found.push(svg("circle", { class: "mark", cx: x + width / 2, cy: y + height / 2, r: Math.min(2.6, width / 7) }));
   });
@@ -110,9 +122,9 @@ function marks(model, made, width, height) {
 }
 
 /** Mouse and keyboard. */
-function listen(map, model, made, measure, on) {
+function listen(map, model, made, on) {
   const at = (event) => (event.target.dataset?.i === undefined ? -1 : Number(event.target.dataset.i));
-  map.addEventListener("mousemove", (event) => tip(at(event) < 0 ? "" : said(model, made, measure, at(event)), event));
+  map.addEventListener("mousemove", (event) => tip(at(event) < 0 ? "" : said(model, made, at(event)), event));
   map.addEventListener("mouseleave", () => tip(""));
   map.addEventListener("click", (event) => at(event) >= 0 && on.choose(at(event)));
   map.addEventListener("keydown", (event) => {
@@ -128,38 +140,44 @@ function listen(map, model, made, measure, on) {
     }[event.key];
     if (to === undefined) return;
     event.preventDefault();
-    if (to >= 0 && to <= last) on.choose(to);
+    if (to >= 0 && to <= last) on.choose(to, true);
   });
 }
 
-/** The colours of the scale and what stands at its ends.
+/** The colours of the scale, what stands at its ends, and what a dot says.
  * @param {HTMLElement} place
- * @param {any} made */
-export function drawScale(place, made) {
-  const most = reach(made.value),
-    low = made.signed ? -most : 0;
+ * @param {any} made
+ * @param {number} most */
+export function drawScale(place, made, most) {
   const bar = document.createElement("i"),
-    stops = made.signed ? [-1, 0, 1] : [0, 1];
+    stops = made.signed ? [-1, 0, 1] : [0, 1],
+    end = (value) => `${shown(value, made.scale)}${made.scale === "ratio" ? " uniform" : ""}`;
   bar.style.background = `linear-gradient(90deg, ${stops.map(colour).join(",")})`;
-  const dots = made.q ? " ○ q < 0.05 (Benjamini-Hochberg, the map)" : "";
-  place.replaceChildren(shown(low, made.scale), bar, shown(most, made.scale), dots);
+  const tests = `differs from ${made.tests}, q < 0.05 (Benjamini-Hochberg over the heads of the map)`;
+  const ends = [made.signed ? -most : 0, most].map((value) => html("span", { textContent: end(value) }));
+  const dot = html("span", { className: "dot", textContent: made.q ? `○ ${tests}` : "" });
+  place.replaceChildren(ends[0], bar, ends[1], dot);
 }
+
+/** The size that has the strongest colour: the largest on any of some maps.
+ * @param {...any} maps What measured() gave */
+export const strongest = (...maps) => Math.max(...maps.map((made) => reach(made.value)));
 
 /** How many heads are marked, for those who don't see the map.
  * @param {any} model
  * @param {any} made */
 export function sureHeads(model, made) {
   const sure = made.q ? [...made.q].filter((q) => q < 0.05).length : 0;
-  return made.q ? `${sure} of ${model.layers.length * model.heads} heads at q < 0.05` : "";
+  return made.q ? `${sure} of ${model.layers.length * model.heads} heads differ from ${made.tests} (q < 0.05)` : "";
 }
 
-/** The index of the largest size.
+/** The head with the largest size.
  * @param {any} made
  * @param {any} model */
 export function largest(made, model) {
   let best = 0;
   made.value.forEach((value, i) => {
-    if (Math.abs(value) > Math.abs(made.value[best])) best = i;
+    if (!(Math.abs(made.value[best]) >= Math.abs(value)) && !Number.isNaN(value)) best = i;
   });
   return headAt(model, best);
 }

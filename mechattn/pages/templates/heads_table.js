@@ -1,97 +1,117 @@
 // @ts-check
-// Heads as a table, ranked by any of its columns; what the map shows for those who don't see it.
+// Heads as a table, ranked by any of its columns, named as in result.compare; also as CSV.
 
 import { headAt, measured, ofHeads } from "./data.js";
 import { html } from "./drawing.js";
-import { chance, saveCsv, shown } from "./words.js";
+import { chance, endsOf, saveCsv, shown } from "./words.js";
 
-const WORDS = { difference: "change", low: "low", high: "high", null: "null", beyond: "beyond the null", q: "q" };
+/** A column: its name as in result.compare and in CSV, the head's numbers, how they are written, the words over them on
+ * the screen (none where they stand in CSV alone), and the ends of their intervals.
+ * @typedef {{name: string, of: ArrayLike<number>, scale: string, words?: string, ends?: any}} Column */
 
-/** The columns of a quantity in a condition: a name, numbers and how they are shown.
+/** The columns of a quantity in a condition.
  * @param {any} model
  * @param {any} quantity
- * @param {string} condition */
+ * @param {string} condition
+ * @returns {Column[]} */
 export function columnsOf(model, quantity, condition) {
-  const index = Array.from({ length: model.layers.length * model.heads }, (_, i) => i),
-    change = quantity.changes[condition];
-  /** @type {{name: string, of: ArrayLike<number>, scale: string}[]} */
+  const index = Array.from({ length: model.layers.length * model.heads }, (_, i) => i);
+  /** @type {Column[]} */
   const columns = [
     { name: "layer", of: index.map((i) => headAt(model, i).layer), scale: "whole" },
-    { name: "head", of: index.map((i) => headAt(model, i).head), scale: "whole" },
+    { name: "head", of: index.map((i) => headAt(model, i).head), scale: "whole", words: "head" },
   ];
-  for (const name of new Set(["baseline", condition])) {
-    const part = quantity.values[name];
-    if (part) columns.push({ name, of: ofHeads(part.mean, model), scale: "value" });
-  }
-  const made = measured(model, { quantity: quantity.name, condition, show: change ? "change" : "value" });
+  const change = quantity.changes[condition],
+    made = measured(model, { quantity: quantity.name, condition, show: change ? "change" : "value" });
   if (!made) return columns;
-  columns.push(...["low", "high", "null"].map((name) => ({ name, of: made[name], scale: made.scale })));
-  if (!change) return columns;
-  columns.splice(-3, 0, { name: "difference", of: made.value, scale: made.scale });
-  const beyond = measured(model, { quantity: quantity.name, condition, show: "beyond" });
-  if (beyond)
-    columns.push(
-      { name: "beyond", of: beyond.value, scale: made.scale },
-      { name: "beyond_low", of: beyond.low, scale: made.scale },
-      { name: "beyond_high", of: beyond.high, scale: made.scale },
-    );
-  return [...columns, { name: "q", of: made.q, scale: "q" }];
+  if (!change) return [...columns, ...ofValues(made, condition)];
+  const reference = ofHeads(quantity.values.baseline?.mean ?? null, model);
+  columns.push({ name: "reference", of: reference, scale: "value", words: "baseline" });
+  columns.push({ name: "value", of: made.parts.value.value, scale: "value", words: condition });
+  return [...columns, ...ofChanges(made)];
 }
 
-const text = (column, i) =>
-  column.scale === "whole"
-    ? String(column.of[i])
-    : column.scale === "q"
-      ? chance(column.of[i])
-      : shown(column.of[i], column.scale);
+/** A number, the ends of its interval and uniform attention's, where nothing is compared. */
+const ofValues = (made, condition) => [
+  { name: "value", of: made.value, scale: "value", words: condition, ends: made },
+  { name: "value_low", of: made.low, scale: "value" },
+  { name: "value_high", of: made.high, scale: "value" },
+  { name: "uniform", of: made.null, scale: "value", words: "uniform attention" },
+];
+
+/** The change as a fraction and as it was computed, each beside its interval; uniform attention's, and what q tests. */
+function ofChanges(made) {
+  const { change, beyond } = made.parts,
+    relative = change.scale === "log-ratio";
+  const three = (name, part, words) => [
+    { name, of: part.value, scale: part.scale, words, ends: part },
+    ...["low", "high"].map((end) => ({ name: `${name}_${end}`, of: part[end], scale: part.scale })),
+  ];
+  const [value, low, high, none] = [change.value, change.low, change.high, made.null].map((of) => of.map(Math.expm1));
+  const columns = relative ? three("change", { value, low, high, scale: "fraction" }, "change") : [];
+  const words = beyond && "under uniform attention";
+  if (relative) columns.push({ name: "change_null", of: none, scale: "fraction", words });
+  columns.push(...three("difference", change, relative ? undefined : "difference"));
+  columns.push({ name: "null", of: made.null, scale: change.scale, words: relative ? undefined : words });
+  if (beyond) columns.push(...three("beyond", beyond, relative ? "× uniform" : "less that of uniform"));
+  const name = beyond ? "q_beyond" : "q_difference";
+  return [...columns, { name, of: made.q, scale: "q", words: `q, against ${beyond ? "uniform" : "no change"}` }];
+}
+
+/** A cell of the table: a number, and its interval in small print. */
+function cellOf(column, i) {
+  const words = column.scale === "q" ? chance(column.of[i]) : shown(column.of[i], column.scale);
+  const made = html("td", {}, words);
+  made.dataset.column = column.name;
+  if (column.ends && words !== "–")
+    made.append(html("span", { className: "ends", textContent: endsOf(column.ends, i) }));
+  return made;
+}
 
 /** Draw the table.
  * @param {HTMLElement} place
- * @param {any} columns
+ * @param {Column[]} columns
  * @param {{index: number, brushed: Set<number> | null, rows: number, sort: {by: string, down: boolean},
  *   choose: (i: number) => void, order: (by: string) => void}} on
- * @returns {number} How many heads there are to show */
+ * @returns {{count: number, by: string}} How many heads there are to show, and what they are sorted by, in words */
 export function drawTable(place, columns, on) {
-  const shownColumns = columns.filter((column) => !column.name.startsWith("beyond_"));
-  const by = columns.find((column) => column.name === on.sort.by) || columns[0];
-  const order = ranked(by, columns[0].of.length, on);
-  const head = html(
-    "tr",
-    {},
-    ...shownColumns.map((column) => {
-      const button = html("button", {
-          type: "button",
-          id: `by-${column.name}`,
-          textContent: WORDS[column.name] || column.name,
-        }),
-        made = html("th", { scope: "col" }, button);
-      made.setAttribute("aria-sort", column !== by ? "none" : on.sort.down ? "descending" : "ascending");
-      button.addEventListener("click", () => on.order(column.name));
-      return made;
-    }),
-  );
+  const seen = columns.filter((column) => column.words),
+    by = columns.find((column) => column.name === on.sort.by) ?? columns[1],
+    order = ranked(by, columns[0].of.length, on);
+  const heads = seen.map((column) => {
+    const sorted = column !== by ? "none" : on.sort.down ? "descending" : "ascending";
+    const button = html("button", { type: "button", id: `by-${column.name}`, textContent: column.words }),
+      made = html("th", { scope: "col" }, button);
+    made.setAttribute("aria-sort", sorted);
+    button.addEventListener("click", () => on.order(column.name));
+    return made;
+  });
   const rows = order.slice(0, on.rows).map((i) => {
-    const open = html("button", { type: "button", textContent: `layer ${columns[0].of[i]} head ${columns[1].of[i]}` });
+    const [layer, head] = [columns[0].of[i], columns[1].of[i]];
+    const open = html("button", { type: "button", textContent: `L${layer}H${head}` });
+    open.setAttribute("aria-label", `layer ${layer} head ${head}`);
     open.addEventListener("click", () => on.choose(i));
-    const made = html(
-      "tr",
-      { className: i === on.index ? "here" : "" },
-      html("td", {}, open),
-      ...shownColumns.slice(2).map((column) => html("td", { textContent: text(column, i) })),
-    );
+    const cells = seen.slice(1).map((column) => cellOf(column, i));
+    const made = html("tr", { className: i === on.index ? "here" : "" }, html("td", {}, open), ...cells);
     made.dataset.i = String(i);
     return made;
   });
-  head.firstChild.colSpan = 1;
-  head.children[1].remove();
-  head.firstChild.firstChild.textContent = "head";
-  place.replaceChildren(html("thead", {}, head), html("tbody", {}, ...rows));
-  return order.length;
+  place.replaceChildren(html("thead", {}, html("tr", {}, ...heads)), html("tbody", {}, ...rows));
+  return { count: order.length, by: `sorted by “${by.words}”, ${firstWords(by, on.sort.down)} first` };
 }
+
+/** Which heads come first. */
+function firstWords(by, down) {
+  if (by.name === "head") return down ? "the last" : "the first";
+  if (by.scale === "ratio") return down ? "the furthest from 1 ×" : "the closest to 1 ×";
+  return `${down ? "the largest" : "the smallest"}${signed(by) ? " in size" : ""}`;
+}
+
+const signed = (column) => ["fraction", "log-ratio", "ratio", "difference"].includes(column.scale);
 
 /** Heads in the order of a column; signed numbers by their size, those that are none last. */
 function ranked(by, count, on) {
-  const of = (i) => (by.scale === "log-ratio" || by.scale === "difference" ? Math.abs(by.of[i]) : by.of[i]);
+  const of = (i) => (signed(by) ? Math.abs(by.of[i]) : by.name === "head" ? i : by.of[i]);
   const known = Array.from({ length: count }, (_, i) => i).filter((i) => !on.brushed || on.brushed.has(i));
   return known.sort((a, b) => {
     const [x, y] = [of(a), of(b)];
@@ -102,12 +122,13 @@ function ranked(by, count, on) {
 
 /** All columns of all heads, or of those that are brushed, as CSV; numbers as they are held.
  * @param {string} name
- * @param {any} columns
+ * @param {Column[]} columns
  * @param {{quantity: string, condition: string}} about
  * @param {Set<number> | null} brushed */
 export function saveTable(name, columns, about, brushed) {
-  const rows = [...columns[0].of.keys()]
+  const compared = columns.find((column) => column.name === "difference");
+  const rows = [...Array(columns[0].of.length).keys()]
     .filter((i) => !brushed || brushed.has(i))
-    .map((i) => [about.quantity, about.condition, ...columns.map((column) => column.of[i])]);
-  saveCsv(name, [["quantity", "condition", ...columns.map((column) => column.name)], ...rows]);
+    .map((i) => [about.quantity, about.condition, ...columns.map((column) => column.of[i]), compared?.scale]);
+  saveCsv(name, [["quantity", "condition", ...columns.map((column) => column.name), "scale"], ...rows]);
 }

@@ -1,10 +1,11 @@
 // @ts-check
 // A page: what is chosen, in the address too, and everything that is drawn from it. It asks for nothing.
 
+import { asked, hashOf, key, refused, resolved, toAddress } from "./address.js";
 import { headAt, indexOf, measured, showsOf, squeezed } from "./data.js";
 import { html } from "./drawing.js";
 import { figures } from "./figures.js";
-import { drawMap, drawScale, sureHeads } from "./heads_map.js";
+import { drawMap, drawScale, strongest, sureHeads } from "./heads_map.js";
 import { columnsOf, drawTable, saveTable } from "./heads_table.js";
 import { drawRoom } from "./room.js";
 import { drawScatter, measuresOf } from "./scatter.js";
@@ -12,74 +13,32 @@ import { called, fileName, said, showWords } from "./words.js";
 
 const FEW = 12;
 const PICKED =
-  "Changes are sorted by their size; a head selected as the largest on these prompts has an interval that is " +
-  'too optimistic (select="half" in result.compare avoids this).';
+  "A head picked as the largest on these prompts has an interval that is too optimistic " +
+  '(select="half" in result.compare avoids this).';
+const MULTIPLE = " 2 × uniform: the tokens leave twice as much of it as they would if the head attended uniformly.";
 /** @type {any[]} */
 let models = [];
 const part = (name) => /** @type {any} */ (document.getElementById(name));
 const root = document.documentElement;
-const state = { model: 0, layer: 0, head: 0, condition: "", show: "", quantity: "", beside: "", x: "", y: "" };
-let brushed = null,
+let wanted = asked(""), // what the reader asked for
+  /** @type {any} */
+  state = {}, // and what this model shows of it
+  brushed = null,
+  prompt = 0,
   rows = FEW,
   sort = { by: "", down: true },
   redrawFigures = () => {};
 
 const model = () => models[state.model];
 const quantity = () => model().quantities.find((one) => one.name === state.quantity);
-
-/** What the address says, as far as this page has it; else what there is. */
-function fromAddress() {
-  const given = new URLSearchParams(location.hash.slice(1));
-  const pick = (name, known, otherwise) =>
-    known.includes(given.get(name)) ? given.get(name) : known.includes(state[name]) ? state[name] : otherwise;
-  const asked = models.findIndex((one) => one.name === given.get("model"));
-  if (asked >= 0) state.model = asked;
-  const { conditions, quantities, start } = model();
-  state.beside = pick(
-    "beside",
-    models.map(({ name }) => name),
-    "",
-  );
-  if (state.beside === model().name) state.beside = "";
-  state.quantity = pick(
-    "quantity",
-    quantities.map((one) => one.name),
-    quantities[0].name,
-  );
-  state.condition = pick("condition", conditions, conditions[1] ?? conditions[0]);
-  state.show = pick("show", showsOf(quantity(), state.condition), showsOf(quantity(), state.condition)[0] ?? "value");
-  const [layer, head] = ["layer", "head"].map((name) =>
-    given.get(name) === null ? state[name] : Number(given.get(name)),
-  );
-  const known = indexOf(model(), layer, head) >= 0;
-  [state.layer, state.head] = known ? [layer, head] : start;
-  const measures = measuresOf(model(), state.condition).map(key);
-  state.x = pick("x", measures, measures[0]);
-  state.y = pick("y", measures, measures[1] ?? measures[0]);
-}
-
-/** Put what is chosen into the address; a frame in a notebook has none that can be changed. */
-function toAddress() {
-  const words = new URLSearchParams({
-    model: model().name,
-    layer: String(state.layer),
-    head: String(state.head),
-    condition: state.condition,
-    show: state.show,
-    quantity: state.quantity,
-    beside: state.beside,
-    x: state.x,
-    y: state.y,
-  });
-  try {
-    history.replaceState(null, "", `#${words}`);
-  } catch {
-    /* an address that can't be changed */
-  }
-}
-
-const key = (measure) => [measure.quantity, measure.condition, measure.show].join(" · ");
 const fromKey = (text) => measuresOf(model(), state.condition).find((measure) => key(measure) === text);
+
+/** Show what the address asks for, and say what it asks for in vain. */
+function fromAddress() {
+  wanted = asked(location.hash);
+  state = resolved(models, wanted);
+  part("refused").textContent = refused(models, wanted, state);
+}
 
 /** Fill a choice with values and their words. */
 function fill(name, values, chosen) {
@@ -92,7 +51,8 @@ function fill(name, values, chosen) {
 function controls() {
   const { conditions, quantities } = model();
   const alike = (words) => words.map((word) => [word, word]);
-  const shows = showsOf(quantity(), state.condition).map((show) => [show, showWords(show)]);
+  const words = (show) => showWords(quantity(), { condition: state.condition, show });
+  const shows = showsOf(quantity(), state.condition).map((show) => [show, words(show)]);
   const of = (name) => quantities.find((one) => one.name === name);
   const measures = measuresOf(model(), state.condition).map((one) => [key(one), called(of(one.quantity), one)]);
   const others = models.map(({ name }) => name).filter((name) => name !== model().name);
@@ -120,7 +80,7 @@ function tabs() {
       tab.setAttribute("role", "tab");
       tab.setAttribute("aria-selected", String(i === state.model));
       tab.setAttribute("aria-controls", "instrument");
-      tab.addEventListener("click", () => choose({ model: i }));
+      tab.addEventListener("click", () => choose({ model: name }));
       return tab;
     }),
   );
@@ -128,86 +88,107 @@ function tabs() {
 }
 
 /** Change what is chosen, and draw what hangs on it. */
-function choose(change) {
+function choose(change, walked = false) {
   const focus = document.activeElement?.id,
     row = document.activeElement?.closest("#heads-table tr")?.getAttribute("data-i");
-  if (change.model !== undefined && change.model !== state.model) brushed = null;
-  Object.assign(state, change);
+  if (change.model !== undefined && change.model !== model().name) brushed = null;
+  const { layer, head } = state;
+  wanted = { ...wanted, model: model().name, layer: String(layer), head: String(head), ...change };
+  state = resolved(models, wanted);
   sort = change.layer === undefined ? { by: "", down: true } : sort;
-  history.replaceState && clearAddress();
-  fromAddress();
+  part("refused").textContent = "";
   if (change.layer === undefined || change.model !== undefined) controls();
   draw();
-  toAddress();
+  toAddress(view(), walked);
   if (row) /** @type {any} */ (document.querySelector(`#heads-table tr[data-i="${row}"] button`))?.focus();
   if (focus && change.layer === undefined) part(focus)?.focus();
 }
 
-/** The address says what was chosen before; it is written anew after the choice. */
-function clearAddress() {
-  try {
-    history.replaceState(null, "", "#");
-  } catch {
-    /* an address that can't be changed */
-  }
+/** What is shown, as an address: with what was asked for where this model lacks it. */
+function view() {
+  const filled = Object.entries(state).filter(([name]) => name !== "model" && (wanted[name] ?? "") === "");
+  return { ...wanted, ...Object.fromEntries(filled), model: model().name };
 }
 
 function draw() {
   const measure = { quantity: state.quantity, condition: state.condition, show: state.show },
     made = measured(model(), measure);
   const index = indexOf(model(), state.layer, state.head);
+  const other = models.find((one) => one.name === state.beside),
+    beside = other && measured(other, measure);
+  const most = made ? strongest(made, beside ?? made) : 1;
   const on = {
-    index,
-    brushed,
-    choose: (i) => choose(headAt(model(), i)),
+    ...{ index, brushed, most },
+    choose: (i, walked) => choose(headAt(model(), i), walked),
     brush: (heads) => {
       brushed = heads;
       draw();
     },
   };
   part("map-title").textContent = made ? called(made.quantity, measure) : "No such number";
-  part("about").textContent = `${quantity().about} (${quantity().units}).`;
+  part("about").textContent = `${quantity().about} (${quantity().units}).${made?.scale === "ratio" ? MULTIPLE : ""}`;
+  part("map-name").textContent = other ? model().name : "";
   if (made) {
-    drawMap(part("map"), model(), made, measure, on);
-    drawScale(part("scale"), made);
-    part("said").textContent = `${said(model(), made, measure, index)}. ${sureHeads(model(), made)}`;
+    drawMap(part("map"), model(), made, on);
+    drawScale(part("scale"), made, most);
+    part("said").textContent = `${said(model(), made, index)}. ${sureHeads(model(), made)}`;
+  } else {
+    part("map").replaceChildren(quantity().missing[state.condition] ?? "");
+    for (const name of ["scale", "said"]) part(name).replaceChildren();
   }
-  if (!made) part("map").replaceChildren(quantity().missing[state.condition] ?? "");
-  drawBeside(measure);
+  drawBeside(other, beside, most);
   drawRoom(part("room"), model(), state.layer, state.head, state.condition);
+  announce();
   if (part("scatter-part").open) drawScatter(part("scatter"), model(), [state.x, state.y].map(fromKey), on);
   table(on);
 }
 
-/** The same measure of another model; a click there goes over to it. */
-function drawBeside(measure) {
-  const other = models.findIndex((one) => one.name === state.beside),
-    place = part("map-beside");
-  const made = other < 0 ? undefined : measured(models[other], measure);
-  if (!made) return place.replaceChildren(other < 0 ? "" : `${state.beside} does not have this quantity.`);
-  const there = indexOf(models[other], state.layer, state.head),
-    drawn = html("div"),
-    scale = html("p", { className: "scale" });
-  place.replaceChildren(html("p", { className: "note", textContent: state.beside }), drawn, scale);
-  const over = (i) => choose({ model: other, beside: model().name, ...headAt(models[other], i) });
-  drawMap(drawn, models[other], made, measure, { index: there, brushed: null, prefix: "beside-", choose: over });
-  return drawScale(scale, made);
+/** Tell the widget around the page, if any, what is chosen. */
+function announce() {
+  const { layer, head, condition, quantity } = state;
+  const chosen = { selected: `L${layer}H${head}`, prompt, condition, quantity };
+  if (parent !== window) parent.postMessage({ chosen }, "*");
+}
+
+/** Take what the widget selects, and the prompt whose pattern is clicked. */
+function listenToWidget() {
+  addEventListener("message", ({ source, data }) => {
+    const [layer, head] = (source === parent && /^L(\d+)H(\d+)$/.exec(data?.select)?.slice(1).map(Number)) || [-1, -1];
+    if ((layer !== state.layer || head !== state.head) && indexOf(model(), layer, head) >= 0) choose({ layer, head });
+  });
+  part("room").addEventListener("click", ({ target }) => {
+    const pattern = target.closest("[data-prompt]");
+    if (pattern) prompt = Number(pattern.dataset.prompt);
+    if (pattern) announce();
+  });
+}
+
+/** The same measure of another model, on the same scale; a click there goes over to it. */
+function drawBeside(other, made, most) {
+  const place = part("map-beside");
+  if (!made) return place.replaceChildren(other ? `${other.name} does not have this quantity in this condition.` : "");
+  const index = indexOf(other, state.layer, state.head),
+    drawn = html("div");
+  place.replaceChildren(html("p", { className: "note", textContent: `${other.name}, on the same scale` }), drawn);
+  const over = (i, walked) => choose({ model: other.name, beside: model().name, ...headAt(other, i) }, walked);
+  return drawMap(drawn, other, made, { index, brushed: null, most, prefix: "beside-", choose: over });
 }
 
 function table(on) {
-  const columns = columnsOf(model(), quantity(), state.condition);
-  const by = { beyond: "beyond", change: "difference", value: state.condition }[state.show];
+  const columns = columnsOf(model(), quantity(), state.condition),
+    changed = columns.some(({ name, words }) => name === "change" && words) ? "change" : "difference";
+  const by = { beyond: "beyond", change: changed, value: "value" }[state.show];
   const now = sort.by ? sort : { by, down: true };
   const order = (name) => {
-    sort = { by: name, down: now.by === name ? !now.down : name !== "layer" && name !== "q" };
+    sort = { by: name, down: now.by === name ? !now.down : name !== "head" && !name.startsWith("q_") };
     table(on);
     part(`by-${name}`)?.focus();
   };
-  const count = drawTable(part("heads-table"), columns, { ...on, rows, sort: now, order });
-  part("more-rows").hidden = count <= FEW;
-  part("more-rows").textContent = rows > FEW ? "fewer heads" : `all ${count} heads`;
-  const of = brushed ? `${count} brushed heads` : `${count} heads`;
-  part("table-note").textContent = `${of}, ${quantity().words}, condition “${state.condition}”. ${PICKED}`;
+  const drawn = drawTable(part("heads-table"), columns, { ...on, rows, sort: now, order });
+  part("more-rows").hidden = drawn.count <= FEW;
+  part("more-rows").textContent = rows > FEW ? "fewer heads" : `all ${drawn.count} heads`;
+  const of = `${drawn.count}${brushed ? " brushed" : ""} heads, ${quantity().words}, condition “${state.condition}”`;
+  part("table-note").textContent = `${of}; ${drawn.by}. ${PICKED}`;
 }
 
 function theme(name) {
@@ -239,14 +220,10 @@ function listen() {
   part("models").addEventListener("keydown", (event) => {
     const to = { ArrowRight: state.model + 1, ArrowLeft: state.model - 1 }[event.key];
     if (to === undefined || !models[to]) return;
-    choose({ model: to });
+    choose({ model: models[to].name });
     part(`model-${to}`).focus();
   });
-  addEventListener("hashchange", () => {
-    fromAddress();
-    controls();
-    draw();
-  });
+  part("copy").addEventListener("click", copyLink);
   let wide = innerWidth;
   addEventListener("resize", () => {
     if (innerWidth !== wide) draw();
@@ -254,38 +231,79 @@ function listen() {
   });
 }
 
-/** Opens what the address points to, and what it stands in. */
+/** Give the reader the link to what is shown. */
+async function copyLink() {
+  const link = location.href.split("#")[0] + hashOf(view()),
+    button = part("copy");
+  try {
+    await navigator.clipboard.writeText(link);
+    button.textContent = "copied";
+    setTimeout(() => (button.textContent = "copy link"), 2000);
+  } catch {
+    prompt("The link to this view:", link);
+  }
+}
+
+/** A step back or forward, or a link within the page. */
+function moved(/** @type {PopStateEvent} */ event) {
+  if (models.length && /^#?$|=/.test(location.hash)) {
+    fromAddress();
+    controls();
+    draw();
+  }
+  if (!event.state) reveal();
+}
+
+/** Opens what the address points to, and what it stands in, and goes there: a head's room, or a part by its name. */
 function reveal() {
-  const target = part(location.hash.slice(1));
+  const name = location.hash.slice(1),
+    said = part("refused").textContent !== "";
+  const target = part(said ? "refused" : /(^|&)(layer|head)=/.test(name) ? "room" : name);
+  if (!target && name && !name.includes("=")) part("refused").textContent = `This page has no part “${name}”.`;
   if (!target) return;
   for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
   target.scrollIntoView();
 }
 
-async function start() {
-  addEventListener("hashchange", reveal);
-  reveal();
-  const held = JSON.parse(await squeezed("data")).models;
+/** Draw the map of heads, or say why there is none. */
+function drawHeads(held) {
   models = held.filter((one) => one.quantities.length);
-  const preferred = matchMedia("(prefers-color-scheme: dark)");
-  part("theme").addEventListener("click", () => theme(root.dataset.theme === "dark" ? "light" : "dark"));
-  preferred.addEventListener("change", () => theme(preferred.matches ? "dark" : "light"));
-  if (models[state.model]) {
-    [state.layer, state.head] = model().start;
+  part("loading").hidden = true;
+  if (models.length) {
+    part("instrument").hidden = false; // what is drawn takes its width from it
+    part("copy").hidden = location.protocol === "about:"; // in a notebook
     fromAddress();
     controls();
     draw();
     listen();
-  } else {
-    const why = held.flatMap((one) => Object.entries(one.lacking).map(([name, words]) => `${name}: ${words}`))[0];
-    part("heads").replaceChildren(
-      html("p", {
-        className: "note",
-        textContent: `There is no map of heads: ${why ?? "the run measured no numbers per head"}.`,
-      }),
-    );
+    listenToWidget();
+    return;
   }
-  redrawFigures = figures();
+  const why = held.flatMap((one) => Object.entries(one.lacking).map(([name, words]) => `${name}: ${words}`))[0];
+  const words = `There is no map of heads: ${why ?? "the run measured no numbers per head"}.`;
+  part("heads").replaceChildren(html("p", { className: "note", textContent: words }));
+}
+
+async function start() {
+  const preferred = matchMedia("(prefers-color-scheme: dark)");
+  part("theme").addEventListener("click", () => theme(root.dataset.theme === "dark" ? "light" : "dark"));
+  preferred.addEventListener("change", () => theme(preferred.matches ? "dark" : "light"));
+  let before = root.dataset.theme ?? "light"; // paper is white
+  addEventListener("beforeprint", () => {
+    before = root.dataset.theme ?? "light";
+    theme("light");
+  });
+  addEventListener("afterprint", () => theme(before));
+  try {
+    drawHeads(JSON.parse(await squeezed("data")).models);
+  } catch (error) {
+    part("loading").hidden = false;
+    part("loading").textContent = `The numbers of this page cannot be shown: ${error}. A newer browser may help.`;
+    throw error;
+  }
   root.dataset.ready = "yes";
+  addEventListener("popstate", moved);
+  reveal();
+  redrawFigures = figures();
 }
 start();

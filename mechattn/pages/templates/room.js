@@ -3,8 +3,9 @@
 
 import { indexOf, measured, row } from "./data.js";
 import { drawCurves, linesOf, saveCurves } from "./curves.js";
-import { html, tip } from "./drawing.js";
-import { chance, fileName, save, shown } from "./words.js";
+import { COLOURS, html } from "./drawing.js";
+import { patterns } from "./patterns.js";
+import { chance, endsOf, fileName, save, shown } from "./words.js";
 
 const opened = new Set(["curves"]); // which parts the reader has opened stays so from head to head
 
@@ -65,8 +66,8 @@ function files(curves, model, layer, head, condition) {
 function standalone(drawing) {
   const copy = drawing.cloneNode(true),
     light = {
-      "--with": "#d55e00",
-      "--without": "#0072b2",
+      "--with": COLOURS.map.light[2],
+      "--without": COLOURS.map.light[1],
       "--line": "#d8d8d4",
       "--quiet": "#555",
       "--ink": "#1c1c1c",
@@ -88,32 +89,31 @@ function standalone(drawing) {
 
 /** A table of every quantity of the head. */
 function quantities(model, index, condition) {
-  const head = ["quantity", "baseline", ...(condition === "baseline" ? [] : [condition, "change", "null", "q"])];
-  const rows = model.quantities.map((quantity) => {
-    const of = (name, show) => measured(model, { quantity: quantity.name, condition: name, show });
-    const value = (name) => (quantity.values[name] ? shown(of(name, "value").value[index], "value") : "–"),
-      change = of(condition, "change");
-    const cells = [quantity.words, value("baseline")];
-    if (condition !== "baseline") cells.push(value(condition));
-    if (change) {
-      const [middle, low, high, none] = ["value", "low", "high", "null"].map((name) =>
-        shown(change[name][index], change.scale),
-      );
-      cells.push(`${middle} [${low}, ${high}]`, none, chance(change.q[index]));
-    }
-    const made = html(
-      "tr",
-      { title: `${quantity.about} (${quantity.units})` },
-      ...cells.map((words) => html("td", { textContent: words })),
-    );
-    return made;
-  });
-  const header = html("tr", {}, ...head.map((words) => html("th", { scope: "col", textContent: words })));
-  return html(
-    "div",
-    { className: "wide", tabIndex: 0 },
-    html("table", {}, html("thead", {}, header), html("tbody", {}, ...rows)),
-  );
+  const compared = condition !== "baseline",
+    names = ["quantity", "baseline", ...(compared ? [condition, "change", "uniform", "q"] : [])];
+  const rows = model.quantities.map((quantity) => rowOf(model, quantity, index, condition));
+  const header = html("tr", {}, ...names.map((words) => html("th", { scope: "col", textContent: words })));
+  const table = html("table", {}, html("thead", {}, header), html("tbody", {}, ...rows));
+  const note =
+    "q tests the change against that of uniform attention, where that stands beside it, else against no change.";
+  const place = html("div", { className: "wide", tabIndex: 0 }, table);
+  return compared ? html("div", {}, place, html("p", { className: "note", textContent: note })) : place;
+}
+
+/** A quantity of the head: its means, its change with the interval below it, uniform attention's, and q. */
+function rowOf(model, quantity, index, condition) {
+  const of = (name, show) => measured(model, { quantity: quantity.name, condition: name, show });
+  const value = (name) => (quantity.values[name] ? shown(of(name, "value").value[index], "value") : "–");
+  const cells = [quantity.words, value("baseline")].map((words) => html("td", { textContent: words })),
+    change = of(condition, "change");
+  if (condition !== "baseline") cells.push(html("td", { textContent: value(condition) }));
+  if (change) {
+    const ends = html("span", { className: "ends", textContent: endsOf(change, index) });
+    cells.push(html("td", {}, shown(change.value[index], change.scale), ends));
+    cells.push(html("td", { textContent: change.parts.beyond ? shown(change.null[index], change.scale) : "–" }));
+    cells.push(html("td", { textContent: chance(change.q[index]) }));
+  }
+  return html("tr", { title: `${quantity.about} (${quantity.units})` }, ...cells);
 }
 
 /** The first prompt without and with what is inserted, both on one scale. */
@@ -153,68 +153,4 @@ function texts(model, layer, head, condition) {
 function strength(value, top) {
   const most = document.documentElement.dataset.theme === "dark" ? 45 : 75;
   return Math.round(most * Math.min(1, (value || 0) / top));
-}
-
-/** Maps of a few prompts in the baseline and the condition. */
-function patterns(model, layer, head, condition) {
-  const held = model.patterns,
-    at = held.missing ? -1 : held.layers.indexOf(layer);
-  if (at < 0)
-    return html("p", {
-      className: "note",
-      textContent: held.missing || `The page holds patterns only of layers ${held.layers.join(", ")}.`,
-    });
-  const place = html("div");
-  if (held.apart)
-    place.append(note("From a separate run on a short prompt, with the number of inserted tokens shown."));
-  held.prompts.forEach((prompt, number) => {
-    for (const name of new Set(["baseline", condition])) {
-      const one = prompt[name];
-      const about = `prompt ${number}, ${name}`;
-      if (!one) place.append(note(`The page has no pattern of ${about}.`));
-      else {
-        const counts = `${one.tokens.length} tokens, ${one.inserted} of them inserted`;
-        const label = `Attention pattern of layer ${layer} head ${head}, ${about}, ${counts}`;
-        place.append(note(`${about}: ${counts}; queries down, keys across`), pattern(one, at, head, label));
-      }
-    }
-  });
-  return place;
-}
-
-/** A line in small print. */
-const note = (words) => html("p", { className: "note", textContent: words });
-
-/** One map, a pixel a pair of tokens, darker for more. */
-function pattern(held, layer, head, label) {
-  const n = held.tokens.length,
-    values = row(held.rows, layer, head),
-    size = Math.max(2, Math.floor(380 / n));
-  const drawing = html("canvas", { width: n * size, height: n * size });
-  drawing.setAttribute("role", "img");
-  drawing.setAttribute("aria-label", label);
-  const paint = drawing.getContext("2d"),
-    style = getComputedStyle(document.documentElement);
-  const at = (query, key) => values[(query * (query + 1)) / 2 + key] / 65535;
-  paint.fillStyle = style.getPropertyValue("--without");
-  for (let query = 0; query < n; query++) {
-    for (let key = 0; key <= query; key++) {
-      paint.globalAlpha = Math.sqrt(at(query, key));
-      paint.fillRect(key * size, query * size, size, size);
-    }
-  }
-  drawing.addEventListener("mousemove", (event) => {
-    const box = drawing.getBoundingClientRect(),
-      [key, query] = [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height].map((share) =>
-        Math.floor(share * n),
-      );
-    tip(
-      key >= 0 && key <= query && query < n
-        ? `${query} “${held.tokens[query]}” → ${key} “${held.tokens[key]}”: ${shown(at(query, key), "value")}`
-        : "",
-      event,
-    );
-  });
-  drawing.addEventListener("mouseleave", () => tip(""));
-  return drawing;
 }

@@ -2,10 +2,10 @@
 // A point for each head: one measure against another; a rectangle drawn with the mouse chooses heads on the map.
 
 import { headAt, measured, showsOf } from "./data.js";
-import { percentTicks, svg, ticks, tip } from "./drawing.js";
+import { multipleTicks, percentTicks, svg, ticks, tip } from "./drawing.js";
 import { called, shown } from "./words.js";
 
-const BOX = { left: 64, right: 12, top: 10, bottom: 40, tall: 380 };
+const BOX = { left: 78, right: 12, top: 10, bottom: 54, tall: 380 };
 
 /** Every measure of a model in a condition and the baseline, as the choices of an axis.
  * @param {any} model
@@ -62,14 +62,14 @@ function points(a, b, x, y, on) {
       here = i === on.index;
     found.push(
       svg("circle", {
-        class: kept ? "cell" : "cell dim",
+        class: kept ? "cell" : "cell out",
         "data-i": i,
         cx: x.at(value),
         cy: y.at(b.value[i]),
         r: here ? 6 : 4,
-        fill: here ? "var(--with)" : "var(--without)",
+        fill: !kept ? "transparent" : here ? "var(--with)" : "var(--without)",
         "fill-opacity": 0.75,
-        stroke: here ? "var(--ink)" : "none",
+        stroke: here ? "var(--ink)" : kept ? "none" : "var(--without)",
       }),
     );
   });
@@ -97,7 +97,8 @@ function axis(values, from, to) {
 
 function axes(x, y, a, b, names, wide) {
   const found = [];
-  const steps = ([low, high], scale) => (scale === "log-ratio" ? percentTicks(low, high) : ticks(low, high));
+  const steps = ([low, high], scale) =>
+    (({ "log-ratio": percentTicks, ratio: multipleTicks })[scale] ?? ticks)(low, high);
   for (const at of steps(x.ends, a.scale)) {
     found.push(svg("line", { class: "grid", x1: x.at(at), x2: x.at(at), y1: BOX.top, y2: BOX.tall - BOX.bottom }));
     found.push(
@@ -114,18 +115,19 @@ function axes(x, y, a, b, names, wide) {
       svg("text", { class: "quiet", x: BOX.left - 6, y: y.at(at) + 4, "text-anchor": "end" }, shown(at, b.scale)),
     );
   }
-  found.push(
-    svg("text", { class: "quiet", x: (wide + BOX.left) / 2, y: BOX.tall - 5, "text-anchor": "middle" }, names[0]),
-  );
-  const middle = (BOX.tall - BOX.bottom) / 2;
-  found.push(
-    svg(
-      "text",
-      { class: "quiet", x: 12, y: middle, "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` },
-      names[1],
-    ),
-  );
+  const [right, down] = [(wide + BOX.left) / 2, (BOX.tall - BOX.bottom + BOX.top) / 2];
+  found.push(...title(names[0], wide - BOX.left, { x: right, y: BOX.tall - 20 }));
+  found.push(...title(names[1], BOX.tall - BOX.bottom, { x: 12, y: down, transform: `rotate(-90 12 ${down})` }));
   return found;
+}
+
+/** The title of an axis, in two lines where one is too long for it. */
+function title(name, room, at) {
+  const [first, ...more] = 5.6 * name.length > room ? name.split(", ") : [name];
+  const lines = more.length ? [`${first},`, more.join(", ")] : [first];
+  return lines.map((line, i) =>
+    svg("text", { class: "quiet", "text-anchor": "middle", ...at, y: at.y + 14 * i }, line),
+  );
 }
 
 /** The heads inside a rectangle of pixels. */

@@ -1,19 +1,24 @@
 // @ts-check
 // Numbers as text, and files.
 
-import { SHOWS, headAt } from "./data.js";
+import { headAt } from "./data.js";
 
 const minus = (/** @type {string} */ text) => text.replace(/-/g, "\u2212");
 
-/** A number to three digits, or as a change with its sign.
+/** A number to three digits, or as a change with its sign, or as a multiple.
  * @param {number | undefined} value
- * @param {string} scale "value", "log-ratio" or "difference" */
+ * @param {string} scale "value" or "difference"; "fraction" and "log-ratio", written in percent; "ratio", a log-ratio
+ *   written as a multiple */
 export function shown(value, scale) {
   if (value === undefined || Number.isNaN(value)) return "–";
-  if (scale === "log-ratio") {
-    const percent = 100 * Math.expm1(value),
+  if (scale === "log-ratio" || scale === "fraction") {
+    const percent = 100 * (scale === "fraction" ? value : Math.expm1(value)),
       text = percent.toFixed(1);
     return minus(`${Number(text) > 0 ? "+" : ""}${Number(text) === 0 ? "0.0" : text}\u00a0%`);
+  }
+  if (scale === "ratio") {
+    const times = Math.exp(value);
+    return `${times >= 0.1 && times < 100 ? times.toFixed(2) : String(Number(times.toPrecision(2)))}\u00a0×`;
   }
   const text = value !== 0 && Math.abs(value) < 0.001 ? value.toExponential(2) : String(Number(value.toPrecision(3)));
   return minus(scale === "difference" && value > 0 ? `+${text}` : text);
@@ -24,40 +29,55 @@ export function shown(value, scale) {
 export const chance = (q) =>
   Number.isNaN(q) ? "–" : q < 0.001 ? q.toExponential(0) : String(Number(q.toPrecision(2)));
 
+/** The ends of an interval in brackets; a multiple needs no sign after each.
+ * @param {any} part
+ * @param {number} index */
+export const endsOf = (part, index) =>
+  `[${[part.low, part.high].map((end) => shown(end[index], part.scale).replace("\u00a0×", "")).join(", ")}]`;
+
+/** A number with its interval.
+ * @param {any} part
+ * @param {number} index */
+export const withInterval = (part, index) =>
+  `${shown(part.value[index], part.scale)}${part.scale === "ratio" ? " uniform" : ""} ${endsOf(part, index)}`;
+
+/** What is shown of a quantity in a condition, in words.
+ * @param {any} quantity
+ * @param {{condition: string, show: string}} measure */
+export function showWords(quantity, { condition, show }) {
+  if (show === "value") return "value in the condition";
+  if (show === "change") return "change from the baseline";
+  const { scale } = quantity.changes[condition] ?? {};
+  return scale === "log-ratio" ? "change relative to uniform attention" : "change minus that of uniform attention";
+}
+
 /** What a measure is called.
  * @param {any} quantity
  * @param {{condition: string, show: string}} measure */
-export function called(quantity, { condition, show }) {
-  const { against } = quantity.changes[condition] ?? {};
-  const how =
-    {
-      change: ", change from the baseline",
-      beyond: `, change beyond ${against === "no difference" ? "none" : against}`,
-    }[show] ?? "";
-  return `${quantity.words} (${condition})${how}`;
+export function called(quantity, measure) {
+  const how = measure.show === "value" ? "" : `, ${showWords(quantity, measure)}`;
+  return `${quantity.words} (${measure.condition})${how}`;
 }
 
-/** One head in words: value, interval, null and q.
+/** One head in words: its change beside that of uniform attention, the one relative to the other, and what q tests.
  * @param {any} model
- * @param {any} made
- * @param {any} measure
+ * @param {any} made What measured() gave
  * @param {number} index */
-export function said(model, made, measure, index) {
+export function said(model, made, index) {
   const { layer, head } = headAt(model, index),
-    value = made.value[index];
-  const start = `layer ${layer} head ${head}\n${called(made.quantity, measure)}: `;
-  if (Number.isNaN(value)) return `${start}none`;
-  const parts = [
-    `${shown(value, made.scale)} [${shown(made.low[index], made.scale)}, ${shown(made.high[index], made.scale)}]`,
-  ];
-  if (made.null && !Number.isNaN(made.null[index])) parts.push(`null ${shown(made.null[index], made.scale)}`);
-  if (made.q) parts.push(`q = ${chance(made.q[index])}`);
-  return `${start}${parts.join("; ")}; ${made.n} ${made.unit}`;
+    { parts } = made;
+  const start = `layer ${layer} head ${head}\n${made.quantity.words} (${made.condition}): `;
+  if (Number.isNaN(made.value[index])) return `${start}none`;
+  const found = [],
+    uniform = Number.isNaN(made.null[index]) ? "" : shown(made.null[index], parts[made.q ? "change" : "value"].scale);
+  if (!made.q) found.push(withInterval(parts.value, index));
+  else found.push(`change ${withInterval(parts.change, index)}`);
+  if (uniform && (parts.beyond || !made.q)) found.push(`under uniform attention ${uniform}`);
+  if (made.q && parts.beyond)
+    found.push(`${parts.beyond.scale === "ratio" ? "" : "less that: "}${withInterval(parts.beyond, index)}`);
+  if (made.q) found.push(`q = ${chance(made.q[index])} against ${made.tests}`);
+  return `${start}${found.join("; ")}; ${made.n} ${made.unit}`;
 }
-
-/** The name of what is shown, for a choice.
- * @param {string} show */
-export const showWords = (show) => SHOWS[show];
 
 /** A cell of CSV.
  * @param {any} value */

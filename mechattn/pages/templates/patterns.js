@@ -1,0 +1,112 @@
+// @ts-check
+// The attention pattern of a head on a few prompts: a map with the tokens at its edges, and its scale.
+
+import { row } from "./data.js";
+import { html, svg, tip } from "./drawing.js";
+import { shown } from "./words.js";
+
+const ROOM = 84, // for the tokens at the left and on top
+  LETTERS = 11,
+  STEPS = [0, 0.01, 0.1, 0.25, 0.5, 1];
+
+/** Maps of a few prompts in the baseline and the condition.
+ * @param {any} model
+ * @param {number} layer
+ * @param {number} head
+ * @param {string} condition */
+export function patterns(model, layer, head, condition) {
+  const held = model.patterns,
+    at = held.missing ? -1 : held.layers.indexOf(layer);
+  if (at < 0)
+    return html("p", {
+      className: "note",
+      textContent: held.missing || `The page holds patterns only of layers ${held.layers.join(", ")}.`,
+    });
+  const place = html("div", {}, scale());
+  if (held.apart)
+    place.append(note("From a separate run on a short prompt, with the number of inserted tokens shown."));
+  held.prompts.forEach((prompt, number) => {
+    for (const name of new Set(["baseline", condition])) {
+      const one = prompt[name];
+      const about = `prompt ${number}, ${name}`;
+      if (!one) place.append(note(`The page has no pattern of ${about}.`));
+      else {
+        const counts = `${one.tokens.length} tokens, ${one.inserted} of them inserted`;
+        const label = `Attention pattern of layer ${layer} head ${head}, ${about}, ${counts}`;
+        const drawn = pattern(one, at, head, label);
+        drawn.dataset.prompt = String(number); // a click selects the prompt
+        place.append(note(`${about}: ${counts}; queries down, keys across`), drawn);
+      }
+    }
+  });
+  return place;
+}
+
+/** A line in small print. */
+const note = (words) => html("p", { className: "note", textContent: words });
+
+/** The colour of a weight: the share of its ground, by the root, so that small ones show.
+ * @param {number} weight */
+const share = (weight) => Math.sqrt(weight);
+
+/** Colours and the weights that they stand for. */
+function scale() {
+  const boxes = STEPS.map((weight) => {
+    const box = html("i");
+    box.style.opacity = String(share(weight));
+    return html("span", {}, html("b", {}, box), String(weight));
+  });
+  return html("p", { className: "weights" }, "attention of a query to a key ", ...boxes);
+}
+
+/** One map with its tokens: as many as there is room for, and each at the mouse. */
+function pattern(held, layer, head, label) {
+  const n = held.tokens.length,
+    side = 440,
+    size = (side - ROOM) / n,
+    every = Math.ceil(9.5 / size);
+  const map = svg("svg", { viewBox: `0 0 ${side} ${side}`, role: "img", "aria-label": label, class: "pattern" });
+  const drawing = painted(n, row(held.rows, layer, head));
+  const box = { x: ROOM, y: ROOM, width: side - ROOM, height: side - ROOM };
+  map.append(svg("image", { href: drawing.toDataURL(), preserveAspectRatio: "none", ...box }));
+  map.append(svg("rect", { class: "frame", ...box }));
+  for (let i = 0; i < n; i += every) {
+    const at = ROOM + (i + 0.5) * size,
+      text = held.tokens[i].length > LETTERS ? `${held.tokens[i].slice(0, LETTERS - 1)}…` : held.tokens[i];
+    const turned = { transform: `translate(${at + 3} ${ROOM - 4}) rotate(-90)` };
+    map.append(svg("text", { class: "quiet", x: ROOM - 4, y: at + 3, "text-anchor": "end" }, text));
+    map.append(svg("text", { class: "quiet", ...turned }, text));
+  }
+  map.addEventListener("mousemove", (event) => {
+    const at = map.getBoundingClientRect();
+    const [key, query] = [event.clientX - at.left, event.clientY - at.top].map((pixels, axis) =>
+      Math.floor(((pixels * side) / (axis ? at.height : at.width) - ROOM) / size),
+    );
+    tip(wordsAt(held, row(held.rows, layer, head), query, key), event);
+  });
+  map.addEventListener("mouseleave", () => tip(""));
+  return map;
+}
+
+const weightAt = (values, query, key) => values[(query * (query + 1)) / 2 + key] / 65535;
+
+/** A query, a key and the weight between them. */
+function wordsAt(held, values, query, key) {
+  const { tokens } = held;
+  if (!(key >= 0 && key <= query && query < tokens.length)) return "";
+  return `${query} “${tokens[query]}” → ${key} “${tokens[key]}”: ${shown(weightAt(values, query, key), "value")}`;
+}
+
+/** A pixel a pair of tokens, darker for more. */
+function painted(n, values) {
+  const drawing = html("canvas", { width: n, height: n }),
+    paint = drawing.getContext("2d");
+  paint.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--without");
+  for (let query = 0; query < n; query++) {
+    for (let key = 0; key <= query; key++) {
+      paint.globalAlpha = share(weightAt(values, query, key));
+      paint.fillRect(key, query, 1, 1);
+    }
+  }
+  return drawing;
+}

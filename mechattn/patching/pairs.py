@@ -1,0 +1,86 @@
+"""The two runs of each prompt: which is patched, from which, at which tokens, and what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mechattn.axes import BASELINE
+from mechattn.engine.check import made_sequences, with_baseline
+from mechattn.model.hooked import HookedModel
+from mechattn.patching.answer_metrics import Logits, Measured, Metric, measured_by, metric_of
+from mechattn.patching.refusals import Direction, check_direction, check_metric, check_sequences
+from mechattn.prompts.conditions import Condition
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.sequences import Sequence
+from mechattn.results import provenance
+from mechattn.results.provenance import identity
+from mechattn.stats.units import Units
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt's two sequences; ``origins`` are the original tokens that both have."""
+
+    id: str
+    receiver: Sequence
+    donor: Sequence
+    origins: Int[Tensor, " shared"]
+    measured: Measured
+    denoising: bool
+
+    @property
+    def answer(self) -> Int[Tensor, " answer"]:
+        """The tokens of the answer."""
+        return self.receiver.tokens[self.receiver.of_segment("answer")]
+
+    def measure(self, logits: Logits, base: Logits) -> Float[Tensor, " row"]:
+        """The metric of each row, checked; ``base`` are the baseline's logits."""
+        wide = [each if each.dtype == torch.float64 else each.float() for each in (logits, base)]
+        made = self.measured(wide[0], self.answer.to(logits.device), wide[1])
+        check_metric(made, len(logits), logits.requires_grad)
+        return made
+
+
+def pairs_of(
+    model: HookedModel, prompts: Seq[Prompt], condition: Condition, metric: Metric, direction: Direction, seed: int
+) -> tuple[list[Pair], list[Mapping[str, Sequence]]]:
+    """The pairs of all prompts, and their sequences under "condition" and the baseline; refused if not patchable."""
+    check_direction(direction)
+    metric_of(metric)
+    sequences = made_sequences(with_baseline({"condition": condition}), prompts, model, seed)
+    check_sequences(model, prompts, sequences)
+    denoising = direction == "denoising"
+    made = []
+    for prompt, given, measured in zip(prompts, sequences, measured_by(metric, prompts, model), strict=True):
+        both = (given["condition"], given[BASELINE])
+        origin = given["condition"].origin
+        shared = origin[origin >= 0].sort().values
+        made.append(Pair(prompt.id, *(both if denoising else both[::-1]), shared, measured, denoising))
+    return made, list(sequences)
+
+
+def about_of(
+    model: HookedModel, prompts: Seq[Prompt], condition: Condition, metric: Metric, direction: Direction, seed: int
+) -> dict[str, Any]:
+    """What was patched, as data."""
+    return {
+        "model": provenance.name_of(str(model.cfg.model_name)),
+        "prompts": provenance.digest(prompts),
+        "condition": identity(condition),
+        "metric": metric_of(metric)[1],
+        "direction": direction,
+        "seed": seed,
+        "versions": provenance.versions(),
+    }
+
+
+def units_of(prompts: Seq[Prompt]) -> Units:
+    """The units of replication; a prompt without a group is its own."""
+    return Units.grouped([p.group or f"\0{p.id}" for p in prompts])

@@ -1,0 +1,43 @@
+"""A table of skewed differences says where its q is not controlled; one of symmetric differences says nothing."""
+
+import numpy as np
+
+from mechattn.contrast.table import _skewed_words
+from mechattn.stats.paired import paired
+
+
+def tables(kind, n, count=40):
+    """Of 24 heads without an effect: normal, or with a rare value far out on one side, as sinks have."""
+    for seed in range(count):
+        generator = np.random.default_rng([seed, n])
+        d = generator.normal(size=(n, 24))
+        if kind == "rare":
+            d = 0.3 * d + 9 * ((generator.random((n, 24)) < 0.1) - 0.1)
+        yield paired(d, resamples=499)
+
+
+def test_false_findings_among_few_skewed_differences_are_said_to_be_possible():
+    false = [made for made in tables("rare", 12) if (made.q < 0.05).any()]
+    assert len(false) > 4, "negative control: q is not controlled here"
+    assert all("with 12 units q is not controlled" in _skewed_words(made) for made in false)
+
+
+def test_where_sign_flips_alone_would_find_more_it_is_said():
+    """By a count of the tests in which the two disagree."""
+    apart = [int(((made.q >= 0.05) & (flips(made) < 0.05)).sum()) for made in tables("rare", 12)]
+    said = [_skewed_words(made) for made in tables("rare", 12)]
+    assert any(apart)
+    for count, words in zip(apart, said, strict=True):
+        assert (f"in {count} of 24 tests sign flips alone would say" in words) == (count > 0)
+
+
+def flips(made):
+    order = np.argsort(made.p_flip)
+    q = np.empty(24)
+    q[order] = np.minimum.accumulate((made.p_flip[order] * 24 / np.arange(1, 25))[::-1])[::-1]
+    return q
+
+
+def test_of_symmetric_differences_and_of_many_nothing_is_said():
+    assert not any("not controlled" in _skewed_words(made) for made in tables("normal", 12))
+    assert not any("not controlled" in _skewed_words(made) for made in tables("rare", 96, 5))

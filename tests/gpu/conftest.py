@@ -1,0 +1,62 @@
+"""The devices that the tests of this folder run on, and models whose numbers do not depend on the device."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import mechattn as ma
+from mechattn.model.architectures import tiny_model
+from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from tests.parity.plain import loop_over_experts
+
+THERE = {"cpu": lambda: True, "cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+PROBLEMS = ["Tom has 3 apples and gives 2 to Mia. How many apples are left?", "A box holds 12 pens. How many hold 36?"]
+FEW = ["GPT-OSS", "Falcon-RW (ALiBi)"]
+FILLED = {"slash": ma.MeaninglessTokens("/", 9)}
+
+
+def pytest_collection_modifyitems(items):
+    """All that stands here is a test of devices; on the CPU most families are slow tests, which they are elsewhere too."""
+    for item in items:
+        if "tests/gpu/" in item.path.as_posix():
+            item.add_marker(pytest.mark.gpu)
+            values = item.callspec.params if hasattr(item, "callspec") else {}
+            if values.get("device") == "cpu" and values.get("family", FEW[0]) not in FEW:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(params=THERE, scope="module")
+def device(request):
+    """Each kind of device; what is not on this machine is skipped."""
+    if not THERE[request.param]():
+        pytest.skip(f"torch {torch.__version__} sees no {request.param} device")
+    return request.param
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} sees no cuda device")
+
+
+def plain(name, dtype, wide=False, scale=1.0):
+    """A toy, or a tiny model of a family with weights of this scale, rounded to a dtype and held in it or in float64."""
+    if name in toy_names():
+        made = AutoModelForCausalLM.from_pretrained(toy_folder(name), dtype=torch.float32)
+    else:
+        made = tiny_model(name, len(load_tokenizer("toy:llama")))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(scale if parameter.ndim > 1 else 1.0)
+    made = made.to(dtype)
+    if wide:
+        made = made.double()
+        loop_over_experts(made)
+    return made
+
+
+def hooked(name, dtype, device, scale=1.0):
+    """The model on a device, and the same weights in float64 on the CPU."""
+    tokenizer = load_tokenizer(name if name in toy_names() else "toy:llama")
+    exact = ma.load_model(plain(name, dtype, wide=True, scale=scale), tokenizer=tokenizer, verify=False)
+    return ma.load_model(plain(name, dtype, scale=scale), tokenizer=tokenizer, device=device), exact

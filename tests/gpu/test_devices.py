@@ -1,0 +1,246 @@
+"""Models on several devices, offloaded to memory and disk, and quantised: the numbers of the model as it was."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+
+import mechattn as ma
+from mechattn.analysis import ANALYSES
+from mechattn.errors import ModelError
+from mechattn.model.hooked import facts_of
+from mechattn.model.weights import weights_hash
+from tests.gpu.conftest import FILLED, PROBLEMS, plain
+from tests.gpu.imitated import FIRST, SECOND, Imitated, dispatched, where
+
+SLASH = FILLED["slash"]
+CONDITIONS = {
+    **FILLED,
+    "masked": SLASH.masked(),
+    "unshifted": SLASH.unshifted(),
+    "arm": ma.Baseline(intervention=ma.interventions.ARM(c=0.3, layers=(0, 3))),
+    "ablation": ma.Baseline(intervention=ma.interventions.HeadAblation(((0, 1), (3, 2)))),
+    "knockout": ma.Baseline(intervention=ma.interventions.Knockout("question", "bos", layers=(0, 3))),
+}
+UNDEFINED = {"toy:llama": ma.analyses.ScoreDecomposition}  # under RoPE
+
+
+def every(name):
+    return [make() for make in ANALYSES if make is not UNDEFINED.get(name)]
+
+
+def parts(model, first, second, home="cpu"):
+    """A device map: the first layers, and all before them, on one device; the others, and all after them, elsewhere."""
+    inner = model.model
+    count = len(inner.layers)
+    layers = {f"model.layers.{n}": first if n < count // 2 else second for n in range(count)}
+    tied = model.config.tie_word_embeddings
+    ends = {"model.norm": second if home != "cpu" else "cpu", "lm_head": home if tied or home == "cpu" else second}
+    return {"model.embed_tokens": home, "model.rotary_emb": home, **layers, **ends}
+
+
+def half_on_disk(model, folder):
+    return dispatch_model(model, parts(model, "cpu", "disk"), main_device="cpu", offload_dir=folder, force_hooks=True)
+
+
+OFFLOADED: dict[str, Callable] = {
+    "memory": lambda model, folder: cpu_offload(model, execution_device="cpu"),
+    "disk": lambda model, folder: disk_offload(model, folder, execution_device="cpu"),
+    "half on disk": half_on_disk,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tokenizer):
+    return ma.load_model(plain("toy:llama", torch.float32), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def measured(whole):
+    return ma.run(whole, PROBLEMS, CONDITIONS, every("toy:llama"), positions="prompts")
+
+
+@pytest.fixture(scope="module", params=OFFLOADED)
+def offloaded(request, tokenizer, tmp_path_factory):
+    made = OFFLOADED[request.param](plain("toy:llama", torch.float32), tmp_path_factory.mktemp("offloaded"))
+    assert sum(parameter.is_meta for parameter in made.parameters()) > 10, "most weights are elsewhere"
+    return ma.load_model(made, tokenizer=tokenizer)
+
+
+def assert_same(result, expected):
+    """To the bit."""
+    assert result.datasets.keys() == expected.datasets.keys()
+    for name, dataset in expected.datasets.items():
+        for variable in dataset:
+            ours, theirs = result[name][variable].values, dataset[variable].values
+            if theirs.dtype.kind in "fiu":
+                np.testing.assert_array_equal(ours, theirs, err_msg=f"{name}, {variable}")
+
+
+def recorded(model):
+    """A run under interventions whose tensors were recorded from this model."""
+    prompts, other = ma.load_prompts("word-problems", limit=3), ma.load_prompts("word-problems", limit=6)[3:]
+    interventions = ma.interventions
+    affine = ma.record_affine(model, prompts, SLASH.unshifted(), layers=[0, 3])
+    means = ma.head_means(model, other)
+    filler = interventions.Transplant("inserted", ma.record_keys_values(model, prompts, ma.MeaninglessTokens(".", 9)))
+    conditions = {
+        "affine": ma.Baseline(intervention=affine),
+        "means": ma.Baseline(intervention=interventions.HeadAblation(((0, 1), (3, 2)), means)),
+        "transplant": SLASH.under(filler),
+    }
+    return ma.run(model, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.HeadUpdates()])
+
+
+def answers(model):
+    made = ma.evaluate(model, ma.load_prompts("word-problems", limit=2), FILLED, new_tokens=20)
+    return list(made.to_dataframe()["answer"])
+
+
+def test_offloaded_numbers_are_the_models_own_to_the_bit(offloaded, measured):
+    assert facts_of(offloaded).report.passed
+    outcomes = {check.name: check.outcome for check in facts_of(offloaded).report.checks}
+    assert outcomes["logits"] == outcomes["kernel"] == outcomes["heads"] == "passed", "against its own attention"
+    result = ma.run(offloaded, PROBLEMS, CONDITIONS, every("toy:llama"), positions="prompts")
+    assert_same(result, measured)
+    about, expected = (each.provenance["model"] for each in (result, measured))
+    assert about["weights_hash"] == expected["weights_hash"]
+    assert about["device"] == "cpu"
+    with pytest.raises(AssertionError, match="received"):  # negative control
+        assert_same(ma.run(offloaded, PROBLEMS[::-1], CONDITIONS, every("toy:llama"), positions="prompts"), measured)
+
+
+@pytest.mark.parametrize("engine", ["fused", "hooks"])
+def test_each_engine_takes_an_offloaded_model(engine, offloaded, whole):
+    options = {"conditions": CONDITIONS, "engine": engine}
+    assert_same(ma.run(offloaded, PROBLEMS, **options), ma.run(whole, PROBLEMS, **options))
+
+
+def test_an_offloaded_model_is_patched_answers_and_is_acted_on(offloaded, whole):
+    prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
+    for at in ("z", ["L0H1", "L3H0"]):
+        ours, theirs = (ma.patch(model, prompts, SLASH, at=at).effects for model in (offloaded, whole))
+        np.testing.assert_array_equal(ours.effect.values, theirs.effect.values)
+    assert answers(offloaded) == answers(whole)
+    assert_same(recorded(offloaded), recorded(whole))
+
+
+def test_a_name_takes_a_device_map(tmp_path, whole):
+    device_map = parts(plain("toy:llama", torch.float32), "cpu", "disk")
+    made = ma.load_model("toy:llama", device_map=device_map, offload_folder=tmp_path)
+    assert weights_hash(made) == weights_hash(whole)
+    assert_same(ma.run(made, PROBLEMS, FILLED), ma.run(whole, PROBLEMS, FILLED))
+
+
+@pytest.mark.parametrize("name", ["toy:llama", "toy:qwen2"])
+def test_two_devices_that_are_imitated(name, tokenizer):
+    """Operations that mix devices raise, as on two cards: each layer's values are reduced where the layer lies."""
+    model = plain(name, torch.float32)
+    expected = ma.load_model(plain(name, torch.float32), tokenizer=tokenizer)
+    analyses = every("toy:llama")
+    with Imitated():
+        made = ma.load_model(dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer)
+        lies = {where(parameter) for parameter in made.original_model.parameters()}
+        result = ma.run(made, PROBLEMS, CONDITIONS, analyses, positions="prompts")
+        through_hooks = ma.run(made, PROBLEMS, CONDITIONS, engine="hooks")
+        fused = ma.run(made, PROBLEMS, engine="fused")
+    assert lies == {FIRST, SECOND}
+    assert facts_of(made).report.passed
+    assert result.provenance["model"]["device"] == "xpu:0"
+    assert_same(result, ma.run(expected, PROBLEMS, CONDITIONS, analyses, positions="prompts"))
+    assert_same(through_hooks, ma.run(expected, PROBLEMS, CONDITIONS, engine="hooks"))
+    assert_same(fused, ma.run(expected, PROBLEMS, engine="fused"))
+
+
+def test_patching_answers_and_interventions_on_two_devices_that_are_imitated(tokenizer, whole):
+    prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
+    model = plain("toy:llama", torch.float32)
+    with Imitated():
+        made = ma.load_model(dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer)
+        effects = {at: ma.patch(made, prompts, SLASH, at=at).effects.effect.values for at in ("z", "resid_post")}
+        answered, acted = answers(made), recorded(made)
+    for at, effect in effects.items():
+        np.testing.assert_array_equal(effect, ma.patch(whole, prompts, SLASH, at=at).effects.effect.values)
+    assert answered == answers(whole)
+    assert_same(acted, recorded(whole))
+
+
+def test_the_imitation_would_notice_tensors_that_meet():
+    with Imitated():
+        here, there = torch.ones(2).to(FIRST), torch.ones(2, device=SECOND)
+        assert (here.device, (here + 1).device, there.device) == (FIRST, FIRST, SECOND)
+        with pytest.raises(RuntimeError, match=r"tensors on \['xpu:0', 'xpu:1'\]"):
+            here + there
+        with pytest.raises(TypeError, match="to numpy"):
+            here.numpy()
+        assert (here + there.to(FIRST)).cpu().tolist() == [2, 2]
+
+
+class EightBit(torch.nn.Linear):
+    """A linear layer whose weight is stored in 8 bits with a scale for each row, as quantisers store it."""
+
+    def __init__(self, given):
+        super().__init__(given.in_features, given.out_features, given.bias is not None)
+        self.scale = given.weight.detach().abs().amax(1, keepdim=True) / 127
+        rounded = (given.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight, self.bias = torch.nn.Parameter(rounded, requires_grad=False), given.bias
+
+    def dequantised(self):
+        return self.weight.float() * self.scale
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.dequantised(), self.bias)
+
+
+def in_eight_bits(quantised):
+    """The toy with the weights of its layers in 8 bits, or with the same numbers in float32."""
+    model = plain("toy:llama", torch.float32)
+    for block in model.model.layers:
+        for part in (block.self_attn, block.mlp):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    made = EightBit(linear)
+                    if quantised:
+                        setattr(part, name, made)
+                    else:
+                        linear.weight.data = made.dequantised()
+    model.is_quantized = quantised
+    return model
+
+
+@pytest.fixture(scope="module")
+def quantised(tokenizer):
+    return ma.load_model(in_eight_bits(True), tokenizer=tokenizer)
+
+
+def test_a_quantised_model_is_measured_where_its_weights_are_not_needed(quantised, tokenizer, measured):
+    analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.AffineShift()]
+    same = ma.load_model(in_eight_bits(False), tokenizer=tokenizer)
+    result, expected = (ma.run(model, PROBLEMS, CONDITIONS, analyses) for model in (quantised, same))
+    assert_same(result, expected)
+    assert facts_of(quantised).report.passed
+    away = result["received_attention"].received_by_segment - measured["received_attention"].received_by_segment
+    assert float(abs(away).max()) > 1e-4, "other numbers than those of the weights before"
+    prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
+    ours, theirs = (ma.patch(model, prompts, SLASH, at=["L0H1"]).effects.effect.values for model in (quantised, same))
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("make", [ma.analyses.HeadUpdates, ma.analyses.DirectLogits])
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_needs_a_quantised_weight_is_refused(make, verify, quantised, tokenizer):
+    model = quantised if verify else ma.load_model(in_eight_bits(True), tokenizer=tokenizer, verify=False)
+    with pytest.raises(ModelError, match="its weights are quantised: load it unquantised"):
+        ma.run(model, PROBLEMS, analyses=make())
+
+
+def test_what_needs_gradients_a_twin_or_new_weights_is_refused_too(quantised):
+    prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
+    with pytest.raises(ModelError, match="are quantised and have no gradients: name heads"):
+        ma.patch(quantised, prompts, SLASH)
+    with pytest.raises(ModelError, match="its weights are quantised, and a second model cannot share them"):
+        ma.evaluate(quantised, ma.load_prompts("word-problems", limit=2))
+    with pytest.raises(ModelError, match="its weights are quantised"):
+        ma.random_weights(quantised)

@@ -1,0 +1,94 @@
+"""The widget without a browser: what the page says comes to Python, and only that."""
+
+import sys
+
+import pandas as pd
+import pytest
+
+import mechattn as ma
+from mechattn.errors import OptionError
+from mechattn.render.views import View
+
+CHOSEN = {"selected": "L1H2", "prompt": 1, "condition": "slash", "quantity": "entropy"}
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.AttentionMap()]
+    return ma.run(toy, prompts[:4], {"slash": ma.MeaninglessTokens("/", 6)}, analyses, positions="prompts")
+
+
+@pytest.fixture
+def view(result):
+    return ma.browse(result)
+
+
+def test_what_the_page_says_is_selected(view):
+    view._handle_custom_msg(CHOSEN, [])
+    assert {name: getattr(view, name) for name in CHOSEN} == CHOSEN
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "L1H3",
+        {"selected": "L1H3"},
+        CHOSEN | {"selected": "L1H99"},
+        CHOSEN | {"selected": "<b>"},
+        CHOSEN | {"selected": 3},
+        CHOSEN | {"other": 1},
+    ],
+)
+def test_a_wrong_message_changes_nothing(view, message):
+    view._handle_custom_msg(CHOSEN, [])
+    view._handle_custom_msg(message, [])
+    assert {name: getattr(view, name) for name in CHOSEN} == CHOSEN
+
+
+def test_a_wrong_prompt_leaves_all_as_it_was(view):
+    view._handle_custom_msg(CHOSEN | {"selected": "L0H1", "prompt": 99}, [])
+    assert (view.selected, view.prompt) == ("", 0)
+
+
+def test_a_selection_set_is_sent_to_the_page(view, monkeypatch):
+    sent = []
+    monkeypatch.setattr(type(view), "notify_change", lambda self, change: sent.append((change.name, change.new)))
+    view.selected = "L0H3"
+    assert sent == [("selected", "L0H3")]
+    assert view.get_state("selected") == {"selected": "L0H3"}  # what goes to the page
+
+
+@pytest.mark.parametrize(("name", "value"), [("selected", "L9H0"), ("selected", "2.3"), ("prompt", 4), ("prompt", -1)])
+def test_a_selection_that_there_is_not_is_refused(view, name, value):
+    with pytest.raises(OptionError, match=f"{name}="):
+        setattr(view, name, value)
+
+
+def test_the_rows_are_those_of_compare(view, result):
+    with pytest.raises(OptionError, match="no head is selected"):
+        view.table()
+    view._handle_custom_msg(CHOSEN, [])
+    every = result.compare("slash", quantity="entropy")
+    pd.testing.assert_frame_equal(view.table(), every.query("layer == 1 and head == 2"))
+    assert not view.table().equals(every.query("layer == 1 and head == 3"))
+
+
+def test_the_pattern_is_that_of_the_prompt(view, toy, prompts):
+    view._handle_custom_msg(CHOSEN, [])
+    numbers = [one.body.split('"attention":')[1].split('"attentionHeadNames"')[0] for one in (
+        view.pattern(toy), ma.pattern(toy, prompts[1], 1, [2]), ma.pattern(toy, prompts[2], 1, [2]))]  # fmt: skip
+    assert numbers[0] == numbers[1] != numbers[2]
+
+
+def test_it_is_the_page(view, result, tmp_path):
+    page = ma.browse(result, live=False)
+    assert type(page) is View
+    assert view.page() == page.page()
+    view.save(tmp_path / "browse.html")
+    assert (tmp_path / "browse.html").read_text(encoding="utf-8") == page.page()
+
+
+def test_without_the_extra_there_is_the_page_alone(result, monkeypatch):
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    monkeypatch.delitem(sys.modules, "mechattn.pages.widget", raising=False)
+    assert type(ma.browse(result)) is View

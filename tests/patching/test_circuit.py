@@ -1,0 +1,173 @@
+"""Circuits: faithfulness against TransformerLens, areas and connections by hand, files of EAP-IG's format."""
+
+import json
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformer_lens.tools.analysis import EdgeAttributionConfig, FaithfulnessConfig, attribution_patch, faithfulness
+
+import mechattn as ma
+from mechattn.conditions import Counterpart
+from mechattn.errors import OptionError
+from mechattn.model.architectures import tiny_model
+from mechattn.model.checkpoint import lettered_tokenizer
+from mechattn.patching.circuit import Circuit, _connected
+from mechattn.patching.edges import EdgePair
+from mechattn.patching.graph import graph_of, showing_edges
+from mechattn.patching.pairs import pairs_of
+from mechattn.render.words import said
+from tests.patching.test_edges import EQUAL, theirs
+
+MANY = [
+    ma.Prompt(tokens=(20, 30 + i, 31 - i, 40, 41, 9), answer_tokens=(60,), counterpart=(20, 50, 31 - i, 42 + i, 41, 9),
+              other_answer=(61,), id=str(i))
+    for i in range(8)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ma.load_model(tiny_model("GPT-2", 80).double(), tokenizer=lettered_tokenizer(80))
+
+
+@pytest.fixture(scope="module")
+def found(model):
+    return ma.circuit(model, MANY, Counterpart(), sizes=[5, 20])
+
+
+def test_what_a_circuit_carries_equals_transformer_lens(model):
+    prompt, graph = EQUAL[0], graph_of(model)
+    clean, corrupt = (torch.tensor([[*v, 60]]) for v in (prompt.tokens, prompt.counterpart))
+
+    def metric(logits):
+        return logits[0, -2, 60] - logits[0, -2, 61]
+
+    scored = attribution_patch(model, clean, corrupt, metric, EdgeAttributionConfig("edge")).edge_scores
+    generator = np.random.default_rng(0)
+    kept = graph.exists[None] & (
+        generator.random((4, *graph.exists.shape)) < np.array([0.3, 0.6, 0.9, 1.1])[:, None, None]
+    )
+    with showing_edges(model):
+        one = EdgePair(model, graph, pairs_of(model, EQUAL, Counterpart(), "answers", "noising", 0)[0][0])
+        own, other, mine, put = one.runs()
+        made = one.with_edges(torch.from_numpy(kept), put, own)
+    assert float((put - mine).abs().max()) > 1e-2
+    before, after = (float(one.pair.measure(each, own)) for each in (other, own))
+    for row, value in zip(kept, made, strict=True):
+        named = [
+            edge for edge in scored
+            if row[graph.writers.index(theirs(edge[0])), graph.readers.index(theirs(edge[1]))]
+        ]  # fmt: skip
+        expected = faithfulness(model, clean, corrupt, metric, named, FaithfulnessConfig("corrupt")).recovered
+        assert (value - before) / (after - before) == pytest.approx(expected, abs=1e-5)
+    assert made.std() > 1e-2, "other sets of edges would be noticed"
+
+
+def test_the_curve_is_made_on_prompts_that_did_not_rank(model, found):
+    assert found.edges.effects.prompt.values.tolist() == ["0", "2", "4", "6"]
+    count = int(found.graph.exists.sum())
+    assert found.curve.edges.tolist() == [0, 5, 20, count]
+    assert found.curve.faithfulness.iloc[[0, -1]].tolist() == [0, 1]
+    order = np.argsort(-abs(found.edges.effects.effect.mean("prompt").values[found.graph.exists]))[:20]
+    kept = np.zeros(found.graph.exists.shape, dtype=bool)
+    kept[tuple(np.argwhere(found.graph.exists)[order].T)] = True
+    empty, every = np.zeros_like(kept), found.graph.exists
+    with showing_edges(model):
+        pairs = pairs_of(model, MANY[1::2], Counterpart(), "answers", "noising", 0)[0]
+        rows = []
+        for one in (EdgePair(model, found.graph, pair) for pair in pairs):
+            own, _, _, put = one.runs()
+            rows.append(one.with_edges(torch.from_numpy(np.stack([empty, kept, every])), put, own))
+    none, some, whole = np.array(rows).mean(0)
+    assert found.curve.faithfulness[2] == pytest.approx((some - none) / (whole - none), abs=1e-6)
+    assert "edges ranked on 4 prompts" in str(found)
+
+
+@pytest.mark.parametrize("ablation", ["mean", "resample"])
+def test_other_ablations_put_other_outputs(model, found, ablation):
+    other = ma.circuit(model, MANY, Counterpart(), sizes=[5, 20], ablation=ablation)
+    assert other.curve.faithfulness.iloc[-1] == 1
+    assert abs(other.curve.faithfulness[2] - found.curve.faithfulness[2]) > 1e-3
+    with pytest.raises(OptionError, match="ablation='zero': choose one of"):
+        ma.circuit(model, MANY, Counterpart(), ablation="zero")
+
+
+def test_areas_by_hand(found):
+    curve = pd.DataFrame(
+        {"edges": [0, 1, 4], "share": [0, 0.25, 1], "faithfulness": [0, 1.2, 1], "random": [0, 0, 1.0]}
+    )
+    made = Circuit(found.edges, found.graph, curve, found.about)
+    assert made.areas["CPR"] == pytest.approx(0.25 * 0.6 + 0.75 * 1.1)
+    assert made.areas["CMD"] == pytest.approx(0.25 * (1 + 0.2) / 2 + 0.75 * 0.1)
+    assert made.areas["CPR_random"] == pytest.approx(0.75 * 0.5)
+    assert made.size(0.9) == 1
+
+
+def test_stability_by_hand(found):
+    values = found.edges.effects.effect.values[:, found.graph.exists]
+    one, other = (set(np.argsort(-abs(values[some].mean(0)))[:20].tolist()) for some in ([0, 2], [1, 3]))
+    same, chance = found.stability(20)
+    assert same == pytest.approx(len(one & other) / len(one | other))
+    assert 0 < chance < same
+    assert f"share {found.stability()[0]:.2f} (Jaccard index" in str(found)
+
+
+def test_edges_that_lead_nowhere_are_dropped(found):
+    graph = found.graph
+    kept = np.zeros(graph.exists.shape, dtype=bool)
+    for writer, reader in [("embedding", "L0H1.v"), ("L0H1", "L1H0.k"), ("L1H0", "logits"), ("L0H2", "L1H3.q"),
+                           ("embedding", "L1H2.q"), ("L0H3", "logits")]:  # fmt: skip
+        kept[graph.writers.index(writer), graph.readers.index(reader)] = True
+    made = {(graph.writers[w], graph.readers[r]) for w, r in np.argwhere(_connected(graph, kept))}
+    assert made == {("embedding", "L0H1.v"), ("L0H1", "L1H0.k"), ("L1H0", "logits")}
+
+
+def test_the_file_has_every_edge_of_the_format(found, tmp_path):
+    data = json.loads(found.save(tmp_path / "circuit.json", size=20).read_text())
+    layers, heads = data["cfg"]["n_layers"], data["cfg"]["n_heads"]
+    expected, before = set(), ["input"]
+    for layer in range(layers):
+        for part in "qkv":
+            expected |= {f"{w}->a{layer}.h{h}<{part}>" for w in before for h in range(heads)}
+        before += [f"a{layer}.h{h}" for h in range(heads)]
+        expected |= {f"{w}->m{layer}" for w in before}
+        before.append(f"m{layer}")
+    expected |= {f"{w}->logits" for w in before}
+    assert set(data["edges"]) == expected
+    assert set(data["nodes"]) == {*before, "logits"}
+    assert sum(edge["in_graph"] for edge in data["edges"].values()) == int(found.kept(20).sum())
+    mean = found.edges.effects.effect.mean("prompt")
+    assert data["edges"]["a0.h1->a1.h2<k>"]["score"] == pytest.approx(float(mean.sel(writer="L0H1", reader="L1H2.k")))
+
+
+def test_shared_keys_are_repeated_for_their_heads(tmp_path):
+    llama = ma.load_model("toy:llama")
+    made = ma.circuit(llama, ma.pairs(llama, "ioi", 6), Counterpart(), steps=1, sizes=[50])
+    data = json.loads(made.save(tmp_path / "circuit.json", size=50).read_text())
+    mean = made.edges.effects.effect.mean("prompt").sel(writer="L0H3", reader="L2H1.v")
+    for head in (2, 3):
+        assert data["edges"][f"a0.h3->a2.h{head}<v>"]["score"] == pytest.approx(float(mean))
+    assert made.kept(50).any()
+    assert _connected(made.graph, made.graph.exists).sum() == made.graph.exists.sum()
+
+
+def test_the_figure_draws_every_edge_of_the_circuit(found):
+    figure = ma.render.circuit_map(found, size=20)
+    table = found.table(20)
+    assert len(figure.data) == len(table) + 1
+    top = table.iloc[0]
+    assert f"{top.writer} → {top.reader}" in figure.data[-2].hovertext
+    assert max(trace.line.width for trace in figure.data[:-1]) == figure.data[-2].line.width
+    assert f"{len(table)} edges. On the other half, 20 edges carry" in said(figure)
+
+
+def test_few_prompts_and_impossible_sizes_are_refused(model):
+    with pytest.raises(OptionError, match="at least 6 for two halves"):
+        ma.circuit(model, MANY[:5], Counterpart())
+    with pytest.raises(OptionError, match=r"sizes=\[-1\]: give numbers of edges, from 0 to"):
+        ma.circuit(model, MANY, Counterpart(), sizes=[-1])

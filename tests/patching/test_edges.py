@@ -1,0 +1,190 @@
+"""Edges against TransformerLens on versions of equal length, and by hand on a plain model where lengths differ."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from transformer_lens.tools.analysis import EdgeAttributionConfig, attribution_patch
+from transformers import AutoModelForCausalLM
+
+import mechattn as ma
+from mechattn.conditions import Counterpart
+from mechattn.errors import ModelError, OptionError
+from mechattn.model.architectures import tiny_model
+from mechattn.model.checkpoint import lettered_tokenizer, toy_folder
+from tests.patching.test_pairs import LONGER, PARTNERS
+
+EQUAL = [
+    ma.Prompt(tokens=(20, 30 + i, 31, 40, 41, 9), answer_tokens=(60,), counterpart=(20, 50, 31, 42 + i, 41, 9),
+              other_answer=(61,), id=str(i))
+    for i in range(3)
+]  # fmt: skip
+FAMILIES = {"GPT-2": {}, "GPT-NeoX": {}, "Llama": {"num_key_value_heads": 4}, "Qwen2": {"num_key_value_heads": 4}}
+
+
+def theirs(node):
+    """Our name of a node of TransformerLens."""
+    if node.kind in ("embed", "logits"):
+        return {"embed": "embedding", "logits": "logits"}[node.kind]
+    part = {"attn_head_out": "", "q_input": ".q", "k_input": ".k", "v_input": ".v"}.get(node.kind)
+    return f"L{node.layer}MLP" if part is None else f"L{node.layer}H{node.head}{part}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_edges_equal_transformer_lens(family, direction):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        native = tiny_model(family, 80, **FAMILIES[family]).double()
+        model = ma.load_model(native, tokenizer=lettered_tokenizer(80))
+    made = ma.edges(model, EQUAL, Counterpart(), direction=direction)
+    own, other = (torch.tensor([[*v, 60] for v in vs]) for vs in zip(*((p.tokens, p.counterpart) for p in EQUAL)))
+    clean, corrupt = (own, other) if direction == "denoising" else (other, own)
+    found = attribution_patch(
+        model, clean, corrupt, lambda logits: logits[0, -2, 60] - logits[0, -2, 61], EdgeAttributionConfig("edge")
+    )
+    summed = {}
+    for (writer, reader), score in found.edge_scores.items():
+        key = theirs(writer), theirs(reader)
+        summed[key] = summed.get(key, 0.0) + score
+    means = made.effects.effect.mean("prompt")
+    ours = {key: float(means.sel(writer=key[0], reader=key[1])) for key in summed}
+    assert int(means.notnull().sum()) == len(summed)
+    largest = max(map(abs, summed.values()))
+    assert largest > 1e-2
+    assert max(abs(ours[key] - summed[key]) for key in summed) < 1e-4 * largest
+    wrong = ma.edges(model, EQUAL, Counterpart({p.id: (*p.counterpart[:-1], 10) for p in EQUAL}), direction=direction)
+    assert float(abs(wrong.effects.effect.mean("prompt") - means).max()) > 1e-2 * largest, "another version is noticed"
+
+
+class ByHand:
+    """toy:llama in float64 as transformers has it: what writers write, and inputs of single readers that are changed."""
+
+    def __init__(self):
+        self.native = AutoModelForCausalLM.from_pretrained(
+            toy_folder("toy:llama"), dtype=torch.float64, attn_implementation="eager"
+        ).eval()
+        self.layers = self.native.model.layers
+
+    def run(self, tokens, at=None, step=None, embedding=None):
+        """logit[60] − logit[61] before the last token, and each writer's output [pos d_model]."""
+        written, handles, seen = {}, [], {}
+        width = self.native.config.head_dim
+
+        def see_embedding(module, args, out):
+            out = out if embedding is None else out + embedding
+            written["embedding"] = out[0]
+            return out
+
+        handles.append(self.native.model.embed_tokens.register_forward_hook(see_embedding))
+        for n, layer in enumerate(self.layers):
+
+            def heads(module, args, n=n):
+                for head in range(8):
+                    some = slice(head * width, (head + 1) * width)
+                    written[f"L{n}H{head}"] = args[0][0, :, some] @ module.weight[:, some].T
+
+            handles.append(layer.self_attn.o_proj.register_forward_pre_hook(heads))
+            handles.append(layer.mlp.register_forward_hook(lambda m, a, out, n=n: written.update({f"L{n}MLP": out[0]})))
+            handles.append(layer.register_forward_pre_hook(lambda m, args, n=n: seen.update({n: args[0]})))
+            for part in "qkv":
+                if at and at.startswith(f"L{n}H") and at.endswith(part):
+                    head = int(at[3:-2])
+
+                    def changed(module, args, out, layer=layer, head=head, n=n):
+                        some = slice(head * width, (head + 1) * width)
+                        moved = layer.input_layernorm(seen[n] + step) @ module.weight.T
+                        return torch.cat([out[..., : some.start], moved[..., some], out[..., some.stop :]], -1)
+
+                    handles.append(getattr(layer.self_attn, f"{part}_proj").register_forward_hook(changed))
+            if at == f"L{n}MLP":
+                handles.append(layer.post_attention_layernorm.register_forward_pre_hook(lambda m, a: (a[0] + step,)))
+        if at == "logits":
+            handles.append(self.native.model.norm.register_forward_pre_hook(lambda m, a: (a[0] + step,)))
+        logits = self.native(torch.tensor([tokens]), use_cache=False).logits[0, -2]
+        for handle in handles:
+            handle.remove()
+        return logits[60] - logits[61], written
+
+
+READERS = ["L0H1.v", "L1H2.q", "L1H3.k", "L2H0.v", "L2MLP", "L3H5.q", "L0MLP", "logits"]
+
+
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_edges_of_versions_of_other_lengths_by_hand(direction):
+    """Attributed with one and with three steps, and patched exactly, each against autograd on the plain model."""
+    hand, model = ByHand(), ma.load_model("toy:llama", dtype=torch.float64)
+    made = {steps: ma.edges(model, LONGER, Counterpart(), steps=steps, direction=direction) for steps in (1, 3)}
+    checked = made[1].checked.set_index(["prompt", "writer", "reader"]).exact
+    ways = [(theirs, mine) for mine, theirs in PARTNERS] if direction == "denoising" else PARTNERS
+    tried, misaligned = 0, []
+    for i, prompt in enumerate(LONGER[:2]):
+        own, other = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
+        receiver, donor = (other, own) if direction == "denoising" else (own, other)
+        before, mine = hand.run(receiver)
+        _, source = hand.run(donor)
+
+        def step(writer, shift=0, mine=mine, source=source):
+            moved = torch.zeros_like(mine[writer])
+            for to, at in ways:
+                moved[to] = source[writer][max(0, at - shift)] - mine[writer][to]
+            return moved.detach()[None]
+
+        for reader in READERS:
+            for steps in (1, 3):
+                total = 0
+                for point in [0.0] if steps == 1 else [1 / 6, 3 / 6, 5 / 6]:
+                    leaf = torch.zeros(1, len(receiver), 128, dtype=torch.float64, requires_grad=True)
+                    value, _ = hand.run(receiver, reader, leaf, point * step("embedding"))
+                    total = total + torch.autograd.grad(value, leaf)[0] / steps
+                scores = made[steps].effects.effect[i].sel(reader=reader)
+                for writer in ("embedding", "L0H1", "L0MLP", "L1H2", "L3MLP"):
+                    if (got := float(scores.sel(writer=writer))) == got:
+                        assert got == pytest.approx(float((total * step(writer)).sum()), abs=2e-6)
+                        misaligned.append(abs(got - float((total * step(writer, 1)).sum())))
+                        tried += 1
+        for (_, writer, reader), exact in checked[[prompt.id]].items() if i == 0 else ():
+            with torch.no_grad():
+                assert exact == pytest.approx(float(hand.run(receiver, reader, step(writer))[0] - before), abs=2e-6)
+    assert tried > 40
+    assert max(misaligned) > 1e-3, "tokens that are misaligned by one would be noticed"
+
+
+def test_integrated_gradients_are_complete():
+    """What leaves the embedding adds up to the difference between the embeddings; with one step it doesn't."""
+    model = ma.load_model("toy:llama", dtype=torch.float64)
+    pairs = ma.pairs(model, "ioi", 4)
+    made = {steps: ma.edges(model, pairs, Counterpart(), steps=steps).effects for steps in (1, 50)}
+    whole = made[1].whole.values
+    left = {steps: each.effect.sel(writer="embedding").sum("reader").values for steps, each in made.items()}
+    assert abs(left[50] - whole).max() < 1e-3 * abs(whole).max()
+    assert abs(left[1] - whole).max() > 0.1 * abs(whole).max(), "the test would notice missing steps"
+
+
+def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them():
+    model = ma.load_model("toy:llama")
+    made = ma.edges(model, ma.pairs(model, "ioi", 6), Counterpart())
+    table = made.table(top=5)
+    assert list(table.columns[:2]) == ["writer", "reader"]
+    assert "other_prompt" not in table
+    assert table.attrs["family"] == f"{int(made.effects.effect[0].notnull().sum())} edges attributed (first order)"
+    assert "attributed against exact on 32 effects" in str(made)
+    correlation, _ = made.agreement
+    assert correlation == pytest.approx(np.corrcoef(made.checked.exact, made.checked.attributed)[0, 1])
+    assert not (model.cfg.use_attn_result)
+    assert not (model.cfg.use_split_qkv_input)
+    assert not (model.cfg.use_hook_mlp_in)
+
+
+def test_what_has_no_edges_is_refused_in_words():
+    pairs = EQUAL
+    with pytest.raises(ModelError, match=r"no inputs of single heads of .*patch nodes with ma.patch"):
+        ma.edges("toy:falcon", ma.pairs(ma.load_model("toy:falcon"), "ioi", 2), Counterpart())
+    with pytest.raises(ModelError, match="does not add up to the residual stream"):
+        ma.edges("toy:gemma3", ma.pairs(ma.load_model("toy:gemma3"), "ioi", 2), Counterpart())
+    model = ma.load_model("toy:llama")
+    with pytest.raises(OptionError, match=r"1,055 edges of .* need about .* GiB for a prompt of 24 tokens"):
+        ma.edges(model, ma.pairs(model, "ioi", 2), Counterpart(), memory="1MiB")
+    with pytest.raises(OptionError, match="steps=0: give a whole number"):
+        ma.edges(model, pairs, Counterpart(), steps=0)

@@ -1,0 +1,131 @@
+"""Patching between two versions of a prompt, against plain forward passes of transformers with hooks by hand."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import mechattn as ma
+from mechattn.conditions import Counterpart
+from mechattn.errors import OptionError, PromptError
+from mechattn.model.checkpoint import toy_folder
+
+LONGER = [
+    ma.Prompt(tokens=(1, 20, 30, 31, 32, 40, 41, 9 + i), answer_tokens=(60,), counterpart=(1, 20, 35, 40, 41, 9 + i),
+              other_answer=(61,), id=str(i))
+    for i in range(3)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wide():
+    native = AutoModelForCausalLM.from_pretrained(toy_folder("toy:llama"), dtype=torch.float64)
+    return ma.load_model("toy:llama", dtype=torch.float64), native.eval()
+
+
+def difference(native, tokens, at, wrong, modules=(), put=None):
+    """logit[answer] − logit[wrong] before position ``at``; outputs of modules, some rows exchanged."""
+    seen, handles = {}, []
+
+    def see(name):
+        def hook(module, args, out):
+            value = (out[0] if isinstance(out, tuple) else out).clone()
+            if put and name in put:
+                for place, row in put[name].items():
+                    value[0, place] = row(value[0, place])
+            seen[name] = value[0]
+            return (value, *out[1:]) if isinstance(out, tuple) else value
+
+        return hook
+
+    for name in modules:
+        handles.append(native.get_submodule(name).register_forward_hook(see(name)))
+    with torch.no_grad():
+        logits = native(torch.tensor([tokens]), use_cache=False).logits[0, at - 1]
+    for handle in handles:
+        handle.remove()
+    return float(logits[tokens[at]] - logits[wrong]), seen
+
+
+PARTS = {"attn_out": "model.layers.1.self_attn", "mlp_out": "model.layers.1.mlp", "resid_post": "model.layers.1",
+         "q": "model.layers.1.self_attn.q_proj", "k": "model.layers.1.self_attn.k_proj"}  # fmt: skip
+PARTNERS = [(0, 0), (1, 1), (5, 3), (6, 4), (7, 5), (8, 6)]  # in LONGER: prompt, counterpart
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_parts_of_versions_of_other_lengths_against_hooks_by_hand(wide, part, direction):
+    model, native = wide
+    head, width = 2, model.cfg.d_head
+    where = [1] if part in ("attn_out", "mlp_out", "resid_post") else [(1, head)]
+    made = ma.patch(model, LONGER, Counterpart(), at=ma.Sites(part, where), metric="answers", direction=direction)
+    misaligned = []
+    for i, prompt in enumerate(LONGER):
+        own, other = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
+        ways = [(theirs, mine) for mine, theirs in PARTNERS] if direction == "denoising" else PARTNERS
+        receiver, donor = (other, own) if direction == "denoising" else (own, other)
+        before, _ = difference(native, receiver, len(receiver) - 1, 61)
+        after, source = difference(native, donor, len(donor) - 1, 61, [PARTS[part]])
+
+        def row(value):
+            def exchanged(old):
+                new = old.clone()
+                some = slice(head * width, (head + 1) * width) if part in "qk" else slice(None)
+                new[some] = value[some]
+                return new
+
+            return exchanged
+
+        for shift in (0, 1):
+            put = {PARTS[part]: {to: row(source[PARTS[part]][at - shift * (at > 1)]) for to, at in ways}}
+            found = difference(native, receiver, len(receiver) - 1, 61, [PARTS[part]], put)[0] - before
+            if shift == 0:
+                assert float(made.effects.effect[i].squeeze()) == pytest.approx(found, abs=2e-5)
+                assert float(made.effects.whole[i]) == pytest.approx(after - before, abs=2e-5)
+            else:
+                misaligned.append(abs(found - float(made.effects.effect[i].squeeze())))
+    assert max(misaligned) > 1e-4, "the oracle would notice tokens that are misaligned by one"
+
+
+def test_positions_and_segments_add_up_where_they_should(wide):
+    """The stream after the last layer: only the last token before the answer has an effect, and it has all of it."""
+    model, _ = wide
+    made = ma.patch(model, LONGER, Counterpart(), at=ma.Sites("resid_post", by="position"), metric="answers")
+    last = made.effects.effect.sel(layer=3)
+    np.testing.assert_allclose(last.sel(position=7), made.effects.whole, atol=2e-5)
+    assert made.effects.effect.isel(prompt=0, layer=0).isnull().values.nonzero()[0].tolist() == [2, 3, 4]
+    assert set(made.table().position) == {0, 1, 5, 6, 7, 8}
+    assert float(abs(last.sel(position=[0, 1, 5, 6, 8])).max()) < 2e-5
+    assert "pairs of layer and position" in str(made)
+    table = made.table()
+    share = table.share[(table.layer == 3) & (table.position == 7)].item()
+    assert share == pytest.approx(1, abs=1e-4), "normalised: the corrupted version is 0, the clean one 1"
+    figure = ma.render.patching_map(made)
+    assert list(figure.data[0].x) == [0, 1, 5, 6, 7, 8]
+
+
+def test_heads_by_position_are_attributed_and_sum_to_the_head(wide):
+    model, _ = wide
+    pairs = ma.pairs(model, "ioi", 40)
+    pairs = [pair for pair in pairs if len(Counterpart().apply(pair, model)) == 23][:4]
+    whole = ma.patch(model, pairs, Counterpart(), metric="answers")
+    each = ma.patch(model, pairs, Counterpart(), at=ma.Sites(by="position"), metric="answers")
+    np.testing.assert_allclose(each.effects.effect.sum("position"), whole.effects.effect, rtol=1e-5, atol=1e-9)
+
+
+def test_bad_answers_and_positions_are_refused_in_words(wide):
+    model, _ = wide
+    same = [ma.Prompt(tokens=p.tokens, counterpart=p.counterpart, answer_tokens=(60,), other_answer=(60,), id=p.id)
+            for p in LONGER]  # fmt: skip
+    with pytest.raises(PromptError, match=r"both answers of prompt 0 .* are the same tokens"):
+        ma.patch(model, same, Counterpart(), metric="answers")
+    with pytest.raises(PromptError, match=r'has no other answer, which metric="answers" needs'):
+        ma.patch(
+            model,
+            ma.load_prompts("word-problems", limit=2, with_answer=True),
+            ma.MeaninglessTokens("/", 3),
+            metric="answers",
+        )
+    mixed = [*LONGER, ma.Prompt(tokens=(1, 20, 30), counterpart=(1, 20, 31), answer_tokens=(60,), id="x")]
+    with pytest.raises(OptionError, match=r"prompts have 4 to 9 tokens .* position means another token in each"):
+        ma.patch(model, mixed, Counterpart(), at=ma.Sites("resid_post", by="position"))

@@ -1,0 +1,165 @@
+"""Counterparts: alignment against a brute-force search, segments of both versions, generated pairs."""
+
+import itertools
+import json
+import random
+
+import pytest
+
+import mechattn as ma
+from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.conditions import Counterpart
+from mechattn.engine.check import made_sequences, with_baseline
+from mechattn.errors import ConditionError, OptionError, PromptError
+from mechattn.prompts.counterparts import _pairs
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ma.load_model("toy:llama")
+
+
+def both(model, prompt, condition):
+    made = made_sequences(with_baseline({"other": condition}), [prompt], model, 0)[0]
+    return made[BASELINE], made["other"]
+
+
+def test_equal_lengths_are_paired_token_by_token(model):
+    prompt = ma.Prompt(tokens=(1, 20, 30, 40, 50), answer_tokens=(60,), counterpart=(1, 20, 31, 40, 51))
+    own, other = both(model, prompt, Counterpart())
+    assert other.origin.tolist() == [0, 1, 2, 3, 4, 5]
+    expected = ["bos", "question", "changed", "question", "changed", "answer"]
+    for one in (own, other):
+        assert [SEGMENTS[code] for code in one.segment] == expected
+    assert other.tokens.tolist() == [1, 20, 31, 40, 51, 60]
+    assert "0 without a partner, 2 changed" in other._repr_html_()
+
+
+def test_other_lengths_leave_out_what_has_no_partner(model):
+    prompt = ma.Prompt(tokens=(1, 20, 30, 31, 32, 40), answer_tokens=(60,), counterpart=(1, 20, 35, 36, 40))
+    own, other = both(model, prompt, Counterpart())
+    assert other.origin.tolist() == [0, 1, -1, -1, 5, 6]
+    assert [SEGMENTS[code] for code in other.segment] == ["bos", "question", *["inserted"] * 2, "question", "answer"]
+    assert [SEGMENTS[code] for code in own.segment] == ["bos", "question", *["changed"] * 3, "question", "answer"]
+    _, ended = both(model, prompt, Counterpart(from_the_end=True))
+    assert ended.origin.tolist() == [0, 1, 3, 4, 5, 6]
+    with pytest.raises(PromptError, match="3 tokens without a partner under 'other'"):
+        ma.run(model, [prompt], {"other": Counterpart()})
+
+
+def longest(own, other):
+    """The length of the longest common subsequence, by dynamic programming."""
+    table = [[0] * (len(other) + 1) for _ in range(len(own) + 1)]
+    for i, a in enumerate(own):
+        for j, b in enumerate(other):
+            table[i + 1][j + 1] = table[i][j] + 1 if a == b else max(table[i][j + 1], table[i + 1][j])
+    return table[-1][-1]
+
+
+def test_pairs_are_in_order_each_once_and_equal_but_in_replaced_stretches():
+    draw, found, most = random.Random(0), 0, 0
+    for _ in range(300):
+        own, other = ([draw.randrange(6) for _ in range(draw.randrange(4, 14))] for _ in range(2))
+        made = list(_pairs(own, other, False))
+        assert all(a < c and b < d for (a, b), (c, d) in itertools.pairwise(made))
+        if len(own) != len(other):
+            found += sum(own[a] == other[b] for a, b in made)
+            most += longest(own, other)
+    assert 0.85 * most < found <= most, "near the longest common subsequence, which a loop finds"
+
+
+def test_every_other_condition_has_the_same_segments(model):
+    prompt = ma.Prompt(tokens=(1, 20, 30, 40, 50), counterpart=(1, 20, 31, 40, 50))
+    slash = ma.MeaninglessTokens("/", count=4)
+    made = made_sequences(with_baseline({"other": Counterpart(), "slash": slash}), [prompt], model, 0)[0]
+    assert [SEGMENTS[c] for c in made["slash"].segment if SEGMENTS[c] != "inserted"] == [
+        SEGMENTS[c] for c in made[BASELINE].segment
+    ]
+    alone = made_sequences(with_baseline({"slash": slash}), [prompt], model, 0)[0]
+    assert not alone[BASELINE].of_segment("changed").any()
+
+
+def test_a_run_over_pairs_measures_the_changed_tokens(model):
+    some = ma.pairs(model, "ioi", 4)
+    result = ma.run(model, some, {"other": Counterpart()})
+    values = result["received_attention"].received_by_segment.sel(segment="changed")
+    assert bool(values.notnull().all())
+    assert float(abs(values.diff("condition")).max()) > 1e-4
+    table = result.compare("other", segment="changed")
+    assert abs(table.null).max() < 1e-6, "uniform attention doesn't see which tokens they are"
+
+
+def test_versions_come_from_a_file_a_list_or_a_mapping(model, tmp_path):
+    place = tmp_path / "pairs.jsonl"
+    rows = [
+        {"clean": f"Tom has {n} red", "corrupted": f"Tom has {n} old", "answer": " hats", "wrong": " eggs"}
+        for n in "ab"
+    ]
+    place.write_text("\n".join(map(json.dumps, rows)))
+    given = {"counterpart": "corrupted", "other_answer": "wrong"}
+    made = ma.load_prompts(str(place), field="clean", template="joined", **given)
+    assert [(p.counterpart, p.other_answer, p.answer) for p in made] == [
+        (r["corrupted"], " eggs", " hats") for r in rows
+    ]
+    texts = [row["corrupted"] for row in rows]
+    for versions in (None, texts, dict(zip("01", texts, strict=True))):
+        assert Counterpart(versions).apply(made[1], model).tokens.equal(Counterpart().apply(made[1], model).tokens)
+
+
+def test_bad_versions_are_refused_in_words(model):
+    prompt = ma.Prompt(tokens=(1, 20, 30), answer_tokens=(60,), id="7")
+    with pytest.raises(ConditionError, match=r"prompt 7 .* has no other version: load_prompts"):
+        Counterpart().apply(prompt, model)
+    with pytest.raises(ConditionError, match=r"has no other version"):
+        Counterpart([(1, 20, 31)]).apply(prompt, model)
+    with pytest.raises(ConditionError, match=r"both versions of prompt 7 .* have the same tokens"):
+        Counterpart({"7": (1, 20, 30)}).apply(prompt, model)
+    with pytest.raises(OptionError, match="is token ids and its counterpart a text"):
+        Counterpart({"7": "Tom"}).apply(prompt, model)
+
+
+@pytest.mark.parametrize("name", ["toy:llama", "toy:gemma3"])
+@pytest.mark.parametrize("source", ["ioi", "greater-than", "repeated-random"])
+def test_generated_pairs_have_as_many_tokens_and_other_answers(name, source):
+    model = ma.load_model(name)
+    made = ma.pairs(model, source, 12, span=(6, 9))
+    assert made == ma.pairs(model, source, 12, span=(6, 9)) != ma.pairs(model, source, 12, span=(6, 9), seed=1)
+    for prompt in made:
+        own, other = both(model, prompt, Counterpart())
+        assert len(own) == len(other)
+        assert other.of_segment("changed").any()
+        assert (prompt.answer or prompt.answer_tokens) != prompt.other_answer
+
+
+def test_the_answers_of_generated_pairs_follow_from_their_versions():
+    model = ma.load_model("toy:llama")
+    for prompt in ma.pairs(model, "repeated-random", 20, span=(5, 9)):
+        for version, answer in ((prompt.tokens, prompt.answer_tokens[0]), (prompt.counterpart, prompt.other_answer[0])):
+            earlier = [i for i, token in enumerate(version[:-1]) if token == version[-1]]
+            assert [version[i + 1] for i in earlier] == [answer]
+    for prompt in ma.pairs(model, "ioi", 20):
+        assert (
+            prompt.question.count(prompt.answer.strip()) == 1 == prompt.counterpart.count(prompt.other_answer.strip())
+        )
+    for prompt in ma.pairs(model, "greater-than", 20):
+        starts = [int(text.split("year ")[1][2:4]) for text in (prompt.question, prompt.counterpart)]
+        assert int(prompt.answer) > starts[0] > starts[1] > int(prompt.other_answer)
+
+
+def test_a_tokenizer_that_splits_names_differently_is_refused_with_the_words():
+    class Letters:
+        bos_token_id = None
+
+        def __call__(self, text, **_):
+            return {"input_ids": list(text)}
+
+    class Model:
+        tokenizer = Letters()
+        cfg = type("cfg", (), {"default_prepend_bos": False, "d_vocab": 99})()
+
+    from mechattn.prompts.pairs import _alike
+
+    with pytest.raises(PromptError, match=r"only 1 words are 3 tokens .*'Nebuchadnezzar' \(15\)"):
+        _alike(Model.tokenizer, [" Jo", " Nebuchadnezzar"])
+    with pytest.raises(OptionError, match=r"source='ioy': choose one of 'ioi'"):
+        ma.pairs(Model(), "ioy")
