@@ -292,7 +292,7 @@ ma.browse(few, live=False)
 # %% [markdown]
 # ## For a paper
 #
-# What does a figure look like in a column of a paper? 85 or 175 mm wide, with 8-point text, in the colours of Okabe
+# What does a figure look like in a column of a paper? 85 or 170 mm wide, with 8-point text, in the colours of Okabe
 # and Ito. `ma.render.write_image(figure, "figure-1.pdf", "single")` writes it as PDF, SVG or PNG.
 
 # %%

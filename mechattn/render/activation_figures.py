@@ -194,7 +194,7 @@ def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: 
 
 
 def _positive(values: np.ndarray) -> np.ndarray:
-    """Replace zeros with NaN: on a logarithmic axis an empty bin is a gap."""
+    """Replace zeros with NaN: an empty bin is a gap."""
     return np.where(values > 0, values, np.nan)
 
 
@@ -207,11 +207,7 @@ def _n(results: Seq[Result]) -> str:
 Reading = Literal["mixed", "top_target"]
 READINGS = {"mixed": "head_updates", "top_target": "top_target_updates"}
 _AXIS = {"magnitude": "‖update‖ / ‖residual stream‖", "orientation": "cosine of update and residual stream"}
-_DECADES: dict[str, Any] = {"tickvals": list(range(-4, 3)), "ticktext": [f"{10.0**t:g}" for t in range(-4, 3)]}
-_HEAT: dict[str, Any] = {
-    "colorscale": [[0, "#ffffff"], [0.02, "#dbe9f6"], [0.25, "#6aaed6"], [1, "#08306b"]],
-    "zmin": 0,
-}
+_HEAT: dict[str, Any] = {"colorscale": draw.SEQUENTIAL, "reversescale": True, "zmin": 0}
 _RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
 
 
@@ -249,14 +245,15 @@ def update_histogram(
             share = 100 * here.values / here.values.sum(-1, keepdims=True)
         x = _middles(bins)[shown]
         figure.add_heatmap(
-            x=np.log10(x) if quantity == "magnitude" else x, y=here["head"].values, z=share[:, shown],
+            x=np.log10(x) if quantity == "magnitude" else x, y=here["head"].values, z=_positive(share[:, shown]),
             **_HEAT, colorbar=dict(title="% of<br>tokens"),
             customdata=np.broadcast_to(_ranges(bins)[shown], (heads, len(x))),
             hovertemplate=f"layer {layer}, head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %<extra></extra>",
         )  # fmt: skip
-    draw.rule(figure, **_RULE, x=np.log10(1 / heads) if quantity == "magnitude" else 0)
-    figure.update_xaxes(title_text=_AXIS[quantity], **(_DECADES if quantity == "magnitude" else {}))
-    figure.update_yaxes(title_text="head", dtick=max(1, heads // 16))
+    uniform = np.log10(1 / heads) if quantity == "magnitude" else 0.0
+    draw.rule(figure, **_RULE, x=uniform)
+    figure.update_xaxes(title_text=_AXIS[quantity], **draw.reach(figure, "x", uniform, quantity == "magnitude"))
+    figure.update_yaxes(title_text="head", **draw.steps(heads))
     return _finished(figure, result, condition, reading, f"{quantity} of head updates", counts, 480)
 
 
@@ -285,14 +282,15 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
         words = [[f"magnitude {m}, orientation {o}" for m in _ranges(sizes)[1:-1]] for o in _ranges(turns)[1:]]
         figure.add_heatmap(
             x=np.log10(_middles(sizes)[1:-1]), y=_middles(turns)[1:],
-            z=np.where(z > 0, 100 * z / max(1, every.sum()), np.nan),
+            z=_positive(100 * z / max(1, every.sum())),
             **_HEAT, colorbar=dict(title="% of<br>updates"), customdata=words,
             hovertemplate=f"layer {layer}: %{{customdata}}: %{{z:.2f}} %<extra></extra>",
         )  # fmt: skip
     draw.rule(figure, **_RULE, y=0)
-    draw.rule(figure, **_RULE, x=np.log10(1 / int(result.provenance["model"]["heads"])))
-    figure.update_xaxes(title_text=_AXIS["magnitude"], **_DECADES)
-    figure.update_yaxes(title_text=_AXIS["orientation"])
+    uniform = np.log10(1 / int(result.provenance["model"]["heads"]))
+    draw.rule(figure, **_RULE, x=uniform)
+    figure.update_xaxes(title_text=_AXIS["magnitude"], **draw.reach(figure, "x", uniform, True))
+    figure.update_yaxes(title_text=_AXIS["orientation"], **draw.reach(figure, "y", 0.0))
     return _finished(figure, result, condition, reading, "orientation against magnitude of head updates", counts, 560)
 
 
@@ -321,6 +319,7 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
         first = result["sequences"].first_prompt_text.sel(condition=condition).values
         texts = [html.escape(str(text)).replace("\n", "⏎") for text in first]
     heads, figure = values.sizes["head"], draw.panels()
+    bar = dict(title="head", **draw.steps(heads))
     for layer in values.layer.values:
         y = values.sel(layer=layer).transpose("head", "key").values
         many = n.sel(layer=layer).transpose("head", "key").values
@@ -331,7 +330,7 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
         ]
         figure.add_scattergl(
             x=key, y=y[head, key].astype(np.float32), mode="markers", text=words,
-            marker=dict(size=4, color=head, colorscale=draw.SEQUENTIAL, colorbar=dict(title="head"), opacity=0.7),
+            marker=dict(size=4, color=head, colorscale=draw.SEQUENTIAL, colorbar=bar, opacity=0.7),
             hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>", showlegend=False,
         )  # fmt: skip
     draw.rule(figure, **_RULE, y=1 / heads)

@@ -97,9 +97,10 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
     base = 100 * float(table.set_index("condition").accuracy[BASELINE])
     reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))  # differences due to chance get no colour
     figure = draw.panels()
+    marks = dict(title="%", tickvals=[t for t in (base - reach, base, base + reach) if 0 <= t <= 100], tickformat=".0f")
     figure.add_heatmap(
-        z=z, x=columns, y=rows, colorscale=draw.DIVERGING, zmin=base - reach, zmax=base + reach,
-        colorbar=dict(title="%"), texttemplate="%{z:.1f}",
+        z=z, x=columns, y=rows, colorscale=draw.DIVERGING, zmin=base - reach, zmax=base + reach, colorbar=marks,
+        texttemplate="%{z:.1f}",
     )  # fmt: skip
     about = f"n = {_n([table])}; {base:.1f} % in the baseline, pale; orange is better"
     figure.update_xaxes(title_text=across, type="category")
@@ -110,7 +111,7 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
 
 @declare("evaluation")
 def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure:
-    """Plot pass@k, or the accuracy of the best of k, over k: one colour per condition, one dash style per table.
+    """Plot pass@k, or the accuracy of the best of k, over k: one colour per condition, one panel per table.
 
     Args:
         tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` for each measure, by its name in the
@@ -120,14 +121,17 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
     Raises:
         OptionError: There are no tables.
     """
-    colours = dict(zip(_conditions(tables), cycle(COLOURS), strict=False))
-    figure = draw.panels()
-    for (measure, table), dash in zip(tables.items(), cycle(("solid", "dash", "dot")), strict=False):
-        for name, rows in table.groupby("condition", sort=False):
-            style = dict(mode="lines+markers", line=dict(dash=dash), customdata=[name] * len(rows))
-            _points(figure, rows.k.to_list(), rows, f"{name}, {measure}", colours[name], "estimate", **style)
+    names, figure = _conditions(tables), draw.panels(list(tables), shared_yaxes=True, horizontal_spacing=0.05)
+    for column, table in enumerate(tables.values(), 1):
+        tried = sorted(set(table.k))
+        shown = [(name, table[table.condition == name].set_index("k").reindex(tried)) for name in names]
+        draw.side_by_side(
+            figure, [str(k) for k in tried], [(name, _percents(rows, "estimate")) for name, rows in shown], COLOURS,
+            column=column, apart=0.1, mode="lines+markers", hovertemplate="k = %{customdata}: %{y:.1f} %",
+        )  # fmt: skip
     figure.update_xaxes(title_text="answers to each question (k)")
-    figure.update_yaxes(title_text="probability of a right answer (%)", rangemode="tozero")
+    figure.update_yaxes(rangemode="tozero")
+    figure.update_yaxes(title_text="probability of a right answer (%)", col=1)
     note = "bars: 95 % intervals over problems"
     draw.title(figure, f"{model}: {' and '.join(tables)}", note, 460)
     return figure

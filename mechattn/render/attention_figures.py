@@ -50,7 +50,8 @@ def received_attention(
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
 
     The top row shows the original tokens, aligned; the bottom row the whole sequence with the inserted span shaded.
-    Dotted lines are uniform attention, since part of the fall is there by definition. A result with only the baseline
+    Dotted lines are uniform attention, since part of the fall is there by definition. Bands end at 0, which no
+    probability is below. A result with only the baseline
     gives one row with its null. Lines are means over prompts and bands pointwise 95 % t intervals. A key is hidden if
     fewer than half of the prompts, or fewer than 10 of them (all, below 10 prompts), have it.
 
@@ -84,8 +85,8 @@ def received_attention(
         for at, head in some:
             of_layers.setdefault(at, []).append(head)
     alone = condition == BASELINE
-    base = _Line("received_by_origin", BASELINE, "baseline" if alone else f"w/o {condition}", WITHOUT)
-    aligned = _Line("received_by_origin", condition, f"w/ {condition}", WITH)
+    base = _Line("received_by_origin", BASELINE, "baseline" if alone else f"without {condition}", WITHOUT)
+    aligned = _Line("received_by_origin", condition, f"with {condition}", WITH)
     rows = [[base]] if alone else [[base, aligned], [aligned._replace(quantity="received")]]
     panels = [
         _Panel(result, one, head, f"Layer {one + one_based} head {head + one_based}")
@@ -221,7 +222,7 @@ def _by_position(panels: list[_Panel], rows: list[list[_Line]], shown: np.ndarra
     for row, of in enumerate(rows, 1):
         whole = of[0].quantity == "received"
         figure.update_xaxes(title_text="position in the sequence" if whole else "original token position", row=row)
-    figure.update_yaxes(title_text="average attention weight<br>(probability)", col=1)
+    figure.update_yaxes(title_text="attention received<br>(probability)", col=1)
     figure.update_yaxes(rangemode="tozero")
     return figure.update_layout(hovermode="x unified")
 

@@ -131,15 +131,16 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
     draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True, text=shown, **text)
     figure.add_scatter(
         x=null[:, 0], y=rows, name="if every head attended uniformly", text=[percent(v / 100) for v in null[:, 0]],
-        marker=dict(symbol="line-ns-open", size=20, color=WITHOUT, line_width=3), **text,
+        marker=dict(symbol="line-ns-open", size=20, color=WITHOUT, line_width=3), **text | {"textposition": draw.BELOW},
     )  # fmt: skip
     draw.rule(figure, x=0)
     one = f" with “{names[0]}”" if len(set(names)) == 1 else ""
     counts = " or ".join(dict.fromkeys(map(count_words, results)))
     note = f"mean over all layers and heads; {counts}"
     draw.title(figure, f"Change of {quantity_words('received', segment)}{one}", note, 200 + 64 * len(found), top=120)
-    figure.update_xaxes(ticksuffix=" %", title_text="change from the baseline")
-    figure.update_yaxes(tickvals=rows, ticktext=words, range=[len(found) - 0.5, -0.8])
+    figure.update_xaxes(ticksuffix=" %", nticks=3, title_text="change from the baseline")
+    labels = [word.replace(" (", "<br>(", 1) for word in words]
+    figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(found) - 0.5, -0.8])
     pairs = zip(words, found, strict=True)
     return says(figure, *(f"{row}: {beside_null(v.change, v.null)}. {heads_words(v)}." for row, v in pairs))
 

@@ -47,8 +47,8 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         go.Scatter(
             x=x, y=y, mode="markers+text", text=[_short(name) for name in places], hovertext=list(places),
             hoverinfo="text", textfont=dict(size=10), showlegend=False,
-            marker=dict(size=26, color=["#fff" if name in used else "#eee" for name in places],
-                        line=dict(width=1.5, color=["#444" if name in used else "#ccc" for name in places])),
+            marker=dict(size=26, color=[draw.NEUTRAL if name in used else draw.SHADE for name in places],
+                        line=dict(width=1.5, color=["#444" if name in used else draw.GREY for name in places])),
         )
     )  # fmt: skip
     drawn.update_xaxes(title_text="head", showgrid=False, zeroline=False, tickvals=list(range(heads)))

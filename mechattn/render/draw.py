@@ -21,11 +21,12 @@ WITH = "#d55e00"  # vermilion: with them
 THIRD = "#009e73"  # green: a control
 OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
 COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)  # of lines without a meaning of their own, in order
-ABOVE = " ".join(["top", "center"])  # plotly's word for text above its point
+ABOVE, BELOW = (f"{where} {'center'}" for where in ("top", "bottom"))  # plotly's words for text beside its point
 NEUTRAL = "#f4f4f2"  # no change, on every map of signed numbers
 # The colour scales of all figures and pages; either is told apart with any colour blindness.
 DIVERGING = ((0.0, WITHOUT), (0.5, NEUTRAL), (1.0, WITH))  # less, none, more
 SEQUENTIAL = "Cividis"
+FADED = "rgba(255, 255, 255, 0.75)"  # over what is not significant
 DARK = {
     WITHOUT: "#56b4e9",
     WITH: "#ff9a4d",
@@ -34,6 +35,7 @@ DARK = {
     "#000000": "#e6e6e3",
     "#7a5c00": "#c9a227",
     "#444": "#bbb",
+    FADED: "rgba(22, 24, 28, 0.75)",
 }  # on a dark background
 GREY = "#888"
 SHADE = "rgba(120, 120, 120, 0.16)"
@@ -50,6 +52,27 @@ def faint(colour: str, alpha: float = 0.2) -> str:
     """The colour of a band around a line of this colour."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, {alpha})"
+
+
+def within(ends: np.ndarray, units: str) -> np.ndarray:
+    """The ends of intervals, none outside 0 and 1 where these are the bounds of the units."""
+    return np.clip(ends, 0, 1) if units in ("probability", "share") else ends
+
+
+def steps(count: int) -> dict[str, Any]:
+    """An axis of layers or heads: whole numbers, at most 16 of them."""
+    return dict(tick0=0, dtick=max(1, -(-count // 16)))
+
+
+def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> dict[str, Any]:
+    """An axis from the first to the last bin that any layer fills, and to the null; of decades in steps of three."""
+    filled = [t[axis][np.isfinite(t.z).any(0 if axis == "x" else 1)] for t in figure.data]
+    step = np.diff(figure.data[0][axis]).min()
+    ends = np.array([null, *np.concatenate(filled)])
+    low, high = ends.min() - step, ends.max() + step
+    half = range(-8, 5)  # half decades
+    ticks = dict(tickvals=[t / 2 for t in half], ticktext=[f"{10.0 ** (t / 2):.1g}" for t in half]) if decades else {}
+    return dict(range=[low, high], **ticks)
 
 
 def panels(titles: Seq[str] | None = None, rows: int = 1, **options: Any) -> go.Figure:
@@ -95,13 +118,13 @@ def side_by_side(
 def line_and_band(
     figure: go.Figure, found: Positions, name: str, colour: str, *, column: int, row: int = 1, legend: bool = True
 ) -> None:  # fmt: skip
-    """The mean over prompts at each position, and its band, whose edges are named lines."""
+    """The mean over prompts of a probability at each position, and its band, whose edges are named lines."""
     common = dict(legendgroup=name, mode="lines", x=found.at, **at(column, row))
     edges = dict(line=dict(width=0), hoverinfo="skip", showlegend=False)
     if np.isfinite(found.low).any():
-        figure.add_scatter(y=found.low, name=f"{name}, low", **common, **edges)
+        figure.add_scatter(y=within(found.low, "probability"), name=f"{name}, low", **common, **edges)
         filled = dict(fill="tonexty", fillcolor=faint(colour))
-        figure.add_scatter(y=found.high, name=f"{name}, high", **common, **edges, **filled)
+        figure.add_scatter(y=within(found.high, "probability"), name=f"{name}, high", **common, **edges, **filled)
     figure.add_scatter(
         y=found.mean, name=name, showlegend=legend, line=dict(color=colour, width=1.6), customdata=found.n, meta=["n"],
         hovertemplate="%{y:.4f} (n = %{customdata})", **common,
@@ -139,7 +162,7 @@ def rule(
 def head_map(
     table: pd.DataFrame, columns: Mapping[str, str], name: str, unit: str, hover: str, across: str = "head"
 ) -> go.Figure:
-    """Heads by layer in orange and blue, and a dot where q < 0.05.
+    """Heads by layer in orange and blue: a dot where q < 0.05, the others faded.
 
     The first of the columns, which are given by their labels, is the colour; the others are there on hover.
     """
@@ -159,8 +182,13 @@ def head_map(
         x=shown.columns.values[place], y=shown.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
         marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
     )  # fmt: skip
-    figure.update_xaxes(title_text=across)
-    figure.update_yaxes(title_text="layer", autorange="reversed")
+    unsure = np.where((wide["q"] >= 0.05).values, 0.0, np.nan)
+    faded: dict[str, Any] = dict(colorscale=[[0, FADED], [1, FADED]], showscale=False, hoverinfo="skip")
+    figure.add_heatmap(x=shown.columns, y=shown.index, z=unsure, name="faded", **faded)
+    square = dict(symbol="square", size=9, color=FADED, line=dict(color=GREY, width=1))
+    figure.add_scatter(x=[None], y=[None], mode="markers", name="faded: q ≥ 0.05", marker=square, showlegend=True)
+    figure.update_xaxes(title_text=across, **(steps(len(shown.columns)) if across == "head" else {}))
+    figure.update_yaxes(title_text="layer", autorange="reversed", **steps(len(shown)))
     return figure
 
 

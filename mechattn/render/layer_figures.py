@@ -32,8 +32,11 @@ _WORDS = {
     "duplicate_mass": "attention to earlier occurrences of the same token",
     "induction_mass": "attention to the tokens after them",
     "inserted_mass": "attention to the inserted tokens",
+    "span_mass": "attention to all inserted tokens",
+    "block_magnitude": "magnitude of the block's update",
+    "distance": "mean distance",
     "concentration": "p(1) − p(2)",
-    "shift_rank_one_share": "rank of the shift Σσ, s₁² / Σ s²",
+    "shift_rank_one_share": "rank-one share of the shift Σσ",
 }
 _AFFINE = "affine_shift"
 
@@ -42,11 +45,11 @@ _AFFINE = "affine_shift"
 def heads_by_layer(
     result: Result, quantity: str = "self_share", segment: str = "question", conditions: Seq[str] | None = None
 ) -> go.Figure:
-    """Plot one number per head over the layers, one panel per condition; lines are sorted within each layer.
+    """Plot one number per head by layer, one panel per condition: a strip of points, sorted within each layer.
 
-    A line is a rank, not a head, as heads of different layers are unrelated; sorting keeps lines from crossing. Hover
-    for the head, its mean over prompts and its 95 % interval. The dotted line is uniform attention, if that is a null.
-    (R. Claus, figures 4 to 6, as their captions describe them.)
+    Heads of different layers are unrelated, so no line joins them. Hover for the head, its mean over prompts and its
+    95 % interval. The dotted line is uniform attention, if that is a null. (R. Claus, figures 4 to 6, as their captions
+    describe them.)
 
     Args:
         result: A result with ``AttentionFocus``, or another analysis with one number per head.
@@ -62,28 +65,15 @@ def heads_by_layer(
     if "head" not in variable.dims:
         raise OptionError(f"{quantity!r} has no heads; use by_layer")
     figure = draw.panels(names, shared_yaxes=True, horizontal_spacing=0.04)
-    layers = variable.layer.values
     for column, name in enumerate(names, 1):
-        values = variable.sel(condition=name).transpose("prompt", "layer", "head")
-        mean, low, high = mean_over_prompts(result, values)
-        order = np.argsort(mean, axis=1)[:, ::-1]
-        for rank in range(mean.shape[1]):
-            at = np.arange(len(layers)), order[:, rank]
-            shown = np.stack([variable["head"].values[order[:, rank]], low[at], high[at]], -1)
-            figure.add_scatter(
-                x=layers, y=mean[at], customdata=shown, mode="lines+markers", showlegend=False, row=1, col=column,
-                name=f"{name}, rank {rank}", meta=["head", "low", "high"],
-                line=dict(width=1.2, color=_shade(rank, mean.shape[1])), marker=dict(size=5),
-                hovertemplate="layer %{x}, head %{customdata[0]}: %{y:.3f} [%{customdata[1]:.3f}, "
-                "%{customdata[2]:.3f}]<extra></extra>",
-            )  # fmt: skip
+        _strips(figure, result, variable.sel(condition=name), name, column)
         draw.rule(figure, y=0, column=column)
     for column, name in enumerate(names if null is not None else [], 1):
-        _null_line(figure, result, null.sel(condition=name), "#555", column)  # type: ignore[union-attr]
-    figure.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12))
-    figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
-    note = _note(variable, segment, null, f"n = {count_words(result)}; lines sorted within each layer")
-    draw.title(figure, f"{model_caption(result)}: {_WORDS.get(quantity, quantity)}, every head", note, 460)
+        _null_line(figure, result, null.sel(condition=name), WITH, column)  # type: ignore[union-attr]
+    figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
+    figure.update_yaxes(title_text=_axis(quantity, variable), col=1)
+    note = _note(variable, segment, null, f"n = {count_words(result)}; a point per head, sorted within each layer")
+    draw.title(figure, f"{model_caption(result)}: {_words(quantity)}, every head", note, 460)
     return says(figure, _means(result, variable, null, names))
 
 
@@ -112,11 +102,11 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
             _line(figure, result, one.sel(condition=name), name, colour, column)
             if null is not None:
                 _null_line(figure, result, null.sel(condition=name), colour, column)
-    figure.update_xaxes(title_text="layer", dtick=max(1, variable.sizes["layer"] // 12))
-    figure.update_yaxes(title_text=f"{quantity}<br>({variable.attrs['units']})", col=1)
+    figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
+    figure.update_yaxes(title_text=_axis(quantity, variable), col=1)
     heads = "mean over heads; " if "head" in variable.dims else ""
     note = _note(variable, segment, null, f"{heads}n = {count_words(result)}; bands: 95 % intervals")
-    draw.title(figure, f"{model_caption(result)}: {_WORDS.get(quantity, quantity)} by layer", note, 440)
+    draw.title(figure, f"{model_caption(result)}: {_words(quantity)} by layer", note, 440)
     return says(figure, _means(result, variable, null, names))
 
 
@@ -145,7 +135,7 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
     draw.dotted(figure, layers, uniform, "λ, uniform attention", WITHOUT, column=1)
     _bars(figure, result, at.relative_error, "relative output error", THIRD, 2)
     _bars(figure, result, at.total_variation, "total variation", OTHERS[1], 2)
-    figure.update_xaxes(title_text="layer", dtick=1 if len(layers) <= 16 else None)
+    figure.update_xaxes(title_text="layer", **draw.steps(len(layers)))
     figure.update_yaxes(rangemode="tozero")
     words = f"{condition}, {segment} queries, n = {count_words(result)}"
     draw.title(figure, f"{model_caption(result)}: the affine reading", f"{words}; bars: 95 % intervals", 440)
@@ -202,8 +192,8 @@ def _line(figure: go.Figure, result: Result, values: xr.DataArray, words: str, c
     """A line over layers with its band."""
     over = ["head"] if "head" in values.dims else []
     mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
-    x = values.layer.values
-    draw.ribbon(figure, x, low, high, colour, column=column, legendgroup=words)
+    x, units = values.layer.values, values.attrs["units"]
+    draw.ribbon(figure, x, draw.within(low, units), draw.within(high, units), colour, column=column, legendgroup=words)
     figure.add_scatter(
         x=x, y=mean, customdata=np.stack([low, high], -1), name=words, legendgroup=words, showlegend=column == 1,
         meta=["low", "high"], mode="lines+markers", line=dict(color=colour), row=1, col=column,
@@ -221,8 +211,35 @@ def _names(result: Result, conditions: Seq[str] | None) -> list[str]:
     return names
 
 
-def _shade(rank: int, count: int) -> str:
-    """A shade from dark to light blue, by rank."""
-    part = rank / max(1, count - 1)
-    low, high = (11, 61, 120), (158, 197, 232)
-    return "rgb(" + ", ".join(str(round(a + part * (b - a))) for a, b in zip(low, high, strict=True)) + ")"
+def _words(quantity: str) -> str:
+    """What a quantity is called."""
+    return _WORDS.get(quantity, quantity.replace("_", " "))
+
+
+def _axis(quantity: str, variable: xr.DataArray) -> str:
+    """The title of an axis: the quantity and its units."""
+    return f"{_words(quantity)}<br>({variable.attrs['units']})"
+
+
+def _strips(figure: go.Figure, result: Result, values: xr.DataArray, name: str, column: int) -> None:
+    """A point for each head beside its layer, the largest on the left."""
+    mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
+    order = np.argsort(mean, axis=1)[:, ::-1]
+    here = np.arange(len(order))[:, None], order
+    beside = np.linspace(-0.3, 0.3, order.shape[1]) if order.shape[1] > 1 else np.zeros(1)
+    where = [
+        part.ravel()
+        for part in (
+            np.broadcast_to(values.layer.values[:, None], order.shape),
+            values["head"].values[order],
+            low[here],
+            high[here],
+        )
+    ]
+    figure.add_scatter(
+        x=(values.layer.values[:, None] + beside).ravel(), y=mean[here].ravel(), customdata=np.stack(where, -1),
+        mode="markers", showlegend=False, row=1, col=column, name=name, meta=["layer", "head", "low", "high"],
+        marker=dict(size=4, color=WITHOUT),
+        hovertemplate="L%{customdata[0]}H%{customdata[1]}: %{y:.3f} [%{customdata[2]:.3f}, %{customdata[3]:.3f}]"
+        "<extra></extra>",
+    )  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from queue import Empty, Queue
+from textwrap import wrap
 from threading import Thread
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mechattn.errors import OptionError, OutputError
 from mechattn.render.draw import FONT
@@ -14,15 +15,19 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 Column = Literal["single", "double"]
-_INCHES = {"single": 3.35, "double": 6.9}  # 85 and 175 mm, the columns of most journals
+_MILLIMETRES = {"single": 85, "double": 170}  # the columns of most journals
+_PAGE = 235  # millimetres: the height of the text on a page
 _PIXELS = 96  # pixels per inch, as in SVG and PDF
 _POINTS = 8
+_SIZE = _POINTS * _PIXELS / 72  # of letters, in pixels
+_LINE = 1.45 * _SIZE
+_LETTER = 0.58  # the mean width of a letter, of its height
 _FORMATS = (".pdf", ".svg", ".png")
 _PATIENCE = 100  # seconds; kaleido's own limit for a figure is 90
 
 
 def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = False) -> go.Figure:
-    """Copy a figure in the format of a paper: 85 or 175 mm wide, 8-point text, the colours of Okabe and Ito.
+    """Copy a figure in the format of a paper: 85 or 170 mm wide, 8-point text, panels below each other in 85 mm.
 
     Args:
         figure: A figure of ``mechattn.render``, which is not changed.
@@ -30,46 +35,117 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
         title: Whether to keep the title, which a caption usually replaces.
 
     Raises:
-        OptionError: There is no such column.
+        OptionError: There is no such column, or the panels below each other are taller than a page.
     """
     import plotly.graph_objects as go
 
-    if column not in _INCHES:
-        raise OptionError(f"column={column!r}: choose {' or '.join(map(repr, _INCHES))}")
-    across = len({tuple(axis.domain) for axis in figure.select_xaxes() if axis.domain})
-    if column == "single" and across > 2:
-        raise OptionError(f"{across} panels side by side are too narrow in 85 mm: draw fewer, or use column='double'")
-    made, size = go.Figure(figure), _POINTS * _PIXELS / 72
-    title = title or bool(figure.layout.sliders)  # the caption of the slider
+    if column not in _MILLIMETRES:
+        raise OptionError(f"column={column!r}: choose {' or '.join(map(repr, _MILLIMETRES))}")
+    made, width = go.Figure(figure), _MILLIMETRES[column] / 25.4 * _PIXELS
+    heading = _heading(figure, width, title)
     made.layout.sliders = None
-    _lay_out(made, _INCHES[column] * _PIXELS, size, title)
-    made.update_annotations(font_size=size)
-    small = size * (0.8 if column == "single" and across > 1 else 1)  # so that titles side by side don't overlap
-    axis = dict(title_standoff=4, title_font_size=small, tickfont_size=0.9 * size)
-    made.update_xaxes(**axis)
-    made.update_yaxes(**axis)
-    bar = dict(thickness=9, title_font_size=size, tickfont_size=0.9 * size, nticks=5)
-    made.update_traces(colorbar=bar, selector=dict(type="heatmap"))
-    made.update_layout(title_text=figure.layout.title.text if title else "", title_font_size=1.2 * size)
+    made.update_annotations(font_size=_SIZE)
+    axis = dict(title_standoff=4, title_font_size=_SIZE, tickfont_size=0.9 * _SIZE)
+    made.update_xaxes(**axis).update_yaxes(**axis)
+    bar = dict(thickness=9, title_font_size=_SIZE, tickfont_size=0.9 * _SIZE)
+    made.update_traces(colorbar=bar | {"nticks": 5}, selector=dict(type="heatmap"))
+    made.update_traces(marker_colorbar=bar, selector=dict(type="scattergl"))
+    _lay_out(made, width, heading, column == "single")
+    tall = (made.layout.height - _LINE * len(heading)) / _PIXELS * 25.4  # a title stands in for the caption
+    if tall > _PAGE:
+        raise OptionError(
+            f"{len(_panels(made))} panels below each other are {tall:.0f} mm tall, but a page has {_PAGE}: draw fewer, "
+            "or use column='double'"
+        )
     return made
 
 
-def _lay_out(made: go.Figure, width: float, size: float, title: bool) -> None:
-    """Set size, margins and legend; the figure grows by its legend, so the panels keep their height."""
-    rows = _legend_rows(made, width, size)
-    height = max(230.0, 0.72 * (made.layout.height or 450)) + 1.45 * size * max(0, rows - 1)
-    room = (2.2 * size if title else 0.6 * size) + (1.7 * size if made.layout.annotations else 0.0)
-    top = 1 - (2.2 * size / height if title else 0)
+def _heading(figure: go.Figure, width: float, title: bool) -> list[str]:
+    """The lines of the title, or of its small print alone where that is a slider's caption."""
+    heading, _, note = str(figure.layout.title.text or "").partition("<br>")
+    note = note.removeprefix("<sup>").removesuffix("</sup>")
+    if title:
+        return _lines(heading, width / 1.2) + [f"<sup>{line}</sup>" for line in _lines(note, width)]
+    return _lines(note.partition(";")[0], width) if figure.layout.sliders else []
+
+
+def _lines(text: str, width: float) -> list[str]:
+    """The text in lines that fit, besides those that it has."""
+    most = max(8, int(width / (_LETTER * _SIZE)))
+    return [line for part in text.split("<br>") for line in wrap(part, most, break_long_words=False)]
+
+
+def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) -> None:
+    """Set size, margins and legend; the figure grows by its legend and titles, so the panels keep their height."""
+    rows, panels = _legend_rows(made, width), _panels(made)
+    screen = made.layout.height or 450
+    stacked = single and len({x.domain for x, _, _ in panels}) > 1
+    for x, _, notes in panels:
+        for note in notes:
+            note.text = "<br>".join(_lines(note.text, _across(x, width, stacked)))
+    tall, above = _stacked(panels) if stacked else (max(155.0, 0.72 * screen - 75), _titles_above(panels))
+    for x, y in [(x, y) for x, y, _ in panels] or [(made.layout.xaxis, made.layout.yaxis)]:
+        high = tall * ((y.domain[1] - y.domain[0]) if y.domain else 1)
+        for axis, long in ((x, _across(x, width, stacked)), (y, high)):
+            axis.title.text = "<br>".join(_lines(axis.title.text or "", long))
+    titled = _LINE * len(heading) + 10 * bool(heading)
+    top = _LINE * rows + titled + 0.6 * _SIZE
+    height = top + above + tall + 38
     legend = dict(
-        orientation="h", x=1, xanchor="right", y=top, yref="container", yanchor="top", font_size=size, tracegroupgap=0
-    )
+        orientation="h", x=1, xanchor="right", y=1 - titled / height, yref="container", yanchor="top",
+        xref="paper", font_size=_SIZE, tracegroupgap=0,
+    )  # fmt: skip
     made.update_layout(
-        template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=size),
-        margin=dict(l=50, r=10, t=1.45 * size * rows + room, b=38), legend=legend,
+        template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=_SIZE),
+        margin=dict(l=50, r=10, t=top + above, b=38), legend=legend,
+        title=dict(text="<br>".join(heading), x=0.01, y=1 - 14 / height, yanchor="top", font_size=1.2 * _SIZE),
     )  # fmt: skip
 
 
-def _legend_rows(figure: go.Figure, width: float, size: float) -> int:
+def _across(axis: Any, width: float, stacked: bool) -> float:
+    """The width of a panel."""
+    return (width - 70) * (1 if stacked or not axis.domain else axis.domain[1] - axis.domain[0])
+
+
+def _panels(figure: go.Figure) -> list[tuple[Any, Any, list[Any]]]:
+    """The axes of each panel and the titles over it, from left to right, and in a column from top to bottom."""
+    axes = [(x, figure.layout[f"yaxis{x.anchor[1:]}"]) for x in figure.select_xaxes() if x.domain and x.anchor]
+    notes = [note for note in figure.layout.annotations if note.xref == note.yref == "paper"]
+
+    def over(x: Any, y: Any) -> list[Any]:
+        return [n for n in notes if x.domain[0] < n.x < x.domain[1] and abs(n.y - y.domain[1]) < 1e-6]
+
+    return sorted(((x, y, over(x, y)) for x, y in axes), key=lambda of: (of[0].domain[0], -of[1].domain[0]))
+
+
+def _titles_above(panels: list[tuple[Any, Any, list[Any]]]) -> float:
+    """The height of the titles over the uppermost panels."""
+    lines = [note.text.count("<br>") + 1 for _, y, notes in panels if y.domain[1] > 0.99 for note in notes]
+    return _LINE * max(lines, default=0)
+
+
+def _stacked(panels: list[tuple[Any, Any, list[Any]]]) -> tuple[float, float]:
+    """Put the panels below each other, each with its own labels; their height together, and that of the first title."""
+    first = {y.domain: y for _, y, _ in reversed(panels)}  # the leftmost of a row has the row's labels
+    high = max(min(190.0, max(85.0, 520 / len(panels))), *(30.0 * len(y.ticktext or ()) for _, y, _ in panels))
+    above = [_LINE * sum(note.text.count("<br>") + 1 for note in notes) for *_, notes in panels]
+    below = [_LINE * (1 + any("<br>" in t for t in x.ticktext or ()) + bool(x.title.text)) + 8 for x, _, _ in panels]
+    total = high * len(panels) + sum(above[1:]) + sum(below[:-1])
+    end = total
+    for (x, y, notes), over, under in zip(panels, [0.0, *above[1:]], below, strict=True):
+        of = first[y.domain]
+        y.update(
+            title_text=y.title.text or of.title.text, tickvals=of.tickvals, ticktext=of.ticktext, showticklabels=True
+        )
+        end -= over
+        x.domain, y.domain = (0, 1), (max(0.0, (end - high) / total), end / total)
+        for note in notes:
+            note.update(x=0.5, y=end / total)
+        end -= high + under
+    return total, above[0]
+
+
+def _legend_rows(figure: go.Figure, width: float) -> int:
     """The number of rows of a legend: plotly gives each entry the width of the longest."""
     alone = sum(trace.name is not None for trace in figure.data) < 2
     names = [
@@ -79,7 +155,7 @@ def _legend_rows(figure: go.Figure, width: float, size: float) -> int:
     ]
     if not names or figure.layout.showlegend is False:
         return 0
-    entry = 0.58 * size * max(map(len, names)) + 40  # the mean width of a letter; the line sample and the gap
+    entry = _LETTER * _SIZE * max(map(len, names)) + 40  # the line sample and the gap
     return -(-len(set(names)) // max(1, int((width - 10) // entry)))
 
 
@@ -89,7 +165,7 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double", 
     Args:
         figure: A figure of ``mechattn.render``.
         path: A file that ends with .pdf, .svg or .png.
-        column: "single" (85 mm) or "double" (175 mm).
+        column: "single" (85 mm) or "double" (170 mm).
         title: Whether to keep the title.
 
     Raises:

@@ -89,12 +89,12 @@ def test_the_numbers_behind_a_figure_are_a_click_away(opened, slash_result, tmp_
         figure.get_by_role("button", name="CSV").click()
     caught.value.save_as(tmp_path / "data.csv")
     rows = list(csv.DictReader((tmp_path / "data.csv").open()))
-    line = [row for row in rows if row["series"] == "w/ slash" and row["panel"] == ALIGNED]
+    line = [row for row in rows if row["series"] == "with slash" and row["panel"] == ALIGNED]
     at = slash_result["received_attention"].sel(condition="slash", layer=0, head=2)
     shown = [int(row["x"]) for row in line]
     np.testing.assert_allclose([float(r["y"]) for r in line], at.received_by_origin.values[shown], rtol=1e-9)
     assert [r["more"] for r in line] == [f"n={int(n)}" for n in at.received_by_origin_n.values[shown]]
-    low = {int(r["x"]): float(r["y"]) for r in rows if r["series"] == "w/ slash, low" and r["panel"] == ALIGNED}
+    low = {int(r["x"]): float(r["y"]) for r in rows if r["series"] == "with slash, low" and r["panel"] == ALIGNED}
     assert all(low[x] < float(r["y"]) for x, r in zip(shown, line, strict=True))
     with page.expect_download() as caught:
         figure.get_by_role("button", name="SVG").click()

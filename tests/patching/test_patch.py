@@ -537,11 +537,12 @@ def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
 
 def test_the_map_shows_the_means_and_leaves_the_others_empty():
     made = ma.patch("toy:llama", prompts(4), SLASH, at=HEADS)
-    heat, marks = ma.render.patching_map(made).data
+    heat, marks, faded, _ = ma.render.patching_map(made).data
     expected = made.effects.effect.mean("prompt").values
     np.testing.assert_allclose(np.array(heat.z, dtype=float), expected)
     assert np.isnan(expected).sum() == expected.size - len(HEADS)
     assert len(marks.x) == int((made.table().q_effect < 0.05).sum())
+    assert np.isfinite(np.array(faded.z, dtype=float)).sum() == int((made.table().q_effect >= 0.05).sum())
 
 
 def test_the_table_of_layers():

@@ -54,19 +54,23 @@ def test_several_layers(result):
     figure = ma.render.received_attention(result, [0, 2], heads=[5], condition="slash")
     assert [a.text for a in figure.layout.annotations][:2] == ["Layer 0 head 5", "Layer 2 head 5"]
     assert figure.layout.meta["says"].count("Attention received by the question's tokens in layer") == 2
-    none = next(t for t in figure.data if t.name == "w/o slash" and t.yaxis == "y2")
+    none = next(t for t in figure.data if t.name == "without slash" and t.yaxis == "y2")
     expected = result["received_attention"].received_by_origin.sel(condition="baseline", layer=2, head=5)
     np.testing.assert_allclose(none.y, expected.values[none.x])
 
 
 def test_change_map_marks_what_is_significant(result):
-    figure = ma.render.change_map(result, "slash", quantity="scale")
-    table = result.compare("slash", quantity="scale")
-    heat, dots = figure.data
+    figure = ma.render.change_map(result, "sentence", quantity="scale")
+    table = result.compare("sentence", quantity="scale")
+    heat, dots, faded, key = figure.data
     assert heat.z[2][5] == pytest.approx(table.set_index(["layer", "head"]).beyond[2, 5])
     marked = set(zip(dots.y, dots.x, strict=True))
     assert marked == {(row.layer, row.head) for row in table.itertuples() if row.q_beyond < 0.05}
     assert len(marked) > 0
+    q = table.pivot(index="layer", columns="head", values="q_beyond").values
+    np.testing.assert_array_equal(np.isfinite(np.array(faded.z, dtype=float)), q >= 0.05)
+    assert 0 < (q >= 0.05).sum() < q.size, "both kinds are there, so the test would notice either alone"
+    assert key.name == "faded: q ≥ 0.05"
     assert "uniform attention" in figure.layout.title.text
 
 
@@ -128,7 +132,9 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
     np.testing.assert_allclose(measured.x + bars.array, [100 * v.change.high for v in found])
     np.testing.assert_allclose(measured.x - bars.arrayminus, [100 * v.change.low for v in found])
     assert not np.allclose(measured.x[0], measured.x[1]), "negative control"
-    assert list(figure.layout.yaxis.ticktext) == [f"toy:llama (toy, 1.0 M parameters), {n}" for n in ("slash", "dots")]
+    assert list(figure.layout.yaxis.ticktext) == [
+        f"toy:llama<br>(toy, 1.0 M parameters), {n}" for n in ("slash", "dots")
+    ]
     twice = ma.render.verdicts([slash_result, slash_result], "slash")
     assert [row.partition(", result ")[2] for row in twice.layout.yaxis.ticktext] == ["1", "2"]
     assert "“slash”" in twice.layout.title.text

@@ -23,26 +23,26 @@ def result(toy, prompts):
     return ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 20)}, ANALYSES)
 
 
-def test_lines_are_sorted_within_each_layer_and_name_their_head(result):
+def test_points_are_sorted_within_each_layer_and_name_their_head(result):
     figure = ma.render.heads_by_layer(result, "first_mass")
     data = result["attention_focus"].first_mass.sel(segment="question").mean("prompt")
-    heads = data.sizes["head"]
-    assert len(figure.data) == 2 * heads + 2
+    assert len(figure.data) == 2 + 2, "a strip and a null per condition"
     null = result["attention_focus"].first_mass_uniform.sel(segment="question").mean("prompt")
     for trace, condition in zip(figure.data[-2:], ("baseline", "slash"), strict=True):
         assert trace.line.dash == "dot"
         np.testing.assert_allclose(trace.y, null.sel(condition=condition), rtol=1e-6)
     assert "dotted: uniform attention" in figure.layout.title.text
     assert "no null: uniform attention has no largest" in ma.render.heads_by_layer(result).layout.title.text
-    for panel, condition in enumerate(("baseline", "slash")):
-        traces = figure.data[panel * heads : (panel + 1) * heads]
-        y = np.array([trace.y for trace in traces])
-        assert (np.diff(y, axis=0) <= 0).all(), "no line crosses another"
-        for trace in traces:
-            for layer, (value, shown) in enumerate(zip(trace.y, trace.customdata, strict=True)):
-                expected = data.sel(condition=condition, layer=layer).isel(head=int(shown[0]))
-                assert value == pytest.approx(float(expected), rel=1e-5)
-                assert shown[1] < value < shown[2]
+    for trace, condition in zip(figure.data[:2], ("baseline", "slash"), strict=True):
+        y = np.reshape(trace.y, (data.sizes["layer"], data.sizes["head"]))
+        assert (np.diff(y, axis=1) <= 0).all(), "the largest head is on the left"
+        seen = {(int(layer), int(head)) for layer, head, *_ in trace.customdata}
+        assert seen == {(layer, head) for layer in data.layer.values for head in data["head"].values}
+        for x, value, (layer, head, low, high) in zip(trace.x, trace.y, trace.customdata, strict=True):
+            expected = data.sel(condition=condition, layer=int(layer), head=int(head))
+            assert value == pytest.approx(float(expected), rel=1e-5)
+            assert low < value < high
+            assert abs(x - layer) < 0.5, "no strip reaches into the next layer's"
 
 
 def test_the_mean_over_heads_and_its_null(result):
@@ -103,7 +103,7 @@ def test_what_cannot_be_shown_is_said(result, toy, prompts):
     few = ma.run(toy, prompts[:1], analyses=ma.analyses.AttentionFocus())
     with pytest.raises(OptionError, match=r"run it with analyses=\[HeadUpdates"):
         ma.render.update_map(few)
-    assert np.isnan(ma.render.heads_by_layer(few, "first_mass").data[0].customdata[0][1]), "one prompt has no interval"
+    assert np.isnan(ma.render.heads_by_layer(few, "first_mass").data[0].customdata[0][2]), "one prompt has no interval"
 
 
 def blob(explorer):

@@ -19,7 +19,7 @@ def test_lines_are_the_means_over_prompts(slash_result):
     figure = ma.render.received_attention(slash_result, layer=1, heads=[2, 5, 7])
     dataset = slash_result["received_attention"].sel(layer=1, head=5)
     top = [t for t in lines(figure) if t.xaxis == "x2" and t.line.dash is None]
-    assert [t.name for t in top] == ["w/o slash", "w/ slash"]
+    assert [t.name for t in top] == ["without slash", "with slash"]
     for trace, condition in zip(top, ("baseline", "slash")):
         mean = dataset.received_by_origin.sel(condition=condition).values
         np.testing.assert_allclose(trace.y, mean[np.asarray(trace.x)])
@@ -31,7 +31,7 @@ def test_lines_are_the_means_over_prompts(slash_result):
 def test_uniform_attention_is_drawn_beside_each_line(slash_result):
     """A loop: a key that q ≥ k can see among q + 1 keys gets 1 / (q + 1) from each original query after it."""
     figure = ma.render.received_attention(slash_result, layer=0, heads=[0])
-    null = next(t for t in figure.data if t.line.dash == "dot" and t.name == "uniform, w/ slash")
+    null = next(t for t in figure.data if t.line.dash == "dot" and t.name == "uniform, with slash")
     origin = slash_result["sequences"].origin.sel(condition="slash").values
     each = []
     for row in origin:
@@ -40,7 +40,7 @@ def test_uniform_attention_is_drawn_beside_each_line(slash_result):
     for x, y in zip(null.x, null.y, strict=True):
         assert y == pytest.approx(np.nanmean([values[x] for values in each if x in values]), rel=1e-5)
     half = ma.render.received_attention(slash_result, layer=0, top=1)
-    null = next(t for t in half.data if t.line.dash == "dot" and t.name == "uniform, w/ slash")
+    null = next(t for t in half.data if t.line.dash == "dot" and t.name == "uniform, with slash")
     for x, y in zip(null.x, null.y, strict=True):
         assert y == pytest.approx(np.nanmean([values[x] for values in each[1::2] if x in values]), rel=1e-5)
 
@@ -179,7 +179,7 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
     assert len(ma.render.received_attention(result, [0, 1], [2]).data) > 0
     with_slash = ma.run(toy, texts, {"slash": ma.MeaninglessTokens("/", 5)})
     shown = ma.render.received_attention(with_slash, 0, [0], "baseline")
-    assert not any("w/" in trace.name for trace in shown.data)
+    assert not any("with" in trace.name for trace in shown.data)
     for draw in (ma.render.change_map, ma.render.verdict_words):
         with pytest.raises(ma.MechattnError, match="only the baseline; run it with a condition"):
             draw(result)

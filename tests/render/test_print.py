@@ -1,0 +1,149 @@
+"""All figures at both widths of a paper: no words on each other or cut off, colours of the palette alone."""
+
+import json
+import re
+
+import pandas as pd
+import pytest
+from plotly.offline import get_plotlyjs
+
+import mechattn as ma
+from mechattn.known_answers.known_circuits import known_circuits
+from mechattn.render.declared import FIGURES
+from mechattn.render.draw import COLOURS, FADED, GREY, NEUTRAL, SHADE, faint
+
+BOXES = """(figure) => {
+  document.body.innerHTML = "<div></div>";
+  const drawn = document.body.firstChild;
+  drawn.style = `width:${figure.layout.width}px;height:${figure.layout.height}px`;
+  return Plotly.newPlot(drawn, figure.data, figure.layout, { staticPlot: true }).then(() => {
+    const from = drawn.getBoundingClientRect();
+    return [...drawn.querySelectorAll("text")]
+      .map((text) => [text.textContent.trim(), text.getBoundingClientRect()])
+      .filter(([words, box]) => words && box.width)
+      .map(([words, b]) => [words, b.left - from.left, b.top - from.top, b.right - from.left, b.bottom - from.top]);
+  });
+}"""
+COLOUR = re.compile(r"#[0-9a-fA-F]{3,8}\b|rgba?\([^)]*\)")
+PALETTE = {*COLOURS, GREY, "#444", SHADE, FADED, NEUTRAL}
+
+
+def table(names, **columns):
+    made = {"condition": names, "n": 40, **columns}
+    frame = pd.DataFrame(made)
+    return frame.assign(low=frame.iloc[:, 2] - 0.1, high=frame.iloc[:, 2] + 0.05)
+
+
+@pytest.fixture(scope="module")
+def figures(toy, prompts):
+    slash = ma.MeaninglessTokens("/", 20)
+    conditions = {"slash": slash, "sentence": ma.RandomSentence(20), "unshifted": slash.unshifted()}
+    of = ma.analyses
+    analyses = [ma.ReceivedAttention(), of.AffineShift(), of.AttentionFocus(), of.AttentionSinks()]
+    analyses += [of.HeadUpdates(per_query=True), of.MlpActivations()]
+    result = ma.run(toy, prompts[:4], conditions, analyses, positions="prompts")
+    counts = ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20])
+    counted = table(["baseline", *counts], accuracy=[0.9, 0.8, 0.5])
+    grid = ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20], place=["start", "before_question"])
+    tried = [(name, k) for name in ("baseline", "slash") for k in (1, 2, 4)]
+    samples = table([name for name, _ in tried], estimate=[0.5, 0.6, 0.7, 0.4, 0.5, 0.6], k=[k for _, k in tried])
+    answers = ma.evaluate(toy, prompts[:4], {"slash": slash}, new_tokens=8)
+    answered = ma.load_prompts("word-problems", limit=3, with_answer=True)
+    draw, circuit = ma.render, known_circuits()[0]
+    return {
+        "received_attention": draw.received_attention(result, [0, 1], [0]),
+        "three heads": draw.received_attention(result, 0, [1, 2, 3]),
+        "received_by_model": draw.received_by_model(result),
+        "change_map": draw.change_map(result),
+        "changes": draw.changes(result),
+        "scale_by_layer": draw.scale_by_layer(result, "slash"),
+        "by_layer": draw.by_layer(result, "span_mass"),
+        "rank": draw.by_layer(result, "shift_rank_one_share"),
+        "heads_by_layer": draw.heads_by_layer(result, "distance"),
+        "update_histogram": draw.update_histogram(result),
+        "update_map": draw.update_map(result, "slash"),
+        "update_by_position": draw.update_by_position(result),
+        "activation_histogram": draw.activation_histogram(result),
+        "activation_metrics": draw.activation_metrics(result),
+        "near_zero_by_class": draw.near_zero_by_class(result),
+        "agreement": draw.agreement(result, "slash"),
+        "accuracy": draw.accuracy({"toy:llama": counted}, "count"),
+        "accuracy_map": draw.accuracy_map(table(["baseline", *grid], accuracy=[0.9, 0.8, 0.7, 0.6, 0.5]), "count", "place"),
+        "by_samples": draw.by_samples({"pass@k": samples, "best of k": samples}),
+        "diversity": draw.diversity({"toy:llama": table(["baseline", "slash"], estimate=[0.3, 0.4])}),
+        "dose_curves": draw.dose_curves(counted, ma.run(toy, prompts[:4], counts)),
+        "while_answering": draw.while_answering(ma.while_answering(toy, answers, prompts[:4], {"slash": slash})),
+        "verdicts": draw.verdicts([result, result]),
+        "circuit_map": draw.circuit_map(ma.circuit(circuit.model(), circuit.prompts(12, 0), ma.conditions.Counterpart())),
+        "patching_map": draw.patching_map(ma.patch(toy, answered, slash, at=[(0, 1), (1, 2), (3, 3)])),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def drawn(browser):
+    """The words of a figure, each with its box, as plotly draws it."""
+    page = browser.new_page()
+    page.set_content("<body></body>")
+    page.add_script_tag(content=get_plotlyjs())
+    yield lambda figure: page.evaluate(BOXES, json.loads(figure.to_json()))
+    page.close()
+
+
+def collisions(boxes, figure):
+    """Pairs of words that lie on each other by more than a pixel (a line's box has two above the letters), and clipped ones."""
+    found = []
+    for at, (words, left, top, right, bottom) in enumerate(boxes):
+        if left < -1 or top < -1 or right > figure.layout.width + 1 or bottom > figure.layout.height + 1:
+            found.append(f"{words!r} is clipped")
+        for other, left2, top2, right2, bottom2 in boxes[at + 1 :]:
+            if min(right, right2) - max(left, left2) > 1 and min(bottom, bottom2) - max(top, top2) > 2:
+                found.append(f"{words!r} on {other!r}")
+    return found
+
+
+def test_every_figure_is_tried(figures):
+    assert set(FIGURES) <= set(figures)
+
+
+@pytest.mark.parametrize("title", [False, True])
+@pytest.mark.parametrize("column", ["single", "double"])
+def test_no_words_lie_on_each_other(figures, drawn, column, title):
+    found = {}
+    for name, figure in figures.items():
+        made = ma.render.for_paper(figure, column, title=title)
+        boxes = drawn(made)
+        assert len(boxes) > 4, name
+        found[name] = collisions(boxes, made)
+    assert not {name: of for name, of in found.items() if of}
+
+
+def test_words_on_each_other_would_be_noticed(figures, drawn):  # negative control
+    made = ma.render.for_paper(figures["scale_by_layer"], "double")
+    made.update_layout(width=ma.render.for_paper(figures["scale_by_layer"], "single").layout.width)
+    assert any(" on " in one for one in collisions(drawn(made), made)), "panels side by side in 85 mm"
+    made = ma.render.for_paper(figures["update_map"], "single", title=True)
+    made.layout.title.text = figures["update_map"].layout.title.text
+    assert any("clipped" in one for one in collisions(drawn(made), made)), "a title in one line"
+
+
+def foreign(figure):
+    """Colours outside the palette, and scales by a name that is not the sequential one."""
+    drawn = json.loads(figure.to_json())
+    drawn["layout"].pop("template")
+    scales = [trace.get("colorscale") or trace.get("marker", {}).get("colorscale") for trace in drawn["data"]]
+    named = {scale for scale in scales if isinstance(scale, str)}
+    ours = {colour.lower() for colour in PALETTE}
+    faints = {faint(colour).rsplit(",", 1)[0] for colour in COLOURS}
+    cividis = {colour for scale in scales if isinstance(scale, list) and len(scale) > 5 for _, colour in scale}
+    found = {colour for colour in COLOUR.findall(json.dumps(drawn)) if colour.lower() not in ours}
+    return {colour for colour in found - cividis if colour.rsplit(",", 1)[0] not in faints} | named
+
+
+def test_colours_are_those_of_the_palette(figures):
+    assert not {name: of for name, figure in figures.items() if (of := foreign(figure))}
+
+
+def test_another_colour_would_be_noticed(figures):  # negative control
+    made = ma.render.for_paper(figures["changes"])
+    made.data[0].marker.color = "#ff0000"
+    assert foreign(made) == {"#ff0000"}
