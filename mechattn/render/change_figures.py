@@ -131,7 +131,7 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
     draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True, text=shown, **text)
     figure.add_scatter(
         x=null[:, 0], y=rows, name="if every head attended uniformly", text=[percent(v / 100) for v in null[:, 0]],
-        marker=dict(symbol="line-ns-open", size=20, color=WITHOUT, line_width=3), **text | {"textposition": draw.BELOW},
+        marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3), **text | {"textposition": draw.BELOW},
     )  # fmt: skip
     draw.rule(figure, x=0)
     one = f" with “{names[0]}”" if len(set(names)) == 1 else ""
