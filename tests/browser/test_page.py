@@ -1,6 +1,7 @@
 """The page in a real browser, the network cut: nothing is asked for, nothing fails, something is drawn."""
 
 import csv
+import re
 
 import numpy as np
 import pytest
@@ -281,7 +282,7 @@ def test_figures_of_layers_and_updates(opened, toy, prompts, tmp_path):
     box = point.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_timeout(500)
-    assert "head" in plots.nth(0).locator(".hoverlayer").text_content()
+    assert re.search(r"L\d+H\d+: ", plots.nth(0).locator(".hoverlayer").text_content())
     step = plots.nth(1).locator(".slider-rail-touch-rect")
     step.scroll_into_view_if_needed()
     box = step.bounding_box()
