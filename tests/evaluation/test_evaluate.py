@@ -357,9 +357,10 @@ def test_the_noise_of_the_baseline(toy, some):
 def test_figures_of_several_answers(toy, some):
     made = ma.evaluate(toy, some[:3], {"slash": SLASH}, samples=3, new_tokens=30)
     figure = ma.render.by_samples({"pass@k": made.pass_at_k([1, 2]), "best of k": made.best_of([1, 2])}, "a toy")
-    assert [t.name for t in figure.data] == [f"{c}, {m}" for m in ("pass@k", "best of k") for c in made.conditions]
+    assert [t.name for t in figure.data] == 2 * [*made.conditions]
+    assert [a.text for a in figure.layout.annotations][:2] == ["pass@k", "best of k"]
     np.testing.assert_allclose(figure.data[1].y, 100 * made.pass_at_k([1, 2]).estimate[2:])
-    assert [t.line.dash for t in figure.data] == ["solid", "solid", "dash", "dash"]
+    assert [t.xaxis for t in figure.data] == ["x", "x", "x2", "x2"]
     drawn = ma.render.diversity({"a toy": made.diversity(1)})
     np.testing.assert_allclose(drawn.data[0].y, 100 * made.diversity(1).estimate)
 
