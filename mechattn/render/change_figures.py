@@ -138,7 +138,11 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
     counts = " or ".join(dict.fromkeys(map(count_words, results)))
     note = f"mean over all layers and heads; {counts}"
     draw.title(figure, f"Change of {quantity_words('received', segment)}{one}", note, 200 + 64 * len(found), top=120)
-    figure.update_xaxes(ticksuffix=" %", nticks=3, title_text="change from the baseline")
+    low, high = min(0, change.min(), null.min()), max(0, change.max(), null.max())
+    room = (high - low) / 4  # for the words at the outermost points
+    figure.update_xaxes(
+        ticksuffix=" %", nticks=3, title_text="change from the baseline", range=[low - room, high + room]
+    )
     labels = [word.replace(" (", "<br>(", 1) for word in words]
     figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(found) - 0.5, -0.8])
     pairs = zip(words, found, strict=True)
