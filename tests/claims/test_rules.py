@@ -1,6 +1,7 @@
 """The rules, by hand and by simulation."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -192,8 +193,9 @@ def test_the_interval_is_students():
     found = estimated(values)
     low, high = stats.t.interval(0.95, 16, values.mean(), stats.sem(values))
     assert np.allclose([found.value, found.low, found.high], [values.mean(), low, high], atol=1e-12)
-    assert abs(found.beyond(0.0, 1) - stats.ttest_1samp(values, 0.0, alternative="greater").pvalue) < 1e-12
-    assert abs(found.beyond(0.5, -1) - stats.ttest_1samp(values, 0.5, alternative="less").pvalue) < 1e-12
+    even = np.concatenate([values, 0.6 - values])  # without skewness
+    assert abs(estimated(even).beyond(0.0, 1) - stats.ttest_1samp(even, 0.0, alternative="greater").pvalue) < 1e-12
+    assert abs(estimated(even).beyond(0.5, -1) - stats.ttest_1samp(even, 0.5, alternative="less").pvalue) < 1e-12
     alike = estimated(np.zeros(17), least=0.2)
     assert (alike.low, alike.high, alike.detectable) == (-0.2, 0.2, 0.2)
 
@@ -201,3 +203,26 @@ def test_the_interval_is_students():
 def test_fewer_than_three_draws_are_no_null():
     assert beside_chance(np.zeros(5), [np.zeros(5)] * 2) is None
     assert beside_chance(np.zeros(5), [np.zeros(5)] * 2 + [np.full(5, np.nan)]) is None
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_skewed_values_contradict_too_often_less_with_halls_t(kept):
+    """Three parts on the line, of lognormal values; and the negative control, by Student's t alone."""
+    against = 0
+    for seed in range(300):
+        values = np.exp(np.random.default_rng(seed).normal(size=(3, 24))) - math.exp(0.5)
+        parts = [estimated(part) for part in values]
+        parts = [part if kept else replace(part, skewness=0.0) for part in parts]
+        against += together([decide(Rule("above", 0.0, 0.0, 0.0), part) for part in parts]).word == "contradicted"
+    assert against / 300 < 0.15 if kept else against / 300 > 0.17
+
+
+def test_halls_t_by_its_formula():
+    values = np.random.default_rng(0).lognormal(size=12)
+    t = (values.mean() - 2.0) / (values.std(ddof=1) / math.sqrt(12))
+    third = ((values - values.mean()) ** 3).mean() / values.std() ** 3
+    hall = t + third / (6 * math.sqrt(12)) * (2 * t**2 + 1) + third**2 * t**3 / (27 * 12)
+    assert t < 0
+    assert estimated(values).beyond(2.0, -1) == pytest.approx(stats.t.cdf(max(t, hall), 11), rel=1e-9)
+    assert estimated(values).beyond(2.0, 1) == pytest.approx(stats.t.sf(min(t, hall), 11), rel=1e-9)
+    assert estimated(-values).beyond(-2.0, 1) == pytest.approx(estimated(values).beyond(2.0, -1), rel=1e-9)
