@@ -269,6 +269,12 @@ patched = ma.patch(solver, answered, slash)
 ma.render.patching_map(patched)
 
 # %% [markdown]
+# Is the largest effect larger than that of a random direction, or of another prompt's output?
+
+# %%
+ma.render.patching_effects(patched, top=6)
+
+# %% [markdown]
 # Through which edges does it pass? Between two versions of a prompt, [edges](how-to/which-circuit.md) are ranked on one
 # half of the pairs; the other half says what the first of them carry alone. The circuit here was written by hand.
 

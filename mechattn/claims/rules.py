@@ -63,9 +63,9 @@ class Estimate:
     skewness: float = 0.0  # of the units
 
     def beyond(self, line: float, sign: float) -> float:
-        """One-sided p of lying above a line, or below it with sign −1: by the interval and, with it, allowing for skewness.
+        """One-sided p of lying above a line, or below it with sign −1: by the interval, and allowing for skewness.
 
-        The second t is ``t + a · (2t² + 1) / 6 + a² · t³ / 27`` with ``a = skewness / √n``; the larger p counts.
+        The larger p counts; the second one is of ``t + a · (2t² + 1) / 6 + a² · t³ / 27`` with ``a = skewness / √n``.
 
         Source:
             Hall 1992, On the removal of skewness by transformation.

@@ -14,6 +14,7 @@ from mechattn.render.answer_figures import diversity as diversity
 from mechattn.render.answer_figures import dose_curves as dose_curves
 from mechattn.render.answer_figures import while_answering as while_answering
 from mechattn.render.attention_figures import change_map as change_map
+from mechattn.render.attention_figures import patching_effects as patching_effects
 from mechattn.render.attention_figures import patching_map as patching_map
 from mechattn.render.attention_figures import received_attention as received_attention
 from mechattn.render.attention_figures import received_by_model as received_by_model

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from mechattn.axes import BASELINE, head_named
+from mechattn.axes import BASELINE, head_name, head_named
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, choose_heads, uniform_at_positions
 from mechattn.contrast.quantities import check_layer
@@ -15,7 +15,7 @@ from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import check_heads, listed_or_chosen
 from mechattn.render.declared import figure as declare
-from mechattn.render.draw import SHADE, THIRD, WITH, WITHOUT
+from mechattn.render.draw import GREY, SHADE, THIRD, WITH, WITHOUT
 from mechattn.render.words import (
     band_words,
     change_words,
@@ -329,6 +329,65 @@ def patching_map(patching: Patching) -> go.Figure:
         + f", {top.share:.0%} of the whole effect" * known
         + '; it was selected as the largest, so its interval is too optimistic (table(select="half") avoids this).',
     )
+
+
+@declare("patching")
+def patching_effects(patching: Patching, top: int | None = 12, select: Literal["half"] | None = None) -> go.Figure:
+    """Plot patching effects as points with 95 % intervals beside both controls, the largest first; filled: q < 0.05.
+
+    Args:
+        patching: The result of ``patch``.
+        top: The number of rows; None for all.
+        select: "half" ranks them on one half of the prompts and draws the other half.
+
+    Raises:
+        OptionError: There are too few prompts, or an option is not allowed.
+    """
+    table = patching.table(top, select).iloc[::-1]
+    where = [
+        _cell_words(dict(zip(patching.labels, row, strict=True))) for row in table[patching.labels].values.tolist()
+    ]
+    q, figure, rows = table[f"q_{table.attrs['tested']}"], draw.panels(), np.arange(len(table))
+    ends = [table[name] for name in ("effect", "effect_low", "effect_high")]
+    marker = dict(color=np.where(q < 0.05, WITH, "white"), line=dict(color=WITH, width=1.6), size=9)
+    more = dict(customdata=q, hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}")
+    draw.points(figure, rows, ends, "effect, with 95 % interval", WITH, sideways=True, marker=marker, **more)
+    near = [min(0.0, ends[1].min(), table.random.min()), max(0.0, ends[2].max(), table.random.max())]
+    near = [near[0] - 0.35 * (near[1] - near[0]), near[1] + 0.2 * (near[1] - near[0])]
+    mark: dict[str, Any] = dict(size=9, line_width=2)
+    figure.add_scatter(
+        x=table.random, y=rows, name="random direction of the same norm", mode="markers",
+        marker=mark | dict(symbol="x-thin-open", color=GREY),
+    )  # fmt: skip
+    if "other_prompt" in table and (other := table.other_prompt).notna().any():  # far off: at the edge, with its number
+        far = [(other < near[0]), (other > near[1])]
+        symbol = np.select(far, ["triangle-left-open", "triangle-right-open"], "diamond-open")
+        text, at = (
+            np.where(far[0] | far[1], other.map(lambda x: f"{x:.3g}".replace("-", "−")), ""),
+            np.where(far[1], "middle left", "middle right"),
+        )
+        figure.add_scatter(
+            x=other.clip(*near), y=rows, name="from another prompt", mode="markers+text", text=text, textposition=at,
+            marker=mark | dict(symbol=symbol, color=WITHOUT), customdata=other, cliponaxis=False,
+            hovertemplate="%{y}: %{customdata:+.3g}",
+        )  # fmt: skip
+    draw.rule(figure, x=0)
+    about, (whole, low, high) = patching.about, patching.whole
+    note = f"{about['direction']}, {about['method']}; n = {patching.units.words}; "
+    note += f"filled: q < 0.05 over {table.attrs['family']}"
+    draw.title(figure, f"{about['model']}: patching effects", note, 190 + 26 * len(table), top=120)
+    figure.update_xaxes(title_text=about["metric"], range=near).update_yaxes(tickvals=rows, ticktext=where)
+    sure = f"{int((q < 0.05).sum())} of {len(table)} rows at q < 0.05"
+    return says(figure, f"{sure}; whole effect {whole:+.3g} [{low:+.3g}, {high:+.3g}].")
+
+
+def _cell_words(cell: dict[str, Any]) -> str:
+    """What a row is: "L1H2", "layer 1", a set's name; then its segment or position."""
+    if {"layer", "head"} <= cell.keys():
+        first = [head_name(cell.pop("layer"), cell.pop("head"))]
+    else:
+        first = [f"layer {cell.pop('layer')}"] if "layer" in cell else []
+    return ", ".join([*first, *map(str, cell.values())])
 
 
 def _map_height(table: pd.DataFrame) -> int:

@@ -96,7 +96,7 @@ def points(
 ) -> None:  # fmt: skip
     """Points, or a line through them, with their intervals (estimate, low, high) as bars."""
     middle, low, high = (np.asarray(end, dtype=np.float64) for end in estimates)
-    bars = dict(type="data", array=high - middle, arrayminus=middle - low, symmetric=False, thickness=1.3)
+    bars = dict(type="data", array=high - middle, arrayminus=middle - low, symmetric=False, thickness=1.3, color=colour)
     axes = dict(x=middle, y=x, error_x=bars) if sideways else dict(x=x, y=middle, error_y=bars)
     style = {"mode": "markers"} | style | {"marker": dict(color=colour, size=8) | style.get("marker", {})}
     figure.add_scatter(**axes, name=name, **at(column), **style)

@@ -545,6 +545,24 @@ def test_the_map_shows_the_means_and_leaves_the_others_empty():
     assert np.isfinite(np.array(faded.z, dtype=float)).sum() == int((made.table().q_effect >= 0.05).sum())
 
 
+def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
+    made = drawn(16, np.random.default_rng(4))
+    made.effects.other_prompt[:, 1, 2] = -50.0
+    made.effects.effect[:, 1, 2] += 20.0
+    table = made.table(top=5).iloc[::-1]
+    effect, random, other = ma.render.patching_effects(made, top=5).data
+    np.testing.assert_allclose(effect.x, table.effect)
+    np.testing.assert_allclose(effect.x - effect.error_x.arrayminus, table.effect_low)
+    np.testing.assert_allclose(random.x, table.random)
+    assert [color != "white" for color in effect.marker.color] == (table.q_effect < 0.05).tolist()
+    at = ma.render.patching_effects(made, top=5).layout.yaxis.ticktext.index("L1H2")
+    assert at == 4, "the largest is above the others"
+    assert other.text[at] == "−50"
+    assert other.x[at] > -50, "at the edge, with its number"
+    assert other.x[:at].tolist() == table.other_prompt[:at].tolist()
+    assert not any(other.text[:at])
+
+
 def test_the_table_of_layers():
     made = ma.patch("toy:llama", prompts(4), SLASH, at=ma.Sites("resid_post", [1, 3]), metric="margin")
     table = made.table()

@@ -49,6 +49,7 @@ def figures(toy, prompts):
     samples = table([name for name, _ in tried], estimate=[0.5, 0.6, 0.7, 0.4, 0.5, 0.6], k=[k for _, k in tried])
     answers = ma.evaluate(toy, prompts[:4], {"slash": slash}, new_tokens=8)
     answered = ma.load_prompts("word-problems", limit=3, with_answer=True)
+    patched = ma.patch(toy, answered, slash, at=[(0, 1), (1, 2), (3, 3)])
     draw, circuit = ma.render, known_circuits()[0]
     return {
         "received_attention": draw.received_attention(result, [0, 1], [0]),
@@ -75,7 +76,8 @@ def figures(toy, prompts):
         "while_answering": draw.while_answering(ma.while_answering(toy, answers, prompts[:4], {"slash": slash})),
         "verdicts": draw.verdicts([result, result]),
         "circuit_map": draw.circuit_map(ma.circuit(circuit.model(), circuit.prompts(12, 0), ma.conditions.Counterpart())),
-        "patching_map": draw.patching_map(ma.patch(toy, answered, slash, at=[(0, 1), (1, 2), (3, 3)])),
+        "patching_map": draw.patching_map(patched),
+        "patching_effects": draw.patching_effects(patched),
     }  # fmt: skip
 
 
