@@ -353,22 +353,23 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
     more = dict(customdata=q, hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}")
     draw.points(figure, rows, ends, "effect, with 95 % interval", WITH, sideways=True, marker=marker, **more)
     near = [min(0.0, ends[1].min(), table.random.min()), max(0.0, ends[2].max(), table.random.max())]
-    near = [near[0] - 0.35 * (near[1] - near[0]), near[1] + 0.2 * (near[1] - near[0])]
+    room = 0.35 * (near[1] - near[0])
+    near, inner = [near[0] - room, near[1] + room], (near[0] - 0.85 * room, near[1] + 0.85 * room)
     mark: dict[str, Any] = dict(size=9, line_width=2)
     figure.add_scatter(
         x=table.random, y=rows, name="random direction of the same norm", mode="markers",
         marker=mark | dict(symbol="x-thin-open", color=GREY),
     )  # fmt: skip
     if "other_prompt" in table and (other := table.other_prompt).notna().any():  # far off: at the edge, with its number
-        far = [(other < near[0]), (other > near[1])]
+        far = [other < inner[0], other > inner[1]]
         symbol = np.select(far, ["triangle-left-open", "triangle-right-open"], "diamond-open")
         text, at = (
             np.where(far[0] | far[1], other.map(lambda x: f"{x:.3g}".replace("-", "−")), ""),
             np.where(far[1], "middle left", "middle right"),
         )
         figure.add_scatter(
-            x=other.clip(*near), y=rows, name="from another prompt", mode="markers+text", text=text, textposition=at,
-            marker=mark | dict(symbol=symbol, color=WITHOUT), customdata=other, cliponaxis=False,
+            x=other.clip(*inner), y=rows, name="from another prompt", mode="markers+text", text=text, textposition=at,
+            marker=mark | dict(symbol=symbol, color=WITHOUT), customdata=other,
             hovertemplate="%{y}: %{customdata:+.3g}",
         )  # fmt: skip
     draw.rule(figure, x=0)
@@ -376,7 +377,8 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
     note = f"{about['direction']}, {about['method']}; n = {patching.units.words}; "
     note += f"filled: q < 0.05 over {table.attrs['family']}"
     draw.title(figure, f"{about['model']}: patching effects", note, 190 + 26 * len(table), top=120)
-    figure.update_xaxes(title_text=about["metric"], range=near).update_yaxes(tickvals=rows, ticktext=where)
+    figure.update_xaxes(title_text=about["metric"], range=near)
+    figure.update_yaxes(tickvals=rows, ticktext=where, zeroline=False)
     sure = f"{int((q < 0.05).sum())} of {len(table)} rows at q < 0.05"
     return says(figure, f"{sure}; whole effect {whole:+.3g} [{low:+.3g}, {high:+.3g}].")
 
