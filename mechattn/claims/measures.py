@@ -14,6 +14,7 @@ from pydantic import Field
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.results.result import Result
+from mechattn.stats.units import halves_of
 
 Kind = Literal["log-ratio", "share", "points", "number"]
 Range = tuple[float, float] | Callable[..., tuple[float, float]]
@@ -258,13 +259,14 @@ def affine_explained(result: Result, condition: str, layers: Layers = "first") -
 def best_affine_missed(result: Result, condition: str) -> np.ndarray:
     """What out' ≈ a · out + b misses of how the question's outputs differ, ‖·‖ / ‖out' − mean‖, mean of later layers.
 
-    One a for each head, fitted on every other prompt and measured on the rest, whose b is their own.
+    One a for each head, fitted on one half of the prompts and measured on the other, whose b is their own.
     """
     xx, xy, yy = (
         in_layers(by_head(result, _AFFINE, f"fit_{name}", condition), "later") for name in ("before", "both", "after")
     )
-    a = xy[::2].sum(0) / xx[::2].sum(0)
-    return np.asarray(np.sqrt(np.maximum(yy - 2 * a * xy + a**2 * xx, 0) / yy)[1::2].mean((1, 2)))
+    fitting, rest = halves_of(len(xx))
+    a = xy[fitting].sum(0) / xx[fitting].sum(0)
+    return np.asarray(np.sqrt(np.maximum(yy - 2 * a * xy + a**2 * xx, 0) / yy)[rest].mean((1, 2)))
 
 
 @measure(_AFFINE, "share", SHARE)

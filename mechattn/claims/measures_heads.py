@@ -18,6 +18,7 @@ from mechattn.evaluation.evaluation import Evaluation
 from mechattn.results.result import Result
 from mechattn.stats.accuracy import detectable_difference, pass_at_k
 from mechattn.stats.intervals import wilson_interval
+from mechattn.stats.units import halves_of
 
 Mass = Literal[
     "self_mass", "first_mass", "previous_mass", "duplicate_mass", "induction_mass", "self_share", "first_share"
@@ -126,18 +127,19 @@ def sink_rank(result: Result) -> np.ndarray:
 
 @m.measure(_FOCUS, "share", m.APART)
 def strongest(result: Result, quantity: Mass, layers: m.Layers = "all") -> np.ndarray:
-    """A quantity of one head beyond a blind head's: chosen on every other prompt, measured on the rest."""
+    """A quantity of one head beyond a blind head's: chosen on one half of the prompts, measured on the other."""
     values = m.by_head(result, _FOCUS, quantity, BASELINE) - m.null(result, _FOCUS, quantity, BASELINE)[..., None]
     values = m.in_layers(values, layers)
     layer, head = _chosen(values)
-    return np.asarray(values[1::2, layer, head])
+    return np.asarray(values[halves_of(len(values))[1], layer, head])
 
 
 @m.measure(f"{_FOCUS} {_LOGITS}", "number", (-inf, inf))
 def copies(result: Result) -> np.ndarray:
     """What the strongest induction head adds to the logit of the next token, in logits, chosen on other prompts."""
     layer, head = _chosen(m.by_head(result, _FOCUS, "induction_mass", BASELINE))
-    return m.by_head(result, _LOGITS, "next_token_logit", BASELINE)[1::2, layer, head]
+    added = m.by_head(result, _LOGITS, "next_token_logit", BASELINE)
+    return added[halves_of(len(added))[1], layer, head]
 
 
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -148,10 +150,10 @@ def rank_correlation(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _chosen(values: np.ndarray) -> tuple[int, int]:
-    """The head with the largest mean over every other prompt."""
+    """The head with the largest mean over one half of the prompts."""
     if len(values) < 2:
         raise m.NotApplicable("one prompt is too few to choose a head on others than it is measured on")
-    layer, head = np.unravel_index(values[::2].mean(0).argmax(), values.shape[1:])
+    layer, head = np.unravel_index(values[halves_of(len(values))[0]].mean(0).argmax(), values.shape[1:])
     return int(layer), int(head)
 
 

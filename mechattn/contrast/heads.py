@@ -22,7 +22,7 @@ from mechattn.contrast.table import check_select
 from mechattn.errors import OptionError
 from mechattn.results.result import part_of, units_of
 from mechattn.stats.intervals import FEWEST, shrunken, t_interval
-from mechattn.stats.units import Unit
+from mechattn.stats.units import Unit, halves_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +58,7 @@ def ranked_heads(
     prompts = result["sequences"].sizes["prompt"]
     units = units_of(result, prompts, unit)
     units.refuse_below(FEWEST if select is None else 2 * FEWEST)
-    finding, shown = (slice(None), slice(None)) if select is None else (slice(0, None, 2), slice(1, None, 2))
+    finding, shown = (np.arange(units.n),) * 2 if select is None else halves_of(units.n)
     parts, known = [], ""
     for some in layer_blocks(result, quantity, segment):
         values, null = values_of(part_of(result, "layer", some), condition, quantity, segment)

@@ -9,6 +9,7 @@ import numpy as np
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import in_parts
+from mechattn.contrast.table import Ranking
 from mechattn.errors import OptionError
 from mechattn.results.result import units_in
 from mechattn.stats.intervals import FEWEST, Interval, Moments, t_interval
@@ -87,11 +88,12 @@ def uniform_at_positions(dataset: xr.Dataset, quantity: str, at: dict[str, objec
 
 
 def choose_heads(
-    result: Result, layer: int | None, count: int, condition: str, prompts: np.ndarray
+    result: Result, layer: int | None, count: int, condition: str, prompts: np.ndarray, by: Ranking = "beyond"
 ) -> list[tuple[int, int]]:
     """The ``count`` heads, of a layer or of all, whose attention to the question is furthest from the null, by layer.
 
-    On these prompts; the choice of ``Result.compare(…, select="half", top=count)`` if they are one half.
+    With ``by="difference"``, those in which it changes most. On these prompts; the choice of
+    ``Result.compare(…, select="half", top=count, by=…)`` if they are one half.
     """
     dataset = result["received_attention"]
     if "received_per_prompt" not in dataset:
@@ -107,10 +109,11 @@ def choose_heads(
             f"cannot choose {count} of {heads} heads on {len(prompts)} prompts (one half); "
             "name the heads, or run at least 6 prompts"
         )
-    beyond = np.log(half.received_by_segment / half.received_by_segment_uniform)
-    far = beyond.sel(condition=condition)
+    against_null = by == "beyond" or condition == BASELINE
+    logs = np.log(half.received_by_segment / (half.received_by_segment_uniform if against_null else 1.0))
+    far = logs.sel(condition=condition)
     if condition != BASELINE:
-        far = far - beyond.sel(condition=BASELINE)
+        far = far - logs.sel(condition=BASELINE)
     score = abs(over_units(result, far.transpose("prompt", "layer", "head")).mean(0))
     chosen = np.argsort(-score, axis=None, kind="stable")[:count]
     return sorted((int(half.layer[at // score.shape[1]]), int(at % score.shape[1])) for at in chosen)

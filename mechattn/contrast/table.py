@@ -19,7 +19,7 @@ from mechattn.results.result import shared_units, units_of
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import FEWEST_FOR_ALL, Paired, PairedStream, false_discovery, without_rounding
 from mechattn.stats.resolution import EXACT, enough, resolution
-from mechattn.stats.units import Bags, Units
+from mechattn.stats.units import Bags, Units, halves_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -109,7 +109,7 @@ def table(asked: Contrast, chosen: Selection, random: Seq[Result] | None, margin
     units = shared_units(asked.result, asked.reference, prompts, asked.unit)
     units.refuse_below(*chosen.fewest)
     every, masks, scores = np.arange(units.n), None, None
-    finding, shown = (every, every) if chosen.select is None else (every[::2], every[1::2])
+    finding, shown = (every, every) if chosen.select is None else halves_of(units.n)
     blocks = layers_of(asked, asked.resamples, asked.resamples)
     if chosen.select:
         first = _gone_through(asked, blocks, units, finding)

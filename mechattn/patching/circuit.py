@@ -156,7 +156,7 @@ def circuit(
 
     Args:
         model: As for ``edges``.
-        prompts: Prompts with an answer that the model reads; every other unit (prompt or group) ranks.
+        prompts: Prompts with an answer that the model reads; a random half of them (or of their groups) ranks.
         condition: The other version.
         steps: As for ``edges``.
         metric: As for ``patch``.

@@ -13,7 +13,7 @@ from mechattn.errors import OptionError
 from mechattn.patching.answer_metrics import WORDS
 from mechattn.stats.intervals import FEWEST, ratio_interval, t_interval
 from mechattn.stats.paired import paired
-from mechattn.stats.units import Units
+from mechattn.stats.units import Units, halves_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +87,7 @@ class Patching:
         """All rows are tested; with ``half``, those that one half of the units ranks highest, on the other half."""
         import pandas as pd
 
-        finding, shown = (slice(0, None, 2), slice(1, None, 2)) if half else (slice(None), slice(None))
+        finding, shown = halves_of(self.units.n) if half else (np.arange(self.units.n),) * 2
         effect, cells = self._cells("effect")
         ranked = half or top is not None
         order = np.argsort(-abs(effect[finding].mean(0)), kind="stable") if ranked else np.arange(len(cells))

@@ -11,6 +11,7 @@ from mechattn.axes import BASELINE, head_name, head_named
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, choose_heads, uniform_at_positions
 from mechattn.contrast.quantities import check_layer
+from mechattn.contrast.table import Ranking, Selection
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import check_heads, listed_or_chosen
@@ -45,6 +46,7 @@ def received_attention(
     condition: str | None = None,
     *,
     top: int | None = None,
+    by: Ranking = "beyond",
     one_based: bool = False,
 ) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
@@ -64,6 +66,7 @@ def received_attention(
             the null on one half of the prompts, of each layer or, with None, of all; as
             ``result.compare(…, select="half", top=…)`` does. The figure then shows the other half; the run must have
             used ``positions="prompts"``.
+        by: With ``top``: "difference" chooses by the change itself.
         condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
@@ -74,6 +77,7 @@ def received_attention(
     layers: list[Any] = list(layer) if isinstance(layer, (list, tuple, range, np.ndarray)) else [layer]
     shown, how = np.arange(dataset.sizes["prompt"]), "chosen by hand"
     listed, top = listed_or_chosen(heads, top)
+    Selection("half" if top else None, top, by if top or by != "beyond" else None)  # refuses what compare refuses
     if top is not None:
         chosen, shown = units_of(result, len(shown)).halves()
         how = "chosen on the other half of the prompts"
@@ -81,7 +85,7 @@ def received_attention(
     for one in layers or [layer]:
         if one is not None:
             check_layer(one, dataset)
-        some = _listed(listed, one, dataset) if top is None else choose_heads(result, one, top, condition, chosen)
+        some = _listed(listed, one, dataset) if top is None else choose_heads(result, one, top, condition, chosen, by)
         for at, head in some:
             of_layers.setdefault(at, []).append(head)
     alone = condition == BASELINE

@@ -68,9 +68,10 @@ class Units:
         return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
-        """The prompts of every other unit, and the remaining ones, so that no group is on both sides."""
+        """The prompts of one half of the units, and the others, so that no group is on both sides."""
         unit = np.arange(self.prompts) if self.of is None else self.of
-        return np.flatnonzero(unit % 2 == 0), np.flatnonzero(unit % 2 == 1)
+        first = np.isin(unit, halves_of(self.n)[0])
+        return np.flatnonzero(first), np.flatnonzero(~first)
 
     def refuse_below(
         self, fewest: int, why: str = "", instead: str = ', or unit="prompt", which uses single prompts'
@@ -83,6 +84,12 @@ class Units:
         one = f"all {self.prompts} prompts are in one group, which gives no interval"
         have = one if self.n == 1 else f"there are {self.words}"
         raise OptionError(f"{have}; give prompts of at least {fewest} groups{why}{instead}")
+
+
+def halves_of(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two halves of n units, the same ones at each call: drawn at random, as the classes of many files alternate."""
+    order = np.random.default_rng(n).permutation(n)
+    return np.sort(order[: (n + 1) // 2]), np.sort(order[(n + 1) // 2 :])
 
 
 def check_unit(unit: str) -> None:

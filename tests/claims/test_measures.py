@@ -23,6 +23,7 @@ from mechattn.known_answers.known_heads import VOCABULARY, repeated_spans
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.model.patch.nonlinearities import at_nonlinearity
 from mechattn.results.result import Result
+from mechattn.stats.units import halves_of
 
 SLASH = ma.MeaninglessTokens(count=20)
 CONDITIONS = {"slash": SLASH, "sentence": ma.RandomSentence(count=20), "unshifted": SLASH.unshifted()}
@@ -535,7 +536,7 @@ def test_heads_that_were_written_are_the_strongest(written):
         assert heads.strongest(written, quantity, layers).min() > 0.9, quantity
     assert abs(heads.strongest(written, "induction_mass", "first")).max() < 0.1
     logits = written["direct_logits"].next_token_logit.sel(condition="baseline", segment="question", layer=1, head=0)
-    near(heads.copies(written), logits.values[1::2], 1e-9)
+    near(heads.copies(written), logits.values[halves_of(len(logits))[1]], 1e-9)
     near(heads.sink_rate(written), np.full(8, 1 / 8))  # the first-token head alone
 
 
@@ -547,7 +548,7 @@ def test_a_head_is_measured_on_other_prompts_than_it_is_chosen_on(written):
     for _ in range(40):
         noise = changed(flat, "attention_focus", "induction_mass", lambda values: rng.standard_normal(values.shape))
         values = noise["attention_focus"].induction_mass.sel(condition="baseline", segment="question").values
-        best.append(values[::2].mean(0).max())
+        best.append(values[halves_of(len(values))[0]].mean(0).max())
         others.append(heads.strongest(noise, "induction_mass").mean())
     assert np.mean(best) > 0.5
     assert abs(np.mean(others)) < 0.2

@@ -11,6 +11,7 @@ import mechattn as ma
 from mechattn.errors import OptionError
 from mechattn.results.result import Result
 from mechattn.stats.paired import paired
+from mechattn.stats.units import halves_of
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,7 @@ def test_select_half_reports_what_the_other_half_says():
     generator = np.random.default_rng(0)
     values = generator.normal(size=(24, 2, 2, 16)) * 0.1
     values[:, 1, 0, 3] += 1.0
-    values[::2, 1, 1, 5] += 1.0
+    values[halves_of(24)[0], 1, 1, 5] += 1.0
     result = made_up(values)
     table = result.compare("other", quantity="quantity", select="half").set_index(["layer", "head"])
     assert {(0, 3), (1, 5)} <= set(table.index)
@@ -207,10 +208,11 @@ def test_top_ranks_on_one_half_and_reports_the_other_once():
     values[:, 1, 1, 4] -= 3.0
     table = made_up(values).compare("other", quantity="quantity", select="half", top=3, by="difference")
     d = (values[:, 1] - values[:, 0]).reshape(24, -1)
-    order = np.argsort(-abs(d[::2].mean(0)))[:3]
+    first, other = halves_of(24)
+    order = np.argsort(-abs(d[first].mean(0)))[:3]
     assert (16 * table.layer + table["head"]).tolist() == order.tolist()
-    np.testing.assert_allclose(table.difference, d[1::2].mean(0)[order])
-    np.testing.assert_allclose(table.q_difference, paired(d[1::2][:, order]).q)
+    np.testing.assert_allclose(table.difference, d[other].mean(0)[order])
+    np.testing.assert_allclose(table.q_difference, paired(d[other][:, order]).q)
     assert table.attrs["top"] == 3
     assert table.difference[0] < -1, "up to sign"
     dipped = np.argsort(-abs(d.mean(0)))[:3].tolist()
@@ -220,7 +222,7 @@ def test_top_ranks_on_one_half_and_reports_the_other_once():
 def test_top_ranks_by_what_is_asked(result):
     beyond, difference = (result.compare("slash", select="half", top=32, by=by) for by in ("beyond", "difference"))
     first = replace(
-        result, datasets={name: data.isel(prompt=slice(0, None, 2)) for name, data in result.datasets.items()}
+        result, datasets={name: data.isel(prompt=halves_of(12)[0]) for name, data in result.datasets.items()}
     )
     ranked = first.compare("slash").set_index(["layer", "head"])
     for table, by in ((beyond, "beyond"), (difference, "difference")):

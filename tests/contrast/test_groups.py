@@ -15,6 +15,7 @@ from mechattn.prompts.prompt import as_prompts
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval
 from mechattn.stats.paired import paired
+from mechattn.stats.units import halves_of
 from tests.conftest import run_part
 
 GROUPS = [f"template {i % 6}" for i in range(18)]
@@ -120,7 +121,7 @@ def test_halves_never_share_a_group(result, prompts, toy):
     assert set(half.n) == {3}
     focus = result["attention_focus"].entropy.sel(condition="baseline", segment="question")
     row = next(half.itertuples())
-    values = by_group(focus.sel(layer=row.layer, head=row.head).values.astype(float))[1::2]
+    values = by_group(focus.sel(layer=row.layer, head=row.head).values.astype(float))[halves_of(6)[1]]
     np.testing.assert_allclose([row.entropy, row.low, row.high], t_interval(values), rtol=1e-9)
     with pytest.raises(OptionError, match=r"6 groups of 18 prompts; give prompts of at least 12 groups"):
         result.compare("slash", select="half")

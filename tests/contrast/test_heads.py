@@ -6,6 +6,7 @@ from scipy import stats
 
 import mechattn as ma
 from mechattn.errors import OptionError
+from mechattn.stats.units import halves_of
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +34,10 @@ def test_the_table_is_that_of_a_loop(result):
 def test_halves_rank_on_one_and_show_the_other(result):
     table = result.heads("entropy", top=3, select="half")
     data = result["attention_focus"].entropy.sel(segment="question", condition="baseline").astype(float)
-    first = data.isel(prompt=slice(0, None, 2)).mean("prompt").stack(cell=("layer", "head"))
+    first = data.isel(prompt=halves_of(12)[0]).mean("prompt").stack(cell=("layer", "head"))
     best = [tuple(map(int, cell)) for cell in first.sortby(-first).cell.values[:3]]
     assert [tuple(row) for row in table[["layer", "head"]].values] == best
-    second = data.isel(prompt=slice(1, None, 2)).sel(layer=best[0][0], head=best[0][1])
+    second = data.isel(prompt=halves_of(12)[1]).sel(layer=best[0][0], head=best[0][1])
     assert table.entropy[0] == pytest.approx(float(second.mean()))
     assert (table.n == 6).all()
 

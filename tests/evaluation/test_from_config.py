@@ -10,6 +10,7 @@ import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.commands.run_config import evaluate_from_config
 from mechattn.errors import OptionError
+from mechattn.stats.units import halves_of
 from tests.evaluation.stand_in import Engine, StandIn, running
 
 TEXT = """
@@ -81,7 +82,7 @@ def test_the_best_of_many_is_reported_on_the_other_half():
         return [GradedAnswer(str(i), name, 0, "", (), None, "1", bool(r), True) for i, r in enumerate(right)]
 
     in_order = sorted(range(20), key=lambda i: hashlib.sha256(str(i).encode()).hexdigest())
-    chosen_on = [i in in_order[::2] for i in range(20)]
+    chosen_on = [in_order.index(i) in halves_of(20)[0] for i in range(20)]
     answers = [*rows("baseline", [1] * 20), *rows("lucky", chosen_on), *rows("other", [not c for c in chosen_on])]
     best = Evaluation(tuple(answers), {}).best()
     assert best["condition"] == "lucky"
@@ -110,7 +111,9 @@ def test_the_best_of_a_file_is_that_of_the_object_in_memory(tmp_path):
         loaded = ma.load_evaluation(tmp_path / f"{trial}.jsonl")
         assert loaded.best() == memory.best()
         assert loaded.conditions == memory.conditions == list(right)
-        alternating = [max(right, key=lambda name: made.right(name)[::2].mean()) for made in (memory, loaded)]
+        alternating = [
+            max(right, key=lambda name: made.right(name)[halves_of(12)[0]].mean()) for made in (memory, loaded)
+        ]
         differs += alternating[0] != alternating[1]
     assert differs > 0  # negative control: halves by the order of answers differ between the two
 

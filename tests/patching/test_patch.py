@@ -20,7 +20,7 @@ from mechattn.patching.sites import Target
 from mechattn.patching.two_runs import read
 from mechattn.render import words
 from mechattn.stats.paired import paired
-from mechattn.stats.units import Units
+from mechattn.stats.units import Units, halves_of
 
 SLASH = ma.MeaninglessTokens("/", count=9)
 HEADS = [(0, 1), (2, 0), (3, 3), (0, 2)]
@@ -462,7 +462,7 @@ def test_the_table(tmp_path):
     assert [(row.layer, row["head"]) for _, row in table.iterrows()] == sorted(HEADS)
     assert (abs(made.table(top=4).effect).diff().dropna() <= 0).all()
     halves = made.table(select="half", top=1)
-    first = abs(made.effects.effect[::2].mean("prompt")).argmax(("layer", "head"))
+    first = abs(made.effects.effect[halves_of(8)[0]].mean("prompt")).argmax(("layer", "head"))
     assert (int(halves.layer[0]), int(halves["head"][0])) == (
         int(made.effects.layer[first["layer"]]), int(made.effects["head"][first["head"]])
     )  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 import mechattn as ma
 from mechattn.contrast.means import choose_heads
 from mechattn.errors import OptionError
+from mechattn.stats.units import halves_of
 from tests.conftest import run_part
 
 
@@ -39,10 +40,10 @@ def test_uniform_attention_is_drawn_beside_each_line(slash_result):
         each.append({int(row[k]): np.mean([1 / (q + 1) for q in places if q > k] or [np.nan]) for k in places})
     for x, y in zip(null.x, null.y, strict=True):
         assert y == pytest.approx(np.nanmean([values[x] for values in each if x in values]), rel=1e-5)
-    half = ma.render.received_attention(slash_result, layer=0, top=1)
+    half, others = ma.render.received_attention(slash_result, layer=0, top=1), [each[i] for i in halves_of(12)[1]]
     null = next(t for t in half.data if t.line.dash == "dot" and t.name == "uniform, with slash")
     for x, y in zip(null.x, null.y, strict=True):
-        assert y == pytest.approx(np.nanmean([values[x] for values in each[1::2] if x in values]), rel=1e-5)
+        assert y == pytest.approx(np.nanmean([values[x] for values in others if x in values]), rel=1e-5)
 
 
 def test_bands_are_t_intervals(slash_result):
@@ -105,9 +106,15 @@ def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
     figure = ma.render.received_attention(slash_result, layer=0, top=3)
     assert "mean over 6 prompts" in figure.layout.title.text
     assert "other half" in figure.layout.title.text
-    chosen = choose_heads(slash_result, 0, 3, "slash", np.arange(0, 12, 2))
+    chosen = choose_heads(slash_result, 0, 3, "slash", halves_of(12)[0])
     assert drawn_heads(figure) == chosen
-    every = slash_result["received_attention"].received_by_origin_per_prompt.isel(prompt=slice(1, None, 2))
+    every = slash_result["received_attention"].received_by_origin_per_prompt.isel(prompt=halves_of(12)[1])
+    table = slash_result.compare("slash", select="half", top=4, by="difference")
+    most = sorted(zip(table.layer, table["head"], strict=True))
+    assert drawn_heads(ma.render.received_attention(slash_result, None, top=4, by="difference")) == most
+    assert most != drawn_heads(ma.render.received_attention(slash_result, None, top=4)), "negative control"
+    with pytest.raises(OptionError, match='by=.effect.: give "beyond"'):
+        ma.render.received_attention(slash_result, 0, top=3, by="effect")
     expected = every.sel(condition="baseline", layer=0, head=chosen[0][1]).mean("prompt").values
     first = lines(figure)[0]
     np.testing.assert_allclose(first.y, expected[np.asarray(first.x)], rtol=1e-5)
@@ -193,7 +200,7 @@ def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, pr
     at = (
         result["received_attention"]
         .sel(condition="baseline", layer=1, segment="question")
-        .isel(prompt=slice(0, None, 2))
+        .isel(prompt=halves_of(len(prompts))[0])
     )
     far = abs(np.log(at.received_by_segment / at.received_by_segment_uniform).mean("prompt")).values
     expected = [f"Layer 1 head {head}" for head in sorted(np.argsort(-far)[:2])]

@@ -6,7 +6,7 @@ import pytest
 from mechattn.errors import OptionError
 from mechattn.stats.intervals import t_interval
 from mechattn.stats.paired import paired
-from mechattn.stats.units import Units, check_unit
+from mechattn.stats.units import Units, check_unit, halves_of
 
 GROUPS = ["b", "a", "b", "c", "a", "b"]
 
@@ -100,3 +100,18 @@ def test_false_discoveries_over_groups_stay_at_the_nominal_rate(size):
     assert np.mean(found) < 0.06
     assert np.mean(apart) < 0.08
     assert size == 1 or np.mean(ignored) > 0.15, "negative control"
+
+
+@pytest.mark.parametrize("n", [6, 7, 24, 64])
+def test_halves_are_disjoint_the_same_each_time_and_no_classes_that_alternate(n):
+    first, other = halves_of(n)
+    assert sorted([*first, *other]) == list(range(n))
+    assert len(first) == (n + 1) // 2
+    assert first.tolist() == halves_of(n)[0].tolist()
+    assert 0 < (first % 2).sum() < len(first), "a file in which two classes alternate"
+
+
+def test_halves_are_no_fixed_positions_of_all_sizes():
+    """Over many sizes each place is as often in one half as in the other."""
+    share = np.mean([np.isin(np.arange(20), halves_of(n)[0]) for n in range(20, 420)], axis=0)
+    assert (abs(share - 0.5) < 0.12).all()
