@@ -29,7 +29,7 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import FEWEST, ratio_interval
-from mechattn.stats.units import Units
+from mechattn.stats.units import Units, halves_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,7 +73,7 @@ class Circuit:
         """Jaccard index of the first edges of both halves of the ranking prompts, and its expectation by chance."""
         values = self.edges.units.means(self.edges.effects.effect.values[:, self.graph.exists])
         count = self.size() if size is None else size
-        one, other = (largest(values[start::2], count) for start in (0, 1))
+        one, other = (largest(values[half], count) for half in halves_of(len(values)))
         return jaccard(one, other), jaccard_by_chance(count, count, values.shape[1])
 
     def size(self, faithfulness: float = _ENOUGH) -> int:

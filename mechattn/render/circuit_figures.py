@@ -54,7 +54,10 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     drawn.update_xaxes(title_text="head", showgrid=False, zeroline=False, tickvals=list(range(heads)))
     ticks = ["embedding", *map(str, range(layers)), "logits"]
     drawn.update_yaxes(title_text="layer", tickvals=list(range(-1, layers + 1)), ticktext=ticks, showgrid=False)
-    faithful = circuit.curve.iloc[(circuit.curve.edges - len(table)).abs().argmin()]
+    asked = len(table) if q is not None else circuit.size() if size is None else size
+    faithful = circuit.curve.iloc[(circuit.curve.edges - asked).abs().argmin()]
+    interval = f"[{faithful.low:.0%}, {faithful.high:.0%}]"
+    interval = interval if np.isfinite(faithful.low) else "(without an interval, as that of the whole effect holds 0)"
     note = (
         f"{circuit.about['metric']}; {len(table)} of {int(circuit.graph.exists.sum())} edges, "
         f"{circuit.about['method']}; ranked on {circuit.about['ranked_on']}"
@@ -63,7 +66,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     return says(
         drawn,
         f"{len(table)} edges. On the other half, {int(faithful.edges)} edges carry {faithful.faithfulness:.0%} "
-        f"[{faithful.low:.0%}, {faithful.high:.0%}] of the effect, as many random ones {faithful.random:.0%}.",
+        f"{interval} of the effect, as many random ones {faithful.random:.0%}.",
     )
 
 

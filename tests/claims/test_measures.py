@@ -285,13 +285,13 @@ def test_the_best_affine_map(result, cached, toy):
     for (name, i), (pattern, v, _, segment) in cached.items():
         outs[name, i] = (pattern[0] @ v)[:, segment == SEGMENTS.index("question")]
     centred = {at: x - x.mean(1, keepdims=True) for at, x in outs.items()}
-    missed = []
+    missed, (fitting, rest) = [], halves_of(PROMPTS)
     for h in range(toy.cfg.n_heads):
-        x, y = (np.concatenate([centred[n, i][h].ravel() for i in (0, 2)]) for n in ("baseline", "slash"))
+        x, y = (np.concatenate([centred[n, i][h].ravel() for i in fitting]) for n in ("baseline", "slash"))
         a = np.linalg.lstsq(x[:, None], y, rcond=None)[0][0]
-        gone = [centred["slash", i][h] - a * centred["baseline", i][h] for i in (1, 3)]
+        gone = [centred["slash", i][h] - a * centred["baseline", i][h] for i in rest]
         missed.append(
-            [np.linalg.norm(g) / np.linalg.norm(centred["slash", i][h]) for g, i in zip(gone, (1, 3), strict=True)]
+            [np.linalg.norm(g) / np.linalg.norm(centred["slash", i][h]) for g, i in zip(gone, rest, strict=True)]
         )
     fit = [f"fit_{name}" for name in ("before", "both", "after")]
     data = {n: result["affine_shift"][n].values for n in fit}

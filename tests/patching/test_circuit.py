@@ -112,7 +112,7 @@ def test_areas_by_hand(found):
 
 def test_stability_by_hand(found):
     values = found.edges.effects.effect.values[:, found.graph.exists]
-    one, other = (set(np.argsort(-abs(values[some].mean(0)))[:20].tolist()) for some in ([0, 2], [1, 3]))
+    one, other = (set(np.argsort(-abs(values[some].mean(0)))[:20].tolist()) for some in halves_of(4))
     same, chance = found.stability(20)
     assert same == pytest.approx(len(one & other) / len(one | other))
     assert 0 < chance < same

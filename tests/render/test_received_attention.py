@@ -113,7 +113,7 @@ def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
     most = sorted(zip(table.layer, table["head"], strict=True))
     assert drawn_heads(ma.render.received_attention(slash_result, None, top=4, by="difference")) == most
     assert most != drawn_heads(ma.render.received_attention(slash_result, None, top=4)), "negative control"
-    with pytest.raises(OptionError, match='by=.effect.: give "beyond"'):
+    with pytest.raises(OptionError, match=r'by=.effect.: give "beyond"'):
         ma.render.received_attention(slash_result, 0, top=3, by="effect")
     expected = every.sel(condition="baseline", layer=0, head=chosen[0][1]).mean("prompt").values
     first = lines(figure)[0]
