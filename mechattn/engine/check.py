@@ -13,7 +13,7 @@ from mechattn.analysis import analysis as protocols
 from mechattn.analysis.analysis import Analysis, Quantity
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
-from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooLong
+from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooLong, warn
 from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
@@ -145,13 +145,21 @@ def _check_sequences(prompt: Prompt, made: dict[str, Sequence], analyses: Seq[An
 
 
 def check_read(prompt: Prompt, made: Mapping[str, Sequence]) -> None:
-    """Refuse tokens inserted after all others: no original token reads them, so nothing could change."""
+    """Refuse tokens inserted after all others: no original token reads them, so nothing could change; warn of one."""
     for name, sequence in made.items():
-        if sequence.inserted.any() and not sequence.inserted[: int((~sequence.inserted).sum())].any():
+        if not sequence.inserted.any():
+            continue
+        readers = int((~sequence.inserted[int(sequence.inserted.int().argmax()) :]).sum())
+        if readers == 1:
+            warn(
+                f"only the last token (the template's newline, perhaps) reads what {name!r} inserts; nothing else can "
+                'change; give prompts with an answer, or another place, such as "before_question"'
+            )
+        if readers == 0:
             raise ConditionError(
                 f'prompt {prompt.id} ("{prompt.excerpt}") ends with what {name!r} inserts, which no other token reads; '
                 "give prompts with an answer (load_prompts(…, with_answer=True), or evaluation.answered(prompts) with "
-                'the model\'s own), or another place, such as "after_question"'
+                'the model\'s own), or another place, such as "before_question"'
             )
 
 

@@ -233,7 +233,9 @@ def verdict_sentences(shown: ShownModel) -> list[str]:
     said = []
     for name, verdict in found.items():
         control = matched_control(result, name)
-        said.append(f"{model}: {stated(result, name, verdict, 'question', control, found.get(control or ''))}")
+        apart = Contrast(result, name, to=control).overall()[0] if control in found else None
+        other = None if control is None or apart is None else (control, found[control], apart)
+        said.append(f"{model}: {stated(result, name, verdict, 'question', other)}")
     return said
 
 

@@ -32,8 +32,8 @@ class Prompt:
         question: The text of the question.
         system: The text before the question.
         answer: The text after the question, which the model reads too.
-        template: "plain" joins the segments with newlines, "joined" with nothing; "chat" uses the tokenizer's chat
-            template.
+        template: "plain" ends each segment but an answer with a newline, "joined" adds nothing; "chat" uses the
+            tokenizer's chat template.
         id: A name that is stable between runs; random draws depend on it.
         solution: The reference answer; the model doesn't read it.
         tokens: Token ids to read in place of the texts.

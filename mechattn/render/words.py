@@ -132,41 +132,46 @@ def verdict_words(
     result: Result,
     condition: str | None = None,
     segment: str = "question",
-    control: str | None = None,
+    to: str | None = None,
     margin: float | None = None,
 ) -> str:
-    """State the change of a segment's received attention and its uniform null in one sentence.
+    """State the change of a segment's received attention from the baseline, and its uniform null, in words.
 
     Args:
         result: A result with received attention.
         condition: The condition; the first that isn't the baseline by default.
         segment: The segment that receives attention.
-        control: A condition to compare with, such as a random sentence of equal length.
+        to: A condition whose change is stated too, with the difference of both, such as a random sentence of as many
+            tokens; ``result.compare(condition, to=to)`` has it by head.
         margin: The largest change that counts as none, such as 0.02, for heads that change as under uniform attention.
 
     Raises:
-        OptionError: There is no such condition or segment, or there are fewer than 3 prompts.
+        OptionError: There is no such condition or segment, there are fewer than 3 prompts, or the two conditions insert
+            different numbers of tokens.
     """
     condition = result.condition(condition)
-    of_control = None if control is None else result.verdict(control, segment)
-    verdict = result.verdict(condition, segment, margin=margin)
-    return stated(result, condition, verdict, segment, control, of_control)
+    apart = None if to is None else result.verdict(condition, segment, to=to).change
+    other = None if to is None or apart is None else (to, result.verdict(to, segment), apart)
+    return stated(result, condition, result.verdict(condition, segment, margin=margin), segment, other)
 
 
 def stated(
-    result: Result, condition: str, verdict: Verdict, segment: str, control: str | None, of_control: Verdict | None
+    result: Result, condition: str, verdict: Verdict, segment: str, other: tuple[str, Verdict, Interval] | None
 ) -> str:
-    """The sentence of a verdict, beside that of a control."""
-    beside, sizes = "", result["received_attention"].sizes
-    if of_control is not None:
-        beside = f", {percent_words(of_control.change)} with the matched control “{control}”"
+    """The sentences of a verdict; beside that of another condition, and the relative difference between both."""
+    beside, sizes, null = "", result["received_attention"].sizes, percent(verdict.null.estimate)
+    if other is not None:
+        name, its, apart = other
+        beside = f", {percent_words(its.change)} with “{name}” (relative to which it is {percent_words(apart)})"
+        theirs = percent(its.null.estimate)
+        null = null if theirs == null else f"{null} and {theirs}"
     same = ""
     if verdict.same is not None:
         within = f"± {100 * (verdict.margin or 0):g}\u00a0%"
         same = f"; in {int(verdict.same.sum())} the change is the same as its null's to within {within} (q_same < 0.05)"
     return (
         f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
-        f"attention {percent(verdict.null.estimate)} (changes of the mean over {sizes['layer']} layers × "
+        f"attention {null} (changes of the mean over {sizes['layer']} layers × "
         f"{sizes['head']} heads, {count_words(result)}). {heads_words(verdict)}{same}."
     )
 

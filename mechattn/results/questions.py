@@ -44,14 +44,16 @@ class Questions:
         condition: str | None = None,
         segment: str = "question",
         *,
+        to: str = BASELINE,
         unit: Literal["auto", "prompt"] = "auto",
         margin: float | None = None,
     ) -> Verdict:
         """Test how the attention that a segment receives changes from the baseline, compared with uniform attention.
 
         Args:
-            condition: The condition to compare with the baseline; by default the first other one.
+            condition: The condition; by default the first that isn't the baseline.
             segment: A segment that every prompt has.
+            to: The condition to compare it with.
             unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single prompts.
             margin: The largest change that counts as none, as for :meth:`compare`: the verdict then says which heads
                 change as under uniform attention, to within ± margin.
@@ -59,7 +61,7 @@ class Questions:
         Raises:
             OptionError: There is no such condition or segment, or there are fewer than 3 prompts (or groups).
         """
-        return self._contrast(condition, segment=segment, unit=unit).verdict(margin=margin)
+        return self._contrast(condition, to=to, segment=segment, unit=unit).verdict(margin=margin)
 
     def compare(
         self,

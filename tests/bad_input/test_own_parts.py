@@ -1,6 +1,7 @@
 """Conditions and analyses of a user's own that are not quite right: what is wrong is said in his words, before the work."""
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
@@ -72,6 +73,15 @@ def test_tokens_that_nothing_reads(toy, condition, template, no_forward, monkeyp
         ConditionError, match=r"prompt [01] .* ends with what 'own' inserts.*give prompts with an answer"
     ):
         ma.run(toy, some, {"own": condition})
+
+
+@pytest.mark.parametrize(("answer", "warned"), [("", True), ("3 and 4", False)])
+def test_tokens_that_only_a_newline_reads_are_warned_of(toy, answer, warned):
+    some = [ma.Prompt(text, answer=answer, id=str(i)) for i, text in enumerate(PROMPTS)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ma.run(toy, some, {"own": ma.MeaninglessTokens("/", 3, place="after_question")})
+    assert any("only the last token" in str(one.message) for one in caught) == warned
 
 
 def test_tokens_before_an_answer_are_read(toy):  # negative control

@@ -9,7 +9,8 @@ from scipy import stats
 import mechattn as ma
 from mechattn.commands.run_config import FIGURES
 from mechattn.contrast.contrast import Verdict
-from mechattn.render.words import change_words, heads_words, mean_words, said
+from mechattn.errors import OptionError
+from mechattn.render.words import change_words, heads_words, mean_words, percent, said
 from mechattn.results.provenance import matched_control
 from mechattn.stats.intervals import Interval
 
@@ -128,9 +129,27 @@ def test_a_mean_over_prompts(result):
 def test_the_verdict_names_its_matched_control(result):
     assert matched_control(result, "slash") == "sentence"
     assert matched_control(result, "sentence") is None, "a control has no control"
-    words = ma.render.verdict_words(result, "slash", control="sentence")
+    words = ma.render.verdict_words(result, "slash", to="sentence")
     control = ma.render.verdict_words(result, "sentence").split(" with")[0].removeprefix("Question attention ")
-    assert f"{control} with the matched control “sentence”" in words
+    each = (result["received_attention"].received_by_segment.sel(condition=name, segment="question")
+            for name in ("slash", "sentence"))  # fmt: skip
+    slash, sentence = (of.mean(["layer", "head"]).values.astype(np.float64) for of in each)
+    apart = np.expm1(np.log(slash / sentence).mean())
+    assert f"{control} with “sentence” (relative to which it is {percent(apart)} [" in words
+    assert result.verdict("slash", to="sentence").change.estimate == pytest.approx(apart, rel=1e-4)
+    assert "under uniform attention −" in words
+    assert " and −" not in words, "both have one null, as they are equally long"
+
+
+def test_a_condition_beside_one_elsewhere_has_another_null_and_another_length_is_refused(toy, prompts):
+    slash = ma.MeaninglessTokens("/", 5)
+    after = ma.MeaninglessTokens("/", 5, place="after_question")
+    result = ma.run(toy, prompts[:3], {"slash": slash, "after": after, "more": ma.MeaninglessTokens("/", 9)})
+    nulls = [percent(result.verdict(name).null.estimate) for name in ("slash", "after")]
+    assert nulls[0] != nulls[1]
+    assert "under uniform attention {} and {}".format(*nulls) in ma.render.verdict_words(result, "slash", to="after")
+    with pytest.raises(OptionError, match="difference would be one of length too"):
+        ma.render.verdict_words(result, "slash", to="more")
 
 
 def test_another_length_is_no_matched_control(toy, prompts):
