@@ -61,7 +61,7 @@ def patch(
 
     Each cell has two controls: the part in another prompt's run, and a step of equal norm in a random direction (of a
     pattern: each token's probabilities, permuted among the keys that it sees). The other prompt is drawn by ``seed``
-    among those that are at least as long. Tokens with which both prompts begin are aligned with each other, the rest
+    among those that are at least as long, with another answer where there are such. Tokens with which both prompts begin are aligned with each other, the rest
     from the end, where the answer is. For a prompt that is longer than all others this control is NaN.
 
     Args:
@@ -97,7 +97,7 @@ def patch(
     pairs, sequences = pairs_of(model, prompts, condition, metric, direction, seed)
     slots = _slots(target, prompts, sequences)
     ones = [_Prompt(model, target, slots, pair, seed) for pair in pairs]
-    others = _others({pair.id: len(pair.origins) for pair in pairs}, seed)
+    others = _others({pair.id: (len(pair.origins), tuple(pair.answer.tolist())) for pair in pairs}, seed)
     found = []
     steps = tqdm(ones, desc="patching", unit="prompt", delay=2)
     for one, other in zip(steps, others, strict=True):
@@ -228,12 +228,17 @@ def _slots(target: Target, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Seq
     return list(range(lengths[0]))
 
 
-def _others(lengths: Mapping[str, int], seed: int) -> list[int | None]:
-    """The index of another prompt for each, drawn among those at least as long, in any order; None if there is none."""
-    ids = list(lengths)
-    longer = [sorted(b for b in ids if b != a and lengths[b] >= lengths[a]) for a in ids]
-    drawn = [random.Random(f"other prompt {seed} {a}") for a in ids]
-    return [ids.index(draw.choice(some)) if some else None for draw, some in zip(drawn, longer, strict=True)]
+def _others(known: Mapping[str, tuple[int, Seq[int]]], seed: int) -> list[int | None]:
+    """The index of another prompt for each, of length and answer, drawn among those at least as long; None without any.
+
+    Those with the same answer are left out where there are others: what they bring may be the answer itself.
+    """
+    ids, drawn = list(known), []
+    for own, (length, answer) in known.items():
+        longer = sorted(other for other in ids if other != own and known[other][0] >= length)
+        some = [other for other in longer if known[other][1] != answer] or longer
+        drawn.append(ids.index(random.Random(f"other prompt {seed} {own}").choice(some)) if some else None)
+    return drawn
 
 
 def _aligned(run: Run, source: Run, where: Where, part: Part = "z") -> Float[Tensor, "original d_head"]:

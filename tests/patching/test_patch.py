@@ -364,18 +364,27 @@ def test_controls_are_steps_of_equal_norm_and_another_prompts_output():
     assert cosine.abs().mean() < 0.5
 
 
+def test_the_other_prompt_has_another_answer_where_there_is_one():
+    alternating = {str(i): (5, ("She", "He")[i % 2]) for i in range(12)}
+    for seed in range(20):
+        assert all((own + other) % 2 for own, other in enumerate(patching._others(alternating, seed)))
+    alike = {name: (length, "She") for name, (length, _) in alternating.items()}
+    assert None not in patching._others(alike, 0), "where all have one answer, there is no other"
+
+
 def test_the_other_prompt_is_long_enough_and_aligned_from_the_end():
     """And drawn whatever the order; the start that both share, such as a system text, is aligned with itself."""
     model, some = ma.load_model("toy:llama"), prompts(6)
     sequences = {prompt.id: ma.Baseline().apply(prompt, model, 0) for prompt in some}
     lengths = {name: len(sequence) for name, sequence in sequences.items()}
+    known = {name: (length, (i,)) for i, (name, length) in enumerate(lengths.items())}
     by_length = sorted(lengths, key=lengths.get)
     others, again = (
         {own: None if other is None else list(some)[other] for own, other in zip(some, patching._others(some, 7))}
-        for some in (lengths, dict(reversed(lengths.items())))
+        for some in (known, dict(reversed(known.items())))
     )
     assert others == again
-    assert patching._others(lengths, 7) != patching._others(lengths, 8)
+    assert patching._others(known, 7) != patching._others(known, 8)
     assert others.pop(by_length[-1]) is None, "the longest prompt of this sample has no equal"
     assert all(lengths[other] >= lengths[own] and other != own for own, other in others.items())
 
