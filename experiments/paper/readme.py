@@ -81,11 +81,11 @@ def sentences(stored: dict) -> list[str]:
     extreme = f"{len(untestable) - reached} since a model solves nearly all problems, or none"
     lost = [f"`{name}` loses {-100 * part['value']:.0f}" for name, part in toys.items() if part["high"] < 0]
     return [
-        f"Of the {len(stated)} claims that the paper and the blog post",
-        f"{len(stated) * len(names)} verdicts: {counts} ({extreme}, and {reached} since untrained weights come as far",
-        "In all five an inserted token gets less attention than a token of the question",
-        "in none further than with untrained weights",
-        f"near zero become fewer is supported in none and contradicted in {denied}",
+        f"The {len(stated)} claims that the paper and the blog post",
+        f"{len(stated) * len(names)} verdicts: {counts} ({extreme}, and {reached} since untrained weights already reach",
+        "for inserted tokens is supported in all five: such a token gets less attention than a token of the question",
+        "in none more than with untrained weights",
+        f"“Fewer activations near zero” is supported in none and contradicted in {denied}",
         f"The toys solve {solved[0]:.0f} to {solved[-1]:.0f} % of the problems without “/”",
         " points and ".join(lost),
     ]

@@ -61,8 +61,9 @@ def patch(
 
     Each cell has two controls: the part in another prompt's run, and a step of equal norm in a random direction (of a
     pattern: each token's probabilities, permuted among the keys that it sees). The other prompt is drawn by ``seed``
-    among those that are at least as long, with another answer where there are such. Tokens with which both prompts begin are aligned with each other, the rest
-    from the end, where the answer is. For a prompt that is longer than all others this control is NaN.
+    among those that are at least as long, with another answer where there are such. Tokens with which both prompts
+    begin are aligned with each other, the rest from the end, where the answer is. For a prompt that is longer than all
+    others this control is NaN.
 
     Args:
         model: A hooked model, or anything that ``load_model`` accepts.
