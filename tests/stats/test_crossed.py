@@ -51,6 +51,20 @@ def test_intervals_cover_for_new_prompts_and_new_conditions():
     assert np.mean(made.p < 0.05) < 0.07
 
 
+def test_the_standard_error_is_that_of_a_bootstrap_of_prompts_and_conditions():
+    """Both are drawn with replacement; prompts alone, the negative control, vary far less."""
+    d, generator = drawn(60, 30, 1, np.random.default_rng(3))[..., 0], np.random.default_rng(4)
+    both, prompts = [], []
+    for _ in range(2000):
+        rows, columns = generator.integers(60, size=60), generator.integers(30, size=30)
+        both.append(d[np.ix_(rows, columns)].mean())
+        prompts.append(d[rows].mean())
+    made = crossed(d[..., None])
+    error = np.sqrt(made.unit_sd**2 / 60 + made.condition_sd**2 / 30 + made.rest_sd**2 / 1800)
+    assert np.std(both) == pytest.approx(float(error[0]), rel=0.1)
+    assert np.std(prompts) < 0.85 * error[0]
+
+
 def test_no_variation():
     made = crossed(np.full((5, 6, 2), 0.25))
     np.testing.assert_array_equal((made.low, made.high), 0.25)
