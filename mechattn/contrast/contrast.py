@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, head_named
 from mechattn.contrast import stability, table
-from mechattn.contrast.differences import Scale, aligned, check_cells, labels_of
+from mechattn.contrast.differences import Scale, aligned, check_cells, differences, labels_of
 from mechattn.contrast.quantities import Null, check_layer, slices, variable_of
 from mechattn.errors import OptionError
 from mechattn.results.result import part_of, units_of
@@ -191,6 +191,33 @@ class Contrast:
         made.attrs |= {"unit": units.unit, "null": tested[0].null, "level": self.level}
         made.attrs |= {"family": f"{int(there.sum())} tests"}
         return made
+
+    def by_prompt(self, head: str) -> pd.DataFrame:
+        """One row for each prompt: what one head does in it, the largest difference from the null first.
+
+        Columns: prompt (its id), value, reference, difference and, where a null is known, beyond.
+
+        Args:
+            head: A head such as "L1H2".
+
+        Raises:
+            OptionError: There is no such head, or no number for each head.
+        """
+        import pandas as pd
+
+        if head_named(head) is None:
+            raise OptionError(f'head={head!r}: give a head such as "L1H2"')
+        one = differences(
+            replace(self, result=self.result.sel(head=head), other=self.other and self.other.sel(head=head))
+        )
+        if one.ours.ndim > 3:
+            raise OptionError(f"{self.quantity!r} has more than one number for each head and prompt")
+        values = {"value": one.ours, "reference": one.theirs, "difference": one.difference}
+        made = pd.DataFrame({name: of.values.reshape(-1) for name, of in values.items()})
+        made.insert(0, "prompt", one.ours.prompt.values)
+        if one.expected is not None:
+            made["beyond"] = made.difference - one.expected.reshape(-1)
+        return made.sort_values(list(made)[-1], key=abs, ascending=False, kind="stable", ignore_index=True)
 
     def overall(self, layer: int | None = None) -> tuple[Interval, Interval | None]:
         """The relative change of each prompt's mean over layers and heads, and the same under the null.

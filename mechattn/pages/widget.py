@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, head_name
+from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
 from mechattn.pages.embedded import template
 from mechattn.pages.one_prompt import pattern
@@ -78,8 +79,17 @@ class Browser(anywidget.AnyWidget):
 
     def table(self) -> pd.DataFrame:
         """Return the rows of ``result.compare`` for the selected head, in the page's condition and quantity."""
-        (layer, head), table = self._chosen(), self.result.compare(self.condition, quantity=self.quantity)
+        (layer, head), table = self._chosen(), self._asked().table()
         return table[(table["layer"] == layer) & (table["head"] == head)]
+
+    def prompts(self) -> pd.DataFrame:
+        """Return ``Contrast.by_prompt`` of the selected head: the prompts in which it does the most first."""
+        return self._asked().by_prompt(head_name(*self._chosen()))
+
+    def _asked(self) -> Contrast:
+        if self.condition == BASELINE:
+            raise OptionError("the baseline is shown, and nothing is compared: set .condition to another one")
+        return Contrast(self.result, self.condition, quantity=self.quantity)
 
     def pattern(self, model: Any) -> View:
         """Return ``ma.pattern`` of the selected head on the selected prompt, without inserted tokens."""

@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -71,6 +72,23 @@ def test_the_rows_are_those_of_compare(view, result):
     every = result.compare("slash", quantity="entropy")
     pd.testing.assert_frame_equal(view.table(), every.query("layer == 1 and head == 2"))
     assert not view.table().equals(every.query("layer == 1 and head == 3"))
+
+
+def test_the_prompts_in_which_a_head_does_most(view, result):
+    view._handle_custom_msg(CHOSEN, [])
+    table = view.prompts()
+    values = result["attention_focus"].entropy.sel(segment="question", layer=1, head=2).astype(float)
+    by_hand = np.log(values.sel(condition="slash") / values.sel(condition="baseline"))
+    assert sorted(table.prompt) == sorted(result["sequences"].prompt.values)
+    np.testing.assert_allclose(table.difference, by_hand.sel(prompt=table.prompt.values), rtol=1e-6)
+    assert (abs(table.beyond).diff().dropna() <= 0).all()
+    of_table = result.compare("slash", quantity="entropy").set_index(["layer", "head"]).loc[(1, 2)]
+    assert table.beyond.mean() == pytest.approx(of_table.beyond)
+    with pytest.raises(OptionError, match="head='2': give a head such as"):
+        ma.Contrast(result, "slash").by_prompt("2")
+    view.condition = "baseline"
+    with pytest.raises(OptionError, match=r"nothing is compared: set \.condition"):
+        view.table()
 
 
 def test_the_pattern_is_that_of_the_prompt(view, toy, prompts):
