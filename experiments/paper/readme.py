@@ -84,7 +84,7 @@ def sentences(stored: dict) -> list[str]:
         f"The {len(stated)} claims that the paper and the blog post",
         f"{len(stated) * len(names)} verdicts: {counts} ({extreme}, and {reached} since untrained weights already reach",
         "for inserted tokens is supported in all five: such a token gets less attention than a token of the question",
-        "in none more than with untrained weights",
+        "in no model more than with untrained weights",
         f"“Fewer activations near zero” is supported in none and contradicted in {denied}",
         f"The toys solve {solved[0]:.0f} to {solved[-1]:.0f} % of the problems without “/”",
         " points and ".join(lost),
