@@ -25,8 +25,10 @@ unexport PYTHONDONTWRITEBYTECODE
 CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine,mechattn.interventions,mechattn.evaluation
 TYPES ?= mechattn.functional
 TYPED := $(addprefix tests/,analysis engine evaluation functional identities interventions laws model parity prompts)
+# What tests write lies in memory where it has room for it: a result is flushed file by file, and a disk makes each wait.
+ROOM := $(shell [ "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 # Two processes of one thread each are faster than one of two, as toys are small.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(ROOM) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What needs a folder of packages of its own on the path.
 ELSEWHERE := --ignore tests/compat --ignore tests/extra
