@@ -207,27 +207,6 @@ def test_what_a_living_process_is_writing_is_left_alone(shards, tmp_path):
     assert names(path) == ["late"]
 
 
-@pytest.mark.slow
-def test_merge(shards, tmp_path):
-    """One shard had been merged before; now it is two."""
-    shards, out = shards[:2], tmp_path / "all.zarr"
-    shared = tmp_path.with_name(f"{tmp_path.name}-shards")
-    for number, shard in enumerate(shards):
-        shard.save(shared / f"{number}.zarr")
-    places = [str(shared / f"{number}.zarr") for number in range(2)]
-
-    def before():
-        emptied(tmp_path)
-        merge_stored(str(out), places[:1])
-
-    whole = numbers(ma.merge_results(shards))
-    for _ in each_kill(tmp_path, before, lambda: merge_stored(str(out), places)):
-        assert numbers(ma.load_result(out)) in (numbers(shards[0]), whole)
-        merge_stored(str(out), places)
-        assert numbers(ma.load_result(out)) == whole
-        assert names(tmp_path) == ["all.zarr"]
-
-
 def test_a_page(tmp_path):
     path, old, new = tmp_path / "p.html", f'{GENERATOR}">old', f'{GENERATOR}">new'
 
