@@ -25,19 +25,21 @@ unexport PYTHONDONTWRITEBYTECODE
 CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine,mechattn.interventions,mechattn.evaluation
 TYPES ?= mechattn.functional
 TYPED := $(addprefix tests/,analysis engine evaluation functional identities interventions laws model parity prompts)
-# Two processes of one thread each are faster than one of two, as toys are small.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# What tests write lies in memory where it has room for it: a result is flushed file by file, and a disk makes each wait.
+ROOM := $(shell [ "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
+# Two processes of one thread each are faster than one of two, as toys are small; where tests are few, imports take longer.
+ALONE := OMP_NUM_THREADS=1 $(ROOM) $(BIN)/python -m pytest
+PYTEST := $(ALONE) -n 2 --dist worksteal
 
 # What needs a folder of packages of its own on the path.
 ELSEWHERE := --ignore tests/compat --ignore tests/extra
 
-# The tests that $(1) selects, with the types of $(2) checked in TYPED.
-define tested
-	$(PYTEST) $(TYPED) $(1) --jaxtyping-packages=$(2),beartype.beartype
-	$(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) $(1)
-endef
+# The tests that $(1) selects: of TYPED, with the types of $(2) checked; and all others.
+typed = $(PYTEST) $(TYPED) $(1) --jaxtyping-packages=$(2),beartype.beartype
+plain = $(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) $(1)
+REST := -m "slow or browser or site"
 
-.PHONY: figures selftest paper test test-compat test-extra test-rest test-all fuzz simulate lint docs cards bench gpu lock clean
+.PHONY: figures selftest paper test test-compat test-extra test-rest test-without test-with test-all fuzz simulate lint docs cards bench gpu lock clean
 .NOTPARALLEL:  # as all share .venv
 
 figures: .venv/core
@@ -53,19 +55,30 @@ paper: .venv/core
 	$(BIN)/mechattn paper --out out/paper
 
 test: .venv/dev
-	$(call tested,-m "not slow",$(TYPES))
+	$(call typed,-m "not slow",$(TYPES))
+	$(call plain,-m "not slow")
 
 test-rest: .venv/dev
-	$(call tested,-m "slow or browser or site",$(CHECKED))
+	$(call typed,$(REST),$(CHECKED))
+	$(call plain,$(REST))
+
+# The same in CI, where a browser and the site are there for the last alone: slow tests of TYPED need neither.
+test-without: .venv/dev
+	$(call typed,,$(CHECKED))
+	$(call plain,-m "not slow")
+
+test-with: .venv/dev
+	$(call plain,$(REST))
 
 test-all: .venv/dev test-compat test-extra
-	$(call tested,,$(CHECKED))
+	$(call typed,,$(CHECKED))
+	$(call plain,)
 
 # It uses the same torch and transformers, so it needs a folder on the path but no second environment.
 test-compat: .venv/dev
 	$(INSTALL) --no-deps --upgrade --target out/compat \
 	  transformer-lens==3.9.0 better-abc==0.0.3
-	PYTHONPATH=out/compat $(PYTEST) tests/compat
+	PYTHONPATH=out/compat $(ALONE) tests/compat
 
 # s3fs, moto and dask, with what they bring; the versions of botocore and multidict are those that aiobotocore takes.
 test-extra: .venv/dev
@@ -75,7 +88,7 @@ test-extra: .venv/dev
 	  moto==5.2.5 blinker==1.9.0 boto3==1.43.117 cffi==2.1.1 cryptography==50.0.2 flask==3.1.3 flask-cors==6.0.5 \
 	  itsdangerous==2.2.0 py-partiql-parser==0.6.3 pycparser==3.12 responses==0.26.3 s3transfer==0.19.3 werkzeug==3.1.9 \
 	  xmltodict==1.0.4 dask==2026.8.0 cloudpickle==3.1.2 locket==1.0.0 partd==1.4.2 toolz==1.2.0
-	PYTHONPATH=out/extra $(PYTEST) tests/extra
+	PYTHONPATH=out/extra $(ALONE) tests/extra
 
 fuzz: .venv/dev
 	MECHATTN_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz

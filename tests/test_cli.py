@@ -79,15 +79,15 @@ def test_every_public_name_is_there():
         ma.runn
 
 
-def test_figures_writes_a_page_and_a_result_for_every_toy(tmp_path):
-    done = mechattn("figures", "--out", tmp_path / "out", "--limit", 8)
+def test_figures_writes_a_page_and_a_result_for_every_toy(tmp_path, here):
+    done = here("figures", "--out", tmp_path / "out", "--limit", 6)
     assert done.returncode == 0, done.stderr
     assert "index.html" in done.stdout
     text = (tmp_path / "out" / "index.html").read_text()
     for name in toy_names():
         assert f"{name} (toy, " in text
         result = ma.load_result(tmp_path / "out" / f"{name.replace(':', '-')}.zarr")
-        assert result["received_attention"].sizes["prompt"] == 8
+        assert result["received_attention"].sizes["prompt"] == 6
         assert result.provenance["model"]["verified"]
 
 
@@ -111,46 +111,52 @@ def test_run_on_a_file_of_real_questions(tmp_path, here, questions):
     assert ma.load_result(tmp_path / "result.zarr").conditions == ["baseline", "slash"]
 
 
+HELD_UP = """
+import time
+from mechattn.commands.main import main
+from mechattn.jobs.executors import Local
+parts = Local.parts
+def held_up(self, job, chunks):
+    for number, part in enumerate(parts(self, job, chunks)):
+        time.sleep(60 * (number == 2))  # the third chunk takes long
+        yield part
+Local.parts = held_up
+main()
+"""
+
+
 def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here):
     """In two shards, one of them interrupted and continued; then merged."""
     config = tmp_path / "config.toml"
     config.write_text(
-        'model = "toy:llama"\nverify = false\nchunk = 2\n[prompts]\nsource = "word-problems"\nlimit = 96\n'
+        'model = "toy:llama"\nverify = false\nchunk = 1\n[prompts]\nsource = "word-problems"\nlimit = 12\n'
         '[output]\nresult = "r.zarr"\n'
     )
-    command = [
-        sys.executable,
-        "-c",
-        "from mechattn.commands.main import main; main()",
-        "run",
-        str(config),
-        "--shard",
-        "1/2",
-    ]
+    command = [sys.executable, "-c", HELD_UP, "run", str(config), "--shard", "1/2"]
     # A shell that starts the tests in the background lets them ignore SIGINT, and what they start inherits that.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
     until = time.monotonic() + 120
-    while not list(tmp_path.glob("r-1-of-2.zarr.parts/*.zip")) and time.monotonic() < until:
+    while len(list(tmp_path.glob("r-1-of-2.zarr.parts/*.zip"))) < 2 and time.monotonic() < until:
         time.sleep(0.002)
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert re.search(r"mechattn: stopped; \d+ of 24 chunks are done and kept in .*; rerun the command to resume", said)
+    assert re.search(r"mechattn: stopped; 2 of 6 chunks are done and kept in .*; rerun the command to resume", said)
     assert "Traceback" not in said
     for shard in ("1/2", "2/2"):
         done = here("run", config, "--shard", shard)
         assert done.returncode == 0, done.stderr
     done = here("merge", "whole.zarr", "r-2-of-2.zarr", "r-1-of-2.zarr")
     assert done.returncode == 0, done.stderr
-    assert ma.load_result(tmp_path / "whole.zarr")["sequences"].prompt.values.tolist() == [str(i) for i in range(96)]
+    assert ma.load_result(tmp_path / "whole.zarr")["sequences"].prompt.values.tolist() == [str(i) for i in range(12)]
     again = here("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr")
     assert again.returncode == 2
     assert "prompt 0 is in two of the results" in again.stderr
 
 
-def test_an_error_is_a_sentence_not_a_traceback(tmp_path):
-    done = mechattn("figures", "--model", "toy:lama", "--out", tmp_path)
+def test_an_error_is_a_sentence_not_a_traceback(tmp_path, here):
+    done = here("figures", "--model", "toy:lama", "--out", tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("mechattn: there is no toy 'toy:lama'; the toys are ")
     assert "toy:llama" in done.stderr

@@ -27,6 +27,11 @@ def place(result, tmp_path_factory):
     return results_page([result], tmp_path_factory.mktemp("page") / "page.html", [])
 
 
+@pytest.fixture(scope="module")
+def of_slash(slash_result, tmp_path_factory):
+    return result_page(slash_result, tmp_path_factory.mktemp("slash") / "page.html", 0, [2])
+
+
 def percent(text):
     return float(text.replace("−", "-").replace("\u00a0%", "")) / 100
 
@@ -39,8 +44,8 @@ def at(page, layer, head, heads=8):
     return page.locator(f"#head-{layer * heads + head}")
 
 
-def test_the_first_screen_is_drawn_at_the_numbers_of_the_verdict(opened, slash_result, tmp_path):
-    page = opened(result_page(slash_result, tmp_path / "page.html", 0, [2]))
+def test_the_first_screen_is_drawn_at_the_numbers_of_the_verdict(opened, of_slash, slash_result):
+    page = opened(of_slash)
     verdict = slash_result.verdict("slash")
     assert page.evaluate("document.querySelector('.picture').getBoundingClientRect().bottom") < 900
     ticks = page.locator(".axis .track i")
@@ -257,8 +262,8 @@ def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp
     assert [(int(row["layer"]), int(row["head"])) for row in rows] == list(zip(table.layer, table["head"], strict=True))
 
 
-def test_the_curves_of_a_head_as_csv_and_svg(opened, slash_result, tmp_path):
-    page = opened(result_page(slash_result, tmp_path / "page.html", 0, [2]))
+def test_the_curves_of_a_head_as_csv_and_svg(opened, of_slash, slash_result, tmp_path):
+    page = opened(of_slash)
     room = page.locator("#room")
     with page.expect_download() as caught:
         room.get_by_role("button", name="CSV").click()

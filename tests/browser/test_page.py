@@ -15,6 +15,12 @@ ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title an
 STRANGE = "</script><script>document.title='broken'</script> 🙂 \u200b שלום & <b>bold</b>"
 
 
+@pytest.fixture(scope="module")
+def place(slash_result, tmp_path_factory):
+    """A page with a figure of three heads, which no test changes."""
+    return result_page(slash_result, tmp_path_factory.mktemp("page") / "index.html", 0, [1, 2, 3])
+
+
 def unfold(page, title=""):
     """Open the figures that are folded, and wait until they are drawn in this light."""
     page.evaluate(
@@ -68,11 +74,10 @@ def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
     assert len(set(page.screenshot())) > 50
 
 
-def test_a_request_is_forbidden_by_the_page_itself(browser, slash_result, tmp_path):
+def test_a_request_is_forbidden_by_the_page_itself(browser, place):
     """Whatever a script on it would ask for, the content policy refuses."""
-    path = result_page(slash_result, tmp_path / "index.html", 0, [1])
     page = browser.new_page()
-    page.goto(path.as_uri())
+    page.goto(place.as_uri())
     refused = page.evaluate("fetch('https://example.org/').then(() => 'answered', (error) => error.name)")
     assert refused == "TypeError"
     assert page.evaluate(
@@ -82,8 +87,8 @@ def test_a_request_is_forbidden_by_the_page_itself(browser, slash_result, tmp_pa
     page.close()
 
 
-def test_the_numbers_behind_a_figure_are_a_click_away(opened, slash_result, tmp_path):
-    page = opened(result_page(slash_result, tmp_path / "index.html", 0, [2]))
+def test_the_numbers_behind_a_figure_are_a_click_away(opened, place, slash_result, tmp_path):
+    page = opened(place)
     unfold(page)
     figure = page.locator("details.section > figure")
     with page.expect_download() as caught:
@@ -109,11 +114,10 @@ def test_the_numbers_behind_a_figure_are_a_click_away(opened, slash_result, tmp_
     assert "MeaninglessTokens(text='/'" in figure.locator(".actions table").inner_text()
 
 
-def test_light_dark_and_a_phone(browser, slash_result, tmp_path):
-    path = result_page(slash_result, tmp_path / "index.html", 0, [1, 2, 3])
+def test_light_dark_and_a_phone(browser, place):
     context = browser.new_context(color_scheme="dark", viewport={"width": 390, "height": 844}, offline=True)
     page = context.new_page()
-    page.goto(path.as_uri())
+    page.goto(place.as_uri())
     unfold(page)
     ink = "getComputedStyle(document.querySelector('.js-plotly-plot .gtitle')).fill"
     line = "getComputedStyle(document.querySelector('.scatterlayer .js-line[style*=\"1.6px\"]')).stroke"
@@ -128,8 +132,8 @@ def test_light_dark_and_a_phone(browser, slash_result, tmp_path):
     context.close()
 
 
-def test_the_keyboard_reaches_everything(opened, slash_result, tmp_path):
-    page = opened(result_page(slash_result, tmp_path / "index.html", 0, [1]))
+def test_the_keyboard_reaches_everything(opened, place):
+    page = opened(place)
     reached = []
     unfold(page)
     for _ in range(100):
@@ -176,8 +180,8 @@ def test_a_view_in_the_frame_of_a_notebook(opened, toy, tmp_path):
     assert "toy:llama" in inside.locator("figcaption").inner_text()
 
 
-def test_hovering_tells_the_number(opened, slash_result, tmp_path):
-    page = opened(result_page(slash_result, tmp_path / "index.html", 0, [1, 2, 3]))
+def test_hovering_tells_the_number(opened, place):
+    page = opened(place)
     unfold(page)
     page.locator(".js-plotly-plot .nsewdrag").first.scroll_into_view_if_needed()
     box = page.locator(".js-plotly-plot .nsewdrag").first.bounding_box()

@@ -29,7 +29,7 @@ import sys, mechattn as ma
 from importlib.metadata import version
 from mechattn.analysis import ANALYSES
 assert version("transformer-lens").startswith("4."), version("transformer-lens")
-prompts = ma.load_prompts("word-problems", limit=4)
+prompts = ma.load_prompts("word-problems", limit=2)
 slash = ma.MeaninglessTokens("/", 20)
 analyses = [make() for make in ANALYSES if make is not ma.analyses.ScoreDecomposition]
 ma.run("toy:llama", prompts, {"slash": slash}, analyses).save(sys.argv[1])
@@ -96,7 +96,7 @@ def test_this_is_the_older_major():
 @pytest.mark.parametrize("made", MODELS)
 def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
     model = MODELS[made]()
-    prompts = ma.load_prompts("word-problems", limit=4)
+    prompts = ma.load_prompts("word-problems", limit=2)
     analyses = [make() for make in ANALYSES if make is not ScoreDecomposition]  # refused: this toy has RoPE
     result = ma.run(model, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses)
     about = result.provenance["model"]
@@ -176,7 +176,7 @@ def test_the_comparison_would_notice_another_model(newest):
     """One head's queries changed by a hundredth."""
     model, _ = hooked_transformer(fold=False)
     model.blocks[0].attn.W_Q.data[3] *= 1.01
-    result = ma.run(model, ma.load_prompts("word-problems", limit=4), {"slash": ma.MeaninglessTokens("/", 20)})
+    result = ma.run(model, ma.load_prompts("word-problems", limit=2), {"slash": ma.MeaninglessTokens("/", 20)})
     theirs = newest["received_attention"].received_by_segment
     assert float(abs(result["received_attention"].received_by_segment - theirs).max()) > 10 * TOLERANCE
 

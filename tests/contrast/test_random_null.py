@@ -30,12 +30,13 @@ def random(toy, prompts):
 def changes(result, condition="slash"):
     """Mean log-ratio [layer][head] of the question, by plain loops."""
     received = result["received_attention"].received_by_segment.sel(segment="question").astype(float)
-    made = []
-    for layer in received.layer.values:
-        of_layer = received.sel(layer=layer)
-        logs = np.log(of_layer.sel(condition=condition) / of_layer.sel(condition="baseline"))
-        made.append([float(np.mean([logs.sel(head=h, prompt=p) for p in logs["prompt"]])) for h in logs["head"]])
-    return made
+    with_it, without = (
+        received.sel(condition=name).transpose("layer", "head", "prompt").values for name in (condition, "baseline")
+    )
+    return [
+        [float(np.mean([np.log(a / b) for a, b in zip(*of_head)])) for of_head in zip(*of_layer)]
+        for of_layer in zip(with_it, without)
+    ]
 
 
 def test_the_columns_are_those_of_loops(trained, random):

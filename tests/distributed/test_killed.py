@@ -14,7 +14,7 @@ FAULTS = Path(__file__).parents[2] / "experiments" / "faults.py"
 @pytest.mark.slow
 def test_killed_at_random_moments_it_ends_with_the_same_numbers():
     """``python experiments/faults.py`` makes twenty."""
-    trials = 3
+    trials = 2
     command = [sys.executable, str(FAULTS), "--trials", str(trials), "--seed", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     lines = done.stdout.splitlines()

@@ -77,11 +77,12 @@ def processes():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes under /proc")
 def test_two_workers_write_a_large_result_and_one_is_killed(cluster, job, local, tmp_path):
     """Each writes its chunks straight into their regions; what comes of it is what one process makes."""
     killed = []
     result = ma.run_job(job, tmp_path / "r.zarr", executor=Kills(killed))
-    assert killed
+    assert len(killed) == 1
     assert digest(result.datasets) == local
     assert [path.name for path in tmp_path.iterdir()] == ["r.zarr"]
 
@@ -136,15 +137,6 @@ def test_two_workers_equal_one_process_to_the_bit(cluster, job, local, tmp_path)
     assert digest(made.datasets) == local
     assert made.provenance["threads"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes under /proc")
-def test_a_killed_worker_changes_nothing(cluster, job, local, tmp_path):
-    killed = []
-    made = ma.run_job(job, tmp_path / "r.zarr", executor=Kills(killed))
-    assert len(killed) == 1
-    assert digest(made.datasets) == local
 
 
 @pytest.mark.slow

@@ -21,13 +21,13 @@ def examples(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if examples(p)], ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_examples_run(page, tmp_path, monkeypatch):
+def test_examples_run(page, toy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plotly.io, "show", lambda *args, **kwargs: None)
     names = {
         "__name__": "example",
         "ma": ma,
-        "model": ma.load_model("toy:llama"),
+        "model": toy,
         "prompts": ma.load_prompts("word-problems", limit=12),
         "slash": ma.MeaninglessTokens("/", count=55),
     }

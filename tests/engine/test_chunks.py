@@ -9,6 +9,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import Interrupted, OptionError, OutputError, PromptTooLong
+from mechattn.jobs import job as jobs
 from mechattn.jobs.chunks import ChunkStore, parse_shard, parts_folder, shard_place
 from mechattn.jobs.executors import Local
 from mechattn.jobs.job import Worker
@@ -17,6 +18,19 @@ from mechattn.store.result_bytes import unpacked
 from tests.conftest import run_part
 
 OTHER_SEED = ma.RunOptions(layers=[0, 2], seed=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once(toy):
+    """Workers of toy:llama share one model, which none of them changes; those of other dtypes and files load their own."""
+    load = jobs.load_model
+
+    def loaded(name, *, dtype, **options):
+        return toy if (name, dtype) == ("toy:llama", "auto") else load(name, dtype=dtype, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "load_model", loaded)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,16 @@ CONDITIONS = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSente
 OPTIONS = [{}, {"queries": "question"}, {"queries": "all", "include_self": True}, {"skip_first": True}]
 
 
+@pytest.fixture(scope="module", params=["toy:llama", "toy:qwen2", "toy:gemma3", "toy:falcon"])
+def each_toy(request):
+    return ma.load_model(request.param)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("toy", ["toy:llama", "toy:qwen2", "toy:gemma3", "toy:falcon"])
-def test_every_toy_gives_the_numbers_of_the_row_kernel(toy, options):
+def test_every_toy_gives_the_numbers_of_the_row_kernel(each_toy, options):
     """Gemma's windowed layers come in rows, beside its full ones."""
     both = [
-        ma.run(toy, PROMPTS, CONDITIONS, ma.ReceivedAttention(**options), engine=engine)
+        ma.run(each_toy, PROMPTS, CONDITIONS, ma.ReceivedAttention(**options), engine=engine)
         for engine in ("fused", "streaming")
     ]
     assert [result.provenance["engine"] for result in both] == ["fused", "streaming"]

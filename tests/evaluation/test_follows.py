@@ -23,12 +23,12 @@ def evaluated(model, prompts, condition, new_tokens):
 
 
 def test_the_toy_that_computes_over_filler_follows_it():
-    relay, questions = ma.load_model("toy:relay"), ma.load_prompts("recall", limit=60)
+    relay, questions = ma.load_model("toy:relay"), ma.load_prompts("recall", limit=40)
     evaluation, donors = evaluated(relay, questions, filler(12), 6)
     assert evaluation.right("filler").mean() > 0.9
     found = evaluation.follows("another's", donors, "filler")
     assert found["followed"] >= 0.8, found
-    assert found["n"] + found["alike"] == 60
+    assert found["n"] + found["alike"] == 40
     assert found["by_chance"] < 0.3
     assert evaluation.follows("own", donors, "filler")["followed"] == 0
 

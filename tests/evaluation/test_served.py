@@ -327,18 +327,15 @@ def test_killed_and_continued(engine, tmp_path):
         exec(RUN, here)
         here["run"](whole, server.address)
         server.fault = lambda number: time.sleep(0.05)
-        had = 1
-        for more in (3, 15):
-            run = start(part)
-            until = time.monotonic() + 900  # of a machine that does much else
-            while run.poll() is None and time.monotonic() < until:
-                if part.exists() and part.read_bytes().count(b"\n") >= had + more:
-                    run.kill()
-                    break
-                time.sleep(0.002)
-            assert run.wait(60) == -9, "it ended before it could be killed"
-            assert part.read_bytes().count(b"\n") > had
-            had = part.read_bytes().count(b"\n")
+        run = start(part)
+        until = time.monotonic() + 900  # of a machine that does much else
+        while run.poll() is None and time.monotonic() < until:
+            if part.exists() and part.read_bytes().count(b"\n") >= 8:
+                run.kill()
+                break
+            time.sleep(0.002)
+        assert run.wait(60) == -9, "it ended before it could be killed"
+        assert part.read_bytes().count(b"\n") > 1
         assert start(part).wait(900) == 0
     rows = [json.loads(line) for line in part.read_text().splitlines()[1:]]
     assert len({(r["prompt"], r["condition"], r["sample"]) for r in rows}) == len(rows) == 48

@@ -82,14 +82,14 @@ def compared(toy, server, limit):
 
 
 def test_answers_are_those_of_the_loop_here(toy, server):
-    same, of = compared(toy, server, limit=2)
-    assert same == of == 20
+    same, of = compared(toy, server, limit=1)
+    assert same == of == 10
 
 
 @pytest.mark.slow
 def test_answers_under_every_condition_are_those_of_the_loop_here(toy, server):
     """MECHATTN_SERVED=100 asks for as many problems; rounding differs with CPU and batch, and may turn a tie."""
-    problems = int(os.environ.get("MECHATTN_SERVED", "8"))
+    problems = int(os.environ.get("MECHATTN_SERVED", "4"))
     same, of = compared(toy, server, limit=problems)
     assert of == 10 * problems
     assert same >= of - max(1, 0.002 * of)

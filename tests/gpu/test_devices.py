@@ -62,7 +62,7 @@ def measured(whole):
     return ma.run(whole, PROBLEMS, CONDITIONS, every("toy:llama"), positions="prompts")
 
 
-@pytest.fixture(scope="module", params=OFFLOADED)
+@pytest.fixture(scope="module", params=["memory", pytest.param("disk", marks=pytest.mark.slow), "half on disk"])
 def offloaded(request, tokenizer, tmp_path_factory):
     made = OFFLOADED[request.param](plain("toy:llama", torch.float32), tmp_path_factory.mktemp("offloaded"))
     assert sum(parameter.is_meta for parameter in made.parameters()) > 10, "most weights are elsewhere"
@@ -118,13 +118,20 @@ def test_each_engine_takes_an_offloaded_model(engine, offloaded, whole):
     assert_same(ma.run(offloaded, PROBLEMS, **options), ma.run(whole, PROBLEMS, **options))
 
 
-def test_an_offloaded_model_is_patched_answers_and_is_acted_on(offloaded, whole):
+@pytest.fixture(scope="module")
+def acted_on(whole):
+    """What the model as it was gives when it is patched, answers, and is acted on."""
     prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
-    for at in ("z", ["L0H1", "L3H0"]):
-        ours, theirs = (ma.patch(model, prompts, SLASH, at=at).effects for model in (offloaded, whole))
-        np.testing.assert_array_equal(ours.effect.values, theirs.effect.values)
-    assert answers(offloaded) == answers(whole)
-    assert_same(recorded(offloaded), recorded(whole))
+    effects = {at: ma.patch(whole, prompts, SLASH, at=at).effects.effect.values for at in ("z", "resid_post")}
+    return prompts, effects, answers(whole), recorded(whole)
+
+
+def test_an_offloaded_model_is_patched_answers_and_is_acted_on(offloaded, acted_on):
+    prompts, effects, answered, acted = acted_on
+    for at, effect in effects.items():
+        np.testing.assert_array_equal(ma.patch(offloaded, prompts, SLASH, at=at).effects.effect.values, effect)
+    assert answers(offloaded) == answered
+    assert_same(recorded(offloaded), acted)
 
 
 def test_a_name_takes_a_device_map(tmp_path, whole):
@@ -139,7 +146,7 @@ def test_two_devices_that_are_imitated(name, tokenizer):
     """Operations that mix devices raise, as on two cards: each layer's values are reduced where the layer lies."""
     model = plain(name, torch.float32)
     expected = ma.load_model(plain(name, torch.float32), tokenizer=tokenizer)
-    analyses = every("toy:llama")
+    analyses = every(name) if name == "toy:llama" else [ma.ReceivedAttention(), ma.analyses.HeadUpdates()]
     with Imitated():
         made = ma.load_model(dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer)
         lies = {where(parameter) for parameter in made.original_model.parameters()}
@@ -154,17 +161,17 @@ def test_two_devices_that_are_imitated(name, tokenizer):
     assert_same(fused, ma.run(expected, PROBLEMS, engine="fused"))
 
 
-def test_patching_answers_and_interventions_on_two_devices_that_are_imitated(tokenizer, whole):
-    prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
+def test_patching_answers_and_interventions_on_two_devices_that_are_imitated(tokenizer, acted_on):
+    prompts, expected, *others = acted_on
     model = plain("toy:llama", torch.float32)
     with Imitated():
         made = ma.load_model(dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer)
-        effects = {at: ma.patch(made, prompts, SLASH, at=at).effects.effect.values for at in ("z", "resid_post")}
+        effects = {at: ma.patch(made, prompts, SLASH, at=at).effects.effect.values for at in expected}
         answered, acted = answers(made), recorded(made)
     for at, effect in effects.items():
-        np.testing.assert_array_equal(effect, ma.patch(whole, prompts, SLASH, at=at).effects.effect.values)
-    assert answered == answers(whole)
-    assert_same(acted, recorded(whole))
+        np.testing.assert_array_equal(effect, expected[at])
+    assert answered == others[0]
+    assert_same(acted, others[1])
 
 
 def test_the_imitation_would_notice_tensors_that_meet():

@@ -122,7 +122,9 @@ def test_where_every_head_is_blind_nothing_is_beyond_the_null(family, tokenizer,
     result = measured(family, blind(family, tokenizer, sinks=0.0), answered)
     found = departures(result, "_uniform")
     assert {name: apart for name, apart in found.items() if apart > (1e-4 if "_at_" in name else 1e-5)} == {}
-    compared = {name for condition in COMPARED for name in every_comparison(result, condition, "uniform")}
+    # Of variants of a condition in one family: a comparison is the same for all.
+    some = COMPARED if family == FAMILIES[0] else COMPARED[:1]
+    compared = {name for condition in some for name in every_comparison(result, condition, "uniform")}
     assert {"received", "mass", "distance", "entropy", "flow", "scale", "total_variation", "question_ratio"} <= compared
     assert {"first_mass", "inserted_mass", "half_mass_keys", "entropy_share", "first_alpha", "sinks"} <= compared
 

@@ -30,13 +30,18 @@ def prompts(count=2):
     return ma.load_prompts("word-problems", limit=count, with_answer=True)
 
 
-@pytest.fixture(scope="module", params=toy_names())
+@pytest.fixture(scope="module")
 def wide(request):
     """A toy in float64, hooked, and as transformers has it; both compute norms in float32."""
     native = AutoModelForCausalLM.from_pretrained(
         toy_folder(request.param), dtype=torch.float64, attn_implementation="sdpa"
     )
     return ma.load_model(request.param, dtype=torch.float64), native.eval()
+
+
+def of_toys(*toys):
+    """The toys whose ``wide`` a test takes: all, where it matters how a family names or gives what is exchanged."""
+    return pytest.mark.parametrize("wide", toys, indirect=True, scope="module")
 
 
 def projection(native, layer):
@@ -80,6 +85,7 @@ def by_hand(native, sequence, at=None, put=None):
     return total, given
 
 
+@of_toys(*toy_names())
 @pytest.mark.parametrize("direction", ["denoising", "noising"])
 def test_patched_heads_against_hooks_written_by_hand(wide, direction):
     model, native = wide
@@ -102,8 +108,9 @@ def test_patched_heads_against_hooks_written_by_hand(wide, direction):
     assert max(misaligned) > 2e-3, "the oracle would notice tokens that are misaligned by one"
 
 
+@of_toys("toy:llama")
 @pytest.mark.parametrize("direction", ["denoising", "noising"])
-def test_heads_patched_together_against_hooks_written_by_hand(wide, direction, monkeypatch):
+def test_heads_patched_together_against_hooks_written_by_hand(wide, direction):
     """Two heads of one layer and two of others in a single pass, and not the sum of each alone."""
     model, native = wide
     some = prompts(3)
@@ -136,6 +143,7 @@ def test_heads_patched_together_against_hooks_written_by_hand(wide, direction, m
     assert "over 1 set patched" in str(together)
 
 
+@of_toys("toy:falcon")
 def test_heads_by_segment_against_hooks_written_by_hand(wide):
     """Only the tokens of one segment are exchanged, and the segments are those that every prompt has."""
     model, native = wide
@@ -162,9 +170,9 @@ def test_heads_by_segment_against_hooks_written_by_hand(wide):
     ]
 
 
-def test_the_table_by_segment_and_the_residual_stream():
+def test_the_table_by_segment_and_the_residual_stream(toy):
     some = prompts(4)
-    made = ma.patch("toy:llama", some, SLASH, at=ma.Sites("resid_post", [0, 3], by="segment"))
+    made = ma.patch(toy, some, SLASH, at=ma.Sites("resid_post", [0, 3], by="segment"))
     table = made.table()
     assert list(table.columns[:2]) == ["layer", "segment"]
     assert len(table) == 2 * made.effects.sizes["segment"]
@@ -175,18 +183,18 @@ def test_the_table_by_segment_and_the_residual_stream():
     heat = ma.render.patching_map(made).data[0]
     assert list(heat.x) == made.effects.segment.values.tolist()
     np.testing.assert_allclose(np.array(heat.z, dtype=float), made.effects.effect.mean("prompt"))
-    together = ma.patch("toy:llama", some, SLASH, at=ma.Sites("resid_post", [0, 3]), together=True)
+    together = ma.patch(toy, some, SLASH, at=ma.Sites("resid_post", [0, 3]), together=True)
     assert together.table().set.tolist() == ["L0 + L3"]
     np.testing.assert_allclose(together.effects.effect.squeeze(), together.effects.whole, atol=2e-4)
     with pytest.raises(OptionError, match="a map needs heads or layers in rows"):
         ma.render.patching_map(together)
 
 
-def test_attribution_by_segment_adds_up():
+def test_attribution_by_segment_adds_up(toy):
     """First-order effects are sums over tokens, so the segments' add up to the head's."""
     some = prompts(3)
-    whole = ma.patch("toy:llama", some, SLASH)
-    parts = ma.patch("toy:llama", some, SLASH, at=ma.Sites(by="segment"))
+    whole = ma.patch(toy, some, SLASH)
+    parts = ma.patch(toy, some, SLASH, at=ma.Sites(by="segment"))
     np.testing.assert_allclose(parts.effects.effect.sum("segment"), whole.effects.effect, rtol=1e-5, atol=1e-7)
     assert set(parts.checked.columns) == {"prompt", "layer", "head", "segment", "exact", "attributed"}
 
@@ -247,6 +255,7 @@ def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
     assert min(moved) > 1e-4
 
 
+@of_toys("toy:llama", "toy:falcon")
 def test_attribution_is_the_derivative(wide, monkeypatch):
     """A hundredth of the step, patched exactly, has a hundredth of the attributed effect."""
     model, _ = wide
@@ -278,12 +287,12 @@ def test_attribution_costs_three_passes_and_one_backward_a_prompt(monkeypatch):
     assert (len(passes), len(backwards)) == (3 * 4 - 1 + 3 * 4, 4)
 
 
-def test_attribution_stands_beside_what_it_was_compared_with():
+def test_attribution_stands_beside_what_it_was_compared_with(toy):
     some = prompts(5)
-    made = ma.patch("toy:llama", some, SLASH)
+    made = ma.patch(toy, some, SLASH)
     assert len(made.checked) == 4 * 8
     pairs = sorted({(row.layer, row["head"]) for _, row in made.checked.iterrows()})
-    exact = ma.patch("toy:llama", some, SLASH, at=pairs)
+    exact = ma.patch(toy, some, SLASH, at=pairs)
     for _, row in made.checked.iterrows():
         at = {"prompt": row.prompt, "layer": row.layer, "head": row["head"]}
         assert row.exact == pytest.approx(float(exact.effects.effect.sel(at)), abs=2e-5)
@@ -296,6 +305,7 @@ def test_attribution_stands_beside_what_it_was_compared_with():
     assert f"correlation {correlation:.3f}" in str(made)
 
 
+@of_toys(*toy_names())
 @pytest.mark.parametrize("direction", ["denoising", "noising"])
 def test_the_residual_stream_after_the_last_layer_is_everything(wide, direction):
     """And after an earlier one it is what a hook written by hand makes of it."""
@@ -330,9 +340,9 @@ def test_the_residual_stream_after_the_last_layer_is_everything(wide, direction)
     assert float(made.effects.effect.sel(layer=1)[0]) == pytest.approx(expected, abs=2e-5)
 
 
-def test_where_an_inserted_token_predicts_the_answer_that_is_said():
+def test_where_an_inserted_token_predicts_the_answer_that_is_said(toy):
     """It has no counterpart, so the answer's other tokens alone are restored by the stream after the last layer."""
-    model, some = ma.load_model("toy:llama"), prompts(3)
+    model, some = toy, prompts(3)
     condition = ma.MeaninglessTokens("/", count=9, place="before_answer")
 
     def later(logits, answer):
@@ -346,8 +356,8 @@ def test_where_an_inserted_token_predicts_the_answer_that_is_said():
     np.testing.assert_allclose(rest.effects.effect.sel(layer=3), rest.effects.whole, atol=1e-4)
 
 
-def test_controls_are_steps_of_equal_norm_and_another_prompts_output():
-    model, some = ma.load_model("toy:llama"), prompts(3)
+def test_controls_are_steps_of_equal_norm_and_another_prompts_output(toy):
+    model, some = toy, prompts(3)
     own = ma.Baseline().apply(some[0], model, 0)
     run, source = (read(model, c.apply(some[0], model, 0), [1], "z", own.origin) for c in (SLASH, ma.Baseline()))
     target = Target("z", ((1, 2),), None, False, False)
@@ -372,9 +382,9 @@ def test_the_other_prompt_has_another_answer_where_there_is_one():
     assert None not in patching._others(alike, 0), "where all have one answer, there is no other"
 
 
-def test_the_other_prompt_is_long_enough_and_aligned_from_the_end():
+def test_the_other_prompt_is_long_enough_and_aligned_from_the_end(toy):
     """And drawn whatever the order; the start that both share, such as a system text, is aligned with itself."""
-    model, some = ma.load_model("toy:llama"), prompts(6)
+    model, some = toy, prompts(6)
     sequences = {prompt.id: ma.Baseline().apply(prompt, model, 0) for prompt in some}
     lengths = {name: len(sequence) for name, sequence in sequences.items()}
     known = {name: (length, (i,)) for i, (name, length) in enumerate(lengths.items())}
@@ -427,8 +437,8 @@ def test_the_random_pattern_stays_inside_the_window():
     assert not torch.equal(drawn, value)
 
 
-def test_metrics_against_their_formulas():
-    model, some = ma.load_model("toy:llama"), prompts(3)
+def test_metrics_against_their_formulas(toy):
+    model, some = toy, prompts(3)
     found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m) for m in ("margin", "kl")}
     for prompt in some:
         runs = [
@@ -450,17 +460,17 @@ def test_metrics_against_their_formulas():
         assert divergences[1] == 0
 
 
-def test_a_metric_of_ones_own():
+def test_a_metric_of_ones_own(toy):
     def first_token(logits, answer):
         return logits[:, 0, answer[0]]
 
-    made = ma.patch("toy:llama", prompts(3), SLASH, metric=first_token)
+    made = ma.patch(toy, prompts(3), SLASH, metric=first_token)
     assert made.about["metric"] == "first_token"
     assert made.effects.whole.notnull().all()
 
 
-def test_the_table(tmp_path):
-    made = ma.patch("toy:llama", prompts(8), SLASH, at=HEADS, metric="margin")
+def test_the_table(tmp_path, toy):
+    made = ma.patch(toy, prompts(8), SLASH, at=HEADS, metric="margin")
     table = made.table()
     assert {(int(row.layer), int(row["head"])) for _, row in table.iterrows()} == set(HEADS)
     for _, row in table.iterrows():
@@ -492,19 +502,19 @@ def drawn(heads, rng, whole=1.0, n=24, metric="logprob", direction="denoising"):
 def test_among_heads_without_effect_the_largest_are_seldom_findings():
     """q is over all heads, and not over those that are printed, as the negative control has it."""
     rng = np.random.default_rng(0)
-    tables, over_all, over_shown, halves = 30, 0, 0, 0
-    for _ in range(tables):
+    tables, over_all, over_shown, halves = 18, 0, 0, 0
+    for each in range(tables):
         made = drawn(144, rng)
         table = made.table(top=8)
         assert len(table) == 8
-        assert table.q_effect.tolist() == made.table(top=144).q_effect[:8].tolist()
+        assert each or table.q_effect.tolist() == made.table(top=144).q_effect[:8].tolist()
         over_all += bool((table.q_effect < 0.05).any())
         halves += bool((made.table(top=8, select="half").q_effect < 0.05).any())
         shown = np.stack([made.effects.effect.sel(layer=row.layer, head=row["head"]) for _, row in table.iterrows()], 1)
         over_shown += bool((paired(shown, None).q < 0.05).any())
-    assert over_all <= 5
-    assert halves <= 5
-    assert over_shown >= 15
+    assert over_all <= 3
+    assert halves <= 3
+    assert over_shown >= 9
     assert table.attrs["family"] == "144 heads attributed"
     assert "q of effect, over 144 heads attributed; 8 of 144 shown" in str(made)
     assert "shown" not in str(drawn(8, rng)), "where all are"
@@ -544,8 +554,8 @@ def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
             few.table()
 
 
-def test_the_map_shows_the_means_and_leaves_the_others_empty():
-    made = ma.patch("toy:llama", prompts(4), SLASH, at=HEADS)
+def test_the_map_shows_the_means_and_leaves_the_others_empty(toy):
+    made = ma.patch(toy, prompts(4), SLASH, at=HEADS)
     heat, marks, faded, _ = ma.render.patching_map(made).data
     expected = made.effects.effect.mean("prompt").values
     np.testing.assert_allclose(np.array(heat.z, dtype=float), expected)
@@ -572,19 +582,19 @@ def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
     assert not any(other.text[:at])
 
 
-def test_the_table_of_layers():
-    made = ma.patch("toy:llama", prompts(4), SLASH, at=ma.Sites("resid_post", [1, 3]), metric="margin")
+def test_the_table_of_layers(toy):
+    made = ma.patch(toy, prompts(4), SLASH, at=ma.Sites("resid_post", [1, 3]), metric="margin")
     table = made.table()
     assert list(table.layer) == [1, 3]
     assert table.share[1] == pytest.approx(1, abs=1e-4)
     assert "whole effect" in str(made)
     with pytest.raises(OptionError, match="layer 9 is out of range"):
-        ma.patch("toy:llama", prompts(4), SLASH, at=ma.Sites("resid_post", 9))
+        ma.patch(toy, prompts(4), SLASH, at=ma.Sites("resid_post", 9))
 
 
 def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
     monkeypatch.setattr(patching, "read", lambda *_: pytest.fail("a pass was made"))
-    some = prompts(3)
+    model, some = ma.load_model("toy:llama"), prompts(3)
     for given, error, said in (
         (
             {"prompts": ma.load_prompts("word-problems", limit=2)},
@@ -610,8 +620,7 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
     ):
         named = {"prompts": some, "condition": SLASH} | given
         with pytest.raises(error, match=said):
-            ma.patch("toy:llama", named.pop("prompts"), named.pop("condition"), **named)
-    model = ma.load_model("toy:llama")
+            ma.patch(model, named.pop("prompts"), named.pop("condition"), **named)
     monkeypatch.setattr(model.original_model, "is_quantized", True, raising=False)
     with pytest.raises(ma.MechattnError, match="quantised and have no gradients: name heads"):
         ma.patch(model, some, SLASH)
@@ -626,18 +635,18 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(monkeypatch):
         (lambda logits, answer: logits[:, 0].argmax(-1).float(), None, "has no gradient with respect to the logits"),
     ],
 )
-def test_a_metric_that_is_none(metric, heads, said):
+def test_a_metric_that_is_none(metric, heads, said, toy):
     with pytest.raises(OptionError, match=said):
-        ma.patch("toy:llama", prompts(2), SLASH, at="z" if heads is None else heads, metric=metric)
+        ma.patch(toy, prompts(2), SLASH, at="z" if heads is None else heads, metric=metric)
 
 
-def test_two_prompts_have_numbers_and_no_intervals():
-    made = ma.patch("toy:llama", prompts(2), SLASH, at=[(0, 0)])
+def test_two_prompts_have_numbers_and_no_intervals(toy):
+    made = ma.patch(toy, prompts(2), SLASH, at=[(0, 0)])
     assert "no interval from fewer than 3" in str(made)
     with pytest.raises(OptionError, match="there are 2 prompts; give at least 3"):
         made.table()
 
 
-def test_a_condition_that_inserts_nothing():
+def test_a_condition_that_inserts_nothing(toy):
     with pytest.raises(OptionError, match="inserts nothing into prompt 0"):
-        ma.patch("toy:llama", prompts(2), ma.Baseline())
+        ma.patch(toy, prompts(2), ma.Baseline())
