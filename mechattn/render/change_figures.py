@@ -142,7 +142,7 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
     draw.title(figure, f"Change of {quantity_words('received', segment)}{one}", note, 200 + 64 * len(found), top=120)
     low, high = min(0, change.min(), null.min()), max(0, change.max(), null.max())
     room = [(0.45 if end else 0.06) * (high - low) for end in (low, high)]  # for the words at the outermost points
-    what = f"change of attention<br>received by the {segment} (%)"
+    what = f"change of attention<br>to the {segment} (%)"
     figure.update_xaxes(nticks=8, title_text=what, range=[low - room[0], high + room[1]])
     labels = [word.replace(" (", "<br>(", 1) for word in words]
     figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(found) - 0.5, -0.8])

@@ -163,7 +163,7 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
     assert list(figure.layout.yaxis.ticktext) == [
         f"toy:llama<br>(toy, 1.0 M parameters), {n}" for n in ("slash", "dots")
     ]
-    assert figure.layout.xaxis.title.text == "change of attention<br>received by the question (%)"
+    assert figure.layout.xaxis.title.text == "change of attention<br>to the question (%)"
     beside = {(a.y, a.text): a for a in figure.layout.annotations}
     assert len(beside) == 4, "two numbers a row"
     assert {a.xanchor for a in beside.values() if a.x < 0} == {"right"}, "away from the line at 0"
