@@ -263,6 +263,11 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
     assert both.returncode == 0, both.stderr
     assert pd.read_csv(tmp_path / "both.csv").equals(pd.concat([table, table], ignore_index=True))
     assert set(table.model) == {"toy:llama"}
+    changed = table[table.condition == "slash"]
+    for columns in (changed, slash_result.compare("slash")):
+        about = [set(columns[name]) for name in ("segment", "change_units", "scale", "level", "n_of")]
+        assert about == [{"question"}, {"fraction"}, {"log-ratio"}, {0.95}, {"prompts"}], "a file says what it holds"
+    assert set(table.units) == {"probability"}
     assert set(table.result) == {str(tmp_path / "r.zarr")}
     again = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv")
     assert again.returncode == 0, "its own file is replaced"

@@ -18,7 +18,7 @@ from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.commands.run_config import prepared
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.quantities import head_quantities, kept
+from mechattn.contrast.quantities import head_quantities, kept, segment_of, variable_of
 from mechattn.engine.run import run
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.jobs.kinds import made_conditions
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = (
-    "result", "model", "quantity", "condition", "layer", "head", "value", "value_low", "value_high", "uniform",
-    "baseline", "scale", "change", "change_low", "change_high", "change_null", "difference", "difference_low",
-    "difference_high", "null",
-    "beyond", "beyond_low", "beyond_high", "p_beyond", "q_beyond", "p_difference", "q_difference", "n", "unit",
+    "result", "model", "quantity", "segment", "units", "condition", "layer", "head", "value", "value_low",
+    "value_high", "uniform", "baseline", "scale", "change_units", "change", "change_low", "change_high", "change_null",
+    "difference", "difference_low", "difference_high", "null",
+    "beyond", "beyond_low", "beyond_high", "p_beyond", "q_beyond", "p_difference", "q_difference", "level", "n", "n_of",
 )  # fmt: skip
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 VIEW_TOKENS = 16
@@ -184,11 +184,12 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
     tables: list[pd.DataFrame] = []
     missing: list[str] = []
     for quantity in head_quantities(result):
-        reference = kept(result, quantity, BASELINE, "question")
+        reference, variable = kept(result, quantity, BASELINE, "question"), variable_of(result, quantity)
+        about = {"segment": segment_of(variable, "question"), "units": variable.attrs.get("units", "")}
         for condition in result.conditions:
             of = reference if condition == BASELINE else kept(result, quantity, condition, "question")
             try:
-                tables.append(_rows(of, reference, quantity, condition))
+                tables.append(_rows(of, reference, quantity, condition).assign(**about))
             except MemoryOptionError:
                 raise
             except OptionError as error:
@@ -203,13 +204,15 @@ def _rows(of: Result, reference: Result, quantity: str, condition: str) -> pd.Da
     """The rows of one quantity in one condition."""
     values = of.heads(quantity, None, condition=condition).sort_values(["layer", "head"])
     values = values.rename(columns={quantity: "value", "low": "value_low", "high": "value_high"})
-    values = values.assign(quantity=quantity, condition=condition, unit=values.attrs["unit"])
+    values = values.assign(quantity=quantity, condition=condition, n_of=values.attrs["unit"])
+    values = values.assign(level=values.attrs["level"])
     if condition == BASELINE:
         return values
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a head without a comparison has empty cells
         changes = Contrast(of, condition, quantity=quantity, other=reference).table()
-    kept = [name for name in COLUMNS if name in changes and name not in ("n", "value")]
+    kept = [name for name in COLUMNS if name in changes and (name not in values or name in ("layer", "head"))]
+    kept = [name for name in kept if name != "segment"]
     changes = changes.rename(columns={"reference": "baseline"})[["baseline", *kept]]
     return values.merge(changes, on=["layer", "head"], how="left")
 

@@ -13,7 +13,7 @@ from mechattn.stats.paired import false_discovery
 if TYPE_CHECKING:
     import pandas as pd
 
-_ABOUT = ("models", "condition", "to", "quantity")
+_ABOUT = ("models", "condition", "to", "quantity", "segment")
 _ONE_TEST = {"low": "difference_low", "high": "difference_high", "p": "p_difference", "q": "q_difference"}
 _OF_TABLE = ("q_beyond", "q_difference", "q_same", "p_family")
 
@@ -30,7 +30,7 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
 
     Returns:
         The rows of all tables. New first columns: table (from 0, in the order given), models, condition, to, quantity
-        and about_segment. ``q_beyond``, ``q_difference`` and ``q_random`` are over all tables; the original ones are
+        and segment. ``q_beyond``, ``q_difference`` and ``q_random`` are over all tables; the original ones are
         ``q_beyond_of_table``, ``q_difference_of_table``, ``q_same_of_table`` and ``p_family_of_table``. ``attrs`` state
         the family, each table's own attributes ("tables") and the smallest q that a single test can reach
         ("smallest_q_alone").
@@ -47,7 +47,6 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
     parts = []
     for number, table in enumerate(tables):
         about = {"table": number} | {name: table.get(name, table.attrs.get(name, "")) for name in _ABOUT}
-        about["about_segment"] = table.attrs.get("segment", "")
         part = table.drop(columns=[name for name in about if name in table])
         part = part.rename(columns={name: f"{name}_of_table" for name in _OF_TABLE})
         part = part.assign(**about)[[*about, *part.columns]]

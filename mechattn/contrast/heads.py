@@ -88,7 +88,7 @@ def ranked_heads(
     made = made.reset_index(drop=True)
     how = "on one half of the prompts, shown on the other" if select else "on the prompts that are shown"
     made.attrs = {"condition": condition, "segment": segment, "of": len(table), "ranked": how + known}
-    made.attrs |= {"unit": units.unit}
+    made.attrs |= {"unit": units.unit, "level": level}
     return made
 
 

@@ -36,6 +36,11 @@ def variable_of(result: Result, quantity: str) -> xr.DataArray:
     return result[at][name]
 
 
+def segment_of(variable: xr.DataArray, segment: str | None) -> str:
+    """The segment that the numbers of a quantity are of, as a column of a table says; empty for one without."""
+    return (segment or "all") if "segment" in variable.dims else ""
+
+
 def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
     """The name of the dataset that has a quantity for each prompt, and the variable's name."""
     if not isinstance(quantity, str):

@@ -13,7 +13,7 @@ from scipy import stats
 from mechattn.axes import BASELINE
 from mechattn.contrast.beside_random import BesideRandom, check_random
 from mechattn.contrast.differences import Differences, check_cells, differences, labels_of
-from mechattn.contrast.quantities import layer_blocks, variable_of
+from mechattn.contrast.quantities import layer_blocks, segment_of, variable_of
 from mechattn.errors import OptionError
 from mechattn.results.result import shared_units, units_of
 from mechattn.stats.intervals import FEWEST
@@ -122,6 +122,7 @@ def table(asked: Contrast, chosen: Selection, random: Seq[Result] | None, margin
     check_cells(asked, found.last.scale, sum(mask.size for mask in found.masks), found.left_out, found.lacking)
     made = _columns(found)
     made.attrs = _about(asked, chosen, found, units)
+    made = made.assign(**_named(asked, made))
     if margin is not None:
         made = with_equivalence(made, margin)
     if beside is not None:
@@ -223,6 +224,15 @@ def _about(asked: Contrast, chosen: Selection, found: _Cells, units: Units) -> d
             "skewed": _skewed_words(found.numbers),
         }
     )
+
+
+def _named(asked: Contrast, made: pd.DataFrame) -> dict[str, Any]:
+    """The last columns, which say what the numbers are where a table is a file; a fraction is of the reference."""
+    of = segment_of(variable_of(asked.result, asked.quantity), asked.segment)
+    about = {name: getattr(asked, name) for name in ("quantity", "condition", "to")} | {"segment": of}
+    about |= {"change_units": "fraction"} if "change" in made else {}
+    about |= {"level": asked.level, "n_of": made.attrs["unit"]}
+    return {name: value for name, value in about.items() if name not in made}
 
 
 def _skewed_words(numbers: Paired) -> str:

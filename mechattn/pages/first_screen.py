@@ -121,9 +121,9 @@ def changes(models: Seq[ShownModel]) -> list[Change]:
 
 
 def premise(models: Seq[ShownModel]) -> str:
-    """What has to be known of the toys' training before their numbers are read; empty if none of them is shown."""
+    """What has to be known of the toys' training before their numbers are read; empty beside any other model."""
     names = {str(shown.result.provenance["model"]["name"]) for shown in models}
-    return PREMISE if names & set(TRAINED_WITH_FILLER) else ""
+    return PREMISE if names & set(TRAINED_WITH_FILLER) and all(name.startswith("toy:") for name in names) else ""
 
 
 def picture(rows: Seq[Change]) -> Picture | None:
@@ -173,12 +173,14 @@ def sentence(rows: Seq[Change]) -> str:
     name, *others = found
     here, control = found[name], found[others[0]] if len(others) == 1 else []
     amount, who = _amount([v.change for v in here]), "" if len(here) == 1 else f", in {len(here)} models"
-    first = f"the attention that each token of the question receives changes by {amount}{who}{_unsure(here)}"
+    first = f"the attention that each token of the question receives on average changes by {amount}{who}{_unsure(here)}"
     if amount.endswith(("less", "more")):
-        first = f"each token of the question receives {amount} attention than without it{who}"
+        first = f"each token of the question receives on average {amount} attention than without it{who}"
     null = _amount([v.null for v in here])
     would = "be" if null.endswith(("less", "more")) else "change by"
-    beside = f" With “{others[0]}”: {_amount([v.change for v in control])}." if control else ""
+    of_control = _amount([v.change for v in control]) if control else ""
+    how = f"is {of_control} than without it" if of_control.endswith(("less", "more")) else f"changes by {of_control}"
+    beside = f" With “{others[0]}”, attention to the question {how}." if control else ""
     beside = _against(drawn) or beside
     return f"With “{name}”, {first}. If heads attended uniformly, it would {would} {null}; {_beside(here)}.{beside}"
 
@@ -193,7 +195,8 @@ def _against(rows: Seq[Change]) -> str:
     ]
     more, less = sum(bool(change.low > 0) for *_, change in found), sum(bool(change.high < 0) for *_, change in found)
     many = f"more in {more}, less in {less} of {len(each)} models"
-    return f" Compared with “{found[0][1]}”, which is as long: {', '.join(each) if len(each) <= 4 else many}."
+    relative = f" Attention to the question with “{found[0][0].condition}”, relative to that with “{found[0][1]}”"
+    return f"{relative}, which is as long: {', '.join(each) if len(each) <= 4 else many}."
 
 
 def _amount(found: Seq[Interval]) -> str:

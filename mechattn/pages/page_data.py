@@ -91,6 +91,7 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
     words = quantity_words(quantity, "question") if of_segment else quantity
     made: dict[str, Any] = {
         "name": quantity,
+        "segment": "question" if of_segment else "",
         "words": words.replace("_", " "),
         "units": str(variable.attrs.get("units", "")),
         "about": str(variable.attrs.get("description", "")),

@@ -24,6 +24,7 @@ from mechattn.render.circuit_figures import circuit_map as circuit_map
 from mechattn.render.layer_figures import by_layer as by_layer
 from mechattn.render.layer_figures import heads_by_layer as heads_by_layer
 from mechattn.render.layer_figures import scale_by_layer as scale_by_layer
+from mechattn.render.print_size import figure_table as figure_table
 from mechattn.render.print_size import for_paper as for_paper
 from mechattn.render.print_size import write_image as write_image
 from mechattn.render.views import explorer as explorer

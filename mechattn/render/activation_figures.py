@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence as Seq
-from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -48,7 +47,7 @@ def activation_histogram(
     figure = _panels(results)
     for column, result in enumerate(results, 1):
         at = result[NAME].histogram.sel(layer=layer).isel(bin=slice(1, -1))
-        for name, colour in zip([BASELINE, *names], cycle(COLOURS), strict=False):
+        for name, colour in draw.of_conditions([BASELINE, *names]):
             made = mean_over_prompts(result, at.sel(condition=name).transpose("prompt", "bin"))
             least = np.nanmin(_positive(made.high)) / 10
             steps = np.repeat(at.bin.values, 2)[1:]

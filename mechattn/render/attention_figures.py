@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from mechattn.axes import BASELINE, head_name, head_named
+from mechattn.axes import BASELINE, SEGMENTS, head_name, head_named
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, choose_heads, uniform_at_positions
 from mechattn.contrast.quantities import check_layer
@@ -99,11 +99,7 @@ def received_attention(
     ]
     figure = _by_position(panels, rows, shown)
     span = _inserted_span(result, condition)
-    if span is not None:
-        figure.add_vrect(
-            span[0] - 0.5, span[1] + 0.5, row=2, col="all", fillcolor=SHADE, line_width=0, layer="below",
-            annotation_text=condition, annotation_position="top", annotation_font_size=11,
-        )  # fmt: skip
+    _shade(figure, span, condition, 2, "all")
     where = "" if span or alone else "; inserted at positions that differ between prompts"
     over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
     over += f"; dotted: uniform attention; heads {how}{where}"
@@ -146,6 +142,16 @@ def _inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
     return int(where[0]), int(where[-1])
 
 
+def _shade(figure: go.Figure, span: tuple[int, int] | None, words: str, row: int, column: int | str) -> None:
+    """Shade inserted positions, if all prompts have them at the same place."""
+    if span is None:
+        return
+    figure.add_vrect(
+        span[0] - 0.5, span[1] + 0.5, row=row, col=column, fillcolor=SHADE, line_width=0, layer="below",
+        annotation_text=words, annotation_position="top", annotation_font_size=11,
+    )  # fmt: skip
+
+
 class _Panel(NamedTuple):
     result: Result
     layer: int
@@ -171,13 +177,13 @@ def received_by_model(
 ) -> go.Figure:
     """Plot received attention by position of the sequence under two conditions, for one head per model.
 
-    Dotted lines are uniform attention.
+    Dotted lines are uniform attention, blue if it is the same under both. Inserted spans are shaded.
 
     Args:
         results: One result per model.
         layer: The layer, from 0.
         heads: The head of each model, from 0; or one number for all.
-        conditions: The two conditions, the first in blue and the second in green.
+        conditions: The two conditions, the first in orange and the second in green.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
@@ -193,8 +199,11 @@ def received_by_model(
         (head,) = check_heads([head], result[NAME].sizes["head"], layer)
         where = f"{model_caption(result)}<br>layer {layer + one_based} head {head + one_based}"
         panels.append(_Panel(result, layer, head, where))
-    colours = zip(conditions, (WITHOUT, THIRD), strict=False)
+    colours = zip(conditions, (WITH, THIRD), strict=False)
     figure = _by_position(panels, [[_Line("received", name, name, colour) for name, colour in colours]])
+    for column, result in enumerate(results, 1):
+        for span in {_inserted_span(result, name) for name in conditions}:
+            _shade(figure, span, "inserted", 1, column)
     counts = ", ".join(sorted({str(result["sequences"].sizes["prompt"]) for result in results}))
     about = f"mean over {counts} prompts, bands: pointwise 95 % intervals{band_words(results[0])}; dotted: uniform"
     draw.title(figure, f"{' and '.join(conditions)}: received attention", about, 450, 150)
@@ -210,19 +219,36 @@ def received_by_model(
 def _by_position(panels: list[_Panel], rows: list[list[_Line]], shown: np.ndarray | None = None) -> go.Figure:
     """A column for each head, with rows of lines over positions, their bands and uniform attention."""
     titles = [panel.title for panel in panels] + [""] * len(panels) * (len(rows) - 1)
-    figure = draw.panels(titles, len(rows), vertical_spacing=0.16, horizontal_spacing=0.06)
+    figure, named = draw.panels(titles, len(rows), vertical_spacing=0.16, horizontal_spacing=0.06), set()
     for column, panel in enumerate(panels, 1):
         dataset = panel.result[NAME]
         prompts = np.arange(dataset.sizes["prompt"]) if shown is None else shown
-        for row, (quantity, name, label, colour) in ((row, line) for row, of in enumerate(rows, 1) for line in of):
-            if name != BASELINE:
-                panel.result.condition(name)
-            at: dict[str, object] = {"condition": name, "layer": panel.layer}
-            found, legend = at_positions(dataset, quantity, at | {"head": panel.head}, prompts), (row, column) == (1, 1)
-            draw.line_and_band(figure, found, label, colour, column=column, row=row, legend=legend)
-            null = uniform_at_positions(dataset, quantity, at, prompts)[found.at]
-            style = dict(legendgroup=f"uniform, {label}", hovertemplate="%{y:.4f}", showlegend=legend)
-            draw.dotted(figure, found.at, null, f"uniform, {label}", colour, column=column, row=row, **style)
+        for row, lines in enumerate(rows, 1):
+            here, drawn = [], []
+            for quantity, name, label, colour in lines:
+                if name != BASELINE:
+                    panel.result.condition(name)
+                where: dict[str, object] = {"condition": name, "layer": panel.layer}
+                found = at_positions(dataset, quantity, where | {"head": panel.head}, prompts)
+                draw.line_and_band(figure, found, label, colour, column=column, row=row, legend=label not in named)
+                null = uniform_at_positions(dataset, quantity, where, prompts)[found.at]
+                here.append(found)
+                drawn.append((found.at, null, f"uniform, {label}", colour))
+                named.add(label)
+            at, null, *_ = drawn[0]
+            if len(drawn) > 1 and all(len(one) == len(null) and np.allclose(one, null) for _, one, *_ in drawn):
+                drawn = [(at, null, "uniform attention", WITHOUT)]  # one line would hide the others
+            for at, null, label, colour in drawn:
+                style = dict(legendgroup=label, hovertemplate="%{y:.4f}", showlegend=label not in named)
+                draw.dotted(figure, at, null, label, colour, column=column, row=row, **style)
+                named.add(label)
+            first, others = max(found.mean[0] for found in here), max(found.mean[1:].max() for found in here)
+            if here[0].at[0] == 0 and first > 2 * others:  # as a sink sets the scale of the axis
+                segment = int(panel.result["sequences"].segment_index.sel(condition=lines[0].condition)[0, 0])
+                figure.add_annotation(
+                    x=0, y=first, text=f"position 0 ({SEGMENTS[segment]})", xanchor="left", xshift=8, showarrow=False,
+                    row=row, col=column,
+                )  # fmt: skip
     for row, of in enumerate(rows, 1):
         whole = of[0].quantity == "received"
         figure.update_xaxes(title_text="position in the sequence" if whole else "original token position", row=row)
@@ -249,7 +275,7 @@ def change_map(
     """
     condition = result.condition(condition)
     table = Contrast(result, condition, quantity=quantity, segment=segment).table()
-    if set(table) & {"segment", "to_segment"}:
+    if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     known = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"
     column, what = ("beyond", "relative to uniform attention") if known else ("difference", "change")
@@ -257,7 +283,8 @@ def change_map(
     columns = {"shown": column, "change": "difference", "q": f"q_{column}", "low": low, "high": high}
     hover = f"{what} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
-    figure = draw.head_map(table, columns, what, f"{table.scale.iloc[0]}{'<br>less uniform' * known}", hover)
+    bar = f"change of {quantity_words(quantity, segment)}{' beyond uniform attention' * known} ({table.scale.iloc[0]})"
+    figure = draw.head_map(table, columns, what, bar, hover)
     unit, resampled = table.attrs["unit"], table.attrs.get("resampled")
     n = f"{table.n.iloc[0]}{'' if unit == 'prompts' else f' {unit}'}{f', tested by {resampled}' if resampled else ''}"
     note = (
@@ -316,8 +343,8 @@ def patching_map(patching: Patching) -> go.Figure:
     q = f"q_{table.attrs['tested']}"
     columns = {"effect": "effect", "low": "effect_low", "high": "effect_high", "q": q}
     columns |= {"share": "share", "random": "random"}
-    figure = draw.head_map(table, columns, "effect", "effect", hover, across)
     about, (whole, low, high) = patching.about, patching.whole
+    figure = draw.head_map(table, columns, "effect", _effect_on(patching), hover, across)
     note = (
         f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; whole effect "
         f"{whole:+.3g} [{low:+.3g}, {high:+.3g}]"
@@ -339,6 +366,8 @@ def patching_map(patching: Patching) -> go.Figure:
 def patching_effects(patching: Patching, top: int | None = 12, select: Literal["half"] | None = None) -> go.Figure:
     """Plot patching effects as points with 95 % intervals beside both controls, the largest first; filled: q < 0.05.
 
+    The controls stand a little lower. Those that are far off are at the edge, with their number.
+
     Args:
         patching: The result of ``patch``.
         top: The number of rows; None for all.
@@ -352,36 +381,39 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
         _cell_words(dict(zip(patching.labels, row, strict=True))) for row in table[patching.labels].values.tolist()
     ]
     q, figure, rows = table[f"q_{table.attrs['tested']}"], draw.panels(), np.arange(len(table))
-    ends = [table[name] for name in ("effect", "effect_low", "effect_high")]
-    marker = dict(color=np.where(q < 0.05, WITH, "white"), line=dict(color=WITH, width=1.6), size=9)
-    more = dict(customdata=q, hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}")
-    draw.points(figure, rows, ends, "effect, with 95 % interval", WITH, sideways=True, marker=marker, **more)
-    near = [min(0.0, ends[1].min(), table.random.min()), max(0.0, ends[2].max(), table.random.max())]
-    room = 0.35 * (near[1] - near[0])
-    near, inner = [near[0] - room, near[1] + room], (near[0] - 0.85 * room, near[1] + 0.85 * room)
-    mark: dict[str, Any] = dict(size=9, line_width=2)
+    for name, some, fill in (("q < 0.05", q < 0.05, WITH), ("q ≥ 0.05", ~(q < 0.05), "white")):
+        ends = table.loc[some, ["effect", "effect_low", "effect_high"]].values.T
+        marker = dict(color=fill, line=dict(color=WITH, width=1.6), size=8)
+        more = dict(customdata=q[some], hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}")
+        draw.points(figure, rows[some], ends, f"effect, 95 % interval, {name}", WITH, None, True, marker=marker, **more)
+    shown = [0.0, *table.effect_low, *table.effect_high, *table.random]
+    far_off, lower = 0.3 * (max(shown) - min(shown)), rows - 0.36
+    inner = min(shown) - far_off, max(shown) + far_off
+    mark: dict[str, Any] = dict(size=7, line_width=1.6)
     figure.add_scatter(
-        x=table.random, y=rows, name="random direction of the same norm", mode="markers",
+        x=table.random, y=lower, name="random direction of the same norm", mode="markers",
         marker=mark | dict(symbol="x-thin-open", color=GREY),
     )  # fmt: skip
     if "other_prompt" in table and (other := table.other_prompt).notna().any():  # far off: at the edge, with its number
         far = [other < inner[0], other > inner[1]]
+        shown += other.clip(*inner).dropna().tolist()
         symbol = np.select(far, ["triangle-left-open", "triangle-right-open"], "diamond-open")
         text, at = (
             np.where(far[0] | far[1], other.map(lambda x: f"{x:.3g}".replace("-", "−")), ""),
             np.where(far[1], "middle left", "middle right"),
         )
         figure.add_scatter(
-            x=other.clip(*inner), y=rows, name="from another prompt", mode="markers+text", text=text, textposition=at,
-            marker=mark | dict(symbol=symbol, color=WITHOUT), customdata=other,
+            x=other.clip(*inner), y=lower, name="from another prompt", mode="markers+text", text=text, textposition=at,
+            marker=mark | dict(symbol=symbol, color=THIRD), customdata=other,
             hovertemplate="%{y}: %{customdata:+.3g}",
         )  # fmt: skip
     draw.rule(figure, x=0)
     about, (whole, low, high) = patching.about, patching.whole
     note = f"{about['direction']}, {about['method']}; n = {patching.units.words}; "
-    note += f"filled: q < 0.05 over {table.attrs['family']}"
-    draw.title(figure, f"{about['model']}: patching effects", note, 190 + 26 * len(table), top=120)
-    figure.update_xaxes(title_text=about["metric"], range=near)
+    note += f"q over {table.attrs['family']}"
+    draw.title(figure, f"{about['model']}: patching effects", note, 190 + 30 * len(table), top=120)
+    room = 0.05 * (max(shown) - min(shown))
+    figure.update_xaxes(title_text=_effect_on(patching), range=[min(shown) - room, max(shown) + room])
     figure.update_yaxes(tickvals=rows, ticktext=where, zeroline=False)
     sure = f"{int((q < 0.05).sum())} of {len(table)} rows at q < 0.05"
     return says(figure, f"{sure}; whole effect {whole:+.3g} [{low:+.3g}, {high:+.3g}].")
@@ -394,6 +426,11 @@ def _cell_words(cell: dict[str, Any]) -> str:
     else:
         first = [f"layer {cell.pop('layer')}"] if "layer" in cell else []
     return ", ".join([*first, *map(str, cell.values())])
+
+
+def _effect_on(patching: Patching) -> str:
+    """The words on an axis of effects, which are changes of the metric."""
+    return f"effect on the {patching.about['metric'].removeprefix('a ')}"
 
 
 def _map_height(table: pd.DataFrame) -> int:

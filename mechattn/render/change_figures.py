@@ -82,7 +82,7 @@ def changes(
     what = f"{quantity_words(quantity, segment)}{f', by {over}' * bool(over)}"
     draw.rule(figure, y=0)
     draw.title(figure, f"{model_caption(result)}: change of {what}", note, 440)
-    figure.update_yaxes(title_text="change from the baseline (%)")
+    figure.update_yaxes(title_text=f"change of {quantity_words(quantity, segment)} (%)", nticks=8)
     figure.update_xaxes(title_text="inserted tokens" if over == "count" else over or None)
     return says(figure, *said)
 
@@ -126,23 +126,24 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
     for row, value in enumerate(change[:, 0]):
         line = dict(color=faint(WITH, 0.35), width=14)
         figure.add_scatter(x=[0, value], y=[row, row], mode="lines", line=line, showlegend=False, hoverinfo="skip")
-    text: dict[str, Any] = dict(mode="markers+text", textposition=draw.ABOVE)
-    shown = [percent(value / 100) for value in change[:, 0]]
-    draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True, text=shown, **text)
+    draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True)
     figure.add_scatter(
-        x=null[:, 0], y=rows, name="if every head attended uniformly", text=[percent(v / 100) for v in null[:, 0]],
-        marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3), **text | {"textposition": draw.BELOW},
+        x=null[:, 0], y=rows, name="if every head attended uniformly", mode="markers",
+        marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3),
     )  # fmt: skip
+    for ends, shift in ((change, 17), (null, -17)):  # beside what they say, away from 0
+        for row, value in enumerate(ends[:, 0]):
+            where: dict[str, Any] = dict(xanchor="left" if value > 0 else "right", yshift=shift, showarrow=False)
+            figure.add_annotation(x=value, y=row, text=percent(value / 100), **where)
     draw.rule(figure, x=0)
     one = f" with “{names[0]}”" if len(set(names)) == 1 else ""
     counts = " or ".join(dict.fromkeys(map(count_words, results)))
     note = f"mean over all layers and heads; {counts}"
     draw.title(figure, f"Change of {quantity_words('received', segment)}{one}", note, 200 + 64 * len(found), top=120)
     low, high = min(0, change.min(), null.min()), max(0, change.max(), null.max())
-    room = (high - low) / 4  # for the words at the outermost points
-    figure.update_xaxes(
-        ticksuffix=" %", nticks=3, title_text="change from the baseline", range=[low - room, high + room]
-    )
+    room = [(0.45 if end else 0.06) * (high - low) for end in (low, high)]  # for the words at the outermost points
+    what = f"change of attention<br>to the {segment} (%)"
+    figure.update_xaxes(nticks=8, title_text=what, range=[low - room[0], high + room[1]])
     labels = [word.replace(" (", "<br>(", 1) for word in words]
     figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(found) - 0.5, -0.8])
     pairs = zip(words, found, strict=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import cycle
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from mechattn.axes import BASELINE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,12 +19,11 @@ if TYPE_CHECKING:
     from mechattn.contrast.means import Positions
 
 # Okabe and Ito (2008), "Color universal design"; contrast of at least 3 to 1 on white and on a dark background.
-WITHOUT = "#0072b2"  # blue: without the inserted tokens
+WITHOUT = "#0072b2"  # blue, what is compared with: without the inserted tokens, or uniform attention
 WITH = "#d55e00"  # vermilion: with them
 THIRD = "#009e73"  # green: a control
 OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
 COLOURS = (WITHOUT, WITH, THIRD, *OTHERS)  # of lines without a meaning of their own, in order
-ABOVE, BELOW = (f"{where} {'center'}" for where in ("top", "bottom"))  # plotly's words for text beside its point
 NEUTRAL = "#f4f4f2"  # no change, on every map of signed numbers
 # The colour scales of all figures and pages; either is told apart with any colour blindness.
 DIVERGING = ((0.0, WITHOUT), (0.5, NEUTRAL), (1.0, WITH))  # less, none, more
@@ -52,6 +54,12 @@ def faint(colour: str, alpha: float = 0.2) -> str:
     """The colour of a band around a line of this colour."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, {alpha})"
+
+
+def of_conditions(names: Seq[str]) -> list[tuple[str, str]]:
+    """Each condition with its colour: blue is the baseline's alone."""
+    others = cycle(COLOURS[1:])
+    return [(name, WITHOUT if name == BASELINE else next(others)) for name in names]
 
 
 def within(ends: np.ndarray, units: str) -> np.ndarray:
@@ -96,9 +104,10 @@ def points(
 ) -> None:  # fmt: skip
     """Points, or a line through them, with their intervals (estimate, low, high) as bars."""
     middle, low, high = (np.asarray(end, dtype=np.float64) for end in estimates)
-    bars = dict(type="data", array=high - middle, arrayminus=middle - low, symmetric=False, thickness=1.3, color=colour)
+    bars = dict(type="data", array=high - middle, arrayminus=middle - low, symmetric=False, color=colour)
+    bars |= dict(thickness=1.5, width=5)  # wider than the point, which would hide a short one
     axes = dict(x=middle, y=x, error_x=bars) if sideways else dict(x=x, y=middle, error_y=bars)
-    style = {"mode": "markers"} | style | {"marker": dict(color=colour, size=8) | style.get("marker", {})}
+    style = {"mode": "markers"} | style | {"marker": dict(color=colour, size=6) | style.get("marker", {})}
     figure.add_scatter(**axes, name=name, **at(column), **style)
 
 
@@ -171,11 +180,11 @@ def head_map(
         wide = {label: cells[list(dict.fromkeys(table[across]))] for label, cells in wide.items()}
     (_, shown), *others = wide.items()
     reach = float(np.nanmax(abs(shown.values))) or 1.0
-    figure = panels()
+    figure, bar = panels(), dict(title=dict(text="<br>".join(wrap(unit, 24, break_on_hyphens=False)), side="right"))
     figure.add_heatmap(
         z=shown.values, x=shown.columns, y=shown.index, zmin=-reach, zmax=reach, colorscale=DIVERGING, name=name,
         meta=[label for label, _ in others], customdata=np.dstack([cells.values for _, cells in others]),
-        hovertemplate=f"layer %{{y}} {across} %{{x}}<br>{hover}<extra></extra>", colorbar=dict(title=unit),
+        hovertemplate=f"layer %{{y}} {across} %{{x}}<br>{hover}<extra></extra>", colorbar=bar,
     )  # fmt: skip
     layer, place = np.nonzero((wide["q"] < 0.05).values)
     figure.add_scatter(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,7 @@ from mechattn.contrast.quantities import check_condition, in_parts
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import figure as declare
-from mechattn.render.draw import COLOURS, OTHERS, THIRD, WITH, WITHOUT, faint
+from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint
 from mechattn.render.words import count_words, mean_words, model_caption, says
 from mechattn.results.result import Result
 
@@ -65,11 +64,11 @@ def heads_by_layer(
     if "head" not in variable.dims:
         raise OptionError(f"{quantity!r} has no heads; use by_layer")
     figure = draw.panels(names, shared_yaxes=True, horizontal_spacing=0.04)
-    for column, name in enumerate(names, 1):
-        _strips(figure, result, variable.sel(condition=name), name, column)
+    for column, (name, colour) in enumerate(draw.of_conditions(names), 1):
+        _strips(figure, result, variable.sel(condition=name), name, colour, column)
         draw.rule(figure, y=0, column=column)
-    for column, name in enumerate(names if null is not None else [], 1):
-        _null_line(figure, result, null.sel(condition=name), WITH, column)  # type: ignore[union-attr]
+        if null is not None:
+            _null_line(figure, result, null.sel(condition=name), colour, column)
     figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
     figure.update_yaxes(title_text=_axis(quantity, variable), col=1)
     note = _note(variable, segment, null, f"n = {count_words(result)}; a point per head, sorted within each layer")
@@ -98,7 +97,7 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
     figure = draw.panels([p or "" for p in panels], horizontal_spacing=0.08)
     for column, panel in enumerate(panels, 1):
         one = variable if panel is None else variable.sel(block=panel)
-        for name, colour in zip(names, cycle(COLOURS), strict=False):
+        for name, colour in draw.of_conditions(names):
             _line(figure, result, one.sel(condition=name), name, colour, column)
             if null is not None:
                 _null_line(figure, result, null.sel(condition=name), colour, column)
@@ -221,7 +220,7 @@ def _axis(quantity: str, variable: xr.DataArray) -> str:
     return f"{_words(quantity)}<br>({variable.attrs['units']})"
 
 
-def _strips(figure: go.Figure, result: Result, values: xr.DataArray, name: str, column: int) -> None:
+def _strips(figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int) -> None:
     """A point for each head beside its layer, the largest on the left."""
     mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
     order = np.argsort(mean, axis=1)[:, ::-1]
@@ -239,7 +238,7 @@ def _strips(figure: go.Figure, result: Result, values: xr.DataArray, name: str, 
     figure.add_scatter(
         x=(values.layer.values[:, None] + beside).ravel(), y=mean[here].ravel(), customdata=np.stack(where, -1),
         mode="markers", showlegend=False, row=1, col=column, name=name, meta=["layer", "head", "low", "high"],
-        marker=dict(size=4, color=WITHOUT),
+        marker=dict(size=4, color=colour),
         hovertemplate="L%{customdata[0]}H%{customdata[1]}: %{y:.3f} [%{customdata[2]:.3f}, %{customdata[3]:.3f}]"
         "<extra></extra>",
     )  # fmt: skip

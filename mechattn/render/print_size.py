@@ -1,7 +1,9 @@
-"""Figures for a paper as PDF, SVG or PNG: column width, font size and colour-blind-safe colours."""
+"""Figures for a paper as PDF, SVG or PNG, in its column width and font size; and their numbers as a table."""
 
 from __future__ import annotations
 
+import re
+from html import unescape
 from pathlib import Path
 from queue import Empty, Queue
 from textwrap import wrap
@@ -12,6 +14,7 @@ from mechattn.errors import OptionError, OutputError
 from mechattn.render.draw import FONT
 
 if TYPE_CHECKING:
+    import pandas as pd
     import plotly.graph_objects as go
 
 Column = Literal["single", "double"]
@@ -21,6 +24,7 @@ _PIXELS = 96  # pixels per inch, as in SVG and PDF
 _POINTS = 8
 _SIZE = _POINTS * _PIXELS / 72  # of letters, in pixels
 _LINE = 1.45 * _SIZE
+_ROW = 19.0  # of a legend, in pixels: plotly gives none less
 _LETTER = 0.58  # the mean width of a letter, of its height
 _FORMATS = (".pdf", ".svg", ".png")
 _PATIENCE = 100  # seconds; kaleido's own limit for a figure is 90
@@ -44,7 +48,7 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     made, width = go.Figure(figure), _MILLIMETRES[column] / 25.4 * _PIXELS
     heading = _heading(figure, width, title)
     made.layout.sliders = None
-    made.update_annotations(font_size=_SIZE)
+    made.update_annotations(font_size=_SIZE).update_shapes(opacity=1)  # the template of print fades shapes
     axis = dict(title_standoff=4, title_font_size=_SIZE, tickfont_size=0.9 * _SIZE)
     made.update_xaxes(**axis).update_yaxes(**axis)
     bar = dict(thickness=9, title_font_size=_SIZE, tickfont_size=0.9 * _SIZE)
@@ -89,7 +93,7 @@ def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) ->
         for axis, long in ((x, _across(x, width, stacked)), (y, high)):
             axis.title.text = "<br>".join(_lines(axis.title.text or "", long))
     titled = _LINE * len(heading) + 10 * bool(heading)
-    top = _LINE * rows + titled + 0.6 * _SIZE
+    top = _ROW * rows + titled + 0.6 * _SIZE
     height = top + above + tall + 38
     legend = dict(
         orientation="h", x=1, xanchor="right", y=1 - titled / height, yref="container", yanchor="top",
@@ -127,7 +131,7 @@ def _titles_above(panels: list[tuple[Any, Any, list[Any]]]) -> float:
 def _stacked(panels: list[tuple[Any, Any, list[Any]]]) -> tuple[float, float]:
     """Put the panels below each other, each with its own labels; their height together, and that of the first title."""
     first = {y.domain: y for _, y, _ in reversed(panels)}  # the leftmost of a row has the row's labels
-    high = max(min(190.0, max(85.0, 520 / len(panels))), *(30.0 * len(y.ticktext or ()) for _, y, _ in panels))
+    high = max(min(190.0, max(85.0, 510 / len(panels))), *(30.0 * len(y.ticktext or ()) for _, y, _ in panels))
     above = [_LINE * sum(note.text.count("<br>") + 1 for note in notes) for *_, notes in panels]
     below = [_LINE * (1 + any("<br>" in t for t in x.ticktext or ()) + bool(x.title.text)) + 8 for x, _, _ in panels]
     total = high * len(panels) + sum(above[1:]) + sum(below[:-1])
@@ -157,6 +161,40 @@ def _legend_rows(figure: go.Figure, width: float) -> int:
         return 0
     entry = _LETTER * _SIZE * max(map(len, names)) + 40  # the line sample and the gap
     return -(-len(set(names)) // max(1, int((width - 10) // entry)))
+
+
+def figure_table(figure: go.Figure) -> pd.DataFrame:
+    """The numbers that a figure draws: panel, series, x_is, x, y_is, y, z_is, z (of maps), low and high (of intervals).
+
+    ``x_is`` … are the words of the axes. A place that has words beside its axis is named by these.
+
+    Args:
+        figure: A figure of ``mechattn.render``.
+    """
+    import numpy as np
+    import pandas as pd
+
+    titles = {(x.anchor, y.anchor): " ".join(note.text for note in notes) for x, y, notes in _panels(figure)}
+    parts, order = [], ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
+    for trace in figure.data:
+        x, y, given = np.asarray(trace.x), np.asarray(trace.y), trace.to_plotly_json()
+        if trace.name in (None, "faded") or given.get("fill") == "toself" or not pd.notna(np.atleast_1d(x)).any():
+            continue
+        part: dict[str, Any] = {"panel": titles.get((trace.yaxis, trace.xaxis), ""), "series": trace.name}
+        if trace.type == "heatmap":
+            x, y = (cells.ravel() for cells in np.meshgrid(x, y))
+            part |= {"z_is": trace.colorbar.title.text, "z": np.asarray(trace.z, dtype=np.float64).ravel()}
+        for kind, at in (("x", x), ("y", y)):
+            axis = figure.layout[f"{kind}axis{(trace[f'{kind}axis'] or kind)[1:]}"]
+            if bars := given.get(f"error_{kind}"):
+                part |= {"low": at - np.asarray(bars["arrayminus"]), "high": at + np.asarray(bars["array"])}
+            words = np.array(() if axis.ticktext is None else axis.ticktext, dtype=object)
+            if len(words) and list(axis.tickvals) == list(range(len(words))):
+                at = words[np.rint(at.astype(np.float64)).astype(int).clip(0, len(words) - 1)]
+            part |= {f"{kind}_is": axis.title.text, kind: at}
+        parts.append(pd.DataFrame(part))
+    made = pd.concat(parts, ignore_index=True).reindex(columns=order).dropna(axis=1, how="all")
+    return made.map(lambda cell: unescape(re.sub("<[^>]*>", " ", cell)) if isinstance(cell, str) else cell)
 
 
 def write_image(figure: go.Figure, path: str | Path, column: Column = "double", *, title: bool = False) -> Path:

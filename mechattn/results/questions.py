@@ -90,7 +90,8 @@ class Questions:
         p is two-sided, the larger of a sign-flip test's and, from 10 prompts on, of a bootstrap-t test's, which allows
         for skewness. What is tested, ``table.attrs["tested"]``, also has effect_size (d_z), skewness, p_flip (sign
         flips alone), p_family (adjusted for the probability of any false finding) and detectable (what q finds with
-        80 % power if no other head has an effect). n; ``table.attrs`` has the unit that it counts, the family of tests,
+        80 % power if no other head has an effect). n, and n_of, what it counts; quantity, condition, to, segment, level
+        and change_units say what the numbers are, also in a file. ``table.attrs`` has the family of tests,
         the null, the smallest reachable q, and "skewed": where sign flips alone would say more. The p are for a number
         of prompts fixed beforehand: if you look, and then run more prompts because of what you saw, they are too small.
 

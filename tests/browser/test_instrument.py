@@ -258,7 +258,9 @@ def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp
     for name in ("change", "difference", "beyond"):
         at = names.index(name)
         assert names[at + 1 : at + 3] == [f"{name}_low", f"{name}_high"], "an interval stands beside its number"
-    assert {row["scale"] for row in rows} == {"log-ratio"}
+    about = ("scale", "segment", "units", "change_units", "level", "n_of")
+    said = {tuple(row[name] for name in about) for row in rows}
+    assert said == {("log-ratio", "question", "probability", "fraction", "0.95", "prompts")}
     assert [(int(row["layer"]), int(row["head"])) for row in rows] == list(zip(table.layer, table["head"], strict=True))
 
 

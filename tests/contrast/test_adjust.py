@@ -58,7 +58,7 @@ def test_every_row_says_where_it_is_from(tables):
         assert set(rows.models) == {"toy:llama"}
         np.testing.assert_array_equal(rows[["layer", "head", "difference"]], table[["layer", "head", "difference"]])
     assert set(made[made.table == 1].segment) == set(tables[1].segment)
-    assert set(made.about_segment) == {"question", "all"}
+    assert set(made[made.table == 0].segment) == {"question"}
 
 
 def test_one_table_keeps_its_q_and_none_is_changed(tables):

@@ -75,7 +75,7 @@ def test_the_change_is_the_ratio_of_geometric_means_less_one(result):
     assert not {"low", "high", "p", "q"} & set(table), "each is named for what it belongs to"
     plain = result.compare("slash", quantity="total_variation")
     assert not [name for name in plain if str(name).startswith("change")]
-    assert set(table) - set(plain) == {"change", "change_low", "change_high", "change_null"}
+    assert set(table) - set(plain) == {"change", "change_low", "change_high", "change_null", "change_units"}
 
 
 def test_other_quantities_and_other_conditions(result):

@@ -11,7 +11,7 @@ from scipy import stats
 
 import mechattn as ma
 from mechattn.contrast.contrast import Verdict
-from mechattn.pages.first_screen import PREMISE, Change, ShownModel, changes, picture, sentence
+from mechattn.pages.first_screen import PREMISE, Change, ShownModel, changes, picture, premise, sentence
 from mechattn.pages.page import results_page
 from mechattn.render.words import percent_words
 from mechattn.stats.intervals import Interval
@@ -56,8 +56,8 @@ def test_marks_stand_at_their_numbers():
 
 
 MORE, UNSURE = (0.2, 0.18, 0.22), (0.003, -0.01, 0.016)
-RECEIVES = "each token of the question receives"
-BY = "the attention that each token of the question receives changes by +0.3\u00a0%, which cannot be distinguished from 0"
+RECEIVES = "each token of the question receives on average"
+BY = "the attention that each token of the question receives on average changes by +0.3\u00a0%, which cannot be distinguished from 0"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_the_sentence_is_true_of_each_change_and_null(measured, null, first, the
 def test_a_sentence_of_several_models_says_where_they_differ():
     rows = [change("a", "x", LESS, -0.5), change("b", "x", (-0.4, -0.5, -0.3), -0.1), change("c", "x", LESS, -0.2)]
     said = sentence(rows)
-    assert "receives 20.0 to 40.0\u00a0% less attention than without it, in 3 models." in said
+    assert "receives on average 20.0 to 40.0\u00a0% less attention than without it, in 3 models." in said
     assert said.endswith(
         "; in 1 of 3 models it receives more than that, in 1 of 3 models it receives less than that, "
         "in 1 of 3 models the two cannot be distinguished."
@@ -94,15 +94,15 @@ def test_a_sentence_of_several_models_says_where_they_differ():
     assert alike.endswith("; in 2 of 2 models it receives more than that.")
     both = sentence([change("a", "x", LESS, 0.1), change("b", "x", UNSURE, 0.1)])
     by = "changes by +0.3 to −20.0\u00a0%, in 2 models, which cannot be distinguished from 0 in 1 of them."
-    assert f"the attention that each token of the question receives {by}" in both
+    assert f"the attention that each token of the question receives on average {by}" in both
     assert both.endswith("; in 2 of 2 models it receives less than that.")
 
 
 def test_a_control_stands_beside_the_first_condition():
     said = sentence([change("a", "slash", LESS, -0.5), change("a", "sentence", (-0.3, -0.4, -0.2), -0.5)])
-    assert said.endswith(" With “sentence”: 30.0\u00a0% less.")
+    assert said.endswith(" With “sentence”, attention to the question is 30.0\u00a0% less than without it.")
     said = sentence([change("a", "slash", LESS, -0.5), change("a", "sentence", UNSURE, -0.5)])
-    assert said.endswith(" With “sentence”: +0.3\u00a0%.")
+    assert said.endswith(" With “sentence”, attention to the question changes by +0.3\u00a0%.")
 
 
 def by_loop(result, condition, to):
@@ -129,7 +129,7 @@ def test_the_first_condition_stands_against_its_control(controlled):
     np.testing.assert_allclose(list(found), by_loop(controlled, "slash", "sentence"), rtol=1e-5)
     wrong = by_loop(controlled, "slash", "baseline")
     assert abs(wrong[0] - float(found.estimate)) > 1e-3, "the loop would notice another condition"
-    words = f"Compared with “sentence”, which is as long: {percent_words(found)}."
+    words = f"Attention to the question with “slash”, relative to that with “sentence”, which is as long: {percent_words(found)}."
     assert sentence([row, other]).endswith(words)
 
 
@@ -137,7 +137,7 @@ def test_without_a_control_of_equal_length_nothing_is_compared(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(9)}
     rows = changes([ShownModel(ma.run(toy, prompts[:4], conditions))])
     assert [row.against for row in rows] == [None, None]
-    assert "Compared" not in sentence(rows)
+    assert "relative to" not in sentence(rows)
 
 
 def test_a_control_in_several_models():
@@ -151,11 +151,13 @@ def test_a_control_in_several_models():
 
 def test_the_premise_stands_beside_the_toys_that_have_it(controlled, tmp_path):
     text = results_page([controlled], tmp_path / "page.html", []).read_text(encoding="utf-8")
-    assert PREMISE in html.unescape(text)
+    assert f"<p>{PREMISE}</p>" in html.unescape(text), "not in small print"
     model = controlled.provenance["model"]
     named = replace(controlled, provenance=controlled.provenance | {"model": model | {"name": "stories260K"}})
     other = results_page([named], tmp_path / "other.html", []).read_text(encoding="utf-8")
     assert "training examples had filler" not in other
+    assert premise([ShownModel(controlled)]) == PREMISE
+    assert not premise([ShownModel(controlled), ShownModel(named)]), "beside another model it may contradict the page"
 
 
 def test_the_premise_has_the_numbers_of_the_experiment():

@@ -1,6 +1,7 @@
 """Patching across runs of other lengths, against plain forward passes of transformers with hooks written by hand."""
 
 from dataclasses import replace
+from html import unescape
 
 import numpy as np
 import pytest
@@ -557,6 +558,7 @@ def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
 def test_the_map_shows_the_means_and_leaves_the_others_empty(toy):
     made = ma.patch(toy, prompts(4), SLASH, at=HEADS)
     heat, marks, faded, _ = ma.render.patching_map(made).data
+    assert heat.colorbar.title.text.replace("<br>", " ") == f"effect on the {made.about['metric']}"
     expected = made.effects.effect.mean("prompt").values
     np.testing.assert_allclose(np.array(heat.z, dtype=float), expected)
     assert np.isnan(expected).sum() == expected.size - len(HEADS)
@@ -569,11 +571,21 @@ def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
     made.effects.other_prompt[:, 1, 2] = -50.0
     made.effects.effect[:, 1, 2] += 20.0
     table = made.table(top=5).iloc[::-1]
-    effect, random, other = ma.render.patching_effects(made, top=5).data
-    np.testing.assert_allclose(effect.x, table.effect)
-    np.testing.assert_allclose(effect.x - effect.error_x.arrayminus, table.effect_low)
+    figure = ma.render.patching_effects(made, top=5)
+    sure, unsure, random, other = figure.data
+    for effect, some, name in ((sure, table.q_effect < 0.05, "q < 0.05"), (unsure, table.q_effect >= 0.05, "q ≥ 0.05")):
+        np.testing.assert_allclose(effect.x, table.effect[some])
+        np.testing.assert_allclose(effect.x - effect.error_x.arrayminus, table.effect_low[some])
+        np.testing.assert_array_equal(effect.y, np.flatnonzero(some))
+        assert unescape(effect.name).endswith(name), "the legend says it, as print drops the title"
+        assert (effect.marker.color == "white") == (effect is unsure)
+    assert len(sure.x) > 0
     np.testing.assert_allclose(random.x, table.random)
-    assert [color != "white" for color in effect.marker.color] == (table.q_effect < 0.05).tolist()
+    assert (random.y < np.arange(5)).all(), "below the points, which they would hide"
+    low, high = figure.layout.xaxis.range
+    ends = [0, *table.effect_low, *table.effect_high, *table.random]
+    assert high - max(ends) < 0.1 * (high - low), "no room where nothing is"
+    assert figure.layout.xaxis.title.text == f"effect on the {made.about['metric']}"
     at = ma.render.patching_effects(made, top=5).layout.yaxis.ticktext.index("L1H2")
     assert at == 4, "the largest is above the others"
     assert other.text[at] == "−50"

@@ -1,11 +1,14 @@
 """The figures of conditions show the numbers of the result, their nulls, and the right words."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import mechattn as ma
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
+from mechattn.render.draw import THIRD, WITH, WITHOUT
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +37,21 @@ def lines(figure):
 
 def test_received_by_model(result):
     figure = ma.render.received_by_model([result, result], layer=1, heads=[0, 3])
-    assert [a.text.split("<br>")[1] for a in figure.layout.annotations] == ["layer 1 head 0", "layer 1 head 3"]
+    titles = [a.text.split("<br>")[1] for a in figure.layout.annotations if "<br>" in a.text]
+    assert titles == ["layer 1 head 0", "layer 1 head 3"]
     shown = lines(figure)
-    assert set(shown) == {"slash", "sentence", "uniform, slash", "uniform, sentence"}
+    assert set(shown) == {"slash", "sentence", "uniform attention"}, "one line for what is the same under both"
+    colours = [shown[name].line.color for name in ("slash", "sentence", "uniform attention")]
+    assert colours == [WITH, THIRD, WITHOUT]
+    inserted = np.flatnonzero(result["sequences"].origin.sel(condition="slash")[0] == -1)
+    spans = {(shape.x0, shape.x1) for shape in figure.layout.shapes}
+    assert spans == {(inserted[0] - 0.5, inserted[-1] + 0.5)}
+    assert len(figure.layout.shapes) == 2, "one in each panel"
+    assert {shape.opacity for shape in ma.render.for_paper(figure).layout.shapes} == {1}, "not faded in print"
     drawn = [t for t in figure.data if t.name == "sentence"][1]
     at = result["received_attention"].sel(condition="sentence", layer=1)
     np.testing.assert_allclose(drawn.y, at.received.sel(head=3).values[drawn.x])
-    null = shown["uniform, sentence"]
+    null = shown["uniform attention"]
     np.testing.assert_allclose(null.y, at.received_uniform.values[null.x])
     title = ma.render.received_by_model(result, heads=2, one_based=True).layout.annotations[0].text
     assert title.endswith("layer 1 head 3")
@@ -48,6 +59,16 @@ def test_received_by_model(result):
         ma.render.received_by_model([result, result], heads=[1])
     with pytest.raises(OptionError, match="layer 9 was not measured"):
         ma.render.received_by_model(result, layer=9)
+
+
+def test_a_first_token_that_sets_the_axis_is_named(result):
+    named = [a.text for a in ma.render.received_attention(result, 0, heads=[5]).layout.annotations]
+    assert not any("position 0" in text for text in named)
+    dataset = result["received_attention"].copy(deep=True)
+    dataset["received_by_origin"][{"original_key": 0}] = 0.9
+    sink = replace(result, datasets=result.datasets | {"received_attention": dataset})
+    notes = ma.render.received_attention(sink, 0, heads=[5]).layout.annotations
+    assert [(a.x, round(a.y, 3)) for a in notes if a.text == "position 0 (bos)"] == [(0, 0.9)]
 
 
 def test_several_layers(result):
@@ -72,6 +93,11 @@ def test_change_map_marks_what_is_significant(result):
     assert 0 < (q >= 0.05).sum() < q.size, "both kinds are there, so the test would notice either alone"
     assert key.name == "faded: q ≥ 0.05"
     assert "uniform attention" in figure.layout.title.text
+    said = heat.colorbar.title.text.replace("<br>", " ")
+    assert (
+        said
+        == "change of attention that the question leaves to the original keys (λ) beyond uniform attention (log-ratio)"
+    )
 
 
 def test_sweeps(swept):
@@ -106,6 +132,8 @@ def test_changes_by_condition(result):
     )
     expected = 100 * np.expm1(np.log(masked / baseline).mean())
     assert shown["measured"].y[1] == pytest.approx(float(expected), abs=1e-3)
+    axis = ma.render.changes(result, ["slash"], "mass").layout.yaxis.title.text
+    assert axis == "change of attention to all of the question (%)"
     assert abs(shown["uniform attention"].y[1]) < 1e-4, "masked tokens take nothing from uniform attention"
 
 
@@ -135,6 +163,11 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
     assert list(figure.layout.yaxis.ticktext) == [
         f"toy:llama<br>(toy, 1.0 M parameters), {n}" for n in ("slash", "dots")
     ]
+    assert figure.layout.xaxis.title.text == "change of attention<br>to the question (%)"
+    beside = {(a.y, a.text): a for a in figure.layout.annotations}
+    assert len(beside) == 4, "two numbers a row"
+    assert {a.xanchor for a in beside.values() if a.x < 0} == {"right"}, "away from the line at 0"
+    assert measured.error_x.width * 2 > measured.marker.size, "no interval is hidden by its point"
     twice = ma.render.verdicts([slash_result, slash_result], "slash")
     assert [row.partition(", result ")[2] for row in twice.layout.yaxis.ticktext] == ["1", "2"]
     assert "“slash”" in twice.layout.title.text

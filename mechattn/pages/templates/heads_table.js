@@ -123,12 +123,18 @@ function ranked(by, count, on) {
 /** All columns of all heads, or of those that are brushed, as CSV; numbers as they are held.
  * @param {string} name
  * @param {Column[]} columns
- * @param {{quantity: string, condition: string}} about
+ * @param {{quantity: any, condition: string}} about
  * @param {Set<number> | null} brushed */
 export function saveTable(name, columns, about, brushed) {
-  const compared = columns.find((column) => column.name === "difference");
+  const { condition } = about,
+    { name: quantity, segment, units, values } = about.quantity,
+    { n, unit } = values[condition];
+  const [compared, change] = ["difference", "change"].map((of) => columns.find((column) => column.name === of));
+  const last = [compared?.scale, change?.scale, 0.95, n, unit];
   const rows = [...Array(columns[0].of.length).keys()]
     .filter((i) => !brushed || brushed.has(i))
-    .map((i) => [about.quantity, about.condition, ...columns.map((column) => column.of[i]), compared?.scale]);
-  saveCsv(name, [["quantity", "condition", ...columns.map((column) => column.name), "scale"], ...rows]);
+    .map((i) => [quantity, condition, segment, units, ...columns.map((column) => column.of[i]), ...last]);
+  const first = ["quantity", "condition", "segment", "units"];
+  const names = [...first, ...columns.map((column) => column.name), "scale", "change_units", "level", "n", "n_of"];
+  saveCsv(name, [names, ...rows]);
 }

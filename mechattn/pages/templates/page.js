@@ -213,7 +213,7 @@ function listen() {
     saveTable(
       fileName(`${model().name} ${state.quantity} ${state.condition}`),
       columnsOf(model(), quantity(), state.condition),
-      state,
+      { quantity: quantity(), condition: state.condition },
       brushed,
     ),
   );
