@@ -82,7 +82,7 @@ def sentences(stored: dict) -> list[str]:
     lost = [f"`{name}` loses {-100 * part['value']:.0f}" for name, part in toys.items() if part["high"] < 0]
     return [
         f"The {len(stated)} claims that the paper and the blog post",
-        f"{len(stated) * len(names)} verdicts: {counts} ({extreme}, and {reached} since untrained weights already reach",
+        f"{len(stated) * len(names)} verdicts: {counts} ({extreme}, and {reached} since untrained weights already",
         "for inserted tokens is supported in all five: such a token gets less attention than a token of the question",
         "in no model more than with untrained weights",
         f"“Fewer activations near zero” is supported in none and contradicted in {denied}",
