@@ -299,9 +299,14 @@ ma.browse(few, live=False)
 # ## For a paper
 #
 # What does a figure look like in a column of a paper? 85 or 170 mm wide, with 8-point text, in the colours of Okabe
-# and Ito. `ma.render.write_image(figure, "figure-1.pdf", "single")` writes it as PDF, SVG or PNG;
-# `ma.render.figure_table(figure)` is the numbers that it shows.
+# and Ito. `ma.render.write_image(figure, "figure-1.pdf", "single")` writes it as PDF, SVG or PNG.
 
 # %%
 figure = ma.render.changes(result, ["slash", "masked", "unshifted", "sentence"])
 ma.render.for_paper(figure, column="single")
+
+# %% [markdown]
+# Which numbers does it show? Any figure gives them as a table, for a CSV file.
+
+# %%
+ma.render.figure_table(figure)
