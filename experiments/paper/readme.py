@@ -32,7 +32,7 @@ FOLDERS = {  # what each is, in a line
     "gsm8k": "real questions; see its README",
     "simulations": "how often each statistical rule says yes where nothing is there; `make simulate`",
     "groups": "what prompts of one template do to intervals",
-    "toys": "trains and measures the toys",
+    "toys": "trains and measures the toys, and a twin of toy:llama without filler",
     "benchmarks": "time and memory; see its README",
 }
 HEAD = """# Experiments

@@ -166,6 +166,13 @@ def test_the_premise_has_the_numbers_of_the_experiment():
     (row,) = [line for line in lines if line.startswith("| stories260K | stories | 90")]
     shown = [f"{abs(float(words)):.1f}\u00a0%" for words in re.findall(r"−([\d.]+) %", row)[:2]]
     assert f"loses {shown[0]} on stories, where uniform attention would lose {shown[1]}" in PREMISE
+    twins = (path.parents[1] / "toys" / "trainings.md").read_text(encoding="utf-8")
+    toy, twin = (re.findall(r"−([\d.]+) %", line) for line in twins.splitlines() if re.match(r"\| (toy:|twin)", line))
+    own, its, uniform = (f"{words}\u00a0%" for words in (toy[0], twin[0], toy[6]))
+    assert (
+        f"toy:llama loses {own}, a twin trained without filler {its}, and uniform attention would lose {uniform}"
+        in PREMISE
+    )
 
 
 def test_what_has_no_verdict_says_why():
