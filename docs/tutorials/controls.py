@@ -99,6 +99,6 @@ for to in ("sentence 2", "shuffled", "slash"):
 #   +0.000, as they must be. A control that must give 0, and does, is a test of the measurement.
 # - The interval of the largest of 32 heads, reported on the prompts that it was chosen on, excludes 0 in 60.8 % of runs
 #   without any effect; reported on the other half it does so in 4.6 %, close to its nominal rate.
-# - Two draws of sentences differ in 0 heads. A sentence and its shuffled words differ in 1 on all prompts, and 0 are
-#   found on one half, so there is no evidence for an effect of grammar. Sentence and slashes differ in 30 heads that
-#   one half finds, and 27 of these are confirmed on the other.
+# - Two draws of sentences differ in 0 heads. A sentence and its shuffled words differ in 0 too, so there is no evidence
+#   for an effect of grammar. Sentence and slashes differ in 27 heads that one half finds, and 27 of these are confirmed
+#   on the other.

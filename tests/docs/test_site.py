@@ -156,8 +156,8 @@ def test_a_tutorial_was_run_and_drew_its_figures(opened, name, figures):
 
 def test_the_gallery_draws_every_figure(opened):
     page = opened("gallery.html")
-    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 28", timeout=60_000)
-    assert page.locator(".js-plotly-plot").count() == 28
+    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 29", timeout=60_000)
+    assert page.locator(".js-plotly-plot").count() == 29
     assert page.locator("iframe").count() == 9
     assert page.locator('[data-mime-type="application/vnd.jupyter.stderr"]').count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 1300
