@@ -1,13 +1,13 @@
-"""Figures of received attention by position, of changes by head, condition or swept option, and of patching."""
+"""Figures of received attention by position, and of changes by head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mechattn.axes import BASELINE, SEGMENTS, head_name, head_named
+from mechattn.axes import BASELINE, SEGMENTS, head_named
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions, choose_heads, uniform_at_positions
 from mechattn.contrast.quantities import check_layer
@@ -16,7 +16,7 @@ from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.declared import check_heads, listed_or_chosen
 from mechattn.render.declared import figure as declare
-from mechattn.render.draw import GREY, SHADE, THIRD, WITH, WITHOUT
+from mechattn.render.draw import SHADE, THIRD, WITH, WITHOUT
 from mechattn.render.words import (
     band_words,
     change_words,
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
     import xarray as xr
 
-    from mechattn.patching.effects import Patching
 
 NAME = "received_attention"
 
@@ -297,7 +296,7 @@ def change_map(
         note += f"; {len(table.attrs['left_out'])} heads left out (no ratio)"
     relative = f"change {what}" if known else what
     heading = f"{model_caption(result)}: {quantity_words(quantity, segment)}, {relative}"
-    draw.title(figure, heading, note, _map_height(table), top=110)
+    draw.title(figure, heading, note, draw.map_height(table), top=110)
     return says(figure, _map_words(table, column))
 
 
@@ -320,118 +319,3 @@ def _map_words(table: pd.DataFrame, column: str) -> str:
         found = f"{sure} differ from uniform attention at q < 0.05. The largest difference is in {head}"
         return f"{found}, under uniform attention {null}{times}; {picked}"
     return f"{sure} changed at q < 0.05; {table.attrs['null']}. The largest change is in {head}; {picked}"
-
-
-@declare("patching")
-def patching_map(patching: Patching) -> go.Figure:
-    """Map mean patching effects by layer and head, or layer and segment; dots mark q < 0.05 (over the map).
-
-    Orange means that the answer's metric rose, blue that it fell. Heads that were not requested are empty.
-
-    Args:
-        patching: The result of ``patch``.
-
-    Raises:
-        OptionError: The effects are not of heads, or of layers by segment.
-    """
-    if patching.labels[0] != "layer" or len(patching.labels) != 2:
-        raise OptionError(f"a map needs heads or layers in rows and columns; these are by {patching.labels}")
-    across, table = patching.labels[1], patching.table()
-    known = bool(table.share.notna().all())
-    hover = "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
-    hover += "; %{customdata[3]:.1%} of the whole effect" * known + "<br>random direction %{customdata[4]:.3g}"
-    q = f"q_{table.attrs['tested']}"
-    columns = {"effect": "effect", "low": "effect_low", "high": "effect_high", "q": q}
-    columns |= {"share": "share", "random": "random"}
-    about, (whole, low, high) = patching.about, patching.whole
-    figure = draw.head_map(table, columns, "effect", _effect_on(patching), hover, across)
-    note = (
-        f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; whole effect "
-        f"{whole:+.3g} [{low:+.3g}, {high:+.3g}]"
-    )
-    heading = f"{about['model']}: patching effect by {across}"
-    draw.title(figure, heading, note, _map_height(table), top=110)
-    largest = table.effect.abs().idxmax()
-    top, sure = table.loc[largest], f"{int((table[q] < 0.05).sum())} of {len(table)} {across}s"
-    return says(
-        figure,
-        f"{sure} at q < 0.05. Largest: layer {top.layer:.0f} {across} "
-        f"{table[across][largest]}, {top.effect:+.3g} [{top.effect_low:+.3g}, {top.effect_high:+.3g}]"
-        + f", {top.share:.0%} of the whole effect" * known
-        + '; it was selected as the largest, so its interval is too optimistic (table(select="half") avoids this).',
-    )
-
-
-@declare("patching")
-def patching_effects(patching: Patching, top: int | None = 12, select: Literal["half"] | None = None) -> go.Figure:
-    """Plot patching effects as points with 95 % intervals beside both controls, the largest first; filled: q < 0.05.
-
-    The controls stand a little lower. Those that are far off are at the edge, with their number.
-
-    Args:
-        patching: The result of ``patch``.
-        top: The number of rows; None for all.
-        select: "half" ranks them on one half of the prompts and draws the other half.
-
-    Raises:
-        OptionError: There are too few prompts, or an option is not allowed.
-    """
-    table = patching.table(top, select).iloc[::-1]
-    where = [
-        _cell_words(dict(zip(patching.labels, row, strict=True))) for row in table[patching.labels].values.tolist()
-    ]
-    q, figure, rows = table[f"q_{table.attrs['tested']}"], draw.panels(), np.arange(len(table))
-    for name, some, fill in (("q < 0.05", q < 0.05, WITH), ("q ≥ 0.05", ~(q < 0.05), "white")):
-        ends = table.loc[some, ["effect", "effect_low", "effect_high"]].values.T
-        marker = dict(color=fill, line=dict(color=WITH, width=1.6), size=8)
-        more = dict(customdata=q[some], hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}")
-        draw.points(figure, rows[some], ends, f"effect, 95 % interval, {name}", WITH, None, True, marker=marker, **more)
-    shown = [0.0, *table.effect_low, *table.effect_high, *table.random]
-    far_off, lower = 0.3 * (max(shown) - min(shown)), rows - 0.36
-    inner = min(shown) - far_off, max(shown) + far_off
-    mark: dict[str, Any] = dict(size=7, line_width=1.6)
-    figure.add_scatter(
-        x=table.random, y=lower, name="random direction of the same norm", mode="markers",
-        marker=mark | dict(symbol="x-thin-open", color=GREY),
-    )  # fmt: skip
-    if "other_prompt" in table and (other := table.other_prompt).notna().any():  # far off: at the edge, with its number
-        far = [other < inner[0], other > inner[1]]
-        shown += other.clip(*inner).dropna().tolist()
-        symbol = np.select(far, ["triangle-left-open", "triangle-right-open"], "diamond-open")
-        text, at = (
-            np.where(far[0] | far[1], other.map(lambda x: f"{x:.3g}".replace("-", "−")), ""),
-            np.where(far[1], "middle left", "middle right"),
-        )
-        figure.add_scatter(
-            x=other.clip(*inner), y=lower, name="from another prompt", mode="markers+text", text=text, textposition=at,
-            marker=mark | dict(symbol=symbol, color=THIRD), customdata=other,
-            hovertemplate="%{y}: %{customdata:+.3g}",
-        )  # fmt: skip
-    draw.rule(figure, x=0)
-    about, (whole, low, high) = patching.about, patching.whole
-    note = f"{about['direction']}, {about['method']}; n = {patching.units.words}; "
-    note += f"q over {table.attrs['family']}"
-    draw.title(figure, f"{about['model']}: patching effects", note, 190 + 30 * len(table), top=120)
-    room = 0.05 * (max(shown) - min(shown))
-    figure.update_xaxes(title_text=_effect_on(patching), range=[min(shown) - room, max(shown) + room])
-    figure.update_yaxes(tickvals=rows, ticktext=where, zeroline=False)
-    sure = f"{int((q < 0.05).sum())} of {len(table)} rows at q < 0.05"
-    return says(figure, f"{sure}; whole effect {whole:+.3g} [{low:+.3g}, {high:+.3g}].")
-
-
-def _cell_words(cell: dict[str, Any]) -> str:
-    """What a row is: "L1H2", "layer 1", a set's name; then its segment or position."""
-    if {"layer", "head"} <= cell.keys():
-        first = [head_name(cell.pop("layer"), cell.pop("head"))]
-    else:
-        first = [f"layer {cell.pop('layer')}"] if "layer" in cell else []
-    return ", ".join([*first, *map(str, cell.values())])
-
-
-def _effect_on(patching: Patching) -> str:
-    """The words on an axis of effects, which are changes of the metric."""
-    return f"effect on the {patching.about['metric'].removeprefix('a ')}"
-
-
-def _map_height(table: pd.DataFrame) -> int:
-    return max(320, 160 + 24 * table.layer.nunique())

@@ -224,3 +224,8 @@ def by_layer_slider(figure: go.Figure, layers: Seq[int], words: Callable[[int], 
     ]  # fmt: skip
     slider = dict(steps=steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
     figure.update_layout(**LAYOUT | {"height": height, "title_text": words(layers[0]), "sliders": [slider]})
+
+
+def map_height(table: pd.DataFrame) -> int:
+    """The height of a figure with a row for each layer, in pixels."""
+    return max(320, 160 + 24 * table.layer.nunique())
