@@ -241,8 +241,9 @@ def _by_position(panels: list[_Panel], rows: list[list[_Line]], shown: np.ndarra
                 style = dict(legendgroup=label, hovertemplate="%{y:.4f}", showlegend=label not in named)
                 draw.dotted(figure, at, null, label, colour, column=column, row=row, **style)
                 named.add(label)
-            first, others = max(found.mean[0] for found in here), max(found.mean[1:].max() for found in here)
-            if here[0].at[0] == 0 and first > 2 * others:  # as a sink sets the scale of the axis
+            here = [found for found in here if len(found.at) > 1 and found.at[0] == 0]
+            first = max((found.mean[0] for found in here), default=0.0)
+            if here and first > 2 * max(found.mean[1:].max() for found in here):  # as a sink sets the scale of the axis
                 segment = int(panel.result["sequences"].segment_index.sel(condition=lines[0].condition)[0, 0])
                 figure.add_annotation(
                     x=0, y=first, text=f"position 0 ({SEGMENTS[segment]})", xanchor="left", xshift=8, showarrow=False,

@@ -69,6 +69,9 @@ def test_a_first_token_that_sets_the_axis_is_named(result):
     sink = replace(result, datasets=result.datasets | {"received_attention": dataset})
     notes = ma.render.received_attention(sink, 0, heads=[5]).layout.annotations
     assert [(a.x, round(a.y, 3)) for a in notes if a.text == "position 0 (bos)"] == [(0, 0.9)]
+    for name in ("received_by_origin", "received"):  # as of prompts so unlike that no position has enough of them
+        dataset[f"{name}_n"][:] = 0
+    ma.render.received_attention(sink, 0, heads=[5])
 
 
 def test_several_layers(result):
