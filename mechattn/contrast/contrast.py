@@ -264,7 +264,8 @@ class Contrast:
         change, null = self.overall()
         if null is None:
             raise OptionError(f"{self.quantity!r} has no null in this result, and a verdict compares with it")
-        made, variable = self.table(margin=margin), variable_of(self.result, self.quantity)
+        made = table.table(self, margin=margin, bootstrap_ends=False)
+        variable = variable_of(self.result, self.quantity)
         at = tuple(variable.indexes[dim].get_indexer(made[dim]) for dim in ("layer", "head"))
         signs, up, same = (np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(3))
         signs[at], up[at] = np.where(made.q_beyond < 0.05, np.sign(made.beyond), 0), made.difference > 0

@@ -120,7 +120,7 @@ def largest(d: np.ndarray, count: int) -> np.ndarray:
 
 def significant(d: np.ndarray, resamples: int) -> np.ndarray:
     """The columns of d [unit, cell] with q < 0.05 by the test of ``compare``."""
-    return paired(d, None, resamples=resamples).q < 0.05
+    return paired(d, None, resamples=resamples, bootstrap_ends=False).q < 0.05
 
 
 def random_halves(n: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

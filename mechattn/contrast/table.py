@@ -100,9 +100,16 @@ class Selection:
         return scores
 
 
-def table(asked: Contrast, chosen: Selection, random: Seq[Result] | None, margin: float | None) -> pd.DataFrame:
-    """See :meth:`mechattn.contrast.contrast.Contrast.table`."""
+def table(
+    asked: Contrast,
+    chosen: Selection | None = None,
+    random: Seq[Result] | None = None,
+    margin: float | None = None,
+    bootstrap_ends: bool = True,
+) -> pd.DataFrame:
+    """See :meth:`mechattn.contrast.contrast.Contrast.table`; the ends of bootstrap intervals take most of the time."""
     _check_alike(asked)
+    chosen = chosen or Selection()
     if random is not None:
         check_random(random, asked)
     prompts = variable_of(asked.result, asked.quantity).sizes["prompt"]
@@ -112,13 +119,14 @@ def table(asked: Contrast, chosen: Selection, random: Seq[Result] | None, margin
     finding, shown = (every, every) if chosen.select is None else halves_of(units.n)
     blocks = layers_of(asked, asked.resamples, asked.resamples)
     if chosen.select:
-        first = _gone_through(asked, blocks, units, finding)
+        first = _gone_through(asked, blocks, units, finding, bootstrap_ends=False)
         masks, scores = [mask.copy() for mask in first.masks], chosen.scores(first.numbers)
         ends = np.cumsum([mask.sum() for mask in masks])
         for mask, some in zip(masks, np.split(scores > -np.inf, ends[:-1]), strict=True):
             mask[mask] = some
     beside = None if random is None else BesideRandom(random, asked, units, shown)
-    found = _gone_through(asked, blocks, units, shown, masks, None if beside is None else beside.see)
+    see = None if beside is None else beside.see
+    found = _gone_through(asked, blocks, units, shown, masks, see, bootstrap_ends)
     check_cells(asked, found.last.scale, sum(mask.size for mask in found.masks), found.left_out, found.lacking)
     made = _columns(found)
     made.attrs = _about(asked, chosen, found, units)
@@ -168,11 +176,12 @@ def _gone_through(
     some: np.ndarray,
     masks: Seq[np.ndarray] | None = None,
     see: Callable[[Differences], None] | None = None,
+    bootstrap_ends: bool = True,
 ) -> _Cells:
     """The statistics of some units, over all cells with a difference or over chosen ones."""
     import pandas as pd
 
-    stream = PairedStream(len(some), asked.level, asked.resamples, asked.seed)
+    stream = PairedStream(len(some), asked.level, asked.resamples, asked.seed, bootstrap_ends)
     rows, cells, left_out = [], [], []
     lacking = {"ours": asked.condition, "theirs": asked.to}
     for number, made in enumerate(blocks()):

@@ -55,7 +55,7 @@ def compared(evaluation: Evaluation, condition: str, to: str, other: Evaluation,
     if units.of is None and first.shape[1] == second.shape[1] == 1:
         return asdict(paired_accuracy(first[:, 0], second[:, 0]))
     d = units.means(first.mean(1) - second.mean(1))
-    made, interval = paired(d), share_difference(d)
+    made, interval = paired(d, bootstrap_ends=False), share_difference(d)
     one = first.shape[1] == second.shape[1] == 1
     return {
         "difference": float(made.difference),

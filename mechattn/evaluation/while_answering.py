@@ -150,7 +150,8 @@ class WhileAnswering:
             empty = np.full(flow.shape[1], np.nan)
             missing = dict.fromkeys((*names, "p_beyond", "q_beyond"), empty)
             return missing | {"pairs": np.full(flow.shape[1], len(pairs))}
-        made = paired(units.means(flow[first] - flow[second]), units.means(null[first] - null[second]), level)
+        of_flow, of_null = (units.means(of[first] - of[second]) for of in (flow, null))
+        made = paired(of_flow, of_null, level, bootstrap_ends=False)
         tests = {"p_beyond": made.p, "q_beyond": made.q, "pairs": np.full(flow.shape[1], len(pairs))}
         return {each: getattr(made, each) for each in names} | tests
 

@@ -88,7 +88,7 @@ def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tupl
     """The heads with more than half of their attention on the tokens after earlier occurrences, with p and q."""
     values = _focus(model, _prompts(tokens))
     mass, null = values.induction_mass, values.induction_mass_uniform
-    tested = paired((mass - null).transpose("prompt", "layer", "head").values)
+    tested = paired((mass - null).transpose("prompt", "layer", "head").values, bootstrap_ends=False)
     means = mass.mean("prompt").transpose("layer", "head").values
     found = [(int(i), int(j)) for i, j in zip(*((means > _HALF) & (tested.q < 0.05)).nonzero(), strict=True)]
     if not found:

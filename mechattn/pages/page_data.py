@@ -16,6 +16,7 @@ from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions
 from mechattn.contrast.quantities import head_quantities, kept, layer_blocks, variable_of
+from mechattn.contrast.table import table as of_contrast
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.markup import visible
 from mechattn.pages.embedded import kind_for, packed, squeezed
@@ -126,7 +127,7 @@ def _changes(
     of: Result, reference: Result, quantity: str, condition: str, layers: list[int], heads: int
 ) -> dict[str, Any]:
     """Changes from the baseline with their intervals, the null's change, and the change beyond it."""
-    table = Contrast(of, condition, quantity=quantity, other=reference).table()
+    table = of_contrast(Contrast(of, condition, quantity=quantity, other=reference), bootstrap_ends=False)
     table = table.assign(half=table.difference_high - table.difference, beyond_half=table.beyond_high - table.beyond)
     table = table.assign(q=table[f"q_{table.attrs['tested']}"])
     found = {name: _square(table, name, layers, heads) for name in _CHANGES}

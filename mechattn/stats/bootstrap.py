@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 _SMALLEST_SPREAD = 0.1  # as a fraction of the cell's standard deviation
 _ROUNDING = 1e-12  # of the cell's largest value: a smaller standard deviation counts as zero
 _ROWS, _COLUMNS = 2000, 100  # resamples and cells in memory at a time
+_PILOT, _FAR = 500, 3  # a t this many times as far out as any t* of so many resamples is beyond all
 
 _NUMBERS = 2**23  # numbers in memory at a time if there are many prompts
 Counts = list[np.ndarray]  # how often each prompt is in each resample [resample, prompt], in blocks of resamples
@@ -78,7 +80,7 @@ def t_quantiles(
     ends = []
     for start in range(0, d.shape[1], _COLUMNS):
         drawn = _studentised(d[:, start : start + _COLUMNS], counts, dtype)
-        ends.append(np.quantile(drawn, [(1 + level) / 2, (1 - level) / 2], axis=0))
+        ends.append(np.quantile(drawn, [(1 + level) / 2, (1 - level) / 2], axis=1))
     upper, lower = np.concatenate(ends, axis=1) if ends else np.empty((2, 0))
     return upper, lower
 
@@ -97,31 +99,45 @@ class Tails:
     family: np.ndarray
 
 
-def tails(d: np.ndarray, t: np.ndarray, counts: Counts, dtype: type[np.floating] = np.float64) -> Tails:
+def tails(
+    d: np.ndarray, t: np.ndarray, counts: Counts, dtype: type[np.floating] = np.float64, extremes: bool = True
+) -> Tails:
     """Compare the t of each column of d [prompt, cell] with resamples of all columns.
 
     A resample uses the same prompts in all cells, which preserves their correlation; each tail is treated by itself,
-    which preserves skewness.
+    which preserves skewness. A t more than three times as far out as any t* of the first 500 resamples counts as
+    further out than all; without ``extremes`` such cells are not resampled, and the extremes are those of the others.
 
     Source:
         Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
     resamples = sum(map(len, counts))
     largest, smallest = np.zeros(resamples), np.zeros(resamples)
-    alone, family = np.ones(d.shape[1]), np.ones(d.shape[1])
+    alone, family = np.zeros(d.shape[1]), np.full(d.shape[1], 2 / (1 + resamples))
     order = np.argsort(abs(t), kind="stable")  # the nearest first, so that the extremes are of cells no further out
-    for start in range(0, len(order), _COLUMNS):
-        some = order[start : start + _COLUMNS]
-        drawn = _studentised(d[:, some], counts, dtype)
-        far = np.where(t[some] > 0, drawn >= t[some], drawn <= t[some])
-        alone[some] = np.minimum(1.0, 2 * far.mean(0))
-        above = np.maximum(np.maximum.accumulate(drawn, axis=1), largest[:, None])
-        below = np.minimum(np.minimum.accumulate(drawn, axis=1), smallest[:, None])
-        further = np.where(t[some] > 0, above >= t[some], below <= t[some])
-        family[some] = np.minimum(1.0, 2 * (1 + further.sum(0)) / (1 + resamples))
-        largest, smallest = above[:, -1], below[:, -1]
+    reach = max((abs(drawn).max() for _, drawn in _drawn(d, order, [counts[0][:_PILOT]], dtype)), default=0.0)
+    near = abs(t) <= _FAR * reach
+    for some, drawn in _drawn(d, order if extremes else order[near[order]], counts, dtype):
+        for cell, of_cell in zip(some, drawn, strict=True):
+            np.maximum(largest, of_cell, out=largest)
+            np.minimum(smallest, of_cell, out=smallest)
+            if not near[cell]:
+                continue
+            up = t[cell] > 0
+            out, any_out = (some >= t[cell] if up else some <= t[cell] for some in (of_cell, largest if up else smallest))
+            alone[cell] = min(1.0, 2 * np.count_nonzero(out) / resamples)
+            family[cell] = min(1.0, 2 * (1 + np.count_nonzero(any_out)) / (1 + resamples))
     family[order[::-1]] = np.maximum.accumulate(family[order[::-1]])
     return Tails(largest, smallest, alone, family)
+
+
+def _drawn(
+    d: np.ndarray, cells: np.ndarray, counts: Counts, dtype: type[np.floating]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Some cells at a time, and their t* [cell, resample]."""
+    for start in range(0, len(cells), _COLUMNS):
+        some = cells[start : start + _COLUMNS]
+        yield some, _studentised(d[:, some], counts, dtype)
 
 
 def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tuple[float, float]:
@@ -130,19 +146,23 @@ def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tupl
 
 
 def _studentised(d: np.ndarray, counts: Counts, dtype: type[np.floating]) -> np.ndarray:
-    """t* [resample, cell]; 0 in cells without spread.
+    """t* [cell, resample]; 0 in cells without spread.
 
     s* is at least a tenth of s: if one prompt causes all of a cell's spread, a resample without it has none, and its
     infinite t* would make all simultaneous intervals infinite.
     """
-    deviation = without_noise(d.std(0, ddof=1), d)
-    scaled = np.divide(d - d.mean(0), deviation, out=np.zeros_like(d), where=deviation > 0).astype(dtype, copy=False)
-    made = []
+    deviation, cells = without_noise(d.std(0, ddof=1), d), d.shape[1]
+    scaled = np.divide(d - d.mean(0), deviation, out=np.zeros_like(d), where=deviation > 0)
+    powers = np.concatenate([scaled, scaled**2], axis=1).T.astype(dtype)
+    made, start = np.empty((cells, sum(map(len, counts))), dtype=dtype), 0
     for block in counts:
         for rows in row_blocks(*block.shape):
             drawn = block[rows].astype(dtype)
-            size = drawn.sum(1, keepdims=True)
-            mean = drawn @ scaled / size
-            variance = (drawn @ scaled**2 / size - mean**2) * size / (size - 1)
-            made.append(mean / np.sqrt(np.maximum(variance, _SMALLEST_SPREAD**2) / size))
-    return np.concatenate(made)
+            size = drawn.sum(1)
+            mean, variance = np.split(powers @ drawn.T / size, 2)
+            variance -= mean**2
+            variance *= size / (size - 1)
+            spread = np.sqrt(np.maximum(variance, _SMALLEST_SPREAD**2) / size)
+            np.divide(mean, spread, out=made[:, start : start + len(size)])
+            start += len(size)
+    return made

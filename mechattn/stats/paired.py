@@ -91,13 +91,14 @@ def paired(
     resamples: int = RESAMPLES,
     seed: int = 0,
     rounding: np.ndarray | float = 0.0,
+    bootstrap_ends: bool = True,
 ) -> Paired:
     """Compute all statistics of paired differences [prompt, *cells], optionally against each prompt's null."""
     difference = np.asarray(difference, dtype=np.float64)
     cells = difference.shape[1:]
     d = difference.reshape(len(difference), -1)
     expected = None if null is None else np.broadcast_to(np.asarray(null, dtype=np.float64), difference.shape)
-    stream = PairedStream(len(d), level, resamples, seed)
+    stream = PairedStream(len(d), level, resamples, seed, bootstrap_ends)
     stream.add(d, None if expected is None else expected.reshape(d.shape), rounding)
     made = stream.made()
     shaped = {of.name: getattr(made, of.name).reshape(cells) for of in fields(made) if of.name != "n"}
@@ -111,10 +112,13 @@ class PairedStream:
     kinds of resamples, since the largest t of many cells is far off in plain resamples of few units
     (stats/bootstrap.py). Means, t intervals, effect sizes and detectable differences use single units. With more than
     2,000 units, the bootstrap and the sign flips use the means of random bags of units (stats/units.py), in float32.
+    Most of the time goes into the ends of bootstrap intervals; without ``bootstrap_ends`` these are NaN, and so is the
+    test of the difference where something else is tested.
     """
 
-    def __init__(self, n: int, level: float, resamples: int, seed: int) -> None:
+    def __init__(self, n: int, level: float, resamples: int, seed: int, bootstrap_ends: bool = True) -> None:
         self.n, self.level, self.resamples, self.seed = n, level, resamples, seed
+        self.bootstrap_ends = bootstrap_ends
         self.bags = Bags.drawn(n, seed)
         self._dtype = np.float64 if self.bags is None else np.float32
         self._parts: list[Columns] = []  # each [unit or bag, cell], or [cell]
@@ -160,12 +164,15 @@ class PairedStream:
         unknown, none, p_difference = made.pop("unknown"), made.pop("none"), p
         if np.array_equal(d, tested):
             made |= {name: beyond[f"beyond_{name}"] for name in _ENDS}
-        else:
+        elif self.bootstrap_ends:
             ends, of_difference = self._ends("", d, made, draws)
             made |= ends
             if not np.isnan(unknown).all():
                 p_difference = np.where(none, 1.0, self._p(d, made["mean"], of_difference, draws)[0])
                 p_difference = np.where(np.isnan(unknown), p, p_difference)
+        else:
+            made |= dict.fromkeys(_ENDS, np.full(p.shape, np.nan))
+            p_difference = np.full(p.shape, np.nan)
         made |= {name: end + unknown for name, end in beyond.items()}
         for name in ("mean", "deviation", "beyond_mean", "beyond_deviation"):
             made.pop(name)
@@ -186,21 +193,19 @@ class PairedStream:
         mean, error = made[f"{of}mean"], made[f"{of}deviation"] / np.sqrt(self.n)
         own_low, own_high, low, high = (np.full(mean.shape, np.nan) for _ in range(4))
         found = None
-        if draws.plain:
+        if draws.plain and self.bootstrap_ends:
             upper, lower = t_quantiles(d, draws.plain, self.level, self._dtype)
             own_low, own_high = mean - upper * error, mean - lower * error
         if draws.sequential and mean.size:
             t = np.divide(mean, error, out=np.where(mean == 0, 0.0, np.copysign(np.inf, mean)), where=error > 0)
-            found = tails(d, t, draws.sequential, self._dtype)
-            most, least = of_extremes(found.largest, found.smallest, self.level)
-            low, high = mean - most * error, mean - least * error
-        made_low, made_high = (made[f"{of}{end}"] for end in ("low", "high"))
-        return {
-            f"{of}low_bootstrap": own_low,
-            f"{of}high_bootstrap": own_high,
-            f"{of}low_simultaneous": np.minimum(low, np.fmin(made_low, own_low)),  # at least the pointwise one
-            f"{of}high_simultaneous": np.maximum(high, np.fmax(made_high, own_high)),
-        }, found
+            found = tails(d, t, draws.sequential, self._dtype, self.bootstrap_ends)
+            if self.bootstrap_ends:
+                most, least = of_extremes(found.largest, found.smallest, self.level)
+                low, high = mean - most * error, mean - least * error
+                low = np.minimum(low, np.fmin(made[f"{of}low"], own_low))  # at least the pointwise one
+                high = np.maximum(high, np.fmax(made[f"{of}high"], own_high))
+        ends = (own_low, own_high, low, high)
+        return {f"{of}{name}": end for name, end in zip(_ENDS, ends, strict=True)}, found
 
 
 class Draws(NamedTuple):
