@@ -1,6 +1,6 @@
 """The config of ``mechattn figures`` from a few options, as its command builds it."""
 
-from mechattn.sections import checked
+from mechattn.toml_sections import checked
 
 
 def figures_config(out, models, source, limit, layer, heads, inserted=None, **options):

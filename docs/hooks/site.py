@@ -38,7 +38,7 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.src_uri == "gallery.py":  # figures need the width
         page.meta["hide"] = ["toc"]
     if "<!-- figures -->" in markdown:
-        from mechattn.render.declared import FIGURES
+        from mechattn.render.figure_declaration import FIGURES
 
         entries = [f"::: {one.draw.__module__}.{name}" for name, one in FIGURES.items()]
         markdown = markdown.replace("<!-- figures -->", "\n\n".join(entries))

@@ -14,7 +14,7 @@ from torch import Tensor
 from mechattn.errors import OptionError
 from mechattn.functional.attention import Fused
 from mechattn.functional.received import segment_mean, visible_keys
-from mechattn.model.heads import split_heads
+from mechattn.model.head_parts import split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Pairs, Sequence

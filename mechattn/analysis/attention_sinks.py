@@ -17,7 +17,7 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.functional import received as fn
 from mechattn.functional.head_outputs import effective_rank, output_factor, spectrum, update_norm
 from mechattn.functional.received import column_sums, received_attention, seeing_queries
-from mechattn.model.heads import output_weights, wide
+from mechattn.model.head_parts import output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch, Sequence, inserted_span

@@ -18,7 +18,7 @@ from mechattn.errors import ModelError
 from mechattn.functional.attention import for_each_head
 from mechattn.functional.head_outputs import update_product
 from mechattn.functional.received import segment_mean
-from mechattn.model.heads import output_weights, split_heads, wide
+from mechattn.model.head_parts import output_weights, split_heads, wide
 from mechattn.model.hooked import HookedModel, facts_of
 from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding
 from mechattn.model.verify.layer_checks import GATES, gate_function

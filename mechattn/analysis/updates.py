@@ -18,7 +18,7 @@ from mechattn.functional import head_outputs as fn
 from mechattn.functional.attention import for_each_head
 from mechattn.functional.focus import top_two
 from mechattn.functional.received import segment_mean
-from mechattn.model.heads import output_weights, wide
+from mechattn.model.head_parts import output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.sequences import Batch

@@ -26,8 +26,8 @@ from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.jobs.chunks import WHOLE, Shard, run_job
 from mechattn.jobs.executors import Executor
+from mechattn.jobs.from_config import made_analyses, made_conditions
 from mechattn.jobs.job import Job
-from mechattn.jobs.kinds import made_analyses, made_conditions
 from mechattn.model.load import dtype_named, load_model
 from mechattn.model.weights import random_weights
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, Variant
@@ -38,9 +38,9 @@ from mechattn.results import provenance
 from mechattn.results.merge import merge_results
 from mechattn.results.provenance import name_of
 from mechattn.results.result import Result
-from mechattn.sections import InterventionSection
 from mechattn.stats.intervals import FEWEST
 from mechattn.store.atomic_writes import say, write_whole
+from mechattn.toml_sections import InterventionSection
 
 _CHUNK = 16  # prompts
 _SAMPLED = 0.4  # of the problems

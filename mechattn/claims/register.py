@@ -18,9 +18,9 @@ from mechattn.claims import measures_heads, rules  # noqa: F401, the first fills
 from mechattn.claims.measures import MEASURES, Kind, Measure, measure_named
 from mechattn.errors import OptionError
 from mechattn.interventions.arm import ARM
-from mechattn.jobs.kinds import ANALYSES, made_analyses, made_conditions
-from mechattn.render.declared import FIGURES
-from mechattn.sections import AnalysisSection, Condition, Section, all_words, near, toml_values
+from mechattn.jobs.from_config import ANALYSES, made_analyses, made_conditions
+from mechattn.render.figure_declaration import FIGURES
+from mechattn.toml_sections import AnalysisSection, Condition, Section, all_words, near, toml_values
 
 SHIPPED = Path(__file__).parent / "registers"
 PAPER = "2510.01032"

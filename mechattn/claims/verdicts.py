@@ -19,7 +19,7 @@ from mechattn.errors import OptionError
 from mechattn.markup import table
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page import About, Section, drawn_section, heads_options, write_page
-from mechattn.render.declared import FIGURES
+from mechattn.render.figure_declaration import FIGURES
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import write_whole
 

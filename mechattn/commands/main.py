@@ -103,7 +103,7 @@ def figures(
     """Draw received attention with and without meaningless tokens, on one page that opens offline."""
     from mechattn.commands.pages import make_figures
     from mechattn.model.checkpoint import toy_names
-    from mechattn.sections import checked
+    from mechattn.toml_sections import checked
 
     output: dict[str, Any] = {"result": str(out / "{model}.zarr"), "page": str(out / "index.html")}
     answer = {"answer": answer_field, "with_answer": True} if answer_field else {}
@@ -202,7 +202,7 @@ def run_config(
     force: Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")] = False,
 ) -> None:
     """Run a config file; write the result and, if configured, a page. Resumes where it stopped."""
-    from mechattn.sections import read_sections
+    from mechattn.toml_sections import read_sections
 
     read_sections(config)  # errors in the file are reported before torch is loaded
     from mechattn.commands.run_config import run_from_config
@@ -237,7 +237,7 @@ def evaluate_config(
     server_key: Annotated[str | None, typer.Option(help="Environment variable with the server's key.")] = None,
 ) -> None:
     """Generate and grade answers under each condition; print accuracy with intervals. Resumes where it stopped."""
-    from mechattn.sections import read_sections
+    from mechattn.toml_sections import read_sections
 
     read_sections(config)
     from mechattn.commands.run_config import evaluate_from_config

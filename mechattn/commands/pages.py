@@ -21,7 +21,7 @@ from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.quantities import head_quantities, kept, segment_of, variable_of
 from mechattn.engine.run import run
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.jobs.kinds import made_conditions
+from mechattn.jobs.from_config import made_conditions
 from mechattn.markup import plain
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import chosen_layers
@@ -40,15 +40,15 @@ from mechattn.pages.page import (
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.attention_figures import received_attention
-from mechattn.render.declared import FIGURES, check_heads
+from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.views import check_page_place, pattern, received_text
 from mechattn.render.words import model_caption
 from mechattn.results.arrays import TEXT
 from mechattn.results.provenance import name_of
 from mechattn.results.result import MEMORY, Result
-from mechattn.sections import Config
 from mechattn.store.atomic_writes import check_writable, say, write_whole
 from mechattn.store.reading import load_result
+from mechattn.toml_sections import Config
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,22 +18,22 @@ from mechattn.evaluation.evaluation import Evaluation
 from mechattn.evaluation.server import Server
 from mechattn.jobs.chunks import WHOLE, Shard, computed, parse_shard, shard_place
 from mechattn.jobs.executors import ExecutorName, executor_named
+from mechattn.jobs.from_config import ANALYSES, made_analyses, made_conditions
 from mechattn.jobs.job import Job
-from mechattn.jobs.kinds import ANALYSES, made_analyses, made_conditions
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import dtype_named, load_model
 from mechattn.pages.page import results_page
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
-from mechattn.render.declared import FIGURES as DECLARED
-from mechattn.render.declared import check_heads
+from mechattn.render.figure_declaration import FIGURES as DECLARED
+from mechattn.render.figure_declaration import check_heads
 from mechattn.render.views import check_page_place
 from mechattn.results.provenance import command_of
-from mechattn.sections import Config, Figure, near, no_such_key, read_sections
 from mechattn.stats.intervals import FEWEST
 from mechattn.store.atomic_writes import check_writable, file_names
 from mechattn.store.saving import check_result_place
+from mechattn.toml_sections import Config, Figure, near, no_such_key, read_sections
 
 FIGURES: dict[str, Callable] = {name: one.draw for name, one in DECLARED.items() if one.draws_results}
 

@@ -17,9 +17,9 @@ from mechattn.analysis import analysis as protocols
 from mechattn.analysis.analysis import Analysis, Sums
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
-from mechattn.engine.check import PARTS
 from mechattn.engine.collect import check_values
 from mechattn.engine.forward import Forward, Nulls, PairedLayer, paired_layer
+from mechattn.engine.request_checks import PARTS
 from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.activations import minimum_of
 from mechattn.functional.attention import Fused, Rows

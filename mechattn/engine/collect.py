@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Quantity
 from mechattn.axes import SEGMENTS
-from mechattn.engine.check import sides_of
 from mechattn.engine.forward import with_nulls
+from mechattn.engine.request_checks import sides_of
 from mechattn.errors import OptionError
 from mechattn.markup import plain
 from mechattn.model import hooks

@@ -14,7 +14,6 @@ from torch import Tensor
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
 from mechattn.engine.batch_values import LayerValues, measure_batch
-from mechattn.engine.check import check_captures, check_read, checked_sequences, sides_of, with_baseline, with_names
 from mechattn.engine.collect import Collector, Positions, described, sequences_dataset
 from mechattn.engine.forward import (
     Engine,
@@ -23,6 +22,14 @@ from mechattn.engine.forward import (
     forward_fused,
     forward_in_blocks,
     forward_through_hooks,
+)
+from mechattn.engine.request_checks import (
+    check_captures,
+    check_read,
+    checked_sequences,
+    sides_of,
+    with_baseline,
+    with_names,
 )
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import BLOCK

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mechattn.axes import BASELINE
-from mechattn.engine.check import (
+from mechattn.engine.request_checks import (
     check_interventions,
     check_side,
     check_variants,

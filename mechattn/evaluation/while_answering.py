@@ -13,7 +13,7 @@ from scipy.optimize import linear_sum_assignment
 
 from mechattn.analysis.received_attention import SegmentFlow
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.engine.check import with_baseline
+from mechattn.engine.request_checks import with_baseline
 from mechattn.engine.run import run
 from mechattn.errors import OptionError
 from mechattn.evaluation.answer_units import units_of

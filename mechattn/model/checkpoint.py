@@ -23,7 +23,7 @@ from threading import Lock
 from typing import Any, Literal
 
 from mechattn.errors import ModelError
-from mechattn.hub import asked_once, may_be_on_hub
+from mechattn.hub_access import asked_once, may_be_on_hub
 
 PREFIX = "toy:"
 RELAY = "toy:relay"  # different from the others: it recalls, and passes what it recalls through filler

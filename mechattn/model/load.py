@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from mechattn.errors import MechattnError, ModelError, OptionError
-from mechattn.hub import asked_once
+from mechattn.hub_access import asked_once
 from mechattn.model import checkpoint
 from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason

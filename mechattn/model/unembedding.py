@@ -12,7 +12,7 @@ from torch import Tensor
 from mechattn.errors import ModelError
 from mechattn.model.architectures import particulars_of
 from mechattn.model.devices import device_of, weights_here
-from mechattn.model.heads import wide
+from mechattn.model.head_parts import wide
 from mechattn.model.hooked import HookedModel, config_of, limit_of, unwrapped
 from mechattn.model.hooks import logits_and_values
 

@@ -19,7 +19,7 @@ from mechattn.model.scores_and_positions import scores_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.render import views
-from mechattn.render.declared import check_heads
+from mechattn.render.figure_declaration import check_heads
 from mechattn.render.views import View
 
 

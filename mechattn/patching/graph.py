@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.model.heads import kv_heads_of
+from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
 from mechattn.patching.two_runs import logits_of

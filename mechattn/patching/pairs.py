@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.axes import BASELINE
-from mechattn.engine.check import made_sequences, with_baseline
+from mechattn.engine.request_checks import made_sequences, with_baseline
 from mechattn.model.hooked import HookedModel
 from mechattn.patching.answer_metrics import Logits, Measured, Metric, measured_by, metric_of
 from mechattn.patching.refusals import Direction, check_direction, check_metric, check_sequences

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.model.heads import kv_heads_of
+from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_layers
 from mechattn.model.load import as_hooked, load_model

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from mechattn.engine.check import check_side, check_variants
+from mechattn.engine.request_checks import check_side, check_variants
 from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong, warn
 from mechattn.model.hooked import HookedModel, original_of
 from mechattn.prompts.prompt import Prompt

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.model.devices import device_of
-from mechattn.model.heads import kv_heads_of, split_heads
+from mechattn.model.head_parts import kv_heads_of, split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import keeping_nothing
 from mechattn.model.patch.keys_values_z import changing_keys_values, changing_z

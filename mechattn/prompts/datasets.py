@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mechattn.errors import OptionError, PromptError
-from mechattn.hub import asked_once, may_be_on_hub
+from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.prompts.fillers import random_tokens
 from mechattn.prompts.problems import SYSTEM, recall_questions, word_problems
 from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template, check_template

@@ -14,8 +14,8 @@ from mechattn.contrast.means import mean_over_prompts, summed
 from mechattn.contrast.quantities import check_condition, check_layer
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.declared import figure as declare
 from mechattn.render.draw import COLOURS, WITH
+from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import count_words, mean_words, model_caption, number_words, percent_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval

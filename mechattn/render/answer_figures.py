@@ -13,8 +13,8 @@ from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.change_figures import changes
-from mechattn.render.declared import figure as declare
 from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
+from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import model_caption, quantity_words, says
 from mechattn.render.words import said as said_by
 

@@ -12,8 +12,8 @@ from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.attention_figures import NAME
-from mechattn.render.declared import figure as declare
 from mechattn.render.draw import OTHERS, WITH, WITHOUT, faint
+from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import (
     beside_null,
     count_words,

@@ -12,8 +12,8 @@ from mechattn.contrast.quantities import by_layer as values_by_layer
 from mechattn.contrast.quantities import check_condition, in_parts
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.declared import figure as declare
 from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint
+from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import count_words, mean_words, model_caption, says
 from mechattn.results.result import Result
 

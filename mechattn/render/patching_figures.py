@@ -10,8 +10,8 @@ import numpy as np
 from mechattn.axes import head_name
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.declared import figure as declare
 from mechattn.render.draw import GREY, THIRD, WITH
+from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import says
 
 if TYPE_CHECKING:

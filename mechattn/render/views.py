@@ -21,8 +21,8 @@ import numpy as np
 from mechattn.axes import BASELINE, head_name, head_named
 from mechattn.errors import OptionError, OutputError
 from mechattn.markup import visible
-from mechattn.render.declared import check_heads
 from mechattn.render.draw import FONT, WITH, WITHOUT
+from mechattn.render.figure_declaration import check_heads
 from mechattn.render.words import model_caption
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import check_writable, write_whole

@@ -12,8 +12,8 @@ import numpy as np
 from mechattn.axes import BASELINE, head_named
 from mechattn.errors import OptionError
 from mechattn.markup import shown, table
+from mechattn.results.forwarding_methods import Questions
 from mechattn.results.provenance import Provenance
-from mechattn.results.questions import Questions
 from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:

@@ -124,7 +124,9 @@ def tails(
             if not near[cell]:
                 continue
             up = t[cell] > 0
-            out, any_out = (some >= t[cell] if up else some <= t[cell] for some in (of_cell, largest if up else smallest))
+            out, any_out = (
+                some >= t[cell] if up else some <= t[cell] for some in (of_cell, largest if up else smallest)
+            )
             alone[cell] = min(1.0, 2 * np.count_nonzero(out) / resamples)
             family[cell] = min(1.0, 2 * (1 + np.count_nonzero(any_out)) / (1 + resamples))
     family[order[::-1]] = np.maximum.accumulate(family[order[::-1]])

@@ -22,7 +22,6 @@ from mechattn.results.arrays import SOURCES, lazy_bytes, plain_attributes
 from mechattn.results.merge import merge_results
 from mechattn.results.result import MEMORY, Result, memory_bytes
 from mechattn.store.atomic_writes import check_name, recover
-from mechattn.store.declared import check_datasets, check_folder, check_provenance, damaged, root_of, segments_problem
 from mechattn.store.objects import (
     COMPLETE,
     MANIFEST,
@@ -37,6 +36,14 @@ from mechattn.store.objects import (
     seal_of,
 )
 from mechattn.store.pieces import CHECKSUM, Region, in_regions, object_digest
+from mechattn.store.zarr_checks import (
+    check_datasets,
+    check_folder,
+    check_provenance,
+    damaged,
+    root_of,
+    segments_problem,
+)
 
 if TYPE_CHECKING:
     import xarray as xr

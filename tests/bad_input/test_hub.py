@@ -35,7 +35,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(ask, nobody):
 
 
 def test_toys_and_directories_need_no_hub(nobody, monkeypatch, checkpoint):
-    monkeypatch.setattr("mechattn.hub._ONE_AT_A_TIME", None)
+    monkeypatch.setattr("mechattn.hub_access._ONE_AT_A_TIME", None)
     assert ma.load_model(str(checkpoint), verify=False).cfg.n_layers == 3
     assert tokenizer_named("toy:llama")
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import mechattn as ma
-from mechattn.render.declared import FIGURES
+from mechattn.render.figure_declaration import FIGURES
 
 API = Path(__file__).parents[2] / "docs" / "api"
 

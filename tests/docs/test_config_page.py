@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mechattn.commands.run_config import FIGURES, read_config
-from mechattn.jobs.kinds import ANALYSES, CONDITIONS, INTERVENTIONS
-from mechattn.sections import Condition, Config, EvaluationSection, Output, Prompts, ServerSection
+from mechattn.jobs.from_config import ANALYSES, CONDITIONS, INTERVENTIONS
+from mechattn.toml_sections import Condition, Config, EvaluationSection, Output, Prompts, ServerSection
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api" / "config.md").read_text(encoding="utf-8")
 SECTIONS = {

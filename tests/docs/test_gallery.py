@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import mechattn as ma
-from mechattn.render.declared import FIGURES
+from mechattn.render.figure_declaration import FIGURES
 
 SOURCE = (Path(__file__).parents[2] / "docs" / "gallery.py").read_text(encoding="utf-8")
 WRITES = "ma.render.write_image("  # a file, so the text names it

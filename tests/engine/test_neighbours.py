@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine import check
+from mechattn.engine import request_checks
 from mechattn.engine import run as batch_plans
 from mechattn.errors import MechattnError, ModelError
 from mechattn.model.architectures import FAMILIES, tiny_model
@@ -171,14 +171,14 @@ def longrope(tokenizer):
 
 @pytest.mark.parametrize("engine", ["hooks", "streaming"])
 def test_the_law_would_notice_a_model_that_depends_on_its_batch(longrope, tokenizer, one_batch, monkeypatch, engine):
-    monkeypatch.setattr(check, "boundary_of", lambda model: None)
+    monkeypatch.setattr(request_checks, "boundary_of", lambda model: None)
     prompts = prompts_of(tokenizer)
     _, difference = worst(longrope, prompts, [ma.ReceivedAttention()], engine, one_batch)
     assert difference > 1000 * CLOSE
 
 
 def test_the_law_would_notice_answers_that_depend_on_their_batch(longrope, tokenizer, monkeypatch):
-    monkeypatch.setattr(check, "boundary_of", lambda model: None)
+    monkeypatch.setattr(request_checks, "boundary_of", lambda model: None)
     prompts = prompts_of(tokenizer)
     together, alone = (answered(longrope, prompts, batch) for batch in (8, 1))
     assert [a.tokens for a in together] != [a.tokens for a in alone]

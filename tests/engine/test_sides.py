@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine import check
+from mechattn.engine import request_checks
 from mechattn.engine import run as batch_plans
 from mechattn.engine.run import Cost, batch_plan
 from mechattn.errors import OptionError
@@ -154,7 +154,7 @@ def test_without_the_guard_the_baseline_would_be_of_another_model(tokenizer, mon
     """What was so until now: the condition crosses the boundary, and takes the baseline's factors with it."""
     model, (prompt,) = loaded("Llama LongRoPE", tokenizer), prompts_of(tokenizer, (28,))
     alone = received(run(model, prompt), prompt)
-    monkeypatch.setattr(check, "boundary_of", lambda model: None)
+    monkeypatch.setattr(request_checks, "boundary_of", lambda model: None)
     beside = received(run(model, [prompt], {"ten": ma.MeaninglessTokens("/", 10)}), prompt)
     assert np.nanmax(np.abs(beside - alone)) > 0.1
 
@@ -195,5 +195,5 @@ def test_ids_below_0_are_in_no_table_and_fine_for_the_others(tokenizer, monkeypa
     assert kept_apart("Phi-3 LongRoPE", tokenizer, 19, "start", moved=19) < 5e-6
     with pytest.raises(OptionError, match="has a table of positions"):
         kept_apart("CodeGen", tokenizer, 19, "start", moved=19)
-    monkeypatch.setattr(check, "takes_negative_ids", lambda model: True)
+    monkeypatch.setattr(request_checks, "takes_negative_ids", lambda model: True)
     assert kept_apart("CodeGen", tokenizer, 19, "start", moved=19) > 0.05

@@ -15,11 +15,11 @@ import mechattn as ma
 from mechattn.commands.run_config import FIGURES, read_config
 from mechattn.errors import MechattnError
 from mechattn.jobs.chunks import parse_shard
-from mechattn.jobs.kinds import ANALYSES, CONDITIONS, INTERVENTIONS, made_conditions
+from mechattn.jobs.from_config import ANALYSES, CONDITIONS, INTERVENTIONS, made_conditions
 from mechattn.results.arrays import digest
 from mechattn.results.result import memory_bytes
-from mechattn.sections import Config
 from mechattn.store.result_bytes import packed, unpacked
+from mechattn.toml_sections import Config
 
 fuzz = settings(settings.get_profile("fuzz"))
 TEXT = st.text(max_size=12)

@@ -9,7 +9,7 @@ from mechattn.analysis import ANALYSES
 from mechattn.analysis.analysis import PairAnalysis, RowAnalysis
 from mechattn.analysis.attention_focus import ScoreDecomposition
 from mechattn.analysis.received_attention import AttentionMap
-from mechattn.engine import check
+from mechattn.engine import request_checks
 from mechattn.model.architectures import tiny_model
 
 PLACES = ("start", "before_question", "before_answer", "random")
@@ -118,7 +118,7 @@ def departures(result, kind):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_every_head_is_blind_nothing_is_beyond_the_null(family, tokenizer, answered, monkeypatch):
     # Such a model takes no notice of positions, so it cannot be found out whether it is told them.
-    monkeypatch.setattr(check, "takes_position_ids", lambda model: True)
+    monkeypatch.setattr(request_checks, "takes_position_ids", lambda model: True)
     result = measured(family, blind(family, tokenizer, sinks=0.0), answered)
     found = departures(result, "_uniform")
     assert {name: apart for name, apart in found.items() if apart > (1e-4 if "_at_" in name else 1e-5)} == {}
@@ -131,7 +131,7 @@ def test_where_every_head_is_blind_nothing_is_beyond_the_null(family, tokenizer,
 
 @pytest.mark.parametrize("family", BY_POSITION)
 def test_where_scores_hold_the_position_the_blind_null_is_the_one(family, tokenizer, answered, monkeypatch):
-    monkeypatch.setattr(check, "takes_position_ids", lambda model: family not in ALIBI)
+    monkeypatch.setattr(request_checks, "takes_position_ids", lambda model: family not in ALIBI)
     result = measured(family, blind(family, tokenizer), answered)
     found = departures(result, "_blind")
     assert {name: apart for name, apart in found.items() if apart > (1e-4 if "_at_" in name else 1e-5)} == {}

@@ -6,8 +6,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model import heads
-from mechattn.model.heads import as_mixed, clip_of, norm_before_output
+from mechattn.model.head_parts import as_mixed, clip_of, norm_before_output
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers, forward_with_patterns
 from mechattn.model.verify import layer_checks
@@ -121,7 +120,7 @@ def test_most_models_do_neither(tokenizer, toy):
 def test_what_is_not_explained_is_refused_with_what_there_is(name, without, reason, tokenizer, monkeypatch):
     """As for a step that nobody has met yet."""
     nothing = {"norms_of_output": lambda *a: iter(()), "_GATES": {}, "norm_of_values": lambda *a: None}
-    monkeypatch.setattr(layer_checks if without == "_GATES" else heads, without, nothing[without])
+    monkeypatch.setattr(layer_checks if without == "_GATES" else head_parts, without, nothing[without])
     with pytest.raises(ModelError, match=rf"values failed in layer \d: .*{reason}"):
         loaded(name, tokenizer)
 

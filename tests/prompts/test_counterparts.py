@@ -9,7 +9,7 @@ import pytest
 import mechattn as ma
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.conditions import Counterpart
-from mechattn.engine.check import made_sequences, with_baseline
+from mechattn.engine.request_checks import made_sequences, with_baseline
 from mechattn.errors import ConditionError, OptionError, PromptError
 from mechattn.prompts.counterparts import _pairs
 

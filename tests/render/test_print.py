@@ -9,8 +9,8 @@ from plotly.offline import get_plotlyjs
 
 import mechattn as ma
 from mechattn.known_answers.known_circuits import known_circuits
-from mechattn.render.declared import FIGURES
 from mechattn.render.draw import COLOURS, FADED, GREY, NEUTRAL, SHADE, faint
+from mechattn.render.figure_declaration import FIGURES
 
 BOXES = """(figure) => {
   document.body.innerHTML = "<div></div>";

@@ -11,7 +11,7 @@ import mechattn as ma
 from mechattn.commands.pages import figures_of
 from mechattn.commands.run_config import FIGURES
 from mechattn.pages.page import results_page
-from mechattn.render.declared import with_plain_names
+from mechattn.render.figure_declaration import with_plain_names
 
 LINK = '<a href="https://example.org/">here</a> <b>bold</b> <img src=x onerror=alert(1)>'
 OURS = re.compile(r"</?(?:br|sup|extra)>")
@@ -90,7 +90,7 @@ def test_figures_of_configs_are_those_that_are_checked(hostile):
 @pytest.mark.parametrize("escaped", [True, False])
 def test_no_link_on_the_page(browser, hostile, tmp_path, monkeypatch, escaped):
     if not escaped:  # negative control
-        monkeypatch.setattr("mechattn.render.declared.with_plain_names", lambda figure: figure)
+        monkeypatch.setattr("mechattn.render.figure_declaration.with_plain_names", lambda figure: figure)
     figures = [(FIGURES["received_attention"], {"layer": 0, "heads": [0], "condition": LINK})]
     place = results_page([hostile], tmp_path / "p.html", figures)
     page = browser.new_page()

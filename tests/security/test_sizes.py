@@ -112,7 +112,7 @@ def test_without_the_check_it_is_read(stored, attack, monkeypatch):  # negative 
     """Zarr would take the memory (here the check that refuses it is what fails), or read NaN."""
     attack(stored)
     checked = []
-    monkeypatch.setattr("mechattn.store.declared._check_objects", lambda *given: checked.append(given))
+    monkeypatch.setattr("mechattn.store.zarr_checks._check_objects", lambda *given: checked.append(given))
     monkeypatch.setattr(
         "xarray.open_datatree",
         lambda *given, **options: checked.append("opened") or (_ for _ in ()).throw(OutputError("stop")),

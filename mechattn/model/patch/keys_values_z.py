@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
-from mechattn.model.heads import is_latent, split_heads
+from mechattn.model.head_parts import is_latent, split_heads
 from mechattn.model.hooks import Needed, blocks_of, chosen_layers
 
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")  # of attention, in transformers models

@@ -27,7 +27,7 @@ from mechattn.functional.attention import (
 )
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
-from mechattn.model.heads import clip_of
+from mechattn.model.head_parts import clip_of
 from mechattn.model.hooked import HookedModel, attribute_set, original_of
 from mechattn.model.hooks import sinks_of
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechattn.functional.received import visible_keys
-from mechattn.model import heads, hooks
+from mechattn.model import head_parts, hooks
 from mechattn.model.devices import device_of, weights_here
 from mechattn.model.hooked import HookedModel
 from mechattn.model.verify.verification import ANOTHER_VERSION, PROBABILITY, TOLERANCE, Check, compare, limited
@@ -114,16 +114,16 @@ def _values(shown: Shown) -> Check:
         v, z, *given = (None if value is None else value[:1] for value in found)
         if v is None or z is None:
             return Check("values", "limited", detail=f"{_DETAIL}: layer {layer} fires no hook_v or no hook_z")
-        v, z = heads.positions_first(model, layer, v)[0], _by_head(model, z)[0]
+        v, z = head_parts.positions_first(model, layer, v)[0], _by_head(model, z)[0]
         mixed = _mixed(model, layer, pattern[0], v)
         if mixed is None or mixed.shape != z.shape:
             sizes = [str([1, *part.shape]) for part in (pattern[0], v, z)]
             said = f"pattern {sizes[0]}, v {sizes[1]} and z {sizes[2]} do not fit together"
             return Check("values", "limited", detail=f"{_DETAIL}: layer {layer}: {said}")
         pairs[layer], gates[layer] = (mixed, z), next((gate[0] for gate in given if gate is not None), None)
-    limit = next((limit for layer in pairs if (limit := heads.clip_of(model, layer)) is not None), None)
+    limit = next((limit for layer in pairs if (limit := head_parts.clip_of(model, layer)) is not None), None)
     before = [] if limit is None else [f"clipped at ±{limit:g}"]
-    before += ["normed"] if any(heads.norm_of_values(model, layer) is not None for layer in pairs) else []
+    before += ["normed"] if any(head_parts.norm_of_values(model, layer) is not None for layer in pairs) else []
     detail = _DETAIL + (f", v {' and '.join(before)} after hook_v" if before else "")
     check = compare("values", pairs, TOLERANCE[shown.dtype][1], detail, "")
     return check if check.outcome != "failed" else _explained(shown, check, pairs, gates)
@@ -136,7 +136,7 @@ def _mixed(
     if v.ndim != 3 or v.shape[0] != pattern.shape[-1] or pattern.shape[0] % v.shape[1]:
         return None
     dtype = next(model.parameters()).dtype
-    v = heads.as_mixed(model, layer, v.to(device_of(model.blocks[layer]), dtype)).float().cpu()
+    v = head_parts.as_mixed(model, layer, v.to(device_of(model.blocks[layer]), dtype)).float().cpu()
     every = repeat(v, "key kv_head d_head -> key (kv_head group) d_head", group=pattern.shape[0] // v.shape[1])
     return einsum(pattern, every, "head query key, key head d_head -> query head d_head")
 
@@ -169,7 +169,7 @@ def _afterwards(
             opened = function(gate.reshape(*mixed.shape[:2], -1))  # one number per head, or one per channel
             yield f"{_GATED}{name}), so values reach W_O through the gate", mixed * opened
     device, dtype = device_of(model.blocks[layer]), next(model.parameters()).dtype
-    for name, norm in heads.norms_of_output(model, layer):
+    for name, norm in head_parts.norms_of_output(model, layer):
         flat = rearrange(mixed, "query head d_head -> query (head d_head)").to(device, dtype)
         yield (
             f"after a norm over all heads ({name}), so a value gives no update of its own",
@@ -179,11 +179,11 @@ def _afterwards(
 
 def _why(model: HookedModel, layer: int) -> str:
     """The parts of the attention module that may act between the pattern and z, if no known step explains it."""
-    module = heads.attention_module(model, layer)
+    module = head_parts.attention_module(model, layer)
     usual = ("q_proj", "k_proj", "v_proj", "o_proj")
     others = [] if module is None else [name for name, _ in module.named_children() if name not in usual]
     unlike = [name for name in others if "norm" in name or "gate" in name or name.startswith("g_")]
-    if clip := heads.clip_of(model, layer):
+    if clip := head_parts.clip_of(model, layer):
         unlike.append(f"clip_qkv={clip:g}")
     if not unlike:
         return ""
@@ -208,7 +208,7 @@ def _heads(shown: Shown) -> Check:
 
 def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
     try:
-        w_o = heads.output_projection(model, layer).float().cpu()
+        w_o = head_parts.output_projection(model, layer).float().cpu()
         with weights_here(attention := model.blocks[layer].attn):
             b_o = getattr(attention, "b_O", None)
     except Exception:  # an adapter that does not declare its output weights
@@ -237,4 +237,4 @@ def _residual(shown: Shown) -> Check:
 def _by_head(model: HookedModel, z: Float[Tensor, ...]) -> Float[Tensor, ...]:
     """z of each head; unchanged if its size is not a multiple of the number of heads."""
     count = int(model.cfg.n_heads)
-    return z if z[0, 0].numel() % count else heads.split_heads(z, count)
+    return z if z[0, 0].numel() % count else head_parts.split_heads(z, count)

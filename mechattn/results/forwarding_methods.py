@@ -111,7 +111,7 @@ class Questions:
             margin: The largest change that counts as none, as a fraction for a log-ratio (0.02 is 2 %). Adds q_same:
                 below 0.05, the tested difference lies within ± margin (t tests, which say so too often where
                 differences are skewed: lognormal ones, σ = 1, at the margin in 17 % of cases with 24 prompts).
-            options: See :class:`~mechattn.results.questions.Options`: segment, null, scale, unit, level, seed …
+            options: See :class:`~mechattn.results.forwarding_methods.Options`: segment, null, scale, unit, level …
 
         Raises:
             OptionError: There is no such condition, quantity or segment; the prompts differ, or there are fewer than 3
@@ -212,7 +212,7 @@ class Questions:
         Raises:
             OptionError: No such quantity, condition or segment, more than one number per head, or too few prompts.
         """
-        from mechattn.contrast.heads import ranked_heads
+        from mechattn.contrast.head_tables import ranked_heads
 
         return ranked_heads(
             self._result, quantity, top, condition=condition, segment=segment, select=select, unit=unit, level=level
@@ -306,7 +306,7 @@ class Questions:
         Raises:
             OptionError: A table has no record of how it was made.
         """
-        from mechattn.contrast.methods import methods
+        from mechattn.contrast.methods_paragraph import methods
 
         return methods(self._result, tables)
 

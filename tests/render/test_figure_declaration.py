@@ -8,7 +8,7 @@ import pytest
 import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.commands.pages import figures_of
-from mechattn.render import declared
+from mechattn.render import figure_declaration
 
 DATASETS = {make().name for make in ANALYSES}
 
@@ -27,8 +27,8 @@ def test_all_that_draws_a_figure_is_declared():
         for name, thing in vars(ma.render).items()
         if inspect.isfunction(thing) and inspect.signature(thing).return_annotation == "go.Figure"
     }
-    assert drawing - {"for_paper"} == set(declared.FIGURES)
-    for one in declared.FIGURES.values():
+    assert drawing - {"for_paper"} == set(figure_declaration.FIGURES)
+    for one in figure_declaration.FIGURES.values():
         named = {one.needs} if isinstance(one.needs, str) else set(one.needs.values())
         assert named <= DATASETS | {"", "evaluation", "patching", "circuit"}
         assert one.needs or "quantity" in one.takes
@@ -36,7 +36,7 @@ def test_all_that_draws_a_figure_is_declared():
 
 
 def test_files_are_not_listed_beside_figures():
-    assert set(dir(ma.render)) > set(declared.FIGURES)
+    assert set(dir(ma.render)) > set(figure_declaration.FIGURES)
     assert all(inspect.isfunction(getattr(ma.render, name)) for name in dir(ma.render))
     assert inspect.ismodule(ma.render.draw), "a file, which is found but not listed"
 
@@ -54,14 +54,14 @@ def test_a_report_shows_what_the_result_has(results):
 
 
 def test_a_new_figure_is_shown_once_it_is_declared(results):
-    before = dict(declared.FIGURES)
+    before = dict(figure_declaration.FIGURES)
     try:
 
-        @declared.figure("attention_sinks", compares=True, report=[{"note": "a"}])
+        @figure_declaration.figure("attention_sinks", compares=True, report=[{"note": "a"}])
         def sinks_of_mine(result, condition="baseline", layer=0, quantity=None, note=""):
             return go.Figure()
 
-        @declared.figure("affine_shift", report=[{}])
+        @figure_declaration.figure("affine_shift", report=[{}])
         def not_measured(result):
             return go.Figure()
 
@@ -70,5 +70,5 @@ def test_a_new_figure_is_shown_once_it_is_declared(results):
         assert sinks_of_mine not in [draw for draw, _ in alone]
         assert not_measured not in [draw for draw, _ in with_slash]
     finally:
-        declared.FIGURES.clear()
-        declared.FIGURES.update(before)
+        figure_declaration.FIGURES.clear()
+        figure_declaration.FIGURES.update(before)

@@ -6,7 +6,7 @@ import torch
 
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
-from mechattn.model.heads import output_projection, positions_first, split_heads
+from mechattn.model.head_parts import output_projection, positions_first, split_heads
 from mechattn.model.hooked import facts_of
 from mechattn.model.patch.keys_values_z import changing_z
 
@@ -32,7 +32,7 @@ def test_a_head_that_is_split_elsewhere_is_noticed(tokenizer, monkeypatch):
     def elsewhere(shown, heads):
         return split_heads(shown.flatten(2)[..., cut.to(shown.device)], heads)
 
-    monkeypatch.setattr("mechattn.model.heads.split_heads", elsewhere)
+    monkeypatch.setattr("mechattn.model.head_parts.split_heads", elsewhere)
     with pytest.raises(ma.MechattnError, match="values failed"):
         ma.load_model(tiny_model(FAMILY, len(tokenizer)), tokenizer=tokenizer)
 

@@ -20,7 +20,7 @@ from mechattn.prompts import conditions as kinds
 from mechattn.prompts import fillers
 from mechattn.prompts.counterparts import Counterpart
 from mechattn.prompts.sweeps import sweep
-from mechattn.sections import AnalysisSection, Condition, all_words, near, no_such_key
+from mechattn.toml_sections import AnalysisSection, Condition, all_words, near, no_such_key
 
 CONDITIONS = {
     kind.__name__: kind
