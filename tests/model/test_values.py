@@ -6,6 +6,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError
+from mechattn.model import head_parts
 from mechattn.model.head_parts import as_mixed, clip_of, norm_before_output
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers, forward_with_patterns
