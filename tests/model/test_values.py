@@ -127,7 +127,7 @@ def test_what_is_not_explained_is_refused_with_what_there_is(name, without, reas
 
 
 def test_a_clip_that_is_not_known_is_refused(tokenizer, monkeypatch):
-    monkeypatch.setattr(layer_checks.heads, "as_mixed", lambda model, layer, v: v)
+    monkeypatch.setattr(head_parts, "as_mixed", lambda model, layer, v: v)
     with pytest.raises(ModelError, match=r"its attention has clip_qkv=0.5"):
         loaded("OLMo clipped", tokenizer)
 
