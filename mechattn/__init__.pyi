@@ -9,8 +9,8 @@ from .claims.judge import judge as judge
 from .claims.judge import paper as paper
 from .contrast.adjust import adjust as adjust
 from .contrast.contrast import Contrast as Contrast
-from .engine.own_forward import AttentionScores as AttentionScores
-from .engine.own_forward import measure as measure
+from .engine.measure import AttentionScores as AttentionScores
+from .engine.measure import measure as measure
 from .engine.record import head_means as head_means
 from .engine.record import record_affine as record_affine
 from .engine.record import record_keys_values as record_keys_values
