@@ -24,7 +24,18 @@ from mechattn.patching.effects import CONTROLS, Patching, checked_sample
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
 from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.patching.sites import Sites, Target, target_in
-from mechattn.patching.two_runs import OF_LAYER, Change, Part, Run, Where, Z, patched_logits, read, read_with_gradients
+from mechattn.patching.two_runs import (
+    OF_LAYER,
+    Change,
+    Part,
+    Run,
+    Where,
+    Z,
+    patched_logits,
+    read,
+    read_with_gradients,
+    restartable,
+)
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.sequences import Sequence
@@ -154,7 +165,7 @@ class _Prompt:
                 self.model, self.pair.receiver, self.target.layers, self.pair.origins, measure
             )
         else:
-            run = self.read(self.pair.receiver)
+            run = restartable(self.model, self.read(self.pair.receiver))
         base = source if self.pair.denoising else run
         before, after = (float(self.pair.measure(each.logits, base.logits)) for each in (run, source))
         values = {
@@ -175,7 +186,7 @@ class _Prompt:
 
     def exact(self, sample: Seq[int]) -> np.ndarray:
         """The effect of some cells, patched exactly."""
-        run, source = self.read(self.pair.receiver), self.read(self.pair.donor)
+        run, source = restartable(self.model, self.read(self.pair.receiver)), self.read(self.pair.donor)
         base = source if self.pair.denoising else run
         cells = [self.cells(run)[i] for i in sample]
         given = {where: _aligned(run, source, where, self.target.part) for heads, _ in cells for where in heads}
@@ -190,7 +201,7 @@ class _Prompt:
         rows = max(1, min(_ROWS, _TOKENS // len(run.sequence)))
         found = []
         for first in range(0, len(put), rows):
-            logits = patched_logits(self.model, run.sequence, put[first : first + rows], self.target.part)
+            logits = patched_logits(self.model, run, put[first : first + rows], self.target.part)
             found.append(self.pair.measure(logits, base.logits).double().cpu())
         made: np.ndarray = torch.cat(found).numpy()
         return made

@@ -24,7 +24,17 @@ from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
 from mechattn.patching.refusals import Direction
-from mechattn.patching.two_runs import Change, Where, Z, changing, logits_of, patched_logits, places_of, read
+from mechattn.patching.two_runs import (
+    Change,
+    Run,
+    Where,
+    changing,
+    logits_of,
+    patched_logits,
+    places_of,
+    read,
+    restartable,
+)
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 
@@ -127,6 +137,7 @@ def _effects(model: HookedModel, pair: Pair, named: Seq[Path], seed: int) -> dic
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     layers = attention_layers(model)
     own, other = (read(model, one, layers, "z", pair.origins) for one in (pair.receiver, pair.donor))
+    own = restartable(model, own)
     base = (other if pair.denoising else own).logits
     before = float(pair.measure(own.logits, base))
     generator = torch.Generator().manual_seed(seed)
@@ -137,7 +148,7 @@ def _effects(model: HookedModel, pair: Pair, named: Seq[Path], seed: int) -> dic
         drawn = torch.randn(mine.shape, generator=generator, dtype=torch.float64).to(mine)
         step = (theirs - mine).norm(dim=-1, keepdim=True) * drawn / drawn.norm(dim=-1, keepdim=True)
         given["effect"][layer, head], given["random"][layer, head] = theirs, mine + step
-    made = {name: _patched(model, pair, named, own.z, each, base) - before for name, each in given.items()}
+    made = {name: _patched(model, pair, named, own, each, base) - before for name, each in given.items()}
     return made | {"whole": np.array(float(pair.measure(other.logits, base)) - before)}
 
 
@@ -145,7 +156,7 @@ def _patched(
     model: HookedModel,
     pair: Pair,
     named: Seq[Path],
-    own: Mapping[int, Z],
+    own: Run,
     given: Mapping[Where, Float[Tensor, "shared d_head"]],
     base: Tensor,
 ) -> np.ndarray:
@@ -154,7 +165,7 @@ def _patched(
     seen: dict[tuple[str, int], Tensor] = {}
 
     def frozen(layer: int, z: Tensor) -> Tensor:
-        z = own[layer].expand_as(z).clone()
+        z = own.z[layer].expand_as(z).clone()
         for row, path in enumerate(named):
             if path.sender[0] == layer:
                 z[row, here.to(z.device), path.sender[1]] = given[path.sender].to(z)
@@ -165,7 +176,7 @@ def _patched(
         return x
 
     with ExitStack() as stack:
-        stack.enter_context(changing(model, "z", {layer: partial(frozen, layer) for layer in own}))
+        stack.enter_context(changing(model, "z", {layer: partial(frozen, layer) for layer in own.z}))
         for part in {path.part for path in named if path.part}:
             layers = {path.receiver[0] for path in named if path.receiver and path.part == part}
             stack.enter_context(changing(model, part, {layer: partial(keep, part, layer) for layer in layers}))
@@ -177,5 +188,5 @@ def _patched(
         for row in some:
             where: Any = named[row].receiver
             put.append([(where, everywhere, seen[part, where[0]][row, :, where[1]])])
-        made[some] = pair.measure(patched_logits(model, pair.receiver, put, part), base).double().cpu().numpy()
+        made[some] = pair.measure(patched_logits(model, own, put, part), base).double().cpu().numpy()
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mechattn.model.devices import device_of
 from mechattn.model.head_parts import kv_heads_of, split_heads
-from mechattn.model.hooked import HookedModel
-from mechattn.model.hooks import keeping_nothing
+from mechattn.model.hooked import HookedModel, attribute_set
+from mechattn.model.hooks import blocks_of, keeping_nothing
 from mechattn.model.patch.keys_values_z import changing_keys_values, changing_z
 from mechattn.prompts.sequences import Sequence
 
@@ -34,13 +34,15 @@ Change = tuple[Where, Int[Tensor, " some"], Float[Tensor, "some d_head"]]  # a h
 class Run:
     """One run of a sequence that ends in the reference answer: a part by layer, and the logits before the answer.
 
-    ``origins`` are the original tokens that the other run has, too.
+    ``origins`` are the original tokens that the other run has, too; ``blocks`` what each block of the model returned,
+    so that a pass can start at any layer.
     """
 
     sequence: Sequence
     z: Mapping[int, Z]
     logits: Float[Tensor, "1 answer d_vocab"]
     origins: Int[Tensor, " shared"]
+    blocks: Seq[Any] = ()
 
     @property
     def places(self) -> Int[Tensor, " shared"]:
@@ -99,14 +101,44 @@ def _by_head(change: Callable[[Tensor], Tensor], heads: int, module: Any, given:
 def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part, origins: Int[Tensor, " shared"]) -> Run:
     """Run a sequence without patching."""
     seen: dict[int, Z] = {}
+    blocks: list[Any] = []
+
+    def returned(module: Any, given: Any, out: Any) -> None:
+        blocks.append(out)
 
     def keep(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
         seen[layer] = z[0].detach()
         return z
 
-    with changing(model, part, {layer: partial(keep, layer) for layer in layers}):
+    with ExitStack() as stack:
+        stack.enter_context(changing(model, part, {layer: partial(keep, layer) for layer in layers}))
+        for block in blocks_of(model):
+            stack.callback(block.register_forward_hook(returned).remove)
         logits = logits_of(model, sequence, 1)
-    return Run(sequence, seen, logits, origins)
+    return Run(sequence, seen, logits, origins, blocks)
+
+
+def restartable(model: HookedModel, run: Run) -> Run:
+    """The run, from any layer of which passes may start; from none where later layers use more than blocks return."""
+    with _starting_at(model, len(run.blocks) - 1, run.blocks, 1):
+        again = logits_of(model, run.sequence, 1)
+    return run if torch.equal(again, run.logits) else replace(run, blocks=())
+
+
+@contextmanager
+def _starting_at(model: HookedModel, layer: int, blocks: Seq[Any], rows: int) -> Iterator[None]:
+    """Let the blocks before a layer return what they returned before, for several rows, without computing it."""
+    with ExitStack() as stack:
+        for block, out in zip(blocks_of(model)[:layer], blocks, strict=False):
+            stack.enter_context(attribute_set(block, "forward", partial(_returned, out, rows)))
+        yield
+
+
+def _returned(out: Any, rows: int, *given: Any, **named: Any) -> Any:
+    """What a block returned for one row, for several."""
+    if isinstance(out, tuple):
+        return tuple(_returned(part, rows) for part in out)
+    return out.expand(rows, *out.shape[1:]) if isinstance(out, Tensor) else out
 
 
 def logits_of(
@@ -126,9 +158,9 @@ def logits_of(
 
 
 def patched_logits(
-    model: HookedModel, sequence: Sequence, put: Seq[Seq[Change]], part: Part = "z"
+    model: HookedModel, run: Run, put: Seq[Seq[Change]], part: Part = "z"
 ) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits of a sequence with a part replaced in each row; row i makes the changes ``put[i]``."""
+    """Logits of a run with a part replaced in each row; row i makes the changes ``put[i]``."""
     of_layer: dict[int, list[tuple[int, int, Tensor, Tensor]]] = {}
     for row, changes in enumerate(put):
         for (layer, head), places, value in changes:
@@ -140,8 +172,12 @@ def patched_logits(
             z[row, places.to(z.device), head] = value.to(z)
         return z
 
-    with changing(model, part, {layer: partial(change, changes) for layer, changes in of_layer.items()}):
-        return logits_of(model, sequence, len(put))
+    first = min(of_layer, default=0) if run.blocks else 0
+    with (
+        changing(model, part, {layer: partial(change, changes) for layer, changes in of_layer.items()}),
+        _starting_at(model, first, run.blocks, len(put)),
+    ):
+        return logits_of(model, run.sequence, len(put))
 
 
 def read_with_gradients(

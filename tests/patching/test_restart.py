@@ -1,0 +1,60 @@
+"""A pass that changes a later layer starts there: the same bits, without the layers before it."""
+
+from dataclasses import replace
+
+import pytest
+
+import mechattn as ma
+from mechattn.patching import patch, paths
+
+SLASH = ma.MeaninglessTokens("/", count=5)
+NEVER = staticmethod(lambda model, run: replace(run, blocks=()))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return ma.load_prompts("word-problems", limit=2, with_answer=True)
+
+
+@pytest.mark.parametrize("at", ["resid_post", [(2, 1), (3, 0), (3, 5)]], ids=["resid_post", "heads"])
+@pytest.mark.parametrize("name", ["toy:llama", "toy:falcon"])
+def test_the_same_bits_as_from_the_first_layer(name, at, prompts, monkeypatch):
+    model = ma.load_model(name)
+    found = ma.patch(model, prompts, SLASH, at=at)
+    monkeypatch.setattr(patch, "restartable", NEVER)
+    assert found.effects.identical(ma.patch(model, prompts, SLASH, at=at).effects)
+
+
+def test_paths_give_the_same_bits(prompts, monkeypatch):
+    model, named = ma.load_model("toy:llama"), [("L0H1", "L2H3.q"), ("L1H0", "L3H1.v")]
+    found = ma.paths(model, prompts, SLASH, named, metric="logprob")
+    monkeypatch.setattr(paths, "restartable", NEVER)
+    assert found.effects.identical(ma.paths(model, prompts, SLASH, named, metric="logprob").effects)
+
+
+def test_the_layers_before_are_not_computed_again(prompts):
+    model = ma.load_model("toy:llama")
+    rows = [0] * 4
+    for layer, block in enumerate(model.blocks):
+
+        def counted(module, given, out, layer=layer):
+            rows[layer] += len(out)
+
+        block.mlp.register_forward_hook(counted)
+    ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0), (3, 5)])
+    unpatched = 2 + 2 + 1  # both runs of both prompts, and of the one that is shorter another prompt's
+    assert rows[0] == rows[1] == unpatched
+    assert rows[2] == unpatched + 3 * (2 + 3)  # three heads, each with its controls
+    assert rows[3] == rows[2] + 2  # the pass that shows that one may start later
+
+
+def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(prompts, monkeypatch):
+    """A later layer adds what the first has read in the same pass, as models with shared keys and values do."""
+    model, read = ma.load_model("toy:llama"), []
+    model.blocks[0].mlp.register_forward_hook(lambda module, given, out: read.append(out.mean()))
+    model.blocks[3].mlp.register_forward_hook(lambda module, given, out: out + (read.pop() if read else 0.0))
+    found = ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)])
+    monkeypatch.setattr(patch, "restartable", NEVER)
+    assert found.effects.identical(ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects)
+    monkeypatch.setattr(patch, "restartable", staticmethod(lambda model, run: run))
+    assert not found.effects.identical(ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects)
