@@ -4,7 +4,13 @@
 ``segment`` one of SEGMENTS. All positions, layers and heads count from 0.
 """
 
+from __future__ import annotations
+
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 BASELINE = "baseline"  # the condition that every other is compared with
 SEGMENTS = ("bos", "template", "system", "inserted", "question", "answer", "changed")
@@ -20,3 +26,10 @@ def head_named(name: object) -> tuple[int, int] | None:
     """The layer and head of a name such as "L1H2"; None if it is not one."""
     found = _NAMED.fullmatch(name) if isinstance(name, str) else None
     return (int(found[1]), int(found[2])) if found else None
+
+
+def by_head(table: pd.DataFrame) -> pd.DataFrame:
+    """Name the rows of a table by their heads, so that ``table.loc["L1H2"]`` finds one."""
+    if {"layer", "head"} <= set(table.columns):
+        table.index = [head_name(layer, head) for layer, head in zip(table["layer"], table["head"], strict=True)]
+    return table

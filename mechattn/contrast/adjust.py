@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mechattn.axes import by_head
 from mechattn.errors import OptionError
 from mechattn.stats.paired import false_discovery
 
@@ -52,7 +53,7 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
         part = part.assign(**about)[[*about, *part.columns]]
         part.attrs = {}
         parts.append(part)
-    made = pd.concat(parts, ignore_index=True)
+    made = by_head(pd.concat(parts, ignore_index=True))
     null = made.get("p_beyond", made.p_difference * np.nan).notna().to_numpy()
     p = np.where(null, made.get("p_beyond"), made.p_difference).astype(np.float64)  # of what is tested
     q, q_difference = false_discovery(p), false_discovery(made.p_difference.to_numpy(dtype=np.float64))

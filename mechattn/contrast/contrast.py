@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from mechattn.axes import BASELINE, head_named
+from mechattn.axes import BASELINE, by_head, head_named
 from mechattn.contrast import stability, table
 from mechattn.contrast.differences import Scale, aligned, check_cells, differences, labels_of
 from mechattn.contrast.quantities import Null, check_layer, slices, variable_of
@@ -187,6 +187,7 @@ class Contrast:
         made = pd.DataFrame({name: values[there] for name, values in labels.items()} | found._asdict())
         made.insert(made.columns.get_loc("p") + 1, "q", false_discovery(made.p.to_numpy()))
         made = made.assign(n=units.n, conditions=len(given))
+        made = by_head(made)
         made.attrs = {"conditions": given, "quantity": self.quantity, "segment": self.segment or "all"}
         made.attrs |= {"unit": units.unit, "null": tested[0].null, "level": self.level}
         made.attrs |= {"family": f"{int(there.sum())} tests"}

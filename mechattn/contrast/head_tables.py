@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, by_head
 from mechattn.contrast.quantities import (
     NULLS,
     absent,
@@ -85,7 +85,7 @@ def ranked_heads(
         table.insert(3, "shrunken", shrunken(table[quantity].to_numpy(), table.error.to_numpy()))
     order = np.argsort(-np.nan_to_num(table.finding.to_numpy(), nan=-np.inf), kind="stable")
     made = table.iloc[order[table.there.to_numpy()[order]][:top]].drop(columns=["error", "finding", "there"])
-    made = made.reset_index(drop=True)
+    made = by_head(made.reset_index(drop=True))
     how = "on one half of the prompts, shown on the other" if select else "on the prompts that are shown"
     made.attrs = {"condition": condition, "segment": segment, "of": len(table), "ranked": how + known}
     made.attrs |= {"unit": units.unit, "level": level}
@@ -151,7 +151,7 @@ def sink_kinds(
         else:
             kind = "broadcast" if about["output_rank"] < rank_below else "neither"
         rows.append(about | {"kind": kind})
-    made = pd.DataFrame(rows)
+    made = by_head(pd.DataFrame(rows))
     made.attrs = {"condition": condition, **given, "n": data.sizes["prompt"]}
     return made
 

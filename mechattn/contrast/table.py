@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 from scipy import stats
 
-from mechattn.axes import BASELINE
+from mechattn.axes import BASELINE, by_head
 from mechattn.contrast.beside_random import BesideRandom, check_random
 from mechattn.contrast.differences import Differences, check_cells, differences, labels_of
 from mechattn.contrast.quantities import layer_blocks, segment_of, variable_of
@@ -135,9 +135,9 @@ def table(
         made = with_equivalence(made, margin)
     if beside is not None:
         made = beside.table(made, np.concatenate(found.masks))
-    if scores is None or chosen.top is None:
-        return made
-    return made.iloc[np.argsort(-scores[scores > -np.inf], kind="stable")].reset_index(drop=True)
+    if scores is not None and chosen.top is not None:
+        made = made.iloc[np.argsort(-scores[scores > -np.inf], kind="stable")].reset_index(drop=True)
+    return by_head(made)
 
 
 def _columns(found: _Cells) -> pd.DataFrame:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from mechattn.axes import by_head
 from mechattn.errors import OptionError
 from mechattn.patching.answer_metrics import WORDS
 from mechattn.stats.intervals import FEWEST, ratio_interval, t_interval
@@ -125,7 +126,7 @@ class Patching:
             "tested": "beyond_random" if rises else "effect",
             "family": family + ", ranked on the other half" * half,
         }
-        return made
+        return by_head(made)
 
     def _cells(self, name: str) -> tuple[np.ndarray, list[tuple[Any, ...]]]:
         """The requested values [unit cell], and the labels of each cell."""

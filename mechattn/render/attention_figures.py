@@ -303,7 +303,7 @@ def change_map(
 
 def _map_words(table: pd.DataFrame, column: str) -> str:
     """The number of significant heads, and the head furthest from uniform attention (without it: most changed)."""
-    far = table.loc[table[column].abs().idxmax()]
+    far = table.iloc[int(np.nanargmax(table[column].abs()))]
     sure = f"{int((table[f'q_{column}'] < 0.05).sum())} of {len(table)} heads"
     if table.scale.iloc[0] == "log-ratio":
         value, low, high, null = map(percent, (far.change, far.change_low, far.change_high, far.change_null))

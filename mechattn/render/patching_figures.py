@@ -138,12 +138,14 @@ def patching_map(patching: Patching) -> go.Figure:
     )
     heading = f"{about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, draw.map_height(table), top=110)
-    largest = table.effect.abs().idxmax()
-    top, sure = table.loc[largest], f"{int((table[q] < 0.05).sum())} of {len(table)} {across}s"
+    top, sure = (
+        table.iloc[int(np.nanargmax(table.effect.abs()))],
+        f"{int((table[q] < 0.05).sum())} of {len(table)} {across}s",
+    )
     return says(
         figure,
         f"{sure} at q < 0.05. Largest: layer {top.layer:.0f} {across} "
-        f"{table[across][largest]}, {top.effect:+.3g} [{top.effect_low:+.3g}, {top.effect_high:+.3g}]"
+        f"{top[across]}, {top.effect:+.3g} [{top.effect_low:+.3g}, {top.effect_high:+.3g}]"
         + f", {top.share:.0%} of the whole effect" * known
         + '; it was selected as the largest, so its interval is too optimistic (table(select="half") avoids this).',
     )

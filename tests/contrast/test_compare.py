@@ -214,7 +214,7 @@ def test_top_ranks_on_one_half_and_reports_the_other_once():
     np.testing.assert_allclose(table.difference, d[other].mean(0)[order])
     np.testing.assert_allclose(table.q_difference, paired(d[other][:, order]).q)
     assert table.attrs["top"] == 3
-    assert table.difference[0] < -1, "up to sign"
+    assert table.difference.iloc[0] < -1, "up to sign"
     dipped = np.argsort(-abs(d.mean(0)))[:3].tolist()
     assert order.tolist() != dipped, "negative control: all prompts would choose others"
 

@@ -38,7 +38,7 @@ def test_halves_rank_on_one_and_show_the_other(result):
     best = [tuple(map(int, cell)) for cell in first.sortby(-first).cell.values[:3]]
     assert [tuple(row) for row in table[["layer", "head"]].values] == best
     second = data.isel(prompt=halves_of(12)[1]).sel(layer=best[0][0], head=best[0][1])
-    assert table.entropy[0] == pytest.approx(float(second.mean()))
+    assert table.entropy.iloc[0] == pytest.approx(float(second.mean()))
     assert (table.n == 6).all()
 
 
@@ -69,4 +69,14 @@ def test_few_prompts_are_refused(toy, prompts):
     few = ma.run(toy, prompts[:2], analyses=ma.analyses.AttentionFocus())
     with pytest.raises(OptionError, match="2 prompts; give at least 3"):
         few.heads("entropy")
-    assert np.isfinite(ma.run(toy, prompts[:3], analyses=ma.analyses.AttentionFocus()).heads("entropy").low[0])
+    assert np.isfinite(ma.run(toy, prompts[:3], analyses=ma.analyses.AttentionFocus()).heads("entropy").low.iloc[0])
+
+
+def test_rows_are_named_by_their_heads(toy, prompts):
+    result = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 9)}, layers=[1, 2])
+    table = result.compare("slash")
+    assert table.loc["L1H2"].equals(table[(table.layer == 1) & (table["head"] == 2)].iloc[0])
+    top = result.heads("received", top=3)
+    assert [f"L{layer}H{head}" for layer, head in zip(top.layer, top["head"], strict=True)] == list(top.index)
+    assert list(result.compare("slash", segment=None).loc["L1H2"].segment.unique()) != ["question"], "a row for each"
+    assert list(ma.adjust([table, result.compare("slash", quantity="mass")]).loc["L1H2"].layer) == [1, 1]
