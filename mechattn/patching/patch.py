@@ -186,7 +186,7 @@ class _Prompt:
 
     def exact(self, sample: Seq[int]) -> np.ndarray:
         """The effect of some cells, patched exactly."""
-        run, source = restartable(self.model, self.read(self.pair.receiver)), self.read(self.pair.donor)
+        run, source = self.read(self.pair.receiver), self.read(self.pair.donor)
         base = source if self.pair.denoising else run
         cells = [self.cells(run)[i] for i in sample]
         given = {where: _aligned(run, source, where, self.target.part) for heads, _ in cells for where in heads}

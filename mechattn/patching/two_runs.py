@@ -35,7 +35,7 @@ class Run:
     """One run of a sequence that ends in the reference answer: a part by layer, and the logits before the answer.
 
     ``origins`` are the original tokens that the other run has, too; ``blocks`` what each block of the model returned,
-    so that a pass can start at any layer.
+    and ``restarts`` whether passes may start at later layers with that.
     """
 
     sequence: Sequence
@@ -43,6 +43,7 @@ class Run:
     logits: Float[Tensor, "1 answer d_vocab"]
     origins: Int[Tensor, " shared"]
     blocks: Seq[Any] = ()
+    restarts: bool = False
 
     @property
     def places(self) -> Int[Tensor, " shared"]:
@@ -119,10 +120,10 @@ def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part, o
 
 
 def restartable(model: HookedModel, run: Run) -> Run:
-    """The run, from any layer of which passes may start; from none where later layers use more than blocks return."""
+    """The run, with whether passes may start at its later layers: not where these use more than blocks return."""
     with _starting_at(model, len(run.blocks) - 1, run.blocks, 1):
         again = logits_of(model, run.sequence, 1)
-    return run if torch.equal(again, run.logits) else replace(run, blocks=())
+    return replace(run, restarts=torch.equal(again, run.logits))
 
 
 @contextmanager
@@ -172,7 +173,7 @@ def patched_logits(
             z[row, places.to(z.device), head] = value.to(z)
         return z
 
-    first = min(of_layer, default=0) if run.blocks else 0
+    first = min(of_layer, default=0) if run.restarts else 0
     with (
         changing(model, part, {layer: partial(change, changes) for layer, changes in of_layer.items()}),
         _starting_at(model, first, run.blocks, len(put)),

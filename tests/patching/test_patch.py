@@ -417,7 +417,7 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end(toy):
     each, ordered = (made.effects.other_prompt.squeeze(drop=True) for made in (found, again))
     np.testing.assert_allclose(each, ordered.sel(prompt=each.prompt), rtol=1e-5)
     assert each.isnull().sel(prompt=by_length[-1])
-    assert found.table().other_prompt[0] == pytest.approx(float(each.mean()))
+    assert found.table().other_prompt.iloc[0] == pytest.approx(float(each.mean()))
     assert each.notnull().sum() == 5
 
 
@@ -483,10 +483,10 @@ def test_the_table(tmp_path, toy):
     assert (abs(made.table(top=4).effect).diff().dropna() <= 0).all()
     halves = made.table(select="half", top=1)
     first = abs(made.effects.effect[halves_of(8)[0]].mean("prompt")).argmax(("layer", "head"))
-    assert (int(halves.layer[0]), int(halves["head"][0])) == (
+    assert (int(halves.layer.iloc[0]), int(halves["head"].iloc[0])) == (
         int(made.effects.layer[first["layer"]]), int(made.effects["head"][first["head"]])
     )  # fmt: skip
-    assert halves.n[0] == 4
+    assert halves.n.iloc[0] == 4
 
 
 def drawn(heads, rng, whole=1.0, n=24, metric="logprob", direction="denoising"):

@@ -8,7 +8,7 @@ import mechattn as ma
 from mechattn.patching import patch, paths
 
 SLASH = ma.MeaninglessTokens("/", count=5)
-NEVER = staticmethod(lambda model, run: replace(run, blocks=()))
+NEVER = staticmethod(lambda model, run: run)
 
 
 @pytest.fixture(scope="module")
@@ -56,5 +56,5 @@ def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(prompts, monke
     found = ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)])
     monkeypatch.setattr(patch, "restartable", NEVER)
     assert found.effects.identical(ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects)
-    monkeypatch.setattr(patch, "restartable", staticmethod(lambda model, run: run))
+    monkeypatch.setattr(patch, "restartable", staticmethod(lambda model, run: replace(run, restarts=True)))
     assert not found.effects.identical(ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects)
