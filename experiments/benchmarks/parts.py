@@ -151,7 +151,7 @@ def _cell(name: str, length: int, taken: dict[str, list[float]], sizes: dict[str
 
 
 def patching(cells: Cells, device: str, small: bool) -> None:
-    """Activation patching of word problems with their answers, and a plain forward of as many tokens beside it."""
+    """Patching and edges of word problems with their answers, and a plain forward of as many tokens beside it."""
     bridge = hooked("toy:llama" if small else "1B", 8, 2048, device, dtype_on(device))
     prompts = ma.load_prompts("word-problems", limit=2 if small else 8, with_answer=True)
     slash = ma.MeaninglessTokens("/", 55)
@@ -162,21 +162,23 @@ def patching(cells: Cells, device: str, small: bool) -> None:
             plain(tokens, use_cache=False, logits_to_keep=1)
         float(tokens[0, 0])  # waits for the card
 
-    ways: dict[str, Any] = {
-        "attributed: all heads (z)": {"at": "z"},
-        "patched: four heads (z)": {"at": [(0, 0), (0, 1), (1, 0), (1, 1)]},
-        "patched: all layers (resid_post)": {"at": "resid_post"},
+    some = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    ways: dict[str, Callable[[], object]] = {
+        "attributed: all heads (z)": lambda: ma.patch(bridge, prompts, slash),
+        "patched: four heads (z)": lambda: ma.patch(bridge, prompts, slash, at=some),
+        "patched: all layers (resid_post)": lambda: ma.patch(bridge, prompts, slash, at="resid_post"),
+        "attributed: all edges (EAP)": lambda: ma.edges(bridge, prompts, slash, metric="logprob", memory="64GiB"),
     }
     forward()
     began = time.perf_counter()
     of_forward = peak(forward)
     alone = time.perf_counter() - began
     cells.put("a forward of 160 tokens", "seconds a prompt", f"{alone:.3g}")
-    for name, options in ways.items():
+    for name, way in ways.items():
 
-        def measure(options: dict[str, Any] = options) -> str:
+        def measure(way: Callable[[], object] = way) -> str:
             began = time.perf_counter()
-            size = peak(lambda: ma.patch(bridge, prompts, slash, **options))
+            size = peak(way)
             spent = (time.perf_counter() - began) / len(prompts)
             memory = f"; memory {size / of_forward:.2f}" if size == size else ""
             return f"{spent:.3g} ({spent / alone:.0f} forwards){memory}"
@@ -228,7 +230,7 @@ PARTS = {
         f"as for 1 B: {GOAL} × and {GOAL_MEMORY} ×.",
     ),
     "patching": Part(
-        "`ma.patch` at 1 B, on word problems of about 160 tokens with 55 inserted; each with its controls.",
+        "`ma.patch` and `ma.edges` at 1 B, on word problems of about 160 tokens with 55 inserted, with their controls.",
         patching,
         40,
     ),
