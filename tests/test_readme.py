@@ -74,6 +74,17 @@ def test_all_blocks_run_in_order_and_the_ten_lines_print_the_verdict(pasted):
     assert {"pattern.html", "llama.zarr"} <= pasted[-1][2], "all later blocks ran in order too"
 
 
+def test_other_fillers_are_those_of_the_experiment():
+    written = (ROOT / "experiments" / "first" / "other-fillers.md").read_text(encoding="utf-8")
+    falls = sorted(re.findall(r"\| `[^/]` \| −([\d.]+)\s%", written), key=float)
+    heads = re.search(r"(\d+) of 32 heads lose less", written)[1]
+    said = re.search(
+        r"With\s+seven\s+other\s+characters.*?falls by ([\d.]+) to ([\d.]+) %.*?of (\d+) heads", README, re.DOTALL
+    )
+    assert len(falls) == 7
+    assert said.groups() == (falls[0], falls[-1], heads)
+
+
 @pytest.mark.parametrize("change", [("−30.3", "−30.6"), ("32 of", "31 of"), ("fall", "rise"), ("%", "")])
 def test_another_number_or_word_would_be_noticed(change):
     said = "Question attention −30.3 % in 32 of 32 heads, which fall"

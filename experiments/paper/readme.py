@@ -67,7 +67,8 @@ def sentences(stored: dict) -> list[str]:
     stated = [claim for claim in stored["claims"] if claim["table"] == "stated"]
     names = [model["name"] for model in stored["models"]]
     found = Counter(claim["verdicts"][name]["verdict"] for claim in stated for name in names)
-    counts = ", ".join(f"{found[word]} {word}" for word in COUNTED)
+    each = [f"{found[word]} {'are ' * (not at)}“{word}”" for at, word in enumerate(COUNTED)]
+    counts = ", ".join(each[:-1]) + f" and {each[-1]}"
     by_key = {claim["key"]: claim["verdicts"] for claim in stored["claims"]}
     little, falls, fewer = (by_key[key] for key in ("filler_gets_little", "attention_falls", "near_zero_falls"))
     assert all(one["verdict"] == "supported" for one in little.values())
@@ -78,12 +79,12 @@ def sentences(stored: dict) -> list[str]:
     solved = sorted(100 * part["levels"][0] for part in toys.values())
     untestable = [one["why"] for c in stated for one in c["verdicts"].values() if one["verdict"] == "not testable here"]
     reached = sum("random weights reach as far" in why for why in untestable)
-    extreme = f"{len(untestable) - reached} since a model solves nearly all problems, or none"
+    extreme = f"{len(untestable) - reached} because a model solves nearly all problems or none"
     lost = [f"`{name}` loses {-100 * part['value']:.0f}" for name, part in toys.items() if part["high"] < 0]
     return [
-        f"The {len(stated)} claims that the paper and the blog post",
-        f"{len(stated) * len(names)} verdicts: {counts} ({extreme}, and {reached} since untrained weights already",
-        "for inserted tokens is supported in all five: such a token gets less attention than a token of the question",
+        f"We tested the {len(stated)} claims stated in the paper and in the blog post",
+        f"{len(stated) * len(names)} verdicts, {counts} ({extreme}, {reached} because untrained weights already",
+        "for inserted tokens is supported in all five: an inserted token gets less attention than a token of the question",
         "in no model more than with untrained weights",
         f"“Fewer activations near zero” is supported in none and contradicted in {denied}",
         f"The toys solve {solved[0]:.0f} to {solved[-1]:.0f} % of the problems without “/”",
