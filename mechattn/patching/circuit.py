@@ -48,8 +48,8 @@ class Circuit:
         edges: The scores, on the half that ranks.
         graph: The graph of the model.
         curve: One row a size: ``edges``, ``share`` of all, ``faithfulness`` with ``low`` and ``high`` (Fieller's
-            interval over the other half's prompts; NaN if the whole effect could be 0), and ``random``, the mean of
-            random circuits of that size.
+            interval over the other half's prompts; NaN if the whole effect could be 0), ``random``, the mean of
+            random circuits of that size, and a column for each ranking given as ``beside``.
         about: What was measured, as data.
     """
 
@@ -63,8 +63,8 @@ class Circuit:
         """CPR, the area under faithfulness over the share of edges, and CMD, that between it and 1."""
         share = self.curve.share.values
         found = {}
-        for name, column in (("", "faithfulness"), ("_random", "random")):
-            values = self.curve[column].values
+        for column in self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore"):
+            values, name = self.curve[column].values, "" if column == "faithfulness" else f"_{column}"
             found[f"CPR{name}"] = float(np.trapezoid(values, share))
             found[f"CMD{name}"] = float(np.trapezoid(abs(1 - values), share))
         return found
@@ -146,6 +146,7 @@ def circuit(
     metric: Metric = "answers",
     ablation: Ablation = "counterpart",
     sizes: Seq[int] | None = None,
+    beside: Mapping[str, Patching] | None = None,
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Circuit:
@@ -164,11 +165,14 @@ def circuit(
             the ranking half (by position if all prompts are as long, else over all tokens), or "resample", that in
             another prompt of it (aligned from the end). Zero is not offered: the model never has such outputs.
         sizes: Numbers of edges; by default 0.1 % to 50 % of all, besides none and all.
+        beside: Other rankings, by name, whose first edges are measured on the same half: what ``edges`` gives for
+            other prompts, or for the architecture with random weights.
         memory: As for ``edges``.
         seed: The seed of random circuits and resampled prompts.
 
     Raises:
-        OptionError: There are too few prompts for two halves with intervals, or a size is not a number of edges.
+        OptionError: There are too few prompts for two halves with intervals, a size is not a number of edges, or a
+            ranking beside is not of this graph.
 
     Source:
         Faithfulness and its areas, CPR and CMD: arXiv:2504.13151; stability over samples: arXiv:2510.00845.
@@ -181,11 +185,12 @@ def circuit(
     units = units_of(prompts)
     units.refuse_below(2 * FEWEST, " for two halves", instead="")
     ranking, reporting = ([prompts[i] for i in half] for half in units.halves())
-    graph = graph_of(model)
+    graph, beside = graph_of(model), dict(beside or {})
+    _check_beside(beside, graph)
     scores = edges(model, ranking, condition, steps=steps, metric=metric, memory=memory, seed=seed)
     numbers = _sizes(graph, sizes)
     order, generator = _ranked(scores), np.random.default_rng(seed)
-    orders = [order, *(generator.permutation(len(order)) for _ in range(_DRAWS))]
+    orders = [order, *(generator.permutation(len(order)) for _ in range(_DRAWS)), *map(_ranked, beside.values())]
     kept = torch.from_numpy(np.stack([_first(graph, some, size) for some, size in product(orders, numbers)]))
     with showing_edges(model):
         first, second = (
@@ -194,7 +199,7 @@ def circuit(
         )
         instead = None if ablation == "counterpart" else [one.runs()[2] for one in first]
         found = np.stack([_measured(one, kept, instead, ablation, generator) for one in second])
-    curve = _curve(units_of(reporting), found.reshape(len(found), len(orders), len(numbers)))
+    curve = _curve(units_of(reporting), found.reshape(len(found), len(orders), len(numbers)), list(beside))
     curve.insert(0, "share", [size / len(order) for size in numbers])
     curve.insert(0, "edges", numbers)
     cfg = {"n_layers": int(model.cfg.n_layers), "n_heads": int(model.cfg.n_heads), "d_model": int(model.cfg.d_model)}
@@ -232,16 +237,33 @@ def _measured(
     return one.with_edges(kept, put, own)
 
 
-def _curve(units: Units, found: np.ndarray) -> pd.DataFrame:
-    """Faithfulness of each size [unit order size], the order of the scores first, then random ones."""
+def _curve(units: Units, found: np.ndarray, beside: Seq[str]) -> pd.DataFrame:
+    """Faithfulness of each size [unit order size], the order of the scores first, then random ones, then others."""
     import pandas as pd
 
     none, every = found[:, 0, 0], found[:, 0, -1]
     below = units.means(every - none)
     chosen = ratio_interval(units.means(found[:, 0] - none[:, None]), below)
-    random = units.means(found[:, 1:].mean(1) - none[:, None]).mean(0) / below.mean()
-    estimate = units.means(found[:, 0] - none[:, None]).mean(0) / below.mean()
-    return pd.DataFrame({"faithfulness": estimate, "low": chosen.low, "high": chosen.high, "random": random})
+    share = units.means(found - none[:, None, None]).mean(0) / below.mean()
+    made = {"faithfulness": share[0], "low": chosen.low, "high": chosen.high, "random": share[1 : 1 + _DRAWS].mean(0)}
+    return pd.DataFrame(made | dict(zip(beside, share[1 + _DRAWS :], strict=True)))
+
+
+def _check_beside(beside: Mapping[str, Any], graph: Graph) -> None:
+    """Refuse a ranking that is not of these edges, or the name of another column."""
+    for name, scores in beside.items():
+        if name in ("edges", "share", "faithfulness", "low", "high", "random"):
+            raise OptionError(f"beside: {name!r} is a column of the curve itself; give the ranking another name")
+        effect = scores.effects.effect if isinstance(scores, Patching) else None
+        if (
+            effect is None
+            or effect.dims != ("prompt", "writer", "reader")
+            or ([*effect.writer.values], [*effect.reader.values]) != ([*graph.writers], [*graph.readers])
+        ):
+            raise OptionError(
+                f"beside: {name!r} does not rank the edges of this model; give what ma.edges(…) returns for it, or for "
+                "the same architecture"
+            )
 
 
 def _ranked(scores: Patching) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -173,3 +174,26 @@ def test_few_prompts_and_impossible_sizes_are_refused(model):
         ma.circuit(model, MANY[:5], Counterpart())
     with pytest.raises(OptionError, match=r"sizes=\[-1\]: give numbers of edges, from 0 to"):
         ma.circuit(model, MANY, Counterpart(), sizes=[-1])
+
+
+def test_another_ranking_is_measured_on_the_same_half(model, found):
+    """The same ranking carries the same; turned round, its first edges are those that matter least."""
+    turned = found.edges.effects.copy()
+    turned["effect"] = 1 / turned.effect
+    given = {"same": found.edges, "turned": replace(found.edges, effects=turned)}
+    made = ma.circuit(model, MANY, Counterpart(), sizes=[5, 20], beside=given)
+    assert made.curve[[*found.curve]].equals(found.curve)
+    assert made.curve.same.equals(made.curve.faithfulness.rename("same"))
+    assert made.curve.turned[2] < made.curve.faithfulness[2] - 0.1
+    assert made.areas["CPR_same"] == made.areas["CPR"] > made.areas["CPR_turned"]
+
+
+def test_what_does_not_rank_these_edges_is_refused(model, found):
+    other = replace(found.edges, effects=found.edges.effects.isel(reader=slice(1, None)))
+    for given, words in (
+        ({"low": found.edges}, "is a column"),
+        ({"a": other}, "does not rank"),
+        ({"a": 3}, "does not"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            ma.circuit(model, MANY, Counterpart(), beside=given)
