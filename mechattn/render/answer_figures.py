@@ -105,7 +105,7 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
     about = f"n = {_n([table])}; {base:.1f} % in the baseline, pale; orange is better"
     figure.update_xaxes(title_text=across, type="category")
     figure.update_yaxes(title_text=down, type="category")
-    draw.title(figure, f"{model}: accuracy", about, 420)
+    draw.title(figure, f"{model}: accuracy" if model else "accuracy", about, 420)
     return figure
 
 
@@ -133,7 +133,8 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
     figure.update_yaxes(rangemode="tozero")
     figure.update_yaxes(title_text="probability of a right answer (%)", col=1)
     note = "bars: 95 % intervals over problems"
-    draw.title(figure, f"{model}: {' and '.join(tables)}", note, 460)
+    of = " and ".join(tables)
+    draw.title(figure, f"{model}: {of}" if model else of, note, 460)
     return figure
 
 

@@ -115,6 +115,7 @@ def test_no_words_lie_on_each_other(figures, drawn, column, title):
         made = ma.render.for_paper(figure, column, title=title)
         boxes = drawn(made)
         assert len(boxes) > 4, name
+        assert not any(words.startswith(":") for words, *_ in boxes), f"{name} has a title without its first word"
         found[name] = collisions(boxes, made)
     assert not {name: of for name, of in found.items() if of}
 
