@@ -83,17 +83,18 @@ class Questions:
         head that attends uniformly (``…_uniform``). If no null is known, null and beyond are NaN, the difference itself
         is tested, and ``table.attrs["null"]`` says that the definition may cause part of the change.
 
-        Columns: layer, head; change, change_low and change_high, fractions (−0.2 is a fifth less), and change_null,
-        under the null, where the scale is a log-ratio; difference and beyond, each with t (…_low, …_high), bootstrap-t
-        and simultaneous intervals; null; value and reference (means over prompts). p_beyond and q_beyond test whether
-        beyond is 0, p_difference and q_difference whether difference is (q by Benjamini-Hochberg over the table). Each
-        p is two-sided, the larger of a sign-flip test's and, from 10 prompts on, of a bootstrap-t test's, which allows
-        for skewness. What is tested, ``table.attrs["tested"]``, also has effect_size (d_z), skewness, p_flip (sign
-        flips alone), p_family (adjusted for the probability of any false finding) and detectable (what q finds with
-        80 % power if no other head has an effect). n, and n_of, what it counts; quantity, condition, to, segment, level
-        and change_units say what the numbers are, also in a file. ``table.attrs`` has the family of tests,
-        the null, the smallest reachable q, and "skewed": where sign flips alone would say more. The p are for a number
-        of prompts fixed beforehand: if you look, and then run more prompts because of what you saw, they are too small.
+        Rows are named by their heads (``table.loc["L1H2"]``). Columns: layer, head; change, change_low and change_high,
+        fractions (−0.2 is a fifth less), and change_null, under the null, where the scale is a log-ratio; difference
+        and beyond, each with t (…_low, …_high), bootstrap-t and simultaneous intervals; null; value and reference
+        (means over prompts). p_beyond and q_beyond test whether beyond is 0, p_difference and q_difference whether
+        difference is (q by Benjamini-Hochberg over the table). Each p is two-sided, the larger of a sign-flip test's
+        and, from 10 prompts on, of a bootstrap-t test's, which allows for skewness. What is tested,
+        ``table.attrs["tested"]``, also has effect_size (d_z), skewness, p_flip (sign flips alone), p_family (adjusted
+        for the probability of any false finding) and detectable (what q finds with 80 % power if no other head has an
+        effect). n, and n_of, what it counts; quantity, condition, to, segment, level and change_units say what the
+        numbers are, also in a file. ``table.attrs`` has the family of tests, the null, the smallest reachable q, and
+        "skewed": where sign flips alone would say more. The p are for a number of prompts fixed beforehand: if you
+        look, and then run more prompts because of what you saw, they are too small.
 
         Args:
             condition: A condition.
