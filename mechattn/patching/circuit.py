@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
 from mechattn.errors import OptionError
-from mechattn.model.hooked import alone
+from mechattn.model.hooked import alone, holding
 from mechattn.model.load import as_hooked, load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.edges import EdgePair, edges
@@ -29,12 +30,15 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import FEWEST, ratio_interval
-from mechattn.stats.units import Units, halves_of
+from mechattn.stats.units import halves_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Ablation = Literal["counterpart", "mean", "resample"]
+Carried = Callable[
+    [Seq[np.ndarray]], np.ndarray
+]  # from orders of edges to the metric with the first of each [unit order size]
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of all edges: those of arXiv:2504.13151
 _DRAWS = 3  # of random circuits
 _ENOUGH = 0.85  # of the effect, for the circuit that is shown if no size is named
@@ -48,8 +52,8 @@ class Circuit:
         edges: The scores, on the half that ranks.
         graph: The graph of the model.
         curve: One row a size: ``edges``, ``share`` of all, ``faithfulness`` with ``low`` and ``high`` (Fieller's
-            interval over the other half's prompts; NaN if the whole effect could be 0), ``random``, the mean of
-            random circuits of that size, and a column for each ranking given as ``beside``.
+            interval over the other half's prompts; NaN if the whole effect could be 0), and ``random``, the mean of
+            random circuits of that size.
         about: What was measured, as data.
     """
 
@@ -57,6 +61,28 @@ class Circuit:
     graph: Graph
     curve: pd.DataFrame
     about: Mapping[str, Any]
+    _carried: Carried | None = field(default=None, repr=False)
+
+    def beside(self, name: str, scores: Patching) -> Circuit:
+        """The same with one more column in the curve: what the first edges of another ranking carry on the same half.
+
+        Args:
+            name: The column, such as "other pairs".
+            scores: What ``edges`` gives for other prompts, or for the same architecture with random weights.
+
+        Raises:
+            OptionError: It does not rank the edges of this model, or the curve has such a column.
+        """
+        effect = scores.effects.effect if isinstance(scores, Patching) else None
+        if effect is None or effect.shape[1:] != self.graph.exists.shape or {*effect.dims[1:]} != {"writer", "reader"}:
+            raise OptionError(
+                f"{name!r} does not rank the edges of this model: give what ma.edges(…) returns for it, or for its "
+                "architecture with other weights"
+            )
+        if name in self.curve:
+            raise OptionError(f"the curve has a column {name!r} already; give another name")
+        assert self._carried is not None
+        return replace(self, curve=self.curve.assign(**{name: _shares(self._carried([_ranked(scores)]))[0]}))
 
     @property
     def areas(self) -> dict[str, float]:
@@ -146,7 +172,6 @@ def circuit(
     metric: Metric = "answers",
     ablation: Ablation = "counterpart",
     sizes: Seq[int] | None = None,
-    beside: Mapping[str, Patching] | None = None,
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Circuit:
@@ -165,14 +190,11 @@ def circuit(
             the ranking half (by position if all prompts are as long, else over all tokens), or "resample", that in
             another prompt of it (aligned from the end). Zero is not offered: the model never has such outputs.
         sizes: Numbers of edges; by default 0.1 % to 50 % of all, besides none and all.
-        beside: Other rankings, by name, whose first edges are measured on the same half: what ``edges`` gives for
-            other prompts, or for the architecture with random weights.
         memory: As for ``edges``.
         seed: The seed of random circuits and resampled prompts.
 
     Raises:
-        OptionError: There are too few prompts for two halves with intervals, a size is not a number of edges, or a
-            ranking beside is not of this graph.
+        OptionError: There are too few prompts for two halves with intervals, or a size is not a number of edges.
 
     Source:
         Faithfulness and its areas, CPR and CMD: arXiv:2504.13151; stability over samples: arXiv:2510.00845.
@@ -185,21 +207,26 @@ def circuit(
     units = units_of(prompts)
     units.refuse_below(2 * FEWEST, " for two halves", instead="")
     ranking, reporting = ([prompts[i] for i in half] for half in units.halves())
-    graph, beside = graph_of(model), dict(beside or {})
-    _check_beside(beside, graph)
+    graph = graph_of(model)
     scores = edges(model, ranking, condition, steps=steps, metric=metric, memory=memory, seed=seed)
     numbers = _sizes(graph, sizes)
     order, generator = _ranked(scores), np.random.default_rng(seed)
-    orders = [order, *(generator.permutation(len(order)) for _ in range(_DRAWS)), *map(_ranked, beside.values())]
-    kept = torch.from_numpy(np.stack([_first(graph, some, size) for some, size in product(orders, numbers)]))
+    orders = [order, *(generator.permutation(len(order)) for _ in range(_DRAWS))]
     with showing_edges(model):
         first, second = (
             [EdgePair(model, graph, pair) for pair in pairs_of(model, half, condition, metric, "noising", seed)[0]]
             for half in (ranking, reporting)
         )
         instead = None if ablation == "counterpart" else [one.runs()[2] for one in first]
-        found = np.stack([_measured(one, kept, instead, ablation, generator) for one in second])
-    curve = _curve(units_of(reporting), found.reshape(len(found), len(orders), len(numbers)), list(beside))
+
+    def carried(orders: Seq[np.ndarray]) -> np.ndarray:
+        kept = torch.from_numpy(np.stack([_first(graph, some, size) for some, size in product(orders, numbers)]))
+        draws = deepcopy(generator)
+        with holding(model), showing_edges(model):
+            found = np.stack([_measured(one, kept, instead, ablation, draws) for one in second])
+        return units_of(reporting).means(found.reshape(len(found), len(orders), len(numbers)))
+
+    curve = _curve(carried(orders))
     curve.insert(0, "share", [size / len(order) for size in numbers])
     curve.insert(0, "edges", numbers)
     cfg = {"n_layers": int(model.cfg.n_layers), "n_heads": int(model.cfg.n_heads), "d_model": int(model.cfg.d_model)}
@@ -210,7 +237,7 @@ def circuit(
         "heads": int(model.cfg.n_heads),
         "cfg": cfg | {"parallel_attn_mlp": bool(getattr(model.cfg, "parallel_attn_mlp", False))},
     }
-    return Circuit(scores, graph, pd.DataFrame(curve), about)
+    return Circuit(scores, graph, pd.DataFrame(curve), about, carried)
 
 
 def _sizes(graph: Graph, sizes: Seq[int] | None) -> list[int]:
@@ -237,33 +264,20 @@ def _measured(
     return one.with_edges(kept, put, own)
 
 
-def _curve(units: Units, found: np.ndarray, beside: Seq[str]) -> pd.DataFrame:
-    """Faithfulness of each size [unit order size], the order of the scores first, then random ones, then others."""
+def _curve(found: np.ndarray) -> pd.DataFrame:
+    """Faithfulness of each size [unit order size], the order of the scores first, then random ones."""
     import pandas as pd
 
-    none, every = found[:, 0, 0], found[:, 0, -1]
-    below = units.means(every - none)
-    chosen = ratio_interval(units.means(found[:, 0] - none[:, None]), below)
-    share = units.means(found - none[:, None, None]).mean(0) / below.mean()
-    made = {"faithfulness": share[0], "low": chosen.low, "high": chosen.high, "random": share[1 : 1 + _DRAWS].mean(0)}
-    return pd.DataFrame(made | dict(zip(beside, share[1 + _DRAWS :], strict=True)))
+    none, shares = found[:, 0, :1], _shares(found)
+    chosen = ratio_interval(found[:, 0] - none, found[:, 0, -1] - found[:, 0, 0])
+    ends = {"low": chosen.low, "high": chosen.high}
+    return pd.DataFrame({"faithfulness": shares[0], **ends, "random": shares[1:].mean(0)})
 
 
-def _check_beside(beside: Mapping[str, Any], graph: Graph) -> None:
-    """Refuse a ranking that is not of these edges, or the name of another column."""
-    for name, scores in beside.items():
-        if name in ("edges", "share", "faithfulness", "low", "high", "random"):
-            raise OptionError(f"beside: {name!r} is a column of the curve itself; give the ranking another name")
-        effect = scores.effects.effect if isinstance(scores, Patching) else None
-        if (
-            effect is None
-            or effect.dims != ("prompt", "writer", "reader")
-            or ([*effect.writer.values], [*effect.reader.values]) != ([*graph.writers], [*graph.readers])
-        ):
-            raise OptionError(
-                f"beside: {name!r} does not rank the edges of this model; give what ma.edges(…) returns for it, or for "
-                "the same architecture"
-            )
+def _shares(found: np.ndarray) -> np.ndarray:
+    """Faithfulness [order size] of means over units [unit order size]; the first size is none, the last is all."""
+    above = (found - found[:, :, :1]).mean(0)
+    return above / above[:, -1:]
 
 
 def _ranked(scores: Patching) -> np.ndarray:
