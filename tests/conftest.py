@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 # The hub is asked for nothing, and a name that is on it alone is refused at once, not after five attempts (23 s).
@@ -75,15 +76,21 @@ def chromium():
     return CHROMIUM
 
 
-@pytest.fixture(scope="module")
-def browser(chromium):
-    """Chromium, opened."""
+@contextmanager
+def launched(chromium):
+    """Chromium, opened; while it is, nothing else can run an event loop in this thread."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         yield opened
         opened.close()
+
+
+@pytest.fixture(scope="module")
+def browser(chromium):
+    with launched(chromium) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
-"""Runs in the kernel of each tutorial before its first cell: figures as plain divs, files in a scratch folder."""
+"""Runs in each tutorial's kernel before its first cell: figures as plain divs, files in a scratch folder of its own."""
 
 import html
 import os
+import tempfile
 import warnings
 
 import plotly.io
@@ -19,7 +20,7 @@ class Divs(MimetypeRenderer):
 
 plotly.io.renderers["divs"] = Divs()
 plotly.io.renderers.default = "divs"
-os.chdir(os.environ["TUTORIALS_SCRATCH"])
+os.chdir(tempfile.mkdtemp(dir=os.environ["TUTORIALS_SCRATCH"]))
 
 
 def frame(view: object) -> str:

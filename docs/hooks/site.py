@@ -9,20 +9,27 @@ import os
 import re
 import shutil
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
+
+from mkdocs_jupyter import convert
+from mkdocs_jupyter.nbconvert2 import nb2html
 
 SCRIPTS = ("plotly", "circuitsvis")
 CALLED_BY_THE_ENGINE = (
     "!^(quantities|options|coords|captures|problem|start|add|add_.*|values|calibrated|check|check_sequence|acting"
     "|marked|which|recorded|donor)$"
 )
+AT_ONCE = 2  # notebooks, whose kernels have one thread each
+running = {}  # by path: the page of a notebook, when it has run
 scratch = tempfile.TemporaryDirectory(prefix="mechattn-docs-")
 
 
 def on_config(config):
-    """Kernels start with docs/hooks/kernel.py, in a scratch folder."""
+    """Kernels start with docs/hooks/kernel.py, each in a scratch folder of its own."""
     startup = Path(scratch.name, "ipython", "profile_default", "startup")
     startup.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(__file__).with_name("kernel.py"), startup / "00-site.py")
@@ -31,6 +38,27 @@ def on_config(config):
     os.environ |= {"IPYTHONDIR": str(startup.parents[1]), "TUTORIALS_SCRATCH": str(files)}
     os.environ |= {"JUPYTER_PLATFORM_DIRS": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1", "HF_HUB_OFFLINE": "1"}
     return config
+
+
+def on_files(files, config):
+    """When the first notebook is asked for, all start to run, some at a time."""
+    paths = [file.abs_src_path for file in files if config.plugins["mkdocs-jupyter"].should_include(file)]
+    running.clear()
+
+    def ahead(path, **options):
+        if not running:
+            pool = ProcessPoolExecutor(AT_ONCE, get_context("fork"))
+            running.update((each, pool.submit(nb2html, each, **options)) for each in paths)
+            pool.shutdown(wait=False)
+        return running[path].result()
+
+    convert.nb2html = ahead
+
+
+def on_build_error(error):
+    """What has not started is not waited for."""
+    for page in running.values():
+        page.cancel()
 
 
 def on_page_markdown(markdown, page, config, files):

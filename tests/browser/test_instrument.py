@@ -309,16 +309,12 @@ def test_a_brush_chooses_heads_on_the_map(opened, place):
     assert sorted(kept) == sorted(before), "what is left out keeps its colour, as the neutral one would say no effect"
 
 
-def test_dark_on_a_phone_nothing_runs_over(browser, place):
-    context = browser.new_context(color_scheme="dark", viewport={"width": 390, "height": 844}, offline=True)
-    page = context.new_page()
-    page.goto(place.as_uri())
-    page.wait_for_function("document.documentElement.dataset.ready")
+def test_dark_on_a_phone_nothing_runs_over(opened, place):
+    page = opened(place, 390, 844, "dark")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     before = page.locator("#head-1").get_attribute("fill")
     page.locator("#theme").click()
     assert page.locator("#head-1").get_attribute("fill") != before, "the map is drawn again in the other light"
-    context.close()
 
 
 def test_colours_of_words_are_readable_in_both_lights(opened, place):

@@ -29,8 +29,7 @@ def seen(page, selector):
 
 
 def test_a_link_to_a_head_goes_to_its_room(opened, place):
-    page = opened(place)
-    page.set_viewport_size({"width": 390, "height": 844})
+    page = opened(place, 390, 844)
     follow(page, place, "layer=3&head=7")
     assert seen(page, "#room h3")
     assert page.locator("#room h3").inner_text() == "Layer 3, head 7"
@@ -54,8 +53,7 @@ def test_a_link_to_a_head_goes_to_its_room(opened, place):
     ],
 )
 def test_a_wrong_link_is_refused_aloud(opened, place, hash, words):
-    page = opened(place)
-    follow(page, place, hash)
+    page = opened(place, hash=hash)
     alert = page.get_by_role("alert")
     assert words in alert.inner_text()
     assert page.locator("#room h3").is_visible(), "and the page shows what it has"
@@ -169,29 +167,21 @@ def test_on_paper_marks_keep_their_colours_and_the_map_its_names(opened, place):
     assert not page.locator("#condition").is_visible()
 
 
-def test_a_dark_page_is_printed_light(browser, place):
-    context = browser.new_context(color_scheme="dark", offline=True)
-    page = context.new_page()
-    page.goto(place.as_uri())
-    page.wait_for_function("document.documentElement.dataset.ready")
+def test_a_dark_page_is_printed_light(opened, place):
+    page = opened(place, theme="dark")
     theme = "document.documentElement.dataset.theme"
     assert page.evaluate(theme) == "dark"
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.evaluate(theme) == "light"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.evaluate(theme) == "dark"
-    context.close()
 
 
-def test_figures_fit_a_phone(browser, toy, prompts, tmp_path):
+def test_figures_fit_a_phone(opened, toy, prompts, tmp_path):
     """Panels go below each other, and no words of a figure run over its edge."""
     result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 10)}, positions="prompts")
     figures = [(ma.render.received_attention, {"layer": 0, "heads": [1, 2, 3]}), (ma.render.change_map, {})]
-    path = results_page([result], tmp_path / "page.html", figures)
-    context = browser.new_context(viewport={"width": 390, "height": 844}, offline=True)
-    page = context.new_page()
-    page.goto(path.as_uri())
-    page.wait_for_function("document.documentElement.dataset.ready")
+    page = opened(results_page([result], tmp_path / "page.html", figures), 390, 844)
     page.evaluate("document.querySelectorAll('#more, .section').forEach((one) => { one.open = true; })")
     page.wait_for_function("[...document.querySelectorAll('.section > figure')].every((one) => one.dataset.drawn)")
     for plot in page.locator(".plot").all():
@@ -215,4 +205,3 @@ def test_figures_fit_a_phone(browser, toy, prompts, tmp_path):
     fills = first.locator(".gtitle .line").evaluate_all("(all) => all.map((one) => getComputedStyle(one).fill)")
     assert fills, "a title of several lines"
     assert "none" not in fills, "and its words are seen"
-    context.close()

@@ -17,8 +17,8 @@ STRANGE = "</script><script>document.title='broken'</script> 🙂 \u200b שלו�
 
 @pytest.fixture(scope="module")
 def place(slash_result, tmp_path_factory):
-    """A page with a figure of three heads, which no test changes."""
-    return result_page(slash_result, tmp_path_factory.mktemp("page") / "index.html", 0, [1, 2, 3])
+    """A page with a figure of two heads, which no test changes."""
+    return result_page(slash_result, tmp_path_factory.mktemp("page") / "index.html", 0, [2, 3])
 
 
 def unfold(page, title=""):
@@ -75,7 +75,7 @@ def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
 
 
 def test_a_request_is_forbidden_by_the_page_itself(browser, place):
-    """Whatever a script on it would ask for, the content policy refuses."""
+    """Whatever a script on it would ask for, the content policy refuses; this tab is not offline."""
     page = browser.new_page()
     page.goto(place.as_uri())
     refused = page.evaluate("fetch('https://example.org/').then(() => 'answered', (error) => error.name)")
@@ -87,9 +87,14 @@ def test_a_request_is_forbidden_by_the_page_itself(browser, place):
     page.close()
 
 
-def test_the_numbers_behind_a_figure_are_a_click_away(opened, place, slash_result, tmp_path):
+def test_the_numbers_behind_a_figure_are_a_hover_or_a_click_away(opened, place, slash_result, tmp_path):
     page = opened(place)
     unfold(page)
+    page.locator(".js-plotly-plot .nsewdrag").first.scroll_into_view_if_needed()
+    box = page.locator(".js-plotly-plot .nsewdrag").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_timeout(500)
+    assert "n = 12" in page.locator(".hoverlayer").text_content()
     figure = page.locator("details.section > figure")
     with page.expect_download() as caught:
         figure.get_by_role("button", name="CSV").click()
@@ -114,10 +119,8 @@ def test_the_numbers_behind_a_figure_are_a_click_away(opened, place, slash_resul
     assert "MeaninglessTokens(text='/'" in figure.locator(".actions table").inner_text()
 
 
-def test_light_dark_and_a_phone(browser, place):
-    context = browser.new_context(color_scheme="dark", viewport={"width": 390, "height": 844}, offline=True)
-    page = context.new_page()
-    page.goto(place.as_uri())
+def test_light_dark_and_a_phone(opened, place):
+    page = opened(place, 390, 844, "dark")
     unfold(page)
     ink = "getComputedStyle(document.querySelector('.js-plotly-plot .gtitle')).fill"
     line = "getComputedStyle(document.querySelector('.scatterlayer .js-line[style*=\"1.6px\"]')).stroke"
@@ -129,7 +132,6 @@ def test_light_dark_and_a_phone(browser, place):
     drawn(page)
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.evaluate(line) == "rgb(0, 114, 178)"
-    context.close()
 
 
 def test_the_keyboard_reaches_everything(opened, place):
@@ -178,16 +180,6 @@ def test_a_view_in_the_frame_of_a_notebook(opened, toy, tmp_path):
     inside = page.frame_locator("iframe")
     inside.get_by_text("L0H1").first.wait_for()
     assert "toy:llama" in inside.locator("figcaption").inner_text()
-
-
-def test_hovering_tells_the_number(opened, place):
-    page = opened(place)
-    unfold(page)
-    page.locator(".js-plotly-plot .nsewdrag").first.scroll_into_view_if_needed()
-    box = page.locator(".js-plotly-plot .nsewdrag").first.bounding_box()
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.wait_for_timeout(500)
-    assert "n = 12" in page.locator(".hoverlayer").text_content()
 
 
 def test_strange_tokens_do_not_break_the_page(opened, toy, tmp_path):
@@ -326,13 +318,11 @@ def test_two_figures_of_one_title_have_files_of_their_own(opened, slash_result, 
     assert all("layer-0-heads-chosen-by-hand-condition-slash" in name for name in names), "the title isn't cut"
 
 
-def test_the_explorer_on_a_dark_phone(browser, tmp_path):
+def test_the_explorer_on_a_dark_phone(opened, tmp_path):
     """Titles in as many lines as they need, grid lines that don't shine, a legend of the marks."""
     falcon = ma.load_model("toy:falcon")
     ma.explore(falcon, "Tom has 3 apples. How many?", layers=[0], heads=[0, 1]).save(tmp_path / "explore.html")
-    context = browser.new_context(color_scheme="dark", viewport={"width": 390, "height": 844}, offline=True)
-    page = context.new_page()
-    page.goto((tmp_path / "explore.html").as_uri())
+    page = opened(tmp_path / "explore.html", 390, 844, "dark")
     page.locator("[data-part=course] .gtitle").wait_for()
     for part in ("map", "parts", "course"):
         box = page.locator(f"[data-part={part}] .gtitle").bounding_box()
@@ -345,4 +335,3 @@ def test_the_explorer_on_a_dark_phone(browser, tmp_path):
     assert set(lines) == {"rgb(52, 58, 66)"}
     assert "by rank ● 1 ■ 2" in page.locator("figure.explorer").inner_text()
     assert page.locator("[data-part=key-itself]").evaluate("(one) => one.style.color") == "rgb(63, 207, 159)"
-    context.close()

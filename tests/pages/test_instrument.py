@@ -39,8 +39,7 @@ def focused(toy, prompts):
 
 def square(table, column, layers):
     made = np.full((len(layers), 8), np.nan)
-    for row in table.to_dict("records"):
-        made[layers.index(row["layer"]), row["head"]] = row[column]
+    made[[layers.index(layer) for layer in table["layer"]], table["head"]] = table[column]
     return made
 
 

@@ -97,12 +97,13 @@ def test_every_figure_and_table_is_the_same(measured, place):
         lambda of: draw.change_map(of, "sentence", "mass"),
     ):
         assert rounded(make(replace(lazy, memory=SMALL)).to_json()) == rounded(make(measured).to_json())
+    few = ("sequences", "received_attention", "block_updates")
     for memory, make in (
         ("60KiB", lambda of: of.stability("slash", top=3, splits=20)),
         ("60KiB", lambda of: of.stability(top=2, layer=1, over=["slash", "sentence"], splits=20)),
         ("9KiB", lambda of: of.agreement("slash", "sentence")),
         ("300KiB", lambda of: of.compare("slash", segment=None, resamples=99)),
-        (SMALL, lambda of: heads_table(of)[0]),
+        (SMALL, lambda of: heads_table(replace(of, datasets={name: of.datasets[name] for name in few}))[0]),
     ):
         got, table = make(replace(lazy, memory=memory)), make(measured)
         # Labels that were stored are texts of another kind.

@@ -19,9 +19,17 @@ def result(toy, prompts):
     return ma.run(toy, prompts[:4], {"slash": ma.MeaninglessTokens("/", 6)}, analyses, positions="prompts")
 
 
+@pytest.fixture(scope="module")
+def page(result):
+    return ma.browse(result, live=False)
+
+
 @pytest.fixture
-def view(result):
-    return ma.browse(result)
+def view(page, result):
+    """What ``ma.browse`` gives, of a page that is made once."""
+    from mechattn.pages.widget import Browser
+
+    return Browser(page, result)
 
 
 def test_what_the_page_says_is_selected(view):
@@ -95,8 +103,8 @@ def test_the_pattern_is_that_of_the_prompt(view, toy, prompts):
     assert numbers[0] == numbers[1] != numbers[2]
 
 
-def test_it_is_the_page(view, result, tmp_path):
-    page = ma.browse(result, live=False)
+def test_it_is_the_page(page, result, tmp_path):
+    view = ma.browse(result)
     assert type(page) is View
     assert view.page() == page.page()
     view.save(tmp_path / "browse.html")

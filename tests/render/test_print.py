@@ -12,7 +12,8 @@ from mechattn.known_answers.known_circuits import known_circuits
 from mechattn.render.draw import COLOURS, FADED, GREY, NEUTRAL, SHADE, faint
 from mechattn.render.figure_declaration import FIGURES
 
-BOXES = """(figure) => {
+BOXES = """(json) => {
+  const figure = JSON.parse(json);
   document.body.innerHTML = "<div></div>";
   const drawn = document.body.firstChild;
   drawn.style = `width:${figure.layout.width}px;height:${figure.layout.height}px`;
@@ -87,7 +88,7 @@ def drawn(browser):
     page = browser.new_page()
     page.set_content("<body></body>")
     page.add_script_tag(content=get_plotlyjs())
-    yield lambda figure: page.evaluate(BOXES, json.loads(figure.to_json()))
+    yield lambda figure: page.evaluate(BOXES, figure.to_json())
     page.close()
 
 

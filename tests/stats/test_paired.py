@@ -82,6 +82,17 @@ def test_simultaneous_intervals_hold_for_all_cells_at_once():
     assert np.mean(single) < 0.7
 
 
+@pytest.mark.parametrize("n", [9, 12, 24])
+def test_without_the_ends_of_bootstrap_intervals_the_tests_are_the_same(n):
+    """Simulations that ask for tests alone leave the ends out."""
+    d = np.exp(drawn(n, 12, shared=0.5)) - 1
+    made, tests = paired(d), paired(d, bootstrap_ends=False)
+    for name in ("p", "p_flip", "p_family", "q", "low", "high", "detectable"):
+        np.testing.assert_array_equal(getattr(made, name), getattr(tests, name), err_msg=name)
+    assert np.isnan([tests.low_bootstrap, tests.low_simultaneous]).all()
+    assert np.isfinite(made.low_simultaneous).all() == (n >= 10), "negative control"
+
+
 @pytest.mark.parametrize("shared", [0.0, 0.67])
 def test_false_discoveries_stay_at_the_nominal_rate(shared):
     """40 cells without an effect and 10 with one; the share of false ones among those with q < 0.05, on average."""
@@ -89,7 +100,7 @@ def test_false_discoveries_stay_at_the_nominal_rate(shared):
     for seed in range(150):
         d = drawn(20, 50, seed=seed, shared=shared)
         d[:, 40:] += 1.0
-        significant = paired(d, resamples=1999).q < 0.05
+        significant = paired(d, resamples=1999, bootstrap_ends=False).q < 0.05
         rates.append(significant[:40].sum() / max(1, significant.sum()))
         found.append(significant[40:].mean())
     assert np.mean(rates) <= 0.06
@@ -102,7 +113,7 @@ def test_skewed_differences_without_an_effect_are_not_found(n):
     ours, alone = [], []
     for seed in range(100):
         d = np.exp(drawn(n, 32, seed=seed, shared=0.5)) - np.exp(0.5)
-        made = paired(d, resamples=999)
+        made = paired(d, resamples=999, bootstrap_ends=False)
         ours.append((made.q < 0.05).any())
         alone.append((stats.false_discovery_control(made.p_flip) < 0.05).any())
         assert not ((made.q < 0.05) & (made.p_flip >= 0.05)).any()
@@ -116,7 +127,7 @@ def test_what_allows_for_skewness_costs_little_power():
     for seed in range(60):
         d = drawn(24, 40, seed=seed, shared=0.5)
         d[:, :10] += 0.9
-        made = paired(d, resamples=1999)
+        made = paired(d, resamples=1999, bootstrap_ends=False)
         ours.append((made.q[:10] < 0.05).mean())
         alone.append((stats.false_discovery_control(made.p_flip)[:10] < 0.05).mean())
     assert np.mean(alone) > 0.6
@@ -176,7 +187,7 @@ def test_the_smallest_detectable_effect_is_found_with_its_power_in_its_family():
     for seed in range(300):
         d = drawn(20, 32, seed=seed)
         d[:, 0] += effect
-        made = paired(d, resamples=1999)
+        made = paired(d, resamples=1999, bootstrap_ends=False)
         found.append(made.q[0] < 0.05)
     assert made.detectable[1] == pytest.approx(effect * d[:, 1].std(ddof=1))
     assert 0.63 < np.mean(found) < 0.85
