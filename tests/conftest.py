@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 # The hub is asked for nothing, and a name that is on it alone is refused at once, not after five attempts (23 s).
@@ -16,7 +17,8 @@ import torch
 
 import mechattn as ma
 from mechattn.engine.run import make_plan
-from mechattn.model.checkpoint import load_tokenizer, toy_folder
+from mechattn.model.architectures import tiny_model
+from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 
 # A CPU that is imitated in torch's own kernels has to be imitated in oneDNN too, which reads this at its first use. torch asks
 # oneDNN whether the CPU packs bfloat16; with AMX there, and kernels of AVX2, its attention raises as on no real CPU.
@@ -107,15 +109,28 @@ def questions():
 
 
 @pytest.fixture(scope="session")
-def toy():
-    """The shipped toy:llama."""
-    return ma.load_model("toy:llama")
-
-
-@pytest.fixture(scope="session")
 def tokenizer():
     """The tokenizer of toy:llama, for tiny models."""
     return load_tokenizer("toy:llama")
+
+
+@pytest.fixture(scope="session")
+def shared(tokenizer):
+    """A toy or the tiny model of a family, by name: loaded once, for tests that change neither it nor what is known of it."""
+
+    @cache
+    def loaded(name):
+        if name in toy_names():
+            return ma.load_model(name)
+        return ma.load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer)
+
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def toy(shared):
+    """The shipped toy:llama."""
+    return shared("toy:llama")
 
 
 @pytest.fixture(scope="session")
