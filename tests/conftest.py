@@ -18,7 +18,7 @@ import torch
 import mechattn as ma
 from mechattn.engine.run import make_plan
 from mechattn.model.architectures import tiny_model
-from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from mechattn.model.checkpoint import load_tokenizer, toy_folder
 
 # A CPU that is imitated in torch's own kernels has to be imitated in oneDNN too, which reads this at its first use. torch asks
 # oneDNN whether the CPU packs bfloat16; with AMX there, and kernels of AVX2, its attention raises as on no real CPU.
@@ -108,23 +108,25 @@ def questions():
     return GSM8K
 
 
+@cache
+def loaded_once(name):
+    """A toy, or the tiny model of a family, by name: for tests that change neither it nor what is known of it."""
+    if name.startswith("toy:"):
+        return ma.load_model(name)
+    tokenizer = load_tokenizer("toy:llama")
+    return ma.load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def shared():
+    """``loaded_once``."""
+    return loaded_once
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """The tokenizer of toy:llama, for tiny models."""
     return load_tokenizer("toy:llama")
-
-
-@pytest.fixture(scope="session")
-def shared(tokenizer):
-    """A toy or the tiny model of a family, by name: loaded once, for tests that change neither it nor what is known of it."""
-
-    @cache
-    def loaded(name):
-        if name in toy_names():
-            return ma.load_model(name)
-        return ma.load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer)
-
-    return loaded
 
 
 @pytest.fixture(scope="session")

@@ -31,8 +31,8 @@ def seen_with(model, tokens, *interventions, prompts=()):
 
 
 @pytest.mark.parametrize("name", toy_names())
-def test_on_a_model_it_is_the_function(name):
-    model = ma.load_model(name)
+def test_on_a_model_it_is_the_function(name, shared):
+    model = shared(name)
     tokens = torch.arange(10, 50).view(2, 20)
     plain, before = seen_with(model, tokens)
     moved, after = seen_with(model, tokens, ma.interventions.ARM(form="released_llama", p1=95.0), prompts=["a", "b"])
