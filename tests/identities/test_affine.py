@@ -87,7 +87,7 @@ def test_kept_positions_make_layer_0_affine_and_no_other(name, prompts, shared):
     """In a windowed layer only as long as nothing leaves the window: inserted tokens push others out of it."""
     model = shared(name)
     window = hooks.attention_window(model, 0)
-    for some in [SHORT] if window is None else [SHORT, prompts[:4]]:
+    for some in [SHORT] if window is None else [SHORT, prompts[:2]]:
         result = shift_of(model, some, slash=SLASH, unshifted=SLASH.unshifted())
         error = result["affine_shift"].relative_error.sel(segment="question").max(("prompt", "head"))
         if window is not None and some is not SHORT:
@@ -224,7 +224,7 @@ def test_masked_and_unshifted_together_are_the_baseline(any_toy, prompts):
     if any_toy.cfg.model_name not in ALIBI:
         variants |= {"both": SLASH.masked().unshifted()}
     windowed = hooks.attention_window(any_toy, 0) is not None  # inserted tokens push others out of a window
-    result = shift_of(any_toy, SHORT if windowed else prompts[:3], slash=SLASH, **variants)
+    result = shift_of(any_toy, SHORT if windowed else prompts[:2], slash=SLASH, **variants)
     received = result["received_attention"].received_by_segment.sel(segment="question")
     scale = result["affine_shift"].scale.sel(segment="question")
     assert float(abs(scale.sel(condition="masked") - 1).max()) < 1e-6
@@ -258,7 +258,7 @@ def test_both_engines_hide_and_keep_alike(prompts, shared):
         conditions = {"masked": SLASH.masked(), "unshifted": SLASH.unshifted()}
         analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.SegmentFlow()]
         streamed, hooked = (
-            ma.run(model, prompts[:3], conditions, analyses, engine=engine) for engine in ("streaming", "hooks")
+            ma.run(model, prompts[:2], conditions, analyses, engine=engine) for engine in ("streaming", "hooks")
         )
         for analysis, quantity in (("received_attention", "received_by_segment"), ("segment_flow", "value_flow")):
             gap = abs(streamed[analysis][quantity] - hooked[analysis][quantity]).max()
