@@ -109,10 +109,10 @@ def questions():
 
 
 @cache
-def loaded_once(name):
-    """A toy, or the tiny model of a family, by name: for tests that change neither it nor what is known of it."""
+def loaded_once(name, **options):
+    """A toy with these options, or the tiny model of a family, by name: for tests that change neither it nor what is known of it."""
     if name.startswith("toy:"):
-        return ma.load_model(name)
+        return ma.load_model(name, **options)
     tokenizer = load_tokenizer("toy:llama")
     return ma.load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer)
 
