@@ -156,7 +156,7 @@ def test_edges_of_versions_of_other_lengths_by_hand(direction):
 def test_integrated_gradients_are_complete():
     """What leaves the embedding adds up to the difference between the embeddings; with one step it doesn't."""
     model = loaded_once("toy:llama", dtype=torch.float64)
-    pairs = ma.pairs(model, "ioi", 4)
+    pairs = ma.pairs(model, "ioi", 2)
     made = {steps: ma.edges(model, pairs, Counterpart(), steps=steps).effects for steps in (1, 50)}
     whole = made[1].whole.values
     left = {steps: each.effect.sel(writer="embedding").sum("reader").values for steps, each in made.items()}

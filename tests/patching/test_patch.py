@@ -180,7 +180,7 @@ def test_heads_by_segment_against_hooks_written_by_hand(wide):
 
 
 def test_the_table_by_segment_and_the_residual_stream(toy):
-    some = prompts(4)
+    some = prompts(3)
     made = ma.patch(toy, some, SLASH, at=ma.Sites("resid_post", [0, 3], by="segment"))
     table = made.table()
     assert list(table.columns[:2]) == ["layer", "segment"]
@@ -201,7 +201,7 @@ def test_the_table_by_segment_and_the_residual_stream(toy):
 
 def test_attribution_by_segment_adds_up(toy):
     """First-order effects are sums over tokens, so the segments' add up to the head's."""
-    some = prompts(3)
+    some = prompts()
     whole = ma.patch(toy, some, SLASH)
     parts = ma.patch(toy, some, SLASH, at=ma.Sites(by="segment"))
     np.testing.assert_allclose(parts.effects.effect.sum("segment"), whole.effects.effect, rtol=1e-5, atol=1e-7)
@@ -446,7 +446,7 @@ def test_the_random_pattern_stays_inside_the_window(shared):
 
 
 def test_metrics_against_their_formulas(toy):
-    model, some = toy, prompts(3)
+    model, some = toy, prompts()
     found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m) for m in ("margin", "kl")}
     for prompt in some:
         runs = [
@@ -472,7 +472,7 @@ def test_a_metric_of_ones_own(toy):
     def first_token(logits, answer):
         return logits[:, 0, answer[0]]
 
-    made = ma.patch(toy, prompts(3), SLASH, metric=first_token)
+    made = ma.patch(toy, prompts(), SLASH, metric=first_token)
     assert made.about["metric"] == "first_token"
     assert made.effects.whole.notnull().all()
 
@@ -563,7 +563,7 @@ def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
 
 
 def test_the_map_shows_the_means_and_leaves_the_others_empty(toy):
-    made = ma.patch(toy, prompts(4), SLASH, at=HEADS)
+    made = ma.patch(toy, prompts(3), SLASH, at=HEADS)
     heat, marks, faded, _ = ma.render.patching_map(made).data
     assert heat.colorbar.title.text.replace("<br>", " ") == f"effect on the {made.about['metric']}"
     expected = made.effects.effect.mean("prompt").values
@@ -602,7 +602,7 @@ def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
 
 
 def test_the_table_of_layers(toy):
-    made = ma.patch(toy, prompts(4), SLASH, at=ma.Sites("resid_post", [1, 3]), metric="margin")
+    made = ma.patch(toy, prompts(3), SLASH, at=ma.Sites("resid_post", [1, 3]), metric="margin")
     table = made.table()
     assert list(table.layer) == [1, 3]
     assert table.share[1] == pytest.approx(1, abs=1e-4)
