@@ -1,7 +1,6 @@
 """Circuits written by hand do what they were written to do, are found, and others are not."""
 
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -69,7 +68,7 @@ def test_the_selftest_fails_for_other_edges(monkeypatch):  # negative control
     monkeypatch.setattr(
         known, "known_circuits", lambda: [wrong, CIRCUITS["induction that needs a constant, two layers"]]
     )
-    assert [answer.outcome for answer in islice(known.found_circuits(), 2)] == ["failed"] * 2
+    assert [answer.outcome for answer in known.found_circuits()] == ["failed"] * 2 + ["passed"] * 3
 
 
 def test_answers_that_have_nothing_to_do_with_the_prompts_find_no_edge():
