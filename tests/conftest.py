@@ -5,6 +5,7 @@ import os
 import shutil
 from collections import Counter
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 # The hub is asked for nothing, and a name that is on it alone is refused at once, not after five attempts (23 s).
@@ -17,6 +18,7 @@ import torch
 
 import mechattn as ma
 from mechattn.engine.run import make_plan
+from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer, toy_folder
 
 # A CPU that is imitated in torch's own kernels has to be imitated in oneDNN too, which reads this at its first use. torch asks
@@ -113,16 +115,31 @@ def questions():
     return GSM8K
 
 
+@cache
+def loaded_once(name, **options):
+    """A toy with these options, or the tiny model of a family, by name: for tests that change neither it nor what is known of it."""
+    if name.startswith("toy:"):
+        return ma.load_model(name, **options)
+    tokenizer = load_tokenizer("toy:llama")
+    return ma.load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer)
+
+
 @pytest.fixture(scope="session")
-def toy():
-    """The shipped toy:llama."""
-    return ma.load_model("toy:llama")
+def shared():
+    """``loaded_once``."""
+    return loaded_once
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
     """The tokenizer of toy:llama, for tiny models."""
     return load_tokenizer("toy:llama")
+
+
+@pytest.fixture(scope="session")
+def toy(shared):
+    """The shipped toy:llama."""
+    return shared("toy:llama")
 
 
 @pytest.fixture(scope="session")

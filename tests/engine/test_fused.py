@@ -16,16 +16,18 @@ CONDITIONS = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSente
 OPTIONS = [{}, {"queries": "question"}, {"queries": "all", "include_self": True}, {"skip_first": True}]
 
 
-@pytest.fixture(scope="module", params=["toy:llama", "toy:qwen2", "toy:gemma3", "toy:falcon"])
-def each_toy(request):
-    return ma.load_model(request.param)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_toy_gives_the_numbers_of_the_row_kernel(each_toy, options):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, OPTIONS[0]) for name in ("toy:llama", "toy:qwen2", "toy:falcon")),
+        *(("toy:gemma3", options) for options in OPTIONS),
+    ],
+    ids=str,
+)
+def test_every_toy_gives_the_numbers_of_the_row_kernel(name, options, shared):
     """Gemma's windowed layers come in rows, beside its full ones."""
     both = [
-        ma.run(each_toy, PROMPTS, CONDITIONS, ma.ReceivedAttention(**options), engine=engine)
+        ma.run(shared(name), PROMPTS, CONDITIONS, ma.ReceivedAttention(**options), engine=engine)
         for engine in ("fused", "streaming")
     ]
     assert [result.provenance["engine"] for result in both] == ["fused", "streaming"]
@@ -36,8 +38,8 @@ def test_every_toy_gives_the_numbers_of_the_row_kernel(each_toy, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_is_checked_before_it_is_trusted(family, tokenizer):
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+def test_each_family_is_checked_before_it_is_trusted(family, shared):
+    model = shared(family)
     if hooks.attention_layers(model):
         check = check_fused(model)
         assert check.outcome == "passed", str(check)
@@ -63,17 +65,17 @@ def test_a_fault_of_the_kernel_is_noticed(fault, tokenizer, monkeypatch):
         ma.run(model, PROMPTS, analyses=ma.ReceivedAttention(), engine="fused")
 
 
-def test_what_needs_rows_is_refused_and_streamed_by_itself():
+def test_what_needs_rows_is_refused_and_streamed_by_itself(toy):
     with pytest.raises(OptionError, match="attention_focus needs rows, which a fused kernel does not give"):
-        ma.run("toy:llama", PROMPTS, analyses=[ma.ReceivedAttention(), ma.analyses.AttentionFocus()], engine="fused")
-    result = ma.run("toy:llama", PROMPTS)
+        ma.run(toy, PROMPTS, analyses=[ma.ReceivedAttention(), ma.analyses.AttentionFocus()], engine="fused")
+    result = ma.run(toy, PROMPTS)
     expected = "streaming" if not torch.cuda.is_available() else "fused"
     assert result.provenance["engine"] == expected, "the default on a CPU, where two calls cost more than rows"
 
 
-def test_masked_tokens_come_in_rows():
+def test_masked_tokens_come_in_rows(toy):
     """A fused kernel has no mask for edges that are cut."""
     masked = {"masked": ma.MeaninglessTokens("/", 20).masked()}
-    both = [ma.run("toy:llama", PROMPTS, masked, engine=engine) for engine in ("fused", "streaming")]
+    both = [ma.run(toy, PROMPTS, masked, engine=engine) for engine in ("fused", "streaming")]
     for name, values in both[1]["received_attention"].data_vars.items():
         np.testing.assert_allclose(both[0]["received_attention"][name], values, atol=2e-6, rtol=1e-4, err_msg=name)

@@ -12,7 +12,7 @@ import mechattn as ma
 from mechattn.engine import request_checks
 from mechattn.engine import run as batch_plans
 from mechattn.errors import MechattnError, ModelError
-from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.architectures import FAMILIES
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers
 from tests.model.unusual import unusual_model
@@ -35,15 +35,14 @@ MECHANISMS += ("GPT-OSS", "OPT", "DeepSeek-V3 (latent attention)", "Mamba (no at
 CLOSE = 5e-5  # of the largest value: float32, two layers, sums over 60 keys
 
 
-@pytest.fixture(scope="session")
-def each(tokenizer):
-    """Every family, loaded once; nothing below changes a model."""
-    return cache(lambda name: loaded(name, tokenizer))
-
-
 def loaded(name, tokenizer):
-    make = tiny_model if name in FAMILIES else unusual_model
-    return ma.load_model(make(name, len(tokenizer)), tokenizer=tokenizer)
+    return ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def each(shared, tokenizer):
+    """Every family, loaded once; nothing below changes a model."""
+    return cache(lambda name: shared(name) if name in FAMILIES else loaded(name, tokenizer))
 
 
 def prompts_of(tokenizer, lengths=LENGTHS):
@@ -106,15 +105,15 @@ def differences(one, other):
         yield where, float(np.nanmax(np.abs(a - b), initial=0) / max(np.nanmax(np.abs(a), initial=0), 1e-6))
 
 
-def run(model, prompts, analyses, engine):
-    made = ma.run(model, prompts, analyses=analyses, engine=engine, positions="prompts")
+def run(model, prompts, analyses, engine, **options):
+    made = ma.run(model, prompts, analyses=analyses, engine=engine, positions="prompts", **options)
     return of_each(made, prompts)
 
 
 def worst(model, prompts, analyses, engine, one_batch):
-    alone = {}
-    for prompt in prompts:
-        alone |= run(model, [prompt], analyses, engine)
+    one_batch.clear()
+    alone = run(model, prompts, analyses, engine, memory="0.001MiB")
+    assert sorted(one_batch) == [[len(prompt.tokens)] for prompt in prompts], "each has to be in a batch of its own"
     one_batch.clear()
     together = run(model, prompts, analyses, engine)
     assert one_batch == [[len(prompt.tokens) for prompt in prompts]], "they have to be in one batch"

@@ -49,7 +49,7 @@ def test_a_real_architecture_goes_through_the_same_config(kind, tokenizer, tmp_p
     lines = text.splitlines()
     where = next(i for i, line in enumerate(lines) if line.startswith("model = "))
     lines[where] = f'model = "{folder}"'  # the one line
-    (tmp_path / "config.toml").write_text("\n".join(lines).replace("limit = 64", "limit = 8"))
+    (tmp_path / "config.toml").write_text("\n".join(lines).replace("limit = 64", "limit = 6"))
     monkeypatch.chdir(tmp_path)
     stored, page = run_from_config(tmp_path / "config.toml")
     result = ma.load_result(stored)

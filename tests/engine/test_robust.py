@@ -43,20 +43,14 @@ def whole(toy, some):
     return ma.run(toy, some, CONDITIONS, ANALYSES)
 
 
-@pytest.mark.parametrize(
-    ("error", "layer"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 2),
-        (
-            RuntimeError(
-                "[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 68719476736 bytes."
-            ),
-            2,
-        ),
-        (MemoryError(), 2),
-        (MemoryError(), 0),
-    ],
-)
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 68719476736 bytes."),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize(("error", "layer"), [(ERRORS[1], 2), (ERRORS[2], 0)])
 def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, some, whole, error, layer, monkeypatch):
     sizes = full(6, error, layer, monkeypatch)
     halved = ma.run(toy, some, CONDITIONS, ANALYSES)
@@ -86,6 +80,7 @@ def test_another_error_is_not_taken_for_a_full_memory(toy, prompts, monkeypatch)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         ma.run(toy, prompts[:2], CONDITIONS)
     assert not is_out_of_memory(ValueError("out of memory"))
+    assert all(map(is_out_of_memory, ERRORS))
 
 
 @pytest.mark.parametrize("engine", ["streaming", "hooks"])

@@ -1,5 +1,6 @@
 """LongRoPE: both sides of the boundary never share a batch, each side is right, and the result says which it is."""
 
+from functools import cache
 from importlib import import_module
 
 import numpy as np
@@ -30,6 +31,7 @@ def prompts_of(tokenizer, lengths=LENGTHS):
     return [ma.Prompt(tokens=tokens, id=f"p{i}", solution="3") for i, tokens in enumerate(made)]
 
 
+@cache
 def loaded(name, tokenizer):
     return ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer)
 
@@ -72,16 +74,18 @@ def test_a_plan_crosses_no_boundary():
     assert mixed, "without sides the same plan would cross it"
 
 
-@pytest.mark.parametrize("engine", ["hooks", "streaming"])
-@pytest.mark.parametrize("name", LONGROPE)
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [*((name, "hooks") for name in LONGROPE), ("Llama LongRoPE", "streaming")],  # Phi-3 is not streamed
+)
 def test_every_prompt_is_read_with_its_own_factors(name, engine, tokenizer, batches):
     model, prompts = loaded(name, tokenizer), prompts_of(tokenizer)
-    if name != "Llama LongRoPE" and engine == "streaming":
-        return  # Phi-3 is not streamed
     together = run(model, prompts, engine=engine)
     assert sorted(map(sorted, batches)) == [[6, 12, 27, BOUNDARY], [BOUNDARY + 1, 40, 60]]
+    batches.clear()
+    alone = run(model, prompts, engine=engine, memory="0.001MiB")
+    assert sorted(batches) == [[length] for length in sorted(LENGTHS)]
     for prompt in prompts:
-        alone = run(model, prompt, engine=engine)
         np.testing.assert_allclose(received(together, prompt), received(alone, prompt), atol=2e-6)
 
 
@@ -110,7 +114,7 @@ def test_each_side_is_that_of_a_model_with_these_factors_alone(name, tokenizer):
                 np.testing.assert_allclose(got.isel(layer=layer, key=key).values, expected, atol=2e-6)
 
 
-def test_the_result_says_which_side(tokenizer, tmp_path):
+def test_the_result_says_which_side(toy, tokenizer, tmp_path):
     model, prompts = loaded("Llama LongRoPE", tokenizer), prompts_of(tokenizer)
     result = run(model, prompts[:4])
     assert "short factors up to 32 positions" in result.provenance["model"]["rope"]
@@ -119,7 +123,7 @@ def test_the_result_says_which_side(tokenizer, tmp_path):
     assert ma.load_result(tmp_path / "stored.zarr")["sequences"].rope_factors.values.tolist() == [
         "short", "long", "short", "long",
     ]  # fmt: skip
-    plain = ma.run("toy:llama", "Tom has 3 apples.")
+    plain = ma.run(toy, "Tom has 3 apples.")
     assert "rope" not in plain.provenance["model"]
     assert "rope_factors" not in plain["sequences"]
 

@@ -19,9 +19,9 @@ SLASH = ma.MeaninglessTokens("/", 20)
 ALIBI = ("toy:falcon", "BLOOM", "MPT")
 
 
-@pytest.fixture(scope="module", params=toy_names())
-def any_toy(request):
-    return ma.load_model(request.param)
+@pytest.fixture(params=toy_names())
+def any_toy(request, shared):
+    return shared(request.param)
 
 
 def shift_of(model, prompts, **conditions):
@@ -83,11 +83,11 @@ def test_nothing_changes_before_the_insertion(any_toy, prompts):
 
 
 @pytest.mark.parametrize("name", [name for name in toy_names() if name not in ALIBI])
-def test_kept_positions_make_layer_0_affine_and_no_other(name, prompts):
+def test_kept_positions_make_layer_0_affine_and_no_other(name, prompts, shared):
     """In a windowed layer only as long as nothing leaves the window: inserted tokens push others out of it."""
-    model = ma.load_model(name)
+    model = shared(name)
     window = hooks.attention_window(model, 0)
-    for some in [SHORT] if window is None else [SHORT, prompts[:4]]:
+    for some in [SHORT] if window is None else [SHORT, prompts[:2]]:
         result = shift_of(model, some, slash=SLASH, unshifted=SLASH.unshifted())
         error = result["affine_shift"].relative_error.sel(segment="question").max(("prompt", "head"))
         if window is not None and some is not SHORT:
@@ -113,9 +113,9 @@ def test_at_the_start_without_bos_layer_0_is_affine(tokenizer, prompts):
         assert errors[1] > 100 * errors[0], family
 
 
-def test_the_rank_of_the_shift_is_the_number_of_token_types(prompts):
+def test_the_rank_of_the_shift_is_the_number_of_token_types(toy, prompts):
     """In layer 0 with RoPE: "/" without spaces is one type; "/" and then " /" are two; random tokens are many."""
-    model = ma.load_model("toy:llama")
+    model = toy
     one = ma.MeaninglessTokens("/", 20, separator="")
     kinds = {len(set(c.filler(prompts[0], model))) for c in (one,)}, {len(set(SLASH.filler(prompts[0], model)))}
     assert kinds == ({1}, {2})
@@ -148,8 +148,8 @@ def test_at_the_start_without_bos_the_shift_has_rank_1_in_every_layer(tokenizer)
     assert second[True, 1] > 1e-3
 
 
-def test_learned_positions_give_no_rank_1(tokenizer):
-    model = ma.load_model(tiny_model("GPT-2", len(tokenizer)), tokenizer=tokenizer)
+def test_learned_positions_give_no_rank_1(shared):
+    model = shared("GPT-2")
     _, part, sequence = next(parts_of(model, SHORT[0], ma.MeaninglessTokens("/", 20, separator="")))
     after = (sequence.origin >= 0) & (sequence.inserted.cumsum(0) > 0)
     s = torch.linalg.svdvals(part["shift"][:, after].double())
@@ -157,9 +157,9 @@ def test_learned_positions_give_no_rank_1(tokenizer):
 
 
 @pytest.mark.parametrize("name", [n for n in toy_names() if n != "toy:falcon"])
-def test_question_to_question_ratios_are_equal_in_layer_0(name, prompts):
+def test_question_to_question_ratios_are_equal_in_layer_0(name, prompts, shared):
     """A'[q, k] / A[q, k] is one number for all question keys of a query; not for keys before the insertion."""
-    model = ma.load_model(name)
+    model = shared(name)
     made = [ma.Baseline().apply(prompts[0], model), SLASH.apply(prompts[0], model)]
     seen = {}
 
@@ -188,9 +188,9 @@ def test_question_to_question_ratios_are_equal_in_layer_0(name, prompts):
 
 
 @pytest.mark.parametrize("family", ["BLOOM", "MPT"])
-def test_the_alibi_law(family, tokenizer):
+def test_the_alibi_law(family, shared):
     """out' = λ_S·out_S + λ_Q·out_Q + shift with λ_S / λ_Q = exp(−slope · N): the system prompt is N further away."""
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    model = shared(family)
     prompt = ma.Prompt("Tom has 3 apples.", system="Solve it.", id="a")
     condition = ma.MeaninglessTokens("/", 12)
     made = [ma.Baseline().apply(prompt, model), condition.apply(prompt, model)]
@@ -224,7 +224,7 @@ def test_masked_and_unshifted_together_are_the_baseline(any_toy, prompts):
     if any_toy.cfg.model_name not in ALIBI:
         variants |= {"both": SLASH.masked().unshifted()}
     windowed = hooks.attention_window(any_toy, 0) is not None  # inserted tokens push others out of a window
-    result = shift_of(any_toy, SHORT if windowed else prompts[:3], slash=SLASH, **variants)
+    result = shift_of(any_toy, SHORT if windowed else prompts[:2], slash=SLASH, **variants)
     received = result["received_attention"].received_by_segment.sel(segment="question")
     scale = result["affine_shift"].scale.sel(segment="question")
     assert float(abs(scale.sel(condition="masked") - 1).max()) < 1e-6
@@ -234,17 +234,17 @@ def test_masked_and_unshifted_together_are_the_baseline(any_toy, prompts):
         assert float(gap) < 5e-6
 
 
-def test_a_model_that_counts_positions_itself_cannot_keep_them(prompts):
+def test_a_model_that_counts_positions_itself_cannot_keep_them(prompts, shared):
     with pytest.raises(OptionError, match=r"takes no position ids.*'unshifted'"):
-        shift_of(ma.load_model("toy:falcon"), prompts[:3], unshifted=SLASH.unshifted())
+        shift_of(shared("toy:falcon"), prompts[:3], unshifted=SLASH.unshifted())
 
 
-def test_models_that_cannot_hide_or_keep(tokenizer):
+def test_models_that_cannot_hide_or_keep(shared):
     """Layers without attention would carry inserted tokens on; learned positions have none before the first."""
-    hybrid = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
+    hybrid = shared("Qwen3-Next (hybrid)")
     with pytest.raises(OptionError, match=r"attention in 1 of 2 layers.*'masked'"):
         shift_of(hybrid, SHORT, masked=SLASH.masked())
-    learned = ma.load_model(tiny_model("GPT-2", len(tokenizer)), tokenizer=tokenizer)
+    learned = shared("GPT-2")
     with pytest.raises(OptionError, match=r"learned positions, and 'unshifted' needs \d+ before the first"):
         shift_of(learned, SHORT, unshifted=SLASH.unshifted())
     few = ma.MeaninglessTokens("/", 3).unshifted()
@@ -252,13 +252,13 @@ def test_models_that_cannot_hide_or_keep(tokenizer):
     assert float(kept.relative_error.max()) < 1e-5
 
 
-def test_both_engines_hide_and_keep_alike(prompts):
+def test_both_engines_hide_and_keep_alike(prompts, shared):
     for name in ("toy:llama", "toy:gemma3"):
-        model = ma.load_model(name)
+        model = shared(name)
         conditions = {"masked": SLASH.masked(), "unshifted": SLASH.unshifted()}
         analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.SegmentFlow()]
         streamed, hooked = (
-            ma.run(model, prompts[:3], conditions, analyses, engine=engine) for engine in ("streaming", "hooks")
+            ma.run(model, prompts[:2], conditions, analyses, engine=engine) for engine in ("streaming", "hooks")
         )
         for analysis, quantity in (("received_attention", "received_by_segment"), ("segment_flow", "value_flow")):
             gap = abs(streamed[analysis][quantity] - hooked[analysis][quantity]).max()

@@ -28,9 +28,9 @@ def attention_outputs(model, sequence, layer, *interventions, prompt=""):
 
 
 @pytest.mark.parametrize("name", [name for name in toy_names() if name != "toy:falcon"])
-def test_unshifted_filler_is_reproduced_without_it(name, prompts):
+def test_unshifted_filler_is_reproduced_without_it(name, shared):
     """toy:gemma3's layer 0 has a window of 64, in which filler takes places: the prompt is short enough to fit."""
-    model = ma.load_model(name)
+    model = shared(name)
     prompt = ma.Prompt("Tom has 3 apples and buys 4. How many?", id="p", system="Solve.")
     condition = SLASH.unshifted()
     recorded = ma.record_affine(model, [prompt], condition, layers=0)
@@ -47,9 +47,9 @@ def test_unshifted_filler_is_reproduced_without_it(name, prompts):
 
 @pytest.mark.parametrize("name", toy_names())
 @pytest.mark.parametrize("layer", [0, 2])
-def test_elsewhere_what_is_missing_is_rerouting_and_new_values(name, layer, prompts):
+def test_elsewhere_what_is_missing_is_rerouting_and_new_values(name, layer, prompts, shared):
     """z' − (λ z + Σσ), with λ and Σσ applied to the model's own z in layer 0, is what AffineShift calls the residual."""
-    model, prompt = ma.load_model(name), prompts[1]
+    model, prompt = shared(name), prompts[1]
     recorded = ma.record_affine(model, [prompt], SLASH, layers=layer)
     baseline, made = ma.Baseline().apply(prompt, model), SLASH.apply(prompt, model)
     after, _, _ = attention_outputs(model, made, layer)

@@ -9,7 +9,7 @@ import torch
 import mechattn as ma
 from mechattn.evaluation.generate import Request, _Padded, answers, native_of
 from mechattn.interventions.intervention import Target
-from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.architectures import FAMILIES
 from mechattn.model.checkpoint import toy_names
 
 FUSED = ("GPT-2", "GPT-NeoX", "Falcon (RoPE)", "Phi-3", "MPT")
@@ -57,9 +57,9 @@ def hooked_logits(model, condition, prompt):
 
 @pytest.mark.parametrize("layers", [None, (1,)])
 @pytest.mark.parametrize("name", toy_names())
-def test_later_tokens_read_the_other_prompts_filler(name, layers):
+def test_later_tokens_read_the_other_prompts_filler(name, layers, shared):
     """The oracle: both prompts are read as far as the filler's end, cache entries exchanged, and one is read on."""
-    model, condition = ma.load_model(name), OneToken()
+    model, condition = shared(name), OneToken()
     prompts = two_prompts(model)
     recorded = ma.record_keys_values(model, prompts, condition)
     swapped = condition.under(ma.interventions.Transplant("inserted", recorded.from_other_prompts(), layers))
@@ -81,9 +81,9 @@ def test_later_tokens_read_the_other_prompts_filler(name, layers):
 
 
 @pytest.mark.parametrize(("name", "problems"), [("toy:relay", "recall"), ("toy:llama", "word-problems")])
-def test_answers_are_those_of_an_edited_cache(name, problems):
+def test_answers_are_those_of_an_edited_cache(name, problems, shared):
     """Also the first token, which the last filler token predicts: it has read its own prompt's filler."""
-    model, condition = ma.load_model(name), ma.MeaninglessTokens("/", 6, "before_answer")
+    model, condition = shared(name), ma.MeaninglessTokens("/", 6, "before_answer")
     native, made = native_of(model), {p: condition.apply(p, model) for p in ma.load_prompts(problems, limit=60)}
     lengths = [len(sequence) for sequence in made.values()]
     prompts = [p for p, sequence in made.items() if len(sequence) == max(lengths, key=lengths.count)][:8]
@@ -124,8 +124,8 @@ def test_answers_are_those_of_an_edited_cache(name, problems):
         if not f.startswith(("Mamba", "Deep", "Qwen3-Next"))
     ],
 )
-def test_every_family_with_and_without_hooks(family, tokenizer):
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+def test_every_family_with_and_without_hooks(family, shared):
+    model = shared(family)
     prompts, condition = two_prompts(model), OneToken()
     recorded = ma.record_keys_values(model, prompts, condition)
     swapped = condition.under(ma.interventions.Transplant("inserted", recorded.from_other_prompts()))

@@ -17,7 +17,7 @@ CIRCUITS = {circuit.name: circuit for circuit in known.known_circuits()}
 def test_each_model_gives_both_answers_and_needs_each_of_its_heads(name, monkeypatch):
     circuit = CIRCUITS[name]
     model = circuit.model(noise=0.0)
-    pairs = circuit.prompts(12, 0)
+    pairs = circuit.prompts(8, 0)
     with torch.no_grad():
         for pair in pairs:
             for tokens, answer in ((pair.tokens, pair.answer_tokens), (pair.counterpart, pair.other_answer)):
@@ -68,7 +68,7 @@ def test_the_selftest_fails_for_other_edges(monkeypatch):  # negative control
     monkeypatch.setattr(
         known, "known_circuits", lambda: [wrong, CIRCUITS["induction that needs a constant, two layers"]]
     )
-    assert [answer.outcome for answer in known.found_circuits()][:2] == ["failed"] * 2
+    assert [answer.outcome for answer in known.found_circuits()] == ["failed"] * 2 + ["passed"] * 3
 
 
 def test_answers_that_have_nothing_to_do_with_the_prompts_find_no_edge():

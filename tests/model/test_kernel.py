@@ -33,8 +33,8 @@ def test_identity_values_give_the_pattern(keys, masked):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_shows_the_pattern_that_it_computes_with(family, tokenizer):
-    check = ma.verify_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)["kernel"]
+def test_each_family_shows_the_pattern_that_it_computes_with(family, shared):
+    check = ma.verify_model(shared(family))["kernel"]
     assert check.outcome == ("not checked" if family.startswith("Mamba") else "passed"), str(check)
     eager = ("Gemma 2", "BLOOM", "MPT", "GPT-Neo", "GPT-J", "GPT-OSS")
     assert ("identity" in check.detail) == (family not in (*eager, "Mamba (no attention)"))

@@ -184,15 +184,13 @@ def test_a_granite_without_positions_is_mended(how, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["OLMo", "OLMo 2"])
-def test_olmo_in_half_precision(family, tokenizer):
+def test_olmo_in_half_precision(family, tokenizer, shared):
     """Its rotation is computed in float32, and TransformerLens left queries there; values were in bfloat16."""
     model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer, dtype=torch.bfloat16)
     assert "rotated queries and keys" in facts_of(model).report.mended[0]
     half = ma.run(model, TEXT, engine="hooks")["received_attention"].received_by_segment
-    assert not facts_of(ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)).report.mended
-    whole = ma.run(ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer), TEXT, engine="hooks")[
-        "received_attention"
-    ].received_by_segment
+    assert not facts_of(shared(family)).report.mended
+    whole = ma.run(shared(family), TEXT, engine="hooks")["received_attention"].received_by_segment
     assert 0 < float(abs(half - whole).max()) < 0.1
 
 

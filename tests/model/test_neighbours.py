@@ -11,8 +11,8 @@ from tests.model.unusual import DYNAMIC, LONGROPE, factors, unusual_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_passes(family, tokenizer):
-    check = facts_of(ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)).report["neighbours"]
+def test_every_family_passes(family, shared):
+    check = facts_of(shared(family)).report["neighbours"]
     assert check.outcome == "passed"
     assert check.difference < 1e-5
     far = family not in ("BLOOM", "MPT", "Mamba (no attention)")  # which take no position ids

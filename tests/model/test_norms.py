@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-import mechattn as ma
 from mechattn.model import hooks
-from mechattn.model.architectures import FAMILIES, tiny_model
+from mechattn.model.architectures import FAMILIES
 from mechattn.model.hooks import norms_once
 
 TOKENS = torch.arange(5, 17)[None]
@@ -17,8 +16,8 @@ def logits(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_logits_are_the_same_to_the_bit_and_the_model_is_left_as_it_was(family, tokenizer):
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+def test_the_logits_are_the_same_to_the_bit_and_the_model_is_left_as_it_was(family, shared):
+    model = shared(family)
     before = logits(model)
     own = [set(vars(module)) for module in model.modules()]
     with norms_once(model):
@@ -27,9 +26,9 @@ def test_the_logits_are_the_same_to_the_bit_and_the_model_is_left_as_it_was(fami
     assert [set(vars(module)) for module in model.modules()] == own
 
 
-def test_every_norm_is_found_wherever_it_lies(tokenizer):
+def test_every_norm_is_found_wherever_it_lies(shared):
     for family in ("Llama", "Gemma 3", "Qwen3", "GPT-2"):
-        model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+        model = shared(family)
         name = "_hf_autograd_forward_with_hooks"
         norms = [module for module in model.modules() if hasattr(type(module), name)]
         assert norms

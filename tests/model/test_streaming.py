@@ -18,8 +18,8 @@ from mechattn.model.verify.checks import _BY_FLAG, check_streaming
 
 
 @pytest.fixture
-def model(tokenizer):
-    return ma.load_model(tiny_model("Gemma 2", len(tokenizer)), tokenizer=tokenizer)
+def model(shared):
+    return shared("Gemma 2")
 
 
 def windows(model):
@@ -35,8 +35,8 @@ def state(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_with_attention_is_streamed(family, tokenizer):
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+def test_each_family_with_attention_is_streamed(family, shared):
+    model = shared(family)
     if not hooks.attention_layers(model):
         return
     before = state(model)
@@ -48,7 +48,7 @@ def test_each_family_with_attention_is_streamed(family, tokenizer):
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma 2", "Falcon-RW (ALiBi)", "GPT-2", "Qwen3-Next (hybrid)"])
 @pytest.mark.parametrize("layers", [None, [0]])
-def test_a_measuring_pass_keeps_no_keys_and_values(family, layers, tokenizer, monkeypatch):
+def test_a_measuring_pass_keeps_no_keys_and_values(family, layers, shared, monkeypatch):
     """Generation needs them; a forward pass that measures would hold those of every layer, and copy them."""
     from transformers import cache_utils
 
@@ -61,7 +61,7 @@ def test_a_measuring_pass_keeps_no_keys_and_values(family, layers, tokenizer, mo
             return update(*args, **kwargs)
 
         monkeypatch.setattr(getattr(cache_utils, kind), "update", counting)
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    model = shared(family)
     tokens = torch.arange(5, 13)[None]
     with torch.no_grad():
         model(tokens)
@@ -101,9 +101,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_what_is_streamed_is_noticed(fault, tokenizer, monkeypatch):
+def test_a_fault_in_what_is_streamed_is_noticed(fault, shared, monkeypatch):
     family, spoil = FAULTS[fault]
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+    model = shared(family)
     assert check_streaming(model).outcome == "passed"
     rows = functional.attention_by_rows
 
@@ -143,8 +143,8 @@ def test_a_fault_larger_than_rounding_is_noticed_in_half_precision(fault, dtype,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hooks_see_what_they_see_without_streaming(family, tokenizer):
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer)
+def test_hooks_see_what_they_see_without_streaming(family, shared):
+    model = shared(family)
     if not hooks.attention_layers(model):
         return
     plain, streamed = {}, {}
@@ -183,8 +183,8 @@ class Rotated(AnalysisBase):
         return sums
 
 
-def test_an_analysis_of_a_hook_that_streaming_silences_goes_through_the_hooks(tokenizer):
-    model = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
+def test_an_analysis_of_a_hook_that_streaming_silences_goes_through_the_hooks(shared):
+    model = shared("Llama")
     result = ma.run(model, "Tom has 3 apples.", analyses=Rotated())
     assert (result["rotated"].norm > 0).all()
     assert result.provenance["engine_reason"] == "not streamed: attn.hook_rot_q fires only with hooks"
@@ -254,10 +254,10 @@ def test_only_the_layers_asked_for_are_computed(tokenizer):
     assert reached == [1, 1], "a pass that nothing ends, and the logits of one position"
 
 
-def test_nan_is_refused_with_the_layer(tokenizer):
+def test_nan_is_refused_with_the_layer(tokenizer, shared):
     hf_model = tiny_model("Llama", len(tokenizer))
     hf_model.model.layers[1].self_attn.k_proj.weight.data[0] = torch.nan
     model = ma.load_model(hf_model, tokenizer=tokenizer, verify=False)
-    model._mechattn.streaming = check_streaming(ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer))
+    model._mechattn.streaming = check_streaming(shared("Llama"))
     with pytest.raises(ModelError, match=r"layer 1 of .* gives NaN"):
         ma.run(model, "Tom has 3 apples.", engine="streaming")

@@ -26,8 +26,8 @@ def failed(report):
 
 
 @pytest.mark.parametrize("name", toy_names())
-def test_every_toy_is_itself(name):
-    report = ma.verify_model(name)
+def test_every_toy_is_itself(name, shared):
+    report = ma.verify_model(shared(name))
     assert report.passed, str(report)
     assert not report.not_checked
     assert set(report.limited) <= {"hooks"}
@@ -153,7 +153,7 @@ def test_results_say_whether_the_model_was_verified(llama, tokenizer):
     assert ma.run(unverified, TEXT).provenance["model"]["verified"] is True
 
 
-def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer):
+def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer, shared):
     from transformer_lens.model_bridge import TransformerBridge
 
     def boot(family):
@@ -163,7 +163,7 @@ def test_a_bridge_made_elsewhere_is_verified_and_mended(tokenizer):
         bridge.cfg.default_prepend_bos = True
         return bridge
 
-    ours = ma.load_model(tiny_model("Falcon-RW (ALiBi)", len(tokenizer)), tokenizer=tokenizer)
+    ours = shared("Falcon-RW (ALiBi)")
     results = [ma.run(model, TEXT) for model in (ours, boot("Falcon-RW (ALiBi)"))]
     first, second = (result["received_attention"].received for result in results)
     torch.testing.assert_close(
@@ -195,7 +195,7 @@ def test_native_twin_shares_the_parameters(llama):
     assert own <= {p.data_ptr() for p in llama.original_model.parameters()}
 
 
-def test_layers_without_attention_are_left_out(tokenizer):
-    model = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
+def test_layers_without_attention_are_left_out(shared):
+    model = shared("Qwen3-Next (hybrid)")
     assert attention_layers(model) == [1]
     assert ma.run(model, TEXT)["received_attention"].layer.values.tolist() == [1]

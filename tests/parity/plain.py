@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from tests.conftest import loaded_once
 from tests.parity.test_every_toy import alibi_in_the_mask_only
 
 TWELVE = {"BLOOM": {"hidden_size": 96, "n_head": 12}, "MPT": {"d_model": 96, "n_heads": 12}}
@@ -18,11 +19,12 @@ def models(name):
     """The model in float64 with eager attention, and the hooked one."""
     if name in toy_names():
         plain = AutoModelForCausalLM.from_pretrained(toy_folder(name), dtype=torch.float64).eval()
-        hooked = ma.load_model(name)
+        hooked = loaded_once(name)
     else:
         tokenizer = load_tokenizer("toy:llama")
         plain, same = (tiny_model(name, len(tokenizer), **TWELVE.get(name, {})) for _ in range(2))
-        plain, hooked = plain.double(), ma.load_model(same, tokenizer=tokenizer)
+        plain = plain.double()
+        hooked = ma.load_model(same, tokenizer=tokenizer) if name in TWELVE else loaded_once(name)
     plain.set_attn_implementation("eager")
     loop_over_experts(plain)
     return plain, hooked

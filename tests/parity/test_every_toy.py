@@ -11,6 +11,7 @@ from transformers.models.falcon.modeling_falcon import FalconAttention
 import mechattn as ma
 from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from tests.conftest import loaded_once
 from tests.parity.test_received_attention import measured
 
 TOLERANCE = 2e-6
@@ -34,9 +35,8 @@ def alibi_in_the_mask_only(model, monkeypatch):
 def plain_and_hooked(name, tokenizer):
     """A model of transformers in float64 with eager attention, and the same one hooked, in float32."""
     if name in TINY:
-        plain, same = tiny_model(name, len(tokenizer)), tiny_model(name, len(tokenizer))
-        return plain.double(), ma.load_model(same, tokenizer=tokenizer)
-    return AutoModelForCausalLM.from_pretrained(toy_folder(name), dtype=torch.float64).eval(), ma.load_model(name)
+        return tiny_model(name, len(tokenizer)).double(), loaded_once(name)
+    return AutoModelForCausalLM.from_pretrained(toy_folder(name), dtype=torch.float64).eval(), loaded_once(name)
 
 
 def windows(config):

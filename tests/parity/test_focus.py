@@ -323,9 +323,9 @@ def slopes(plain, heads, length):
     return np.zeros((heads, length))
 
 
-def test_masked_tokens_and_knockouts(prompts):
+def test_masked_tokens_and_knockouts(prompts, shared):
     """A query sees fewer keys: no hidden target, and vertical scores over the queries that do see the key."""
-    falcon = ma.load_model("toy:falcon")
+    falcon = shared("toy:falcon")
     slash = ma.MeaninglessTokens("/", 20, place="start")
     edge_mask = slash.under(ma.interventions.Knockout("question", "inserted"))
     analyses = [ma.analyses.ScoreDecomposition(rank=2, per_query=True), ma.analyses.AttentionSinks(), AttentionMap()]
@@ -347,8 +347,8 @@ def test_masked_tokens_and_knockouts(prompts):
             np.testing.assert_allclose(mine[..., k], expected, atol=1e-5)
 
 
-def test_no_key_is_seen_by_enough_queries_in_a_narrow_window(prompts):
-    gemma = ma.load_model("toy:gemma3")
+def test_no_key_is_seen_by_enough_queries_in_a_narrow_window(prompts, shared):
+    gemma = shared("toy:gemma3")
     longer = ma.Prompt(" ".join(p.question for p in prompts[:3]), "Solve it.", id="0")
     result = ma.run(
         gemma,
@@ -372,9 +372,7 @@ def test_an_ablated_head_has_no_share_of_an_output(toy, prompts):
     assert (result["head_updates"].update_norm.sel(condition="off", layer=1, head=0, segment="question") == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_measured(dtype, prompts):
-    falcon = ma.load_model("toy:falcon", dtype=dtype)
+def test_half_precision_is_measured(prompts, shared):
     analyses = [
         ma.analyses.ScoreDecomposition(),
         ma.analyses.DirectLogits(),
@@ -382,12 +380,13 @@ def test_half_precision_is_measured(dtype, prompts):
         ma.analyses.AttentionSinks(),
         ma.analyses.BlockUpdates(),
     ]
-    half = ma.run(falcon, prompts[:2], analyses=analyses)
-    full = ma.run(ma.load_model("toy:falcon"), prompts[:2], analyses=analyses)
-    for dataset, name in (
-        ("head_updates", "magnitude"),
-        ("score_decomposition", "alibi"),
-        ("direct_logits", "next_token_logit"),
-    ):
-        a, b = (r[dataset][name].sel(segment="question").values for r in (half, full))
-        assert abs(a - b).max() < 0.1 * abs(b).max(), name
+    full = ma.run(shared("toy:falcon"), prompts[:2], analyses=analyses)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = ma.run(ma.load_model("toy:falcon", dtype=dtype), prompts[:2], analyses=analyses)
+        for dataset, name in (
+            ("head_updates", "magnitude"),
+            ("score_decomposition", "alibi"),
+            ("direct_logits", "next_token_logit"),
+        ):
+            a, b = (r[dataset][name].sel(segment="question").values for r in (half, full))
+            assert abs(a - b).max() < 0.1 * abs(b).max(), (dtype, name)

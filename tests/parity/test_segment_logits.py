@@ -7,7 +7,6 @@ import torch
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
-from mechattn.model.architectures import tiny_model
 from tests.parity.plain import models, passed
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -58,13 +57,11 @@ def test_each_head_reads_key_by_key(name, prompts, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["toy:llama", "toy:gemma3", "toy:falcon", "OLMo 2", "GPT-2", "DeepSeek-V3 (latent attention)"]
 )
-def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, tokenizer):
+def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, shared):
     """With norms after attention, biases, grouped heads, ALiBi, windows and latent attention."""
-    if not name.startswith("toy:"):
-        name = ma.load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer)
     conditions = {"slash": SLASH, "masked": SLASH.masked()} if engine == "streaming" else {"slash": SLASH}
     analyses = [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()]
-    result = ma.run(name, prompts[:2], conditions, analyses, positions="prompts", engine=engine)
+    result = ma.run(shared(name), prompts[:2], conditions, analyses, positions="prompts", engine=engine)
     summed = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True)
     whole = result["direct_logits"].next_token_logit
     for condition in ("baseline", *conditions):
@@ -76,9 +73,9 @@ def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, tokeniz
         assert np.nanmax(abs(part.values[there] - expected[there])) > 0.01 * scale, "one segment alone is not the sum"
 
 
-def test_what_a_gate_lets_through(tokenizer, monkeypatch):
+def test_what_a_gate_lets_through(shared, monkeypatch):
     """Qwen3-Next opens each channel of the mix; with a gate that is always open the sum would be another."""
-    model = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
+    model = shared("Qwen3-Next (hybrid)")
     prompts = ma.load_prompts("word-problems", limit=1)
 
     def both():
@@ -95,8 +92,8 @@ def test_what_a_gate_lets_through(tokenizer, monkeypatch):
     assert np.nanmax(abs(ungated[there] - expected[there])) > 0.1 * scale
 
 
-def test_a_norm_after_the_mix_is_refused(tokenizer, monkeypatch):
-    model = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
+def test_a_norm_after_the_mix_is_refused(shared, monkeypatch):
+    model = shared("Qwen3-Next (hybrid)")
     monkeypatch.setattr("mechattn.analysis.direct_logits.gate_function", lambda detail: None)
     with pytest.raises(ModelError, match=r"a key's share of a head's update is not"):
         ma.run(model, "Tom has 3 apples.", analyses=ma.analyses.SegmentLogits())

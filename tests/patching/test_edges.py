@@ -13,6 +13,7 @@ from mechattn.conditions import Counterpart
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import lettered_tokenizer, toy_folder
+from tests.conftest import loaded_once
 from tests.patching.test_pairs import LONGER, PARTNERS
 
 EQUAL = [
@@ -31,8 +32,9 @@ def theirs(node):
     return f"L{node.layer}MLP" if part is None else f"L{node.layer}H{node.head}{part}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("direction", ["denoising", "noising"])
+@pytest.mark.parametrize(
+    ("family", "direction"), [*((family, "denoising") for family in FAMILIES), ("Llama", "noising")]
+)
 def test_edges_equal_transformer_lens(family, direction):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -114,7 +116,7 @@ READERS = ["L0H1.v", "L1H2.q", "L1H3.k", "L2H0.v", "L2MLP", "L3H5.q", "L0MLP", "
 @pytest.mark.parametrize("direction", ["denoising", "noising"])
 def test_edges_of_versions_of_other_lengths_by_hand(direction):
     """Attributed with one and with three steps, and patched exactly, each against autograd on the plain model."""
-    hand, model = ByHand(), ma.load_model("toy:llama", dtype=torch.float64)
+    hand, model = ByHand(), loaded_once("toy:llama", dtype=torch.float64)
     made = {steps: ma.edges(model, LONGER, Counterpart(), steps=steps, direction=direction) for steps in (1, 3)}
     checked = made[1].checked.set_index(["prompt", "writer", "reader"]).exact
     ways = [(theirs, mine) for mine, theirs in PARTNERS] if direction == "denoising" else PARTNERS
@@ -153,8 +155,8 @@ def test_edges_of_versions_of_other_lengths_by_hand(direction):
 
 def test_integrated_gradients_are_complete():
     """What leaves the embedding adds up to the difference between the embeddings; with one step it doesn't."""
-    model = ma.load_model("toy:llama", dtype=torch.float64)
-    pairs = ma.pairs(model, "ioi", 4)
+    model = loaded_once("toy:llama", dtype=torch.float64)
+    pairs = ma.pairs(model, "ioi", 2)
     made = {steps: ma.edges(model, pairs, Counterpart(), steps=steps).effects for steps in (1, 50)}
     whole = made[1].whole.values
     left = {steps: each.effect.sel(writer="embedding").sum("reader").values for steps, each in made.items()}
@@ -162,8 +164,8 @@ def test_integrated_gradients_are_complete():
     assert abs(left[1] - whole).max() > 0.1 * abs(whole).max(), "the test would notice missing steps"
 
 
-def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them():
-    model = ma.load_model("toy:llama")
+def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them(toy):
+    model = toy
     made = ma.edges(model, ma.pairs(model, "ioi", 6), Counterpart())
     table = made.table(top=5)
     assert list(table.columns[:2]) == ["writer", "reader"]
@@ -177,13 +179,12 @@ def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them():
     assert not (model.cfg.use_hook_mlp_in)
 
 
-def test_what_has_no_edges_is_refused_in_words():
-    pairs = EQUAL
+def test_what_has_no_edges_is_refused_in_words(shared):
+    pairs, falcon, gemma, model = EQUAL, *map(shared, ("toy:falcon", "toy:gemma3", "toy:llama"))
     with pytest.raises(ModelError, match=r"no inputs of single heads of .*patch nodes with ma.patch"):
-        ma.edges("toy:falcon", ma.pairs(ma.load_model("toy:falcon"), "ioi", 2), Counterpart())
+        ma.edges(falcon, ma.pairs(falcon, "ioi", 2), Counterpart())
     with pytest.raises(ModelError, match="does not add up to the residual stream"):
-        ma.edges("toy:gemma3", ma.pairs(ma.load_model("toy:gemma3"), "ioi", 2), Counterpart())
-    model = ma.load_model("toy:llama")
+        ma.edges(gemma, ma.pairs(gemma, "ioi", 2), Counterpart())
     with pytest.raises(OptionError, match=r"1,055 edges of .* need about .* GiB for a prompt of 24 tokens"):
         ma.edges(model, ma.pairs(model, "ioi", 2), Counterpart(), memory="1MiB")
     with pytest.raises(OptionError, match="steps=0: give a whole number"):

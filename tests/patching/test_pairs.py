@@ -9,6 +9,7 @@ import mechattn as ma
 from mechattn.conditions import Counterpart
 from mechattn.errors import OptionError, PromptError
 from mechattn.model.checkpoint import toy_folder
+from tests.conftest import loaded_once
 
 LONGER = [
     ma.Prompt(tokens=(1, 20, 30, 31, 32, 40, 41, 9 + i), answer_tokens=(60,), counterpart=(1, 20, 35, 40, 41, 9 + i),
@@ -20,7 +21,7 @@ LONGER = [
 @pytest.fixture(scope="module")
 def wide():
     native = AutoModelForCausalLM.from_pretrained(toy_folder("toy:llama"), dtype=torch.float64)
-    return ma.load_model("toy:llama", dtype=torch.float64), native.eval()
+    return loaded_once("toy:llama", dtype=torch.float64), native.eval()
 
 
 def difference(native, tokens, at, wrong, modules=(), put=None):

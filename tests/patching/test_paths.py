@@ -12,6 +12,7 @@ from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.patching.edges import EdgePair
 from mechattn.patching.graph import graph_of, showing_edges
 from mechattn.patching.pairs import pairs_of
+from tests.conftest import loaded_once
 from tests.patching.test_edges import ByHand
 from tests.patching.test_pairs import LONGER, PARTNERS
 
@@ -50,10 +51,14 @@ def inputs_of(native, tokens, z=None, put=None):
 
 @pytest.mark.parametrize("direction", ["denoising", "noising"])
 def test_paths_by_hand(direction):
-    native, model = ByHand().native, ma.load_model("toy:llama", dtype=torch.float64)
+    native, model = ByHand().native, loaded_once("toy:llama", dtype=torch.float64)
     made = ma.paths(model, LONGER, Counterpart(), NAMED, direction=direction)
     ways = [(theirs, mine) for mine, theirs in PARTNERS] if direction == "denoising" else PARTNERS
     width, unfrozen = native.config.head_dim, []
+    live = {
+        sender: ma.patch(model, LONGER, Counterpart(), at=[sender], metric="answers", direction=direction)
+        for sender, _ in NAMED
+    }
     for i, prompt in enumerate(LONGER[:2]):
         own, other = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
         receiver, donor = (other, own) if direction == "denoising" else (own, other)
@@ -72,8 +77,7 @@ def test_paths_by_hand(direction):
                 piece = projected[key][:, at * width : (at + 1) * width]
                 value, _, _ = inputs_of(native, receiver, put={key: (at, piece)})
             assert float(made.effects.effect[i, j]) == pytest.approx(value - before, abs=2e-6)
-            live = ma.patch(model, LONGER, Counterpart(), at=[sender], metric="answers", direction=direction)
-            unfrozen.append(abs(float(live.effects.effect[i].squeeze()) - (value - before)))
+            unfrozen.append(abs(float(live[sender].effects.effect[i].squeeze()) - (value - before)))
     assert max(unfrozen) > 1e-3, "heads that are not frozen would be noticed"
 
 

@@ -45,7 +45,7 @@ def test_the_question_holds_every_number_of_the_chain():
 
 
 def test_no_test_problem_is_a_training_problem():
-    train, test = some("train", 4000, steps=(1, 2)), some("test", 1000, steps=(1, 2))
+    train, test = some("train", 2000, steps=(1, 2)), some("test", 500, steps=(1, 2))
     assert not {p.chain for p in train} & {p.chain for p in test}
     assert not {p.question for p in train} & {p.question for p in test}
     assert all(p.split == "train" for p in train)
