@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 
 import numpy as np
@@ -16,18 +15,13 @@ from typer.main import get_command
 
 import mechattn as ma
 from mechattn.commands.main import app, main
+from mechattn.jobs.executors import Local
 from mechattn.model.checkpoint import toy_names
-
-
-def mechattn(*arguments, cwd=None):
-    """In a process of its own."""
-    command = [sys.executable, "-c", "from mechattn.commands.main import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, capsys):
-    """The same in this process, which has imported everything, and in a folder of the test's own."""
+    """Runs them in this process, which has imported everything, and in a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -66,10 +60,12 @@ def test_help_imports_nothing_heavy():
 
 def test_import_is_lazy():
     code = (
-        "import sys, mechattn; print('torch' in sys.modules); mechattn.ReceivedAttention; print('torch' in sys.modules)"
+        "import sys, mechattn; print('torch' in sys.modules); sys.modules['torch'] = None\n"
+        "try: mechattn.ReceivedAttention\n"
+        "except ImportError as error: print(error.name)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["False", "True"]
+    assert out.split() == ["False", "torch"], "not imported, until it is needed"
 
 
 def test_every_public_name_is_there():
@@ -111,45 +107,45 @@ def test_run_on_a_file_of_real_questions(tmp_path, here, questions):
     assert ma.load_result(tmp_path / "result.zarr").conditions == ["baseline", "slash"]
 
 
-HELD_UP = """
-import time
-from mechattn.commands.main import main
-from mechattn.jobs.executors import Local
-parts = Local.parts
-def held_up(self, job, chunks):
-    for number, part in enumerate(parts(self, job, chunks)):
-        time.sleep(60 * (number == 2))  # the third chunk takes long
-        yield part
-Local.parts = held_up
-main()
-"""
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Ctrl-C, once, when the third chunk has been computed."""
+    parts, pressed = Local.parts, []
+
+    def held_up(self, job, chunks):
+        for number, part in enumerate(parts(self, job, chunks)):
+            if number == 2 and not pressed:
+                pressed.append(number)
+                signal.raise_signal(signal.SIGINT)
+            yield part
+
+    monkeypatch.setattr(Local, "parts", held_up)
+    # A shell that starts the tests in the background lets them ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
-def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here):
+def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here, interrupted):
     """In two shards, one of them interrupted and continued; then merged."""
     config = tmp_path / "config.toml"
     config.write_text(
-        'model = "toy:llama"\nverify = false\nchunk = 1\n[prompts]\nsource = "word-problems"\nlimit = 12\n'
+        'model = "toy:llama"\nverify = false\nlayers = [0]\nchunk = 1\n[prompts]\nsource = "word-problems"\nlimit = 8\n'
         '[output]\nresult = "r.zarr"\n'
     )
-    command = [sys.executable, "-c", HELD_UP, "run", str(config), "--shard", "1/2"]
-    # A shell that starts the tests in the background lets them ignore SIGINT, and what they start inherits that.
-    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
-    until = time.monotonic() + 120
-    while len(list(tmp_path.glob("r-1-of-2.zarr.parts/*.zip"))) < 2 and time.monotonic() < until:
-        time.sleep(0.002)
-    run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=60)
+    run = here("run", config, "--shard", "1/2")
     assert run.returncode == 130
-    assert re.search(r"mechattn: stopped; 2 of 6 chunks are done and kept in .*; rerun the command to resume", said)
-    assert "Traceback" not in said
+    assert re.search(
+        r"mechattn: stopped; 2 of 4 chunks are done and kept in .*; rerun the command to resume", run.stderr
+    )
+    assert "Traceback" not in run.stderr
+    assert len(list(tmp_path.glob("r-1-of-2.zarr.parts/*.zip"))) == 2
     for shard in ("1/2", "2/2"):
         done = here("run", config, "--shard", shard)
         assert done.returncode == 0, done.stderr
     done = here("merge", "whole.zarr", "r-2-of-2.zarr", "r-1-of-2.zarr")
     assert done.returncode == 0, done.stderr
-    assert ma.load_result(tmp_path / "whole.zarr")["sequences"].prompt.values.tolist() == [str(i) for i in range(12)]
+    assert ma.load_result(tmp_path / "whole.zarr")["sequences"].prompt.values.tolist() == [str(i) for i in range(8)]
     again = here("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr")
     assert again.returncode == 2
     assert "prompt 0 is in two of the results" in again.stderr
@@ -163,12 +159,12 @@ def test_an_error_is_a_sentence_not_a_traceback(tmp_path, here):
     assert "Traceback" not in done.stderr
 
 
-def test_the_first_look_names_every_command():
-    done = mechattn()
+def test_the_first_look_names_every_command(here):
+    done = here()
     assert done.returncode == 0
     for name in ("figures", "verify", "run", "evaluate", "show", "report", "export", "--install-completion"):
         assert name in done.stdout
-    assert mechattn("--version").stdout.strip() == f"mechattn {ma.__version__}"
+    assert here("--version").stdout.strip() == f"mechattn {ma.__version__}"
 
 
 QUESTIONS = [f"{name} has {i + 3} pears and eats {i}. How many are left?" for i, name in enumerate("ABCDEF")]
@@ -259,18 +255,16 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
         np.testing.assert_allclose(rows.baseline, compared.reference, rtol=1e-12)
         values = slash_result.heads(quantity, None, condition="slash").sort_values(["layer", "head"])
         np.testing.assert_allclose(rows.value_high, values.high, rtol=1e-12)
-    both = here("export", tmp_path / "r.zarr", tmp_path / "r.zarr", "--csv", tmp_path / "both.csv")
-    assert both.returncode == 0, both.stderr
-    assert pd.read_csv(tmp_path / "both.csv").equals(pd.concat([table, table], ignore_index=True))
+    both = here("export", tmp_path / "r.zarr", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv")
+    assert both.returncode == 0, "its own file is replaced"
+    assert pd.read_csv(tmp_path / "a" / "heads.csv").equals(pd.concat([table, table], ignore_index=True))
     assert set(table.model) == {"toy:llama"}
     changed = table[table.condition == "slash"]
-    for columns in (changed, slash_result.compare("slash")):
+    for columns in (changed, compared):
         about = [set(columns[name]) for name in ("segment", "change_units", "scale", "level", "n_of")]
         assert about == [{"question"}, {"fraction"}, {"log-ratio"}, {0.95}, {"prompts"}], "a file says what it holds"
     assert set(table.units) == {"probability"}
     assert set(table.result) == {str(tmp_path / "r.zarr")}
-    again = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv")
-    assert again.returncode == 0, "its own file is replaced"
     (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
     refused = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "mine.csv")
     assert refused.returncode == 2

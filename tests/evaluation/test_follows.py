@@ -23,20 +23,20 @@ def evaluated(model, prompts, condition, new_tokens):
 
 
 def test_the_toy_that_computes_over_filler_follows_it():
-    relay, questions = ma.load_model("toy:relay"), ma.load_prompts("recall", limit=40)
+    relay, questions = ma.load_model("toy:relay"), ma.load_prompts("recall", limit=20)
     evaluation, donors = evaluated(relay, questions, filler(12), 6)
     assert evaluation.right("filler").mean() > 0.9
     found = evaluation.follows("another's", donors, "filler")
     assert found["followed"] >= 0.8, found
-    assert found["n"] + found["alike"] == 40
+    assert found["n"] + found["alike"] == 20
     assert found["by_chance"] < 0.3
     assert evaluation.follows("own", donors, "filler")["followed"] == 0
 
 
 def test_the_toy_that_reads_past_filler_does_not(toy):
     """Inside the question, where keys and values differ from prompt to prompt, and 95 % of answers are right."""
-    problems = ma.load_prompts("word-problems", limit=40)
-    evaluation, donors = evaluated(toy, problems, ma.MeaninglessTokens("/", count=12, place="middle"), 90)
+    problems = ma.load_prompts("word-problems", limit=20)
+    evaluation, donors = evaluated(toy, problems, ma.MeaninglessTokens("/", count=12, place="middle"), 60)
     found = evaluation.follows("another's", donors, "filler")
     assert found["followed"] < 0.05, found
     assert found["kept"] > 0.5

@@ -11,7 +11,7 @@ from mechattn.commands.main import app
 from mechattn.commands.run_config import evaluate_from_config
 from mechattn.errors import OptionError
 from mechattn.stats.units import halves_of
-from tests.evaluation.stand_in import Engine, StandIn, running
+from tests.served.stand_in import Engine, StandIn, running
 
 TEXT = """
 model = "toy:llama"

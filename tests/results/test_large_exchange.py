@@ -10,6 +10,7 @@ import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.store.objects import Store
 from mechattn.store.saving import merge_stored
+from tests.results.remembering import Remembering
 
 ARRAY = "received_attention/received_by_segment"
 NAMES = [f"{ARRAY}/c/{chunk}/0/0/0/0" for chunk in range(2)]
@@ -39,10 +40,15 @@ def other(job):
 
 
 @pytest.fixture(scope="module")
-def made(job, other, tmp_path_factory):
+def executor():
+    return Remembering()
+
+
+@pytest.fixture(scope="module")
+def made(job, other, executor, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exchange")
     for name, one in (("r", job), ("other", other)):
-        ma.run_job(one, folder / f"{name}.zarr")
+        ma.run_job(one, folder / f"{name}.zarr", executor=executor)
     return folder
 
 
@@ -68,7 +74,7 @@ def received(result):
 
 
 @pytest.mark.parametrize("source", ["another chunk", "another run"])
-def test_an_object_of_elsewhere_is_refused(job, place, source, capsys):
+def test_an_object_of_elsewhere_is_refused(job, executor, place, source, capsys):
     mine, right = store_of(place), ma.load_result(place).digest()
     theirs = mine if source == "another chunk" else store_of(place.replace("r.zarr", "other.zarr"))
     content = theirs.get(NAMES[source == "another chunk"])
@@ -83,7 +89,7 @@ def test_an_object_of_elsewhere_is_refused(job, place, source, capsys):
             merge_stored(target, [place], copy=True)
         with pytest.raises(OutputError, match=r"no stored result|incomplete"):
             ma.load_result(target)
-    assert ma.run_job(job, place).digest() == right
+    assert ma.run_job(job, place, executor=executor).digest() == right
     assert "computing 1 of 2 chunks again" in capsys.readouterr().err
 
 
@@ -97,13 +103,13 @@ def test_what_vanishes_after_opening_is_named(place):
     assert not Path("saved.zarr").exists()
 
 
-def test_a_result_that_was_replaced_after_opening(job, other, place):
+def test_a_result_that_was_replaced_after_opening(job, other, executor, place):
     """By another run, or by nothing; what was computed again with the same numbers is read on."""
     loaded = ma.load_result(place)
     expected = received(loaded)
     ma.run_job(job, place, fresh=True)
     assert (received(loaded) == expected).any()
-    ma.run_job(other, place, fresh=True)
+    ma.run_job(other, place, executor=executor, fresh=True)
     with pytest.raises(OutputError, match=r"r\.zarr was replaced or deleted after it was opened: load it again"):
         received(loaded)
     assert not (received(ma.load_result(place)) == expected).all()
@@ -132,7 +138,7 @@ def test_a_result_saved_where_it_is_read_from(place, some):
 
 
 @pytest.mark.parametrize("name", ["c/x/0/0/0/0", "c/99/0/0/0/0", "c/0", "c/00/0/0/0/0", "x/c/0/0/0/0/0", "c/0/0/0/0/9"])
-def test_names_that_no_object_has(job, made, tmp_path, name):
+def test_names_that_no_object_has(job, executor, made, tmp_path, name):
     """In the root of somebody's store; a job that stores its result there computes it again."""
     shutil.copytree(made / "r.zarr", tmp_path / "r.zarr")
     root = tmp_path / "r.zarr" / "zarr.json"
@@ -141,4 +147,4 @@ def test_names_that_no_object_has(job, made, tmp_path, name):
     root.write_text(root.read_text().replace(known, f'{known}"{ARRAY}/{name}": "0123456789abcdef",\n'))
     with pytest.raises(OutputError, match=f"is damaged: {ARRAY}/{name} belongs to none of its arrays"):
         ma.load_result(tmp_path / "r.zarr")
-    assert ma.run_job(job, tmp_path / "r.zarr").digest() == ma.load_result(made / "r.zarr").digest()
+    assert ma.run_job(job, tmp_path / "r.zarr", executor=executor).digest() == ma.load_result(made / "r.zarr").digest()

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -20,6 +21,7 @@ from mechattn.store.result_bytes import packed
 from mechattn.store.saving import merge_stored
 from tests.kills import Killed, each_kill, killed_at
 from tests.results.test_kills import Ready, emptied, names, numbers, one, smallest_results  # noqa: F401
+from tests.results.test_kills import copied as in_place_of
 
 AT = "memory://killed"
 
@@ -149,14 +151,13 @@ def test_a_merge(shards, tmp_path, copy):
     if copy:
         places = [str(shared / f"{number}.zarr") for number in range(2)]
     expected = [numbers(shards[0]), numbers(ma.merge_results(shards))]
-
-    def before():
-        emptied(out)
-        for place, made in zip(places, shards):
-            copied(made, Store(Path(place)))
-        merge_stored(str(out / "all.zarr"), places[:1], copy)
-
-    for _ in each_kill(out, before, lambda: merge_stored(str(out / "all.zarr"), places, copy)):
+    for place, made in zip(places, shards):
+        copied(made, Store(Path(place)))
+    merge_stored(str(out / "all.zarr"), places[:1], copy)
+    before = shutil.copytree(out, tmp_path / "before")
+    for _ in each_kill(
+        out, lambda: in_place_of(before, out), lambda: merge_stored(str(out / "all.zarr"), places, copy)
+    ):
         assert numbers(ma.load_result(out / "all.zarr")) in expected
         merge_stored(str(out / "all.zarr"), places, copy)
         assert numbers(ma.load_result(out / "all.zarr")) == expected[1]

@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,20 @@ def everything(toy, prompts):
     return ma.run(toy, prompts[:3], conditions, analyses, layers=[0, 1])
 
 
+@pytest.fixture(scope="module")
+def saved(slash_result, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    slash_result.save(folder / "result.zarr")
+    return folder
+
+
+@pytest.fixture
+def stored(saved, tmp_path):
+    """The result of two conditions on disk, in a folder of the test's own."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "result.zarr"
+
+
 @pytest.mark.parametrize("name", PLACES)
 def test_round_trip(everything, slash_result, tmp_path, name):
     for result in (everything, slash_result):
@@ -87,7 +102,7 @@ def test_provenance_says_what_the_numbers_are_of(everything, toy):
 def test_one_changed_weight_of_a_toy_changes_the_hash(checkpoint):
     import torch
 
-    model = ma.load_model(str(checkpoint))
+    model = ma.load_model(str(checkpoint), verify=False)
     hashes = []
     for change in (0.0, 1e-4, -1e-4):
         with torch.no_grad():
@@ -101,7 +116,7 @@ def test_weights_are_hashed_once_until_they_change(checkpoint, monkeypatch):
 
     from mechattn.model import weights
 
-    model, made = ma.load_model(str(checkpoint)), []
+    model, made = ma.load_model(str(checkpoint), verify=False), []
     sha256 = weights.hashlib.sha256
     monkeypatch.setattr(weights.hashlib, "sha256", lambda: made.append(1) or sha256())
     first = weights.weights_hash(model)
@@ -116,34 +131,29 @@ def test_weights_are_hashed_once_until_they_change(checkpoint, monkeypatch):
     assert len(made) == 3
 
 
-def test_saving_again_replaces_it_and_leaves_nothing_else(slash_result, tmp_path):
-    for _ in range(2):
-        slash_result.save(tmp_path / "result.zarr")
-    assert [path.name for path in tmp_path.iterdir()] == ["result.zarr"]
+def test_saving_again_replaces_it_and_leaves_nothing_else(slash_result, stored):
+    slash_result.save(stored)
+    assert [path.name for path in stored.parent.iterdir()] == ["result.zarr"]
 
 
-def test_an_interrupted_save_leaves_the_old_result(slash_result, tmp_path, monkeypatch):
-    path = tmp_path / "result.zarr"
-    slash_result.save(path)
-
+def test_an_interrupted_save_leaves_the_old_result(slash_result, stored, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Store, "put", fail)
     with pytest.raises(OutputError, match=r"No space left on device\. No part of it is left; free some space"):
-        slash_result.save(path)
+        slash_result.save(stored)
     monkeypatch.undo()
-    assert ma.load_result(path).conditions == ["baseline", "slash"]
-    assert [path.name for path in tmp_path.iterdir()] == ["result.zarr"]
+    assert ma.load_result(stored).conditions == ["baseline", "slash"]
+    assert [path.name for path in stored.parent.iterdir()] == ["result.zarr"]
 
 
-def test_it_opens_in_plain_xarray(slash_result, tmp_path):
+def test_it_opens_in_plain_xarray(slash_result, stored):
     """In a process that cannot import this library."""
-    slash_result.save(tmp_path / "result.zarr")
     code = f"""
 import sys; sys.modules["mechattn"] = None
 import xarray as xr
-tree = xr.open_datatree({str(tmp_path / "result.zarr")!r}, engine="zarr")
+tree = xr.open_datatree({str(stored)!r}, engine="zarr")
 received = tree["received_attention"].received
 print(received.attrs["units"], float(received.sum()), list(map(str, tree["sequences"].condition.values)))
 """
@@ -152,36 +162,33 @@ print(received.attrs["units"], float(received.sum()), list(map(str, tree["sequen
     assert out.stdout.strip() == f"probability {total} ['baseline', 'slash']"
 
 
-def test_a_changed_byte_is_found(slash_result, tmp_path):
-    slash_result.save(tmp_path / "r.zarr")
-    path = max((p for p in (tmp_path / "r.zarr").rglob("c/**/*") if p.is_file()), key=lambda p: p.stat().st_size)
+def test_a_changed_byte_is_found(stored):
+    path = max((p for p in stored.rglob("c/**/*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(OutputError, match=r"damaged|cannot be read"):
-        ma.load_result(tmp_path / "r.zarr")
+        ma.load_result(stored)
 
 
 @pytest.mark.parametrize("change", ["values", "shape", "attribute", "provenance"])
-def test_what_a_change_with_the_right_tools_leaves_is_found(slash_result, tmp_path, change):
+def test_what_a_change_with_the_right_tools_leaves_is_found(stored, change):
     import zarr
 
-    path = tmp_path / "result.zarr"
-    slash_result.save(path)
-    stored = zarr.open_group(path, mode="r+")
-    some = stored["received_attention/received_by_segment"]
+    group = zarr.open_group(stored, mode="r+")
+    some = group["received_attention/received_by_segment"]
     if change == "values":
         some[0, 0, 0, 0, 4] = 0.25
     elif change == "shape":
         for name in ("tokens", "origin", "segment_index"):  # read as they say, these would fill any memory
-            stored[f"sequences/{name}"].resize((12, 2, 10**12))
-        stored["sequences/first_prompt_text"].resize((2, 10**12))
+            group[f"sequences/{name}"].resize((12, 2, 10**12))
+        group["sequences/first_prompt_text"].resize((2, 10**12))
     elif change == "attribute":
         some.attrs["units"] = "nats"
     else:
-        stored.attrs["provenance"] = stored.attrs["provenance"].replace("toy:llama", "llama-8b")
+        group.attrs["provenance"] = group.attrs["provenance"].replace("toy:llama", "llama-8b")
     with pytest.raises(OutputError, match=r"is damaged|is not in the format"):
-        ma.load_result(path)
+        ma.load_result(stored)
 
 
 def test_at_an_address_an_interrupted_save_is_refused(slash_result, monkeypatch):
@@ -226,12 +233,11 @@ def test_no_pickle_and_no_code_from_a_file():
     assert re.search(r"allow_pickle", "np.load(path, allow_pickle=True)")  # negative control
 
 
-def test_another_schema_is_refused(slash_result, tmp_path):
-    slash_result.save(tmp_path / "result.zarr")
-    root = tmp_path / "result.zarr" / "zarr.json"
+def test_another_schema_is_refused(stored):
+    root = stored / "zarr.json"
     root.write_text(root.read_text().replace('"mechattn_schema": 6', '"mechattn_schema": 99'))
     with pytest.raises(OutputError, match="has schema 99"):
-        ma.load_result(tmp_path / "result.zarr")
+        ma.load_result(stored)
 
 
 def test_dataframe_is_tidy(slash_result):

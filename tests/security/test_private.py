@@ -26,7 +26,9 @@ def home(checkpoint, tmp_path):
 
 
 def config(home, **top):
-    lines = [f"{name} = {json.dumps(value)}" for name, value in {"model": str(home / "ckpt"), **top}.items()]
+    lines = [
+        f"{name} = {json.dumps(value)}" for name, value in {"model": str(home / "ckpt"), "verify": False, **top}.items()
+    ]
     path = home / "config.toml"
     path.write_text(
         "\n".join(lines) + f'\n[prompts]\nsource = "{home}/prompts.jsonl"\n[conditions.slash]\ncount = 5\n'
@@ -68,7 +70,7 @@ def test_the_paths_are_there_by_request_and_passwords_never(home):  # negative c
 
 def test_a_script(home):
     prompts = ma.load_prompts(str(home / "prompts.jsonl"))
-    model = ma.load_model(str(home / "ckpt"))
+    model = ma.load_model(str(home / "ckpt"), verify=False)
     assert "jane.doe" not in json.dumps(ma.run(model, prompts).provenance)
 
 
@@ -78,7 +80,10 @@ def test_the_page_of_figures(home, tmp_path):
 
 
 def test_a_file_of_answers(home):
-    model, prompts = ma.load_model(str(home / "ckpt")), ma.load_prompts(str(home / "prompts.jsonl"), limit=2)
+    model, prompts = (
+        ma.load_model(str(home / "ckpt"), verify=False),
+        ma.load_prompts(str(home / "prompts.jsonl"), limit=2),
+    )
     out = home / "answers.jsonl"
     first = ma.evaluate(model, prompts, new_tokens=2, out=out)
     assert "jane.doe" not in out.read_text(encoding="utf-8")
@@ -96,9 +101,9 @@ def test_another_checkpoint_of_the_same_name_is_another_run(home, tmp_path):
         weights | {name: torch.zeros_like(weights[name])}, tmp_path / "other/ckpt/model.safetensors", {"format": "pt"}
     )
     prompts, out = ma.load_prompts(str(home / "prompts.jsonl"), limit=2), home / "answers.jsonl"
-    ma.evaluate(ma.load_model(str(home / "ckpt")), prompts, new_tokens=2, out=out)
+    ma.evaluate(ma.load_model(str(home / "ckpt"), verify=False), prompts, new_tokens=2, out=out)
     with pytest.raises(ma.MechattnError, match="weights_hash differs"):
-        ma.evaluate(ma.load_model(str(tmp_path / "other/ckpt")), prompts, new_tokens=2, out=out)
+        ma.evaluate(ma.load_model(str(tmp_path / "other/ckpt"), verify=False), prompts, new_tokens=2, out=out)
 
 
 @pytest.mark.parametrize(

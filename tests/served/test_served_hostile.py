@@ -8,8 +8,8 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError, ServerError
-from mechattn.evaluation import completions
-from tests.evaluation.stand_in import StandIn, asked_of, running
+from mechattn.evaluation import completions, served_answers
+from tests.served.stand_in import StandIn, asked_of, running
 
 KEY = "sk-4f1d-never-to-be-seen"
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
@@ -23,6 +23,7 @@ def some():
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     monkeypatch.setattr(completions, "_FIRST_GARBLED_WAIT", 0.001)
+    monkeypatch.setattr(served_answers, "TOKENS", 8)
     for name in (*PROXIES, *map(str.lower, PROXIES)):
         monkeypatch.delenv(name, raising=False)
 

@@ -9,14 +9,14 @@ import torch
 import mechattn as ma
 from mechattn.errors import ServerError
 from mechattn.evaluation.served_answers import ALIKE, Known, stretches
-from tests.evaluation.stand_in import Engine, StandIn, asked_of, running
+from tests.served.stand_in import Engine, StandIn, asked_of, running
 
 SLASH = {"slash": ma.MeaninglessTokens("/", 20)}
 
 
 @pytest.fixture(scope="module")
 def some():
-    return ma.load_prompts("word-problems", limit=16)
+    return ma.load_prompts("word-problems", limit=8)
 
 
 def there(model, prompts, server, **options):
@@ -76,9 +76,9 @@ def test_a_tie_may_turn_either_way():
     assert not Known("ab c", None, None).agrees("ax")
 
 
-@pytest.mark.parametrize(("given", "after"), [("model", 0), ("name", 20)])
+@pytest.mark.parametrize(("given", "after"), [("model", 0), ("name", 10)])
 def test_a_model_that_is_exchanged_is_found(toy, some, engine, noisy, given, after, tmp_path):
-    """After so many of 32 answers; those since the last probe that agreed are dropped, and the same call goes on."""
+    """After so many of 16 answers; those since the last probe that agreed are dropped, and the same call goes on."""
 
     model, path = {"model": toy, "name": "toy:llama"}[given], tmp_path / "answers.jsonl"
     first_probe = 1 + 16 * (1 if given == "model" else 2)

@@ -20,21 +20,29 @@ class Engine:
     model: object
     tokenizer: object
     made: dict = field(default_factory=dict)
+    read: dict = field(default_factory=dict)
     lock: object = field(default_factory=threading.Lock)
 
     def complete(self, ids, new_tokens, temperature, seed):
-        """Token ids, the end token among them, and the log-probability of each."""
-        key = (tuple(ids), new_tokens, temperature, seed if temperature else None)
+        """Token ids, the end token among them, and the log-probability of each; a greedy answer begins a longer one."""
+        key = (tuple(ids), temperature, seed if temperature else None)
         with self.lock:
-            if key not in self.made:
-                self.made[key] = self._completed(torch.tensor([ids]), new_tokens, temperature, seed)
-            return self.made[key]
+            limit, made = self.made.get(key, (-1, None))
+            if limit < new_tokens if not temperature else limit != new_tokens:
+                made = self._completed(torch.tensor([ids]), new_tokens, temperature, seed)
+                self.made[key] = new_tokens, made
+        return tuple(some[:new_tokens] for some in made)
 
-    @torch.no_grad()
     def of_prompt(self, ids):
         """The log-probability of each token after the first."""
         with self.lock:
-            logits = self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            if tuple(ids) not in self.read:
+                self.read[tuple(ids)] = self._of_prompt(ids)
+            return self.read[tuple(ids)]
+
+    @torch.no_grad()
+    def _of_prompt(self, ids):
+        logits = self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
         return [float(logits[i, token]) for i, token in enumerate(ids[1:])]
 
     @torch.no_grad()
