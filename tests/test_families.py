@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mechattn.analysis import ANALYSES
-from mechattn.commands.families import as_markdown, families
+from mechattn.commands.family_support import as_markdown, families
 from mechattn.model.architectures import FAMILIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"

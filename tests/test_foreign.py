@@ -13,7 +13,7 @@ import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.errors import MechattnError
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.render.views import View
+from mechattn.render.html_views import View
 
 CONFIG = """
 model = "toy:llama"

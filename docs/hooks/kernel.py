@@ -30,7 +30,7 @@ def frame(view: object) -> str:
 
 
 formatter = get_ipython().display_formatter.formatters["text/html"]  # noqa: F821
-formatter.for_type_by_name("mechattn.render.views", "View", frame)
+formatter.for_type_by_name("mechattn.render.html_views", "View", frame)
 
 # A progress bar helps someone who waits; on a page it is noise.
 warnings.filterwarnings("ignore", message="IProgress not found")

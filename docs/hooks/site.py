@@ -149,7 +149,7 @@ def _first_line(path: Path) -> str:
 
 
 def _script(name: str) -> str:
-    from mechattn.render.views import view_script
+    from mechattn.render.html_views import view_script
 
     return view_script(name)
 

@@ -21,7 +21,7 @@ import mechattn as ma
 from mechattn.evaluation.generate import Request, answers
 from mechattn.functional.attention import EdgeMask
 from mechattn.model.checkpoint import load_tokenizer, toy_names
-from mechattn.prompts.sequences import Sequence
+from mechattn.prompts.token_sequences import Sequence
 
 NEVER = frozenset([10**9])
 

@@ -20,7 +20,7 @@ from measured_cells import Cells, emptied
 from ways import LIMIT, batch_of, hooked, runners, seconds
 
 import mechattn as ma
-from mechattn.prompts.sequences import Batch
+from mechattn.prompts.token_sequences import Batch
 
 ROOT = Path(__file__).parents[2]
 GOAL = 1.15  # of the flash forward's time, at 2k and 8k tokens

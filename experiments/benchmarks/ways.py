@@ -12,13 +12,13 @@ import torch
 
 import mechattn as ma
 from mechattn.analysis.received_attention import ReceivedAttention
-from mechattn.engine.batch_values import measure_batch
-from mechattn.engine.forward import forward_fused, forward_in_blocks, forward_through_hooks
+from mechattn.engine.attention_rows import forward_fused, forward_in_blocks, forward_through_hooks
+from mechattn.engine.batch_pass import measure_batch
 from mechattn.functional import focus, received
 from mechattn.functional.attention import Rows
 from mechattn.model import hooks
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
-from mechattn.prompts.sequences import Batch
+from mechattn.prompts.token_sequences import Batch
 
 LIMIT = "SDPA forward (the limit)"
 SHAPES = {  # layers, query heads, d_model, d_mlp

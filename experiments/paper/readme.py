@@ -84,7 +84,7 @@ def sentences(stored: dict) -> list[str]:
     return [
         f"We tested the {len(stated)} claims stated in the paper and in the blog post",
         f"{len(stated) * len(names)} verdicts, {counts} ({extreme}, {reached} because untrained weights already",
-        "for inserted tokens is supported in all five: an inserted token gets less attention than a token of the question",
+        "for inserted tokens is supported in all five: an inserted token gets less attention than a token of the",
         "in no model more than with untrained weights",
         f"“Fewer activations near zero” is supported in none and contradicted in {denied}",
         f"The toys solve {solved[0]:.0f} to {solved[-1]:.0f} % of the problems without “/”",

@@ -82,8 +82,8 @@ def card_lines(family: str, measured: dict, folder: Path, is_median: bool, optio
         f"{config['num_hidden_layers']} layers, {config['num_attention_heads']} heads, 1,024 positions, its own BPE "
         f"tokenizer of {config['vocab_size']} tokens. Stored as {stored.removeprefix('torch.')}, loaded as float32.",
         "",
-        "It solves generated word problems of one to five steps (`mechattn/prompts/problems.py`); it is for trying out "
-        "measurements, and says nothing about real models. In training, filler stood between the system prompt and the "
+        "It solves generated word problems of one to five steps (`mechattn/prompts/generated_problems.py`); it is for "
+        "trying out measurements, and says nothing about real models. In training, filler stood between the system prompt and the "
         "question in part of the examples, never `/`, `?` or `he`.",
         "",
         f"Training seed {seed}, {which}; ranked by exact match on five-step problems with 55 “/”. Trained on the CPU by"

@@ -17,7 +17,7 @@ import torch
 from train import exact_match
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from mechattn.prompts.problems import word_problems
+from mechattn.prompts.generated_problems import word_problems
 from mechattn.stats.intervals import wilson_interval
 
 FILLERS = {"clean": None, "55 “/”": "/", "55 “?”": "?", "55 “he”": "he"}

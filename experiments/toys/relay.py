@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer
-from mechattn.prompts.problems import MOST_PEOPLE, PEOPLE, Recall, recall_questions
+from mechattn.prompts.generated_problems import MOST_PEOPLE, PEOPLE, Recall, recall_questions
 
 BATCH = 48
 LONGEST_FILLER = 16

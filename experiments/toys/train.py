@@ -27,7 +27,7 @@ from families import PREPENDS_BOS, new_model
 from tokenizer import train_tokenizer
 from torch import Tensor
 
-from mechattn.prompts.problems import SYSTEM, word_problems
+from mechattn.prompts.generated_problems import SYSTEM, word_problems
 
 BATCH = 32
 POOL = 16  # batches drawn at once and cut by length, so that little is padded

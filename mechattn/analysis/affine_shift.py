@@ -13,7 +13,7 @@ from mechattn.analysis.analysis import AnalysisBase, PairedRows, Quantity, Sums,
 from mechattn.axes import SEGMENTS
 from mechattn.functional import head_outputs as fn
 from mechattn.functional.received import segment_mean
-from mechattn.prompts.sequences import Batch
+from mechattn.prompts.token_sequences import Batch
 
 _NONE = -1.0  # stands for an undefined ratio, as sums must be finite
 _LEAST = 1e-3  # of the output

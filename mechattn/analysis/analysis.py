@@ -17,7 +17,7 @@ from mechattn.functional.received import segment_mean, visible_keys
 from mechattn.model.head_parts import split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch, Pairs, Sequence
+from mechattn.prompts.token_sequences import Batch, Pairs, Sequence
 
 Sums = dict[str, Tensor]
 _UNDEFINED = " is undefined"  # with the name of a number: where it is

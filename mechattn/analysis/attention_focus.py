@@ -22,7 +22,7 @@ from mechattn.functional.received import segment_mean, self_attention, visible_c
 from mechattn.model.hooked import HookedModel
 from mechattn.model.scores_and_positions import K, Q, scores_of
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch, Sequence, inserted_span
+from mechattn.prompts.token_sequences import Batch, Sequence, inserted_span
 
 _UNITS = {
     "self_share": ("share", "share of queries whose strongest target is the query itself"),

@@ -20,7 +20,7 @@ from mechattn.functional.received import column_sums, received_attention, seeing
 from mechattn.model.head_parts import output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch, Sequence, inserted_span
+from mechattn.prompts.token_sequences import Batch, Sequence, inserted_span
 
 _HOOKS = ("attn.hook_z", "hook_resid_post")
 _PER_HEAD = {

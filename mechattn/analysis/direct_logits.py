@@ -23,7 +23,7 @@ from mechattn.model.hooked import HookedModel, facts_of
 from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding
 from mechattn.model.verify.layer_checks import GATES, gate_function
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch
+from mechattn.prompts.token_sequences import Batch
 
 _Z, POST = "attn.hook_z", "ln1_post.hook_in"
 

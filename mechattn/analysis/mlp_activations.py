@@ -19,15 +19,15 @@ from mechattn.errors import OptionError, warn
 from mechattn.functional import activations as fn
 from mechattn.functional.activations import KAPPA
 from mechattn.functional.received import segment_mean
-from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import forward_to
 from mechattn.model.patch.nonlinearities import Routing, at_nonlinearity, mixture_of, routing_now
+from mechattn.model.several_devices import device_of
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch, Sequence
-from mechattn.prompts.templates import TOKEN_CLASSES, vocabulary_classes
+from mechattn.prompts.token_sequences import Batch, Sequence
+from mechattn.prompts.tokenization import TOKEN_CLASSES, vocabulary_classes
 
 Rule = Literal["quantile", "mad", "absolute"]
 _NONE = -1.0  # stands for an undefined number, as sums must be finite

@@ -17,7 +17,7 @@ from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.functional import received as fn
 from mechattn.functional.attention import for_each_head
-from mechattn.prompts.sequences import Batch, Sequence, pad_right
+from mechattn.prompts.token_sequences import Batch, Sequence, pad_right
 
 Queries = Literal["original", "all", "question", "answer"]
 

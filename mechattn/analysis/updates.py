@@ -21,7 +21,7 @@ from mechattn.functional.received import segment_mean
 from mechattn.model.head_parts import output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch
+from mechattn.prompts.token_sequences import Batch
 
 _MAGNITUDES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))  # 0.0001 to 100, four bins a decade
 _ORIENTATIONS = tuple(round(i / 20 - 1, 2) for i in range(41))

@@ -24,10 +24,10 @@ from mechattn.engine.run import RunOptions, make_plan, run
 from mechattn.errors import ConditionError, ModelError, OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.jobs.chunks import WHOLE, Shard, run_job
 from mechattn.jobs.executors import Executor
 from mechattn.jobs.from_config import made_analyses, made_conditions
 from mechattn.jobs.job import Job
+from mechattn.jobs.resumable_run import WHOLE, Shard, run_job
 from mechattn.model.load import dtype_named, load_model
 from mechattn.model.weights import random_weights
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, Variant

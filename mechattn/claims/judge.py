@@ -17,13 +17,13 @@ from mechattn.claims.register import PAPER, Register, read_register
 from mechattn.claims.rules import corrected, judged
 from mechattn.claims.verdicts import OfModel, Verdicts, write
 from mechattn.errors import OptionError, OutputError, PromptTooLong
-from mechattn.jobs.chunks import WHOLE, parse_shard
 from mechattn.jobs.executors import Executor, ExecutorName, executor_named
+from mechattn.jobs.resumable_run import WHOLE, parse_shard
 from mechattn.model.checkpoint import architecture_named, layers_and_heads, toy_names
 from mechattn.model.load import check_device, dtype_named, unloaded
 from mechattn.prompts.datasets import GENERATED, RECALL, load_prompts
-from mechattn.prompts.templates import tokenize
-from mechattn.render.views import check_page_place
+from mechattn.prompts.tokenization import tokenize
+from mechattn.render.html_views import check_page_place
 from mechattn.render.words import model_caption
 from mechattn.results import provenance
 from mechattn.results.result import Result

@@ -262,7 +262,7 @@ def verify(
     if families == bool(model):
         raise OptionError("give a model, or --families: mechattn verify toy:llama")
     if families:
-        from mechattn.commands import families as of_families
+        from mechattn.commands import family_support as of_families
 
         _say(of_families.as_markdown(of_families.families()))
         return

@@ -41,7 +41,7 @@ from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSent
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.figure_declaration import FIGURES, check_heads
-from mechattn.render.views import check_page_place, pattern, received_text
+from mechattn.render.html_views import check_page_place, pattern, received_text
 from mechattn.render.words import model_caption
 from mechattn.results.arrays import TEXT
 from mechattn.results.provenance import name_of

@@ -16,10 +16,10 @@ from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.evaluation.server import Server
-from mechattn.jobs.chunks import WHOLE, Shard, computed, parse_shard, shard_place
 from mechattn.jobs.executors import ExecutorName, executor_named
 from mechattn.jobs.from_config import ANALYSES, made_analyses, made_conditions
 from mechattn.jobs.job import Job
+from mechattn.jobs.resumable_run import WHOLE, Shard, computed, parse_shard, shard_place
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import dtype_named, load_model
@@ -28,7 +28,7 @@ from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
 from mechattn.render.figure_declaration import FIGURES as DECLARED
 from mechattn.render.figure_declaration import check_heads
-from mechattn.render.views import check_page_place
+from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import command_of
 from mechattn.stats.intervals import FEWEST
 from mechattn.store.atomic_writes import check_writable, file_names

@@ -13,22 +13,22 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, PairAnalysis, PairedRows, Quantity, Sums
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.engine.batch_values import LayerValues, measure_batch
-from mechattn.engine.forward import chosen_forward
+from mechattn.engine.attention_rows import chosen_forward
+from mechattn.engine.batch_pass import LayerValues, measure_batch
 from mechattn.engine.request_checks import check_captures, check_side, checked_sequences, with_baseline
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import head_outputs as fn
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.recorded import Affine, AffineAttention, KeysValues
 from mechattn.model import hooks
-from mechattn.model.devices import device_of
 from mechattn.model.head_parts import is_latent
 from mechattn.model.hooked import HookedModel, alone, limit_of
 from mechattn.model.load import as_hooked, load_model
 from mechattn.model.patch.keys_values_z import Part, changing_z
+from mechattn.model.several_devices import device_of
 from mechattn.prompts.conditions import Baseline, Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
-from mechattn.prompts.sequences import Batch, pad_right
+from mechattn.prompts.token_sequences import Batch, pad_right
 
 
 @alone

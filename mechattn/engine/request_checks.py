@@ -22,8 +22,8 @@ from mechattn.model.scores_and_positions import boundary_of, takes_negative_ids,
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.counterparts import with_changes
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Sequence
-from mechattn.prompts.templates import TokenizedModel
+from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.tokenization import TokenizedModel
 
 _DECLARED = ("name", "options", "quantities", "problem", "start", "values")
 PARTS: Mapping[str, Any] = {

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
-from mechattn.engine.batch_values import LayerValues, measure_batch
-from mechattn.engine.collect import Collector, Positions, described, sequences_dataset
-from mechattn.engine.forward import (
+from mechattn.engine.attention_rows import (
     Engine,
     Forward,
     chosen_forward,
@@ -23,6 +21,8 @@ from mechattn.engine.forward import (
     forward_in_blocks,
     forward_through_hooks,
 )
+from mechattn.engine.batch_pass import LayerValues, measure_batch
+from mechattn.engine.labelled_datasets import Collector, Positions, described, sequences_dataset
 from mechattn.engine.request_checks import (
     check_captures,
     check_read,
@@ -40,7 +40,7 @@ from mechattn.model.scores_and_positions import BlindScores, blind_scores
 from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts, warn_of_likeness
-from mechattn.prompts.sequences import Batch, Sequence, pad_right
+from mechattn.prompts.token_sequences import Batch, Sequence, pad_right
 from mechattn.results.result import MEMORY, Result, memory_bytes
 from mechattn.stats.random_effects import FEWEST_DRAWS
 

@@ -49,7 +49,7 @@ from mechattn.model.load import as_hooked, load_model, unloaded
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
-from mechattn.prompts.sequences import Sequence
+from mechattn.prompts.token_sequences import Sequence
 from mechattn.results import provenance
 from mechattn.results.provenance import identity
 

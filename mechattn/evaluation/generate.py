@@ -19,10 +19,10 @@ from mechattn.errors import ModelError, OptionError, check_counts
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, read_first
 from mechattn.model.architectures import PARTICULARS, Particulars
-from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel, alone, facts_of
+from mechattn.model.several_devices import device_of
 from mechattn.prompts.prompt import MOST
-from mechattn.prompts.sequences import PADDING, Sequence
+from mechattn.prompts.token_sequences import PADDING, Sequence
 
 Grader = Literal["auto", "number", "math"]
 _MARK = re.compile(r"\\boxed|####|(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?", re.IGNORECASE)

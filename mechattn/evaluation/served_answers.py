@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 import torch
 
 from mechattn.errors import ModelError, OptionError, PromptTooLong, ServerError
-from mechattn.evaluation.completions import Asked, Connection, Reply, connected, texts_of
 from mechattn.evaluation.generate import Answer, Request, Sampling, answers, native_of, until_end
 from mechattn.evaluation.server import Refused, Server
+from mechattn.evaluation.server_completions import Asked, Connection, Reply, connected, texts_of
 from mechattn.model.checkpoint import UnloadedModel
-from mechattn.model.devices import device_of
 from mechattn.model.hooked import alone
+from mechattn.model.several_devices import device_of
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Sequence
+from mechattn.prompts.token_sequences import Sequence
 from mechattn.results.provenance import name_of
 from mechattn.stats.intervals import wilson_interval
 

@@ -16,7 +16,7 @@ from mechattn.errors import OptionError
 from mechattn.functional.attention import EdgeMask
 from mechattn.interventions.intervention import Target, digest, on
 from mechattn.model.patch.keys_values_z import changing_z, check_layers, heads_of
-from mechattn.prompts.sequences import Sequence as Tokens
+from mechattn.prompts.token_sequences import Sequence as Tokens
 
 
 @dataclass(frozen=True)

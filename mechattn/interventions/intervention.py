@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mechattn.errors import OptionError
 from mechattn.model.hooked import attribute_set, holding
-from mechattn.prompts.sequences import Sequence as Tokens
+from mechattn.prompts.token_sequences import Sequence as Tokens
 
 
 @dataclass(frozen=True)

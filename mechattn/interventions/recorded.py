@@ -19,7 +19,7 @@ from mechattn.errors import OptionError
 from mechattn.interventions.intervention import Target, digest, on
 from mechattn.model.hooks import attention_layers, blocks_of
 from mechattn.model.patch.keys_values_z import Part, changing_keys_values, changing_z, check_layers, heads_of
-from mechattn.prompts.sequences import Sequence as Tokens
+from mechattn.prompts.token_sequences import Sequence as Tokens
 
 Parts = Literal["both", "scale", "shift"]
 

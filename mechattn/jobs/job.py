@@ -17,7 +17,7 @@ import torch
 
 from mechattn.analysis.analysis import Analysis
 from mechattn.axes import SEGMENTS
-from mechattn.engine.forward import BLIND, with_nulls
+from mechattn.engine.attention_rows import BLIND, with_nulls
 from mechattn.engine.request_checks import with_baseline, with_names
 from mechattn.engine.run import Run, RunOptions, Sequences, make_plan
 from mechattn.errors import ModelError, OptionError, check_counts

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError
-from mechattn.model.devices import device_of, weights_here
 from mechattn.model.hooked import HookedModel, config_of, limit_of, original_of, unwrapped
+from mechattn.model.several_devices import device_of, weights_here
 
 _EARLIER = ("q", "k", "v")  # prefixes of the names of norms of queries, keys and values
 

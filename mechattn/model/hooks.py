@@ -19,9 +19,9 @@ from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.attention import EdgeMask, Marked, Pattern, Tokens
 from mechattn.functional.received import visible_keys
 from mechattn.model.architectures import particulars_of
-from mechattn.model.devices import weights_here
 from mechattn.model.head_parts import as_mixed, positions_first
 from mechattn.model.hooked import HookedModel, attribute_set, config_of, original_of, unwrapped
+from mechattn.model.several_devices import weights_here
 
 _COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"  # the transformers norm, and the values of its two hooks
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]

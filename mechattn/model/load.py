@@ -18,8 +18,8 @@ from mechattn.hub_access import asked_once
 from mechattn.model import checkpoint
 from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason
-from mechattn.model.devices import device_of, dispatched_like
 from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, count_boot, facts_of, making, remember
+from mechattn.model.several_devices import device_of, dispatched_like
 from mechattn.model.verify.checks import check_model, check_streaming
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report
 

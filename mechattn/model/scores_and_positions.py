@@ -17,9 +17,9 @@ from mechattn.functional.attention import Pattern, alibi_slopes, score_parts
 from mechattn.functional.received import visible_keys
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
-from mechattn.model.devices import device_of
 from mechattn.model.head_parts import clip_of, score_biases
 from mechattn.model.hooked import HookedModel, config_of, original_of
+from mechattn.model.several_devices import device_of
 
 Q, K = "attn.hook_q", "attn.hook_k"
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.model.architectures import particulars_of
-from mechattn.model.devices import device_of, weights_here
 from mechattn.model.head_parts import wide
 from mechattn.model.hooked import HookedModel, config_of, limit_of, unwrapped
 from mechattn.model.hooks import logits_and_values
+from mechattn.model.several_devices import device_of, weights_here
 
 _TRIED = 4  # vectors
 _FINE, _COARSE = 1e-3, 3e-2  # the largest error from rounding, in float32 and in half precision

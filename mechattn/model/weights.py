@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
-from mechattn.model.devices import device_of, unoffloaded
 from mechattn.model.hooked import ModelFacts, alone, facts_of, making
 from mechattn.model.load import load_model
+from mechattn.model.several_devices import device_of, unoffloaded
 
 Kind = Literal["initialised", "shuffled"]
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mechattn.render.draw import DARK, DIVERGING, faint
-from mechattn.render.views import Script, in_script, view_script
+from mechattn.render.html_views import Script, in_script, view_script
 
 Kind = Literal["f4", "f2", "u2"]
 Packed = dict[str, Any]

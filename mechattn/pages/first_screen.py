@@ -13,7 +13,7 @@ import numpy as np
 
 from mechattn.analysis import ANALYSES
 from mechattn.contrast.contrast import Contrast, Verdict
-from mechattn.engine.collect import lacking
+from mechattn.engine.labelled_datasets import lacking
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.render.words import model_caption, percent, percent_words, stated
 from mechattn.results.provenance import matched_control

@@ -33,7 +33,7 @@ from mechattn.pages.first_screen import (
 from mechattn.pages.page_data import check_memory, instrument
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.figure_declaration import listed_or_chosen
-from mechattn.render.views import Script, View, check_page_place, in_script, save_page
+from mechattn.render.html_views import Script, View, check_page_place, in_script, save_page
 from mechattn.render.words import choice_words, model_caption, said
 from mechattn.results.result import Result
 

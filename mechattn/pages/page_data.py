@@ -21,7 +21,7 @@ from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.markup import visible
 from mechattn.pages.embedded import kind_for, packed, squeezed
 from mechattn.pages.first_screen import ShownModel, captions
-from mechattn.render.views import prompt_tokens
+from mechattn.render.html_views import prompt_tokens
 from mechattn.render.words import band_words, quantity_words
 from mechattn.results.result import Result, memory_bytes
 from mechattn.stats.resolution import RESAMPLES

@@ -13,9 +13,9 @@ from mechattn.axes import BASELINE, head_name
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
 from mechattn.pages.embedded import template
-from mechattn.pages.one_prompt import pattern
+from mechattn.pages.show_prompt import pattern
 from mechattn.prompts.prompt import Prompt
-from mechattn.render.views import View
+from mechattn.render.html_views import View
 from mechattn.results.result import Result
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Browser(anywidget.AnyWidget):
         return self.view.page()
 
     def save(self, path: str | Path, force: bool = False) -> None:
-        """Save the page; see :meth:`mechattn.render.views.View.save`."""
+        """Save the page; see :meth:`mechattn.render.html_views.View.save`."""
         self.view.save(path, force)
 
 

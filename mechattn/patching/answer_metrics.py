@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mechattn.errors import OptionError, PromptError
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.templates import tokenize
+from mechattn.prompts.tokenization import tokenize
 
 Logits = Float[Tensor, "row answer d_vocab"]
 Named = Literal["logprob", "margin", "answers", "kl"]

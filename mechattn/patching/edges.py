@@ -13,15 +13,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
-from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked, load_model
+from mechattn.model.several_devices import device_of
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import Patching, checked_sample
 from mechattn.patching.graph import Graph, graph_of, replaced, run_edges, showing_edges
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
+from mechattn.patching.patched_runs import places_of
 from mechattn.patching.refusals import Direction, check_gradients
-from mechattn.patching.two_runs import places_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results.result import MEMORY, memory_bytes

@@ -17,8 +17,8 @@ from mechattn.errors import ModelError
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
-from mechattn.patching.two_runs import logits_of
-from mechattn.prompts.sequences import Sequence
+from mechattn.patching.patched_runs import logits_of
+from mechattn.prompts.token_sequences import Sequence
 
 Written = Float[Tensor, "row pos writer d_model"]
 # Receives a reading place (such as ("q", 3)), what the readers there read, and a function for what was written before.

@@ -18,7 +18,7 @@ from mechattn.patching.answer_metrics import Logits, Measured, Metric, measured_
 from mechattn.patching.refusals import Direction, check_direction, check_metric, check_sequences
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Sequence
+from mechattn.prompts.token_sequences import Sequence
 from mechattn.results import provenance
 from mechattn.results.provenance import identity
 from mechattn.stats.units import Units

@@ -22,9 +22,7 @@ from mechattn.model.load import as_hooked, load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import CONTROLS, Patching, checked_sample
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
-from mechattn.patching.refusals import Direction, check_gradients
-from mechattn.patching.sites import Sites, Target, target_in
-from mechattn.patching.two_runs import (
+from mechattn.patching.patched_runs import (
     OF_LAYER,
     Change,
     Part,
@@ -36,9 +34,11 @@ from mechattn.patching.two_runs import (
     read_with_gradients,
     restartable,
 )
+from mechattn.patching.refusals import Direction, check_gradients
+from mechattn.patching.sites import Sites, Target, target_in
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
-from mechattn.prompts.sequences import Sequence
+from mechattn.prompts.token_sequences import Sequence
 
 if TYPE_CHECKING:
     import xarray as xr

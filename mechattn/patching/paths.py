@@ -23,8 +23,7 @@ from mechattn.model.load import as_hooked, load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
-from mechattn.patching.refusals import Direction
-from mechattn.patching.two_runs import (
+from mechattn.patching.patched_runs import (
     Change,
     Run,
     Where,
@@ -35,6 +34,7 @@ from mechattn.patching.two_runs import (
     read,
     restartable,
 )
+from mechattn.patching.refusals import Direction
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 

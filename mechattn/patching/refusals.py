@@ -12,7 +12,7 @@ from mechattn.engine.request_checks import check_side, check_variants
 from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong, warn
 from mechattn.model.hooked import HookedModel, original_of
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Sequence
+from mechattn.prompts.token_sequences import Sequence
 
 Direction = Literal["denoising", "noising"]
 

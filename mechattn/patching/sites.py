@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
-from mechattn.model.devices import device_of
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
-from mechattn.patching.two_runs import OF_LAYER, Part, Where, changing
+from mechattn.model.several_devices import device_of
+from mechattn.patching.patched_runs import OF_LAYER, Part, Where, changing
 
 _NAMED = re.compile(r"L(\d+)H(\d+)")
 

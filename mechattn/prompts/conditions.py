@@ -12,8 +12,8 @@ from mechattn.markup import fields_table, plain
 from mechattn.prompts import fillers
 from mechattn.prompts.fillers import Place, behind, check_place, check_run, position
 from mechattn.prompts.prompt import HALVES, MOST, Prompt
-from mechattn.prompts.sequences import Sequence, insert
-from mechattn.prompts.templates import TokenizedModel, require_tokenizer, tokenize
+from mechattn.prompts.token_sequences import Sequence, insert
+from mechattn.prompts.tokenization import TokenizedModel, require_tokenizer, tokenize
 
 
 @runtime_checkable

@@ -15,8 +15,8 @@ from mechattn.errors import ConditionError, OptionError
 from mechattn.markup import fields_table
 from mechattn.prompts.conditions import Variant
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import INSERTED, Sequence
-from mechattn.prompts.templates import TokenizedModel, tokenize
+from mechattn.prompts.token_sequences import INSERTED, Sequence
+from mechattn.prompts.tokenization import TokenizedModel, tokenize
 
 Version = str | tuple[int, ...]  # a text, or token ids
 

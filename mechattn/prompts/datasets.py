@@ -15,9 +15,9 @@ from typing import Any
 from mechattn.errors import OptionError, PromptError
 from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.prompts.fillers import random_tokens
-from mechattn.prompts.problems import SYSTEM, recall_questions, word_problems
+from mechattn.prompts.generated_problems import SYSTEM, recall_questions, word_problems
 from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template, check_template
-from mechattn.prompts.templates import TokenizedModel, own_bos
+from mechattn.prompts.tokenization import TokenizedModel, own_bos
 
 GENERATED, RECALL, REPEATED = "word-problems", "recall", "repeated-random"
 _FIELDS = ("answer", "group", "counterpart", "other_answer")

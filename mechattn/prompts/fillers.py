@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from mechattn.errors import ConditionError, OptionError
 from mechattn.prompts.prompt import MOST, Prompt
-from mechattn.prompts.sequences import Sequence
+from mechattn.prompts.token_sequences import Sequence
 
 Place = Literal["before_question", "start", "middle", "after_question", "before_answer", "random"]
 

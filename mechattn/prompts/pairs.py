@@ -10,9 +10,9 @@ from typing import Any
 
 from mechattn.errors import OptionError, PromptError
 from mechattn.prompts.datasets import LONGEST, SHORTEST, repeated_random
-from mechattn.prompts.problems import PEOPLE
+from mechattn.prompts.generated_problems import PEOPLE
 from mechattn.prompts.prompt import MOST, Prompt
-from mechattn.prompts.templates import TokenizedModel, own_bos, require_tokenizer
+from mechattn.prompts.tokenization import TokenizedModel, own_bos, require_tokenizer
 
 _SCENES = (
     ("Then {0} and {1} went to the {2}.", "{3} gave a {4} to"),

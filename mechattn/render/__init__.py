@@ -18,6 +18,9 @@ from mechattn.render.attention_figures import received_attention as received_att
 from mechattn.render.attention_figures import received_by_model as received_by_model
 from mechattn.render.change_figures import changes as changes
 from mechattn.render.change_figures import verdicts as verdicts
+from mechattn.render.html_views import explorer as explorer
+from mechattn.render.html_views import pattern as pattern
+from mechattn.render.html_views import received_text as received_text
 from mechattn.render.layer_figures import by_layer as by_layer
 from mechattn.render.layer_figures import heads_by_layer as heads_by_layer
 from mechattn.render.layer_figures import scale_by_layer as scale_by_layer
@@ -27,9 +30,6 @@ from mechattn.render.patching_figures import patching_map as patching_map
 from mechattn.render.print_size import figure_table as figure_table
 from mechattn.render.print_size import for_paper as for_paper
 from mechattn.render.print_size import write_image as write_image
-from mechattn.render.views import explorer as explorer
-from mechattn.render.views import pattern as pattern
-from mechattn.render.views import received_text as received_text
 from mechattn.render.words import verdict_words as verdict_words
 
 

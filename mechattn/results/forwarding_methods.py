@@ -291,7 +291,7 @@ class Questions:
         Raises:
             OptionError: The result has no such condition, quantity or analysis, or fewer than 3 prompts.
         """
-        from mechattn.contrast.agreement import agreement
+        from mechattn.contrast.same_direction import agreement
 
         return agreement(self._result, condition, other, over, quantity, controls, unit, level)
 

@@ -10,8 +10,8 @@ import torch
 import mechattn as ma
 from mechattn.analysis.analysis import Quantity
 from mechattn.errors import ConditionError, MechattnError, OptionError, PromptError
-from mechattn.prompts.sequences import insert
-from mechattn.prompts.templates import tokenize
+from mechattn.prompts.token_sequences import insert
+from mechattn.prompts.tokenization import tokenize
 
 PROMPTS = ["Tom has 3 apples. How many?", "Why is the old river quiet?", "Mia buys two boats and a clock."]
 

@@ -10,9 +10,9 @@ import pytest
 import mechattn as ma
 from mechattn.errors import Interrupted, OptionError, OutputError, PromptTooLong
 from mechattn.jobs import job as jobs
-from mechattn.jobs.chunks import ChunkStore, parse_shard, parts_folder, shard_place
 from mechattn.jobs.executors import Local
 from mechattn.jobs.job import Worker
+from mechattn.jobs.resumable_run import ChunkStore, parse_shard, parts_folder, shard_place
 from mechattn.results.arrays import digest
 from mechattn.store.result_bytes import unpacked
 from tests.conftest import run_part

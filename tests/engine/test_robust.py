@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine import batch_values as measure
+from mechattn.engine import batch_pass as measure
 from mechattn.engine.run import is_out_of_memory
 from mechattn.errors import ModelError
 

@@ -58,8 +58,8 @@ def test_answers_are_those_of_plain_generation(name, some):
 @pytest.mark.parametrize("variant", ["masked", "unshifted", "cut"])
 def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, some):
     """Every generated token is the likeliest one of a hooked forward pass over the whole sequence so far."""
-    from mechattn.engine.forward import forward_through_hooks
-    from mechattn.prompts.sequences import pad_right
+    from mechattn.engine.attention_rows import forward_through_hooks
+    from mechattn.prompts.token_sequences import pad_right
 
     model = loaded(name)
     if name == "toy:gemma3" and variant != "unshifted":

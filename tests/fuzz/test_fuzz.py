@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import mechattn as ma
 from mechattn.commands.run_config import FIGURES, read_config
 from mechattn.errors import MechattnError
-from mechattn.jobs.chunks import parse_shard
 from mechattn.jobs.from_config import ANALYSES, CONDITIONS, INTERVENTIONS, made_conditions
+from mechattn.jobs.resumable_run import parse_shard
 from mechattn.results.arrays import digest
 from mechattn.results.result import memory_bytes
 from mechattn.store.result_bytes import packed, unpacked

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine.batch_values import measure_batch
-from mechattn.engine.forward import forward_in_blocks
+from mechattn.engine.attention_rows import forward_in_blocks
+from mechattn.engine.batch_pass import measure_batch
 from mechattn.errors import OptionError
 from mechattn.functional import head_outputs as fn
 from mechattn.model import hooks
 from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import toy_names
-from mechattn.prompts.sequences import pad_right
+from mechattn.prompts.token_sequences import pad_right
 
 SHORT = [ma.Prompt(f"Tom has {n} apples and gives {n - 1} to Mia.", system="Solve it.", id=str(n)) for n in (3, 7)]
 SLASH = ma.MeaninglessTokens("/", 20)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mechattn.pages.embedded import MODULES, joined, packed_script, page_script, template
-from mechattn.render.views import view_script
+from mechattn.render.html_views import view_script
 
 
 def test_modules_are_joined_without_sharing_names():

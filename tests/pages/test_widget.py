@@ -8,7 +8,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError
-from mechattn.render.views import View
+from mechattn.render.html_views import View
 
 CHOSEN = {"selected": "L1H2", "prompt": 1, "condition": "slash", "quantity": "entropy"}
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine.forward import forward_in_blocks, forward_through_hooks
+from mechattn.engine.attention_rows import forward_in_blocks, forward_through_hooks
 from mechattn.functional import focus, received
 from mechattn.model import hooks
 from mechattn.model.checkpoint import toy_names
-from mechattn.prompts.sequences import pad_right
+from mechattn.prompts.token_sequences import pad_right
 
 PROBABILITIES = {"pattern", "first", "second", "own", "to_first"}
 

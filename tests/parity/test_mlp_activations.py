@@ -8,7 +8,7 @@ import torch
 
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer, toy_names
-from mechattn.prompts.templates import TOKEN_CLASSES, token_class
+from mechattn.prompts.tokenization import TOKEN_CLASSES, token_class
 from tests.parity.test_every_toy import alibi_in_the_mask_only, plain_and_hooked
 
 CALIBRATION = tuple(ma.load_prompts("word-problems", limit=3, seed=5))

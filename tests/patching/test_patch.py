@@ -17,8 +17,8 @@ from mechattn.model.hooks import attention_window
 from mechattn.patching import patch as patching
 from mechattn.patching.answer_metrics import WORDS
 from mechattn.patching.pairs import Pair
+from mechattn.patching.patched_runs import read
 from mechattn.patching.sites import Target
-from mechattn.patching.two_runs import read
 from mechattn.render import words
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units, halves_of

@@ -11,8 +11,8 @@ import torch
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
-from mechattn.prompts.sequences import insert
-from mechattn.prompts.templates import tokenize
+from mechattn.prompts.token_sequences import insert
+from mechattn.prompts.tokenization import tokenize
 
 PROMPT = ma.Prompt("Tom has 3 apples. How many are left?", system="Solve it.", answer="3. Answer: 3", id="a")
 

@@ -6,7 +6,7 @@ import resource
 import pytest
 
 from mechattn.errors import OutputError
-from mechattn.render.views import GENERATOR, View, check_page_place, save_page
+from mechattn.render.html_views import GENERATOR, View, check_page_place, save_page
 
 VIEW = View("<p>seen</p>", script=None)
 

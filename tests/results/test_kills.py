@@ -17,8 +17,8 @@ import mechattn as ma
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
-from mechattn.jobs.chunks import parts_folder
-from mechattn.render.views import GENERATOR, save_page
+from mechattn.jobs.resumable_run import parts_folder
+from mechattn.render.html_views import GENERATOR, save_page
 from mechattn.results.arrays import digest
 from mechattn.results.provenance import versions
 from mechattn.store import pieces
@@ -42,7 +42,7 @@ def smallest_results():
     are flushed by one thread, as sixteen take longer to begin than so few files take.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mechattn.jobs.chunks.announced", lambda *given: None)
+        patch.setattr("mechattn.jobs.resumable_run.announced", lambda *given: None)
         patch.setattr("mechattn.results.provenance.versions", cache(versions))
         patch.setattr("mechattn.store.atomic_writes._AT_ONCE", 1)
         for check in ("check_provenance", "check_datasets"):

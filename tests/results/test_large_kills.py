@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import mechattn as ma
 from mechattn.errors import OutputError
-from mechattn.jobs.chunks import parts_folder
+from mechattn.jobs.resumable_run import parts_folder
 from mechattn.store.objects import Store
 from mechattn.store.pieces import copied
 from mechattn.store.result_bytes import packed

@@ -6,7 +6,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import Interrupted, OutputError
-from mechattn.render.views import GENERATOR, save_page
+from mechattn.render.html_views import GENERATOR, save_page
 from mechattn.store import atomic_writes
 from mechattn.store.result_bytes import packed
 from tests.power import power_losses, write

@@ -9,7 +9,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError
-from mechattn.evaluation.completions import text_of
+from mechattn.evaluation.server_completions import text_of
 from tests.served.stand_in import Engine, StandIn, asked_of, running
 
 SLASH = ma.MeaninglessTokens("/", 20)

@@ -8,7 +8,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OutputError, ServerError
-from mechattn.evaluation import completions, served_answers, server
+from mechattn.evaluation import served_answers, server, server_completions
 from tests.served.stand_in import StandIn, asked_of, running
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -27,7 +27,7 @@ def here(toy, some):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(completions, "_FIRST_GARBLED_WAIT", 0.001)
+    monkeypatch.setattr(server_completions, "_FIRST_GARBLED_WAIT", 0.001)
     monkeypatch.setattr(server, "_WAITS", (0.001, 0.01, 60.0))
 
 

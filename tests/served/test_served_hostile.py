@@ -8,7 +8,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError, ServerError
-from mechattn.evaluation import completions, served_answers
+from mechattn.evaluation import served_answers, server_completions
 from tests.served.stand_in import StandIn, asked_of, running
 
 KEY = "sk-4f1d-never-to-be-seen"
@@ -22,7 +22,7 @@ def some():
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(completions, "_FIRST_GARBLED_WAIT", 0.001)
+    monkeypatch.setattr(server_completions, "_FIRST_GARBLED_WAIT", 0.001)
     monkeypatch.setattr(served_answers, "TOKENS", 8)
     for name in (*PROXIES, *map(str.lower, PROXIES)):
         monkeypatch.delenv(name, raising=False)
@@ -163,7 +163,7 @@ def test_a_key_that_no_header_can_carry(some, key, monkeypatch):
 @pytest.mark.parametrize("of", ["head", "content"])
 def test_an_answer_that_never_ends_is_given_up(some, engine, of, monkeypatch):
     """One byte after the other, each within the time that is allowed for the whole."""
-    monkeypatch.setattr(completions, "_RETRIES", 0)
+    monkeypatch.setattr(server_completions, "_RETRIES", 0)
 
     def drip(handler):
         if handler.command == "GET":

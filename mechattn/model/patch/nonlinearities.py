@@ -19,9 +19,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError
-from mechattn.model.devices import weights_here
 from mechattn.model.hooked import attribute_set, unwrapped
 from mechattn.model.hooks import Needed, blocks_of
+from mechattn.model.several_devices import weights_here
 
 _NAMES = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activation_func")
 # Of a bridge that splits a fused gate and up projection and runs it itself; it forwards the names of what it wraps.

@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from mechattn.functional.attention import Fused, Pattern, Rows, Tokens
 from mechattn.model import hooks
 from mechattn.model.checkpoint import prepends_bos
-from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel, ModelFacts, config_of, original_of
 from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.scores_and_positions import boundary_of
+from mechattn.model.several_devices import device_of
 from mechattn.model.verify import verification as probe
 from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.layer_checks import Shown, check_layers, is_read

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mechattn.functional.received import visible_keys
 from mechattn.model import head_parts, hooks
-from mechattn.model.devices import device_of, weights_here
 from mechattn.model.hooked import HookedModel
+from mechattn.model.several_devices import device_of, weights_here
 from mechattn.model.verify.verification import ANOTHER_VERSION, PROBABILITY, TOLERANCE, Check, compare, limited
 
 GATES = ("hook_q_gate", "hook_gate", "gate.hook_out")  # in attention: the hooks of a gate's input

@@ -14,12 +14,12 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.model.devices import device_of
 from mechattn.model.head_parts import kv_heads_of, split_heads
 from mechattn.model.hooked import HookedModel, attribute_set
 from mechattn.model.hooks import blocks_of, keeping_nothing
 from mechattn.model.patch.keys_values_z import changing_keys_values, changing_z
-from mechattn.prompts.sequences import Sequence
+from mechattn.model.several_devices import device_of
+from mechattn.prompts.token_sequences import Sequence
 
 # Each head's output before W_O; its queries, keys and values before RoPE and norms (for heads with their own); its
 # pattern [pos head key]; the residual stream after a layer, and what attention or the MLP adds to it, as one head.

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Quantity
 from mechattn.axes import SEGMENTS
-from mechattn.engine.forward import with_nulls
+from mechattn.engine.attention_rows import with_nulls
 from mechattn.engine.request_checks import sides_of
 from mechattn.errors import OptionError
 from mechattn.markup import plain
 from mechattn.model import hooks
-from mechattn.model.devices import device_of
 from mechattn.model.hooked import ModelFacts, facts_of
 from mechattn.model.scores_and_positions import boundary_of
+from mechattn.model.several_devices import device_of
 from mechattn.model.weights import revision, weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Batch, Sequence
+from mechattn.prompts.token_sequences import Batch, Sequence
 from mechattn.results import provenance
 from mechattn.results.provenance import identity, kind_of
 from mechattn.stats.intervals import Moments

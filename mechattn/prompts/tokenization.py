@@ -13,7 +13,7 @@ from torch import Tensor
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError, PromptError
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Sequence, baseline_sequence
+from mechattn.prompts.token_sequences import Sequence, baseline_sequence
 
 TOKEN_CLASSES = ("digit", "operator", "conjunction", "other")
 _OPERATOR = re.compile(r"[-+*/=<>^%×÷·±√≤≥≠∑∏−]+|\\(?:times|div|cdot|frac|sqrt|pm|leq|geq|neq)")

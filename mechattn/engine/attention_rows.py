@@ -18,12 +18,12 @@ from mechattn.analysis.analysis import Analysis, PairedRows, Quantity, Sums
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import AnyRows, Attention, EdgeMask, Pattern, PatternRows, Rows, attention_by_rows
 from mechattn.model import hooks
-from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
 from mechattn.model.scores_and_positions import BlindScores
+from mechattn.model.several_devices import device_of
 from mechattn.model.verify.checks import check_fused, check_streaming
-from mechattn.prompts.sequences import Batch, Pairs
+from mechattn.prompts.token_sequences import Batch, Pairs
 
 _OF_ROWS = (protocols.RowAnalysis, protocols.PairAnalysis)
 Engine = Literal["auto", "streaming", "fused", "hooks"]

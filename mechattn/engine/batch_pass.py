@@ -17,18 +17,18 @@ from mechattn.analysis import analysis as protocols
 from mechattn.analysis.analysis import Analysis, Sums
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
-from mechattn.engine.collect import check_values
-from mechattn.engine.forward import Forward, Nulls, PairedLayer, paired_layer
+from mechattn.engine.attention_rows import Forward, Nulls, PairedLayer, paired_layer
+from mechattn.engine.labelled_datasets import check_values
 from mechattn.engine.request_checks import PARTS
 from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.activations import minimum_of
 from mechattn.functional.attention import Fused, Rows
 from mechattn.interventions.intervention import Intervention, Target, read_first
-from mechattn.model.devices import device_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
 from mechattn.model.scores_and_positions import BlindScores
-from mechattn.prompts.sequences import Batch, Pairs, pairs_of
+from mechattn.model.several_devices import device_of
+from mechattn.prompts.token_sequences import Batch, Pairs, pairs_of
 from mechattn.results.provenance import is_ours
 
 LayerValues = dict[int, dict[str, Tensor]]  # for one analysis: each quantity, batch first, by layer

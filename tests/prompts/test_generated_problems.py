@@ -6,8 +6,8 @@ from itertools import islice
 import pytest
 
 import mechattn as ma
-from mechattn.prompts import problems
-from mechattn.prompts.problems import LARGEST, generate_problem, word_problems
+from mechattn.prompts import generated_problems as problems
+from mechattn.prompts.generated_problems import LARGEST, generate_problem, word_problems
 
 
 def some(split="test", count=300, **options):

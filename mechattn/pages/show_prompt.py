@@ -18,9 +18,9 @@ from mechattn.model.load import as_hooked, load_model
 from mechattn.model.scores_and_positions import scores_of
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
-from mechattn.render import views
+from mechattn.render import html_views
 from mechattn.render.figure_declaration import check_heads
-from mechattn.render.views import View
+from mechattn.render.html_views import View
 
 
 def pattern(
@@ -54,7 +54,7 @@ def pattern(
     model = as_hooked(model)
     chosen, (name, conditions) = _heads(model, heads), _named(condition)
     result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed)
-    return views.pattern(result, layer, chosen, name, difference=difference)
+    return html_views.pattern(result, layer, chosen, name, difference=difference)
 
 
 @alone
@@ -87,7 +87,7 @@ def explore(
     """
     model = as_hooked(model)
     chosen, of_layer, (name, conditions) = chosen_layers(model, layers), _heads(model, heads), _named(condition)
-    views.check_count(len(chosen), len(of_layer))
+    html_views.check_count(len(chosen), len(of_layer))
     analyses: list[Analysis] = [AttentionMap(max_tokens)]
     note = ""
     try:
@@ -96,7 +96,7 @@ def explore(
     except ModelError as error:
         note = f"scores cannot be decomposed: {error}"
     result = run(model, prompt, conditions, analyses, layers=chosen, positions="prompts", seed=seed)
-    return views.explorer(result, name, heads=of_layer, note=note)
+    return html_views.explorer(result, name, heads=of_layer, note=note)
 
 
 def _heads(model: Any, heads: Seq[int] | int | None) -> list[int]:

@@ -15,7 +15,7 @@ from mechattn.errors import PromptError, ServerError
 from mechattn.evaluation.server import Garbled, Refused, Server, client, exchanged
 from mechattn.model.checkpoint import UnloadedModel
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.sequences import Sequence
+from mechattn.prompts.token_sequences import Sequence
 
 Named = TypeVar("Named")
 _RETRIES = 8  # after 408, 429, 5xx, time-outs and lost connections

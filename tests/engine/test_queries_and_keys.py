@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine.measure import Statistic
+from mechattn.engine.queries_and_keys import Statistic
 
 BATCH, HEADS, KV, LENGTH, WIDTH = 2, 4, 2, 70, 8  # more than a block of rows
 LENGTHS = [70, 41]
