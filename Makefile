@@ -106,7 +106,7 @@ lint: .venv/dev
 	$(BIN)/proselint check README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs docs/gallery.py docs/tutorials/*.py
 
 docs: .venv/docs
-	OMP_NUM_THREADS=1 $(BIN)/mkdocs build --strict  # toys are small, and lint runs beside it in CI
+	OMP_NUM_THREADS=1 $(BIN)/mkdocs build --strict  # toys are small, and two notebooks run at a time
 
 cards: .venv/dev
 	$(BIN)/python experiments/toys/measure.py $(filter-out %/relay/,$(wildcard mechattn/toys/*/))

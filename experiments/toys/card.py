@@ -83,7 +83,8 @@ def card_lines(family: str, measured: dict, folder: Path, is_median: bool, optio
         f"tokenizer of {config['vocab_size']} tokens. Stored as {stored.removeprefix('torch.')}, loaded as float32.",
         "",
         "It solves generated word problems of one to five steps (`mechattn/prompts/generated_problems.py`); it is for "
-        "trying out measurements, and says nothing about real models. In training, filler stood between the system prompt and the "
+        "trying out measurements, and says nothing about real models. In training, filler stood between the system "
+        "prompt and the "
         "question in part of the examples, never `/`, `?` or `he`.",
         "",
         f"Training seed {seed}, {which}; ranked by exact match on five-step problems with 55 “/”. Trained on the CPU by"
