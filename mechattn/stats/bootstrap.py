@@ -115,20 +115,19 @@ def tails(
     largest, smallest = np.zeros(resamples), np.zeros(resamples)
     alone, family = np.zeros(d.shape[1]), np.full(d.shape[1], 2 / (1 + resamples))
     order = np.argsort(abs(t), kind="stable")  # the nearest first, so that the extremes are of cells no further out
+    order = order[~np.isnan(t[order])]
     reach = max((abs(drawn).max() for _, drawn in _drawn(d, order, [counts[0][:_PILOT]], dtype)), default=0.0)
     near = abs(t) <= _FAR * reach
-    for some, drawn in _drawn(d, order if extremes else order[near[order]], counts, dtype):
-        for cell, of_cell in zip(some, drawn, strict=True):
+    for some, of_cells in _drawn(d, order if extremes else order[near[order]], counts, dtype):
+        for cell, of_cell in zip(some, of_cells, strict=True):
             np.maximum(largest, of_cell, out=largest)
             np.minimum(smallest, of_cell, out=smallest)
             if not near[cell]:
                 continue
-            up = t[cell] > 0
-            out, any_out = (
-                some >= t[cell] if up else some <= t[cell] for some in (of_cell, largest if up else smallest)
-            )
-            alone[cell] = min(1.0, 2 * np.count_nonzero(out) / resamples)
-            family[cell] = min(1.0, 2 * (1 + np.count_nonzero(any_out)) / (1 + resamples))
+            side, furthest = (1, largest) if t[cell] > 0 else (-1, smallest)
+            out, any_out = (np.count_nonzero(side * drawn >= abs(t[cell])) for drawn in (of_cell, furthest))
+            alone[cell] = min(1.0, 2 * out / resamples)
+            family[cell] = min(1.0, 2 * (1 + any_out) / (1 + resamples))
     family[order[::-1]] = np.maximum.accumulate(family[order[::-1]])
     return Tails(largest, smallest, alone, family)
 

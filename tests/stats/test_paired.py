@@ -238,3 +238,25 @@ def test_a_difference_within_rounding_is_none():
     d, null = 1e-6 + 1e-9 * drawn(12, 2), drawn(12, 2, seed=1)
     assert (paired(d, null, rounding=1e-5).p_difference == 1).all()
     assert (paired(d, null).p_difference < 0.01).all(), "negative control"
+
+
+def test_a_cell_without_numbers_changes_no_other():
+    d = np.random.default_rng(3).normal(0.3, 1.0, (24, 5))
+    alone = paired(d, resamples=999)
+    beside = paired(np.concatenate([d, np.full((24, 1), np.nan)], axis=1), resamples=999)
+    assert np.isnan(beside.p[5])
+    for name in ("p_flip", "low_bootstrap", "low_simultaneous", "high_simultaneous"):
+        np.testing.assert_array_equal(getattr(beside, name)[:5], getattr(alone, name))
+    assert alone.p.min() < 0.1 < alone.p.max(), "some cells are far out, some are not"
+
+
+def test_a_cell_far_beyond_all_resamples_has_the_smallest_p():
+    """Its own resamples are not looked at; a cell of half its t that they reach has no such p."""
+    d = np.random.default_rng(0).normal(0, 1.0, (24, 3))
+    d -= d.mean(0)
+    d /= d.std(0, ddof=1)
+    d += np.array([0.0, 0.6, 60.0])
+    found = paired(d, resamples=999)
+    assert found.p_family[2] == pytest.approx(2 / 1000)
+    assert found.p[0] > 0.9
+    assert 2 / 1000 < found.p_family[1] < 0.2
