@@ -68,7 +68,7 @@ test-without: .venv/dev
 	$(call plain,-m "not slow")
 
 test-with: .venv/dev
-	$(call plain,$(REST))
+	$(call plain,$(REST) -n 3)  # these wait for clusters, browsers and killed processes
 
 test-all: .venv/dev test-compat test-extra
 	$(call typed,,$(CHECKED))
