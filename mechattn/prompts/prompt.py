@@ -34,7 +34,7 @@ class Prompt:
         answer: The text after the question, which the model reads too.
         template: "plain" ends each segment but an answer with a newline, "joined" adds nothing; "chat" uses the
             tokenizer's chat template.
-        id: A name that is stable between runs; random draws depend on it.
+        id: A name that is stable between runs; random draws depend on it. If none has one, their places are used.
         solution: The reference answer; the model doesn't read it.
         tokens: Token ids to read in place of the texts.
         group: What the prompt shares with others that are not independent of it, such as its template; statistics then
@@ -99,6 +99,8 @@ def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Promp
     made = [p if isinstance(p, Prompt) else _from_text(i, p) for i, p in enumerate(prompts)]
     if not made:
         raise PromptError("there are no prompts; give at least one")
+    if all(prompt.id == Prompt.id for prompt in made):  # none was named
+        made = [replace(prompt, id=str(i)) for i, prompt in enumerate(made)]
     repeated = [name for name, count in Counter(prompt.id for prompt in made).items() if count > 1]
     if repeated:
         raise PromptError(f"several prompts have the id {min(repeated)!r}; give every prompt its own")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import mechattn as ma
+from mechattn.errors import PromptError
 from mechattn.prompts.prompt import as_prompts, warn_of_likeness
 
 COPIES = [ma.Prompt("Tom has 3 apples. How many?", id=str(n)) for n in range(6)]
@@ -62,3 +63,12 @@ def test_a_run_says_it_once_and_where_it_was_called(toy):
     with pytest.warns(UserWarning, match="6 prompts are the same") as said:
         ma.run(toy, COPIES, layers=[0])
     assert [w.filename for w in said if "6 prompts are the same" in str(w.message)] == [__file__]
+
+
+def test_prompts_without_names_are_numbered_and_a_name_given_twice_is_refused():
+    made = as_prompts([ma.Prompt("one"), ma.Prompt("two")])
+    assert [prompt.id for prompt in made] == ["0", "1"] == [prompt.id for prompt in as_prompts(["one", "two"])]
+    with pytest.raises(PromptError, match="several prompts have the id 'a'; give every prompt its own"):
+        as_prompts([ma.Prompt("one", id="a"), ma.Prompt("two", id="a")])
+    with pytest.raises(PromptError, match="several prompts have the id '0'"):
+        as_prompts([ma.Prompt("one"), ma.Prompt("two"), ma.Prompt("three", id="a")])
