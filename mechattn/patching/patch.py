@@ -165,7 +165,7 @@ class _Prompt:
                 self.model, self.pair.receiver, self.target.layers, self.pair.origins, measure
             )
         else:
-            run = restartable(self.model, self.read(self.pair.receiver))
+            run = restartable(self.model, self.read(self.pair.receiver), self.target.layers)
         base = source if self.pair.denoising else run
         before, after = (float(self.pair.measure(each.logits, base.logits)) for each in (run, source))
         values = {

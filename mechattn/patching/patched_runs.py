@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -119,11 +119,19 @@ def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part, o
     return Run(sequence, seen, logits, origins, blocks)
 
 
-def restartable(model: HookedModel, run: Run) -> Run:
-    """The run, with whether passes may start at its later layers: not where these use more than blocks return."""
-    with _starting_at(model, len(run.blocks) - 1, run.blocks, 1):
-        again = logits_of(model, run.sequence, 1)
-    return replace(run, restarts=torch.equal(again, run.logits))
+def restartable(model: HookedModel, run: Run, layers: Iterable[int]) -> Run:
+    """The run, with whether passes may start at these layers: not where later ones use more than blocks return."""
+
+    def same(layer: int) -> bool:
+        with _starting_at(model, layer, run.blocks, 1):
+            return torch.equal(logits_of(model, run.sequence, 1), run.logits)
+
+    try:
+        return replace(run, restarts=all(same(layer) for layer in sorted(set(layers) - {0})))
+    except (
+        Exception
+    ):  # a block misses what an earlier one leaves it, such as shared keys: every pass starts at the first
+        return run
 
 
 @contextmanager

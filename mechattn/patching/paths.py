@@ -137,7 +137,7 @@ def _effects(model: HookedModel, pair: Pair, named: Seq[Path], seed: int) -> dic
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     layers = attention_layers(model)
     own, other = (read(model, one, layers, "z", pair.origins) for one in (pair.receiver, pair.donor))
-    own = restartable(model, own)
+    own = restartable(model, own, (path.receiver[0] for path in named if path.receiver))
     base = (other if pair.denoising else own).logits
     before = float(pair.measure(own.logits, base))
     generator = torch.Generator().manual_seed(seed)
