@@ -1,6 +1,6 @@
 """How often intervals hold the truth, and what q calls found where nothing is, when prompts come in groups.
 
-Writes the table of docs/concepts/comparisons.md to the screen and its figure to docs/images/groups.svg.
+Writes the table of docs/concepts/groups.md to the screen and its figure to docs/images/groups.svg.
 """
 
 from __future__ import annotations

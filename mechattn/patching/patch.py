@@ -80,8 +80,8 @@ def patch(
         model: A hooked model, or anything that ``load_model`` accepts.
         prompts: Prompts with an answer that the model reads, as ``load_prompts(…, with_answer=True)`` gives them.
         condition: The condition to compare with the baseline.
-        at: Heads to patch, as (layer, head) from 0 or "L0H2"; a part of all of them: "z", "v", "pattern" or
-            "resid_post"; or :class:`Sites`, which names a part, heads or layers, and segments.
+        at: Heads to patch, as (layer, head) from 0 or "L0H2"; "all", each head exactly; a part of all of them: "z",
+            "v", "pattern" or "resid_post"; or :class:`Sites`, which names a part, heads or layers, and segments.
         together: Patch all of ``at`` as one set. Heads that compensate for each other, or that are only right as a sum,
             may have no effect alone but one together.
         metric: "logprob" of the reference answer, in nats; "margin" of its tokens over the best others, in logits; "kl"

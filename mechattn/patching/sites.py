@@ -30,13 +30,14 @@ class Sites:
         part: "z", a head's output before W_O; "q", "k" or "v", its queries, keys or values before norms and RoPE (for
             heads with keys and values of their own); "pattern", its attention among the original tokens; or, of a whole
             layer, "resid_post", the residual stream after it, "attn_out" or "mlp_out", what attention or the MLP adds.
-        where: Heads as (layer, head) or "L0H2", from 0; layers as numbers for a part of a layer. All by default.
+        where: Heads as (layer, head) or "L0H2", from 0; layers as numbers for a part of a layer. All by default; for "z"
+            they are then attributed, and with "all" patched exactly.
         by: "segment" patches the tokens of each segment by themselves, "position" each token (prompts then have equally
             many); by default all original tokens together.
     """
 
     part: Part = "z"
-    where: Seq[Where | str] | Seq[int] | None = None
+    where: Seq[Where | str] | Seq[int] | Literal["all"] | None = None
     by: Literal["segment", "position"] | None = None
 
 
@@ -73,11 +74,11 @@ def target_in(model: HookedModel, at: Any, together: bool) -> Target:
         raise OptionError(f'by={sites.by!r}: give "segment", "position" or None')
     if not isinstance(together, bool):
         raise OptionError(f"together={together!r}: give True or False, and name the set in at=…")
+    where: Any = None if isinstance(sites.where, str) and sites.where == "all" else sites.where
     if sites.part in OF_LAYER:
-        layers: Any = sites.where
-        heads = [(layer, 0) for layer in chosen_layers(model, layers)]
+        heads = [(layer, 0) for layer in chosen_layers(model, where)]
     else:
-        heads = _heads(model, sites.where, kv_heads_of(model) if sites.part in ("k", "v") else int(model.cfg.n_heads))
+        heads = _heads(model, where, kv_heads_of(model) if sites.part in ("k", "v") else int(model.cfg.n_heads))
     if sites.part == "pattern" and not _patterns_act(model):
         raise ModelError(
             f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing the pattern "
@@ -95,7 +96,7 @@ def _heads(model: HookedModel, heads: Any, count: int) -> list[Where]:
     given = [_pair(one) for one in heads] if isinstance(heads, (tuple, list)) else []
     if not given or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in given):
         raise OptionError(
-            f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], or one of {", ".join(map(repr, get_args(Part)))}'
+            f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], "all", or one of {", ".join(map(repr, get_args(Part)))}'
         )
     for layer, head in given:
         if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in (layer, head)):
