@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from mechattn.claims.measures import MEASURES, UNIT, Kind, figure, with_unit
 from mechattn.claims.register import Claim, Part, Register
@@ -22,9 +24,6 @@ from mechattn.pages.page import About, Section, drawn_section, heads_options, wr
 from mechattn.render.figure_declaration import FIGURES
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import write_whole
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 TABLES = {  # which claims stand together: by origin, and what holds by arithmetic apart
     "stated": "What the sources state",
@@ -84,8 +83,6 @@ class Verdicts:
 
     def table(self) -> pd.DataFrame:
         """One row per claim and model: verdict, reason, figures, q, control, and the published figure."""
-        import pandas as pd
-
         each = [(of.name, claim) for of in self.models for claim in self.content["claims"]]
         of_model, of_claim = ["verdict", "figures", "q", "control_words", "why"], ["published", "table"]
         rows = [{"claim": claim["key"], "model": name, **claim["verdicts"][name], **claim} for name, claim in each]

@@ -292,9 +292,7 @@ def selftest(
 
 
 @app.command()
-def show(
-    result: Annotated[str, typer.Argument(help="A stored result.")],
-) -> None:
+def show(result: Annotated[str, typer.Argument(help="A stored result.")]) -> None:
     """Print a stored result: verdicts, quantities and provenance."""
     from mechattn.commands.pages import summary
     from mechattn.store.reading import load_result

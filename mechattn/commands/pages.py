@@ -9,7 +9,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+import xarray as xr
 
 from mechattn.analysis import ANALYSES
 from mechattn.analysis.analysis import Analysis
@@ -49,9 +52,6 @@ from mechattn.results.result import MEMORY, Result
 from mechattn.store.atomic_writes import check_writable, say, write_whole
 from mechattn.store.reading import load_result
 from mechattn.toml_sections import Config
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 COLUMNS = (
     "result", "model", "quantity", "segment", "units", "condition", "layer", "head", "value", "value_low",
@@ -129,8 +129,6 @@ def summary(result: Result) -> str:
 
 def export_csv(places: Seq[str | Path], out: Path, memory: str = MEMORY) -> tuple[Path, list[str]]:
     """Write a CSV row per result, quantity, condition, layer and head; return the file, and what has no row and why."""
-    import pandas as pd
-
     if out.suffix != ".csv":
         raise OptionError(f'"{out.name}" should end with .csv')
     check_writable(out)
@@ -162,8 +160,6 @@ def export_netcdf(places: Seq[str | Path], out: Path) -> Path:
         import h5netcdf  # noqa: F401
     except ImportError:
         raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
-    import xarray as xr
-
     result = load_result(places[0])
     datasets = {}
     for name, one in result.datasets.items():  # with texts of the kind that HDF5 takes
@@ -179,8 +175,6 @@ def export_netcdf(places: Seq[str | Path], out: Path) -> Path:
 
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
     """Every quantity with one number per head, in every condition; and the quantities without rows, with the reason."""
-    import pandas as pd
-
     tables: list[pd.DataFrame] = []
     missing: list[str] = []
     for quantity in head_quantities(result):

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
+import pandas as pd
 
 from mechattn.axes import BASELINE, by_head, head_named
 from mechattn.contrast import stability, table
 from mechattn.contrast.differences import Scale, aligned, check_cells, differences, labels_of
 from mechattn.contrast.quantities import Null, check_layer, slices, variable_of
 from mechattn.errors import OptionError
-from mechattn.results.result import part_of, units_of
+from mechattn.results.result import Result, part_of, units_of
 from mechattn.stats.intervals import FEWEST, Interval, relative_change
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
 from mechattn.stats.resolution import RESAMPLES, Resolution, random_words, resolution
 from mechattn.stats.units import Unit, check_unit, check_whole
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from mechattn.results.result import Result
 
 FEWEST_CONDITIONS = 6  # with fewer, the interval is that of a t distribution with 4 degrees of freedom or less
 
@@ -172,8 +168,6 @@ class Contrast:
         Raises:
             OptionError: As for :meth:`table`, or there are too few conditions.
         """
-        import pandas as pd
-
         given = list(conditions) if isinstance(conditions, (list, tuple, dict)) else []
         if len(set(given)) < FEWEST_CONDITIONS or len(set(given)) < len(given):
             raise OptionError(
@@ -204,8 +198,6 @@ class Contrast:
         Raises:
             OptionError: There is no such head, or no number for each head.
         """
-        import pandas as pd
-
         if head_named(head) is None:
             raise OptionError(f'head={head!r}: give a head such as "L1H2"')
         one = differences(
@@ -231,11 +223,7 @@ class Contrast:
         Raises:
             OptionError: A value is not positive, so there is no ratio, or there are too few prompts.
         """
-        quantity, variable, asked = (
-            self.quantity,
-            variable_of(self.result, self.quantity),
-            self.at_layer(layer),
-        )
+        quantity, variable, asked = self.quantity, variable_of(self.result, self.quantity), self.at_layer(layer)
         if variable.attrs.get("compared") == "difference":
             raise OptionError(f"{quantity!r} is 0 in the baseline by definition, so it has no relative change")
         cells = np.prod([n for dim, n in variable.sizes.items() if dim not in ("prompt", "condition")])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import xarray as xr
 
 from mechattn.contrast.quantities import (
     FURTHER,
@@ -25,13 +26,11 @@ from mechattn.stats.paired import ROUNDING
 from mechattn.stats.units import Units
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from mechattn.contrast.contrast import Contrast
 
 Scale = Literal["log-ratio", "difference"]
 Labels = Mapping[str, list[object]]  # of further dimensions: those with values in both conditions
-Four = tuple["xr.DataArray", "xr.DataArray", "xr.DataArray | None", "xr.DataArray | None"]
+Four = tuple[xr.DataArray, xr.DataArray, xr.DataArray | None, xr.DataArray | None]
 NO_NULL = "no null is known; a change may be there by definition"
 
 
@@ -149,7 +148,7 @@ def check_cells(asked: Contrast, scale: Scale, cells: int, left_out: Seq[str], l
         shown = ", ".join(left_out[:4]) + (" …" if len(left_out) > 4 else "")
         warn(
             f"{len(left_out)} of {cells} cells are left out ({shown}): {asked.quantity!r} is not there, or it is 0 or "
-            'negative in some prompt and has no ratio, which scale="difference" does not need',
+            'negative in some prompt and has no ratio, which scale="difference" does not need'
         )
 
 

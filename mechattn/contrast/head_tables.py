@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
+import xarray as xr
 
 from mechattn.axes import BASELINE, by_head
 from mechattn.contrast.quantities import (
@@ -20,15 +22,9 @@ from mechattn.contrast.quantities import (
 )
 from mechattn.contrast.table import check_select
 from mechattn.errors import OptionError
-from mechattn.results.result import part_of, units_of
+from mechattn.results.result import Result, part_of, units_of
 from mechattn.stats.intervals import FEWEST, shrunken, t_interval
 from mechattn.stats.units import Unit, halves_of
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import xarray as xr
-
-    from mechattn.results.result import Result
 
 KINDS = ("nop", "broadcast", "neither", "no sink")
 VALUE_BELOW = (0.1, 0.2, 0.3, 0.5)
@@ -47,8 +43,6 @@ def ranked_heads(
     level: float,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.heads`, which explains the arguments."""
-    import pandas as pd
-
     if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
         raise OptionError(f"top={top!r}: give a number of heads, at least 1, or None for all")
     check_select(select)
@@ -128,8 +122,6 @@ def sink_kinds(
     Raises:
         OptionError: The run had no ``AttentionSinks``, there is no such condition, or a threshold is out of range.
     """
-    import pandas as pd
-
     most = {"value_below": (0, np.inf), "rank_below": (1, np.inf), "rate_above": (0, 1)}
     given = {"value_below": value_below, "rank_below": rank_below, "rate_above": rate_above}
     for name, value in given.items():
@@ -165,8 +157,6 @@ def sweep_sink_kinds(
     rate_above: float = 0.5,
 ) -> pd.DataFrame:
     """Count the heads with each kind of sink for every pair of thresholds; see :func:`sink_kinds`."""
-    import pandas as pd
-
     rows = []
     for value, rank in product(value_below, rank_below):
         table = sink_kinds(result, condition, value_below=value, rank_below=rank, rate_above=rate_above)

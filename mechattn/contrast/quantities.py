@@ -6,20 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from numbers import Integral
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+import xarray as xr
 
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.arrays import is_lazy
-from mechattn.results.result import memory_bytes
+from mechattn.results.result import Result, memory_bytes
 from mechattn.stats.resolution import RESAMPLES
 from mechattn.stats.units import resampled
-
-if TYPE_CHECKING:
-    import xarray as xr
-
-    from mechattn.results.result import Result
 
 Null = Literal["uniform", "blind"]
 NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}

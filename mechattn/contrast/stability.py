@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from mechattn.contrast.table import FEWEST_TO_SELECT, several_tested
@@ -18,8 +19,6 @@ from mechattn.stats.paired import paired
 from mechattn.stats.units import Bags, check_whole
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from mechattn.contrast.contrast import Contrast
 
 Halves = list[tuple[np.ndarray, np.ndarray]]
@@ -29,8 +28,6 @@ def stability(
     asked: Contrast, top: int | None, layer: int | None, over: Seq[str] | None, splits: int, patterns: int
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.stability`, which explains the arguments."""
-    import pandas as pd
-
     names, seed = [asked.condition], asked.seed
     if over is not None:
         if isinstance(over, str) or len(set(over)) < 2 or len(set(over)) < len(list(over)):

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer, as_lines
 
@@ -67,8 +69,6 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
     if path is None:
         yield Kept({}, None, dict(about))
         return
-    from filelock import FileLock, Timeout
-
     place = Path(os.path.realpath(path))
     lock = place.with_name(f".{place.name}.mechattn-lock")
     try:

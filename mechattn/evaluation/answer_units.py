@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
@@ -23,8 +24,6 @@ from mechattn.stats.trend import trend as trend_of
 from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from mechattn.evaluation.evaluation import Evaluation
 
 _NEGLIGIBLE = 1.1  # in a variance: a factor of 1.05 in the width of an interval
@@ -69,17 +68,9 @@ def compared(evaluation: Evaluation, condition: str, to: str, other: Evaluation,
 
 
 def mediation(
-    evaluation: Evaluation,
-    total: str,
-    through: Mapping[str, str],
-    resamples: int,
-    seed: int,
-    level: float,
-    unit: Unit,
+    evaluation: Evaluation, total: str, through: Mapping[str, str], resamples: int, seed: int, level: float, unit: Unit
 ) -> pd.DataFrame:
     """See :meth:`mechattn.evaluation.evaluation.Evaluation.mediation`, which explains the arguments."""
-    import pandas as pd
-
     units = units_of(evaluation, unit)
     base, whole = (units.means(evaluation.right(name).mean(1)) for name in (BASELINE, total))
     draws = np.random.default_rng(seed).integers(0, len(base), (resamples, len(base)))

@@ -8,10 +8,12 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from typing_extensions import Unpack
 
 from mechattn.axes import BASELINE
@@ -52,9 +54,6 @@ from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import Sequence
 from mechattn.results import provenance
 from mechattn.results.provenance import identity
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def evaluate(
@@ -174,8 +173,6 @@ def baseline_noise(
     Raises:
         OptionError: A repetition has the same batch size or dtype as the first run.
     """
-    import pandas as pd
-
     if taken := sorted({"out", "conditions", "server"} & set(options)):
         raise OptionError(f"{taken[0]}=… cannot be given: only the baseline is answered, again in each repetition")
     model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
@@ -205,8 +202,6 @@ def _generated(
     model: HookedModel, native: Any, batches: list[list[Todo]], how: Sampling
 ) -> Iterator[list[tuple[Todo, Answer, str]]]:
     """The answers of each batch, with their texts."""
-    from tqdm.auto import tqdm
-
     end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
     for some in tqdm(batches, desc="answers", unit="batch", delay=2):
         asked = [request for _, _, request in some]

@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError
@@ -19,9 +20,6 @@ from mechattn.stats.accuracy import best_of_k, distinct_ngrams, pass_at_k, share
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.units import Unit, Units
 from mechattn.store.atomic_writes import check_writable, write_whole
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -147,8 +145,6 @@ class Evaluation:
         Source:
             Benjamini and Hochberg 1995.
         """
-        import pandas as pd
-
         names = [name for name in self.conditions if name != to]
         if not names:
             raise OptionError(f"there is no condition other than {to!r} to compare with it")
@@ -264,8 +260,6 @@ class Evaluation:
 
     def _intervals(self, rows: Iterable[tuple[dict[str, Any], np.ndarray]], level: float, unit: Unit) -> pd.DataFrame:
         """A row for each array of values over problems, with an interval within 0 and 1."""
-        import pandas as pd
-
         units, made = units_of(self, unit), []
         for names, values in rows:
             interval = share_interval(units.means(values), level)._asdict()
@@ -334,8 +328,6 @@ class Evaluation:
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a table with one row per answer."""
-        import pandas as pd
-
         return pd.DataFrame([asdict(a) for a in self.answers])
 
     def save(self, path: str | Path) -> None:

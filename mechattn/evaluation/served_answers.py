@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+from tqdm.auto import tqdm
 
 from mechattn.errors import ModelError, OptionError, PromptTooLong, ServerError
 from mechattn.evaluation.generate import Answer, Request, Sampling, answers, native_of, until_end
@@ -57,8 +58,6 @@ class Served:
 
     def answered(self, todo: Seq[Todo]) -> Iterator[list[tuple[Todo, Answer, str]]]:
         """Each answer with its text, in the order of arrival; within and after them the server is probed again."""
-        from tqdm.auto import tqdm
-
         began, written = time.monotonic(), 0
         with tqdm(desc="answers", total=len(todo), unit="answer", delay=2) as bar:
             for some in stretches(todo, self.sampling.seed):

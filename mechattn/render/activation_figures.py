@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import plotly.graph_objects as go
+import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
@@ -19,10 +21,6 @@ from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import count_words, mean_words, model_caption, number_words, percent_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-    import xarray as xr
 
 NAME = "mlp_activations"
 _POINTS: dict[str, Any] = {"marker": dict(size=7), "hovertemplate": "%{customdata}: %{y:.3g}"}

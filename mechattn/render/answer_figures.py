@@ -8,6 +8,8 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
@@ -17,14 +19,11 @@ from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import model_caption, quantity_words, says
 from mechattn.render.words import said as said_by
+from mechattn.results.result import Result
+from mechattn.stats.trend import Trend
 
 if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
-
     from mechattn.evaluation.while_answering import WhileAnswering
-    from mechattn.results.result import Result
-    from mechattn.stats.trend import Trend
 
 _HOVER = "%{customdata}: %{y:.1f} %<extra></extra>"
 _LEAST_REACH = 10  # points of accuracy: the least range of a map's colours

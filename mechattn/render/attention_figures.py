@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import xarray as xr
 
 from mechattn.axes import BASELINE, SEGMENTS, head_named
 from mechattn.contrast.contrast import Contrast
@@ -27,12 +30,6 @@ from mechattn.render.words import (
     says,
 )  # fmt: skip
 from mechattn.results.result import Result, units_of
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
-    import xarray as xr
-
 
 NAME = "received_attention"
 

@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import cycle
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from mechattn.axes import BASELINE
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
-
-    from mechattn.contrast.means import Positions
+from mechattn.contrast.means import Positions
 
 # Okabe and Ito (2008), "Color universal design"; contrast of at least 3 to 1 on white and on a dark background.
 WITHOUT = "#0072b2"  # blue, what is compared with: without the inserted tokens, or uniform attention
@@ -85,9 +83,6 @@ def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> d
 
 def panels(titles: Seq[str] | None = None, rows: int = 1, **options: Any) -> go.Figure:
     """Panels side by side, or below each other, with their titles; one without a title by default."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
     if titles is None:
         return go.Figure()
     return make_subplots(rows, len(titles) // rows, subplot_titles=list(titles), **options)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 import numpy as np
+import plotly.graph_objects as go
+import xarray as xr
 
 from mechattn.contrast.means import mean_over_prompts
 from mechattn.contrast.quantities import by_layer as values_by_layer
@@ -16,10 +17,6 @@ from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import count_words, mean_words, model_caption, says
 from mechattn.results.result import Result
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-    import xarray as xr
 
 _WORDS = {
     "self_share": "strongest target: the query itself",

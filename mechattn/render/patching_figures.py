@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import plotly.graph_objects as go
 
 from mechattn.axes import head_name
 from mechattn.errors import OptionError
@@ -15,8 +16,6 @@ from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import says
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
     from mechattn.patching.circuit import Circuit
     from mechattn.patching.effects import Patching
 
@@ -37,8 +36,6 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         size: As for ``Circuit.kept``.
         q: As for ``Circuit.kept``.
     """
-    import plotly.graph_objects as go
-
     table, heads = circuit.table(size, q), int(circuit.about["heads"])
     layers, drawn = int(circuit.about["cfg"]["n_layers"]), draw.panels()
     places = {name: _place(name, heads, layers) for name in (*circuit.graph.writers, "logits")}
@@ -76,8 +73,6 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
 
 def _arc(row: Any, places: Mapping[str, tuple[float, float]], largest: float) -> go.Scatter:
     """An edge, which enters a head where its queries, keys or values are."""
-    import plotly.graph_objects as go
-
     reader, _, part = row.reader.partition(".")
     (x0, y0), (x1, y1) = places[row.writer], places[reader]
     x1 += _ASIDE.get(part, 0.0)

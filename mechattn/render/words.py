@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
+import xarray as xr
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.contrast import Contrast, Verdict
 from mechattn.contrast.means import overall_mean
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import Interval
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-    import xarray as xr
-
-    from mechattn.contrast.contrast import Verdict
 
 
 def quantity_words(quantity: str, segment: str) -> str:

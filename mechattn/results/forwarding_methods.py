@@ -125,11 +125,7 @@ class Questions:
         return asked.table(select=select, top=top, by=by, random=random, margin=margin)
 
     def across(
-        self,
-        conditions: Seq[str],
-        to: str = BASELINE,
-        quantity: str = "received",
-        **options: Unpack[Options],
+        self, conditions: Seq[str], to: str = BASELINE, quantity: str = "received", **options: Unpack[Options]
     ) -> pd.DataFrame:
         """Test whether a change holds for other conditions than those that were run, such as other fillers.
 
@@ -323,13 +319,7 @@ class Questions:
         save_result(self._result, path)
 
     def page(
-        self,
-        path: str | Path,
-        layer: int = 0,
-        heads: Seq[int] | None = None,
-        force: bool = False,
-        *,
-        top: int = 3,
+        self, path: str | Path, layer: int = 0, heads: Seq[int] | None = None, force: bool = False, *, top: int = 3
     ) -> Path:
         """Write a page that opens offline: how attention changed, a map of all heads, figures and provenance.
 

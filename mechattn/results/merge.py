@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 from xarray.core import indexing
 
 from mechattn.errors import OptionError
@@ -17,9 +18,6 @@ from mechattn.results.arrays import SOURCES, stacked
 from mechattn.results.provenance import added_hash
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Moments
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 GROW = ("pos", "key", "original_key")  # dimensions as long as the longest prompt
 _FIRST = "first_prompt_text"
@@ -104,8 +102,6 @@ def _agree(what: str, one: Any, other: Any) -> None:
 
 def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     """One dataset of all prompts."""
-    import xarray as xr
-
     first = parts[0]
     sizes = {dim: max(part.sizes[dim] for part in parts) for dim in first.dims}
     made: dict[Any, Any] = {}

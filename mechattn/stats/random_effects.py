@@ -76,11 +76,7 @@ class AgainstDraws(NamedTuple):
 
 
 def against_draws(
-    found: np.ndarray,
-    draws: np.ndarray,
-    head: int | None,
-    level: float = 0.95,
-    rounding: np.ndarray | float = 0.0,
+    found: np.ndarray, draws: np.ndarray, head: int | None, level: float = 0.95, rounding: np.ndarray | float = 0.0
 ) -> AgainstDraws:
     """Test whether a model's heads could come from another random model.
 

@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import MemoryStore
@@ -44,9 +45,6 @@ from mechattn.store.zarr_checks import (
     root_of,
     segments_problem,
 )
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 _SEGMENTS = "sequences/segment_index"
 _REDO = "run it again, or restore a copy"
@@ -94,8 +92,6 @@ def read_result(path: str | Path, memory: str = MEMORY, lazy: bool | None = None
 
 def _read(place: str | Path, path: str | Path) -> Result:
     """Read a result, without its per-prompt values."""
-    import xarray as xr
-
     if isinstance(place, Path) and not (place / ROOT).is_file():
         within = sorted(p.name for p in place.glob("*.zarr"))[:4] if place.is_dir() else []
         hint = f"; there is {', '.join(within)} in it" if within else ""

@@ -10,17 +10,15 @@ import json
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from mechattn.errors import OutputError
 from mechattn.results.arrays import TEXT, Key, LazyArray, lazy_variable
 from mechattn.results.result import Result
 from mechattn.store.reading import read_errors
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 _FORMAT = 2
 _LARGE = 2**16  # bytes
@@ -75,8 +73,6 @@ def _packed_dataset(dataset: xr.Dataset, arrays: list[bytes]) -> dict[str, Any]:
 
 
 def _unpacked_dataset(about: dict[str, Any], stored: zipfile.ZipFile, later: Path | None = None) -> xr.Dataset:
-    import xarray as xr
-
     made: dict[str, Any] = {}
     for name, one in about["variables"].items():
         alone = one["dtype"] != "text" and "prompt" not in one["dims"] and len(one["dims"]) > 1

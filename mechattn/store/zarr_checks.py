@@ -11,9 +11,10 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
+import xarray as xr
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mechattn.axes import BASELINE, SEGMENTS
@@ -21,9 +22,6 @@ from mechattn.errors import OutputError
 from mechattn.results.merge import GROW
 from mechattn.store.objects import ROOT, Store
 from mechattn.store.pieces import CHECKSUM, WIDTH, Region
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 FORMAT = 3
 _LONGEST = 64 * 2**20  # bytes of a zarr.json
