@@ -32,16 +32,9 @@ RANK_BELOW = (1.25, 1.5, 2.0, 3.0)
 
 
 def ranked_heads(
-    result: Result,
-    quantity: str | None,
-    top: int | None,
-    *,
-    condition: str,
-    segment: str,
-    select: Literal["half"] | None,
-    unit: Unit,
-    level: float,
-) -> pd.DataFrame:
+    result: Result, quantity: str | None, top: int | None, *, condition: str, segment: str,
+    select: Literal["half"] | None, unit: Unit, level: float,
+) -> pd.DataFrame:  # fmt: skip
     """See :meth:`mechattn.results.result.Result.heads`, which explains the arguments."""
     if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
         raise OptionError(f"top={top!r}: give a number of heads, at least 1, or None for all")

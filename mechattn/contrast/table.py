@@ -212,22 +212,13 @@ def _about(asked: Contrast, chosen: Selection, found: _Cells, units: Units) -> d
     made = {name: getattr(asked, name) for name in ("condition", "to", "quantity")}
     made |= {"segment": asked.segment or "all", "select": chosen.select or "none", "level": asked.level}
     made |= {"resamples": asked.resamples, "seed": asked.seed, "models": ", ".join(names)}
-    return (
-        made
-        | ({} if found.bags is None else {"resampled": found.bags.words})
-        | {
-            "null": found.last.null,
-            **({} if chosen.top is None else {"top": chosen.top}),
-            "tested": "difference" if found.last.expected is None else "beyond",
-            "left_out": found.left_out,
-            "family": f"{tests} tests: {' × '.join(map(str, found.last.difference.dims[1:]))}",
-            "unit": units.unit,
-            "smallest_q": can.smallest_p,  # if all tests reach it
-            "resolution": str(can),
-            "patterns": None if n <= EXACT else enough(asked.resamples, tests),
-            "skewed": _skewed_words(found.numbers),
-        }
-    )
+    made |= {} if found.bags is None else {"resampled": found.bags.words}
+    made |= {"null": found.last.null} | ({} if chosen.top is None else {"top": chosen.top})
+    made |= {"tested": "difference" if found.last.expected is None else "beyond", "left_out": found.left_out}
+    made |= {"family": f"{tests} tests: {' × '.join(map(str, found.last.difference.dims[1:]))}", "unit": units.unit}
+    made |= {"smallest_q": can.smallest_p, "resolution": str(can)}  # the smallest if all tests reach it
+    made |= {"patterns": None if n <= EXACT else enough(asked.resamples, tests)}
+    return made | {"skewed": _skewed_words(found.numbers)}
 
 
 def _named(asked: Contrast, made: pd.DataFrame) -> dict[str, Any]:

@@ -55,16 +55,9 @@ def paired_accuracy(
         )
     only_first, only_second, n = int((a & ~b).sum()), int((~a & b).sum()), len(a)
     low, high = _newcombe(int((a & b).sum()), only_first, only_second, n, level)
-    return PairedAccuracy(
-        difference=float(a.mean() - b.mean()),
-        low=low,
-        high=high,
-        p=mcnemar_mid_p(only_first, only_second),
-        only_first=only_first,
-        only_second=only_second,
-        n=n,
-        detectable=detectable_difference(n, (only_first + only_second) / n),
-    )
+    difference, p = float(a.mean() - b.mean()), mcnemar_mid_p(only_first, only_second)
+    detectable = detectable_difference(n, (only_first + only_second) / n)
+    return PairedAccuracy(difference, low, high, p, only_first, only_second, n, detectable)
 
 
 def mcnemar_mid_p(only_first: int, only_second: int) -> float:

@@ -137,13 +137,8 @@ class PairedStream:
             none &= (abs(d[rows]) <= rounding).all(0)
             cubes += ((tested[rows] - mean) ** 3).sum(0) / len(d)
         cubed = (deviation * np.sqrt((len(d) - 1) / len(d))) ** 3
-        made = {
-            "none": none,
-            "unknown": unknown,
-            "difference": ends["mean"],
-            "null": null + unknown,
-            "beyond": mean + unknown,
-        }
+        made = {"none": none, "unknown": unknown, "difference": ends["mean"]}
+        made |= {"null": null + unknown, "beyond": mean + unknown}
         made["effect_size"] = np.divide(mean, deviation, out=nan.copy(), where=varies)
         made |= {"skewness": np.divide(cubes, cubed, out=nan, where=varies), "detectable": deviation}
         made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}

@@ -9,8 +9,7 @@ from math import ceil, floor
 import numpy as np
 from scipy import optimize, stats
 
-from mechattn.errors import OptionError
-from mechattn.stats.units import check_whole
+from mechattn.errors import OptionError, check_counts
 
 RESAMPLES = 9999
 EXACT = 12  # prompts: all 4,096 sign patterns are tried
@@ -91,25 +90,15 @@ def resolution(
     n: int, tests: int, level: float = 0.05, resamples: int = RESAMPLES, unit: str = "prompts"
 ) -> Resolution:
     """What a number of units can detect in a family of tests."""
-    for name, value in (("n", n), ("tests", tests), ("resamples", resamples)):
-        check_whole(name, value)
+    check_counts(n=n, tests=tests, resamples=resamples)
     if not 0 < level < 1:
         raise OptionError(f"level={level!r}: give a probability such as 0.05")
     patterns = enough(resamples, tests)
     p = 2.0 ** (1 - n) if n <= EXACT else 1 / (1 + patterns)
-    together = floor(tests * p / level) + 1
-    return Resolution(
-        n=n,
-        unit=unit,
-        tests=tests,
-        level=level,
-        smallest_p=p,
-        smallest_q=min(1.0, tests * p),
-        together=together if together <= tests else None,
-        chance=chance(n, tests, level, patterns),
-        fewest=_fewest(tests, level, patterns),
-        detectable=detectable_size(n, tests, level),
-    )
+    needed = floor(tests * p / level) + 1
+    together, alone = needed if needed <= tests else None, chance(n, tests, level, patterns)
+    fewest, detectable = _fewest(tests, level, patterns), detectable_size(n, tests, level)
+    return Resolution(n, unit, tests, level, p, min(1.0, tests * p), together, alone, fewest, detectable)
 
 
 def power(heads: int, *, effect: float | None = None, prompts: int | None = None, sure: float = 0.8) -> float:
@@ -131,9 +120,9 @@ def power(heads: int, *, effect: float | None = None, prompts: int | None = None
     Raises:
         OptionError: Both effect and prompts are left out, or a number is out of range.
     """
-    for name, value, least in (("heads", heads, 1), ("prompts", prompts, 3)):
-        if value is not None:
-            check_whole(name, value, least)
+    check_counts(heads=heads)
+    if prompts is not None:
+        check_counts(3, prompts=prompts)
     if effect is not None and not (isinstance(effect, (int, float)) and 0.01 <= abs(effect) < np.inf):
         raise OptionError(f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01, such as 0.5")
     if not isinstance(sure, float) or not 0 < sure < 1:
