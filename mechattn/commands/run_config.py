@@ -99,9 +99,7 @@ def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], c
     positions: Literal["prompts", "moments"] = "prompts" if by_half else "moments"
     options = RunOptions(config.layers, config.seed, positions, config.memory, config.engine)
     conditions = made_conditions(config.conditions, partial(tokenizer_named, model))
-    given = {
-        name: getattr(config, name) for name in ("dtype", "device", "verify", "chunk", "threads", "values", "paths")
-    }
+    given = config.model_dump(include={"dtype", "device", "verify", "chunk", "threads", "values", "paths"})
     require = partial(_check_all_shown, shown)
     analyses = made_analyses(config.analyses)
     return Job(model, prompts, conditions, analyses, options, require=require, command=command, **given)
@@ -121,9 +119,8 @@ def evaluate_from_config(
         raise OptionError("--served-model and --server-key need a server: give --server http://host:8000/v1 too")
     options["server"] = Server(**at) if at else None
     if at and len(config.models) > 1:
-        raise OptionError(
-            f"{path} names {len(config.models)} models, but a server has only one model: evaluate each separately"
-        )
+        many = f"{path} names {len(config.models)} models"
+        raise OptionError(f"{many}, but a server has only one model: evaluate each separately")
     files = file_names(config.models)
     places = {name: Path(options["out"].replace("{model}", file)) for name, file in files.items()}
     for place in places.values():
@@ -131,12 +128,11 @@ def evaluate_from_config(
     prompts = load_prompts(**config.prompts.model_dump())
     found = {}
     for name, place in places.items():
-        model: Any = name
+        model, tokenizer = name, partial(tokenizer_named, name)
         if not at:
             model = load_model(name, dtype=dtype_named(config.dtype), device=config.device, verify=config.verify)
-            conditions = made_conditions(config.conditions, partial(getattr, model, "tokenizer"))
-        else:
-            conditions = made_conditions(config.conditions, partial(tokenizer_named, name))
+            tokenizer = partial(getattr, model, "tokenizer")
+        conditions = made_conditions(config.conditions, tokenizer)
         found[name] = evaluate(model, prompts, conditions, seed=config.seed, **(options | {"out": place}))
     return found, list(places.values())
 
@@ -204,14 +200,11 @@ def read_config(path: str | Path) -> Config:
         raise OptionError(f"{path} is nested too deeply") from None
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
+    needs = f'{path}: {len(config.models)} models need "{{model}}" in'
     if len(config.models) > 1 and "{model}" not in config.output.result:
-        raise OptionError(
-            f'{path}: {len(config.models)} models need "{{model}}" in output.result, to give each its own result'
-        )
+        raise OptionError(f"{needs} output.result, to give each its own result")
     if config.evaluation and len(config.models) > 1 and "{model}" not in config.evaluation.out:
-        raise OptionError(
-            f'{path}: {len(config.models)} models need "{{model}}" in evaluation.out, to give each its own file'
-        )
+        raise OptionError(f"{needs} evaluation.out, to give each its own file")
     return config
 
 

@@ -17,18 +17,10 @@ from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer, as_lines
 
 Key = tuple[str, str, int]
-_KINDS = {
-    "prompt": str,
-    "condition": str,
-    "sample": int,
-    "text": str,
-    "tokens": tuple,
-    "answer": str | None,
-    "solution": str,
-    "right": bool,
-    "finished": bool,
-    "logprob": int | float,
-}
+_KINDS: dict[str, Any] = {
+    "prompt": str, "condition": str, "sample": int, "text": str, "tokens": tuple, "answer": str | None,
+    "solution": str, "right": bool, "finished": bool, "logprob": int | float,
+}  # fmt: skip
 _MAY_DIFFER = ("versions", "server", "probe")  # a server may come back at another address
 
 

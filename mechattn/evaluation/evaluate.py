@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,10 @@ def evaluate(
         **({"rope_factors": counted_sides(list(sides.values()))} if sides else {}),
     }
     with kept(out, about) as file, ExitStack() as stack:
+        each = product(zip(prompts, sequences, strict=True), named, range(how.samples))
         todo = [
             (p, name, Request(p.id, made[name], sample))
-            for p, made in zip(prompts, sequences, strict=True)
-            for name in named
-            for sample in range(how.samples)
+            for (p, made), name, sample in each
             if (p.id, name, sample) not in file.answers
         ]
         came: Iterator[list[tuple[Todo, Answer, str]]] = iter(())
@@ -219,7 +219,6 @@ def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list
 
 
 def _graded(prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
-    """An answer, graded."""
     solution = str(prompt.solution)
     both = vars(answer) | vars(grade(text, solution, grader))
     return GradedAnswer(prompt.id, name, asked.sample, text, solution=solution, **both)
@@ -268,9 +267,10 @@ def _checked_sides(
     for made in sequences:
         for name, sequence in made.items():
             refuse_what_cannot_generate(native, sequence, name)
-    check_variants(model, [dict(made) for made in sequences])
-    check_interventions(model, [p.id for p in prompts], [dict(made) for made in sequences])
-    return dict(zip((p.id for p in prompts), sides_of(model, sequences), strict=False))
+    ids, each = [p.id for p in prompts], [dict(made) for made in sequences]
+    check_variants(model, each)
+    check_interventions(model, ids, each)
+    return dict(zip(ids, sides_of(model, sequences), strict=False))
 
 
 def _about(

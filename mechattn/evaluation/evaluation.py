@@ -171,22 +171,16 @@ class Evaluation:
         """
         names = [name for name in conditions or self.conditions if name != BASELINE]
         groups = self.provenance.get("groups", {})
-        problems = sorted(
-            self._problems(),
-            key=lambda prompt: hashlib.sha256(groups.get(prompt, prompt).encode("utf-8", "replace")).digest(),
-        )
-        units = Units.grouped([groups.get(prompt, prompt) for prompt in problems])
+        group_of = {prompt: groups.get(prompt, prompt) for prompt in self._problems()}
+        problems = sorted(group_of, key=lambda name: hashlib.sha256(group_of[name].encode("utf-8", "replace")).digest())
+        units = Units.grouped([group_of[prompt] for prompt in problems])
         if not names or units.n < 2:
             raise OptionError("best needs at least one condition other than the baseline, and at least two problems")
         half, other = (self._of([problems[i] for i in some]) for some in units.halves())
         chosen = max(sorted(names), key=lambda name: half.right(name).mean())
-        return {
-            "condition": chosen,
-            "chosen_on": float(half.right(chosen).mean()),
-            "accuracy": float(other.right(chosen).mean()),
-            "baseline": float(other.right(BASELINE).mean()),
-            **other.compare(chosen),
-        }
+        found = {"condition": chosen, "chosen_on": float(half.right(chosen).mean())}
+        shown = {"accuracy": float(other.right(chosen).mean()), "baseline": float(other.right(BASELINE).mean())}
+        return found | shown | other.compare(chosen)
 
     def pass_at_k(self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """The probability that one of k answers is right, by condition and k, with an interval over problems.

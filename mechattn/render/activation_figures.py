@@ -62,10 +62,8 @@ def activation_histogram(
     figure.update_yaxes(type="log", exponentformat="power", dtick=1)
     figure.update_yaxes(title_text="share of activations", col=1)
     figure.update_xaxes(title_text="activation after the nonlinearity")
-    note = (
-        f"layer {layer}, question tokens; {_n(results)}; bands: pointwise 95 % intervals; dotted: near-zero threshold"
-    )
-    draw.title(figure, "activations of the MLP", note, 480, top=150)
+    note = "bands: pointwise 95 % intervals; dotted: near-zero threshold"
+    draw.title(figure, "activations of the MLP", f"layer {layer}, question tokens; {_n(results)}; {note}", 480, top=150)
     parts = []
     for result in results:
         share = result[NAME].near_zero_by_segment.sel(layer=layer, segment="question")
@@ -87,10 +85,7 @@ def activation_metrics(
         segment: The segment of the tokens.
     """
     results, names = _checked(results, conditions, layer)
-    figure, captions = (
-        draw.panels(list(_METRICS.values()), horizontal_spacing=0.05),
-        [model_caption(r) for r in results],
-    )
+    figure, captions = draw.panels(list(_METRICS.values()), horizontal_spacing=0.05), [*map(model_caption, results)]
     for column, metric in enumerate(_METRICS, 1):
         asked = [[Contrast(r, name, quantity=metric, segment=segment) for name in names] for r in results]
         found = [[one.overall(layer)[0] for one in of_result] for of_result in asked]
@@ -184,9 +179,8 @@ def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: 
         for name in names:
             result.condition(name)
     if not names:
-        raise OptionError(
-            "this figure shows changes from the baseline, but there is no other condition; run at least one"
-        )
+        why = "this figure shows changes from the baseline, but there is no other condition"
+        raise OptionError(f"{why}; run at least one")
     return made, names
 
 
@@ -379,16 +373,9 @@ def _finished(
     """Set the title, a slider with one step per layer, and the sentence on the question's tokens."""
     note = f"{condition}; {count_words(result)}"
     note += "; only the part from the strongest target" if reading == "top_target" else ""
-    title = f"{model_caption(result)}: {what}"
-
-    def words(layer: int) -> str:
-        return f"{title}<br><sup>layer {layer}; {note}</sup>"
-
-    draw.by_layer_slider(figure, values.layer.values.tolist(), words, height)
+    layers, title = values.layer.values.tolist(), f"{model_caption(result)}: {what}"
+    draw.by_layer_slider(figure, layers, lambda layer: f"{title}<br><sup>layer {layer}; {note}</sup>", height)
     dataset, prefix = _dataset(result, reading, condition).sel(segment="question"), _prefix(reading)
     size, turn = (mean_words(result, dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation"))
-    return says(
-        figure,
-        f"Question tokens, mean over layers and heads: magnitude {size} of the residual stream's norm, cosine with it "
-        f"{turn}.",
-    )
+    means = f"magnitude {size} of the residual stream's norm, cosine with it {turn}"
+    return says(figure, f"Question tokens, mean over layers and heads: {means}.")

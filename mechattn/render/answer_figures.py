@@ -131,9 +131,8 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
     figure.update_xaxes(title_text="answers to each question (k)")
     figure.update_yaxes(rangemode="tozero")
     figure.update_yaxes(title_text="probability of a right answer (%)", col=1)
-    note = "bars: 95 % intervals over problems"
     of = " and ".join(tables)
-    draw.title(figure, f"{model}: {of}" if model else of, note, 460)
+    draw.title(figure, f"{model}: {of}" if model else of, "bars: 95 % intervals over problems", 460)
     return figure
 
 
@@ -276,11 +275,7 @@ def _said(table: pd.DataFrame) -> str:
     """The result of the pairs, condition by condition."""
     parts = []
     for row in table.itertuples():
-        if np.isnan(row.beyond):
-            parts.append(f"{row.condition}: {row.pairs} pairs, too few to compare")
-        else:
-            parts.append(
-                f"{row.condition}: {100 * row.beyond:+.2f} points [{100 * row.beyond_low:+.2f}, "
-                f"{100 * row.beyond_high:+.2f}] in {row.pairs} pairs, p = {row.p_beyond:.2g}"
-            )
+        ends = f"{100 * row.beyond:+.2f} points [{100 * row.beyond_low:+.2f}, {100 * row.beyond_high:+.2f}]"
+        said = f"{ends} in {row.pairs} pairs, p = {row.p_beyond:.2g}"
+        parts.append(f"{row.condition}: {f'{row.pairs} pairs, too few to compare' if np.isnan(row.beyond) else said}")
     return f"Right minus wrong, beyond uniform attention. {'; '.join(parts)}."

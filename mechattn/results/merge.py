@@ -154,8 +154,7 @@ def _of_first(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], name: str) ->
 
 def _plain(result: Result) -> dict[str, Any]:
     """The provenance in its stored form, where every key is a text."""
-    made: dict[str, Any] = json.loads(json.dumps(result.provenance))
-    return made
+    return dict(json.loads(json.dumps(result.provenance)))
 
 
 def _merged_provenance(one: dict[str, Any], other: dict[str, Any], where: str = "") -> dict[str, Any]:
@@ -185,13 +184,8 @@ def _collected(one: Any, other: Any) -> Any:
 
 
 def _span(one: Any, other: Any) -> list[str]:
-    """The first and the last time."""
     times = [time for some in (one, other) for time in (some if isinstance(some, list) else [some])]
     return [min(times), max(times)]
-
-
-def _concatenated(one: Any, other: Any) -> list[Any]:
-    return sorted([*(one or []), *(other or [])], key=json.dumps)
 
 
 def _widest(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -218,7 +212,7 @@ _ADDED: Mapping[str, Callable[[Any, Any], Any]] = {
     "regions": _widest,
     "seconds": lambda one, other: round((one or 0) + (other or 0), 3),
     "time": _span,
-    "halved": _concatenated,
+    "halved": lambda one, other: sorted([*(one or []), *(other or [])], key=json.dumps),
     "model.verified": lambda one, other: bool(one and other),
     "model.not_verified": lambda one, other: sorted({*(one or []), *(other or [])}),
 }

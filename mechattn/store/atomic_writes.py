@@ -78,9 +78,8 @@ def check_writable(path: str | Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise OutputError(
-            f"nothing can be written to {folder}: {error.strerror or error}; choose another place"
-        ) from None
+        reason = f"{error.strerror or error}; choose another place"
+        raise OutputError(f"nothing can be written to {folder}: {reason}") from None
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

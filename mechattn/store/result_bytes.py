@@ -27,11 +27,8 @@ _LARGE = 2**16  # bytes
 def packed(result: Result) -> bytes:
     """The bytes of a result, which :func:`unpacked` takes."""
     arrays: list[bytes] = []
-    header = {
-        "mechattn_packed": _FORMAT,
-        "provenance": result.provenance,
-        "datasets": {name: _packed_dataset(dataset, arrays) for name, dataset in result.datasets.items()},
-    }
+    datasets = {name: _packed_dataset(dataset, arrays) for name, dataset in result.datasets.items()}
+    header = {"mechattn_packed": _FORMAT, "provenance": result.provenance, "datasets": datasets}
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as out:
         for name, content in (("header", json.dumps(header).encode()), *((str(i), a) for i, a in enumerate(arrays))):
@@ -65,8 +62,7 @@ def _packed_dataset(dataset: xr.Dataset, arrays: list[bytes]) -> dict[str, Any]:
             arrays.append(json.dumps([str(text) for text in variable.values.flat]).encode())
             variables[name] = about | {"dtype": "text"}
         else:
-            values = np.ascontiguousarray(variable.values)
-            values = values.astype(values.dtype.newbyteorder("<"), copy=False)
+            values = variable.values.astype(variable.dtype.newbyteorder("<"), copy=False)
             arrays.append(values.tobytes())
             variables[name] = about | {"dtype": values.dtype.str}
     return {"variables": variables, "coords": list(dataset.coords), "attrs": dataset.attrs}
