@@ -37,8 +37,7 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
     Raises:
         OptionError: There are no tables, one has no p-values, or one is given twice.
 
-    Source:
-        Benjamini and Hochberg 1995.
+    Source: Benjamini and Hochberg 1995.
     """
     tables = _checked(tables)
     parts = []

@@ -18,15 +18,7 @@ from tqdm.auto import tqdm
 from typing_extensions import Unpack
 
 from mechattn.axes import BASELINE
-from mechattn.engine.request_checks import (
-    check_interventions,
-    check_side,
-    check_variants,
-    counted_sides,
-    made_sequences,
-    sides_of,
-    with_baseline,
-)
+from mechattn.engine import request_checks
 from mechattn.errors import OptionError, PromptError, check_counts
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
@@ -100,19 +92,19 @@ def evaluate(
         server = Server(server)
     reader: Any = load_model(as_hooked(model)) if server is None else unloaded(model)
     prompts = as_prompts(prompts)
-    named = with_baseline(conditions)
+    named = request_checks.with_baseline(conditions)
     how = sampling_of(sampling, seed)
     check_counts(batch=batch)
     _check_references(prompts, grader)
     native = native_of(reader) if server is None else None
-    sequences = made_sequences(named, prompts, reader, seed)
+    sequences = request_checks.made_sequences(named, prompts, reader, seed)
     sides = _checked_sides(reader, native, prompts, sequences, how.new_tokens)
     about = {
         **_about(reader, server, prompts, sequences),
         **asdict(how),
         "conditions": {name: identity(condition) for name, condition in named.items()},
         "grader": grader,
-        **({"rope_factors": counted_sides(list(sides.values()))} if sides else {}),
+        **({"rope_factors": request_checks.counted_sides(list(sides.values()))} if sides else {}),
     }
     with kept(out, about) as file, ExitStack() as stack:
         each = product(zip(prompts, sequences, strict=True), named, range(how.samples))
@@ -260,7 +252,7 @@ def _checked_sides(
     hooked = model.loaded if isinstance(model, UnloadedModel) else model
     if hooked is not None:
         for prompt, made in zip(prompts, sequences, strict=True):
-            check_side(prompt, made, hooked, new_tokens)
+            request_checks.check_side(prompt, made, hooked, new_tokens)
     check_room(prompts, sequences, new_tokens, model.cfg.n_ctx, str(model.cfg.model_name))
     if isinstance(model, UnloadedModel):
         return {}
@@ -268,9 +260,9 @@ def _checked_sides(
         for name, sequence in made.items():
             refuse_what_cannot_generate(native, sequence, name)
     ids, each = [p.id for p in prompts], [dict(made) for made in sequences]
-    check_variants(model, each)
-    check_interventions(model, ids, each)
-    return dict(zip(ids, sides_of(model, sequences), strict=False))
+    request_checks.check_variants(model, each)
+    request_checks.check_interventions(model, ids, each)
+    return dict(zip(ids, request_checks.sides_of(model, sequences), strict=False))
 
 
 def _about(

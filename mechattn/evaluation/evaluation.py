@@ -142,8 +142,7 @@ class Evaluation:
         Raises:
             OptionError: As for :meth:`compare`, or there is no other condition.
 
-        Source:
-            Benjamini and Hochberg 1995.
+        Source: Benjamini and Hochberg 1995.
         """
         names = [name for name in self.conditions if name != to]
         if not names:

@@ -118,8 +118,7 @@ class Questions:
             OptionError: There is no such condition, quantity or segment; the prompts differ, or there are fewer than 3
                 (or groups); ``random`` does not belong to this run; or a layer doesn't fit in memory.
 
-        Source:
-            Romano and Wolf 2005; Benjamini and Hochberg 1995; Schuirmann 1987.
+        Source: Romano and Wolf 2005; Benjamini and Hochberg 1995; Schuirmann 1987.
         """
         asked = self._contrast(condition, to=to, quantity=quantity, **options)
         return asked.table(select=select, top=top, by=by, random=random, margin=margin)
@@ -143,8 +142,7 @@ class Questions:
         Raises:
             OptionError: As for :meth:`compare`, or there are fewer than six conditions.
 
-        Source:
-            Clark 1973; Satterthwaite 1946.
+        Source: Clark 1973; Satterthwaite 1946.
         """
         asked = self._contrast(None, to=to, quantity=quantity, **options)
         return asked.across(conditions)
@@ -248,8 +246,7 @@ class Questions:
         Raises:
             OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than ``top``.
 
-        Source:
-            Stability over resampled inputs, arXiv:2510.00845.
+        Source: Stability over resampled inputs, arXiv:2510.00845.
         """
         if condition is not None and over is not None:
             raise OptionError("give condition=… or over=[…]: over names all conditions to compare")

@@ -118,8 +118,7 @@ def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
     Raises:
         OptionError: k is not between 1 and the number of samples.
 
-    Source:
-        Chen et al., arXiv:2107.03374.
+    Source: Chen et al., arXiv:2107.03374.
     """
     _check_k(k, samples)
     wrong = samples - np.asarray(right)[..., None] - np.arange(k)

@@ -74,8 +74,7 @@ def t_quantiles(
 
     ``mean − t*(97.5 %) · s / √n`` to ``mean − t*(2.5 %) · s / √n``, with ``t* = (mean* − mean) / (s* / √n)``
 
-    Source:
-        Hall 1988.
+    Source: Hall 1988.
     """
     ends = []
     for start in range(0, d.shape[1], _COLUMNS):
@@ -108,8 +107,7 @@ def tails(
     which preserves skewness. A t more than three times as far out as any t* of the first 500 resamples counts as
     further out than all; without ``extremes`` such cells are not resampled, and the extremes are those of the others.
 
-    Source:
-        Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
+    Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
     resamples = sum(map(len, counts))
     largest, smallest = np.zeros(resamples), np.zeros(resamples)

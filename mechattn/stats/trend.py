@@ -39,8 +39,7 @@ def trend(values: np.ndarray, resamples: int = 9999, seed: int = 0) -> Trend:
     ``L = Σ_units Σ_j j · rank_j`` increases with the mean of Spearman's ρ over units, which is reported. Its
     distribution comes from permutations of each unit's values; all permutations if there are few enough.
 
-    Source:
-        E. B. Page, "Ordered hypotheses for multiple treatments", 1963.
+    Source: E. B. Page, "Ordered hypotheses for multiple treatments", 1963.
     """
     values = np.asarray(values, dtype=np.float64)
     if values.ndim != 2 or values.shape[1] < 3 or len(values) < FEWEST or not np.isfinite(values).all():
