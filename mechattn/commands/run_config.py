@@ -219,10 +219,8 @@ def _check_figures(config: Config) -> None:
     conditions, analyses = made_conditions(config.conditions), {section.kind for section in config.analyses}
     for i, figure in enumerate(config.figures or []):
         where = f"figures[{i}]"
-        if figure.kind not in FIGURES:
-            raise OptionError(
-                f"{where}.kind = {figure.kind!r}: choose one of {', '.join(FIGURES)}{near(figure.kind, FIGURES)}"
-            )
+        if (kind := figure.kind) not in FIGURES:
+            raise OptionError(f"{where}.kind = {kind!r}: choose one of {', '.join(FIGURES)}{near(kind, FIGURES)}")
         takes = DECLARED[figure.kind].takes
         for name in figure.options:
             if name not in takes:
@@ -231,21 +229,21 @@ def _check_figures(config: Config) -> None:
         if missing := [name for name in needed if name not in figure.options]:
             raise OptionError(f"{where}: {figure.kind} needs {', '.join(missing)}")
         shown = shown_options(figure)
-        if not isinstance(shown.get("conditions", []) or [], (list, tuple)):
-            raise OptionError(f"{where}.conditions = {shown['conditions']!r}: give a list")
+        names = shown.get("conditions") or []
+        if not isinstance(names, (list, tuple)):
+            raise OptionError(f"{where}.conditions = {names!r}: give a list")
         several = figure.kind == "received_attention" and isinstance(shown["layer"], list)
         if not all(isinstance(n, int) for n in (shown["layer"] if several else [shown.get("layer") or 0])):
             raise OptionError(f"{where}.layer = {shown['layer']!r}: give one number{', or numbers' * several}")
         for name in ("condition", "reading"):
             if not isinstance(shown.get(name), str | None):
                 raise OptionError(f"{where}.{name} = {shown[name]!r}: give one name")
-        if not all(isinstance(name, str) for name in shown.get("conditions") or []):
-            raise OptionError(f"{where}.conditions = {shown['conditions']!r}: give names")
-        for name in filter(None, [shown.get("condition"), *(shown.get("conditions") or [])]):
-            if name not in conditions and name != BASELINE:
-                raise OptionError(
-                    f"{where}: there is no condition {name!r}; the conditions are {', '.join(conditions)}"
-                )
+        if not all(isinstance(name, str) for name in names):
+            raise OptionError(f"{where}.conditions = {names!r}: give names")
+        for name in filter(None, [shown.get("condition"), *names]):
+            if name not in (*conditions, BASELINE):
+                there = f"there is no condition {name!r}; the conditions are {', '.join(conditions)}"
+                raise OptionError(f"{where}: {there}")
         needed = _analyses_for(figure, shown, where)
         if not set(needed) & analyses:
             raise OptionError(f"{where}: {figure.kind} shows {needed[0]}, which is not among the analyses")

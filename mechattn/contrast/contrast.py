@@ -33,8 +33,7 @@ class Verdict:
     ``change`` counts each head alike. The null is that of a model whose heads all attend uniformly. ``beyond`` marks
     the heads whose change is below the null's, ``above`` those above it (q_beyond < 0.05, two-sided tests), ``rises``
     those in which the quantity rises, whatever the null does. With a margin, ``same`` marks the heads whose change is
-    the null's to within ± margin (``q_same`` < 0.05). ``n`` counts the units named by ``unit``: prompts, or groups of
-    prompts.
+    the null's to within ± margin (``q_same`` < 0.05). ``n`` counts what ``unit`` names: prompts, or groups of them.
     """
 
     change: Interval

@@ -49,11 +49,9 @@ class Differences:
     @property
     def left_out(self) -> list[str]:
         """The names of the cells without a difference."""
-        dims = self.difference.dims[1:]
-        labels = [self.difference[dim].values for dim in dims]
-        return [
-            " ".join(f"{dim} {label[i]}" for dim, label, i in zip(dims, labels, at)) for at in np.argwhere(~self.cells)
-        ]
+        labels = [(dim, self.difference[dim].values) for dim in self.difference.dims[1:]]
+        where = np.argwhere(~self.cells)
+        return [" ".join(f"{dim} {of[i]}" for (dim, of), i in zip(labels, at)) for at in where]
 
     def rounding(self, units: Units, some: np.ndarray | slice = slice(None)) -> np.ndarray:
         """The largest mean difference that counts as none [*cells]: the float32 error between two equal numbers."""
@@ -140,10 +138,8 @@ def check_cells(asked: Contrast, scale: Scale, cells: int, left_out: Seq[str], l
         if lacking:
             prompts = asked.result["sequences"].sizes["prompt"]
             raise absent(prompts, prompts, asked.quantity, asked.segment, lacking)
-        raise OptionError(
-            f"{asked.quantity!r} has no {'ratio' if scale == 'log-ratio' else 'value'} in any cell"
-            + ('; compare it with scale="difference"' if scale == "log-ratio" else "")
-        )
+        lacks = 'ratio in any cell; compare it with scale="difference"' if scale == "log-ratio" else "value in any cell"
+        raise OptionError(f"{asked.quantity!r} has no {lacks}")
     if left_out:
         shown = ", ".join(left_out[:4]) + (" …" if len(left_out) > 4 else "")
         warn(

@@ -86,8 +86,7 @@ def sink_kinds(
     threshold. "nop": the values of its strongest key are small, ``‖v_sink‖ / mean ‖v‖ < value_below``, so attending
     there adds little. "broadcast": the values are not small, but the head's output has a low effective rank (exp of the
     entropy of the shares of its singular values), ``rank < rank_below``, so it adds much the same to every token.
-    Otherwise "neither". The thresholds are conventions: :func:`sweep_sink_kinds` shows how many heads are of each kind
-    under others.
+    Otherwise "neither". The thresholds are conventions: :func:`sweep_sink_kinds` counts heads of each kind by others.
 
     Args:
         result: A run with ``AttentionSinks``.

@@ -77,8 +77,7 @@ def evaluate(
         grader: "number", "math" (math-verify), or "auto" to choose by the references.
         batch: The number of sequences (or requests to a server) at a time.
         seed: The seed of all draws.
-        out: A .jsonl file to which each answer is added. If it already holds answers of the same run, the run resumes
-            where it stopped.
+        out: A .jsonl file to which each answer is added; if it holds answers of this run already, the run resumes.
         server: An ``ma.Server``, or the address of one that needs nothing else, such as "http://host:8000/v1".
         sampling: ``new_tokens``, the longest answer in tokens (256; answers that reach it are counted as unfinished);
             ``samples``, the number of answers to each question (1); ``temperature``, where 0 takes the likeliest token

@@ -155,15 +155,13 @@ class Evaluation:
         """Select the best condition on one half of the problems, and compare it with the baseline on the other half.
 
         The accuracy of the best of many conditions is too high on the problems used for selection, even if none has an
-        effect. The split depends only on the ids of the problems, not on the order of the answers, and never divides a
-        group of prompts.
+        effect. The split depends only on the ids of the problems, and never divides a group of prompts.
 
         Args:
             conditions: The candidates; all but the baseline by default.
 
         Returns:
-            The result of :meth:`compare` on the other half, with "condition" and "chosen_on", its accuracy on the first
-            half.
+            What :meth:`compare` gives on the other half; "condition", and "chosen_on", its accuracy on the first half.
 
         Raises:
             OptionError: There are fewer than two problems, or no condition other than the baseline.

@@ -35,8 +35,7 @@ class WhileAnswering:
     """Attention of the tokens of a model's own answers to each segment; ``print(measured)`` shows it.
 
     Args:
-        flow: By condition, the mean attention of an answer's tokens to each segment [prompt layer head segment]; NaN
-            for empty answers.
+        flow: By condition, the mean attention of an answer's tokens [prompt layer head segment]; NaN if it is empty.
         uniform: The same for uniform attention.
         right: By condition, whether each answer is right [prompt].
         tokens: By condition, the length of each answer in tokens [prompt].

@@ -252,9 +252,8 @@ def update_histogram(
 def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
     """Plot orientation against magnitude of all heads' updates at all tokens, with a slider for the layer.
 
-    Shares are of all updates; updates below 0.0001 or above 100 times the residual stream are outside the map. An
-    update with negative orientation reduces the residual stream, one with positive orientation adds to it. (R. Claus,
-    figure 9.)
+    Shares are of all updates; updates below 0.0001 or above 100 times the residual stream are outside the map. One
+    with negative orientation reduces the residual stream, one with positive adds to it. (R. Claus, figure 9.)
 
     Args:
         result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).

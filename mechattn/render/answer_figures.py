@@ -113,8 +113,7 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
     """Plot pass@k, or the accuracy of the best of k, over k: one colour per condition, one panel per table.
 
     Args:
-        tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` for each measure, by its name in the
-            figure.
+        tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` for each measure, by its name here.
         model: The model's name in the figure.
 
     Raises:

@@ -45,8 +45,7 @@ def heads_by_layer(
     """Plot one number per head by layer, one panel per condition: a strip of points, sorted within each layer.
 
     Heads of different layers are unrelated, so no line joins them. Hover for the head, its mean over prompts and its
-    95 % interval. The dotted line is uniform attention, if that is a null. (R. Claus, figures 4 to 6, as their captions
-    describe them.)
+    95 % interval. The dotted line is uniform attention, if that is a null. (R. Claus, captions of figures 4 to 6.)
 
     Args:
         result: A result with ``AttentionFocus``, or another analysis with one number per head.
@@ -78,8 +77,7 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
 
     Args:
         result: A result.
-        quantity: The quantity, such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (one panel per
-            block).
+        quantity: Such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (one panel per block).
         segment: The segment of the queries or tokens, if the quantity has segments.
         conditions: The conditions; by default all that have the quantity.
 
@@ -108,8 +106,7 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
 def scale_by_layer(result: Result, condition: str | None = None, segment: str = "question") -> go.Figure:
     """Plot λ of every head by layer, its mean, and uniform attention's λ; on the right, the error of the affine form.
 
-    Thin lines are heads, sorted within each layer so that they don't cross. Bars are 95 % t intervals over prompts of
-    the mean over heads.
+    Thin lines are heads, sorted within each layer so as not to cross. Bars: 95 % t intervals of the mean over heads.
 
     Args:
         result: A result with ``AffineShift``.

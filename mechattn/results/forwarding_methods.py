@@ -166,8 +166,7 @@ class Questions:
             condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
             select: "half" is for the half of the prompts on which cells are found.
-            draws: The number of models with random weights, for what ``q_random`` can show: 3 of them nothing in one
-                head alone.
+            draws: The number of models with random weights, for what ``q_random`` can show.
             q: The q below which a test counts as a finding.
             options: As for :meth:`compare`.
 
@@ -269,8 +268,7 @@ class Questions:
         ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number per prompt; means with
         t intervals over prompts. Equal histograms do not imply agreement. Columns: condition, other, layer, cosine,
         cosine_low, cosine_high; beyond (the first pair's cosine minus this one's, paired by prompt), beyond_low,
-        beyond_high; n. The first rows compare the two conditions, the following ones the first condition with each
-        control.
+        beyond_high; n. The first rows compare the two conditions, the others the first one with each control.
 
         Args:
             condition: A condition, such as "slash".

@@ -33,8 +33,7 @@ def merge_results(results: Seq[Result]) -> Result:
     to 1e-10 (Chan, Golub and LeVeque 1979). Prompts are ordered by their places in the whole run.
 
     Raises:
-        OptionError: They don't belong together (different models, conditions, options …), or two contain the same
-            prompt.
+        OptionError: They don't belong together (other models, conditions, options …), or two have the same prompt.
     """
     if not results:
         raise OptionError("there are no results to merge; give at least one")

@@ -34,9 +34,7 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     spread and an enormous t, which the maximum over many cells picks up: with 256 cells, the simultaneous intervals of
     normal data covered 1.00 (10 prompts) and 0.99 (20), and at 10 prompts they were 1.6 times as wide.
 
-    Source:
-        Rao, Pathak and Koltchinskii 1997. As accurate as the plain bootstrap to second order: Babu, Pathak and Rao
-        1999.
+    Source: Rao, Pathak and Koltchinskii 1997. As accurate as the plain one to second order: Babu, Pathak and Rao 1999.
     """
     enough = int(n * (1 - np.exp(-1))) + 1
     made = []

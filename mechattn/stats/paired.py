@@ -35,8 +35,7 @@ class Paired:
     ``low`` and ``high`` are the ends of t intervals. The bootstrap-t ones are NaN below 20 prompts. The simultaneous
     ones, over all cells by the studentised bootstrap of the largest and the smallest t, are NaN below 10. Coverage of
     these at nominal 95 %, measured with 1 to 256 cells: 93 to 98 % for normal data; for lognormal data (σ = 1) 88 to 97
-    % at 10 prompts, 92 to 99 % at 20, 95 to 99 % at 64; for more skewed data (σ = 2) 13 to 64 % at 20 and 91 to 95 % at
-    64.
+    % at 10 prompts, 92 to 99 % at 20, 95 to 99 % at 64; for σ = 2 13 to 64 % at 20 and 91 to 95 % at 64.
 
     ``p`` is two-sided, that the mean is 0: the larger of the sign-flip test's (``p_flip``), which is exact if
     differences are symmetric, and from 10 prompts on the bootstrap-t test's, which allows for ``skewness``.

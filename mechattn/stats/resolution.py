@@ -29,8 +29,7 @@ class Resolution:
         smallest_p: The smallest possible p, and so q: ``2^(1 − n)`` if all patterns of signs are tried (up to 12
             units), and ``1 / (1 + resamples)`` if they are drawn.
         smallest_q: The q of one test at that p if no other test is significant: ``tests · smallest_p``.
-        together: The number of tests that must reach the smallest p for their q to pass; None if even all would not
-            suffice.
+        together: The number of tests that must reach the smallest p for their q to pass; None if all don't suffice.
         chance: The probability that a single test passes whose differences all have one sign: 0 or 1 up to 12 units;
             with more units, a drawn pattern may by chance equal that of the data.
         fewest: The smallest number of units at which that probability is at least 90 %.
@@ -114,8 +113,7 @@ def power(heads: int, *, effect: float | None = None, prompts: int | None = None
         sure: The power to reach, where effect or prompts is left out.
 
     Returns:
-        The power, given effect and prompts (0 where q cannot be reached); the effect, given prompts; the number of
-        prompts, given effect.
+        The power (0 where q cannot be reached), the effect or the number of prompts: what is not given.
 
     Raises:
         OptionError: Both effect and prompts are left out, or a number is out of range.

@@ -19,8 +19,7 @@ class Trend:
         rho: Mean over units of Spearman's correlation between value and dose; 1 if every unit rises at each step.
         low: Lower end of its 95 % t interval.
         high: Upper end.
-        p: Two-sided p for exchangeability of each unit's values over doses, by Page's test with permutations (ties
-            count).
+        p: Two-sided p for exchangeability of each unit's values over doses, by Page's test with permutations.
         n: The number of units.
         doses: The number of doses.
     """
