@@ -182,7 +182,6 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _rows(of: Result, reference: Result, quantity: str, condition: str) -> pd.DataFrame:
-    """The rows of one quantity in one condition."""
     values = of.heads(quantity, None, condition=condition).sort_values(["layer", "head"])
     about = {"n_of": values.attrs["unit"], "level": values.attrs["level"]}
     values = values.rename(columns={quantity: "value", "low": "value_low", "high": "value_high"})

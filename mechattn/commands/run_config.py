@@ -164,7 +164,6 @@ def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[Figure]) -> No
 
 
 def _check_all_shown(shown: Seq[Figure], model: HookedModel, layers: list[int]) -> None:
-    """Check that everything on the page is measured with this model."""
     for section in shown:
         _check_shown(section, layers, model.cfg.n_heads)
 

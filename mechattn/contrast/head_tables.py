@@ -150,7 +150,6 @@ def sweep_sink_kinds(
 
 
 def _sink_of(data: xr.Dataset) -> dict[str, Any]:
-    """Summarise a head's sink over prompts."""
     has = data.sinks.values > 0
     found = data.isel(prompt=has)
     where, massive = found.strongest_position.values, found.massive_count.values > 0

@@ -192,7 +192,6 @@ def baseline_noise(
 def _generated(
     model: HookedModel, native: Any, batches: list[list[Todo]], how: Sampling
 ) -> Iterator[list[tuple[Todo, Answer, str]]]:
-    """The answers of each batch, with their texts."""
     end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
     for some in tqdm(batches, desc="answers", unit="batch", delay=2):
         asked = [request for _, _, request in some]

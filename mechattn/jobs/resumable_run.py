@@ -165,7 +165,6 @@ class ChunkStore:
 
 
 def _compute(store: ChunkStore, executor: Executor) -> None:
-    """Compute the missing chunks."""
     parts, chunks = store.parts, store.chunks
     done = [chunk for chunk in parts.done() if chunk in chunks]
     todo = [chunk for chunk in chunks if chunk not in done]

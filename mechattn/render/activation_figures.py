@@ -334,7 +334,6 @@ def _prefix(reading: str) -> str:
 
 
 def _dataset(result: Result, reading: str, condition: str) -> xr.Dataset:
-    """The updates of a condition."""
     if reading not in READINGS:
         raise OptionError(f'reading={reading!r}: choose "mixed" or "top_target"')
     check_condition(result, condition)
@@ -346,7 +345,6 @@ def _dataset(result: Result, reading: str, condition: str) -> xr.Dataset:
 
 
 def _counts(result: Result, name: str, condition: str, reading: str) -> xr.DataArray:
-    """Counts summed over prompts."""
     return summed(result, _dataset(result, reading, condition)[f"{_prefix(reading)}{name}"])
 
 
@@ -361,7 +359,6 @@ def _middles(edges: np.ndarray) -> np.ndarray:
 
 
 def _ranges(edges: np.ndarray) -> np.ndarray:
-    """Each bin in words."""
     ends = [*edges[1:], np.inf]
     return np.array([f"{a:.3g} to {b:.3g}" for a, b in zip(edges, ends, strict=True)])
 

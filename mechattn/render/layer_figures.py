@@ -191,7 +191,6 @@ def _line(figure: go.Figure, result: Result, values: xr.DataArray, words: str, c
 
 
 def _names(result: Result, conditions: Seq[str] | None) -> list[str]:
-    """The conditions, by default all."""
     names = list(result.conditions if conditions is None else conditions)
     if not names:
         raise OptionError("conditions=[] is empty; give at least one, or omit it for all")

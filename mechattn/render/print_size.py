@@ -105,7 +105,6 @@ def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) ->
 
 
 def _across(axis: Any, width: float, stacked: bool) -> float:
-    """The width of a panel."""
     return (width - 70) * (1 if stacked or not axis.domain else axis.domain[1] - axis.domain[0])
 
 

@@ -100,7 +100,6 @@ def _agree(what: str, one: Any, other: Any) -> None:
 
 
 def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
-    """One dataset of all prompts."""
     first = parts[0]
     sizes = {dim: max(part.sizes[dim] for part in parts) for dim in first.dims}
     made: dict[Any, Any] = {}
