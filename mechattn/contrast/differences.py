@@ -64,9 +64,8 @@ def differences(asked: Contrast, labels: Labels | None = None) -> Differences:
     """The differences of a comparison; ``labels`` where the results hold only some of their layers."""
     parts = aligned(asked, labels_of([asked]) if labels is None else labels)
     variable = variable_of(asked.result, asked.quantity)
-    # The ratio, or the difference if the baseline may be 0.
-    own: Scale = "log-ratio" if variable.attrs.get("compared", "ratio") == "ratio" else "difference"
-    scale = asked.scale or own
+    ratio = variable.attrs.get("compared", "ratio") == "ratio"  # not if the baseline may be 0
+    scale: Scale = asked.scale or ("log-ratio" if ratio else "difference")
     ours, theirs, null, their_null = parts
     difference = ours.copy(data=_between(ours.values, theirs.values, scale))
     if null is not None and their_null is not None:

@@ -20,22 +20,10 @@ from typing_extensions import Unpack
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks
 from mechattn.errors import OptionError, PromptError, check_counts
+from mechattn.evaluation import generate
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
-from mechattn.evaluation.generate import (
-    Answer,
-    Grader,
-    Request,
-    Sampling,
-    SamplingOptions,
-    answers,
-    check_grader,
-    grade,
-    grader_for,
-    native_of,
-    refuse_what_cannot_generate,
-    sampling_of,
-)
+from mechattn.evaluation.generate import Answer, Grader, Request, Sampling, SamplingOptions, answers
 from mechattn.evaluation.served_answers import Exchanged, Todo, check_room, check_servable, served
 from mechattn.evaluation.server import Server
 from mechattn.model.checkpoint import UnloadedModel, end_tokens
@@ -92,10 +80,10 @@ def evaluate(
     reader: Any = load_model(as_hooked(model)) if server is None else unloaded(model)
     prompts = as_prompts(prompts)
     named = request_checks.with_baseline(conditions)
-    how = sampling_of(sampling, seed)
+    how = generate.sampling_of(sampling, seed)
     check_counts(batch=batch)
     _check_references(prompts, grader)
-    native = native_of(reader) if server is None else None
+    native = generate.native_of(reader) if server is None else None
     sequences = request_checks.made_sequences(named, prompts, reader, seed)
     sides = _checked_sides(reader, native, prompts, sequences, how.new_tokens)
     about = {
@@ -176,7 +164,7 @@ def baseline_noise(
     if not isinstance(known, torch.dtype) or not known.is_floating_point:
         raise OptionError(f"other_dtype={other_dtype!r}: give the name of a dtype, such as 'bfloat16'")
     made = [evaluate(model, prompts, batch=size, **options) for size in (batch, other_batch)]
-    twin = load_model(copy.deepcopy(native_of(model)).to(known), tokenizer=model.tokenizer, verify=False)
+    twin = load_model(copy.deepcopy(generate.native_of(model)).to(known), tokenizer=model.tokenizer, verify=False)
     made.append(evaluate(twin, prompts, batch=batch, **options))
     names = f"{dtype}, batch {batch}", f"{dtype}, batch {other_batch}", f"{other_dtype}, batch {batch}"
     rows: list[dict[str, Any]] = []
@@ -210,12 +198,12 @@ def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list
 
 def _graded(prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
     solution = str(prompt.solution)
-    both = vars(answer) | vars(grade(text, solution, grader))
+    both = vars(answer) | vars(generate.grade(text, solution, grader))
     return GradedAnswer(prompt.id, name, asked.sample, text, solution=solution, **both)
 
 
 def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
-    check_grader(grader)
+    generate.check_grader(grader)
     for prompt in prompts:
         if prompt.solution is None or not prompt.solution.strip():
             raise PromptError(
@@ -227,11 +215,11 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
                 f"prompt {prompt.id} already holds an answer, which the model would read; load prompts with "
                 f"with_answer=False"
             )
-        kind = grader_for(prompt.solution)
+        kind = generate.grader_for(prompt.solution)
         if grader == "number" and kind == "math":
             raise PromptError(f'the solution of prompt {prompt.id} does not end in a number; use grader="math"')
         if kind == "math":
-            check_grader("math")
+            generate.check_grader("math")
 
 
 @alone
@@ -256,7 +244,7 @@ def _checked_sides(
         return {}
     for made in sequences:
         for name, sequence in made.items():
-            refuse_what_cannot_generate(native, sequence, name)
+            generate.refuse_what_cannot_generate(native, sequence, name)
     ids, each = [p.id for p in prompts], [dict(made) for made in sequences]
     request_checks.check_variants(model, each)
     request_checks.check_interventions(model, ids, each)

@@ -83,12 +83,11 @@ def change_words(
     if condition == BASELINE:
         return ""
     try:
-        change, null = Contrast(_part(result, heads, prompts), condition).overall(layer)
+        return beside_null(*Contrast(_part(result, heads, prompts), condition).overall(layer))
     except MemoryOptionError:
         raise
     except OptionError:  # too few prompts for an interval, or not every prompt has the segment
         return ""
-    return beside_null(change, null)
 
 
 def beside_null(change: Interval, null: Interval | None) -> str:
@@ -152,8 +151,7 @@ def stated(
     if other is not None:
         name, its, apart = other
         beside = f", {percent_words(its.change)} with “{name}” (relative to which it is {percent_words(apart)})"
-        theirs = percent(its.null.estimate)
-        null = null if theirs == null else f"{null} and {theirs}"
+        null = " and ".join(dict.fromkeys((null, percent(its.null.estimate))))
     same = ""
     if verdict.same is not None:
         within = f"± {100 * (verdict.margin or 0):g}\u00a0%"
