@@ -121,7 +121,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
     for number, line in enumerate(lines[1:], 2):
         try:
             row = json.loads(line)
-            fields = {"logprob": float("nan"), **row, "tokens": tuple(row["tokens"])}
+            fields = {**row, "tokens": tuple(row["tokens"])}
             for name, kind in _KINDS.items():
                 if not isinstance(fields[name], kind):
                     raise TypeError(f"its {name} is {fields[name]!r:.40}")

@@ -202,10 +202,7 @@ class Evaluation:
         def values(name: str, k: int) -> np.ndarray:
             score = self._each(name, lambda answer: answer.logprob)
             if np.isnan(score).any():
-                raise OptionError(
-                    "some answers have no log-probabilities: they come from an older version, or from a server that "
-                    "reports none"
-                )
+                raise OptionError("some answers have no log-probabilities: they come from a server that reports none")
             return best_of_k(self.right(name), score, k)
 
         return self._by_samples(k, values, level, unit)
