@@ -65,11 +65,11 @@ class Interrupted(MechattnError):
     """The work was interrupted; finished parts are kept, and the message says how to resume."""
 
 
-def check_counts(**counts: Any) -> None:
-    """Refuse anything but whole numbers from 1, by the names of their arguments."""
+def check_counts(least: int = 1, **counts: Any) -> None:
+    """Refuse anything but whole numbers that are large enough, by the names of their arguments."""
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise OptionError(f"{name}={value!r}: give a whole number, at least {least}")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

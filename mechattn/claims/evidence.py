@@ -117,8 +117,7 @@ def conditions_for(register: Register, model: str, architecture: str, tokenizer:
         acts = section.intervention
         if arm and acts is not None and acts.kind == "ARM" and not {"c", "p1", "form"} & set(acts.options):
             own: dict[str, Any] = {"form": arm.form, "c": arm.c, "p1": arm.p1, **acts.options}
-            update = {"intervention": InterventionSection(kind="ARM", **own)}
-            sections[name] = section.model_copy(update=update)
+            sections[name] = section.model_copy(update={"intervention": InterventionSection(kind="ARM", **own)})
     made: dict[str, Any] = made_conditions(sections)
     deviations = [said] if said and any(section.intervention for section in sections.values()) else []
     try:
@@ -129,13 +128,11 @@ def conditions_for(register: Register, model: str, architecture: str, tokenizer:
     for name, one in fitted.items():
         if filler and hasattr(one, "count") and "count" not in sections[name].options:
             fitted[name] = replace(one, count=filler.count)
-    deviations += [
-        f"{name}: {one.count} “{one.text}” tokens"
-        + f" in place of {asked.count}" * (one.count != asked.count)
-        + (f", {'with' if one.separator else 'without'} spaces between them.")
-        for name, one in fitted.items()
-        if isinstance(asked := made[name], MeaninglessTokens) and one != asked
-    ]
+    for name, one in fitted.items():
+        if isinstance(asked := made[name], MeaninglessTokens) and one != asked:
+            instead = f" in place of {asked.count}" * (one.count != asked.count)
+            apart = f"{'with' if one.separator else 'without'} spaces between them."
+            deviations.append(f"{name}: {one.count} “{one.text}” tokens{instead}, {apart}")
     return Conditions(fitted, tuple(deviations))
 
 
@@ -318,10 +315,8 @@ def _of_draw(work: Work, drawn: Any, names: list[str]) -> dict[str, list[float]]
         result = run(drawn, prompts, work.conditions_of(section), analyses, layers=section.layers, **options)
         for claim in work.register.claims:
             for i, part in enumerate(claim.parts if claim.needs == name and not claim.identity else ()):
-                try:
+                with suppress(NotApplicable):
                     values[f"{claim.key}/{i}"] = units(part, result).tolist()
-                except NotApplicable:
-                    continue
     return values
 
 

@@ -92,14 +92,10 @@ def judge(
     tested = [one.q is not None for some in family for one in some]
     of_models = tuple(replace(of, judged=some) for (of, _), some in zip(found, family, strict=True))
     decides = settings.decides() | {"prompts": provenance.name_of(settings.prompts)}
-    about = {
-        "made": provenance.now(),
-        "versions": provenance.versions(),
-        "settings": {"models": [of.name for of in of_models], **decides},
-        "runs": runs,
-        "family": f"{sum(tested)} tests behind {len(tested)} cells are one family (Benjamini–Hochberg, q ≤ 0.05).",
-        "command": settings.command,
-    }
+    family_words = f"{sum(tested)} tests behind {len(tested)} cells are one family (Benjamini–Hochberg, q ≤ 0.05)."
+    about = {"made": provenance.now(), "versions": provenance.versions()}
+    about |= {"settings": {"models": [of.name for of in of_models], **decides}, "runs": runs}
+    about |= {"family": family_words, "command": settings.command}
     verdicts = Verdicts(of_models, read, about)
     write(verdicts, [results for _, results in found], Path(out), force)
     return verdicts

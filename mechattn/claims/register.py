@@ -185,11 +185,10 @@ class Claim(Section):
 
     @model_validator(mode="after")
     def _sourced(self) -> Claim:
-        words = len(self.quote.split())
-        if self.origin == "inferred":
-            if not self.says:
-                raise ValueError(f"{self.key}: an inferred claim is ours; say it in our words with says")
-        elif not (self.quote and self.source and self.where):
+        words, theirs = len(self.quote.split()), self.origin != "inferred"
+        if not theirs and not self.says:
+            raise ValueError(f"{self.key}: an inferred claim is ours; say it in our words with says")
+        if theirs and not (self.quote and self.source and self.where):
             told = 'a claim of others needs a quote, its source and where; or origin = "inferred"'
             raise ValueError(f"{self.key}: {told}")
         if words > LONGEST_QUOTE:
@@ -281,9 +280,8 @@ def _check_measure(where: str, measuring: Measuring, run: RunSection) -> None:
         raise OptionError(f"{where}: {error}") from None
     except TypeError as error:
         takes = ", ".join(list(inspect.signature(of).parameters)[1:]) if of else ""
-        raise OptionError(
-            f"{where}: {name} cannot be called like this: {error}; it takes {takes or 'nothing'}"
-        ) from None
+        said = f"{name} cannot be called like this: {error}; it takes {takes or 'nothing'}"
+        raise OptionError(f"{where}: {said}") from None
     except ValidationError as error:
         raise OptionError(f"{where}: {name}, {option} = {value!r}: {error.errors()[0]['msg']}") from None
     have = {"answers"} if run.answers else {ANALYSES[section.kind]().name for section in run.analyses}

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from mechattn.claims.measures import MEASURES, UNIT, Kind, figure, with_unit
 from mechattn.claims.register import Claim, Part, Register
@@ -22,9 +24,6 @@ from mechattn.pages.page import About, Section, drawn_section, heads_options, wr
 from mechattn.render.figure_declaration import FIGURES
 from mechattn.results.result import Result
 from mechattn.store.atomic_writes import write_whole
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 TABLES = {  # which claims stand together: by origin, and what holds by arithmetic apart
     "stated": "What the sources state",
@@ -84,8 +83,6 @@ class Verdicts:
 
     def table(self) -> pd.DataFrame:
         """One row per claim and model: verdict, reason, figures, q, control, and the published figure."""
-        import pandas as pd
-
         each = [(of.name, claim) for of in self.models for claim in self.content["claims"]]
         of_model, of_claim = ["verdict", "figures", "q", "control_words", "why"], ["published", "table"]
         rows = [{"claim": claim["key"], "model": name, **claim["verdicts"][name], **claim} for name, claim in each]
@@ -131,9 +128,8 @@ def markdown(stored: Mapping[str, Any]) -> str:
             lines += [f"**{title}**", "", f"| claim | {' | '.join(heads)} |", "|---" * (1 + len(names)) + "|"]
             for claim in claims:
                 cells = [claim["title"] + " (exploratory)" * bool(claim["exploratory"])]
-                for verdict in (claim["verdicts"][name] for name in names):
-                    told = f"**{verdict['verdict']}** {verdict['figures']}" if verdict["parts"] else verdict["verdict"]
-                    cells.append(told)
+                for one in (claim["verdicts"][name] for name in names):
+                    cells.append(f"**{one['verdict']}** {one['figures']}" if one["parts"] else one["verdict"])
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
             lines.append("")
     name, digest = stored["register"]["name"], stored["register"]["digest"][:16]
@@ -146,32 +142,16 @@ def _verdict(one: Judged) -> dict[str, Any]:
         name = ", ".join([control.measure.replace("_", " "), *control.conditions])
         control_words = f"{name}: {with_interval(one.control, control.kind)}"
     figures = "; ".join(with_interval(part.estimate, part.part.kind) for part in one.parts)
-    parts = [
-        {
-            "name": part.part.name,
-            "kind": part.part.kind,
-            "rule": asdict(part.rule),
-            **asdict(part.estimate),
-            "random": None if part.chance is None else asdict(part.chance),
-            "attainable": part.attainable,
-            "told": part.outcome.told,
-            "verdict": part.outcome.word,
-            "why": part.outcome.why,
-            "words": part_words(part),
-        }
-        for part in one.parts
-    ]
-    return {
-        "verdict": one.outcome.word,
-        "why": one.outcome.why,
-        "p": one.outcome.p,
-        "q": one.q,
-        "figures": figures or one.outcome.why,
-        "short": _short(one),
-        "parts": parts,
-        "control": None if one.control is None else asdict(one.control),
-        "control_words": control_words,
-    }
+    found: dict[str, Any] = {"verdict": one.outcome.word, "why": one.outcome.why, "p": one.outcome.p, "q": one.q}
+    found |= {"figures": figures or one.outcome.why, "short": _short(one), "parts": [*map(_part, one.parts)]}
+    return found | {"control": one.control and asdict(one.control), "control_words": control_words}
+
+
+def _part(found: JudgedPart) -> dict[str, Any]:
+    about = {"name": found.part.name, "kind": found.part.kind, "rule": asdict(found.rule), **asdict(found.estimate)}
+    about |= {"random": found.chance and asdict(found.chance), "attainable": found.attainable}
+    about |= {"told": found.outcome.told, "verdict": found.outcome.word, "why": found.outcome.why}
+    return about | {"words": part_words(found)}
 
 
 def _finite(value: Any) -> Any:
@@ -229,12 +209,9 @@ def part_words(found: JudgedPart) -> dict[str, str]:
     if found.outcome.told is not None and all(map(isfinite, found.outcome.told)):
         yes, no = (with_unit(end, kind) for end in found.outcome.told)
         told = f"supported {part.side} {yes}, contradicted {OTHER[part.side]} {no} ({told})"
-    return {
-        "found": f"{part.name}: {with_interval(found.estimate, kind)}",
-        "attainable": ", ".join(f"at {w} {with_unit(end, kind)}" for w, end in ends if isfinite(end)) or "any value",
-        "random": random,
-        "told": told,
-    }
+    attainable = ", ".join(f"at {w} {with_unit(end, kind)}" for w, end in ends if isfinite(end)) or "any value"
+    shown = f"{part.name}: {with_interval(found.estimate, kind)}"
+    return {"found": shown, "attainable": attainable, "random": random, "told": told}
 
 
 def said(claim: Claim, register: Register) -> str:
@@ -256,16 +233,9 @@ def rows(claim: Claim, register: Register) -> dict[str, str]:
     measured = []
     for part, less in ((part, part.other) for part in claim.parts):
         measured.append(part.of.says + (f" Less: {less.of.says}" if less and less.of is not part.of else ""))
-    found = {
-        "of": claim.of,
-        "published": claim.published,
-        "measured": " ".join(dict.fromkeys(measured)),
-        "rule": "; ".join(map(line_words, claim.parts)),
-        "beyond random weights": beyond,
-        "null": claim.null,
-        "exploratory": claim.exploratory,
-        "differs from the source": claim.deviation,
-    }
+    found = {"of": claim.of, "published": claim.published, "measured": " ".join(dict.fromkeys(measured))}
+    found |= {"rule": "; ".join(map(line_words, claim.parts)), "beyond random weights": beyond, "null": claim.null}
+    found |= {"exploratory": claim.exploratory, "differs from the source": claim.deviation}
     return {name: words for name, words in found.items() if words}
 
 
@@ -310,9 +280,8 @@ def write(verdicts: Verdicts, results: Seq[Results], out: Path, force: bool) -> 
     subtitle = f"{len(register.claims)} claims of {'; '.join(about.sources.values())}, judged for {of}."
     shown = [ShownModel(next(iter(some.values()))) for some in results if some]
     title, lead = f"{about.title}, claim by claim", ("claims.html.j2", filled)
-    return write_page(
-        out / "index.html", About(title, subtitle, verdicts.about["command"], lead), shown, sections, force
-    )
+    page = About(title, subtitle, verdicts.about["command"], lead)
+    return write_page(out / "index.html", page, shown, sections, force)
 
 
 def answer(verdicts: Verdicts) -> str:

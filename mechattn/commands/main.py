@@ -105,7 +105,7 @@ def figures(
     from mechattn.model.checkpoint import toy_names
     from mechattn.toml_sections import checked
 
-    output: dict[str, Any] = {"result": str(out / "{model}.zarr"), "page": str(out / "index.html")}
+    places = {"result": str(out / "{model}.zarr"), "page": str(out / "index.html")}
     answer = {"answer": answer_field, "with_answer": True} if answer_field else {}
     inserted = {"kind": "MeaninglessTokens", "text": text, "count": count, "place": place, "separator": separator}
     config = checked(
@@ -113,7 +113,7 @@ def figures(
             "model": model or sorted(toy_names(), key=lambda name: name != "toy:llama"),
             "prompts": {"source": prompts, "limit": limit, "field": field, "system": system, "seed": seed, **answer},
             "conditions": {"slash": inserted},
-            "output": output | {"layer": layer, "heads": _numbers(heads)},
+            "output": {**places, "layer": layer, "heads": _numbers(heads)},
             "seed": seed, "device": device, "dtype": dtype,
         }
     )  # fmt: skip
@@ -292,9 +292,7 @@ def selftest(
 
 
 @app.command()
-def show(
-    result: Annotated[str, typer.Argument(help="A stored result.")],
-) -> None:
+def show(result: Annotated[str, typer.Argument(help="A stored result.")]) -> None:
     """Print a stored result: verdicts, quantities and provenance."""
     from mechattn.commands.pages import summary
     from mechattn.store.reading import load_result
@@ -347,18 +345,14 @@ def _accuracies(evaluation: Any) -> str:
         "|---" * 8 + "|",
     ]
     for row in evaluation.accuracy().to_dict("records"):
-        cells = [
-            row["condition"],
-            f"{100 * row['accuracy']:.1f} %",
-            f"{100 * row['low']:.1f} to {100 * row['high']:.1f}",
-        ]
-        if row["condition"] == "baseline":
-            cells += ["", "", ""]
-        else:
+        right, ends = f"{100 * row['accuracy']:.1f} %", f"{100 * row['low']:.1f} to {100 * row['high']:.1f}"
+        compared = ["", "", ""]
+        if row["condition"] != "baseline":
             c = evaluation.compare(row["condition"])
             change = f"{100 * c['difference']:+.1f} [{100 * c['low']:+.1f}, {100 * c['high']:+.1f}]"
-            cells += [change, f"{c['p']:.2g}", f"{100 * c['detectable']:.1f}"]
-        lines.append("| " + " | ".join([*cells, str(row["unread"]), str(row["unfinished"])]) + " |")
+            compared = [change, f"{c['p']:.2g}", f"{100 * c['detectable']:.1f}"]
+        cells = [row["condition"], right, ends, *compared, str(row["unread"]), str(row["unfinished"])]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

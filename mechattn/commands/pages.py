@@ -9,7 +9,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+import xarray as xr
 
 from mechattn.analysis import ANALYSES
 from mechattn.analysis.analysis import Analysis
@@ -50,9 +53,6 @@ from mechattn.store.atomic_writes import check_writable, say, write_whole
 from mechattn.store.reading import load_result
 from mechattn.toml_sections import Config
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 COLUMNS = (
     "result", "model", "quantity", "segment", "units", "condition", "layer", "head", "value", "value_low",
     "value_high", "uniform", "baseline", "scale", "change_units", "change", "change_low", "change_high", "change_null",
@@ -61,14 +61,11 @@ COLUMNS = (
 )  # fmt: skip
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 VIEW_TOKENS = 16
-WHERE = {
-    "before_question": "before the question",
-    "start": "at the start",
-    "middle": "in the middle of the question",
-    "after_question": "after the question",
-    "before_answer": "before the answer",
+WHERE = {  # a place, in words
+    "before_question": "before the question", "start": "at the start", "middle": "in the middle of the question",
+    "after_question": "after the question", "before_answer": "before the answer",
     "random": "at a random place in the question",
-}
+}  # fmt: skip
 READ_TEXT = (
     "Each token is coloured by the average attention that it receives from the original tokens after it; both texts "
     "share one scale. Hover over a token for its number."
@@ -76,15 +73,9 @@ READ_TEXT = (
 
 
 def report(
-    places: Seq[str | Path],
-    out: str | Path,
-    layer: int | None = None,
-    heads: Seq[int] | None = None,
-    command: str = "",
-    force: bool = False,
-    top: int = 3,
-    memory: str = MEMORY,
-) -> list[str]:
+    places: Seq[str | Path], out: str | Path, layer: int | None = None, heads: Seq[int] | None = None,
+    command: str = "", force: bool = False, top: int = 3, memory: str = MEMORY,
+) -> list[str]:  # fmt: skip
     """Write a page of stored results with all their figures; return what could not be shown and why."""
     check_page_place(out, force)
     results = [load_result(place, memory=memory) for place in places]
@@ -119,18 +110,12 @@ def summary(result: Result) -> str:
                 units = f" ({about['units']})" if "units" in about else ""
                 what = f": {about['description']}" if "description" in about else ""
                 lines.append(f"  {quantity}{units} [{', '.join(map(str, dataset[quantity].dims))}]{what}")
-    lines += [
-        "",
-        f"digest of the numbers: {result.digest()}",
-        *(f"{name}: {value}" for name, value in flat(result.provenance)),
-    ]
-    return "\n".join(lines)
+    provenance = [f"{name}: {value}" for name, value in flat(result.provenance)]
+    return "\n".join([*lines, "", f"digest of the numbers: {result.digest()}", *provenance])
 
 
 def export_csv(places: Seq[str | Path], out: Path, memory: str = MEMORY) -> tuple[Path, list[str]]:
     """Write a CSV row per result, quantity, condition, layer and head; return the file, and what has no row and why."""
-    import pandas as pd
-
     if out.suffix != ".csv":
         raise OptionError(f'"{out.name}" should end with .csv')
     check_writable(out)
@@ -162,8 +147,6 @@ def export_netcdf(places: Seq[str | Path], out: Path) -> Path:
         import h5netcdf  # noqa: F401
     except ImportError:
         raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
-    import xarray as xr
-
     result = load_result(places[0])
     datasets = {}
     for name, one in result.datasets.items():  # with texts of the kind that HDF5 takes
@@ -179,8 +162,6 @@ def export_netcdf(places: Seq[str | Path], out: Path) -> Path:
 
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
     """Every quantity with one number per head, in every condition; and the quantities without rows, with the reason."""
-    import pandas as pd
-
     tables: list[pd.DataFrame] = []
     missing: list[str] = []
     for quantity in head_quantities(result):
@@ -201,19 +182,18 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _rows(of: Result, reference: Result, quantity: str, condition: str) -> pd.DataFrame:
-    """The rows of one quantity in one condition."""
     values = of.heads(quantity, None, condition=condition).sort_values(["layer", "head"])
+    about = {"n_of": values.attrs["unit"], "level": values.attrs["level"]}
     values = values.rename(columns={quantity: "value", "low": "value_low", "high": "value_high"})
-    values = values.assign(quantity=quantity, condition=condition, n_of=values.attrs["unit"])
-    values = values.assign(level=values.attrs["level"])
+    values = values.assign(quantity=quantity, condition=condition, **about)
     if condition == BASELINE:
         return values
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a head without a comparison has empty cells
         changes = Contrast(of, condition, quantity=quantity, other=reference).table()
-    kept = [name for name in COLUMNS if name in changes and (name not in values or name in ("layer", "head"))]
-    kept = [name for name in kept if name != "segment"]
-    changes = changes.rename(columns={"reference": "baseline"})[["baseline", *kept]]
+    given = (*values.columns.drop(["layer", "head"]), "segment")
+    columns = [name for name in COLUMNS if name in changes and name not in given]
+    changes = changes.rename(columns={"reference": "baseline"})[["baseline", *columns]]
     return values.merge(changes, on=["layer", "head"], how="left")
 
 
@@ -267,10 +247,8 @@ def _looked_at(
     """Run one model on all prompts, and on the shortest one for its maps; store the result immediately."""
     fitted = inserted.fitted(hooked)  # some tokenizers split each "/" in two
     if fitted.count != inserted.count:
-        say(
-            f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of {inserted.text!r}; "
-            f"{fitted.count} are inserted"
-        )
+        cannot = f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of {inserted.text!r}"
+        say(f"{cannot}; {fitted.count} are inserted")
     sentence = RandomSentence(count=fitted.count, place=fitted.place)  # the matched control
     conditions: dict[str, Condition] = {_name(fitted): fitted, "sentence": sentence}
     analyses: list[Analysis] = [ReceivedAttention(), AttentionFocus()]
@@ -291,14 +269,9 @@ def _name(inserted: MeaninglessTokens) -> str:
 
 
 def _of_one(
-    hooked: HookedModel,
-    result: Result,
-    prompt: Prompt,
-    inserted: MeaninglessTokens,
-    layer: int,
-    heads: Seq[int],
+    hooked: HookedModel, result: Result, prompt: Prompt, inserted: MeaninglessTokens, layer: int, heads: Seq[int],
     seed: int,
-) -> tuple[Result, list[Section]]:
+) -> tuple[Result, list[Section]]:  # fmt: skip
     """One prompt's attention in every layer, with few enough inserted tokens that single cells are visible."""
     few = replace(inserted, count=min(VIEW_TOKENS, inserted.count)).fitted(hooked)
     name, what = model_caption(result), f"{few.count} “{plain(few.text)}”"

@@ -99,9 +99,7 @@ def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], c
     positions: Literal["prompts", "moments"] = "prompts" if by_half else "moments"
     options = RunOptions(config.layers, config.seed, positions, config.memory, config.engine)
     conditions = made_conditions(config.conditions, partial(tokenizer_named, model))
-    given = {
-        name: getattr(config, name) for name in ("dtype", "device", "verify", "chunk", "threads", "values", "paths")
-    }
+    given = config.model_dump(include={"dtype", "device", "verify", "chunk", "threads", "values", "paths"})
     require = partial(_check_all_shown, shown)
     analyses = made_analyses(config.analyses)
     return Job(model, prompts, conditions, analyses, options, require=require, command=command, **given)
@@ -121,9 +119,8 @@ def evaluate_from_config(
         raise OptionError("--served-model and --server-key need a server: give --server http://host:8000/v1 too")
     options["server"] = Server(**at) if at else None
     if at and len(config.models) > 1:
-        raise OptionError(
-            f"{path} names {len(config.models)} models, but a server has only one model: evaluate each separately"
-        )
+        many = f"{path} names {len(config.models)} models"
+        raise OptionError(f"{many}, but a server has only one model: evaluate each separately")
     files = file_names(config.models)
     places = {name: Path(options["out"].replace("{model}", file)) for name, file in files.items()}
     for place in places.values():
@@ -131,12 +128,11 @@ def evaluate_from_config(
     prompts = load_prompts(**config.prompts.model_dump())
     found = {}
     for name, place in places.items():
-        model: Any = name
+        model, tokenizer = name, partial(tokenizer_named, name)
         if not at:
             model = load_model(name, dtype=dtype_named(config.dtype), device=config.device, verify=config.verify)
-            conditions = made_conditions(config.conditions, partial(getattr, model, "tokenizer"))
-        else:
-            conditions = made_conditions(config.conditions, partial(tokenizer_named, name))
+            tokenizer = partial(getattr, model, "tokenizer")
+        conditions = made_conditions(config.conditions, tokenizer)
         found[name] = evaluate(model, prompts, conditions, seed=config.seed, **(options | {"out": place}))
     return found, list(places.values())
 
@@ -168,7 +164,6 @@ def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[Figure]) -> No
 
 
 def _check_all_shown(shown: Seq[Figure], model: HookedModel, layers: list[int]) -> None:
-    """Check that everything on the page is measured with this model."""
     for section in shown:
         _check_shown(section, layers, model.cfg.n_heads)
 
@@ -204,14 +199,11 @@ def read_config(path: str | Path) -> Config:
         raise OptionError(f"{path} is nested too deeply") from None
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
+    needs = f'{path}: {len(config.models)} models need "{{model}}" in'
     if len(config.models) > 1 and "{model}" not in config.output.result:
-        raise OptionError(
-            f'{path}: {len(config.models)} models need "{{model}}" in output.result, to give each its own result'
-        )
+        raise OptionError(f"{needs} output.result, to give each its own result")
     if config.evaluation and len(config.models) > 1 and "{model}" not in config.evaluation.out:
-        raise OptionError(
-            f'{path}: {len(config.models)} models need "{{model}}" in evaluation.out, to give each its own file'
-        )
+        raise OptionError(f"{needs} evaluation.out, to give each its own file")
     return config
 
 
@@ -226,10 +218,8 @@ def _check_figures(config: Config) -> None:
     conditions, analyses = made_conditions(config.conditions), {section.kind for section in config.analyses}
     for i, figure in enumerate(config.figures or []):
         where = f"figures[{i}]"
-        if figure.kind not in FIGURES:
-            raise OptionError(
-                f"{where}.kind = {figure.kind!r}: choose one of {', '.join(FIGURES)}{near(figure.kind, FIGURES)}"
-            )
+        if (kind := figure.kind) not in FIGURES:
+            raise OptionError(f"{where}.kind = {kind!r}: choose one of {', '.join(FIGURES)}{near(kind, FIGURES)}")
         takes = DECLARED[figure.kind].takes
         for name in figure.options:
             if name not in takes:
@@ -238,21 +228,21 @@ def _check_figures(config: Config) -> None:
         if missing := [name for name in needed if name not in figure.options]:
             raise OptionError(f"{where}: {figure.kind} needs {', '.join(missing)}")
         shown = shown_options(figure)
-        if not isinstance(shown.get("conditions", []) or [], (list, tuple)):
-            raise OptionError(f"{where}.conditions = {shown['conditions']!r}: give a list")
+        names = shown.get("conditions") or []
+        if not isinstance(names, (list, tuple)):
+            raise OptionError(f"{where}.conditions = {names!r}: give a list")
         several = figure.kind == "received_attention" and isinstance(shown["layer"], list)
         if not all(isinstance(n, int) for n in (shown["layer"] if several else [shown.get("layer") or 0])):
             raise OptionError(f"{where}.layer = {shown['layer']!r}: give one number{', or numbers' * several}")
         for name in ("condition", "reading"):
             if not isinstance(shown.get(name), str | None):
                 raise OptionError(f"{where}.{name} = {shown[name]!r}: give one name")
-        if not all(isinstance(name, str) for name in shown.get("conditions") or []):
-            raise OptionError(f"{where}.conditions = {shown['conditions']!r}: give names")
-        for name in filter(None, [shown.get("condition"), *(shown.get("conditions") or [])]):
-            if name not in conditions and name != BASELINE:
-                raise OptionError(
-                    f"{where}: there is no condition {name!r}; the conditions are {', '.join(conditions)}"
-                )
+        if not all(isinstance(name, str) for name in names):
+            raise OptionError(f"{where}.conditions = {names!r}: give names")
+        for name in filter(None, [shown.get("condition"), *names]):
+            if name not in (*conditions, BASELINE):
+                there = f"there is no condition {name!r}; the conditions are {', '.join(conditions)}"
+                raise OptionError(f"{where}: {there}")
         needed = _analyses_for(figure, shown, where)
         if not set(needed) & analyses:
             raise OptionError(f"{where}: {figure.kind} shows {needed[0]}, which is not among the analyses")

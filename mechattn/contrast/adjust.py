@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from mechattn.axes import by_head
 from mechattn.errors import OptionError
 from mechattn.stats.paired import false_discovery
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _ABOUT = ("models", "condition", "to", "quantity", "segment")
 _ONE_TEST = {"low": "difference_low", "high": "difference_high", "p": "p_difference", "q": "q_difference"}
@@ -39,11 +37,8 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
     Raises:
         OptionError: There are no tables, one has no p-values, or one is given twice.
 
-    Source:
-        Benjamini and Hochberg 1995.
+    Source: Benjamini and Hochberg 1995.
     """
-    import pandas as pd
-
     tables = _checked(tables)
     parts = []
     for number, table in enumerate(tables):
@@ -75,8 +70,6 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _checked(tables: Any) -> list[pd.DataFrame]:
-    import pandas as pd
-
     if isinstance(tables, pd.DataFrame) or not isinstance(tables, Seq) or isinstance(tables, str):
         raise OptionError("give a list of tables: ma.adjust([one.compare(…), other.compare(…)])")
     if not tables:

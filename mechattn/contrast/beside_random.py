@@ -7,24 +7,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
+import xarray as xr
 
-from mechattn.contrast.differences import check_cells, differences
+from mechattn.contrast.differences import Differences, check_cells, differences
 from mechattn.contrast.quantities import variable_of
 from mechattn.errors import OptionError
 from mechattn.results.provenance import stored_condition
-from mechattn.results.result import part_of
+from mechattn.results.result import Result, part_of
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, against_draws
 from mechattn.stats.resolution import random_words
+from mechattn.stats.units import Units
 
 if TYPE_CHECKING:
-    import pandas as pd
-    import xarray as xr
-
     from mechattn.contrast.contrast import Contrast
-    from mechattn.contrast.differences import Differences
-    from mechattn.results.result import Result
-    from mechattn.stats.units import Units
 
 MARK = "random: "  # how the provenance of a model with redrawn weights starts its description of them
 

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
+import pandas as pd
 
 from mechattn.axes import BASELINE, by_head, head_named
 from mechattn.contrast import stability, table
 from mechattn.contrast.differences import Scale, aligned, check_cells, differences, labels_of
 from mechattn.contrast.quantities import Null, check_layer, slices, variable_of
-from mechattn.errors import OptionError
-from mechattn.results.result import part_of, units_of
+from mechattn.errors import OptionError, check_counts
+from mechattn.results.result import Result, part_of, units_of
 from mechattn.stats.intervals import FEWEST, Interval, relative_change
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
 from mechattn.stats.resolution import RESAMPLES, Resolution, random_words, resolution
-from mechattn.stats.units import Unit, check_unit, check_whole
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from mechattn.results.result import Result
+from mechattn.stats.units import Unit, check_unit
 
 FEWEST_CONDITIONS = 6  # with fewer, the interval is that of a t distribution with 4 degrees of freedom or less
 
@@ -37,8 +33,7 @@ class Verdict:
     ``change`` counts each head alike. The null is that of a model whose heads all attend uniformly. ``beyond`` marks
     the heads whose change is below the null's, ``above`` those above it (q_beyond < 0.05, two-sided tests), ``rises``
     those in which the quantity rises, whatever the null does. With a margin, ``same`` marks the heads whose change is
-    the null's to within ± margin (``q_same`` < 0.05). ``n`` counts the units named by ``unit``: prompts, or groups of
-    prompts.
+    the null's to within ± margin (``q_same`` < 0.05). ``n`` counts what ``unit`` names: prompts, or groups of them.
     """
 
     change: Interval
@@ -149,14 +144,7 @@ class Contrast:
         random: Seq[Result] | None = None,
         margin: float | None = None,
     ) -> pd.DataFrame:
-        """One row for each layer and head; see :meth:`mechattn.Result.compare`.
-
-        Args:
-            select: "half" selects cells on one half of the prompts and reports them on the other.
-            top: With ``select``, how many cells; by default those with q < 0.05.
-            by: What ranks the ``top`` cells, up to sign: "beyond" (where there is a null) or "difference".
-            random: The results of ``run_random`` for this run.
-            margin: The largest change that counts as none.
+        """One row for each layer and head; see :meth:`mechattn.Result.compare`, which explains the options.
 
         Raises:
             OptionError: There is nothing to compare, or too few prompts; a layer doesn't fit in memory.
@@ -172,8 +160,6 @@ class Contrast:
         Raises:
             OptionError: As for :meth:`table`, or there are too few conditions.
         """
-        import pandas as pd
-
         given = list(conditions) if isinstance(conditions, (list, tuple, dict)) else []
         if len(set(given)) < FEWEST_CONDITIONS or len(set(given)) < len(given):
             raise OptionError(
@@ -186,8 +172,7 @@ class Contrast:
         found = crossed(np.stack([one.values[:, there] for one in tested], axis=1), self.level)
         made = pd.DataFrame({name: values[there] for name, values in labels.items()} | found._asdict())
         made.insert(made.columns.get_loc("p") + 1, "q", false_discovery(made.p.to_numpy()))
-        made = made.assign(n=units.n, conditions=len(given))
-        made = by_head(made)
+        made = by_head(made.assign(n=units.n, conditions=len(given)))
         made.attrs = {"conditions": given, "quantity": self.quantity, "segment": self.segment or "all"}
         made.attrs |= {"unit": units.unit, "null": tested[0].null, "level": self.level}
         made.attrs |= {"family": f"{int(there.sum())} tests"}
@@ -204,13 +189,10 @@ class Contrast:
         Raises:
             OptionError: There is no such head, or no number for each head.
         """
-        import pandas as pd
-
         if head_named(head) is None:
             raise OptionError(f'head={head!r}: give a head such as "L1H2"')
-        one = differences(
-            replace(self, result=self.result.sel(head=head), other=self.other and self.other.sel(head=head))
-        )
+        other = self.other and self.other.sel(head=head)
+        one = differences(replace(self, result=self.result.sel(head=head), other=other))
         if one.ours.ndim > 3:
             raise OptionError(f"{self.quantity!r} has more than one number for each head and prompt")
         values = {"value": one.ours, "reference": one.theirs, "difference": one.difference}
@@ -231,11 +213,7 @@ class Contrast:
         Raises:
             OptionError: A value is not positive, so there is no ratio, or there are too few prompts.
         """
-        quantity, variable, asked = (
-            self.quantity,
-            variable_of(self.result, self.quantity),
-            self.at_layer(layer),
-        )
+        quantity, variable, asked = self.quantity, variable_of(self.result, self.quantity), self.at_layer(layer)
         if variable.attrs.get("compared") == "difference":
             raise OptionError(f"{quantity!r} is 0 in the baseline by definition, so it has no relative change")
         cells = np.prod([n for dim, n in variable.sizes.items() if dim not in ("prompt", "condition")])
@@ -279,12 +257,7 @@ class Contrast:
     def resolution(
         self, *, select: Literal["half"] | None = None, draws: int | None = None, q: float = 0.05
     ) -> Resolution:
-        """What the table can detect with these prompts, and how many would be enough.
-
-        Args:
-            select: "half" is for the half of the prompts on which cells are found.
-            draws: The number of models with random weights, for what ``q_random`` can show.
-            q: The q below which a test counts as a finding.
+        """What the table can detect with these prompts; see :meth:`mechattn.Result.resolution` for the options.
 
         Raises:
             OptionError: As for :meth:`table`, or q is not a probability.
@@ -301,7 +274,7 @@ class Contrast:
         found = resolution(n, tests, q, self.resamples, units.unit)
         if draws is None:
             return found
-        check_whole("draws", draws, FEWEST_DRAWS)
+        check_counts(FEWEST_DRAWS, draws=draws)
         return replace(found, random=random_words(draws, tests, draws * tests, q))
 
     def stability(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import xarray as xr
 
 from mechattn.contrast.quantities import (
     FURTHER,
@@ -25,13 +26,11 @@ from mechattn.stats.paired import ROUNDING
 from mechattn.stats.units import Units
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from mechattn.contrast.contrast import Contrast
 
 Scale = Literal["log-ratio", "difference"]
 Labels = Mapping[str, list[object]]  # of further dimensions: those with values in both conditions
-Four = tuple["xr.DataArray", "xr.DataArray", "xr.DataArray | None", "xr.DataArray | None"]
+Four = tuple[xr.DataArray, xr.DataArray, xr.DataArray | None, xr.DataArray | None]
 NO_NULL = "no null is known; a change may be there by definition"
 
 
@@ -50,11 +49,9 @@ class Differences:
     @property
     def left_out(self) -> list[str]:
         """The names of the cells without a difference."""
-        dims = self.difference.dims[1:]
-        labels = [self.difference[dim].values for dim in dims]
-        return [
-            " ".join(f"{dim} {label[i]}" for dim, label, i in zip(dims, labels, at)) for at in np.argwhere(~self.cells)
-        ]
+        labels = [(dim, self.difference[dim].values) for dim in self.difference.dims[1:]]
+        where = np.argwhere(~self.cells)
+        return [" ".join(f"{dim} {of[i]}" for (dim, of), i in zip(labels, at)) for at in where]
 
     def rounding(self, units: Units, some: np.ndarray | slice = slice(None)) -> np.ndarray:
         """The largest mean difference that counts as none [*cells]: the float32 error between two equal numbers."""
@@ -67,9 +64,8 @@ def differences(asked: Contrast, labels: Labels | None = None) -> Differences:
     """The differences of a comparison; ``labels`` where the results hold only some of their layers."""
     parts = aligned(asked, labels_of([asked]) if labels is None else labels)
     variable = variable_of(asked.result, asked.quantity)
-    # The ratio, or the difference if the baseline may be 0.
-    own: Scale = "log-ratio" if variable.attrs.get("compared", "ratio") == "ratio" else "difference"
-    scale = asked.scale or own
+    ratio = variable.attrs.get("compared", "ratio") == "ratio"  # not if the baseline may be 0
+    scale: Scale = asked.scale or ("log-ratio" if ratio else "difference")
     ours, theirs, null, their_null = parts
     difference = ours.copy(data=_between(ours.values, theirs.values, scale))
     if null is not None and their_null is not None:
@@ -141,15 +137,13 @@ def check_cells(asked: Contrast, scale: Scale, cells: int, left_out: Seq[str], l
         if lacking:
             prompts = asked.result["sequences"].sizes["prompt"]
             raise absent(prompts, prompts, asked.quantity, asked.segment, lacking)
-        raise OptionError(
-            f"{asked.quantity!r} has no {'ratio' if scale == 'log-ratio' else 'value'} in any cell"
-            + ('; compare it with scale="difference"' if scale == "log-ratio" else "")
-        )
+        lacks = 'ratio in any cell; compare it with scale="difference"' if scale == "log-ratio" else "value in any cell"
+        raise OptionError(f"{asked.quantity!r} has no {lacks}")
     if left_out:
         shown = ", ".join(left_out[:4]) + (" …" if len(left_out) > 4 else "")
         warn(
             f"{len(left_out)} of {cells} cells are left out ({shown}): {asked.quantity!r} is not there, or it is 0 or "
-            'negative in some prompt and has no ratio, which scale="difference" does not need',
+            'negative in some prompt and has no ratio, which scale="difference" does not need'
         )
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import in_parts
 from mechattn.contrast.table import Ranking
 from mechattn.errors import OptionError
-from mechattn.results.result import units_in
+from mechattn.results.result import Result, units_in
 from mechattn.stats.intervals import FEWEST, Interval, Moments, t_interval
-
-if TYPE_CHECKING:
-    import xarray as xr
-
-    from mechattn.results.result import Result
 
 
 def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
@@ -27,8 +23,6 @@ def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
 
 def mean_over_prompts(result: Result, values: xr.DataArray, over: Seq[str] = ()) -> Interval:
     """The mean of each prompt's mean over some dimensions, with its interval, which fewer than three prompts lack."""
-    import xarray as xr
-
     rest = [str(dim) for dim in values.dims if dim not in ("prompt", *over)]
     if over:
         means = [part.mean(list(over)) for part in in_parts(values, "prompt", result.memory)]

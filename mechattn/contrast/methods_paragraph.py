@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import NULLS
 from mechattn.errors import OptionError
-from mechattn.results.result import units_of
+from mechattn.results.result import Result, units_of
 from mechattn.stats.paired import FEWEST_FOR_ALL
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from mechattn.results.result import Result
 
 
 def methods(result: Result, tables: Seq[pd.DataFrame]) -> str:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
 from numbers import Integral
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import numpy as np
+import xarray as xr
 
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.arrays import is_lazy
-from mechattn.results.result import memory_bytes
+from mechattn.results.result import Result, memory_bytes
 from mechattn.stats.resolution import RESAMPLES
 from mechattn.stats.units import resampled
-
-if TYPE_CHECKING:
-    import xarray as xr
-
-    from mechattn.results.result import Result
 
 Null = Literal["uniform", "blind"]
 NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
@@ -49,14 +45,7 @@ def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
     found = [(at, name) for at in result.datasets for name in names if name in result[at]]
     found = [(at, name) for at, name in found if "prompt" in result[at][name].dims]
     if not found:
-        have = sorted(
-            str(name).removesuffix("_by_segment")
-            for at in result.datasets
-            for name, variable in result[at].data_vars.items()
-            if at != "sequences"
-            and {"prompt", "layer"} <= set(variable.dims)
-            and not str(name).endswith(tuple(f"_{kind}" for kind in NULLS))
-        )
+        have = sorted(_quantities(result, lambda dims: {"prompt", "layer"} <= dims))
         from mechattn.analysis import ANALYSES
 
         others = [kind.__name__ for kind in ANALYSES if not kind().quantities.keys().isdisjoint(names)]
@@ -69,15 +58,16 @@ def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
 
 def head_quantities(result: Result) -> list[str]:
     """The quantities with one number per head and prompt, named as in ``result.compare``."""
-    found = {
-        str(name).removesuffix("_by_segment"): None
-        for at, dataset in result.datasets.items()
-        for name, variable in dataset.data_vars.items()
-        if at != "sequences"
-        and _A_HEAD <= set(variable.dims) <= _A_HEAD | {"segment"}
-        and not str(name).endswith((*(f"_{kind}" for kind in NULLS), "_per_prompt"))
-    }
-    return sorted(found, key=lambda name: name != "received")
+    found = _quantities(result, lambda dims: _A_HEAD <= dims <= _A_HEAD | {"segment"})
+    return sorted((name for name in found if not name.endswith("_per_prompt")), key=lambda name: name != "received")
+
+
+def _quantities(result: Result, has: Callable[[set[Any]], bool]) -> list[str]:
+    """The names of what was measured with such dimensions, without nulls."""
+    each = [(str(n), v) for at, data in result.datasets.items() if at != "sequences" for n, v in data.data_vars.items()]
+    nulls = tuple(f"_{kind}" for kind in NULLS)
+    found = [name for name, variable in each if has(set(variable.dims)) and not name.endswith(nulls)]
+    return list(dict.fromkeys(name.removesuffix("_by_segment") for name in found))
 
 
 def values_of(

@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
+import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import check_condition, in_parts
 from mechattn.errors import OptionError
-from mechattn.results.result import units_of
+from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.units import Unit
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import xarray as xr
-
-    from mechattn.results.result import Result
 
 QUANTITIES = {"activations": ("mlp_activations", "change_product", "MlpActivations()")}
 
 
 def agreement(
-    result: Result,
-    one: str,
-    other: str,
-    over: str,
-    quantity: str,
-    controls: Seq[str] | None,
-    unit: Unit,
-    level: float,
+    result: Result, one: str, other: str, over: str, quantity: str, controls: Seq[str] | None, unit: Unit, level: float
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments."""
-    import pandas as pd
-
     if quantity not in QUANTITIES:
         raise OptionError(f"quantity={quantity!r}: choose one of {', '.join(map(repr, QUANTITIES))}")
     dataset, variable, analysis = QUANTITIES[quantity]

@@ -9,17 +9,15 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
-from mechattn.contrast.table import FEWEST_TO_SELECT, several_tested
-from mechattn.errors import OptionError
-from mechattn.stats.intervals import FEWEST
+from mechattn.contrast.table import Selection, several_tested
+from mechattn.errors import OptionError, check_counts
 from mechattn.stats.paired import paired
-from mechattn.stats.units import Bags, check_whole
+from mechattn.stats.units import Bags
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from mechattn.contrast.contrast import Contrast
 
 Halves = list[tuple[np.ndarray, np.ndarray]]
@@ -29,38 +27,27 @@ def stability(
     asked: Contrast, top: int | None, layer: int | None, over: Seq[str] | None, splits: int, patterns: int
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.stability`, which explains the arguments."""
-    import pandas as pd
-
     names, seed = [asked.condition], asked.seed
     if over is not None:
         if isinstance(over, str) or len(set(over)) < 2 or len(set(over)) < len(list(over)):
             raise OptionError(f"over={over!r}: name at least two different conditions")
         names = [asked.result.condition(name) for name in over]
-    for name, value in (("splits", splits), ("patterns", patterns)):
-        check_whole(name, value)
+    check_counts(splits=splits, patterns=patterns)
     made, there = several_tested(asked, names, layer, bags=seed)
     units = made[0].units
     bags = Bags.drawn(units.n, seed)
-    if top is None:
-        units.refuse_below(2 * FEWEST_TO_SELECT, ", since fewer cannot give q < 0.05 on one half")
-    else:
-        units.refuse_below(2 * FEWEST)
     cells = int(there.sum())
     if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 1 <= top < cells):
         raise OptionError(f"top={top!r}: give a number of heads below {cells}, or None for those with q < 0.05")
+    units.refuse_below(*Selection("half", top).fewest)
     values = {name: one.values[:, there] for name, one in zip(names, made)}
     generator = np.random.default_rng(seed)
     halves = [random_halves(bags.n if bags else units.n, generator) for _ in range(splits)]
     table = pd.DataFrame(_rows(values, halves, lambda d: significant(d, patterns) if top is None else largest(d, top)))
-    table.attrs = {
-        "quantity": asked.quantity,
-        "segment": asked.segment or "all",
-        "selection": "q < 0.05" if top is None else f"the {top} furthest from the null",
-        "of": cells,
-        "unit": units.unit,
-        "splits": splits,
-        "seed": seed,
-    } | ({} if bags is None else {"resampled": bags.words})
+    selection = "q < 0.05" if top is None else f"the {top} furthest from the null"
+    table.attrs = {"quantity": asked.quantity, "segment": asked.segment or "all", "selection": selection}
+    table.attrs |= {"of": cells, "unit": units.unit, "splits": splits, "seed": seed}
+    table.attrs |= {} if bags is None else {"resampled": bags.words}
     return table
 
 
@@ -76,20 +63,14 @@ def _rows(
         found = np.array([jaccard(a, b) for a, b in some])
         chance = np.array([jaccard_by_chance(int(a.sum()), int(b.sum()), len(a)) for a, b in some])
         known = found[~np.isnan(found)]
-        low, high = np.quantile(known, [0.025, 0.975]) if known.size else (np.nan, np.nan)
-        rows.append(
-            {
-                "condition": one,
-                "other": other,
-                "jaccard": known.mean() if known.size else np.nan,
-                "low": low,
-                "high": high,
-                "by_chance": chance[~np.isnan(chance)].mean() if known.size else np.nan,
-                "selected": np.mean([(a.sum() + b.sum()) / 2 for a, b in some]),
-                "none_selected": 1 - known.size / len(found),
-                "on_all": np.nan if one == other else jaccard(whole[one], whole[other]),
-            }
-        )
+        row: dict[str, object] = dict.fromkeys(("jaccard", "low", "high", "by_chance"), np.nan)
+        if known.size:
+            low, high = np.quantile(known, [0.025, 0.975])
+            row = {"jaccard": known.mean(), "low": low, "high": high, "by_chance": chance[~np.isnan(chance)].mean()}
+        row |= {"selected": np.mean([(a.sum() + b.sum()) / 2 for a, b in some])}
+        row |= {"none_selected": 1 - known.size / len(found)}
+        row |= {"on_all": np.nan if one == other else jaccard(whole[one], whole[other])}
+        rows.append({"condition": one, "other": other, **row})
     return rows
 
 

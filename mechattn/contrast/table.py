@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from mechattn.axes import BASELINE, by_head
@@ -15,21 +16,17 @@ from mechattn.contrast.beside_random import BesideRandom, check_random
 from mechattn.contrast.differences import Differences, check_cells, differences, labels_of
 from mechattn.contrast.quantities import layer_blocks, segment_of, variable_of
 from mechattn.errors import OptionError
-from mechattn.results.result import shared_units, units_of
+from mechattn.results.result import Result, shared_units, units_of
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import FEWEST_FOR_ALL, Paired, PairedStream, false_discovery, without_rounding
 from mechattn.stats.resolution import EXACT, enough, resolution
 from mechattn.stats.units import Bags, Units, halves_of
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from mechattn.contrast.contrast import Contrast
-    from mechattn.results.result import Result
 
-FEWEST_IF_SKEWED = (
-    96  # units: of measured values, centred, some q < 0.05 in 23 % of tables of 12, 10 % of 24, 7 % of 64
-)
+# In units: of measured values, centred, some q < 0.05 in 23 % of tables of 12, 10 % of 24, 7 % of 64.
+FEWEST_IF_SKEWED = 96
 FEWEST_TO_SELECT = 6  # prompts: of 2⁶ sign patterns, the two extreme ones give p = 0.03
 _ENDS = [f"{end}{kind}" for kind in ("", "_bootstrap", "_simultaneous") for end in ("low", "high")]
 _NAMES = {end: f"difference_{end}" for end in _ENDS} | {"p": "p_beyond", "q": "q_beyond"}  # of a table's columns
@@ -179,8 +176,6 @@ def _gone_through(
     bootstrap_ends: bool = True,
 ) -> _Cells:
     """The statistics of some units, over all cells with a difference or over chosen ones."""
-    import pandas as pd
-
     stream = PairedStream(len(some), asked.level, asked.resamples, asked.seed, bootstrap_ends)
     rows, cells, left_out = [], [], []
     lacking = {"ours": asked.condition, "theirs": asked.to}
@@ -217,22 +212,13 @@ def _about(asked: Contrast, chosen: Selection, found: _Cells, units: Units) -> d
     made = {name: getattr(asked, name) for name in ("condition", "to", "quantity")}
     made |= {"segment": asked.segment or "all", "select": chosen.select or "none", "level": asked.level}
     made |= {"resamples": asked.resamples, "seed": asked.seed, "models": ", ".join(names)}
-    return (
-        made
-        | ({} if found.bags is None else {"resampled": found.bags.words})
-        | {
-            "null": found.last.null,
-            **({} if chosen.top is None else {"top": chosen.top}),
-            "tested": "difference" if found.last.expected is None else "beyond",
-            "left_out": found.left_out,
-            "family": f"{tests} tests: {' × '.join(map(str, found.last.difference.dims[1:]))}",
-            "unit": units.unit,
-            "smallest_q": can.smallest_p,  # if all tests reach it
-            "resolution": str(can),
-            "patterns": None if n <= EXACT else enough(asked.resamples, tests),
-            "skewed": _skewed_words(found.numbers),
-        }
-    )
+    made |= {} if found.bags is None else {"resampled": found.bags.words}
+    made |= {"null": found.last.null} | ({} if chosen.top is None else {"top": chosen.top})
+    made |= {"tested": "difference" if found.last.expected is None else "beyond", "left_out": found.left_out}
+    made |= {"family": f"{tests} tests: {' × '.join(map(str, found.last.difference.dims[1:]))}", "unit": units.unit}
+    made |= {"smallest_q": can.smallest_p, "resolution": str(can)}  # the smallest if all tests reach it
+    made |= {"patterns": None if n <= EXACT else enough(asked.resamples, tests)}
+    return made | {"skewed": _skewed_words(found.numbers)}
 
 
 def _named(asked: Contrast, made: pd.DataFrame) -> dict[str, Any]:

@@ -11,22 +11,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer, as_lines
 
 Key = tuple[str, str, int]
-_KINDS = {
-    "prompt": str,
-    "condition": str,
-    "sample": int,
-    "text": str,
-    "tokens": tuple,
-    "answer": str | None,
-    "solution": str,
-    "right": bool,
-    "finished": bool,
-    "logprob": int | float,
-}
+_KINDS: dict[str, Any] = {
+    "prompt": str, "condition": str, "sample": int, "text": str, "tokens": tuple, "answer": str | None,
+    "solution": str, "right": bool, "finished": bool, "logprob": int | float,
+}  # fmt: skip
 _MAY_DIFFER = ("versions", "server", "probe")  # a server may come back at another address
 
 
@@ -67,8 +61,6 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
     if path is None:
         yield Kept({}, None, dict(about))
         return
-    from filelock import FileLock, Timeout
-
     place = Path(os.path.realpath(path))
     lock = place.with_name(f".{place.name}.mechattn-lock")
     try:
@@ -129,7 +121,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
     for number, line in enumerate(lines[1:], 2):
         try:
             row = json.loads(line)
-            fields = {"logprob": float("nan"), **row, "tokens": tuple(row["tokens"])}
+            fields = {**row, "tokens": tuple(row["tokens"])}
             for name, kind in _KINDS.items():
                 if not isinstance(fields[name], kind):
                     raise TypeError(f"its {name} is {fields[name]!r:.40}")

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
@@ -23,8 +24,6 @@ from mechattn.stats.trend import trend as trend_of
 from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from mechattn.evaluation.evaluation import Evaluation
 
 _NEGLIGIBLE = 1.1  # in a variance: a factor of 1.05 in the width of an interval
@@ -56,30 +55,17 @@ def compared(evaluation: Evaluation, condition: str, to: str, other: Evaluation,
         return asdict(paired_accuracy(first[:, 0], second[:, 0]))
     d = units.means(first.mean(1) - second.mean(1))
     made, interval = paired(d, bootstrap_ends=False), share_difference(d)
-    one = first.shape[1] == second.shape[1] == 1
-    return {
-        "difference": float(made.difference),
-        "low": float(interval.low),
-        "high": float(interval.high),
-        "p": float(made.p_flip),
-        **({"only_first": int((first & ~second).sum()), "only_second": int((~first & second).sum())} if one else {}),
-        "n": made.n,
-        "detectable": deviation(d) * detectable_size(len(d)),
-    }
+    ends = {"difference": float(made.difference), "low": float(interval.low), "high": float(interval.high)}
+    found = ends | {"p": float(made.p_flip)}
+    if first.shape[1] == second.shape[1] == 1:
+        found |= {"only_first": int((first & ~second).sum()), "only_second": int((~first & second).sum())}
+    return found | {"n": made.n, "detectable": deviation(d) * detectable_size(len(d))}
 
 
 def mediation(
-    evaluation: Evaluation,
-    total: str,
-    through: Mapping[str, str],
-    resamples: int,
-    seed: int,
-    level: float,
-    unit: Unit,
+    evaluation: Evaluation, total: str, through: Mapping[str, str], resamples: int, seed: int, level: float, unit: Unit
 ) -> pd.DataFrame:
     """See :meth:`mechattn.evaluation.evaluation.Evaluation.mediation`, which explains the arguments."""
-    import pandas as pd
-
     units = units_of(evaluation, unit)
     base, whole = (units.means(evaluation.right(name).mean(1)) for name in (BASELINE, total))
     draws = np.random.default_rng(seed).integers(0, len(base), (resamples, len(base)))
@@ -131,16 +117,10 @@ def follows(
         float(np.mean([made[p] == answer for answer in some])) if some else np.nan for p, some in zip(apart, others)
     ]
     share = share_interval(units.means(followed), level)
-    return {
-        "condition": condition,
-        "followed": float(share.estimate),
-        "low": float(share.low),
-        "high": float(share.high),
-        "kept": float(np.mean([made[p] == own[p] for p in apart])),
-        "by_chance": float(np.nanmean(chance)) if len(own) > 2 else float("nan"),
-        "n": units.n,
-        "alike": len(own) - len(apart),
-    }
+    found = {"followed": float(share.estimate), "low": float(share.low), "high": float(share.high)}
+    found |= {"kept": float(np.mean([made[p] == own[p] for p in apart]))}
+    found |= {"by_chance": float(np.nanmean(chance)) if len(own) > 2 else float("nan")}
+    return {"condition": condition, **found, "n": units.n, "alike": len(own) - len(apart)}
 
 
 def trend(

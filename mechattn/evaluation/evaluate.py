@@ -7,40 +7,23 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from typing_extensions import Unpack
 
 from mechattn.axes import BASELINE
-from mechattn.engine.request_checks import (
-    check_interventions,
-    check_side,
-    check_variants,
-    counted_sides,
-    made_sequences,
-    sides_of,
-    with_baseline,
-)
+from mechattn.engine import request_checks
 from mechattn.errors import OptionError, PromptError, check_counts
+from mechattn.evaluation import generate
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
-from mechattn.evaluation.generate import (
-    Answer,
-    Grader,
-    Request,
-    Sampling,
-    SamplingOptions,
-    answers,
-    check_grader,
-    grade,
-    grader_for,
-    native_of,
-    refuse_what_cannot_generate,
-    sampling_of,
-)
+from mechattn.evaluation.generate import Answer, Grader, Request, Sampling, SamplingOptions, answers
 from mechattn.evaluation.served_answers import Exchanged, Todo, check_room, check_servable, served
 from mechattn.evaluation.server import Server
 from mechattn.model.checkpoint import UnloadedModel, end_tokens
@@ -52,9 +35,6 @@ from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import Sequence
 from mechattn.results import provenance
 from mechattn.results.provenance import identity
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def evaluate(
@@ -85,8 +65,7 @@ def evaluate(
         grader: "number", "math" (math-verify), or "auto" to choose by the references.
         batch: The number of sequences (or requests to a server) at a time.
         seed: The seed of all draws.
-        out: A .jsonl file to which each answer is added. If it already holds answers of the same run, the run resumes
-            where it stopped.
+        out: A .jsonl file to which each answer is added; if it holds answers of this run already, the run resumes.
         server: An ``ma.Server``, or the address of one that needs nothing else, such as "http://host:8000/v1".
         sampling: ``new_tokens``, the longest answer in tokens (256; answers that reach it are counted as unfinished);
             ``samples``, the number of answers to each question (1); ``temperature``, where 0 takes the likeliest token
@@ -100,26 +79,25 @@ def evaluate(
         server = Server(server)
     reader: Any = load_model(as_hooked(model)) if server is None else unloaded(model)
     prompts = as_prompts(prompts)
-    named = with_baseline(conditions)
-    how = sampling_of(sampling, seed)
+    named = request_checks.with_baseline(conditions)
+    how = generate.sampling_of(sampling, seed)
     check_counts(batch=batch)
     _check_references(prompts, grader)
-    native = native_of(reader) if server is None else None
-    sequences = made_sequences(named, prompts, reader, seed)
+    native = generate.native_of(reader) if server is None else None
+    sequences = request_checks.made_sequences(named, prompts, reader, seed)
     sides = _checked_sides(reader, native, prompts, sequences, how.new_tokens)
     about = {
         **_about(reader, server, prompts, sequences),
         **asdict(how),
         "conditions": {name: identity(condition) for name, condition in named.items()},
         "grader": grader,
-        **({"rope_factors": counted_sides(list(sides.values()))} if sides else {}),
+        **({"rope_factors": request_checks.counted_sides(list(sides.values()))} if sides else {}),
     }
     with kept(out, about) as file, ExitStack() as stack:
+        each = product(zip(prompts, sequences, strict=True), named, range(how.samples))
         todo = [
             (p, name, Request(p.id, made[name], sample))
-            for p, made in zip(prompts, sequences, strict=True)
-            for name in named
-            for sample in range(how.samples)
+            for (p, made), name, sample in each
             if (p.id, name, sample) not in file.answers
         ]
         came: Iterator[list[tuple[Todo, Answer, str]]] = iter(())
@@ -174,8 +152,6 @@ def baseline_noise(
     Raises:
         OptionError: A repetition has the same batch size or dtype as the first run.
     """
-    import pandas as pd
-
     if taken := sorted({"out", "conditions", "server"} & set(options)):
         raise OptionError(f"{taken[0]}=… cannot be given: only the baseline is answered, again in each repetition")
     model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
@@ -188,7 +164,7 @@ def baseline_noise(
     if not isinstance(known, torch.dtype) or not known.is_floating_point:
         raise OptionError(f"other_dtype={other_dtype!r}: give the name of a dtype, such as 'bfloat16'")
     made = [evaluate(model, prompts, batch=size, **options) for size in (batch, other_batch)]
-    twin = load_model(copy.deepcopy(native_of(model)).to(known), tokenizer=model.tokenizer, verify=False)
+    twin = load_model(copy.deepcopy(generate.native_of(model)).to(known), tokenizer=model.tokenizer, verify=False)
     made.append(evaluate(twin, prompts, batch=batch, **options))
     names = f"{dtype}, batch {batch}", f"{dtype}, batch {other_batch}", f"{other_dtype}, batch {batch}"
     rows: list[dict[str, Any]] = []
@@ -204,9 +180,6 @@ def baseline_noise(
 def _generated(
     model: HookedModel, native: Any, batches: list[list[Todo]], how: Sampling
 ) -> Iterator[list[tuple[Todo, Answer, str]]]:
-    """The answers of each batch, with their texts."""
-    from tqdm.auto import tqdm
-
     end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
     for some in tqdm(batches, desc="answers", unit="batch", delay=2):
         asked = [request for _, _, request in some]
@@ -224,14 +197,13 @@ def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list
 
 
 def _graded(prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
-    """An answer, graded."""
     solution = str(prompt.solution)
-    both = vars(answer) | vars(grade(text, solution, grader))
+    both = vars(answer) | vars(generate.grade(text, solution, grader))
     return GradedAnswer(prompt.id, name, asked.sample, text, solution=solution, **both)
 
 
 def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
-    check_grader(grader)
+    generate.check_grader(grader)
     for prompt in prompts:
         if prompt.solution is None or not prompt.solution.strip():
             raise PromptError(
@@ -243,11 +215,11 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
                 f"prompt {prompt.id} already holds an answer, which the model would read; load prompts with "
                 f"with_answer=False"
             )
-        kind = grader_for(prompt.solution)
+        kind = generate.grader_for(prompt.solution)
         if grader == "number" and kind == "math":
             raise PromptError(f'the solution of prompt {prompt.id} does not end in a number; use grader="math"')
         if kind == "math":
-            check_grader("math")
+            generate.check_grader("math")
 
 
 @alone
@@ -266,16 +238,17 @@ def _checked_sides(
     hooked = model.loaded if isinstance(model, UnloadedModel) else model
     if hooked is not None:
         for prompt, made in zip(prompts, sequences, strict=True):
-            check_side(prompt, made, hooked, new_tokens)
+            request_checks.check_side(prompt, made, hooked, new_tokens)
     check_room(prompts, sequences, new_tokens, model.cfg.n_ctx, str(model.cfg.model_name))
     if isinstance(model, UnloadedModel):
         return {}
     for made in sequences:
         for name, sequence in made.items():
-            refuse_what_cannot_generate(native, sequence, name)
-    check_variants(model, [dict(made) for made in sequences])
-    check_interventions(model, [p.id for p in prompts], [dict(made) for made in sequences])
-    return dict(zip((p.id for p in prompts), sides_of(model, sequences), strict=False))
+            generate.refuse_what_cannot_generate(native, sequence, name)
+    ids, each = [p.id for p in prompts], [dict(made) for made in sequences]
+    request_checks.check_variants(model, each)
+    request_checks.check_interventions(model, ids, each)
+    return dict(zip(ids, request_checks.sides_of(model, sequences), strict=False))
 
 
 def _about(

@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError
@@ -19,9 +20,6 @@ from mechattn.stats.accuracy import best_of_k, distinct_ngrams, pass_at_k, share
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.units import Unit, Units
 from mechattn.store.atomic_writes import check_writable, write_whole
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -144,11 +142,8 @@ class Evaluation:
         Raises:
             OptionError: As for :meth:`compare`, or there is no other condition.
 
-        Source:
-            Benjamini and Hochberg 1995.
+        Source: Benjamini and Hochberg 1995.
         """
-        import pandas as pd
-
         names = [name for name in self.conditions if name != to]
         if not names:
             raise OptionError(f"there is no condition other than {to!r} to compare with it")
@@ -160,37 +155,29 @@ class Evaluation:
         """Select the best condition on one half of the problems, and compare it with the baseline on the other half.
 
         The accuracy of the best of many conditions is too high on the problems used for selection, even if none has an
-        effect. The split depends only on the ids of the problems, not on the order of the answers, and never divides a
-        group of prompts.
+        effect. The split depends only on the ids of the problems, and never divides a group of prompts.
 
         Args:
             conditions: The candidates; all but the baseline by default.
 
         Returns:
-            The result of :meth:`compare` on the other half, with "condition" and "chosen_on", its accuracy on the first
-            half.
+            What :meth:`compare` gives on the other half; "condition", and "chosen_on", its accuracy on the first half.
 
         Raises:
             OptionError: There are fewer than two problems, or no condition other than the baseline.
         """
         names = [name for name in conditions or self.conditions if name != BASELINE]
         groups = self.provenance.get("groups", {})
-        problems = sorted(
-            self._problems(),
-            key=lambda prompt: hashlib.sha256(groups.get(prompt, prompt).encode("utf-8", "replace")).digest(),
-        )
-        units = Units.grouped([groups.get(prompt, prompt) for prompt in problems])
+        group_of = {prompt: groups.get(prompt, prompt) for prompt in self._problems()}
+        problems = sorted(group_of, key=lambda name: hashlib.sha256(group_of[name].encode("utf-8", "replace")).digest())
+        units = Units.grouped([group_of[prompt] for prompt in problems])
         if not names or units.n < 2:
             raise OptionError("best needs at least one condition other than the baseline, and at least two problems")
         half, other = (self._of([problems[i] for i in some]) for some in units.halves())
         chosen = max(sorted(names), key=lambda name: half.right(name).mean())
-        return {
-            "condition": chosen,
-            "chosen_on": float(half.right(chosen).mean()),
-            "accuracy": float(other.right(chosen).mean()),
-            "baseline": float(other.right(BASELINE).mean()),
-            **other.compare(chosen),
-        }
+        found = {"condition": chosen, "chosen_on": float(half.right(chosen).mean())}
+        shown = {"accuracy": float(other.right(chosen).mean()), "baseline": float(other.right(BASELINE).mean())}
+        return found | shown | other.compare(chosen)
 
     def pass_at_k(self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """The probability that one of k answers is right, by condition and k, with an interval over problems.
@@ -215,10 +202,7 @@ class Evaluation:
         def values(name: str, k: int) -> np.ndarray:
             score = self._each(name, lambda answer: answer.logprob)
             if np.isnan(score).any():
-                raise OptionError(
-                    "some answers have no log-probabilities: they come from an older version, or from a server that "
-                    "reports none"
-                )
+                raise OptionError("some answers have no log-probabilities: they come from a server that reports none")
             return best_of_k(self.right(name), score, k)
 
         return self._by_samples(k, values, level, unit)
@@ -264,8 +248,6 @@ class Evaluation:
 
     def _intervals(self, rows: Iterable[tuple[dict[str, Any], np.ndarray]], level: float, unit: Unit) -> pd.DataFrame:
         """A row for each array of values over problems, with an interval within 0 and 1."""
-        import pandas as pd
-
         units, made = units_of(self, unit), []
         for names, values in rows:
             interval = share_interval(units.means(values), level)._asdict()
@@ -334,8 +316,6 @@ class Evaluation:
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a table with one row per answer."""
-        import pandas as pd
-
         return pd.DataFrame([asdict(a) for a in self.answers])
 
     def save(self, path: str | Path) -> None:

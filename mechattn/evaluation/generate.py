@@ -116,14 +116,8 @@ def answers(
     tokens = batch.tokens
     with torch.no_grad(), batch.acting(model):
         for step in range(new_tokens):
-            out = model(
-                input_ids=tokens,
-                attention_mask=batch.mask(step),
-                position_ids=batch.position_ids(step),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            read = dict(input_ids=tokens, attention_mask=batch.mask(step), position_ids=batch.position_ids(step))
+            out = model(**read, past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits = out.logits[:, -1].float()
             following = logits.argmax(-1)
             if temperature > 0:  # the one at a keyed random point of the cumulative distribution
@@ -163,9 +157,7 @@ class _Padded:
             return torch.stack(rows).to(device)
 
         self.tokens: Int[Tensor, "batch pos"] = padded([s.tokens for s in sequences], 0)
-        self.real: Bool[Tensor, "batch pos"] = padded(
-            [torch.ones(len(s), dtype=torch.long) for s in sequences], 0
-        ).bool()
+        self.real: Bool[Tensor, "batch pos"] = padded([torch.ones(len(s), dtype=torch.bool) for s in sequences], 0)
         self._ids: Int[Tensor, "batch pos"] = padded([s.position_ids for s in sequences], 0)
         origin = [torch.where(s.inserted, -1 - torch.arange(len(s)), s.origin) for s in sequences]
         self._origin: Int[Tensor, "batch pos"] = padded(origin, -1 - self.longest)

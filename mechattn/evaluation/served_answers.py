@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+from tqdm.auto import tqdm
 
 from mechattn.errors import ModelError, OptionError, PromptTooLong, ServerError
 from mechattn.evaluation.generate import Answer, Request, Sampling, answers, native_of, until_end
@@ -57,8 +58,6 @@ class Served:
 
     def answered(self, todo: Seq[Todo]) -> Iterator[list[tuple[Todo, Answer, str]]]:
         """Each answer with its text, in the order of arrival; within and after them the server is probed again."""
-        from tqdm.auto import tqdm
-
         began, written = time.monotonic(), 0
         with tqdm(desc="answers", total=len(todo), unit="answer", delay=2) as bar:
             for some in stretches(todo, self.sampling.seed):
@@ -253,27 +252,15 @@ def probed(
 ) -> Probe:
     """Ask a server some questions; refuse it if it is not the model, or no longer that of the run that is resumed."""
     longest = min(model.cfg.n_ctx, connection.longest or model.cfg.n_ctx)
-    asked = [
-        Asked(
-            tuple(sequence.tokens.tolist()) if texts is None else texts[prompt, name],
-            len(sequence),
-            min(TOKENS, longest - len(sequence)),
-            model,
-            prompt_logprobs=True,
-        )
-        for prompt, name, sequence in some
-    ]
+    asked = []
+    for prompt, name, sequence in some:
+        sent, length = tuple(sequence.tokens.tolist()) if texts is None else texts[prompt, name], len(sequence)
+        asked.append(Asked(sent, length, min(TOKENS, longest - length), model, prompt_logprobs=True))
     first = connection.all(asked)
     known, against = _here(model, some, asked)
-    found: dict[str, Any] = {
-        "model": name_of(connection.model),
-        "sent": "token ids" if texts is None else "text",
-        "answers": len(some),
-        "against": against,
-        "counted": all(reply.counted for reply in first),
-        "texts": [reply.text for reply in first],
-        "again": [],
-    }
+    found: dict[str, Any] = {"model": name_of(connection.model), "sent": "token ids" if texts is None else "text"}
+    found |= {"answers": len(some), "against": against, "counted": all(reply.counted for reply in first)}
+    found |= {"texts": [reply.text for reply in first], "again": []}
     known = known or [Known(reply.text, reply.logprobs, reply.prompt_logprobs) for reply in first]
     probe = Probe(connection, asked, known, found)
     figures = probe.compared(first if known[0].steps else connection.all(asked))

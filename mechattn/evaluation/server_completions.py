@@ -193,15 +193,9 @@ def reply_of(data: Any, asked: Asked, model: str, server: Server) -> Reply:
             f"the server at {server.address} has generated {most:,} tokens where {asked.new_tokens:,} were allowed"
         )
     logprobs = choice["logprobs"] if isinstance(choice.get("logprobs"), dict) else {}
-    return Reply(
-        choice["text"],
-        tuple(tokens),
-        ids is not None,
-        _numbers(logprobs.get("token_logprobs")),
-        choice["finish_reason"] == "stop",
-        counted,
-        _of_prompt(choice.get("prompt_logprobs"), asked),
-    )
+    numbers, of_prompt = _numbers(logprobs.get("token_logprobs")), _of_prompt(choice.get("prompt_logprobs"), asked)
+    stopped = choice["finish_reason"] == "stop"
+    return Reply(choice["text"], tuple(tokens), ids is not None, numbers, stopped, counted, of_prompt)
 
 
 def _check_read(said: Any, ids: Any, asked: Asked, server: Server) -> bool:
@@ -295,5 +289,4 @@ def _first_difference(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _decoded(tokenizer: Any, ids: list[int]) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

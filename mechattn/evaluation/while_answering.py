@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from scipy.optimize import linear_sum_assignment
 
 from mechattn.analysis.received_attention import SegmentFlow
@@ -21,14 +22,10 @@ from mechattn.evaluation.evaluation import Evaluation
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
+from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from mechattn.results.result import Result
 
 _CALIPER = 0.15  # of the longer answer's tokens, but at least 2
 
@@ -38,8 +35,7 @@ class WhileAnswering:
     """Attention of the tokens of a model's own answers to each segment; ``print(measured)`` shows it.
 
     Args:
-        flow: By condition, the mean attention of an answer's tokens to each segment [prompt layer head segment]; NaN
-            for empty answers.
+        flow: By condition, the mean attention of an answer's tokens [prompt layer head segment]; NaN if it is empty.
         uniform: The same for uniform attention.
         right: By condition, whether each answer is right [prompt].
         tokens: By condition, the length of each answer in tokens [prompt].
@@ -85,8 +81,6 @@ class WhileAnswering:
         Raises:
             OptionError: There is no such segment.
         """
-        import pandas as pd
-
         rows = []
         for name in self.conditions:
             flow, null = (self._to(part[name], to).mean((1, 2)) for part in (self.flow, self.uniform))
@@ -115,8 +109,6 @@ class WhileAnswering:
         Raises:
             OptionError: There is no such condition or segment, or there are too few pairs.
         """
-        import pandas as pd
-
         if condition not in self.conditions:
             raise OptionError(
                 f"there is no condition {condition!r}; the conditions are {', '.join(map(repr, self.conditions))}"

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
+import torch
+
 from mechattn.errors import MechattnError, OptionError, OutputError
 from mechattn.jobs.job import Job, Worker, with_threads
 
@@ -44,9 +46,8 @@ def executor_named(name: ExecutorName, address: str | None = None, workers: int 
         raise OptionError(f"executor={name!r}: choose one of {', '.join(map(repr, get_args(ExecutorName)))}")
     if name == "ray":
         return Ray(address, workers)
-    if address is not None or workers is not None:
-        given = "address" if address is not None else "workers"
-        raise OptionError(f'{given} is for a cluster: add executor="ray", or omit it')
+    if given := [name for name, value in (("address", address), ("workers", workers)) if value is not None]:
+        raise OptionError(f'{given[0]} is for a cluster: add executor="ray", or omit it')
     return Local()
 
 
@@ -159,7 +160,7 @@ class _Actors:
         self.busy[actor.load.remote()] = actor, None
 
 
-class _Actor:
+class _Actor(Worker):
     """A worker in a process of the cluster."""
 
     def __init__(self, job: Job) -> None:
@@ -167,18 +168,8 @@ class _Actor:
 
     def load(self) -> None:
         """Load the model; errors raised in the constructor would not reach the caller."""
-        import torch
-
         torch.set_num_threads(self.job.threads or 1)
-        self.worker = Worker(self.job)
-
-    def check(self, chunk: int) -> None:
-        """See ``Worker.check``."""
-        self.worker.check(chunk)
-
-    def part(self, chunk: int) -> bytes:
-        """See ``Worker.part``."""
-        return self.worker.part(chunk)
+        super().__init__(self.job)
 
 
 def _lost(job: Job, chunk: int | None, error: Exception) -> str:

@@ -22,21 +22,11 @@ from mechattn.prompts.counterparts import Counterpart
 from mechattn.prompts.sweeps import sweep
 from mechattn.toml_sections import AnalysisSection, Condition, all_words, near, no_such_key
 
-CONDITIONS = {
-    kind.__name__: kind
-    for kind in (
-        kinds.Baseline,
-        kinds.MeaninglessTokens,
-        kinds.Text,
-        kinds.RepeatedWord,
-        kinds.RandomTokens,
-        kinds.RandomSentence,
-        kinds.ShuffledSentence,
-        kinds.Counting,
-        kinds.RepeatQuestion,
-        Counterpart,
-    )
-}
+_CONDITIONS = (
+    kinds.Baseline, kinds.MeaninglessTokens, kinds.Text, kinds.RepeatedWord, kinds.RandomTokens, kinds.RandomSentence,
+    kinds.ShuffledSentence, kinds.Counting, kinds.RepeatQuestion, Counterpart,
+)  # fmt: skip
+CONDITIONS = {kind.__name__: kind for kind in _CONDITIONS}
 ANALYSES = {kind.__name__: kind for kind in KINDS}
 INTERVENTIONS = {kind.__name__: kind for kind in (ARM, Knockout, HeadAblation)}
 

@@ -57,8 +57,7 @@ class Job:
         device: As for ``load_model``; it affects only the last bits of the numbers.
         verify: As for ``load_model``.
         chunk: The number of prompts per chunk.
-        threads: The number of torch threads in each worker, which affects the last bits of the numbers; None leaves
-            torch's setting unchanged.
+        threads: The number of torch threads in each worker, which affects last bits; None leaves torch's setting.
         require: A function that gets the loaded model and the layers, and raises an error if the job cannot use them.
         command: The command to record with the result.
         paths: Record the full path of a checkpoint's directory in the provenance, not only its name.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from mechattn.errors import OptionError, OutputError
 from mechattn.jobs.job import Job
 from mechattn.results.result import Result
@@ -118,8 +120,6 @@ def explained(what: str) -> Iterator[None]:
 @contextmanager
 def open_parts(folder: Path, job: Job, fresh: bool = False) -> Iterator[Parts]:
     """Open the parts of a job, locked for this process."""
-    from filelock import FileLock, Timeout
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         strangers = _strangers(folder)

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from tqdm.auto import tqdm
+
 from mechattn.errors import Interrupted, MechattnError, OptionError, OutputError
 from mechattn.jobs.executors import Executor, ExecutorName, executor_named
 from mechattn.jobs.job import Job, announced
@@ -163,9 +165,6 @@ class ChunkStore:
 
 
 def _compute(store: ChunkStore, executor: Executor) -> None:
-    """Compute the missing chunks."""
-    from tqdm.auto import tqdm
-
     parts, chunks = store.parts, store.chunks
     done = [chunk for chunk in parts.done() if chunk in chunks]
     todo = [chunk for chunk in chunks if chunk not in done]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import plotly.graph_objects as go
+import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
@@ -19,10 +21,6 @@ from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import count_words, mean_words, model_caption, number_words, percent_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-    import xarray as xr
 
 NAME = "mlp_activations"
 _POINTS: dict[str, Any] = {"marker": dict(size=7), "hovertemplate": "%{customdata}: %{y:.3g}"}
@@ -64,10 +62,8 @@ def activation_histogram(
     figure.update_yaxes(type="log", exponentformat="power", dtick=1)
     figure.update_yaxes(title_text="share of activations", col=1)
     figure.update_xaxes(title_text="activation after the nonlinearity")
-    note = (
-        f"layer {layer}, question tokens; {_n(results)}; bands: pointwise 95 % intervals; dotted: near-zero threshold"
-    )
-    draw.title(figure, "activations of the MLP", note, 480, top=150)
+    note = "bands: pointwise 95 % intervals; dotted: near-zero threshold"
+    draw.title(figure, "activations of the MLP", f"layer {layer}, question tokens; {_n(results)}; {note}", 480, top=150)
     parts = []
     for result in results:
         share = result[NAME].near_zero_by_segment.sel(layer=layer, segment="question")
@@ -89,10 +85,7 @@ def activation_metrics(
         segment: The segment of the tokens.
     """
     results, names = _checked(results, conditions, layer)
-    figure, captions = (
-        draw.panels(list(_METRICS.values()), horizontal_spacing=0.05),
-        [model_caption(r) for r in results],
-    )
+    figure, captions = draw.panels(list(_METRICS.values()), horizontal_spacing=0.05), [*map(model_caption, results)]
     for column, metric in enumerate(_METRICS, 1):
         asked = [[Contrast(r, name, quantity=metric, segment=segment) for name in names] for r in results]
         found = [[one.overall(layer)[0] for one in of_result] for of_result in asked]
@@ -186,9 +179,8 @@ def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: 
         for name in names:
             result.condition(name)
     if not names:
-        raise OptionError(
-            "this figure shows changes from the baseline, but there is no other condition; run at least one"
-        )
+        why = "this figure shows changes from the baseline, but there is no other condition"
+        raise OptionError(f"{why}; run at least one")
     return made, names
 
 
@@ -260,9 +252,8 @@ def update_histogram(
 def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
     """Plot orientation against magnitude of all heads' updates at all tokens, with a slider for the layer.
 
-    Shares are of all updates; updates below 0.0001 or above 100 times the residual stream are outside the map. An
-    update with negative orientation reduces the residual stream, one with positive orientation adds to it. (R. Claus,
-    figure 9.)
+    Shares are of all updates; updates below 0.0001 or above 100 times the residual stream are outside the map. One
+    with negative orientation reduces the residual stream, one with positive adds to it. (R. Claus, figure 9.)
 
     Args:
         result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).
@@ -343,7 +334,6 @@ def _prefix(reading: str) -> str:
 
 
 def _dataset(result: Result, reading: str, condition: str) -> xr.Dataset:
-    """The updates of a condition."""
     if reading not in READINGS:
         raise OptionError(f'reading={reading!r}: choose "mixed" or "top_target"')
     check_condition(result, condition)
@@ -355,7 +345,6 @@ def _dataset(result: Result, reading: str, condition: str) -> xr.Dataset:
 
 
 def _counts(result: Result, name: str, condition: str, reading: str) -> xr.DataArray:
-    """Counts summed over prompts."""
     return summed(result, _dataset(result, reading, condition)[f"{_prefix(reading)}{name}"])
 
 
@@ -370,7 +359,6 @@ def _middles(edges: np.ndarray) -> np.ndarray:
 
 
 def _ranges(edges: np.ndarray) -> np.ndarray:
-    """Each bin in words."""
     ends = [*edges[1:], np.inf]
     return np.array([f"{a:.3g} to {b:.3g}" for a, b in zip(edges, ends, strict=True)])
 
@@ -381,16 +369,9 @@ def _finished(
     """Set the title, a slider with one step per layer, and the sentence on the question's tokens."""
     note = f"{condition}; {count_words(result)}"
     note += "; only the part from the strongest target" if reading == "top_target" else ""
-    title = f"{model_caption(result)}: {what}"
-
-    def words(layer: int) -> str:
-        return f"{title}<br><sup>layer {layer}; {note}</sup>"
-
-    draw.by_layer_slider(figure, values.layer.values.tolist(), words, height)
+    layers, title = values.layer.values.tolist(), f"{model_caption(result)}: {what}"
+    draw.by_layer_slider(figure, layers, lambda layer: f"{title}<br><sup>layer {layer}; {note}</sup>", height)
     dataset, prefix = _dataset(result, reading, condition).sel(segment="question"), _prefix(reading)
     size, turn = (mean_words(result, dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation"))
-    return says(
-        figure,
-        f"Question tokens, mean over layers and heads: magnitude {size} of the residual stream's norm, cosine with it "
-        f"{turn}.",
-    )
+    means = f"magnitude {size} of the residual stream's norm, cosine with it {turn}"
+    return says(figure, f"Question tokens, mean over layers and heads: {means}.")

@@ -8,6 +8,8 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError
@@ -17,14 +19,11 @@ from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import model_caption, quantity_words, says
 from mechattn.render.words import said as said_by
+from mechattn.results.result import Result
+from mechattn.stats.trend import Trend
 
 if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
-
     from mechattn.evaluation.while_answering import WhileAnswering
-    from mechattn.results.result import Result
-    from mechattn.stats.trend import Trend
 
 _HOVER = "%{customdata}: %{y:.1f} %<extra></extra>"
 _LEAST_REACH = 10  # points of accuracy: the least range of a map's colours
@@ -114,8 +113,7 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
     """Plot pass@k, or the accuracy of the best of k, over k: one colour per condition, one panel per table.
 
     Args:
-        tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` for each measure, by its name in the
-            figure.
+        tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` for each measure, by its name here.
         model: The model's name in the figure.
 
     Raises:
@@ -132,9 +130,8 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
     figure.update_xaxes(title_text="answers to each question (k)")
     figure.update_yaxes(rangemode="tozero")
     figure.update_yaxes(title_text="probability of a right answer (%)", col=1)
-    note = "bars: 95 % intervals over problems"
     of = " and ".join(tables)
-    draw.title(figure, f"{model}: {of}" if model else of, note, 460)
+    draw.title(figure, f"{model}: {of}" if model else of, "bars: 95 % intervals over problems", 460)
     return figure
 
 
@@ -277,11 +274,7 @@ def _said(table: pd.DataFrame) -> str:
     """The result of the pairs, condition by condition."""
     parts = []
     for row in table.itertuples():
-        if np.isnan(row.beyond):
-            parts.append(f"{row.condition}: {row.pairs} pairs, too few to compare")
-        else:
-            parts.append(
-                f"{row.condition}: {100 * row.beyond:+.2f} points [{100 * row.beyond_low:+.2f}, "
-                f"{100 * row.beyond_high:+.2f}] in {row.pairs} pairs, p = {row.p_beyond:.2g}"
-            )
+        ends = f"{100 * row.beyond:+.2f} points [{100 * row.beyond_low:+.2f}, {100 * row.beyond_high:+.2f}]"
+        said = f"{ends} in {row.pairs} pairs, p = {row.p_beyond:.2g}"
+        parts.append(f"{row.condition}: {f'{row.pairs} pairs, too few to compare' if np.isnan(row.beyond) else said}")
     return f"Right minus wrong, beyond uniform attention. {'; '.join(parts)}."

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import xarray as xr
 
 from mechattn.axes import BASELINE, SEGMENTS, head_named
 from mechattn.contrast.contrast import Contrast
@@ -28,12 +31,6 @@ from mechattn.render.words import (
 )  # fmt: skip
 from mechattn.results.result import Result, units_of
 
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
-    import xarray as xr
-
-
 NAME = "received_attention"
 
 
@@ -51,15 +48,13 @@ def received_attention(
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
 
     The top row shows the original tokens, aligned; the bottom row the whole sequence with the inserted span shaded.
-    Dotted lines are uniform attention, since part of the fall is there by definition. Bands end at 0, which no
-    probability is below. A result with only the baseline
-    gives one row with its null. Lines are means over prompts and bands pointwise 95 % t intervals. A key is hidden if
-    fewer than half of the prompts, or fewer than 10 of them (all, below 10 prompts), have it.
+    Dotted lines are uniform attention, since part of the fall is there by definition. A result with only the baseline
+    gives one row with its null. Lines are means over prompts and bands pointwise 95 % t intervals, which end at 0. A
+    key is hidden if fewer than half of the prompts, or fewer than 10 of them (all, below 10 prompts), have it.
 
     Args:
         result: A result with received attention.
-        layer: The layer, from 0; several as a list, such as [0, 1, 2], which show the same heads of each; None for
-            heads of any layer.
+        layer: The layer, from 0; a list such as [0, 1, 2] shows the same heads of each; None is for heads of any.
         heads: The heads, from 0, or by name, such as "L1H2".
         top: In place of heads: how many to choose by the largest change (in the baseline: the largest distance) from
             the null on one half of the prompts, of each layer or, with None, of all; as

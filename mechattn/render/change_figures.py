@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
@@ -14,19 +15,8 @@ from mechattn.render import draw
 from mechattn.render.attention_figures import NAME
 from mechattn.render.draw import OTHERS, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import figure as declare
-from mechattn.render.words import (
-    beside_null,
-    count_words,
-    heads_words,
-    model_caption,
-    percent,
-    quantity_words,
-    says,
-)
+from mechattn.render.words import beside_null, count_words, heads_words, model_caption, percent, quantity_words, says
 from mechattn.results.result import Result
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 
 @declare(compares=True, report=[{}])

@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import cycle
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from mechattn.axes import BASELINE
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
-
-    from mechattn.contrast.means import Positions
+from mechattn.contrast.means import Positions
 
 # Okabe and Ito (2008), "Color universal design"; contrast of at least 3 to 1 on white and on a dark background.
 WITHOUT = "#0072b2"  # blue, what is compared with: without the inserted tokens, or uniform attention
@@ -29,25 +27,15 @@ NEUTRAL = "#f4f4f2"  # no change, on every map of signed numbers
 DIVERGING = ((0.0, WITHOUT), (0.5, NEUTRAL), (1.0, WITH))  # less, none, more
 SEQUENTIAL = "Cividis"
 FADED = "rgba(255, 255, 255, 0.75)"  # over what is not significant
-DARK = {
-    WITHOUT: "#56b4e9",
-    WITH: "#ff9a4d",
-    THIRD: "#3fcf9f",
-    NEUTRAL: "#262b31",
-    "#000000": "#e6e6e3",
-    "#7a5c00": "#c9a227",
-    "#444": "#bbb",
-    FADED: "rgba(22, 24, 28, 0.75)",
-}  # on a dark background
+DARK = {  # on a dark background
+    WITHOUT: "#56b4e9", WITH: "#ff9a4d", THIRD: "#3fcf9f", NEUTRAL: "#262b31", "#000000": "#e6e6e3",
+    "#7a5c00": "#c9a227", "#444": "#bbb", FADED: "rgba(22, 24, 28, 0.75)",
+}  # fmt: skip
 GREY = "#888"
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-LAYOUT = dict(
-    template="plotly_white",
-    font=dict(family=FONT, size=13),
-    margin=dict(l=70, r=20, t=90, b=60),
-    hoverlabel=dict(font_family=FONT),
-)
+LAYOUT = dict(template="plotly_white", font=dict(family=FONT, size=13), hoverlabel=dict(font_family=FONT))
+LAYOUT["margin"] = dict(l=70, r=20, t=90, b=60)
 
 
 def faint(colour: str, alpha: float = 0.2) -> str:
@@ -85,9 +73,6 @@ def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> d
 
 def panels(titles: Seq[str] | None = None, rows: int = 1, **options: Any) -> go.Figure:
     """Panels side by side, or below each other, with their titles; one without a title by default."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
     if titles is None:
         return go.Figure()
     return make_subplots(rows, len(titles) // rows, subplot_titles=list(titles), **options)
@@ -213,15 +198,11 @@ def title(figure: go.Figure, heading: str, note: str, height: int, top: int | No
 
 def by_layer_slider(figure: go.Figure, layers: Seq[int], words: Callable[[int], str], height: int) -> None:
     """A slider that shows one trace, and its title, for each layer."""
-    for number, trace in enumerate(figure.data):
+    steps = []
+    for number, (layer, trace) in enumerate(zip(layers, figure.data, strict=True)):
         trace.visible = number == 0
-    steps = [
-        dict(
-            method="update", label=str(layer),
-            args=[{"visible": [i == number for i in range(len(layers))]}, {"title.text": words(layer)}]
-        )
-        for number, layer in enumerate(layers)
-    ]  # fmt: skip
+        args = [{"visible": [i == number for i in range(len(layers))]}, {"title.text": words(layer)}]
+        steps.append(dict(method="update", label=str(layer), args=args))
     slider = dict(steps=steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
     figure.update_layout(**LAYOUT | {"height": height, "title_text": words(layers[0]), "sliders": [slider]})
 

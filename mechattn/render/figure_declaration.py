@@ -8,16 +8,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE, head_named
 from mechattn.errors import OptionError
 from mechattn.results.result import Result
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 Draw = TypeVar("Draw", bound=Callable)
 _MARKUP = re.compile(r"<(?!(?:br|/?sup|/?extra)>)")  # every "<" except in tags that our own titles and hovers use

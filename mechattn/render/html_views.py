@@ -8,7 +8,6 @@ import hashlib
 import html
 import json
 import os
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
@@ -69,9 +68,8 @@ def pattern(
     condition = result.condition(condition) if difference else condition or BASELINE
     maps, tokens = _map(result, layer, heads, condition, prompt)
     if not difference:
-        return _heads_view(
-            maps, tokens, layer, heads, f"{model_caption(result)}, layer {layer}, condition “{condition}”"
-        )
+        caption = f"{model_caption(result)}, layer {layer}, condition “{condition}”"
+        return _heads_view(maps, tokens, layer, heads, caption)
     without, tokens = _map(result, layer, heads, BASELINE, prompt)
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
     kept = np.flatnonzero(origin >= 0)
@@ -107,7 +105,7 @@ def received_text(
     name = "received_per_prompt"
     if name not in dataset and dataset.sizes["prompt"] > 1:
         raise OptionError('the result has only means over prompts; run with positions="prompts" to see one prompt')
-    _check({"layer": (layer, dataset.layer.values), "prompt": (prompt, range(dataset.sizes["prompt"]))})
+    _check(layer=(layer, dataset.layer.values), prompt=(prompt, range(dataset.sizes["prompt"])))
     heads = check_heads(range(dataset.sizes["head"]) if heads is None else heads, dataset.sizes["head"], layer)
     received = dataset[name].isel(prompt=prompt) if name in dataset else dataset["received"]
     received = received.sel(layer=layer).isel(head=heads).mean("head")
@@ -148,7 +146,7 @@ def explorer(
     chosen = list(range(maps.sizes["head"]) if heads is None else heads)
     check_heads(chosen, maps.sizes["head"])
     maps = maps.isel(head=chosen)
-    _check({"condition": (condition, result.conditions), "prompt": (prompt, range(maps.sizes["prompt"]))})
+    _check(condition=(condition, result.conditions), prompt=(prompt, range(maps.sizes["prompt"])))
     check_count(maps.sizes["layer"], maps.sizes["head"])
     here, tokens = maps.sel(condition=condition).isel(prompt=prompt), prompt_tokens(result, condition, prompt)
     length = len(tokens)
@@ -199,20 +197,15 @@ def _text(caption: str, tokens: Seq[str], values: np.ndarray, top: float) -> str
 def _map(result: Result, layer: int, heads: Seq[int], condition: str, prompt: int) -> tuple[np.ndarray, list[str]]:
     """The map [head, query, key] of one prompt, and its tokens."""
     dataset = result["attention_map"]
-    _check(
-        {
-            "layer": (layer, dataset.layer.values),
-            "condition": (condition, result.conditions),
-            "prompt": (prompt, range(dataset.sizes["prompt"])),
-        }
-    )
+    prompts = range(dataset.sizes["prompt"])
+    _check(layer=(layer, dataset.layer.values), condition=(condition, result.conditions), prompt=(prompt, prompts))
     heads = check_heads(heads, dataset.sizes["head"], layer)
     maps = dataset.attention.sel(layer=layer, condition=condition).isel(prompt=prompt, head=heads).values
     tokens = prompt_tokens(result, condition, prompt)
     return maps[:, : len(tokens), : len(tokens)], tokens
 
 
-def _check(asked: Mapping[str, tuple[Any, Any]]) -> None:
+def _check(**asked: tuple[Any, Any]) -> None:
     for name, (value, known) in asked.items():
         if value not in list(known):
             raise OptionError(f"{name} {value!r} is not in this result; it has {', '.join(map(str, known))}")

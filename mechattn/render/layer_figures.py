@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
+import xarray as xr
 
 from mechattn.contrast.means import mean_over_prompts
 from mechattn.contrast.quantities import by_layer as values_by_layer
@@ -16,10 +18,6 @@ from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import count_words, mean_words, model_caption, says
 from mechattn.results.result import Result
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-    import xarray as xr
 
 _WORDS = {
     "self_share": "strongest target: the query itself",
@@ -47,8 +45,7 @@ def heads_by_layer(
     """Plot one number per head by layer, one panel per condition: a strip of points, sorted within each layer.
 
     Heads of different layers are unrelated, so no line joins them. Hover for the head, its mean over prompts and its
-    95 % interval. The dotted line is uniform attention, if that is a null. (R. Claus, figures 4 to 6, as their captions
-    describe them.)
+    95 % interval. The dotted line is uniform attention, if that is a null. (R. Claus, captions of figures 4 to 6.)
 
     Args:
         result: A result with ``AttentionFocus``, or another analysis with one number per head.
@@ -69,11 +66,9 @@ def heads_by_layer(
         draw.rule(figure, y=0, column=column)
         if null is not None:
             _null_line(figure, result, null.sel(condition=name), colour, column)
-    figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
-    figure.update_yaxes(title_text=_axis(quantity, variable), col=1)
     note = _note(variable, segment, null, f"n = {count_words(result)}; a point per head, sorted within each layer")
     draw.title(figure, f"{model_caption(result)}: {_words(quantity)}, every head", note, 460)
-    return says(figure, _means(result, variable, null, names))
+    return _with_axes(figure, result, quantity, variable, null, names)
 
 
 @declare(report=[{"quantity": name} for name in ("span_mass", "block_magnitude", "shift_rank_one_share")])
@@ -82,8 +77,7 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
 
     Args:
         result: A result.
-        quantity: The quantity, such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (one panel per
-            block).
+        quantity: Such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (one panel per block).
         segment: The segment of the queries or tokens, if the quantity has segments.
         conditions: The conditions; by default all that have the quantity.
 
@@ -92,7 +86,8 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
     """
     names = _names(result, conditions)
     variable, null = values_by_layer(result, quantity, segment)
-    names = [name for name in names if _has_any(result, variable.sel(condition=name))]
+    found = {name: in_parts(variable.sel(condition=name), "prompt", result.memory) for name in names}
+    names = [name for name, parts in found.items() if any(bool(part.notnull().any()) for part in parts)]
     panels = [str(b) for b in variable.block.values] if "block" in variable.dims else [None]
     figure = draw.panels([p or "" for p in panels], horizontal_spacing=0.08)
     for column, panel in enumerate(panels, 1):
@@ -101,20 +96,17 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
             _line(figure, result, one.sel(condition=name), name, colour, column)
             if null is not None:
                 _null_line(figure, result, null.sel(condition=name), colour, column)
-    figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
-    figure.update_yaxes(title_text=_axis(quantity, variable), col=1)
     heads = "mean over heads; " if "head" in variable.dims else ""
     note = _note(variable, segment, null, f"{heads}n = {count_words(result)}; bands: 95 % intervals")
     draw.title(figure, f"{model_caption(result)}: {_words(quantity)} by layer", note, 440)
-    return says(figure, _means(result, variable, null, names))
+    return _with_axes(figure, result, quantity, variable, null, names)
 
 
 @declare(_AFFINE, compares=True, report=[{}])
 def scale_by_layer(result: Result, condition: str | None = None, segment: str = "question") -> go.Figure:
     """Plot λ of every head by layer, its mean, and uniform attention's λ; on the right, the error of the affine form.
 
-    Thin lines are heads, sorted within each layer so that they don't cross. Bars are 95 % t intervals over prompts of
-    the mean over heads.
+    Thin lines are heads, sorted within each layer so as not to cross. Bars: 95 % t intervals of the mean over heads.
 
     Args:
         result: A result with ``AffineShift``.
@@ -154,17 +146,11 @@ def _bars(figure: go.Figure, result: Result, values: xr.DataArray, name: str, co
     draw.points(figure, values.layer.values, made, name, colour, column, mode="lines+markers", line=line)
 
 
-def _has_any(result: Result, values: xr.DataArray) -> bool:
-    """Whether there is a number at all."""
-    return any(bool(part.notnull().any()) for part in in_parts(values, "prompt", result.memory))
-
-
 def _null_line(figure: go.Figure, result: Result, null: xr.DataArray, colour: str, column: int) -> None:
     """The value under uniform attention in each layer, dotted."""
-    mean, hover = mean_over_prompts(result, null).estimate, "uniform: %{y:.3f}<extra></extra>"
-    draw.dotted(
-        figure, null.layer.values, mean, "uniform", colour, column=column, showlegend=False, hovertemplate=hover
-    )
+    mean = mean_over_prompts(result, null).estimate
+    style: dict[str, Any] = dict(showlegend=False, hovertemplate="uniform: %{y:.3f}<extra></extra>")
+    draw.dotted(figure, null.layer.values, mean, "uniform", colour, column=column, **style)
 
 
 def _note(variable: xr.DataArray, segment: str, null: xr.DataArray | None, words: str) -> str:
@@ -173,8 +159,10 @@ def _note(variable: xr.DataArray, segment: str, null: xr.DataArray | None, words
     return of + words + ("; dotted: uniform attention" if null is not None else f"; no null: {why}" * bool(why))
 
 
-def _means(result: Result, variable: xr.DataArray, null: xr.DataArray | None, names: Seq[str]) -> str:
-    """The mean of each condition with its null; the intervals are over prompts."""
+def _with_axes(
+    figure: go.Figure, result: Result, quantity: str, variable: xr.DataArray, null: xr.DataArray | None, names: Seq[str]
+) -> go.Figure:
+    """The figure with titles of its axes, and its sentence: the mean of each condition with its null."""
 
     def beside(name: str) -> str:
         if null is None:
@@ -183,8 +171,10 @@ def _means(result: Result, variable: xr.DataArray, null: xr.DataArray | None, na
 
     parts = [f"{name} {mean_words(result, variable.sel(condition=name))}{beside(name)}" for name in names]
     over = " and ".join(f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition"))
-    what = str(variable.name).removesuffix("_by_segment")
-    return f"{what} ({variable.attrs['units']}), mean over {over}: {'; '.join(parts)}."
+    what, units = str(variable.name).removesuffix("_by_segment"), variable.attrs["units"]
+    figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
+    figure.update_yaxes(title_text=f"{_words(quantity)}<br>({units})", col=1)
+    return says(figure, f"{what} ({units}), mean over {over}: {'; '.join(parts)}.")
 
 
 def _line(figure: go.Figure, result: Result, values: xr.DataArray, words: str, colour: str, column: int) -> None:
@@ -201,7 +191,6 @@ def _line(figure: go.Figure, result: Result, values: xr.DataArray, words: str, c
 
 
 def _names(result: Result, conditions: Seq[str] | None) -> list[str]:
-    """The conditions, by default all."""
     names = list(result.conditions if conditions is None else conditions)
     if not names:
         raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
@@ -211,13 +200,7 @@ def _names(result: Result, conditions: Seq[str] | None) -> list[str]:
 
 
 def _words(quantity: str) -> str:
-    """What a quantity is called."""
     return _WORDS.get(quantity, quantity.replace("_", " "))
-
-
-def _axis(quantity: str, variable: xr.DataArray) -> str:
-    """The title of an axis: the quantity and its units."""
-    return f"{_words(quantity)}<br>({variable.attrs['units']})"
 
 
 def _strips(figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int) -> None:
@@ -226,17 +209,10 @@ def _strips(figure: go.Figure, result: Result, values: xr.DataArray, name: str, 
     order = np.argsort(mean, axis=1)[:, ::-1]
     here = np.arange(len(order))[:, None], order
     beside = np.linspace(-0.3, 0.3, order.shape[1]) if order.shape[1] > 1 else np.zeros(1)
-    where = [
-        part.ravel()
-        for part in (
-            np.broadcast_to(values.layer.values[:, None], order.shape),
-            values["head"].values[order],
-            low[here],
-            high[here],
-        )
-    ]
+    layers = values.layer.values[:, None]
+    where = [np.broadcast_to(layers, order.shape), values["head"].values[order], low[here], high[here]]
     figure.add_scatter(
-        x=(values.layer.values[:, None] + beside).ravel(), y=mean[here].ravel(), customdata=np.stack(where, -1),
+        x=(layers + beside).ravel(), y=mean[here].ravel(), customdata=np.stack(where, -1).reshape(-1, 4),
         mode="markers", showlegend=False, row=1, col=column, name=name, meta=["layer", "head", "low", "high"],
         marker=dict(size=4, color=colour),
         hovertemplate="L%{customdata[0]}H%{customdata[1]}: %{y:.3f} [%{customdata[2]:.3f}, %{customdata[3]:.3f}]"

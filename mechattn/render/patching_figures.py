@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import plotly.graph_objects as go
 
 from mechattn.axes import head_name
 from mechattn.errors import OptionError
@@ -15,8 +16,6 @@ from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import says
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
     from mechattn.patching.circuit import Circuit
     from mechattn.patching.effects import Patching
 
@@ -37,8 +36,6 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         size: As for ``Circuit.kept``.
         q: As for ``Circuit.kept``.
     """
-    import plotly.graph_objects as go
-
     table, heads = circuit.table(size, q), int(circuit.about["heads"])
     layers, drawn = int(circuit.about["cfg"]["n_layers"]), draw.panels()
     places = {name: _place(name, heads, layers) for name in (*circuit.graph.writers, "logits")}
@@ -49,7 +46,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     x, y = zip(*places.values(), strict=True)
     drawn.add_trace(
         go.Scatter(
-            x=x, y=y, mode="markers+text", text=[_short(name) for name in places], hovertext=list(places),
+            x=x, y=y, mode="markers+text", text=[name.rpartition("H")[2] for name in places], hovertext=list(places),
             hoverinfo="text", textfont=dict(size=10), showlegend=False,
             marker=dict(size=26, color=[draw.NEUTRAL if name in used else draw.SHADE for name in places],
                         line=dict(width=1.5, color=["#444" if name in used else GREY for name in places])),
@@ -76,19 +73,14 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
 
 def _arc(row: Any, places: Mapping[str, tuple[float, float]], largest: float) -> go.Scatter:
     """An edge, which enters a head where its queries, keys or values are."""
-    import plotly.graph_objects as go
-
     reader, _, part = row.reader.partition(".")
     (x0, y0), (x1, y1) = places[row.writer], places[reader]
     x1 += _ASIDE.get(part, 0.0)
     t = np.linspace(0, 1, _POINTS)
     bend = 0.35 * np.sin(np.pi * t) * (1 if x1 >= x0 else -1) * min(1.0, (y1 - y0) / 2)
     q = row.q_beyond_random if np.isnan(row.q_effect) else row.q_effect
-    said = (
-        f"{row.writer} → {row.reader}<br>{row.effect:+.3g} [{row.effect_low:+.3g}, {row.effect_high:+.3g}]"
-        f"<br>q = {q:.2g}"
-        f"<br>random direction {row.random:+.3g}"
-    )
+    said = f"{row.writer} → {row.reader}<br>{row.effect:+.3g} [{row.effect_low:+.3g}, {row.effect_high:+.3g}]"
+    said += f"<br>q = {q:.2g}<br>random direction {row.random:+.3g}"
     return go.Scatter(
         x=x0 + (x1 - x0) * t + bend, y=y0 + (y1 - y0) * t, mode="lines", hovertext=said, hoverinfo="text",
         line=dict(color=draw.WITH if row.effect > 0 else draw.WITHOUT,
@@ -103,10 +95,6 @@ def _place(name: str, heads: int, layers: int) -> tuple[float, float]:
         return (heads - 1) / 2, -1.0 if name == "embedding" else float(layers)
     layer, what, head = name[1:].partition("H") if "H" in name else name[1:].partition("MLP")
     return (float(head), float(layer)) if what == "H" else (heads + 0.3, int(layer) + 0.5)
-
-
-def _short(name: str) -> str:
-    return name if "H" not in name else name[name.index("H") + 1 :]
 
 
 @declare("patching")
@@ -138,16 +126,14 @@ def patching_map(patching: Patching) -> go.Figure:
     )
     heading = f"{about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, draw.map_height(table), top=110)
-    top, sure = (
-        table.iloc[int(np.nanargmax(table.effect.abs()))],
-        f"{int((table[q] < 0.05).sum())} of {len(table)} {across}s",
-    )
+    top = table.iloc[int(np.nanargmax(table.effect.abs()))]
+    found = f"{top.effect:+.3g} [{top.effect_low:+.3g}, {top.effect_high:+.3g}]"
+    found += f", {top.share:.0%} of the whole effect" * known
     return says(
         figure,
-        f"{sure} at q < 0.05. Largest: layer {top.layer:.0f} {across} "
-        f"{top[across]}, {top.effect:+.3g} [{top.effect_low:+.3g}, {top.effect_high:+.3g}]"
-        + f", {top.share:.0%} of the whole effect" * known
-        + '; it was selected as the largest, so its interval is too optimistic (table(select="half") avoids this).',
+        f"{int((table[q] < 0.05).sum())} of {len(table)} {across}s at q < 0.05. Largest: layer {top.layer:.0f} "
+        f"{across} {top[across]}, {found}; it was selected as the largest, so its interval is too optimistic "
+        '(table(select="half") avoids this).',
     )
 
 
@@ -166,9 +152,7 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
         OptionError: There are too few prompts, or an option is not allowed.
     """
     table = patching.table(top, select).iloc[::-1]
-    where = [
-        _cell_words(dict(zip(patching.labels, row, strict=True))) for row in table[patching.labels].values.tolist()
-    ]
+    where = [_cell_words(cell) for cell in table[patching.labels].to_dict("records")]
     q, figure, rows = table[f"q_{table.attrs['tested']}"], draw.panels(), np.arange(len(table))
     for name, some, fill in (("q < 0.05", q < 0.05, WITH), ("q ≥ 0.05", ~(q < 0.05), "white")):
         ends = table.loc[some, ["effect", "effect_low", "effect_high"]].values.T
@@ -187,10 +171,8 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
         far = [other < inner[0], other > inner[1]]
         shown += other.clip(*inner).dropna().tolist()
         symbol = np.select(far, ["triangle-left-open", "triangle-right-open"], "diamond-open")
-        text, at = (
-            np.where(far[0] | far[1], other.map(lambda x: f"{x:.3g}".replace("-", "−")), ""),
-            np.where(far[1], "middle left", "middle right"),
-        )
+        text = np.where(far[0] | far[1], other.map(lambda x: f"{x:.3g}".replace("-", "−")), "")
+        at = np.where(far[1], "middle left", "middle right")
         figure.add_scatter(
             x=other.clip(*inner), y=lower, name="from another prompt", mode="markers+text", text=text, textposition=at,
             marker=mark | dict(symbol=symbol, color=THIRD), customdata=other,
@@ -198,8 +180,7 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
         )  # fmt: skip
     draw.rule(figure, x=0)
     about, (whole, low, high) = patching.about, patching.whole
-    note = f"{about['direction']}, {about['method']}; n = {patching.units.words}; "
-    note += f"q over {table.attrs['family']}"
+    note = f"{about['direction']}, {about['method']}; n = {patching.units.words}; q over {table.attrs['family']}"
     draw.title(figure, f"{about['model']}: patching effects", note, 190 + 30 * len(table), top=120)
     room = 0.05 * (max(shown) - min(shown))
     figure.update_xaxes(title_text=_effect_on(patching), range=[min(shown) - room, max(shown) + room])

@@ -8,14 +8,14 @@ from pathlib import Path
 from queue import Empty, Queue
 from textwrap import wrap
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
 
 from mechattn.errors import OptionError, OutputError
 from mechattn.render.draw import FONT
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
 
 Column = Literal["single", "double"]
 _MILLIMETRES = {"single": 85, "double": 170}  # the columns of most journals
@@ -41,8 +41,6 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     Raises:
         OptionError: There is no such column, or the panels below each other are taller than a page.
     """
-    import plotly.graph_objects as go
-
     if column not in _MILLIMETRES:
         raise OptionError(f"column={column!r}: choose {' or '.join(map(repr, _MILLIMETRES))}")
     made, width = go.Figure(figure), _MILLIMETRES[column] / 25.4 * _PIXELS
@@ -107,7 +105,6 @@ def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) ->
 
 
 def _across(axis: Any, width: float, stacked: bool) -> float:
-    """The width of a panel."""
     return (width - 70) * (1 if stacked or not axis.domain else axis.domain[1] - axis.domain[0])
 
 
@@ -171,9 +168,6 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
     Args:
         figure: A figure of ``mechattn.render``.
     """
-    import numpy as np
-    import pandas as pd
-
     titles = {(x.anchor, y.anchor): " ".join(note.text for note in notes) for x, y, notes in _panels(figure)}
     parts, order = [], ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
     for trace in figure.data:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
+import xarray as xr
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.contrast import Contrast, Verdict
 from mechattn.contrast.means import overall_mean
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import Interval
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-    import xarray as xr
-
-    from mechattn.contrast.contrast import Verdict
 
 
 def quantity_words(quantity: str, segment: str) -> str:
@@ -63,11 +59,10 @@ def percent_words(interval: Interval) -> str:
     return f"{percent(interval.estimate)} [{percent(interval.low)}, {percent(interval.high)}]"
 
 
-def number_words(interval: Interval, units: str = "") -> str:
+def number_words(interval: Interval) -> str:
     """A number with its interval, to three digits."""
     shown = [f"{float(value):.3g}".replace("-", "−") for value in interval]
-    words = f"{shown[0]} [{shown[1]}, {shown[2]}]" if np.isfinite(interval.low) else shown[0]
-    return f"{words} {units}".rstrip()
+    return f"{shown[0]} [{shown[1]}, {shown[2]}]" if np.isfinite(interval.low) else shown[0]
 
 
 def count_words(result: Result) -> str:
@@ -75,31 +70,24 @@ def count_words(result: Result) -> str:
     return units_of(result, result["sequences"].sizes["prompt"]).words
 
 
-def mean_words(result: Result, values: xr.DataArray, units: str = "") -> str:
+def mean_words(result: Result, values: xr.DataArray) -> str:
     """The mean over prompts of each prompt's mean over everything else, with its 95 % t interval."""
-    return number_words(overall_mean(result, values), units)
+    return number_words(overall_mean(result, values))
 
 
 def change_words(
-    result: Result,
-    condition: str,
-    quantity: str = "received",
-    segment: str = "question",
-    layer: int | None = None,
-    heads: Seq[int] | None = None,
+    result: Result, condition: str, layer: int | None = None, heads: Seq[int] | None = None,
     prompts: np.ndarray | None = None,
-) -> str:
-    """The relative change of a quantity from the baseline with its interval, and that of its null; "" without one."""
+) -> str:  # fmt: skip
+    """The relative change of what the question receives, with its interval, and that of its null; "" without one."""
     if condition == BASELINE:
         return ""
     try:
-        some = _part(result, heads, prompts)
-        change, null = Contrast(some, condition, quantity=quantity, segment=segment).overall(layer)
+        return beside_null(*Contrast(_part(result, heads, prompts), condition).overall(layer))
     except MemoryOptionError:
         raise
     except OptionError:  # too few prompts for an interval, or not every prompt has the segment
         return ""
-    return beside_null(change, null)
 
 
 def beside_null(change: Interval, null: Interval | None) -> str:
@@ -163,8 +151,7 @@ def stated(
     if other is not None:
         name, its, apart = other
         beside = f", {percent_words(its.change)} with “{name}” (relative to which it is {percent_words(apart)})"
-        theirs = percent(its.null.estimate)
-        null = null if theirs == null else f"{null} and {theirs}"
+        null = " and ".join(dict.fromkeys((null, percent(its.null.estimate))))
     same = ""
     if verdict.same is not None:
         within = f"± {100 * (verdict.margin or 0):g}\u00a0%"
@@ -202,8 +189,5 @@ def _part(result: Result, heads: Seq[int] | None, prompts: np.ndarray | None) ->
     """The result restricted to some heads and prompts."""
     wanted = {"head": None if heads is None else list(heads), "prompt": prompts}
     chosen = {dim: at for dim, at in wanted.items() if at is not None}
-    made = {
-        name: data.isel({dim: at for dim, at in chosen.items() if dim in data.dims})
-        for name, data in result.datasets.items()
-    }
+    made = {name: data.isel(chosen, missing_dims="ignore") for name, data in result.datasets.items()}
     return replace(result, datasets=made)

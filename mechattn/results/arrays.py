@@ -66,7 +66,6 @@ def stacked(arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray,
 def _read_stacked(
     arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: np.ndarray, key: Key
 ) -> np.ndarray:
-    """Read a block of arrays that are stacked."""
     rows, end = np.atleast_1d(order[key[0]]), 0
     spans = [slice(part, part + 1) if isinstance(part, (int, np.integer)) else part for part in key[1:]]
     sizes = [len(range(*span.indices(size))) for span, size in zip(spans, shape[1:])]

@@ -118,18 +118,13 @@ class Questions:
             OptionError: There is no such condition, quantity or segment; the prompts differ, or there are fewer than 3
                 (or groups); ``random`` does not belong to this run; or a layer doesn't fit in memory.
 
-        Source:
-            Romano and Wolf 2005; Benjamini and Hochberg 1995; Schuirmann 1987.
+        Source: Romano and Wolf 2005; Benjamini and Hochberg 1995; Schuirmann 1987.
         """
         asked = self._contrast(condition, to=to, quantity=quantity, **options)
         return asked.table(select=select, top=top, by=by, random=random, margin=margin)
 
     def across(
-        self,
-        conditions: Seq[str],
-        to: str = BASELINE,
-        quantity: str = "received",
-        **options: Unpack[Options],
+        self, conditions: Seq[str], to: str = BASELINE, quantity: str = "received", **options: Unpack[Options]
     ) -> pd.DataFrame:
         """Test whether a change holds for other conditions than those that were run, such as other fillers.
 
@@ -147,8 +142,7 @@ class Questions:
         Raises:
             OptionError: As for :meth:`compare`, or there are fewer than six conditions.
 
-        Source:
-            Clark 1973; Satterthwaite 1946.
+        Source: Clark 1973; Satterthwaite 1946.
         """
         asked = self._contrast(None, to=to, quantity=quantity, **options)
         return asked.across(conditions)
@@ -172,8 +166,7 @@ class Questions:
             condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
             select: "half" is for the half of the prompts on which cells are found.
-            draws: The number of models with random weights, for what ``q_random`` can show: 3 of them nothing in one
-                head alone.
+            draws: The number of models with random weights, for what ``q_random`` can show.
             q: The q below which a test counts as a finding.
             options: As for :meth:`compare`.
 
@@ -252,8 +245,7 @@ class Questions:
         Raises:
             OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than ``top``.
 
-        Source:
-            Stability over resampled inputs, arXiv:2510.00845.
+        Source: Stability over resampled inputs, arXiv:2510.00845.
         """
         if condition is not None and over is not None:
             raise OptionError("give condition=… or over=[…]: over names all conditions to compare")
@@ -276,8 +268,7 @@ class Questions:
         ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number per prompt; means with
         t intervals over prompts. Equal histograms do not imply agreement. Columns: condition, other, layer, cosine,
         cosine_low, cosine_high; beyond (the first pair's cosine minus this one's, paired by prompt), beyond_low,
-        beyond_high; n. The first rows compare the two conditions, the following ones the first condition with each
-        control.
+        beyond_high; n. The first rows compare the two conditions, the others the first one with each control.
 
         Args:
             condition: A condition, such as "slash".
@@ -323,13 +314,7 @@ class Questions:
         save_result(self._result, path)
 
     def page(
-        self,
-        path: str | Path,
-        layer: int = 0,
-        heads: Seq[int] | None = None,
-        force: bool = False,
-        *,
-        top: int = 3,
+        self, path: str | Path, layer: int = 0, heads: Seq[int] | None = None, force: bool = False, *, top: int = 3
     ) -> Path:
         """Write a page that opens offline: how attention changed, a map of all heads, figures and provenance.
 

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 from xarray.core import indexing
 
 from mechattn.errors import OptionError
@@ -17,9 +18,6 @@ from mechattn.results.arrays import SOURCES, stacked
 from mechattn.results.provenance import added_hash
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Moments
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 GROW = ("pos", "key", "original_key")  # dimensions as long as the longest prompt
 _FIRST = "first_prompt_text"
@@ -35,8 +33,7 @@ def merge_results(results: Seq[Result]) -> Result:
     to 1e-10 (Chan, Golub and LeVeque 1979). Prompts are ordered by their places in the whole run.
 
     Raises:
-        OptionError: They don't belong together (different models, conditions, options …), or two contain the same
-            prompt.
+        OptionError: They don't belong together (other models, conditions, options …), or two have the same prompt.
     """
     if not results:
         raise OptionError("there are no results to merge; give at least one")
@@ -103,9 +100,6 @@ def _agree(what: str, one: Any, other: Any) -> None:
 
 
 def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
-    """One dataset of all prompts."""
-    import xarray as xr
-
     first = parts[0]
     sizes = {dim: max(part.sizes[dim] for part in parts) for dim in first.dims}
     made: dict[Any, Any] = {}
@@ -158,8 +152,7 @@ def _of_first(arrays: Seq[xr.DataArray], sizes: Mapping[Any, int], name: str) ->
 
 def _plain(result: Result) -> dict[str, Any]:
     """The provenance in its stored form, where every key is a text."""
-    made: dict[str, Any] = json.loads(json.dumps(result.provenance))
-    return made
+    return dict(json.loads(json.dumps(result.provenance)))
 
 
 def _merged_provenance(one: dict[str, Any], other: dict[str, Any], where: str = "") -> dict[str, Any]:
@@ -189,13 +182,8 @@ def _collected(one: Any, other: Any) -> Any:
 
 
 def _span(one: Any, other: Any) -> list[str]:
-    """The first and the last time."""
     times = [time for some in (one, other) for time in (some if isinstance(some, list) else [some])]
     return [min(times), max(times)]
-
-
-def _concatenated(one: Any, other: Any) -> list[Any]:
-    return sorted([*(one or []), *(other or [])], key=json.dumps)
 
 
 def _widest(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -222,7 +210,7 @@ _ADDED: Mapping[str, Callable[[Any, Any], Any]] = {
     "regions": _widest,
     "seconds": lambda one, other: round((one or 0) + (other or 0), 3),
     "time": _span,
-    "halved": _concatenated,
+    "halved": lambda one, other: sorted([*(one or []), *(other or [])], key=json.dumps),
     "model.verified": lambda one, other: bool(one and other),
     "model.not_verified": lambda one, other: sorted({*(one or []), *(other or [])}),
 }

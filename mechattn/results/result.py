@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+import xarray as xr
 
 from mechattn.axes import BASELINE, head_named
 from mechattn.errors import OptionError
@@ -15,10 +17,6 @@ from mechattn.markup import shown, table
 from mechattn.results.forwarding_methods import Questions
 from mechattn.results.provenance import Provenance
 from mechattn.stats.units import Unit, Units, check_unit
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import xarray as xr
 
 MEMORY = "2GiB"  # by default
 _BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

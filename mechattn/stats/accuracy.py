@@ -55,16 +55,9 @@ def paired_accuracy(
         )
     only_first, only_second, n = int((a & ~b).sum()), int((~a & b).sum()), len(a)
     low, high = _newcombe(int((a & b).sum()), only_first, only_second, n, level)
-    return PairedAccuracy(
-        difference=float(a.mean() - b.mean()),
-        low=low,
-        high=high,
-        p=mcnemar_mid_p(only_first, only_second),
-        only_first=only_first,
-        only_second=only_second,
-        n=n,
-        detectable=detectable_difference(n, (only_first + only_second) / n),
-    )
+    difference, p = float(a.mean() - b.mean()), mcnemar_mid_p(only_first, only_second)
+    detectable = detectable_difference(n, (only_first + only_second) / n)
+    return PairedAccuracy(difference, low, high, p, only_first, only_second, n, detectable)
 
 
 def mcnemar_mid_p(only_first: int, only_second: int) -> float:
@@ -125,8 +118,7 @@ def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
     Raises:
         OptionError: k is not between 1 and the number of samples.
 
-    Source:
-        Chen et al., arXiv:2107.03374.
+    Source: Chen et al., arXiv:2107.03374.
     """
     _check_k(k, samples)
     wrong = samples - np.asarray(right)[..., None] - np.arange(k)

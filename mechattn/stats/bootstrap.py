@@ -34,9 +34,7 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     spread and an enormous t, which the maximum over many cells picks up: with 256 cells, the simultaneous intervals of
     normal data covered 1.00 (10 prompts) and 0.99 (20), and at 10 prompts they were 1.6 times as wide.
 
-    Source:
-        Rao, Pathak and Koltchinskii 1997. As accurate as the plain bootstrap to second order: Babu, Pathak and Rao
-        1999.
+    Source: Rao, Pathak and Koltchinskii 1997. As accurate as the plain one to second order: Babu, Pathak and Rao 1999.
     """
     enough = int(n * (1 - np.exp(-1))) + 1
     made = []
@@ -74,8 +72,7 @@ def t_quantiles(
 
     ``mean − t*(97.5 %) · s / √n`` to ``mean − t*(2.5 %) · s / √n``, with ``t* = (mean* − mean) / (s* / √n)``
 
-    Source:
-        Hall 1988.
+    Source: Hall 1988.
     """
     ends = []
     for start in range(0, d.shape[1], _COLUMNS):
@@ -108,8 +105,7 @@ def tails(
     which preserves skewness. A t more than three times as far out as any t* of the first 500 resamples counts as
     further out than all; without ``extremes`` such cells are not resampled, and the extremes are those of the others.
 
-    Source:
-        Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
+    Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
     resamples = sum(map(len, counts))
     largest, smallest = np.zeros(resamples), np.zeros(resamples)

@@ -115,8 +115,7 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) ->
     The ratios r whose ``mean(above − r · below)`` a t test doesn't tell from 0: an interval if the mean of ``below``
     differs from 0 at this level.
 
-    Source:
-        Fieller 1954.
+    Source: Fieller 1954.
     """
     n = len(below)
     covariance = ((above.T - above.mean(0)[..., None]) @ (below - below.mean())).T / (n - 1)
@@ -146,8 +145,7 @@ def shrunken(estimate: np.ndarray, error: np.ndarray) -> np.ndarray:
     ``mean + τ² / (τ² + error²) · (estimate − mean)``, with τ² the variance of estimates beyond their errors. The
     largest of many estimates is too large (the winner's curse); this one is not, if true values are about normal.
 
-    Source:
-        Efron and Morris 1975; τ² of DerSimonian and Laird 1986, without weights.
+    Source: Efron and Morris 1975; τ² of DerSimonian and Laird 1986, without weights.
     """
     there = ~(np.isnan(estimate) | np.isnan(error))
     if there.sum() < 3:

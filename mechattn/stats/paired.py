@@ -10,17 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from mechattn.stats.bootstrap import (
-    Counts,
-    Tails,
-    of_extremes,
-    resample,
-    resample_sequentially,
-    row_blocks,
-    t_quantiles,
-    tails,
-    without_noise,
-)
+from mechattn.stats import bootstrap
 from mechattn.stats.intervals import Moments, blocks_of
 from mechattn.stats.resolution import EXACT, RESAMPLES, detectable_size, enough
 from mechattn.stats.units import Bags
@@ -45,8 +35,7 @@ class Paired:
     ``low`` and ``high`` are the ends of t intervals. The bootstrap-t ones are NaN below 20 prompts. The simultaneous
     ones, over all cells by the studentised bootstrap of the largest and the smallest t, are NaN below 10. Coverage of
     these at nominal 95 %, measured with 1 to 256 cells: 93 to 98 % for normal data; for lognormal data (σ = 1) 88 to 97
-    % at 10 prompts, 92 to 99 % at 20, 95 to 99 % at 64; for more skewed data (σ = 2) 13 to 64 % at 20 and 91 to 95 % at
-    64.
+    % at 10 prompts, 92 to 99 % at 20, 95 to 99 % at 64; for σ = 2 13 to 64 % at 20 and 91 to 95 % at 64.
 
     ``p`` is two-sided, that the mean is 0: the larger of the sign-flip test's (``p_flip``), which is exact if
     differences are symmetric, and from 10 prompts on the bootstrap-t test's, which allows for ``skewness``.
@@ -137,13 +126,8 @@ class PairedStream:
             none &= (abs(d[rows]) <= rounding).all(0)
             cubes += ((tested[rows] - mean) ** 3).sum(0) / len(d)
         cubed = (deviation * np.sqrt((len(d) - 1) / len(d))) ** 3
-        made = {
-            "none": none,
-            "unknown": unknown,
-            "difference": ends["mean"],
-            "null": null + unknown,
-            "beyond": mean + unknown,
-        }
+        made = {"none": none, "unknown": unknown, "difference": ends["mean"]}
+        made |= {"null": null + unknown, "beyond": mean + unknown}
         made["effect_size"] = np.divide(mean, deviation, out=nan.copy(), where=varies)
         made |= {"skewness": np.divide(cubes, cubed, out=nan, where=varies), "detectable": deviation}
         made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}
@@ -180,7 +164,9 @@ class PairedStream:
         made |= {"p_difference": p_difference, "q_difference": false_discovery(p_difference)}
         return Paired(n=self.n, p=p, p_flip=p_flip, q=false_discovery(p), **made)
 
-    def _p(self, d: np.ndarray, mean: np.ndarray, found: Tails | None, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
+    def _p(
+        self, d: np.ndarray, mean: np.ndarray, found: bootstrap.Tails | None, draws: Draws
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The p of each column of d [unit, cell], and those of sign flips alone."""
         p_flip = np.where(np.isnan(mean), np.nan, flipped(d, draws.signs, self._dtype))
         if found is None:
@@ -188,19 +174,19 @@ class PairedStream:
         # A cell's own resamples count in steps; alone it is no smaller than its part of a family.
         return np.maximum(p_flip, np.maximum(found.alone, found.family / p_flip.size)), p_flip
 
-    def _ends(self, of: str, d: np.ndarray, made: Columns, draws: Draws) -> tuple[Columns, Tails | None]:
+    def _ends(self, of: str, d: np.ndarray, made: Columns, draws: Draws) -> tuple[Columns, bootstrap.Tails | None]:
         """The ends of bootstrap intervals around the units' means, NaN if there are few units; and the tests."""
         mean, error = made[f"{of}mean"], made[f"{of}deviation"] / np.sqrt(self.n)
         own_low, own_high, low, high = (np.full(mean.shape, np.nan) for _ in range(4))
         found = None
         if draws.plain and self.bootstrap_ends:
-            upper, lower = t_quantiles(d, draws.plain, self.level, self._dtype)
+            upper, lower = bootstrap.t_quantiles(d, draws.plain, self.level, self._dtype)
             own_low, own_high = mean - upper * error, mean - lower * error
         if draws.sequential and mean.size:
             t = np.divide(mean, error, out=np.where(mean == 0, 0.0, np.copysign(np.inf, mean)), where=error > 0)
-            found = tails(d, t, draws.sequential, self._dtype, self.bootstrap_ends)
+            found = bootstrap.tails(d, t, draws.sequential, self._dtype, self.bootstrap_ends)
             if self.bootstrap_ends:
-                most, least = of_extremes(found.largest, found.smallest, self.level)
+                most, least = bootstrap.of_extremes(found.largest, found.smallest, self.level)
                 low, high = mean - most * error, mean - least * error
                 low = np.minimum(low, np.fmin(made[f"{of}low"], own_low))  # at least the pointwise one
                 high = np.maximum(high, np.fmax(made[f"{of}high"], own_high))
@@ -211,15 +197,15 @@ class PairedStream:
 class Draws(NamedTuple):
     """The random draws for a number of units: both kinds of resamples, and signs."""
 
-    plain: Counts
-    sequential: Counts
+    plain: bootstrap.Counts
+    sequential: bootstrap.Counts
     signs: list[np.ndarray]  # patterns as bits, in blocks
 
 
 def _draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
     generator = np.random.default_rng(seed)
-    plain = resample(n, resamples, generator) if n >= FEWEST_FOR_BOOTSTRAP else []
-    sequential = resample_sequentially(n, resamples, generator) if n >= FEWEST_FOR_ALL else []
+    plain = bootstrap.resample(n, resamples, generator) if n >= FEWEST_FOR_BOOTSTRAP else []
+    sequential = bootstrap.resample_sequentially(n, resamples, generator) if n >= FEWEST_FOR_ALL else []
     return Draws(plain, sequential, list(drawn_signs(n, patterns, generator)))
 
 
@@ -231,7 +217,7 @@ def _intervals(d: np.ndarray, level: float) -> Columns:
     found = Moments.of_rows(d)
     _, low, high = found.interval(level)
     gone = np.where(found.n < len(d), np.nan, 0.0)
-    deviation = without_noise(np.sqrt(found.variance), d) + gone
+    deviation = bootstrap.without_noise(np.sqrt(found.variance), d) + gone
     return {"low": low, "high": high, "mean": found.mean + gone, "deviation": deviation}
 
 
@@ -255,7 +241,7 @@ def flipped(d: np.ndarray, signs: Iterable[np.ndarray], dtype: type[np.floating]
     slack = 1e-12 if dtype is np.float64 else 1e-5  # equal means count, although summed in another order
     observed = abs(d.mean(0))[some] * (1 - slack)
     for packed in signs if len(some) else []:
-        for rows in row_blocks(len(packed), len(d)):
+        for rows in bootstrap.row_blocks(len(packed), len(d)):
             pattern = 1 - 2 * np.unpackbits(packed[rows], axis=1, count=len(d)).astype(dtype)
             count[some] += (abs(pattern @ part) / len(d) >= observed).sum(0)
     return count / tried if len(d) <= EXACT else (1 + count) / (1 + tried)
@@ -278,7 +264,7 @@ def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Itera
         return
     for start in range(0, resamples, _CHUNK):
         rows = min(_CHUNK, resamples - start)
-        bits = [generator.choice([-1.0, 1.0], (r.stop - r.start, n)) < 0 for r in row_blocks(rows, n)]
+        bits = [generator.choice([-1.0, 1.0], (r.stop - r.start, n)) < 0 for r in bootstrap.row_blocks(rows, n)]
         yield np.concatenate([np.packbits(some, axis=1) for some in bits])
 
 

@@ -32,8 +32,7 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     Variances by analysis of variance (as REML gives them where none is 0), ``var(mean) = σ²_unit / units +
     σ²_condition / conditions + σ²_rest / (units · conditions)``, degrees of freedom by Satterthwaite.
 
-    Source:
-        Clark 1973 (the language-as-fixed-effect fallacy); Satterthwaite 1946.
+    Source: Clark 1973 (the language-as-fixed-effect fallacy); Satterthwaite 1946.
     """
     units, conditions = d.shape[:2]
     mean = d.mean((0, 1))
@@ -76,11 +75,7 @@ class AgainstDraws(NamedTuple):
 
 
 def against_draws(
-    found: np.ndarray,
-    draws: np.ndarray,
-    head: int | None,
-    level: float = 0.95,
-    rounding: np.ndarray | float = 0.0,
+    found: np.ndarray, draws: np.ndarray, head: int | None, level: float = 0.95, rounding: np.ndarray | float = 0.0
 ) -> AgainstDraws:
     """Test whether a model's heads could come from another random model.
 

@@ -9,8 +9,7 @@ from math import ceil, floor
 import numpy as np
 from scipy import optimize, stats
 
-from mechattn.errors import OptionError
-from mechattn.stats.units import check_whole
+from mechattn.errors import OptionError, check_counts
 
 RESAMPLES = 9999
 EXACT = 12  # prompts: all 4,096 sign patterns are tried
@@ -30,8 +29,7 @@ class Resolution:
         smallest_p: The smallest possible p, and so q: ``2^(1 − n)`` if all patterns of signs are tried (up to 12
             units), and ``1 / (1 + resamples)`` if they are drawn.
         smallest_q: The q of one test at that p if no other test is significant: ``tests · smallest_p``.
-        together: The number of tests that must reach the smallest p for their q to pass; None if even all would not
-            suffice.
+        together: The number of tests that must reach the smallest p for their q to pass; None if all don't suffice.
         chance: The probability that a single test passes whose differences all have one sign: 0 or 1 up to 12 units;
             with more units, a drawn pattern may by chance equal that of the data.
         fewest: The smallest number of units at which that probability is at least 90 %.
@@ -91,25 +89,15 @@ def resolution(
     n: int, tests: int, level: float = 0.05, resamples: int = RESAMPLES, unit: str = "prompts"
 ) -> Resolution:
     """What a number of units can detect in a family of tests."""
-    for name, value in (("n", n), ("tests", tests), ("resamples", resamples)):
-        check_whole(name, value)
+    check_counts(n=n, tests=tests, resamples=resamples)
     if not 0 < level < 1:
         raise OptionError(f"level={level!r}: give a probability such as 0.05")
     patterns = enough(resamples, tests)
     p = 2.0 ** (1 - n) if n <= EXACT else 1 / (1 + patterns)
-    together = floor(tests * p / level) + 1
-    return Resolution(
-        n=n,
-        unit=unit,
-        tests=tests,
-        level=level,
-        smallest_p=p,
-        smallest_q=min(1.0, tests * p),
-        together=together if together <= tests else None,
-        chance=chance(n, tests, level, patterns),
-        fewest=_fewest(tests, level, patterns),
-        detectable=detectable_size(n, tests, level),
-    )
+    needed = floor(tests * p / level) + 1
+    together, alone = needed if needed <= tests else None, chance(n, tests, level, patterns)
+    fewest, detectable = _fewest(tests, level, patterns), detectable_size(n, tests, level)
+    return Resolution(n, unit, tests, level, p, min(1.0, tests * p), together, alone, fewest, detectable)
 
 
 def power(heads: int, *, effect: float | None = None, prompts: int | None = None, sure: float = 0.8) -> float:
@@ -125,15 +113,14 @@ def power(heads: int, *, effect: float | None = None, prompts: int | None = None
         sure: The power to reach, where effect or prompts is left out.
 
     Returns:
-        The power, given effect and prompts (0 where q cannot be reached); the effect, given prompts; the number of
-        prompts, given effect.
+        The power (0 where q cannot be reached), the effect or the number of prompts: what is not given.
 
     Raises:
         OptionError: Both effect and prompts are left out, or a number is out of range.
     """
-    for name, value, least in (("heads", heads, 1), ("prompts", prompts, 3)):
-        if value is not None:
-            check_whole(name, value, least)
+    check_counts(heads=heads)
+    if prompts is not None:
+        check_counts(3, prompts=prompts)
     if effect is not None and not (isinstance(effect, (int, float)) and 0.01 <= abs(effect) < np.inf):
         raise OptionError(f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01, such as 0.5")
     if not isinstance(sure, float) or not 0 < sure < 1:

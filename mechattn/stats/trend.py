@@ -19,8 +19,7 @@ class Trend:
         rho: Mean over units of Spearman's correlation between value and dose; 1 if every unit rises at each step.
         low: Lower end of its 95 % t interval.
         high: Upper end.
-        p: Two-sided p for exchangeability of each unit's values over doses, by Page's test with permutations (ties
-            count).
+        p: Two-sided p for exchangeability of each unit's values over doses, by Page's test with permutations.
         n: The number of units.
         doses: The number of doses.
     """
@@ -39,8 +38,7 @@ def trend(values: np.ndarray, resamples: int = 9999, seed: int = 0) -> Trend:
     ``L = Σ_units Σ_j j · rank_j`` increases with the mean of Spearman's ρ over units, which is reported. Its
     distribution comes from permutations of each unit's values; all permutations if there are few enough.
 
-    Source:
-        E. B. Page, "Ordered hypotheses for multiple treatments", 1963.
+    Source: E. B. Page, "Ordered hypotheses for multiple treatments", 1963.
     """
     values = np.asarray(values, dtype=np.float64)
     if values.ndim != 2 or values.shape[1] < 3 or len(values) < FEWEST or not np.isfinite(values).all():

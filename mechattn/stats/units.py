@@ -142,9 +142,3 @@ class Bags:
 def resampled(n: int) -> int:
     """The number of units, or bags of units, that are resampled when there are n units."""
     return n if n <= ALONE else n // -(-n // _MOST)
-
-
-def check_whole(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is not a whole number, or is too small."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"{name}={value!r}: give a whole number, at least {least}")

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from mechattn.errors import OptionError, OutputError
 
 _MARKER, _LOCK, _OLD = "mechattn.json", "lock", "old"
@@ -76,9 +78,8 @@ def check_writable(path: str | Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise OutputError(
-            f"nothing can be written to {folder}: {error.strerror or error}; choose another place"
-        ) from None
+        reason = f"{error.strerror or error}; choose another place"
+        raise OutputError(f"nothing can be written to {folder}: {reason}") from None
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -225,8 +226,6 @@ def _is_ours(folder: Path, path: Path) -> bool:
 @contextmanager
 def _locked(folder: Path, wait: float) -> Iterator[bool]:
     """Whether no other process is using the folder; if so, it is reserved for this one inside the ``with`` block."""
-    from filelock import FileLock, Timeout
-
     lock = FileLock(folder / _LOCK, timeout=wait)
     try:
         lock.acquire()

@@ -93,8 +93,7 @@ class Store:
         """The content of an object; None if there is none."""
         try:
             if isinstance(self.place, str):
-                content: bytes = filesystem(self.place).cat_file(f"{self.root}/{name}")
-                return content
+                return bytes(filesystem(self.place).cat_file(f"{self.root}/{name}"))
             return (self.place / name).read_bytes()
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
@@ -102,11 +101,8 @@ class Store:
     def heads(self, names: Seq[str], count: int) -> list[bytes]:
         """The first bytes of some objects."""
         if isinstance(self.place, str):
-            at = [f"{self.root}/{name}" for name in names]
-            found: list[bytes] = filesystem(self.place).cat_ranges(
-                at, [0] * len(at), [count] * len(at), on_error="raise"
-            )
-            return found
+            at, n = [f"{self.root}/{name}" for name in names], len(names)
+            return list(filesystem(self.place).cat_ranges(at, [0] * n, [count] * n, on_error="raise"))
         made = []
         for name in names:
             with open(self.place / name, "rb") as stored:
@@ -185,8 +181,7 @@ class Store:
 def attributes_of(place: str | Path) -> dict[str, Any]:
     """The root attributes of a store; empty if there is none."""
     content = Store(place).get(ROOT)
-    found: dict[str, Any] = json.loads(content)["attributes"] if content else {}
-    return found
+    return json.loads(content)["attributes"] if content else {}
 
 
 def seal_of(attrs: Mapping[str, Any]) -> str:

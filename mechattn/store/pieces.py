@@ -17,18 +17,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
+import zarr
+from zarr.codecs import Crc32cCodec
+from zarr.storage import MemoryStore
 
 from mechattn.errors import OptionError, OutputError
 from mechattn.results.arrays import TEXT
 from mechattn.results.merge import GROW
 from mechattn.results.result import Result, part_of
 from mechattn.store.objects import COMPLETE, OBJECTS, ROOT, SCHEMA, Store, seal_of
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 FILL: Mapping[str, Any] = {"f": np.nan, "i": -2}
 CHECKSUM = 4  # bytes at the end of an object
@@ -66,9 +67,6 @@ class Region:
 
     def create(self, store: Any, name: str) -> Any:
         """Create the array in a Zarr store; only its metadata is written."""
-        import zarr
-        from zarr.codecs import Crc32cCodec
-
         texts = self.dtype == "text"
         return zarr.create_array(
             store, name=name, shape=self.shape, chunks=self.piece, dtype="string" if texts else self.dtype,
@@ -102,8 +100,6 @@ def region_of(variable: xr.Variable, chunk: int, half: bool = False, width: int 
 
 def encoded(values: np.ndarray, region: Region, number: int = 0) -> Iterator[tuple[str, bytes]]:
     """Yield the objects of one chunk of an array, as Zarr writes them: their names and contents."""
-    from zarr.storage import MemoryStore
-
     made: dict[str, Any] = {}
     array = replace(region, shape=values.shape).create(MemoryStore(made), "x")
     array[...] = values.astype(np.dtypes.StringDType()) if region.dtype == "text" else values
@@ -165,9 +161,6 @@ def finish(
     store: Store, receipt: Result, about: Mapping[str, Any], check: Callable[[], object] = lambda: None
 ) -> None:  # fmt: skip
     """Write what turns the objects of all chunks into a complete result: other arrays, metadata, and last the root."""
-    import zarr
-    from zarr.storage import MemoryStore
-
     objects: dict[str, str] = dict(receipt.provenance[OBJECTS])
     count = receipt["sequences"].sizes["prompt"]
     regions = {}

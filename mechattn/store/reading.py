@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import MemoryStore
@@ -21,6 +22,7 @@ from mechattn.errors import MechattnError, OptionError, OutputError
 from mechattn.results.arrays import SOURCES, lazy_bytes, plain_attributes
 from mechattn.results.merge import merge_results
 from mechattn.results.result import MEMORY, Result, memory_bytes
+from mechattn.store import zarr_checks
 from mechattn.store.atomic_writes import check_name, recover
 from mechattn.store.objects import (
     COMPLETE,
@@ -36,17 +38,6 @@ from mechattn.store.objects import (
     seal_of,
 )
 from mechattn.store.pieces import CHECKSUM, Region, in_regions, object_digest
-from mechattn.store.zarr_checks import (
-    check_datasets,
-    check_folder,
-    check_provenance,
-    damaged,
-    root_of,
-    segments_problem,
-)
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 _SEGMENTS = "sequences/segment_index"
 _REDO = "run it again, or restore a copy"
@@ -94,8 +85,6 @@ def read_result(path: str | Path, memory: str = MEMORY, lazy: bool | None = None
 
 def _read(place: str | Path, path: str | Path) -> Result:
     """Read a result, without its per-prompt values."""
-    import xarray as xr
-
     if isinstance(place, Path) and not (place / ROOT).is_file():
         within = sorted(p.name for p in place.glob("*.zarr"))[:4] if place.is_dir() else []
         hint = f"; there is {', '.join(within)} in it" if within else ""
@@ -105,7 +94,7 @@ def _read(place: str | Path, path: str | Path) -> Result:
     sizes = store.sizes()
     if ROOT not in sizes:
         raise OutputError(f"there is no stored result at {path}")
-    attrs = root_of(store, sizes, path)
+    attrs = zarr_checks.root_of(store, sizes, path)
     schema = attrs.get("mechattn_schema")
     if schema is None:
         raise OutputError(f"{path} is not a result of mechattn: it has no schema")
@@ -121,14 +110,14 @@ def _read(place: str | Path, path: str | Path) -> Result:
         raise OutputError(f"the result at {path} lacks its provenance ({error!r}): it is damaged") from None
     if not isinstance(attrs.get(OBJECTS), dict):
         raise OutputError(f"the result at {path} is damaged: it lists no objects; {_REDO}")
-    regions = check_folder(store, sizes, attrs[OBJECTS], path)
+    regions = zarr_checks.check_folder(store, sizes, attrs[OBJECTS], path)
     if seal_of(attrs) != attrs.get("digest"):
         raise OutputError(f"the result at {path} is damaged: its provenance or its listing was changed; {_REDO}")
-    check_provenance(about, path)
+    zarr_checks.check_provenance(about, path)
     listed = Listed(store, attrs[OBJECTS], regions, attrs["digest"], path)
     with xr.open_datatree(listed, **_OPEN) as tree:  # type: ignore[arg-type]
         datasets = {str(name): _dataset(node.to_dataset(), place) for name, node in tree.children.items()}
-    check_datasets(datasets, about, path)
+    zarr_checks.check_datasets(datasets, about, path)
     return Result(_in_order(datasets, about), about)
 
 
@@ -231,10 +220,10 @@ class Listed(MemoryStore):
                 if not key.startswith(f"{_SEGMENTS}/c"):
                     return content
                 dtype = np.dtype(self.regions[_SEGMENTS].dtype)
-                if (why := segments_problem(np.frombuffer(content[:-CHECKSUM], dtype))) is None:
+                if (why := zarr_checks.segments_problem(np.frombuffer(content[:-CHECKSUM], dtype))) is None:
                     return content
         except Exception as error:  # files and the network have their own errors
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
         if attributes_of(self.store.place).get("digest") != self.sealed:
             raise OutputError(f"the result at {self.where} was replaced or deleted after it was opened: load it again")
-        raise OutputError(damaged(self.where, key, self.regions, str(why)))
+        raise OutputError(zarr_checks.damaged(self.where, key, self.regions, str(why)))

@@ -10,17 +10,15 @@ import json
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from mechattn.errors import OutputError
 from mechattn.results.arrays import TEXT, Key, LazyArray, lazy_variable
 from mechattn.results.result import Result
 from mechattn.store.reading import read_errors
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 _FORMAT = 2
 _LARGE = 2**16  # bytes
@@ -29,11 +27,8 @@ _LARGE = 2**16  # bytes
 def packed(result: Result) -> bytes:
     """The bytes of a result, which :func:`unpacked` takes."""
     arrays: list[bytes] = []
-    header = {
-        "mechattn_packed": _FORMAT,
-        "provenance": result.provenance,
-        "datasets": {name: _packed_dataset(dataset, arrays) for name, dataset in result.datasets.items()},
-    }
+    datasets = {name: _packed_dataset(dataset, arrays) for name, dataset in result.datasets.items()}
+    header = {"mechattn_packed": _FORMAT, "provenance": result.provenance, "datasets": datasets}
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as out:
         for name, content in (("header", json.dumps(header).encode()), *((str(i), a) for i, a in enumerate(arrays))):
@@ -67,16 +62,13 @@ def _packed_dataset(dataset: xr.Dataset, arrays: list[bytes]) -> dict[str, Any]:
             arrays.append(json.dumps([str(text) for text in variable.values.flat]).encode())
             variables[name] = about | {"dtype": "text"}
         else:
-            values = np.ascontiguousarray(variable.values)
-            values = values.astype(values.dtype.newbyteorder("<"), copy=False)
+            values = variable.values.astype(variable.dtype.newbyteorder("<"), copy=False)
             arrays.append(values.tobytes())
             variables[name] = about | {"dtype": values.dtype.str}
     return {"variables": variables, "coords": list(dataset.coords), "attrs": dataset.attrs}
 
 
 def _unpacked_dataset(about: dict[str, Any], stored: zipfile.ZipFile, later: Path | None = None) -> xr.Dataset:
-    import xarray as xr
-
     made: dict[str, Any] = {}
     for name, one in about["variables"].items():
         alone = one["dtype"] != "text" and "prompt" not in one["dims"] and len(one["dims"]) > 1

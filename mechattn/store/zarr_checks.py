@@ -11,9 +11,10 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
+import xarray as xr
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mechattn.axes import BASELINE, SEGMENTS
@@ -21,9 +22,6 @@ from mechattn.errors import OutputError
 from mechattn.results.merge import GROW
 from mechattn.store.objects import ROOT, Store
 from mechattn.store.pieces import CHECKSUM, WIDTH, Region
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 FORMAT = 3
 _LONGEST = 64 * 2**20  # bytes of a zarr.json
@@ -89,10 +87,8 @@ def check_provenance(about: Any, where: object) -> None:
         _Provenance.model_validate(about)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "it"
-        raise OutputError(
-            f"the result at {where} lacks its provenance ({name}: {first['msg']}): it is damaged"
-        ) from None
+        lacks = f"its provenance ({'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']})"
+        raise OutputError(f"the result at {where} lacks {lacks}: it is damaged") from None
 
 
 def check_datasets(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any], where: object) -> None:
@@ -139,10 +135,8 @@ def _checked(store: Store, sizes: Mapping[str, int], name: str, where: object, c
             raise ValueError(f"it does not have Zarr's format {FORMAT}")
         return check(about)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise OutputError(
-            f"{name} in the result at {where} is not in the format that mechattn writes: {reason}"
-        ) from None
+        reason = f"that mechattn writes: {f'it lacks {error}' if isinstance(error, KeyError) else error}"
+        raise OutputError(f"{name} in the result at {where} is not in the format {reason}") from None
 
 
 def _attributes(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Focus, updates, sinks and scores: what cannot be measured is said in words, before the model runs."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -132,19 +133,19 @@ def test_a_config_with_a_reading_that_was_not_measured(tmp_path):
 
 
 def test_an_evaluation_without_log_probabilities(toy, tmp_path):
-    """Written before they were kept: everything else works, and best_of says why it doesn't."""
+    """From a server that reports none: everything else works, and best_of says why it doesn't."""
     import json
 
     made = ma.evaluate(toy, [PROMPT] * 1, samples=2, new_tokens=3, out=tmp_path / "e.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
     for row in lines[1:]:
-        del row["logprob"]
+        row["logprob"] = math.nan
     (tmp_path / "e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    old = ma.load_evaluation(tmp_path / "e.jsonl")
-    assert [a.text for a in old.answers] == [a.text for a in made.answers]
+    read = ma.load_evaluation(tmp_path / "e.jsonl")
+    assert [a.text for a in read.answers] == [a.text for a in made.answers]
     with pytest.raises(OptionError, match="have no log-probabilities"):
-        old.best_of(1)
-    for call in (lambda: old.pass_at_k(2.0), lambda: old.best_of("2"), lambda: old.diversity(0)):
+        read.best_of(1)
+    for call in (lambda: read.pass_at_k(2.0), lambda: read.best_of("2"), lambda: read.diversity(0)):
         with pytest.raises(OptionError, match="give"):
             call()
     assert issubclass(OptionError, MechattnError)

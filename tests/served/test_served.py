@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tqdm.auto import tqdm
 
 import mechattn as ma
 from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError
@@ -249,12 +250,8 @@ def test_the_probe_has_room_where_the_answers_have(toy, some, engine):
 
 
 def test_a_bar_says_tokens_a_second(some, server, capsys, monkeypatch):
-    import tqdm.auto
-
-    shown = tqdm.auto.tqdm
-    monkeypatch.setattr(
-        tqdm.auto, "tqdm", lambda **options: shown(**(options | {"delay": 0, "mininterval": 0, "disable": False}))
-    )
+    shown = {"delay": 0, "mininterval": 0, "disable": False}
+    monkeypatch.setattr("mechattn.evaluation.served_answers.tqdm", lambda **options: tqdm(**options | shown))
     there("toy:llama", some[:2], server)
     assert "tokens/s" in capsys.readouterr().err
 
