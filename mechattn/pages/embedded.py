@@ -21,8 +21,8 @@ EXACT = 250_000  # numbers: larger arrays are stored in half precision
 SCALE = 1024.0  # factor for half precision, which keeps all eleven bits for probabilities down to 6e-8
 # Each module comes after those that it imports.
 MODULES = (
-    "data", "drawing", "words", "heads_map", "curves", "patterns", "room", "scatter", "heads_table", "address",
-    "narrow", "figures", "page",
+    "data", "drawing", "words", "heads_map", "curves", "patterns", "room", "scatter", "thumbnails", "heads_table",
+    "address", "narrow", "figures", "page",
 )  # fmt: skip
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function|const|let) (\w+)", re.MULTILINE)
