@@ -37,6 +37,11 @@ def packed(values: np.ndarray, kind: Kind = "f4") -> Packed:
     return {"shape": list(scaled.shape), "kind": kind, "data": base64.b64encode(data).decode()}
 
 
+def unpacked(array: Packed) -> np.ndarray:
+    """The numbers of an array that :func:`packed` has stored in single precision."""
+    return np.frombuffer(base64.b64decode(array["data"]), dtype="<f4").reshape(array["shape"])
+
+
 def squeezed(text: str) -> str:
     """Compress text with gzip and base64, which a browser reads offline; the same text always gives the same output."""
     return base64.b64encode(gzip.compress(text.encode("utf-8"), 6, mtime=0)).decode()
