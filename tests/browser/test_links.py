@@ -180,6 +180,30 @@ def test_a_dark_page_is_printed_light(opened, place):
     assert page.evaluate(theme) == "dark"
 
 
+def test_paper_has_its_own_width_and_nothing_is_clipped(opened, place):
+    page = opened(place)
+    page.evaluate(
+        "document.querySelectorAll('#scatter-part, #room details, .numbers').forEach((d) => { d.open = true; })"
+    )
+    page.locator("#scatter svg").wait_for()
+    wide = "(svg) => [svg.viewBox.baseVal.width, svg.getBoundingClientRect().width]"
+    before = page.locator("#scatter svg").evaluate(wide)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    for name in ("#map", "#scatter", "#room"):
+        drawn, shown = page.locator(f"{name} svg").first.evaluate(wide)
+        assert drawn == pytest.approx(shown, rel=0.01), f"{name}: words as large as on the screen"
+    over = page.evaluate(
+        "(() => { const { right } = document.body.getBoundingClientRect(); return [...document.querySelectorAll('main *')]"
+        ".filter((one) => one.getBoundingClientRect().right > right + 1).map((one) => one.outerHTML.slice(0, 80)); })()"
+    )
+    assert not over
+    assert page.evaluate("document.body.getBoundingClientRect().width") == 700, "A4 and Letter with their margins"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.emulate_media(media="screen")
+    assert page.locator("#scatter svg").evaluate(wide) == before
+
+
 def test_figures_fit_a_phone(opened, toy, prompts, tmp_path):
     """Panels go below each other, and no words of a figure run over its edge."""
     result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 10)}, positions="prompts")

@@ -47,6 +47,7 @@ def test_the_patterns_of_all_heads_are_small_pictures_that_choose(opened, place,
     page = opened(place)
     assert page.locator("#thumbs image").count() == 0, "drawn when it is opened"
     page.locator("#thumbs-part summary").click()
+    page.locator("#thumbs image").wait_for()
     assert page.locator("#thumbs-note").inner_text().startswith("prompt 0, slash: ")
     drawn = pictures(page, 24)
     for layer, head in ((0, 0), (2, 5), (3, 7)):
@@ -77,7 +78,7 @@ def pictures(page, side):
 def test_without_patterns_the_page_says_so(opened, slash_result, tmp_path):
     page = opened(results_page([slash_result], tmp_path / "page.html", []))
     page.locator("#thumbs-part summary").click()
-    assert "run with ma.analyses.AttentionMap()" in page.locator("#thumbs-note").inner_text()
+    page.locator("#thumbs-note", has_text="run with ma.analyses.AttentionMap()").wait_for()
     assert page.locator("#thumbs image").count() == 0
 
 
@@ -90,7 +91,8 @@ def shades(line):
 def test_a_token_at_the_mouse_or_the_keys_shades_what_it_attends_to(opened, place, result):
     page = opened(place, hash="head=L1H4")
     page.locator("[data-part=pattern] summary").click()
-    line, said = page.locator(".tokens.asked").nth(1), page.locator(".asked-said").nth(1)
+    page.locator(".tokens.asked").nth(1).wait_for()
+    line, said = page.locator(".tokens.asked").nth(1), page.locator(".said-of-it").nth(1)
     pattern = weights(result, "slash", 1, 4)
     tokens = line.locator("span").all_text_contents()
 
@@ -109,7 +111,12 @@ def test_a_token_at_the_mouse_or_the_keys_shades_what_it_attends_to(opened, plac
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
     holds(11)
-    assert page.locator(".asked-said").first.inner_text() == "", "the other texts stay as they are"
+    assert page.locator(".said-of-it").first.inner_text() == "", "the other texts stay as they are"
+    page.emulate_media(media="print")
+    assert not line.is_visible(), "on paper there is no mouse"
+    whole = page.locator(".whole").first
+    assert whole.evaluate("(one) => getComputedStyle(one).breakInside") == "avoid"
+    assert whole.locator(".note").is_visible()
 
 
 def test_a_link_that_cannot_be_copied_is_shown(opened, place):

@@ -301,12 +301,16 @@ async function start() {
   const preferred = matchMedia("(prefers-color-scheme: dark)");
   part("theme").addEventListener("click", () => theme(root.dataset.theme === "dark" ? "light" : "dark"));
   preferred.addEventListener("change", () => theme(preferred.matches ? "dark" : "light"));
-  let before = root.dataset.theme ?? "light"; // paper is white
+  let before = root.dataset.theme ?? "light"; // paper is white, and as wide as page.css says
   addEventListener("beforeprint", () => {
     before = root.dataset.theme ?? "light";
+    root.dataset.paper = "yes";
     theme("light");
   });
-  addEventListener("afterprint", () => theme(before));
+  addEventListener("afterprint", () => {
+    delete root.dataset.paper;
+    theme(before);
+  });
   try {
     drawHeads(JSON.parse(await squeezed("data")).models);
   } catch (error) {

@@ -23,7 +23,8 @@ export function patterns(model, layer, head, condition) {
       textContent: held.missing || `The page holds patterns only of layers ${held.layers.join(", ")}.`,
     });
   const place = html("div", {}, scale());
-  place.append(note("Below each pattern, the token at the mouse or at the arrow keys shades what it attends to."));
+  const hint = "Below each pattern, the token at the mouse or at the arrow keys shades what it attends to.";
+  place.append(html("p", { className: "note asked", textContent: hint }));
   if (held.apart)
     place.append(note("From a separate run on a short prompt, with the number of inserted tokens shown."));
   held.prompts.forEach((prompt, number) => {
@@ -102,7 +103,7 @@ export const weightAt = (values, query, key) => values[(query * (query + 1)) / 2
 
 /** The tokens of a prompt: one at the mouse, or at the arrow keys, shades those that it attends to. */
 function attended(tokens, values) {
-  const said = html("p", { className: "note asked-said" }),
+  const said = html("p", { className: "note asked said-of-it" }),
     spans = tokens.map((text) => html("span", { textContent: text })),
     place = html("p", { className: "tokens asked", tabIndex: 0 }, ...spans);
   let asking = -1;
