@@ -204,6 +204,23 @@ def test_paper_has_its_own_width_and_nothing_is_clipped(opened, place):
     assert page.locator("#scatter svg").evaluate(wide) == before
 
 
+def test_figures_fit_paper(opened, toy, prompts, tmp_path):
+    result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 10)}, positions="prompts")
+    figures = [(ma.render.received_attention, {"layer": 0, "heads": [1, 2, 3]})]
+    page = opened(results_page([result], tmp_path / "page.html", figures))
+    page.evaluate("document.querySelectorAll('#more, .section').forEach((one) => { one.open = true; })")
+    page.wait_for_function("[...document.querySelectorAll('.section > figure')].every((one) => one.dataset.drawn)")
+    wide = "document.querySelector('.plot .main-svg').getBoundingClientRect().width"
+    before = page.evaluate(wide)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert before > 800
+    assert page.evaluate(wide) == pytest.approx(700, abs=1), (
+        "at once, as the browser prints as soon as its page has heard of it"
+    )
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.wait_for_function(f"{wide} === {before}")
+
+
 def test_figures_fit_a_phone(opened, toy, prompts, tmp_path):
     """Panels go below each other, and no words of a figure run over its edge."""
     result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 10)}, positions="prompts")

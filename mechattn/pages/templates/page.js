@@ -304,7 +304,7 @@ async function start() {
   let before = root.dataset.theme ?? "light"; // paper is white, and as wide as page.css says
   addEventListener("beforeprint", () => {
     before = root.dataset.theme ?? "light";
-    root.dataset.paper = "yes";
+    root.dataset.paper = "paper";
     theme("light");
   });
   addEventListener("afterprint", () => {

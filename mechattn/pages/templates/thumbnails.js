@@ -24,7 +24,7 @@ export function drawThumbnails(place, note, model, made, prompt, on) {
   if (!one || !made) return place.replaceChildren();
   const many = one.tokens.length > SIDE ? " A pixel is the strongest of several pairs." : "";
   const other = held.prompts.length > 1 ? " A click on the large pattern of another prompt shows that one." : "";
-  note.textContent = `${about}: ${countsOf(one)}.${many}${other}`;
+  note.textContent = `${about}${held.apart ? " of a separate run" : ""}: ${countsOf(one)}.${many}${other}`;
   drawMap(place, model, made, { ...on, prefix: "thumb-", brushed: null, picture: pictureOf(model, one) });
 }
 
