@@ -21,8 +21,8 @@ EXACT = 250_000  # numbers: larger arrays are stored in half precision
 SCALE = 1024.0  # factor for half precision, which keeps all eleven bits for probabilities down to 6e-8
 # Each module comes after those that it imports.
 MODULES = (
-    "data", "drawing", "words", "heads_map", "curves", "patterns", "room", "scatter", "heads_table", "address",
-    "narrow", "figures", "page",
+    "data", "drawing", "words", "heads_map", "curves", "patterns", "room", "scatter", "thumbnails", "heads_table",
+    "address", "narrow", "figures", "page",
 )  # fmt: skip
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function|const|let) (\w+)", re.MULTILINE)
@@ -35,6 +35,11 @@ def packed(values: np.ndarray, kind: Kind = "f4") -> Packed:
         scaled = np.nan_to_num(scaled)
     data = np.ascontiguousarray(scaled.astype(f"<{kind}")).tobytes()
     return {"shape": list(scaled.shape), "kind": kind, "data": base64.b64encode(data).decode()}
+
+
+def unpacked(array: Packed) -> np.ndarray:
+    """The numbers of an array that :func:`packed` has stored in single precision."""
+    return np.frombuffer(base64.b64decode(array["data"]), dtype="<f4").reshape(array["shape"])
 
 
 def squeezed(text: str) -> str:

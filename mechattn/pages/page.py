@@ -30,7 +30,8 @@ from mechattn.pages.first_screen import (
     verdict_rows,
     verdict_sentences,
 )  # fmt: skip
-from mechattn.pages.page_data import check_memory, instrument
+from mechattn.pages.page_data import check_memory, instrument, named_data
+from mechattn.pages.plain_table import plain_tables
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.figure_declaration import listed_or_chosen
 from mechattn.render.html_views import Script, View, check_page_place, in_script, save_page
@@ -41,6 +42,16 @@ if TYPE_CHECKING:
     from mechattn.pages.widget import Browser
 
 Figures = Seq[tuple[Callable, Mapping[str, Any]]]
+# The page of docs/concepts on each analysis.
+CONCEPTS = {
+    "received-attention": ("received_attention", "attention_map"),
+    "attention-focus": ("attention_focus", "score_decomposition"),
+    "attention-sinks": ("attention_sinks",),
+    "affine-shift": ("affine_shift",),
+    "segment-flow": ("segment_flow",),
+    "head-updates": ("head_updates", "top_target_updates", "block_updates", "direct_logits", "segment_logits"),
+    "mlp-activations": ("mlp_activations",),
+}
 
 
 @dataclass(frozen=True)
@@ -147,7 +158,7 @@ def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dic
     from mechattn import __version__
 
     results = [shown.result for shown in models]
-    rows = changes(models)
+    rows, data = changes(models), named_data(models)
     needed: dict[Script, bool] = {
         "plotly": any(section.figure or section.script == "plotly" for section in sections),
         "circuitsvis": any(section.script == "circuitsvis" for section in sections),
@@ -159,7 +170,8 @@ def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dic
         "style": template("page.css"),
         "script": page_script(),
         "packed_scripts": [(name, packed_script(name)) for name, wanted in needed.items() if wanted],
-        "data": instrument(models),
+        "data": instrument(data),
+        "tables": plain_tables(data),
         "answer": sentence(rows),
         "picture": picture(rows),
         "premise": premise(models),
@@ -168,10 +180,18 @@ def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dic
         "verdict_rows": [row for shown in models for row in verdict_rows(shown)],
         "strips": [strip_words(result) for result in results],
         "sections": sections,
+        "concepts": concepts(results),
         "citation": citation(about.title, results),
         "provenance": [row for result in results for row in flat(result.provenance)]
         + [("command", about.command)] * bool(about.command),
     }
+
+
+def concepts(results: Seq[Result]) -> list[str]:
+    """The files of the docs that say what was measured and how it was compared."""
+    measured = {name for result in results for name in result.datasets}
+    names = [name for name, analyses in CONCEPTS.items() if measured.intersection(analyses)]
+    return [f"docs/concepts/{name}.md" for name in [*names, "comparisons"]]
 
 
 def results_page(

@@ -33,10 +33,14 @@ PROMPTS = 3
 _CHANGES = ("difference", "half", "null", "beyond", "beyond_half", "q")  # q is of what is tested
 
 
-def instrument(models: Seq[ShownModel]) -> str:
-    """Return the data of a page as compressed JSON."""
+def named_data(models: Seq[ShownModel]) -> list[dict[str, Any]]:
+    """Return the data of each model of a page, with its name."""
     names = captions([shown.result for shown in models])
-    data = [{"name": name} | model_data(shown) for name, shown in zip(names, models, strict=True)]
+    return [{"name": name} | model_data(shown) for name, shown in zip(names, models, strict=True)]
+
+
+def instrument(data: Seq[dict[str, Any]]) -> str:
+    """Return the data of a page as compressed JSON."""
     return squeezed(json.dumps({"models": data}, separators=(",", ":"), allow_nan=False))
 
 

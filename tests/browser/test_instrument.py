@@ -109,7 +109,7 @@ def test_a_click_opens_the_room_of_a_head(opened, place, result):
     assert room.locator("[data-part=text] b").count() == 0
     assert "".join(tokens.first.locator("span").all_text_contents()).count("<b>") == 1, "a token is text, not HTML"
     assert room.locator("svg.pattern").count() == 6, "three prompts, without and with the tokens"
-    assert "6 of them inserted" in room.locator("[data-part=pattern] .note").nth(1).inner_text()
+    assert "6 of them inserted" in room.locator("[data-part=pattern] .whole .note").nth(1).inner_text()
     at(page, 1, 1).click()
     assert room.locator("svg.pattern").count() == 6, "what is open stays open"
     assert page.title().startswith("mechattn")

@@ -113,6 +113,9 @@ def test_without_scripts_nothing_is_empty(browser, place):
     for gone in ("#condition", "#room", "#theme", "#loading", "#heads-csv"):
         assert not page.locator(gone).is_visible(), gone
     assert page.locator("noscript p", has_text="drawn by scripts, which this browser does not run").is_visible()
+    assert page.locator(".plain tbody tr:visible").count() == 32, "every head"
+    for empty in page.locator("select:visible").all():
+        assert empty.locator("option").count(), "a choice with nothing to choose"
     context.close()
 
 
@@ -175,6 +178,47 @@ def test_a_dark_page_is_printed_light(opened, place):
     assert page.evaluate(theme) == "light"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.evaluate(theme) == "dark"
+
+
+def test_paper_has_its_own_width_and_nothing_is_clipped(opened, place):
+    page = opened(place)
+    page.evaluate(
+        "document.querySelectorAll('#scatter-part, #room details, .numbers').forEach((d) => { d.open = true; })"
+    )
+    page.locator("#scatter svg").wait_for()
+    wide = "(svg) => [svg.viewBox.baseVal.width, svg.getBoundingClientRect().width]"
+    before = page.locator("#scatter svg").evaluate(wide)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    for name in ("#map", "#scatter", "#room"):
+        drawn, shown = page.locator(f"{name} svg").first.evaluate(wide)
+        assert drawn == pytest.approx(shown, rel=0.01), f"{name}: words as large as on the screen"
+    over = page.evaluate(
+        "(() => { const { right } = document.body.getBoundingClientRect(); return [...document.querySelectorAll('main *')]"
+        ".filter((one) => one.getBoundingClientRect().right > right + 1).map((one) => one.outerHTML.slice(0, 80)); })()"
+    )
+    assert not over
+    assert page.evaluate("document.body.getBoundingClientRect().width") == 700, "A4 and Letter with their margins"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.emulate_media(media="screen")
+    assert page.locator("#scatter svg").evaluate(wide) == before
+
+
+def test_figures_fit_paper(opened, toy, prompts, tmp_path):
+    result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 10)}, positions="prompts")
+    figures = [(ma.render.received_attention, {"layer": 0, "heads": [1, 2, 3]})]
+    page = opened(results_page([result], tmp_path / "page.html", figures))
+    page.evaluate("document.querySelectorAll('#more, .section').forEach((one) => { one.open = true; })")
+    page.wait_for_function("[...document.querySelectorAll('.section > figure')].every((one) => one.dataset.drawn)")
+    wide = "document.querySelector('.plot .main-svg').getBoundingClientRect().width"
+    before = page.evaluate(wide)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert before > 800
+    assert page.evaluate(wide) == pytest.approx(700, abs=1), (
+        "at once, as the browser prints as soon as its page has heard of it"
+    )
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.wait_for_function(f"{wide} === {before}")
 
 
 def test_figures_fit_a_phone(opened, toy, prompts, tmp_path):

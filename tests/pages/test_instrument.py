@@ -19,6 +19,7 @@ from mechattn.pages.page_data import (
     head_values,
     instrument,
     model_data,
+    named_data,
 )
 from tests.pages.read import data_of, unpacked
 
@@ -85,7 +86,7 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
 
 def test_what_cannot_be_compared_says_why(toy, prompts):
     result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
-    model = json.loads(gzip.decompress(base64.b64decode(instrument([ShownModel(result)]))))["models"][0]
+    model = json.loads(gzip.decompress(base64.b64decode(instrument(named_data([ShownModel(result)])))))["models"][0]
     assert model["quantities"] == []
     assert model["lacking"]["received"].startswith("there are 2 prompts; give at least 3")
 

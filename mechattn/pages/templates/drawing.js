@@ -39,6 +39,14 @@ export function colour(share) {
   return `rgb(${ground.map((from, i) => Math.round(from + weight * (end[i] - from))).join(",")})`;
 }
 
+/** The ground of a word, as strong as leaves it readable.
+ * @param {string} name A colour of page.css
+ * @param {number} share From 0 to 1 */
+export function ground(name, share) {
+  const most = document.documentElement.dataset.theme === "dark" ? 45 : 75;
+  return `color-mix(in srgb, var(--${name}) ${Math.round(most * Math.min(1, share || 0))}%, transparent)`;
+}
+
 /** The largest size, or 1 where there is none.
  * @param {ArrayLike<number>} values */
 export function reach(values) {

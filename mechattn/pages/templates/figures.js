@@ -7,6 +7,7 @@ import { narrowed } from "./narrow.js";
 import { fileName, saveCsv } from "./words.js";
 
 const NARROW = 620; // pixels, below which panels don't fit beside each other
+const ON_PAPER = 0.75; // the size of a figure there, as in page.css
 const CONFIG = { displaylogo: false, responsive: true };
 /** @type {Record<string, Promise<void>>} */
 const loading = {};
@@ -112,20 +113,25 @@ function names(figures) {
   });
 }
 
-const isNarrow = (figure) => figure.clientWidth < NARROW;
+/** What a figure is drawn for: paper, where it cannot be scrolled, or a narrow or wide screen. */
+const form = (figure) =>
+  document.documentElement.dataset.paper ?? (figure.clientWidth < NARROW ? "narrow" : "wide");
 
 /** Draw a figure of an opened part. */
 async function draw(figure) {
   const plot = figure.querySelector(".plot"),
     theme = document.documentElement.dataset.theme;
   if (!plot.childElementCount) plot.textContent = "Drawing …";
-  figure.dataset.narrow = String(isNarrow(figure));
+  figure.dataset.form = form(figure);
   await load("plotly");
   const made = spec(figure.querySelector("script").textContent, theme === "dark");
-  const { data, layout } = isNarrow(figure) ? narrowed(made, figure.clientWidth) : made;
+  const { data, layout } = form(figure) === "narrow" ? narrowed(made, figure.clientWidth) : made;
+  if (form(figure) === "paper") layout.width = figure.clientWidth / ON_PAPER;
   if (!plot.querySelector(".main-svg")) plot.textContent = "";
   plot.style.height = `${layout.height ?? 450}px`;
   await plotly().react(plot, data, layout, CONFIG);
+  // What was drawn on paper keeps its width until it is told.
+  if (form(figure) !== "paper" && plot._fullLayout.width < plot.clientWidth - 1) await plotly().Plots.resize(plot);
   figure.dataset.drawn = theme;
 }
 
@@ -137,7 +143,7 @@ async function show(view) {
   inside.replaceWith(document.importNode(inside.content, true));
 }
 
-/** Everything that is open and not yet drawn in this light and at this width. */
+/** Everything that is open and not yet drawn in this light and this form. */
 function drawOpen() {
   for (const part of document.querySelectorAll("details.section[open]")) {
     part
@@ -145,7 +151,7 @@ function drawOpen() {
       .forEach(
         (/** @type {any} */ figure) =>
           (figure.dataset.drawn !== document.documentElement.dataset.theme ||
-            figure.dataset.narrow !== String(isNarrow(figure))) &&
+            figure.dataset.form !== form(figure)) &&
           draw(figure),
       );
     part.querySelectorAll(".card").forEach(show);

@@ -1,26 +1,29 @@
 // @ts-check
-// The map of heads: a cell for each, coloured by the chosen measure, marked where q < 0.05.
+// The map of heads: a cell for each, coloured by the chosen measure, marked where q < 0.05; or over a picture of each.
 
 import { headAt } from "./data.js";
 import { colour, html, reach, svg, tip } from "./drawing.js";
 import { called, said, shown } from "./words.js";
 
 const LEFT = 46,
-  TOP = 32;
+  TOP = 32,
+  WIDEST = 72; // pixels of a head's picture
 
 /** Draw the map of a measure.
  * @param {HTMLElement} place
  * @param {any} model
  * @param {any} made What measured() gave
  * @param {{index: number, brushed: Set<number> | null, most: number, choose: (index: number, walked?: boolean) => void,
- *   prefix?: string}} on With the size that has the strongest colour, the same on maps beside each other */
+ *   prefix?: string, picture?: string}} on With the size that has the strongest colour, the same on maps beside each
+ *   other; or with one picture of all heads, in place of colours and marks */
 export function drawMap(place, model, made, on) {
+  const { prefix = "", picture } = on;
+  if (picture) place.style.maxWidth = `${LEFT + WIDEST * model.heads}px`;
   const wide = Math.max(240, place.clientWidth),
     width = (wide - LEFT) / model.heads;
-  const height = Math.max(11, Math.min(width, 30)),
+  const height = picture ? width : Math.max(11, Math.min(width, 30)),
     tall = TOP + height * model.layers.length;
   const focused = place.contains(document.activeElement);
-  const { prefix = "" } = on;
   const words = `Map of heads of ${model.name}, layers down and heads across: ${called(made.quantity, made)}`;
   const map = svg("svg", {
     viewBox: `0 0 ${wide} ${tall + 4}`,
@@ -29,8 +32,10 @@ export function drawMap(place, model, made, on) {
     "aria-label": `${words}. Use the arrow keys to move between heads.`,
     "aria-activedescendant": `${prefix}head-${on.index}`,
   });
-  map.append(...lines(model, made, width, height, on));
-  map.append(...edges(model, width, height), ...names(wide, tall), ...marks(model, made, width, height, on.brushed));
+  const size = { x: LEFT, y: TOP, width: wide - LEFT, height: tall - TOP };
+  if (picture) map.append(svg("image", { href: picture, preserveAspectRatio: "none", ...size }));
+  map.append(...lines(model, made, width, height, on), ...edges(model, width, height), ...names(wide, tall));
+  if (!picture) map.append(...marks(model, made, width, height, on.brushed));
   if (on.index >= 0) {
     const { x, y } = corner(model, on.index, width, height);
     map.append(svg("rect", { class: "chosen", x: x + 1, y: y + 1, width: width - 2, height: height - 2 }));
@@ -41,7 +46,7 @@ export function drawMap(place, model, made, on) {
 }
 
 /** A cell for each head, in rows of layers; one that the brush left out keeps its colour and becomes small. */
-function lines(model, made, width, height, { index: chosen, brushed, most, prefix = "" }) {
+function lines(model, made, width, height, { index: chosen, brushed, most, prefix = "", picture }) {
   const cell = (index) => {
     const { x, y } = corner(model, index, width, height),
       out = brushed && !brushed.has(index),
@@ -57,7 +62,7 @@ function lines(model, made, width, height, { index: chosen, brushed, most, prefi
       y: y + 0.5,
       width: width - 1,
       height: height - 1,
-      fill: out ? "transparent" : fill,
+      fill: out || picture ? "transparent" : fill,
       stroke: "var(--line)",
     });
     const side = 0.4 * Math.min(width, height),

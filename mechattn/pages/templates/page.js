@@ -7,8 +7,9 @@ import { html } from "./drawing.js";
 import { figures } from "./figures.js";
 import { drawMap, drawScale, strongest, sureHeads } from "./heads_map.js";
 import { columnsOf, drawTable, saveTable } from "./heads_table.js";
-import { drawRoom } from "./room.js";
+import { drawRoom, opened } from "./room.js";
 import { drawScatter, measuresOf } from "./scatter.js";
+import { drawThumbnails } from "./thumbnails.js";
 import { called, fileName, said, showWords } from "./words.js";
 
 const FEW = 12;
@@ -139,8 +140,19 @@ function draw() {
   drawBeside(other, beside, most);
   drawRoom(part("room"), model(), state.layer, state.head, state.condition);
   announce();
+  if (part("thumbs-part").open) thumbnails(made, on);
   if (part("scatter-part").open) drawScatter(part("scatter"), model(), [state.x, state.y].map(fromKey), on);
   table(on);
+}
+
+/** Every head's pattern; a click there also opens the large one. */
+function thumbnails(made, on) {
+  const choose = (i, walked) => {
+    opened.add("pattern");
+    on.choose(i, walked);
+  };
+  const { condition } = state;
+  drawThumbnails(part("thumbs"), part("thumbs-note"), model(), made, prompt, { ...on, condition, choose });
 }
 
 /** Tell the widget around the page, if any, what is chosen. */
@@ -158,8 +170,9 @@ function listenToWidget() {
   });
   part("room").addEventListener("click", ({ target }) => {
     const pattern = target.closest("[data-prompt]");
-    if (pattern) prompt = Number(pattern.dataset.prompt);
-    if (pattern) announce();
+    if (!pattern) return;
+    prompt = Number(pattern.dataset.prompt);
+    draw();
   });
 }
 
@@ -200,7 +213,7 @@ function theme(name) {
 function listen() {
   for (const name of ["condition", "show", "quantity", "beside", "x", "y"])
     part(name).addEventListener("change", () => choose({ [name]: part(name).value }));
-  part("scatter-part").addEventListener("toggle", draw);
+  for (const name of ["scatter-part", "thumbs-part"]) part(name).addEventListener("toggle", draw);
   part("clear").addEventListener("click", () => {
     brushed = null;
     draw();
@@ -240,7 +253,7 @@ async function copyLink() {
     button.textContent = "copied";
     setTimeout(() => (button.textContent = "copy link"), 2000);
   } catch {
-    prompt("The link to this view:", link);
+    window.prompt("The link to this view:", link);
   }
 }
 
@@ -288,12 +301,16 @@ async function start() {
   const preferred = matchMedia("(prefers-color-scheme: dark)");
   part("theme").addEventListener("click", () => theme(root.dataset.theme === "dark" ? "light" : "dark"));
   preferred.addEventListener("change", () => theme(preferred.matches ? "dark" : "light"));
-  let before = root.dataset.theme ?? "light"; // paper is white
+  let before = root.dataset.theme ?? "light"; // paper is white, and as wide as page.css says
   addEventListener("beforeprint", () => {
     before = root.dataset.theme ?? "light";
+    root.dataset.paper = "paper";
     theme("light");
   });
-  addEventListener("afterprint", () => theme(before));
+  addEventListener("afterprint", () => {
+    delete root.dataset.paper;
+    theme(before);
+  });
   try {
     drawHeads(JSON.parse(await squeezed("data")).models);
   } catch (error) {

@@ -2,7 +2,7 @@
 // The attention pattern of a head on a few prompts: a map with the tokens at its edges, and its scale.
 
 import { row } from "./data.js";
-import { html, svg, tip } from "./drawing.js";
+import { ground, html, svg, tip } from "./drawing.js";
 import { shown } from "./words.js";
 
 const ROOM = 84, // for the tokens at the left and on top
@@ -23,6 +23,8 @@ export function patterns(model, layer, head, condition) {
       textContent: held.missing || `The page holds patterns only of layers ${held.layers.join(", ")}.`,
     });
   const place = html("div", {}, scale());
+  const hint = "Below each pattern, the token at the mouse or at the arrow keys shades what it attends to.";
+  place.append(html("p", { className: "note asked", textContent: hint }));
   if (held.apart)
     place.append(note("From a separate run on a short prompt, with the number of inserted tokens shown."));
   held.prompts.forEach((prompt, number) => {
@@ -31,11 +33,12 @@ export function patterns(model, layer, head, condition) {
       const about = `prompt ${number}, ${name}`;
       if (!one) place.append(note(`The page has no pattern of ${about}.`));
       else {
-        const counts = `${one.tokens.length} tokens, ${one.inserted} of them inserted`;
-        const label = `Attention pattern of layer ${layer} head ${head}, ${about}, ${counts}`;
+        const label = `Attention pattern of layer ${layer} head ${head}, ${about}, ${countsOf(one)}`;
         const drawn = pattern(one, at, head, label);
         drawn.dataset.prompt = String(number); // a click selects the prompt
-        place.append(note(`${about}: ${counts}; queries down, keys across`), drawn);
+        const words = `${about}: ${countsOf(one)}${number ? ", by their ids" : ""}; queries down, keys across`;
+        const whole = html("div", { className: "whole" }, note(words), drawn);
+        place.append(whole, ...attended(one.tokens, row(one.rows, at, head)));
       }
     }
   });
@@ -47,7 +50,11 @@ const note = (words) => html("p", { className: "note", textContent: words });
 
 /** The colour of a weight: the share of its ground, by the root, so that small ones show.
  * @param {number} weight */
-const share = (weight) => Math.sqrt(weight);
+export const share = (weight) => Math.sqrt(weight);
+
+/** How many tokens a prompt has.
+ * @param {any} one */
+export const countsOf = (one) => `${one.tokens.length} tokens, ${one.inserted} of them inserted`;
 
 /** Colours and the weights that they stand for. */
 function scale() {
@@ -88,7 +95,41 @@ function pattern(held, layer, head, label) {
   return map;
 }
 
-const weightAt = (values, query, key) => values[(query * (query + 1)) / 2 + key] / 65535;
+/** The weight of a query and a key.
+ * @param {ArrayLike<number>} values
+ * @param {number} query
+ * @param {number} key */
+export const weightAt = (values, query, key) => values[(query * (query + 1)) / 2 + key] / 65535;
+
+/** The tokens of a prompt: one at the mouse, or at the arrow keys, shades those that it attends to. */
+function attended(tokens, values) {
+  const said = html("p", { className: "note asked said-of-it" }),
+    spans = tokens.map((text) => html("span", { textContent: text })),
+    place = html("p", { className: "tokens asked", tabIndex: 0 }, ...spans);
+  let asking = -1;
+  const show = (query) => {
+    asking = query;
+    const weights = tokens.map((_, key) => (key <= query ? weightAt(values, query, key) : 0));
+    spans.forEach((span, key) => {
+      span.className = key === query ? "asking" : "";
+      span.style.background = ground("without", share(weights[key]));
+    });
+    const most = weights.indexOf(Math.max(...weights)),
+      [from, to] = [query, most].map((token) => `${token} “${tokens[token]}”`);
+    said.textContent = `${from} attends most to ${to}: ${shown(weights[most], "value")}`;
+  };
+  said.setAttribute("aria-live", "polite");
+  place.setAttribute("role", "application");
+  place.setAttribute("aria-label", "Tokens; the arrow keys show what each attends to");
+  place.addEventListener("mouseover", ({ target }) => target !== place && show(spans.indexOf(target)));
+  place.addEventListener("keydown", (event) => {
+    const to = { ArrowRight: asking + 1, ArrowLeft: asking - 1 }[event.key];
+    if (to === undefined || !tokens[to]) return;
+    event.preventDefault();
+    show(to);
+  });
+  return [place, said];
+}
 
 /** A query, a key and the weight between them. */
 function wordsAt(held, values, query, key) {

@@ -3,11 +3,11 @@
 
 import { indexOf, measured, row } from "./data.js";
 import { drawCurves, linesOf, saveCurves } from "./curves.js";
-import { COLOURS, html } from "./drawing.js";
+import { COLOURS, ground, html } from "./drawing.js";
 import { patterns } from "./patterns.js";
 import { chance, endsOf, fileName, save, shown } from "./words.js";
 
-const opened = new Set(["curves"]); // which parts the reader has opened stays so from head to head
+export const opened = new Set(["curves"]); // which parts the reader has opened stays so from head to head
 
 /** Draw the room of a head.
  * @param {HTMLElement} place
@@ -141,16 +141,10 @@ function texts(model, layer, head, condition) {
                 : `${segment}: ${shown(value, "value")}`,
         });
       if (!received) made.className = segment;
-      else made.style.background = `color-mix(in srgb, var(--with) ${strength(value, top)}%, transparent)`;
+      else made.style.background = ground("with", value / top);
       return made;
     });
     place.append(html("p", { className: "note", textContent: name }), html("p", { className: "tokens" }, ...spans));
   });
   return place;
-}
-
-/** How strong a token's ground is, in percent; as much as leaves the words on it readable. */
-function strength(value, top) {
-  const most = document.documentElement.dataset.theme === "dark" ? 45 : 75;
-  return Math.round(most * Math.min(1, (value || 0) / top));
 }
