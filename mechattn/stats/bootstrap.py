@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_SMALLEST_SPREAD = 0.1  # as a fraction of the cell's standard deviation
+# The smallest spread of a resample, as a fraction of the cell's own: for intervals and p_family, and for p. A resample
+# without the one prompt that makes a cell's spread has t* = 1 / smallest, 3.3: about what a single cell of many needs.
+_SMALLEST_SPREAD, _SMALLEST_FOR_P = 0.1, 0.3
 _ROUNDING = 1e-12  # of the cell's largest value: a smaller standard deviation counts as zero
 _ROWS, _COLUMNS = 2000, 100  # resamples and cells in memory at a time
 _PILOT, _FAR = 500, 3  # a t this many times as far out as any t* of so many resamples is beyond all
@@ -76,7 +78,7 @@ def t_quantiles(
     """
     ends = []
     for start in range(0, d.shape[1], _COLUMNS):
-        drawn = _studentised(d[:, start : start + _COLUMNS], counts, dtype)
+        drawn = _studentised(d[:, start : start + _COLUMNS], counts, dtype)[:, 0]
         ends.append(np.quantile(drawn, [(1 + level) / 2, (1 - level) / 2], axis=1))
     upper, lower = np.concatenate(ends, axis=1) if ends else np.empty((2, 0))
     return upper, lower
@@ -87,12 +89,15 @@ class Tails:
     """Resampled t of many cells: the extreme ones over all cells, and how far out each cell's own t lies.
 
     ``family`` is the two-sided p of each cell adjusted for all of them (step-down): that for the extreme t* of the
-    cells that are no further out, and no smaller than that of the cells further out.
+    cells that are no further out, and no smaller than that of the cells further out. ``p`` is that of a cell alone,
+    twice the share of its own t* that are as far out. These count in steps of 1/resamples, and a sample without its
+    long tail looks symmetric, so p is at least a cell's part of the family's p, ``family / cells``, from t* whose
+    smallest spread is larger (0.3 s), so that a cell with all of its spread in one prompt does not decide for others.
     """
 
     largest: np.ndarray  # the largest t* of each resample over all cells, or 0
     smallest: np.ndarray
-    alone: np.ndarray  # twice the share of each cell's own t* that are at least as far out as its t; 0 if none is
+    p: np.ndarray
     family: np.ndarray
 
 
@@ -103,38 +108,43 @@ def tails(
 
     A resample uses the same prompts in all cells, which preserves their correlation; each tail is treated by itself,
     which preserves skewness. A t more than three times as far out as any t* of the first 500 resamples counts as
-    further out than all; without ``extremes`` such cells are not resampled, and the extremes are those of the others.
+    further out than all; without ``extremes`` such cells are not resampled, and only ``p`` is of use.
 
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
-    resamples = sum(map(len, counts))
-    largest, smallest = np.zeros(resamples), np.zeros(resamples)
-    alone, family = np.zeros(d.shape[1]), np.full(d.shape[1], 2 / (1 + resamples))
+    resamples, cells = sum(map(len, counts)), d.shape[1]
+    spreads = (_SMALLEST_FOR_P, _SMALLEST_SPREAD) if extremes else (_SMALLEST_FOR_P,)
+    largest, smallest = np.zeros((2, len(spreads), resamples))
+    alone, family = np.zeros(cells), np.full((len(spreads), cells), 2 / (1 + resamples))
     order = np.argsort(abs(t), kind="stable")  # the nearest first, so that the extremes are of cells no further out
     order = order[~np.isnan(t[order])]
     reach = max((abs(drawn).max() for _, drawn in _drawn(d, order, [counts[0][:_PILOT]], dtype)), default=0.0)
     near = abs(t) <= _FAR * reach
-    for some, of_cells in _drawn(d, order if extremes else order[near[order]], counts, dtype):
+    for some, of_cells in _drawn(d, order if extremes else order[near[order]], counts, dtype, spreads):
         for cell, of_cell in zip(some, of_cells, strict=True):
             np.maximum(largest, of_cell, out=largest)
             np.minimum(smallest, of_cell, out=smallest)
             if not near[cell]:
                 continue
             side, furthest = (1, largest) if t[cell] > 0 else (-1, smallest)
-            out, any_out = (np.count_nonzero(side * drawn >= abs(t[cell])) for drawn in (of_cell, furthest))
-            alone[cell] = min(1.0, 2 * out / resamples)
-            family[cell] = min(1.0, 2 * (1 + any_out) / (1 + resamples))
-    family[order[::-1]] = np.maximum.accumulate(family[order[::-1]])
-    return Tails(largest, smallest, alone, family)
+            alone[cell] = min(1.0, 2 * np.count_nonzero(side * of_cell[0] >= abs(t[cell])) / resamples)
+            any_out = np.count_nonzero(side * furthest >= abs(t[cell]), axis=1)
+            family[:, cell] = np.minimum(1.0, 2 * (1 + any_out) / (1 + resamples))
+    family[:, order[::-1]] = np.maximum.accumulate(family[:, order[::-1]], axis=1)
+    return Tails(largest[-1], smallest[-1], np.maximum(alone, family[0] / max(1, cells)), family[-1])
 
 
 def _drawn(
-    d: np.ndarray, cells: np.ndarray, counts: Counts, dtype: type[np.floating]
+    d: np.ndarray,
+    cells: np.ndarray,
+    counts: Counts,
+    dtype: type[np.floating],
+    spreads: tuple[float, ...] = (_SMALLEST_SPREAD,),
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Some cells at a time, and their t* [cell, resample]."""
+    """Some cells at a time, and their t* [cell, spread, resample]."""
     for start in range(0, len(cells), _COLUMNS):
         some = cells[start : start + _COLUMNS]
-        yield some, _studentised(d[:, some], counts, dtype)
+        yield some, _studentised(d[:, some], counts, dtype, spreads)
 
 
 def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tuple[float, float]:
@@ -142,16 +152,18 @@ def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tupl
     return float(np.quantile(largest, (1 + level) / 2)), float(np.quantile(smallest, (1 - level) / 2))
 
 
-def _studentised(d: np.ndarray, counts: Counts, dtype: type[np.floating]) -> np.ndarray:
-    """t* [cell, resample]; 0 in cells without spread.
+def _studentised(
+    d: np.ndarray, counts: Counts, dtype: type[np.floating], spreads: tuple[float, ...] = (_SMALLEST_SPREAD,)
+) -> np.ndarray:
+    """t* [cell, spread, resample] for each smallest spread; 0 in cells without spread.
 
-    s* is at least a tenth of s: if one prompt causes all of a cell's spread, a resample without it has none, and its
-    infinite t* would make all simultaneous intervals infinite.
+    If one prompt causes all of a cell's spread, a resample without it has none, and its infinite t* would make all
+    simultaneous intervals infinite. So s* is at least this fraction of s.
     """
     deviation, cells = without_noise(d.std(0, ddof=1), d), d.shape[1]
     scaled = np.divide(d - d.mean(0), deviation, out=np.zeros_like(d), where=deviation > 0)
     powers = np.concatenate([scaled, scaled**2], axis=1).T.astype(dtype)
-    made, start = np.empty((cells, sum(map(len, counts))), dtype=dtype), 0
+    made, start = np.empty((cells, len(spreads), sum(map(len, counts))), dtype=dtype), 0
     for block in counts:
         for rows in row_blocks(*block.shape):
             drawn = block[rows].astype(dtype)
@@ -159,7 +171,8 @@ def _studentised(d: np.ndarray, counts: Counts, dtype: type[np.floating]) -> np.
             mean, variance = np.split(powers @ drawn.T / size, 2)
             variance -= mean**2
             variance *= size / (size - 1)
-            spread = np.sqrt(np.maximum(variance, _SMALLEST_SPREAD**2) / size)
-            np.divide(mean, spread, out=made[:, start : start + len(size)])
+            for at, smallest in enumerate(spreads):
+                spread = np.sqrt(np.maximum(variance, smallest**2) / size)
+                np.divide(mean, spread, out=made[:, at, start : start + len(size)])
             start += len(size)
     return made

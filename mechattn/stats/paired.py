@@ -144,7 +144,7 @@ class PairedStream:
         draws = (_kept_draws if few else _draws)(len(d), self.resamples, patterns, self.seed)
         beyond, found = self._ends("beyond_", tested, made, draws)
         p, p_flip = self._p(tested, made["beyond_mean"], found, draws)
-        made["p_family"] = np.full(p.shape, np.nan) if found is None else np.maximum(p, found.family)
+        made["p_family"] = np.maximum(p, found.family) if found and self.bootstrap_ends else np.full(p.shape, np.nan)
         unknown, none, p_difference = made.pop("unknown"), made.pop("none"), p
         if np.array_equal(d, tested):
             made |= {name: beyond[f"beyond_{name}"] for name in _ENDS}
@@ -171,8 +171,7 @@ class PairedStream:
         p_flip = np.where(np.isnan(mean), np.nan, flipped(d, draws.signs, self._dtype))
         if found is None:
             return p_flip, p_flip
-        # A cell's own resamples count in steps; alone it is no smaller than its part of a family.
-        return np.maximum(p_flip, np.maximum(found.alone, found.family / p_flip.size)), p_flip
+        return np.maximum(p_flip, found.p), p_flip
 
     def _ends(self, of: str, d: np.ndarray, made: Columns, draws: Draws) -> tuple[Columns, bootstrap.Tails | None]:
         """The ends of bootstrap intervals around the units' means, NaN if there are few units; and the tests."""

@@ -21,12 +21,12 @@ def lognormal(n, cells, seed, shared=0.0):
     return np.exp(normal(n, cells, seed, shared)) - np.exp(0.5)
 
 
-def t_of_each_resample(d, counts):
+def t_of_each_resample(d, counts, smallest=0.1):
     """t* [resample, cell], one resample after another, each written out as its prompts."""
     made = []
     for row in np.concatenate(counts):
         drawn = np.repeat(d, row, axis=0)
-        error = np.maximum(drawn.std(0, ddof=1), d.std(0, ddof=1) / 10) / np.sqrt(len(drawn))
+        error = np.maximum(drawn.std(0, ddof=1), smallest * d.std(0, ddof=1)) / np.sqrt(len(drawn))
         made.append((drawn.mean(0) - d.mean(0)) / error)
     return np.array(made)
 
@@ -119,11 +119,13 @@ def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkey
     d[:, 3] -= 1.0
     counts, t = resample_sequentially(24, 300, np.random.default_rng(1)), t_of(d)
     drawn = t_of_each_resample(d, counts)
-    far = np.where(t > 0, drawn >= t, drawn <= t)
     monkeypatch.setattr(bootstrap, "_COLUMNS", 4)
     got = tails(d, t, counts)
-    np.testing.assert_allclose(got.alone, np.minimum(1, 2 * far.mean(0)))
     np.testing.assert_allclose(got.family, step_down(t, drawn))
+    mild = t_of_each_resample(d, counts, smallest=0.3)
+    own = np.minimum(1, 2 * np.where(t > 0, mild >= t, mild <= t).mean(0))
+    np.testing.assert_allclose(got.p, np.maximum(own, step_down(t, mild) / 9))
+    assert (got.p > own).any(), "negative control: the part of the family counts"
     at_once = np.where(t > 0, drawn.max(1)[:, None] >= t, drawn.min(1)[:, None] <= t)
     once = np.minimum(1, 2 * (1 + at_once.sum(0)) / 301)
     assert (got.family <= once).all()
