@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Activations, Analysis, AnalysisBase, Quantity, Sums
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError, warn
+from mechattn.errors import OptionError, check_choice, warn
 from mechattn.functional import activations as fn
 from mechattn.functional.activations import KAPPA
 from mechattn.functional.received import segment_mean
@@ -81,8 +81,7 @@ class MlpActivations(AnalysisBase):
     mixtures: Any = field(default=None, repr=False, compare=False)  # of each layer, its Mixture of experts or None
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(Rule):
-            raise OptionError(f"rule={self.rule!r}: choose one of {', '.join(map(repr, get_args(Rule)))}")
+        check_choice(Rule, rule=self.rule)
         number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
         if not number or not 0 < self.value < (1 if self.rule == "quantile" else float("inf")):
             what = "a quantile, between 0 and 1" if self.rule == "quantile" else "a number above 0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums, WholeAttention, zeros
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.functional import received as fn
 from mechattn.functional.attention import for_each_head
 from mechattn.prompts.token_sequences import Batch, Sequence, pad_right
@@ -40,8 +40,7 @@ class ReceivedAttention(AnalysisBase):
     skip_first: bool = False
 
     def __post_init__(self) -> None:
-        if self.queries not in get_args(Queries):
-            raise OptionError(f"queries={self.queries!r}: choose one of {', '.join(map(repr, get_args(Queries)))}")
+        check_choice(Queries, queries=self.queries)
 
     name = "received_attention"
 

@@ -16,7 +16,7 @@ from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.attention_rows import chosen_forward
 from mechattn.engine.batch_pass import LayerValues, measure_batch
 from mechattn.engine.request_checks import check_captures, check_side, checked_sequences, with_baseline
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.functional import head_outputs as fn
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.recorded import Affine, AffineAttention, KeysValues
@@ -142,8 +142,7 @@ def record_keys_values(
         OptionError: A prompt has no such token under the condition, or a layer is out of range.
         ModelError: The model has no keys and values before RoPE (latent attention).
     """
-    if segment not in SEGMENTS:
-        raise OptionError(f"segment={segment!r}: choose one of {', '.join(map(repr, SEGMENTS))}")
+    check_choice(SEGMENTS, segment=segment)
     model = load_model(as_hooked(model))
     prompts = as_prompts(prompts)
     chosen = hooks.attention_layers(model) if layers is None else hooks.chosen_layers(model, layers)

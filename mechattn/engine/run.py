@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from mechattn.engine.request_checks import (
     with_baseline,
     with_names,
 )
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.functional.attention import BLOCK
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
@@ -63,9 +63,8 @@ class RunOptions:
         memory_bytes(self.memory)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise OptionError(f"seed={self.seed!r}: give a whole number")
-        for name, known in (("positions", Positions), ("engine", Engine)):
-            if getattr(self, name) not in get_args(known):
-                raise OptionError(f"{name}={getattr(self, name)!r}: choose {', '.join(map(repr, get_args(known)))}")
+        check_choice(Positions, positions=self.positions)
+        check_choice(Engine, engine=self.engine)
 
 
 @alone

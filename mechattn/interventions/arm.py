@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.functional import activations as fn
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, on
@@ -55,10 +55,10 @@ class ARM:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("form", fn.Form), ("scope", fn.Scope), ("control", fn.Control)):
-            given = getattr(self, name)
-            if given not in get_args(known) and not (name == "control" and given is None):
-                raise OptionError(f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}")
+        check_choice(fn.Form, form=self.form)
+        check_choice(fn.Scope, scope=self.scope)
+        if self.control is not None:
+            check_choice(fn.Control, control=self.control)
         most = 1.0 if self.form == "gemma" else float("inf")
         if not (_is_number(self.c) and 0 <= self.c <= most):
             range_ = "a share, 0 to 1" if self.form == "gemma" else "a factor, 0 or more"

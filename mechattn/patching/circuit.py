@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.model.hooked import alone, holding
 from mechattn.model.load import as_hooked, load_model
 from mechattn.patching.answer_metrics import Metric
@@ -201,8 +201,7 @@ def circuit(
     """
     import pandas as pd
 
-    if ablation not in get_args(Ablation):
-        raise OptionError(f"ablation={ablation!r}: choose one of {', '.join(map(repr, get_args(Ablation)))}")
+    check_choice(Ablation, ablation=ablation)
     model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
     units = units_of(prompts)
     units.refuse_below(2 * FEWEST, " for two halves", instead="")

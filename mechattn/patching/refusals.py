@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -29,12 +29,6 @@ def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:
             'metric="kl" is smallest in the baseline, which direction="noising" patches, so every gradient is 0: name '
             'heads, which are patched without gradients, or choose direction="denoising" or another metric'
         )
-
-
-def check_direction(direction: str) -> None:
-    """Refuse another direction."""
-    if direction not in get_args(Direction):
-        raise OptionError(f"direction={direction!r}: choose one of {', '.join(map(repr, get_args(Direction)))}")
 
 
 def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
@@ -67,8 +67,7 @@ def target_in(model: HookedModel, at: Any, together: bool) -> Target:
     if not isinstance(at, Sites):
         named = Sites(named) if isinstance(at, str) and at in get_args(Part) else Sites("z", named)
     sites: Sites = named
-    if sites.part not in get_args(Part):
-        raise OptionError(f"part={sites.part!r}: choose one of {', '.join(map(repr, get_args(Part)))}")
+    check_choice(Part, part=sites.part)
     if sites.by not in (None, "segment", "position"):
         raise OptionError(f'by={sites.by!r}: give "segment", "position" or None')
     if not isinstance(together, bool):

@@ -12,11 +12,11 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from mechattn.errors import OptionError, PromptError
+from mechattn.errors import OptionError, PromptError, check_choice
 from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.prompts.fillers import random_tokens
 from mechattn.prompts.generated_problems import SYSTEM, recall_questions, word_problems
-from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template, check_template
+from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template
 from mechattn.prompts.tokenization import TokenizedModel, own_bos
 
 GENERATED, RECALL, REPEATED = "word-problems", "recall", "repeated-random"
@@ -60,7 +60,7 @@ def load_prompts(
         PromptError: The source, field or prompt doesn't exist.
         OptionError: A limit, split, template or option is not allowed.
     """
-    check_template(template)
+    check_choice(Template, template=template)
     if not isinstance(source, (str, os.PathLike)):
         raise PromptError(
             f'source={source!r}: give "word-problems", "recall", the path of a .jsonl file, or a dataset on the hub'

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from mechattn.errors import ConditionError, OptionError
+from mechattn.errors import ConditionError, OptionError, check_choice
 from mechattn.prompts.prompt import MOST, Prompt
 from mechattn.prompts.token_sequences import Sequence
 
@@ -140,12 +140,7 @@ def check_run(count: int, place: str) -> None:
         raise OptionError(f"count={count}: insert at least one token; the baseline is always run too")
     if count > MOST:
         raise OptionError(f"count={count}: insert at most {MOST:,} tokens")
-    check_place(place)
-
-
-def check_place(place: str) -> None:
-    if place not in get_args(Place):
-        raise OptionError(f"place={place!r}: choose one of {', '.join(map(repr, get_args(Place)))}")
+    check_choice(Place, place=place)
 
 
 def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from mechattn.errors import OptionError, PromptError
+from mechattn.errors import OptionError, PromptError, check_choice
 from mechattn.prompts.datasets import LONGEST, SHORTEST, repeated_random
 from mechattn.prompts.generated_problems import PEOPLE
 from mechattn.prompts.prompt import MOST, Prompt
@@ -56,8 +56,7 @@ def pairs(
     Source:
         arXiv:2211.00593 (ioi), arXiv:2305.00586 (greater-than); the templates are ours.
     """
-    if source not in _SOURCES:
-        raise OptionError(f"source={source!r}: choose one of {', '.join(map(repr, _SOURCES))}")
+    check_choice(_SOURCES, source=source)
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST:
         raise OptionError(f"limit={limit!r}: give a whole number of pairs, at least 1")
     draws = [random.Random(f"{source} {seed} {index}") for index in range(limit)]

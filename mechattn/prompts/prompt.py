@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 from torch import bool as bool_
 
-from mechattn.errors import OptionError, PromptError, warn
+from mechattn.errors import PromptError, check_choice, warn
 from mechattn.markup import plain
 
 Template = Literal["plain", "chat", "joined"]
@@ -57,7 +57,7 @@ class Prompt:
     other_answer: str | tuple[int, ...] = ""
 
     def __post_init__(self) -> None:
-        check_template(self.template)
+        check_choice(Template, template=self.template)
         if not self.question.strip() and not self.tokens:
             raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
         if plain(str(self.id)) != str(self.id):
@@ -80,12 +80,6 @@ class Prompt:
         """The beginning of the question, for use in messages."""
         text = " ".join(self.question.split()) or f"{len(self.tokens)} token ids"
         return text if len(text) <= 40 else text[:39] + "…"
-
-
-def check_template(template: str) -> None:
-    """Refuse a template that doesn't exist."""
-    if template not in get_args(Template):
-        raise OptionError(f"template={template!r}: choose one of {', '.join(map(repr, get_args(Template)))}")
 
 
 def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Prompt]:
