@@ -118,8 +118,7 @@ def _check_sequences(prompt: Prompt, made: dict[str, Sequence], analyses: Seq[An
     check_side(prompt, made, model)
     limit, size = model.cfg.n_ctx, model.cfg.d_vocab
     for name, sequence in made.items():
-        where = f'prompt {prompt.id} ("{prompt.excerpt}")'
-        inserted = int(sequence.inserted.sum())
+        where, inserted = prompt.where, int(sequence.inserted.sum())
         if name == BASELINE and (inserted or sequence.edge_mask or sequence.interventions):
             does = "inserts tokens" if inserted else "intervenes"
             raise OptionError(
@@ -157,9 +156,9 @@ def check_read(prompt: Prompt, made: Mapping[str, Sequence]) -> None:
             )
         if readers == 0:
             raise ConditionError(
-                f'prompt {prompt.id} ("{prompt.excerpt}") ends with what {name!r} inserts, which no other token reads; '
-                "give prompts with an answer (load_prompts(…, with_answer=True), or evaluation.answered(prompts) with "
-                'the model\'s own), or another place, such as "before_question"'
+                f"{prompt.where} ends with what {name!r} inserts, which no other token reads; give prompts with an "
+                "answer (load_prompts(…, with_answer=True), or evaluation.answered(prompts) with the model's own), or "
+                'another place, such as "before_question"'
             )
 
 
@@ -268,7 +267,7 @@ def check_side(prompt: Prompt, made: Mapping[str, Sequence], model: HookedModel,
     boundary = boundary_of(model)
     if boundary is None:
         return
-    where, name = f'prompt {prompt.id} ("{prompt.excerpt}")', str(model.cfg.model_name)
+    where, name = prompt.where, str(model.cfg.model_name)
     counts = {condition: positions_of(sequence) for condition, sequence in made.items()}
     longest = max(counts, key=lambda condition: counts[condition])
     if boundary.kind == "dynamic" and counts[longest] + new_tokens > boundary.at:

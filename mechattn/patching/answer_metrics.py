@@ -57,11 +57,10 @@ def answer_difference(
 
 def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     """The tokens of a prompt's other answer, where the model would read them."""
-    where = f'prompt {prompt.id} ("{prompt.excerpt}")'
     if not prompt.other_answer:
         raise PromptError(
-            f'{where} has no other answer, which metric="answers" needs: load_prompts(…, other_answer=<field>) or '
-            "Prompt(…, other_answer=…)"
+            f'{prompt.where} has no other answer, which metric="answers" needs: load_prompts(…, other_answer=<field>) '
+            "or Prompt(…, other_answer=…)"
         )
     text = isinstance(prompt.other_answer, str)
     changed: dict[str, Any] = {"answer" if text else "answer_tokens": prompt.other_answer}
@@ -70,7 +69,7 @@ def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     shorter = min(len(tokens), len(others))
     if tokens[:shorter].equal(others[:shorter]):
         same = "are the same tokens" if len(tokens) == len(others) else "begin with the same tokens, and one ends there"
-        raise PromptError(f"both answers of {where} {same}, so no logits tell them apart; give other answers")
+        raise PromptError(f"both answers of {prompt.where} {same}, so no logits tell them apart; give other answers")
     return others
 
 

@@ -41,8 +41,8 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
             raise OptionError(f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same")
         if not changed.of_segment("answer").any():
             raise PromptError(
-                f'prompt {prompt.id} ("{prompt.excerpt}") has no reference answer for the model to read: '
-                "use load_prompts(…, with_answer=True), or Prompt(…, answer=…)"
+                f"{prompt.where} has no reference answer for the model to read: use load_prompts(…, with_answer=True), "
+                "or Prompt(…, answer=…)"
             )
         if changed.edge_mask is not None or changed.interventions:
             raise OptionError(
@@ -51,8 +51,8 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
             )
         if len(changed) > int(model.cfg.n_ctx):
             raise PromptTooLong(
-                f'prompt {prompt.id} ("{prompt.excerpt}") has {len(changed):,} tokens with the condition; '
-                f"{model.cfg.model_name} takes {int(model.cfg.n_ctx):,}"
+                f"{prompt.where} has {len(changed):,} tokens with the condition; {model.cfg.model_name} takes "
+                f"{int(model.cfg.n_ctx):,}"
             )
         check_side(prompt, dict(made), model)
     check_variants(model, [dict(made) for made in sequences])

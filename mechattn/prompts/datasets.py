@@ -109,10 +109,11 @@ def _check_options(source: str, limit: Any, fields: dict[str, Any]) -> None:
             "ma.repeated_random(model)"
         )
     if limit is not None:
-        _check_limit(limit, generated=source in (GENERATED, RECALL))
+        check_limit(limit, generated=source in (GENERATED, RECALL))
 
 
-def _check_limit(limit: Any, generated: bool) -> None:
+def check_limit(limit: Any, generated: bool = True) -> None:
+    """Refuse a number of prompts that is none, or more than are generated."""
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise OptionError(f"limit={limit!r}: give a whole number of prompts, at least 1")
     if generated and limit > MOST:
@@ -273,7 +274,7 @@ def repeated_random(
     Source:
         Olsson et al. 2022, "In-context learning and induction heads": prefix matching.
     """
-    _check_limit(limit, generated=True)
+    check_limit(limit)
     shortest, longest = span
     if not 1 <= shortest <= longest or times < 2:
         raise OptionError(

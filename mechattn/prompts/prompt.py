@@ -81,6 +81,11 @@ class Prompt:
         text = " ".join(self.question.split()) or f"{len(self.tokens)} token ids"
         return text if len(text) <= 40 else text[:39] + "…"
 
+    @property
+    def where(self) -> str:
+        """The id and the beginning of the question, for use in messages."""
+        return f'prompt {self.id} ("{self.excerpt}")'
+
 
 def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Prompt]:
     """Convert a text, texts, prompts or a tensor of token ids [batch pos] to prompts."""
@@ -128,10 +133,8 @@ def warn_of_likeness(prompts: Seq[Prompt]) -> None:
         return
     read = [prompt.question.strip() or " ".join(map(str, prompt.tokens)) for prompt in prompts]
     texts = Counter(read)
-    shapes = Counter(
-        _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip() or text
-        for prompt, text in zip(prompts, read, strict=True)
-    )
+    nameless = [_NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip() for prompt in prompts]
+    shapes = Counter(shape or text for shape, text in zip(nameless, read, strict=True))
     if len(texts) <= len(prompts) / 2:
         few = "the same" if len(texts) == 1 else f"{len(texts)} different ones"
         said, many = f"{len(prompts)} prompts are {few} ({_most(texts)})", len(prompts) / len(texts)
@@ -143,7 +146,7 @@ def warn_of_likeness(prompts: Seq[Prompt]) -> None:
         return
     warn(
         f"{said}: intervals and tests assume independent prompts, so intervals are up to {many**0.5:.1f} times too "
-        "narrow. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group=…)",
+        "narrow. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group=…)"
     )
 
 

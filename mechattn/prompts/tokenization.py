@@ -134,8 +134,8 @@ def _chat(prompt: Prompt, tokenizer: Any) -> tuple[str, Spans]:
             start = text.rfind(part, start) if segment == "question" else text.find(part, start)
             if start < 0:
                 raise PromptError(
-                    f'the chat template changes the {segment} of prompt {prompt.id} ("{prompt.excerpt}"), so its '
-                    'tokens cannot be found; use template="plain"'
+                    f"the chat template changes the {segment} of {prompt.where}, so its tokens cannot be found; use "
+                    'template="plain"'
                 )
             spans.append((segment, start, start + len(part)))
             start += len(part)
