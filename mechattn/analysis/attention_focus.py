@@ -17,7 +17,6 @@ from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Ca
 from mechattn.errors import OptionError
 from mechattn.functional import focus as fn
 from mechattn.functional.attention import BLOCK, centred, ranked_target
-from mechattn.functional.focus import has_repeat, repeated_mass
 from mechattn.functional.received import segment_mean, self_attention, visible_counts
 from mechattn.model.hooked import HookedModel
 from mechattn.model.scores_and_positions import K, Q, scores_of
@@ -117,8 +116,8 @@ class AttentionFocus(AnalysisBase):
             "self_mass": self_attention(pattern, start, first),
             "first_mass": pattern[..., 0] if first == 0 else torch.zeros_like(largest),
             "previous_mass": fn.previous_token(pattern, start, first),
-            "duplicate_mass": repeated_mass(pattern, rows.batch.tokens, 0, start, first),
-            "induction_mass": repeated_mass(pattern, rows.batch.tokens, 1, start, first),
+            "duplicate_mass": fn.repeated_mass(pattern, rows.batch.tokens, 0, start, first),
+            "induction_mass": fn.repeated_mass(pattern, rows.batch.tokens, 1, start, first),
             "concentration": largest - second.clamp(min=0),
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, start, first),
@@ -153,7 +152,7 @@ class AttentionFocus(AnalysisBase):
 @lru_cache(maxsize=4)  # the layers of a batch share them
 def _no_repeat(batch: Batch, after: int) -> Bool[Tensor, "batch query"]:
     """The queries whose token does not occur earlier, or whose earlier occurrences have no token after them."""
-    return ~has_repeat(batch.tokens, after)
+    return ~fn.has_repeat(batch.tokens, after)
 
 
 @dataclass(frozen=True)
@@ -215,11 +214,7 @@ class AttentionSpread(AnalysisBase):
         """Means over the queries of each segment."""
         members = rearrange(batch.members().float(), "batch segment query -> batch segment query 1")
         seen = rearrange(self._sees(batch, window), "batch query band -> batch 1 query band")
-        every = torch.ones(1, 1, 1, 1, device=members.device)
-        return {
-            "band_mass": _mean(sums["mass"], members * seen),
-            "near_best": _mean(sums["near"], members * every),
-        }
+        return {"band_mass": _mean(sums["mass"], members * seen), "near_best": _mean(sums["near"], members)}
 
     def _sees(self, batch: Batch, window: int | None) -> Float[Tensor, "batch query band"]:
         """1 where a query sees every key of a band."""
@@ -275,9 +270,7 @@ class ScoreDecomposition(AnalysisBase):
     def quantities(self) -> Mapping[str, Quantity]:
         """The parts of the target's score, their shares, and the bias and ALiBi of every key."""
         mean = ", of the target, centred over the keys that the query sees, mean over the queries of the segment"
-        made = {
-            p: Quantity(("head", "segment"), "logits", _ABOUT[p] + mean, "difference") for p in PARTS
-        }  # fmt: skip
+        made = {p: Quantity(("head", "segment"), "logits", _ABOUT[p] + mean, "difference") for p in PARTS}
         made |= {
             f"{p}_share": Quantity(("head", "segment"), "share", f"|{p}| / sum of |parts|{mean}", "difference")
             for p in PARTS
@@ -316,7 +309,6 @@ class ScoreDecomposition(AnalysisBase):
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Compute the parts of each query's target, for a block of queries at a time."""
-        assert self.scores is not None, "calibrated() comes first"
         scores, batch = self.scores[captures.layer], captures.batch
         q, k = captures.by_head(Q, len(scores.b_q)), captures.by_head(K, len(scores.b_k))
         length = q.shape[1]

@@ -152,7 +152,7 @@ class MlpActivations(AnalysisBase):
         if repeated := [prompt.id for prompt in prompts if prompt.question in texts]:
             warn(
                 f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, for example) are also "
-                f"measured, so the threshold is set on the data it is applied to; calibrate on other prompts",
+                f"measured, so the threshold is set on the data it is applied to; calibrate on other prompts"
             )
         found: dict[int, list[float]] = {layer: [] for layer in layers}
 
@@ -205,17 +205,17 @@ class MlpActivations(AnalysisBase):
             made = {
                 "near_zero": fn.near_zero_share(x, threshold),
                 "saturated": fn.saturated_share(x, pre, threshold, activations.minimum),
-                "l1": fn.l1_norm(x),
-                "l2": fn.l2_norm(x),
+                "l1": x.abs().sum(-1),
+                "l2": x.norm(dim=-1),
                 "gini": torch.where(x.any(-1), fn.gini(x), _NONE),
-                "variance": fn.variance(x),
-                "kurtosis": torch.where(fn.variance(x) > 0, fn.kurtosis(x), _NONE),
+                "variance": (variance := x.var(-1, correction=0)),
+                "kurtosis": torch.where(variance > 0, fn.kurtosis(x), _NONE),
             }
             for name, value in made.items():
                 sums[name][row, :length] = value
             counts = fn.counts_between(x[asks[row, :length]], edges)
             sums["histogram"][row] = counts / counts.sum()
-        mixture = (self.mixtures or {}).get(activations.layer)
+        mixture = self.mixtures[activations.layer]
         routing = None if mixture is None else routing_now(mixture)
         for rows, at, change, norm, question in _changes(activations, routing):
             size = change.norm(dim=-1)
@@ -231,9 +231,7 @@ class MlpActivations(AnalysisBase):
         each = torch.stack([sums[name] for name in _METRICS], 1)
         each = each.masked_fill(each == _NONE, torch.nan)
         by_segment = segment_mean(each, batch.members()).unbind(1)
-        classes = torch.full_like(batch.tokens, len(TOKEN_CLASSES) - 1)
-        if self.classes is not None:
-            classes = self.classes.to(batch.tokens.device)[batch.tokens]
+        classes = self.classes.to(batch.tokens.device)[batch.tokens]
         members = classes[:, None] == torch.arange(len(TOKEN_CLASSES), device=classes.device)[:, None]
         members &= batch.of_segment("question")[:, None]
         return {

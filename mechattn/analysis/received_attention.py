@@ -86,25 +86,11 @@ class ReceivedAttention(AnalysisBase):
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
         columns = sums["columns"]
         attended = columns if self.include_self else columns - sums["own"] * _counted(self.queries, batch)[:, None]
-        return _weights(self, batch, window).quantities(attended, columns)
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """The factors that turn sums over the counted queries into means; NaN where there is nothing to average."""
-
-    received: Float[Tensor, "batch 1 key"]
-    by_segment: Float[Tensor, "batch key segment"]
-    mass: Float[Tensor, "batch key segment"]
-
-    def quantities(
-        self, attended: Float[Tensor, "batch head key"], columns: Float[Tensor, "batch head key"]
-    ) -> dict[str, Tensor]:
-        """Means from sums over queries, without and with a query's own key; cheap, as every layer needs it."""
+        received, by_segment, mass = _weights(self, batch, window)
         return {
-            "received": attended * self.received,
-            "received_by_segment": attended @ self.by_segment,
-            "mass_by_segment": columns @ self.mass,
+            "received": attended * received,
+            "received_by_segment": attended @ by_segment,
+            "mass_by_segment": columns @ mass,
         }
 
 
@@ -119,8 +105,10 @@ def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
 
 
 @lru_cache(maxsize=4)
-def _weights(analysis: ReceivedAttention, batch: Batch, window: int | None) -> _Weights:
-    """The weights of a batch, the same for all layers with this window."""
+def _weights(
+    analysis: ReceivedAttention, batch: Batch, window: int | None
+) -> tuple[Float[Tensor, "batch 1 key"], Float[Tensor, "batch key segment"], Float[Tensor, "batch key segment"]]:
+    """The factors that turn sums over counted queries into the three means; NaN where there is nothing to average."""
     counted = _counted(analysis.queries, batch)
     seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
     looked_at = batch.real.clone()
@@ -129,11 +117,9 @@ def _weights(analysis: ReceivedAttention, batch: Batch, window: int | None) -> _
     each = fn.received_attention(torch.ones_like(seeing)[:, None], seeing).masked_fill(~looked_at[:, None], torch.nan)
     keys = batch.members() & looked_at[:, None]
     seen = keys & ~each.isnan()
-    return _Weights(
-        received=each,
-        by_segment=(seen * each.nan_to_num() / seen.sum(-1, keepdim=True)).mT,
-        mass=(keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]).mT,
-    )
+    by_segment = seen * each.nan_to_num() / seen.sum(-1, keepdim=True)
+    mass = keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
+    return each, by_segment.mT, mass.mT
 
 
 @dataclass(frozen=True)
@@ -185,20 +171,10 @@ class SegmentFlow(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries; NaN for a segment without tokens."""
         queries = self._queries(batch).sum(-1)
-        there = (queries > 0)[:, :, None] & batch.members().any(-1)[:, None, :]
-
-        def mean(
-            flow: Float[Tensor, "batch *head segment to"], there: Bool[Tensor, "batch *head segment to"]
-        ) -> Float[Tensor, "batch *head segment to"]:
-            counted = queries.clamp(min=1).view(len(queries), *[1] * (flow.ndim - 3), -1, 1)
-            return (flow / counted).masked_fill(~there, torch.nan)
-
-        heads = there[:, None].expand_as(sums["flow"])
-        shown = (sums["value_flow"] >= 0).all()
-        return {
-            "flow": mean(sums["flow"], heads),
-            "value_flow": mean(sums["value_flow"], heads & shown),
-        }
+        there = (queries > 0)[:, None, :, None] & batch.members().any(-1)[:, None, None, :]
+        shown = {"flow": there, "value_flow": there & (sums["value_flow"] >= 0).all()}
+        counted = queries.clamp(min=1)[:, None, :, None]
+        return {name: (sums[name] / counted).masked_fill(~where, torch.nan) for name, where in shown.items()}
 
     def _queries(self, batch: Batch) -> Bool[Tensor, "batch segment query"]:
         """The queries of each segment."""
@@ -217,9 +193,8 @@ class AttentionMap(AnalysisBase):
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_tokens, int) or not 2 <= self.max_tokens <= 1024:
-            raise OptionError(
-                f"max_tokens={self.max_tokens}: give a number from 2 to 1,024, the sizes at which a map is readable"
-            )
+            said = "give a number from 2 to 1,024, the sizes at which a map is readable"
+            raise OptionError(f"max_tokens={self.max_tokens}: {said}")
 
     name = "attention_map"
 

@@ -82,10 +82,8 @@ class Attention:
     def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys, all that they can see."""
         heads, width = self.q.shape[1], self.q.shape[3]
-        asked = (
-            self.q.gather(2, queries[:, None, :, None].expand(-1, heads, -1, width)).to(wide := widened(self.q))
-            * self.scale
-        )
+        wide, index = widened(self.q), queries[:, None, :, None].expand(-1, heads, -1, width)
+        asked = self.q.gather(2, index).to(wide) * self.scale
         together = "batch (kv_head group) query d -> batch kv_head (group query) d"
         grouped = rearrange(asked, together, kv_head=self.k.shape[1])
         scores = grouped @ rearrange(self.k[:, :, :keys].to(wide), "batch kv_head key d -> batch kv_head d key")

@@ -9,7 +9,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Marked, Pattern, Tokens, mix, widened
+from mechattn.functional.attention import Marked, Pattern, Tokens, widened
 
 Squares = Float[Tensor, "*batch query key"]
 PerQuery = Float[Tensor, "*batch query"]
@@ -82,16 +82,6 @@ def half_mass_keys(pattern: Squares) -> Int[Tensor, "*batch query"]:
     ordered = pattern.sort(-1, descending=True).values
     enough = 0.5 * ordered.sum(-1, keepdim=True) - 1e-6
     return 1 + (ordered.cumsum(-1) < enough).sum(-1).clamp(max=pattern.shape[-1] - 1)
-
-
-def shift(
-    pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"], member: Bool[Tensor, "batch key"]
-) -> Float[Tensor, "batch head query d_head"]:
-    """The part of each head's output that comes from the keys of a segment: Σσ in arXiv:2510.01032 for inserted ones.
-
-    ``shift[q] = Σ_{k in segment} A[q, k] v[k]``, before the output projection.
-    """
-    return mix(pattern, v * member[:, None, :, None])
 
 
 def repeated_mass(

@@ -90,18 +90,13 @@ class AffineAttention:
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Scale and shift the output of these tokens."""
 
-        def change(layer: int) -> Callable[[Tensor], Tensor]:
-            def affine(z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
-                z, now = z.clone(), target()
-                for row, prompt, positions in zip(
-                    now.rows.tolist(), now.prompts, now.positions.to(z.device), strict=True
-                ):
-                    z[row] = self._applied(z[row], layer, prompt, positions)
-                return z
+        def affine(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+            z, now = z.clone(), target()
+            for row, prompt, positions in zip(now.rows.tolist(), now.prompts, now.positions.to(z.device), strict=True):
+                z[row] = self._applied(z[row], layer, prompt, positions)
+            return z
 
-            return affine
-
-        return changing_z(model, {layer: change(layer) for layer in self.which})
+        return changing_z(model, {layer: partial(affine, layer) for layer in self.which})
 
     def _applied(
         self, z: Float[Tensor, "pos head d_head"], layer: int, prompt: str, positions: Int[Tensor, " pos"]

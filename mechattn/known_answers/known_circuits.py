@@ -16,7 +16,7 @@ from torch import Tensor
 from mechattn.engine.record import head_means
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.intervention import on
-from mechattn.known_answers.answer import KnownAnswer
+from mechattn.known_answers.answer import KnownAnswer, tried
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
@@ -61,19 +61,12 @@ class Written:
 
 @dataclass(frozen=True)
 class KnownCircuit:
-    """A circuit that is known.
+    """A circuit that is known."""
 
-    Args:
-        name: What it computes.
-        heads: Its heads, and the decoys, by layer and head.
-        true: Its edges: those by which what differs between the versions of a prompt reaches the answer.
-        prompts: Makes a number of pairs.
-    """
-
-    name: str
-    heads: Mapping[tuple[int, int], Written]
-    true: frozenset[tuple[str, str]]
-    prompts: Callable[[int, int], list[Prompt]]
+    name: str  # what it computes
+    heads: Mapping[tuple[int, int], Written]  # with the decoys, by layer and head
+    true: frozenset[tuple[str, str]]  # edges by which what differs between a prompt's versions reaches the answer
+    prompts: Callable[[int, int], list[Prompt]]  # makes a number of pairs with a seed
 
     @property
     def nodes(self) -> set[str]:
@@ -249,9 +242,8 @@ def scores_of(circuit: KnownCircuit, method: str, seed: int = 0, prompts: int = 
     named = [(graph.writers[w], graph.readers[r]) for w, r in graph.edges]
     true = np.array([edge in circuit.true for edge in named])
     heads = [writer for writer in graph.writers if "H" in writer]
-    largest = np.array(
-        [max(s for s, (writer, _) in zip(sizes, named, strict=True) if writer == head) for head in heads]
-    )
+    writers = np.array([writer for writer, _ in named])
+    largest = np.array([sizes[writers == head].max() for head in heads])
     of_circuit = np.array([head in circuit.nodes for head in heads])
     return {
         "edges": auroc(sizes, true),
@@ -291,14 +283,11 @@ def found_circuits() -> Iterator[KnownAnswer]:
             known = f"{method}: AUROC of edges and of heads at least {least:g}"
             words = f"edges {found['edges']:.3f}, heads {found['heads']:.3f}, precision {found['precision']:.2f}"
             passed = min(found["edges"], found["heads"]) >= least
-            yield KnownAnswer(
-                f"hand-made: {circuit.name}", known, words, "passed" if passed else "failed", "written by hand"
-            )
+            yield tried(f"hand-made: {circuit.name}", known, words, passed, "written by hand")
     constant = known_circuits()[1]
-    falls = [without(constant, (0, 5), mean) for mean in (False, True)]
+    zero, mean = (without(constant, (0, 5), to_mean) for to_mean in (False, True))
     known = (
         "a head that always writes the same: set to 0 the effect falls by more than half, set to its mean by under 1 %"
     )
-    words = f"by {falls[0]:.0%} and {falls[1]:.1%}"
-    passed = falls[0] > 0.5 and abs(falls[1]) < 0.01
-    yield KnownAnswer(f"hand-made: {constant.name}", known, words, "passed" if passed else "failed", "written by hand")
+    words, passed = f"by {zero:.0%} and {mean:.1%}", zero > 0.5 and abs(mean) < 0.01
+    yield tried(f"hand-made: {constant.name}", known, words, passed, "written by hand")

@@ -13,7 +13,7 @@ from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.engine.run import run
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.intervention import on
-from mechattn.known_answers.answer import KnownAnswer, compared
+from mechattn.known_answers.answer import KnownAnswer, compared, tried
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
@@ -23,25 +23,17 @@ from mechattn.stats.paired import paired
 VOCABULARY, SHORTEST, LONGEST, LENGTH = 48, 8, 24, 48
 STEPS, BATCH = 600, 64
 POSITIONS, D_HEAD = 72, 128
-HEADS = {
-    (0, 0): "previous token",
-    (0, 1): "duplicate token",
-    (0, 2): "first token",
-    (0, 3): "uniform",
-    (1, 0): "induction",
+HEADS = {  # handmade, each with the measure that is exactly 1 for it
+    (0, 0): ("previous token", "previous_mass"),
+    (0, 1): ("duplicate token", "duplicate_mass"),
+    (0, 2): ("first token", "first_mass"),
+    (0, 3): ("uniform", "entropy_share"),
+    (1, 0): ("induction", "induction_mass"),
 }
 _TOKEN, _POSITION, _BEFORE = 0, VOCABULARY, VOCABULARY + POSITIONS  # the slices of the residual stream, each one-hot
 _SHARP = 60.0  # the score of a match, far above all others
-_MEASURES = {  # the measure that is exactly 1 for each handmade head
-    "previous token": "previous_mass",
-    "duplicate token": "duplicate_mass",
-    "first token": "first_mass",
-    "uniform": "entropy_share",
-    "induction": "induction_mass",
-}
 _PROMPTS = 24
 _CLOSE = 1e-5
-_OF_HAND, _TRAINED = "hand-made GPT-2", "GPT-2 of two layers, trained here"
 _HALF = 0.5  # of a head's attention, for it to count as an induction head
 
 
@@ -49,39 +41,34 @@ def handmade_heads() -> Iterator[KnownAnswer]:
     """Each handwritten head does what it was written to do, with both engines."""
     hooked = _hooked(handmade_model())
     prompts = _prompts(repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))[0])
-    by_engine = {engine: _focus(hooked, prompts, engine) for engine in ("streaming", "hooks")}
-    for (layer, head), name in HEADS.items():
-        measure = _MEASURES[name]
-        away = max(float(abs(values[measure].sel(layer=layer, head=head) - 1).max()) for values in by_engine.values())
-        source = "written by hand"
-        yield compared(_OF_HAND, f"{layer}.{head} is the {name} head: {measure} 1", away, _CLOSE, source)
+    by_engine = [_focus(hooked, prompts, engine) for engine in ("streaming", "hooks")]
+    for (layer, head), (name, measure) in HEADS.items():
+        away = max(float(abs(values[measure].sel(layer=layer, head=head) - 1).max()) for values in by_engine)
+        known = f"{layer}.{head} is the {name} head: {measure} 1"
+        yield compared("hand-made GPT-2", known, away, _CLOSE, "written by hand")
 
 
 def trained_heads(steps: int = STEPS) -> Iterator[KnownAnswer]:
     """In models that learned to copy, induction heads are found in the second layer; without training, none."""
     source = "two layers of attention can copy in no other way (Olsson et al. 2022)"
     for seed in range(2):
-        name = f"{_TRAINED}, seed {seed}"
-        model = copying_model(seed, steps)
+        name = f"GPT-2 of two layers, trained here, seed {seed}"
         tokens, foreseen = repeated_spans(_PROMPTS, torch.Generator().manual_seed(seed))
-        hooked = _hooked(model)
+        hooked = _hooked(copying_model(seed, steps))
         right = _copied(hooked, tokens, foreseen)
         found, words = induction_heads(hooked, tokens)
         layers = {layer for layer, _ in found}
-        yield KnownAnswer(
-            name, "it copies: 99 % of the predictable tokens", f"{right:.1%}",
-            "passed" if right >= 0.99 else "failed", "trained to do so",
-        )  # fmt: skip
+        known = "it copies: 99 % of the predictable tokens"
+        yield tried(name, known, f"{right:.1%}", right >= 0.99, "trained to do so")
         known = "its induction heads (mass above a half, q < 0.05) are in layer 1"
-        yield KnownAnswer(name, known, words, "passed" if layers == {1} else "failed", source)
+        yield tried(name, known, words, layers == {1}, source)
         without = _copied(hooked, tokens, foreseen, found)
         known = "without these heads it does not copy: below 20 %"
-        yield KnownAnswer(name, known, f"{without:.1%}", "passed" if found and without < 0.2 else "failed", source)
+        yield tried(name, known, f"{without:.1%}", bool(found) and without < 0.2, source)
     untrained = _hooked(copying_model(0, steps=0))
     tokens, _ = repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
     found, words = induction_heads(untrained, tokens)
-    known = "no induction head is found"
-    yield KnownAnswer("the same, not trained", known, words, "failed" if found else "passed", "nothing was learned")
+    yield tried("the same, not trained", "no induction head is found", words, not found, "nothing was learned")
 
 
 def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tuple[int, int]], str]:
@@ -103,7 +90,6 @@ def _copied(
     model: HookedModel, tokens: torch.Tensor, foreseen: torch.Tensor, ablated: list[tuple[int, int]] | None = None
 ) -> float:
     """The fraction of tokens that are predicted, with the outputs of some heads set to zero."""
-
     without = on(HeadAblation(tuple(ablated)), model) if ablated else nullcontext()
     with torch.no_grad(), without:
         logits = model(tokens)
@@ -154,7 +140,7 @@ def handmade_model() -> Any:
         _previous_token(first, 0)
         _duplicate_token(first, 1)
         _first_token(first, 2)
-        _induction(second, 0)
+        _look(second, 0, _TOKEN, _BEFORE, VOCABULARY, _SHARP)  # the induction head
         _undo(model.transformer.ln_f, 3)
         model.lm_head.weight[:, _TOKEN : _TOKEN + VOCABULARY] = torch.eye(VOCABULARY)
     return model
@@ -162,9 +148,8 @@ def handmade_model() -> Any:
 
 def _undo(norm: torch.nn.LayerNorm, ones: int) -> None:
     """Set a layer norm so that a vector with this number of ones, and zeros elsewhere, is unchanged."""
-    width = norm.weight.shape[0]
-    mean = ones / width
-    norm.weight.fill_((ones / width - mean**2 + norm.eps) ** 0.5)
+    mean = ones / norm.weight.shape[0]
+    norm.weight.fill_((mean - mean**2 + norm.eps) ** 0.5)
     norm.bias.fill_(mean)
 
 
@@ -200,10 +185,6 @@ def _first_token(attention: Any, head: int) -> None:
     bias = attention.c_attn.bias[head * D_HEAD : (head + 1) * D_HEAD]
     bias[0] = _SHARP * D_HEAD**0.5
     _matrix(attention, "k", head)[_POSITION, 0] = 1.0
-
-
-def _induction(attention: Any, head: int) -> None:
-    _look(attention, head, _TOKEN, _BEFORE, VOCABULARY, _SHARP)
 
 
 def copying_model(seed: int = 0, steps: int = STEPS) -> Any:
