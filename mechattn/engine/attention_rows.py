@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import starmap
 from typing import Any, Literal
 
 import torch
@@ -204,9 +205,7 @@ class Nulls:
     _made: dict[Any, dict[int, Values]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._wanted = [
-            isinstance(a, _OF_ROWS) and any(has_null(*named) for named in a.quantities.items()) for a in self.analyses
-        ]
+        self._wanted = [isinstance(a, _OF_ROWS) and any(starmap(has_null, a.quantities.items())) for a in self.analyses]
 
     def of(self, number: int, layer: int, window: int | None) -> Values:
         """The nulls of all quantities of an analysis, for one layer."""
@@ -229,16 +228,14 @@ class Nulls:
         bias, sinks = self.blind.scores(layer, length, kind == BLIND)
         heads = self.blind.heads if kind == BLIND else 1
         zero = torch.zeros(len(self.batch.rows), heads, length, 1, device=self.batch.tokens.device)
-        attention = Attention(
-            zero, zero[:, :1], torch.ones_like(zero[:, :1]), 1.0, bias, window, None, here.edge_mask, sinks
-        )
+        key = zero[:, :1]
+        attention = Attention(zero, key, torch.ones_like(key), 1.0, bias, window, None, here.edge_mask, sinks)
         paired = paired_layer(layer, attention, self.pairs, window) if self.pairs is not None else None
         started = {i: a.start(self.batch, heads) for i, a in enumerate(self.analyses) if self._wanted[i]}
 
         def see(rows: Rows) -> None:
-            block = protocols.AttentionRows(
-                layer, rows.pattern, rows.queries, rows.keys, self.batch, window, attention.v, null=True
-            )
+            given = (rows.pattern, rows.queries, rows.keys, self.batch, window, attention.v)
+            block = protocols.AttentionRows(layer, *given, null=True)
             for number, sums in started.items():
                 analysis = self.analyses[number]
                 with _saying_no_null(analysis):

@@ -56,9 +56,7 @@ def measure_batch(
     again = partial(measure_batch, model, batch, forward, windows, [ReceivedAttention("all")], prompt_ids, blind)
     try:
         with ExitStack() as stack:
-            mlps = _at_mlps(
-                one, sums
-            )  # made before interventions on the nonlinearities, entered after: sees the result
+            mlps = _at_mlps(one, sums)  # made before interventions on the nonlinearities, entered after: sees results
             acting = _acting(placed, prompt_ids)
             for intervention, target in acting:
                 stack.enter_context(intervention.acting(model, lambda target=target: target))  # type: ignore[misc]
@@ -166,9 +164,8 @@ class _Sums:
             return
         del self.open[number, layer]
         analysis, window = self.analyses[number], self.one.windows[layer]
-        self.finite += [
-            (analysis, layer, v.isfinite().reshape(len(v), -1).all(1)) for v in made.values() if v.is_floating_point()
-        ]
+        numbers = [value for value in made.values() if value.is_floating_point()]
+        self.finite += [(analysis, layer, each.isfinite().reshape(len(each), -1).all(1)) for each in numbers]
         values = analysis.values(made, self.one.here[layer][0].at(layer), window)
         if not self.values[number]:
             check_values(analysis, values, self.one.placed, int(self.one.model.cfg.n_heads))

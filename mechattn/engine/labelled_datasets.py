@@ -104,10 +104,8 @@ class Collector:
         made = xr.Dataset(variables, coords={**self.coords, "segment": list(SEGMENTS)})
         labels: dict[str, Any] = {"to_segment": list(SEGMENTS), "other_condition": self.coords["condition"]}
         labels |= getattr(self.analysis, "coords", {})
+        labels |= {dim: np.arange(made.sizes.get(dim, 0)) for dim in ("head", "key", "original_key")}
         made = made.assign_coords({dim: label for dim, label in labels.items() if dim in made.dims})
-        for dim in ("head", "key", "original_key"):
-            if dim in made.dims:
-                made = made.assign_coords({dim: np.arange(made.sizes[dim])})
         return made.assign_attrs({"analysis": self.analysis.name})
 
     def _position_variables(self, name: str, quantity: Quantity) -> dict:

@@ -153,9 +153,7 @@ def record_keys_values(
     found: dict[str, dict[int, dict[Part, Tensor]]] = {}
     for prompt, batch, values in _passes(model, prompts, condition, _KeysValues(), chosen, seed, segment):
         where = batch.of_segment(segment)[0]
-        found[prompt.id] = {
-            layer: {part: seen[part][0, where] for part in ("k", "v")} for layer, seen in values.items()
-        }
+        found[prompt.id] = {n: {part: seen[part][0, where] for part in ("k", "v")} for n, seen in values.items()}
     return KeysValues(found, segment, f"recorded from {condition}, {len(prompts)} prompts, seed {seed}")
 
 

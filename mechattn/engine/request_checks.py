@@ -216,9 +216,8 @@ def check_variants(model: HookedModel, sequences: list[dict[str, Sequence]]) -> 
     learned = hasattr(model, "pos_embed")
     if learned or not takes_negative_ids(model):
         name = max(negative, key=lambda condition: negative[condition])
-        has = (
-            "learned positions" if learned else "a table of positions, where a negative one is an error or another row"
-        )
+        table = "a table of positions, where a negative one is an error or another row"
+        has = "learned positions" if learned else table
         raise OptionError(
             f"{model.cfg.model_name} has {has}, and {name!r} needs {negative[name]} before the first: "
             "insert after at least as many tokens as are inserted (a longer system prompt, or a smaller count)"

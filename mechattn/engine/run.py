@@ -133,19 +133,14 @@ class Plan:
     def calibrated(self, prompts: Seq[Prompt]) -> Run:
         """Calibrate the analyses on the model; ``prompts`` are all prompts of the whole run."""
         warn_of_likeness(prompts)
-        found = [
-            a.calibrated(self.model, self.layers, prompts) if isinstance(a, Calibrates) else a for a in self.analyses
-        ]
+        given = (self.model, self.layers, prompts)
+        found = [each.calibrated(*given) if isinstance(each, Calibrates) else each for each in self.analyses]
         check_captures(self.model, found, self.layers)
         forward, why = chosen_forward(self.model, self.options.engine, found)
         return Run(replace(self, analyses=found), forward, why, blind_scores(self.model))
 
 
-_ENGINES: Mapping[Forward, str] = {
-    forward_in_blocks: "streaming",
-    forward_fused: "fused",
-    forward_through_hooks: "hooks",
-}
+_ENGINES = {forward_in_blocks: "streaming", forward_fused: "fused", forward_through_hooks: "hooks"}
 
 
 @dataclass(frozen=True)

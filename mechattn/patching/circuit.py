@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from mechattn.axes import head_named
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
 from mechattn.errors import OptionError, check_choice
 from mechattn.model.hooked import alone, holding
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Ablation = Literal["counterpart", "mean", "resample"]
-Carried = Callable[
-    [Seq[np.ndarray]], np.ndarray
-]  # from orders of edges to the metric with the first of each [unit order size]
+# From orders of edges to the metric with the first of each [unit order size].
+Carried = Callable[[Seq[np.ndarray]], np.ndarray]
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of all edges: those of arXiv:2504.13151
 _DRAWS = 3  # of random circuits
 _ENOUGH = 0.85  # of the effect, for the circuit that is shown if no size is named
@@ -140,10 +140,9 @@ class Circuit:
             for name in readers[reader]:
                 found = {"score": float(scores[writer, reader]), "in_graph": bool(kept[writer, reader])}
                 named[f"{_theirs(self.graph, self.graph.writers[writer], 0)[0]}->{name}"] = found
-        nodes = {
-            _theirs(self.graph, name, 0)[0]: {"in_graph": bool(kept[i].any())}
-            for i, name in enumerate(self.graph.writers)
-        }
+        nodes = {}
+        for name, some in zip(self.graph.writers, kept, strict=True):
+            nodes[_theirs(self.graph, name, 0)[0]] = {"in_graph": bool(some.any())}
         made = {"cfg": self.about["cfg"], "nodes": nodes | {"logits": {"in_graph": True}}, "edges": named}
         Path(path).write_text(json.dumps(made))
         return Path(path)
@@ -311,13 +310,12 @@ def _shared_by(graph: Graph) -> list[list[str]]:
     """For each writer, the names of the keys and values that its head reads."""
     made: list[list[str]] = []
     for writer in graph.writers:
-        found = re.fullmatch(r"L(\d+)H(\d+)", writer)
-        if found is None:
+        if (found := head_named(writer)) is None:
             made.append([])
             continue
-        layer = int(found[1])
-        heads, own = (len(range(*graph.places[part, layer].indices(len(graph.readers)))) for part in "qk")
-        made.append([f"L{layer}H{int(found[2]) * own // heads}.{part}" for part in "kv"])
+        layer, head = found
+        heads, own = (place.stop - place.start for place in (graph.places[part, layer] for part in "qk"))
+        made.append([f"L{layer}H{head * own // heads}.{part}" for part in "kv"])
     return made
 
 

@@ -134,9 +134,8 @@ class EdgePair:
             return x
 
         with torch.no_grad():
-            (own, mine), (other, theirs) = (
-                run_edges(self.model, self.graph, one, 1, keep) for one in (pair.receiver, pair.donor)
-            )
+            runs = [run_edges(self.model, self.graph, one, 1, keep) for one in (pair.receiver, pair.donor)]
+        (own, mine), (other, theirs) = runs
         here, there = (places_of(one, pair.origins).to(device) for one in (pair.receiver, pair.donor))
         put = mine[0].clone()
         put[here] = theirs[0, there]
@@ -159,14 +158,11 @@ class EdgePair:
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(step.shape, generator=generator, dtype=torch.float64).to(step)
         random = drawn * step.norm(dim=-1, keepdim=True) / drawn.norm(dim=-1, keepdim=True)
-        made = {
-            name: torch.einsum("pwd,prd->wr", each, by_input).cpu().numpy()
-            for name, each in (("effect", step), ("random", random))
-        }
-        whole = self.pair.measure(other, base) - self.pair.measure(own, base)
-        missing = ~self.graph.exists
-        scores = {name: np.where(missing, np.nan, each) for name, each in made.items()}
-        return scores | {"whole": np.array(float(whole))}
+        made = {"whole": np.array(float(self.pair.measure(other, base) - self.pair.measure(own, base)))}
+        for name, each in (("effect", step), ("random", random)):
+            scores = torch.einsum("pwd,prd->wr", each, by_input).cpu().numpy()
+            made[name] = np.where(self.graph.exists, scores, np.nan)
+        return made
 
     def _gradients(self, steps: int, mine: Tensor, put: Tensor, base: Tensor) -> Float[Tensor, "pos reader d_model"]:
         """The gradient of the metric with respect to what each reader reads, averaged over the steps."""
@@ -203,5 +199,4 @@ class EdgePair:
             reading = replaced(some.to(put.device), self.graph, put)
             logits, _ = run_edges(self.model, self.graph, self.pair.receiver, len(some), reading)
             found.append(self.pair.measure(logits, base).double().cpu())
-        made: np.ndarray = torch.cat(found).numpy()
-        return made
+        return torch.cat(found).numpy()

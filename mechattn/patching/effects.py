@@ -152,19 +152,12 @@ class Patching:
         """A copy with the exact effects of some cells on the first prompts."""
         import pandas as pd
 
-        cells, there = self._cells("effect")[1], ~np.isnan(self.effects.effect.values).any(0)
-        rows = [
-            {
-                "prompt": str(prompt),
-                **dict(zip(self.labels, cells[cell], strict=True)),
-                "exact": value,
-                "attributed": float(attributed[there][cell]),
-            }
-            for prompt, attributed, values in zip(
-                self.effects.prompt.values, self.effects.effect.values, exact, strict=False
-            )
-            for cell, value in zip(sample, values, strict=True)
-        ]
+        cells, effect = self._cells("effect")[1], self.effects.effect.values
+        attributed, rows = effect[:, ~np.isnan(effect).any(0)], []
+        for i, (prompt, values) in enumerate(zip(self.effects.prompt.values, exact, strict=False)):
+            for cell, value in zip(sample, values, strict=True):
+                labels = dict(zip(self.labels, cells[cell], strict=True))
+                rows.append({"prompt": str(prompt), **labels, "exact": value, "attributed": attributed[i, cell]})
         return replace(self, checked=pd.DataFrame(rows))
 
     def __str__(self) -> str:

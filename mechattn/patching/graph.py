@@ -28,19 +28,12 @@ _SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in")
 
 @dataclass(frozen=True)
 class Graph:
-    """A model's writers (embedding, heads, MLPs), readers (q, k, v of heads, MLPs, logits), and edges between them.
+    """A model's writers (embedding, heads, MLPs), readers (q, k, v of heads, MLPs, logits), and edges between them."""
 
-    Args:
-        writers: Their names: "embedding", "L0H1", "L0MLP".
-        readers: Their names: "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits".
-        exists: Which writers come before which readers.
-        places: The readers of each reading place, in the order of a forward pass.
-    """
-
-    writers: tuple[str, ...]
-    readers: tuple[str, ...]
-    exists: Bool[np.ndarray, "writer reader"]
-    places: dict[tuple[str, int], slice]
+    writers: tuple[str, ...]  # "embedding", "L0H1", "L0MLP"
+    readers: tuple[str, ...]  # "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits"
+    exists: Bool[np.ndarray, "writer reader"]  # which writers come before which readers
+    places: dict[tuple[str, int], slice]  # the readers of each reading place, in the order of a forward pass
 
     def before(self, place: tuple[str, int]) -> int:
         """How many writers come before a reading place."""

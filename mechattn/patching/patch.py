@@ -142,34 +142,31 @@ class _Prompt:
     def cells(self, run: Run) -> list[tuple[tuple[Where, ...], Bool[Tensor, " shared"]]]:
         """The heads of each cell, and which of the original tokens are patched."""
         codes = run.sequence.segment[run.places]
-        at = [
-            codes >= 0
-            if slot is None
-            else codes == SEGMENTS.index(slot)
-            if isinstance(slot, str)
-            else self.pair.origins == slot
-            for slot in self.slots
-        ]
-        return [(heads, some) for heads in self.target.units for some in at]
+
+        def at(slot: str | int | None) -> Bool[Tensor, " shared"]:
+            if isinstance(slot, str):
+                return codes == SEGMENTS.index(slot)
+            return codes >= 0 if slot is None else self.pair.origins == slot
+
+        chosen = list(map(at, self.slots))
+        return [(heads, some) for heads in self.target.units for some in chosen]
 
     def effects(self, stranger: Run | None) -> dict[str, np.ndarray]:
         """The effect of each cell and its controls, and the whole effect; NaN where no token has a partner."""
         by_z: dict[int, Z] = {}
-        source = self.read(self.pair.donor)
-        if self.target.attributed:
+        pair, target, source = self.pair, self.target, self.read(self.pair.donor)
+        if target.attributed:
 
             def measure(made: Run) -> Float[Tensor, " row"]:
-                return self.pair.measure(made.logits, source.logits if self.pair.denoising else made.logits)
+                return pair.measure(made.logits, source.logits if pair.denoising else made.logits)
 
-            run, by_z = read_with_gradients(
-                self.model, self.pair.receiver, self.target.layers, self.pair.origins, measure
-            )
+            run, by_z = read_with_gradients(self.model, pair.receiver, target.layers, pair.origins, measure)
         else:
-            run = restartable(self.model, self.read(self.pair.receiver), self.target.layers)
-        base = source if self.pair.denoising else run
-        before, after = (float(self.pair.measure(each.logits, base.logits)) for each in (run, source))
+            run = restartable(self.model, self.read(pair.receiver), target.layers)
+        base = source if pair.denoising else run
+        before, after = (float(pair.measure(each.logits, base.logits)) for each in (run, source))
         values = {
-            name: {where: _aligned(run, given, where, self.target.part) for where in self.target.heads}
+            name: {where: _aligned(run, given, where, target.part) for where in target.heads}
             for name, given in (("effect", source), ("other_prompt", stranger))
             if given is not None
         }
@@ -177,7 +174,7 @@ class _Prompt:
         cells = self.cells(run)
         made = {"other_prompt": np.full(len(cells), np.nan), "whole": np.array(after - before)}
         for name, given in values.items():
-            if self.target.attributed:
+            if target.attributed:
                 made[name] = np.array([_attributed(run, by_z, given, *cell) for cell in cells])
             else:
                 made[name] = self._patched(run, base, given, cells) - before
@@ -203,15 +200,13 @@ class _Prompt:
         for first in range(0, len(put), rows):
             logits = patched_logits(self.model, run, put[first : first + rows], self.target.part)
             found.append(self.pair.measure(logits, base.logits).double().cpu())
-        made: np.ndarray = torch.cat(found).numpy()
-        return made
+        return torch.cat(found).numpy()
 
     def _random(self, run: Run, where: Where, value: Float[Tensor, "original d_head"]) -> Tensor:
         layer, head = where
         own = run.z[layer][run.places.to(value.device), head]
-        keys = token_keys(
-            self.seed, [self.pair.id], torch.arange(len(own))[None], layer, f"a random direction of head {head}"
-        )
+        purpose = f"a random direction of head {head}"
+        keys = token_keys(self.seed, [self.pair.id], torch.arange(len(own))[None], layer, purpose)
         draw = keyed_uniform(keys[0], own.shape[-1]).to(own.device)
         if self.target.part == "pattern":  # a token sees at least as many keys as have probabilities above 0
             back = run.places.to(own.device)[:, None] - torch.arange(own.shape[-1], device=own.device)

@@ -128,9 +128,7 @@ def restartable(model: HookedModel, run: Run, layers: Iterable[int]) -> Run:
 
     try:
         return replace(run, restarts=all(same(layer) for layer in sorted(set(layers) - {0})))
-    except (
-        Exception
-    ):  # a block misses what an earlier one leaves it, such as shared keys: every pass starts at the first
+    except Exception:  # a block misses what an earlier one leaves it, such as shared keys: start at the first
         return run
 
 

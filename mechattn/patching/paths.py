@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechattn.axes import head_named
 from mechattn.errors import OptionError
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, alone
@@ -37,8 +37,6 @@ from mechattn.patching.patched_runs import (
 from mechattn.patching.refusals import Direction
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
-
-_SENDER, _RECEIVER = re.compile(r"L(\d+)H(\d+)"), re.compile(r"L(\d+)H(\d+)\.([qkv])|logits")
 
 
 @dataclass(frozen=True)
@@ -108,17 +106,15 @@ def paths(
 
 def _paths_in(model: HookedModel, between: Any) -> list[Path]:
     """The named paths, each checked."""
-    layers, counts = attention_layers(model), {"q": int(model.cfg.n_heads), "k": kv_heads_of(model)}
-    counts["v"] = counts["k"]
-    made = []
+    layers, own = attention_layers(model), kv_heads_of(model)
+    made, counts = [], {"q": int(model.cfg.n_heads), "k": own, "v": own}
     for one in between if isinstance(between, (list, tuple)) else ():
         both = one if isinstance(one, (list, tuple)) and len(one) == 2 else ("", "")
-        sender, receiver = _SENDER.fullmatch(str(both[0])), _RECEIVER.fullmatch(str(both[1]))
-        if sender is None or receiver is None:
+        start, (receiver, _, part) = head_named(both[0]), str(both[1]).partition(".")
+        end = head_named(receiver)
+        if start is None or (both[1] != "logits" and (end is None or part not in counts)):
             raise OptionError(f'{one!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"')
-        start: Where = (int(sender[1]), int(sender[2]))
-        end = None if receiver[3] is None else (int(receiver[1]), int(receiver[2]))
-        for where, count in ((start, counts["q"]), (end, counts.get(receiver[3] or "", 0))):
+        for where, count in ((start, counts["q"]), (end, counts.get(part, 0))):
             if where is not None and (where[0] not in layers or where[1] >= count):
                 raise OptionError(
                     f"{one!r}: {model.cfg.model_name} has heads 0 to {count - 1} there, in layers "
@@ -126,8 +122,7 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
                 )
         if end is not None and end[0] <= start[0]:
             raise OptionError(f"{one!r}: nothing passes from layer {start[0]} to layer {end[0]}; name a later layer")
-        part: Any = receiver[3]
-        made.append(Path(start, end, part, f"{both[0]} → {both[1]}"))
+        made.append(Path(start, end, part or None, f"{both[0]} → {both[1]}"))  # type: ignore[arg-type]
     if not made:
         raise OptionError(f'between={between!r}: give paths such as [("L0H1", "L1H0.k"), ("L1H0", "logits")]')
     return made
@@ -183,10 +178,7 @@ def _patched(
         made = pair.measure(logits_of(model, pair.receiver, len(named)), base).double().cpu().numpy()
     everywhere = torch.arange(len(pair.receiver))
     for part in {path.part for path in named if path.part}:
-        some = [row for row, path in enumerate(named) if path.part == part]
-        put: list[list[Change]] = []
-        for row in some:
-            where: Any = named[row].receiver
-            put.append([(where, everywhere, seen[part, where[0]][row, :, where[1]])])
-        made[some] = pair.measure(patched_logits(model, own, put, part), base).double().cpu().numpy()
+        ends = {row: path.receiver for row, path in enumerate(named) if path.receiver and path.part == part}
+        put: list[list[Change]] = [[(to, everywhere, seen[part, to[0]][row, :, to[1]])] for row, to in ends.items()]
+        made[list(ends)] = pair.measure(patched_logits(model, own, put, part), base).double().cpu().numpy()
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -12,14 +11,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from mechattn.axes import head_named
 from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
 from mechattn.model.several_devices import device_of
 from mechattn.patching.patched_runs import OF_LAYER, Part, Where, changing
-
-_NAMED = re.compile(r"L(\d+)H(\d+)")
 
 
 @dataclass(frozen=True)
@@ -63,10 +61,9 @@ class Target:
 
 def target_in(model: HookedModel, at: Any, together: bool) -> Target:
     """The sites that ``at`` names in a model; all heads' z is attributed, everything else is patched exactly."""
-    named: Any = at
-    if not isinstance(at, Sites):
-        named = Sites(named) if isinstance(at, str) and at in get_args(Part) else Sites("z", named)
-    sites: Sites = named
+    if isinstance(at, str) and at in get_args(Part):
+        at = Sites(at)  # type: ignore[arg-type]
+    sites = at if isinstance(at, Sites) else Sites("z", at)
     check_choice(Part, part=sites.part)
     if sites.by not in (None, "segment", "position"):
         raise OptionError(f'by={sites.by!r}: give "segment", "position" or None')
@@ -91,7 +88,7 @@ def _heads(model: HookedModel, heads: Any, count: int) -> list[Where]:
     layers = attention_layers(model)
     if heads is None:
         return [(layer, head) for layer in layers for head in range(count)]
-    given = [_pair(one) for one in heads] if isinstance(heads, (tuple, list)) else []
+    given = [head_named(one) or one for one in heads] if isinstance(heads, (tuple, list)) else []
     if not given or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in given):
         raise OptionError(
             f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], or one of {", ".join(map(repr, get_args(Part)))}'
@@ -105,11 +102,6 @@ def _heads(model: HookedModel, heads: Any, count: int) -> list[Where]:
                 f"layers {', '.join(map(str, layers))}"
             )
     return list(dict.fromkeys((int(layer), int(head)) for layer, head in given))
-
-
-def _pair(named: Any) -> Any:
-    found = _NAMED.fullmatch(named) if isinstance(named, str) else None
-    return (int(found[1]), int(found[2])) if found else named
 
 
 def _patterns_act(model: HookedModel) -> bool:
