@@ -137,8 +137,7 @@ class AffineShift(AnalysisBase):
         means = zip(_FIT, ((x * x).sum(-1), (x * y).sum(-1), (y * y).sum(-1)), strict=True)
         nothing = ~after.any(-1)[:, None]
         # If the change is within rounding error, its parts mean nothing.
-        changed = sums["change"] > (_LEAST * sums["output"]) ** 2
-        change = torch.where(changed, sums["change"], torch.nan)
+        change = torch.where(sums["change"] > (_LEAST * sums["output"]) ** 2, sums["change"], torch.nan)
         late = original & after[:, None]
         return {
             **{name: segment_mean(value, members if name == "scale" else original) for name, value in each.items()},

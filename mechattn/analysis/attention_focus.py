@@ -201,8 +201,7 @@ class AttentionSpread(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        mass = zeros(batch, heads, "mass", last=(self.bands,))
-        return mass | zeros(batch, heads, "near", last=(len(self.shares),))
+        return zeros(batch, heads, "mass", last=(self.bands,)) | zeros(batch, heads, "near", last=(len(self.shares),))
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store both numbers of each query."""

@@ -218,8 +218,7 @@ class SegmentLogits(_Logits):
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment that have a next token."""
-        scale = sums["scale"] * sums.get("post", torch.ones_like(sums["scale"]))
-        read = sums["read"] / scale[..., None]
+        read = sums["read"] / (sums["scale"] * sums.get("post", torch.ones_like(sums["scale"])))[..., None]
         asking = (batch.members() & _has_next(batch)[:, None]).to(read.dtype)
         count = asking.sum(-1)[:, None, :, None]
         seen = _keys_seen(batch, window).to(read.dtype)[:, None]

@@ -164,8 +164,7 @@ class MlpActivations(AnalysisBase):
             tokens = Baseline().apply(prompt, model).tokens[None].to(device)
             with at_nonlinearity(model, dict.fromkeys(layers, see)):
                 forward_to(model, tokens, max(layers), [])
-        medians = {layer: float(np.median(values)) for layer, values in found.items()}
-        return replace(made, thresholds=medians)
+        return replace(made, thresholds={layer: float(np.median(values)) for layer, values in found.items()})
 
     def _calibration(self, model: HookedModel) -> Seq[Prompt]:
         if self.calibration is not None:

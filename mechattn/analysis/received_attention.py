@@ -99,9 +99,7 @@ def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
     """The queries that count."""
     if queries == "all":
         return batch.real
-    if queries == "original":
-        return batch.origin >= 0
-    return batch.of_segment(queries)
+    return batch.origin >= 0 if queries == "original" else batch.of_segment(queries)
 
 
 @lru_cache(maxsize=4)

@@ -84,8 +84,7 @@ class _Updates(AnalysisBase):
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """Prepare W_O of the layers and its factors."""
         made = {layer: output_weights(model, layer) for layer in layers}
-        weights = {layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()}
-        return replace(self, weights=weights)
+        return replace(self, weights={layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()})
 
     def measured(self, z: Float[Tensor, "batch pos head d_head"], captures: Captures) -> Sums:
         """Norms and products for each token, from what each head writes before W_O."""

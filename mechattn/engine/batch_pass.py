@@ -169,8 +169,7 @@ class _Sums:
         values = analysis.values(made, self.one.here[layer][0].at(layer), window)
         if not self.values[number]:
             check_values(analysis, values, self.one.placed, int(self.one.model.cfg.n_heads))
-        found = values | self.nulls.of(number, layer, window)
-        self.values[number][layer] = on_cpu(found)
+        self.values[number][layer] = on_cpu(values | self.nulls.of(number, layer, window))
         if all(len(by_layer) == len(self.one.windows) for by_layer in self.values):
             raise _Enough
 

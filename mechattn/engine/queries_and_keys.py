@@ -119,8 +119,8 @@ def measure(
         of_block: dict[str, Tensor] = {}
         if _TOP & found.keys():
             largest, second, at = focus.top_two(rows.pattern)
-            of_block = {"largest": largest, "target": at + rows.keys.start}
-            of_block["concentration"] = largest - second.clamp(min=0)
+            lead = largest - second.clamp(min=0)
+            of_block = {"largest": largest, "target": at + rows.keys.start, "concentration": lead}
         if "mass" in found:
             of_block["mass"] = rows.pattern @ members[:, None, rows.keys].to(rows.pattern)
         for name, blocks in found.items():

@@ -248,9 +248,7 @@ def positions_of(sequence: Sequence) -> int:
 def sides_of(model: HookedModel, sequences: Seq[Mapping[str, Sequence]]) -> list[str]:
     """The side of the model's boundary on which each prompt lies, "short" or "long"; empty for a model without one."""
     boundary = boundary_of(model)
-    if boundary is None:
-        return []
-    return [boundary.side(max(map(positions_of, made.values()))) for made in sequences]
+    return [] if boundary is None else [boundary.side(max(map(positions_of, made.values()))) for made in sequences]
 
 
 def counted_sides(sides: Seq[str]) -> str:

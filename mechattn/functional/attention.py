@@ -250,8 +250,7 @@ def score_parts(
 def centred(part: Float[Tensor, "#batch head #query key"], visible: Bool[Tensor, "#batch 1 query key"]) -> Pattern:
     """A part minus its mean over the keys that the query sees, which the softmax ignores."""
     part = part.expand(*part.shape[:2], *visible.shape[2:])
-    mean = (part * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
-    return part - mean
+    return part - (part * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
 
 
 def ranked_target(

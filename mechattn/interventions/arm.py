@@ -92,16 +92,14 @@ class ARM:
                 return None
             now = target()
             rows, positions = (each.to(post.device) for each in (now.rows, now.positions))
-            length = positions.shape[1]
-            every = post.reshape(-1, length, post.shape[-1]).clone()
+            every = post.reshape(-1, positions.shape[1], post.shape[-1]).clone()
             if self.scope == "tensor":
                 every[rows] = self._moved(every[rows], layer, now.prompts, positions)
             else:
                 at_once = max(1, _ENTRIES // every[0].numel())
                 for first in range(0, len(rows), at_once):
                     some = slice(first, first + at_once)
-                    moved = self._moved(every[rows[some]], layer, now.prompts[some], positions[some])
-                    every[rows[some]] = moved
+                    every[rows[some]] = self._moved(every[rows[some]], layer, now.prompts[some], positions[some])
             return every.reshape(post.shape)
 
         return at_nonlinearity(model, dict.fromkeys(self.which, see))

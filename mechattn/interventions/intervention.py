@@ -43,11 +43,9 @@ class Intervention(Protocol):
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse a model, or prompts, that it cannot act on; called before the first forward pass."""
-        ...
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Act on the tokens that ``target()`` returns at each forward pass."""
-        ...
 
 
 def read_first(interventions: Iterable[Any]) -> bool:
@@ -61,7 +59,6 @@ class ChecksSequences(Protocol):
 
     def check_sequence(self, prompt: str, sequence: Tokens) -> None:
         """Refuse a sequence that it cannot act on; called before the first forward pass."""
-        ...
 
 
 @contextmanager

@@ -74,5 +74,4 @@ def tried(model: str, known: str, found: str, passed: bool, source: str) -> Know
 
 def compared(model: str, known: str, difference: float, tolerance: float, source: str) -> KnownAnswer:
     """A known answer that passes if a difference is within a tolerance."""
-    apart = f"{difference:.1e} apart"
-    return tried(model, f"{known}, to {tolerance:g}", apart, difference <= tolerance, source)
+    return tried(model, f"{known}, to {tolerance:g}", f"{difference:.1e} apart", difference <= tolerance, source)

@@ -75,8 +75,7 @@ class KnownCircuit:
 
     def model(self, seed: int = 0, noise: float = _NOISE) -> HookedModel:
         """The model, with noise on all weights so that no score is exactly 0."""
-        made: HookedModel = load_model(_written(self.heads, seed, noise), tokenizer=lettered_tokenizer(SIZE))
-        return made
+        return load_model(_written(self.heads, seed, noise), tokenizer=lettered_tokenizer(SIZE))
 
 
 def known_circuits() -> list[KnownCircuit]:
@@ -254,8 +253,7 @@ def scores_of(circuit: KnownCircuit, method: str, seed: int = 0, prompts: int = 
 
 def auroc(scores: np.ndarray, true: np.ndarray) -> float:
     """The probability that a true one scores higher than another; ties count half."""
-    u = mannwhitneyu(scores[true], scores[~true]).statistic
-    return float(u / (true.sum() * (~true).sum()))
+    return float(mannwhitneyu(scores[true], scores[~true]).statistic / (true.sum() * (~true).sum()))
 
 
 def without(circuit: KnownCircuit, head: tuple[int, int], mean: bool, seed: int = 0, prompts: int = 16) -> float:

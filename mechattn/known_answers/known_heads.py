@@ -80,8 +80,7 @@ def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tupl
     found = [(int(i), int(j)) for i, j in zip(*((means > _HALF) & (tested.q < 0.05)).nonzero(), strict=True)]
     if not found:
         return [], f"none; the largest mass is {means.max():.2f}"
-    of = [tuple(head) for head in found]
-    p, q = (max(numbers[head] for head in of) for numbers in (tested.p, tested.q))
+    p, q = (max(numbers[head] for head in found) for numbers in (tested.p, tested.q))
     named = ", ".join(f"{layer}.{head} {means[layer, head]:.2f}" for layer, head in found)
     return found, f"{named}; p ≤ {p:.1g}, q ≤ {q:.1g}"
 
@@ -182,8 +181,7 @@ def _duplicate_token(attention: Any, head: int) -> None:
 
 
 def _first_token(attention: Any, head: int) -> None:
-    bias = attention.c_attn.bias[head * D_HEAD : (head + 1) * D_HEAD]
-    bias[0] = _SHARP * D_HEAD**0.5
+    attention.c_attn.bias[head * D_HEAD] = _SHARP * D_HEAD**0.5
     _matrix(attention, "k", head)[_POSITION, 0] = 1.0
 
 

@@ -61,9 +61,7 @@ PARTICULARS: Mapping[str, Particulars] = {
     "falcon": Particulars(alibi_in_bfloat16=True, masks_edges=False, fault="alibi counted twice"),
     **dict.fromkeys(("flex_olmo", "olmo", "olmo2", "olmo3"), _FLOAT_COSINES),
     "gpt2": Particulars(score_scale=_gpt2_scale),
-    "gpt_neo": Particulars(
-        score_scale=lambda config, layer, usual: 1.0, layer_kinds=("attention_layers", "window_size")
-    ),
+    "gpt_neo": Particulars(score_scale=lambda *_: 1.0, layer_kinds=("attention_layers", "window_size")),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _DIVIDED_LOGITS),
     "granitemoehybrid": replace(_DIVIDED_LOGITS, fault="an empty rotary embedding"),
     "mpt": Particulars(score_scale=_mpt_scale, slopes=_mpt_slopes, uses_mask=True, masks_edges=False),

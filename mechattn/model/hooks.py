@@ -127,8 +127,7 @@ def has_sinks(model: HookedModel) -> bool:
 
 def count_parameters(model: Any) -> int:
     """Number of distinct parameters; a tied embedding counts once."""
-    source = original_of(model) or model
-    return sum(p.numel() for p in {id(p): p for p in source.parameters()}.values())
+    return sum(p.numel() for p in {id(p): p for p in (original_of(model) or model).parameters()}.values())
 
 
 def forward_with_patterns(
@@ -150,12 +149,11 @@ def forward_with_patterns(
             values[layer] = v.detach()
 
         def reduce(pattern: Pattern, hook: Any) -> None:
-            v = values.pop(layer, None)
-            v = None if v is None else positions_first(model, layer, v)
-            if v is None or v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
-                v = None  # there are none, or they have another layout
-            else:
-                v = rearrange(as_mixed(model, layer, v), "batch pos kv_head d_head -> batch kv_head pos d_head")
+            if (v := values.pop(layer, None)) is not None:
+                v = positions_first(model, layer, v)
+                fits = v.ndim == 4 and v.shape[1] == pattern.shape[-1] and pattern.shape[1] % v.shape[2] == 0
+                by_head = "batch pos kv_head d_head -> batch kv_head pos d_head"
+                v = rearrange(as_mixed(model, layer, v), by_head) if fits else None  # None if of another layout
             see(layer, pattern.detach(), v)
 
         name = f"blocks.{layer}.attn.hook_v"
@@ -191,8 +189,7 @@ def forward_to(
     """A forward pass that computes nothing after layer ``last`` and logits of one position, and keeps no cache."""
     if position_ids is not None:
         # Without a mask, transformers treats position ids with gaps as several packed sequences and separates them.
-        options = {"attention_mask": torch.ones_like(tokens)} | options
-        options["position_ids"] = position_ids
+        options = {"attention_mask": torch.ones_like(tokens)} | options | {"position_ids": position_ids}
     options |= keeping_nothing(model)
     if last < model.cfg.n_layers - 1:
         options["stop_at_layer"] = last + 1

@@ -116,8 +116,7 @@ def unembedding(model: HookedModel) -> Unembedding:
             f"{model.cfg.model_name} has no ln_final or no W_U, so contributions to its logits are unknown"
         )
     found = frozen_norm(model, norm, "its final norm")
-    factor = particulars_of(model).logit_factor
-    w_u = w_u.detach()
+    factor, w_u = particulars_of(model).logit_factor, w_u.detach()
     config = config_of(model)  # of a bridge; a HookedTransformer has its cap in cfg
     source, name = (model.cfg, "output_logits_soft_cap") if config is None else (config, "final_logit_softcapping")
     cap = getattr(source, name, None) or 0.0

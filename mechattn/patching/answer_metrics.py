@@ -103,8 +103,7 @@ def measured_by(metric: Metric, prompts: Seq[Prompt], model: Any) -> list[Measur
     measured, _ = metric_of(metric)
     if metric != "answers":
         return [measured] * len(prompts)
-    others = [other_answer(prompt, model) for prompt in prompts]
-    return [partial(_between, other) for other in others]
+    return [partial(_between, other_answer(prompt, model)) for prompt in prompts]
 
 
 def _between(other: Int[Tensor, " other"], logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Tensor:

@@ -10,9 +10,10 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -32,9 +33,6 @@ from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import FEWEST, ratio_interval
 from mechattn.stats.units import halves_of
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Ablation = Literal["counterpart", "mean", "resample"]
 # From orders of edges to the metric with the first of each [unit order size].
@@ -198,8 +196,6 @@ def circuit(
     Source:
         Faithfulness and its areas, CPR and CMD: arXiv:2504.13151; stability over samples: arXiv:2510.00845.
     """
-    import pandas as pd
-
     check_choice(Ablation, ablation=ablation)
     model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
     units = units_of(prompts)
@@ -235,7 +231,7 @@ def circuit(
         "heads": int(model.cfg.n_heads),
         "cfg": cfg | {"parallel_attn_mlp": bool(getattr(model.cfg, "parallel_attn_mlp", False))},
     }
-    return Circuit(scores, graph, pd.DataFrame(curve), about, carried)
+    return Circuit(scores, graph, curve, about, carried)
 
 
 def _sizes(graph: Graph, sizes: Seq[int] | None) -> list[int]:
@@ -264,8 +260,6 @@ def _measured(
 
 def _curve(found: np.ndarray) -> pd.DataFrame:
     """Faithfulness of each size [unit order size], the order of the scores first, then random ones."""
-    import pandas as pd
-
     none, shares = found[:, 0, :1], _shares(found)
     chosen = ratio_interval(found[:, 0] - none, found[:, 0, -1] - found[:, 0, 0])
     ends = {"low": chosen.low, "high": chosen.high}

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.hooked import HookedModel, alone
@@ -25,9 +27,6 @@ from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results.result import MEMORY, memory_bytes
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 _CHECKED = 4  # prompts on which attribution is compared with patching
 _CLOSE, _COARSE = 1e-3, 5e-2  # of two runs' difference, to which the writers' must add up; and in half precision
@@ -73,9 +72,6 @@ def edges(
     Source:
         EAP: arXiv:2310.10348; EAP-IG: arXiv:2403.17806, with right ends of the parts where this has middles.
     """
-    import xarray as xr
-    from tqdm.auto import tqdm
-
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps={steps!r}: give a whole number, 1 for EAP, more for EAP-IG")
     model = load_model(as_hooked(model))
@@ -175,8 +171,7 @@ class EdgePair:
         at = torch.zeros(1) if steps == 1 else (torch.arange(steps) + 0.5) / steps
         total = torch.zeros(len(mine), len(self.graph.readers), mine.shape[-1], dtype=torch.float64, device=mine.device)
         for some in at.split(max(1, 2**11 // len(mine))):
-            between = some.to(mine)[:, None, None] * (put - mine)[:, 0]
-            embedded = partial(torch.add, other=between)
+            embedded = partial(torch.add, other=some.to(mine)[:, None, None] * (put - mine)[:, 0])
             logits, _ = run_edges(self.model, self.graph, self.pair.receiver, len(some), reading, embedded, True)
             value = self.pair.measure(logits, base).sum()
             for place, each in zip(added, torch.autograd.grad(value, list(added.values())), strict=True):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
+import xarray as xr
 
 from mechattn.axes import by_head
 from mechattn.errors import OptionError
@@ -15,10 +17,6 @@ from mechattn.patching.answer_metrics import WORDS
 from mechattn.stats.intervals import FEWEST, ratio_interval, t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units, halves_of
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import xarray as xr
 
 CONTROLS = ("other_prompt", "random")
 _SHOWN = 8  # heads that are printed
@@ -86,8 +84,6 @@ class Patching:
 
     def _table(self, top: int | None, half: bool, level: float) -> pd.DataFrame:
         """All rows are tested; with ``half``, those that one half of the units ranks highest, on the other half."""
-        import pandas as pd
-
         finding, shown = halves_of(self.units.n) if half else (np.arange(self.units.n),) * 2
         effect, cells = self._cells("effect")
         ranked = half or top is not None
@@ -150,8 +146,6 @@ class Patching:
 
     def compared(self, exact: Seq[np.ndarray], sample: Seq[int]) -> Patching:
         """A copy with the exact effects of some cells on the first prompts."""
-        import pandas as pd
-
         cells, effect = self._cells("effect")[1], self.effects.effect.values
         attributed, rows = effect[:, ~np.isnan(effect).any(0)], []
         for i, (prompt, values) in enumerate(zip(self.effects.prompt.values, exact, strict=False)):

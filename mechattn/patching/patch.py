@@ -6,12 +6,14 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.errors import OptionError
@@ -39,9 +41,6 @@ from mechattn.patching.sites import Sites, Target, target_in
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import Sequence
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 _CHECKED = 4  # prompts on which attribution is compared with patching
 _ROWS = 32  # patched copies of a prompt in a batch, at most
@@ -99,8 +98,6 @@ def patch(
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after the softmax, no
         softmax has to be recomputed.
     """
-    from tqdm.auto import tqdm
-
     model = load_model(as_hooked(model))
     target = target_in(model, at, together)
     if target.attributed:
@@ -276,8 +273,6 @@ def _attributed(
 
 def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], target: Target, slots: Seq[Any]) -> xr.Dataset:
     """The effects by layer and head, layer, or set, and segment or position; NaN for heads that were not requested."""
-    import xarray as xr
-
     by: dict[str, list[Any]] = {} if target.by is None else {target.by: list(slots)}
     layers, heads = (sorted({where[i] for where in target.heads}) for i in (0, 1))
     labels: dict[str, list[Any]] = {"layer": layers} | ({} if target.part in OF_LAYER else {"head": heads})

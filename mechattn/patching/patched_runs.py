@@ -160,8 +160,7 @@ def logits_of(
         options["attention_mask"] = torch.ones_like(tokens)
     with torch.set_grad_enabled(gradients):
         logits = model(tokens, return_type="logits", **options)
-    before = sequence.of_segment("answer").nonzero()[:, 0].to(device) - 1
-    return logits[:, before]
+    return logits[:, sequence.of_segment("answer").nonzero()[:, 0].to(device) - 1]
 
 
 def patched_logits(

@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import xarray as xr
 from jaxtyping import Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from mechattn.axes import head_named
 from mechattn.errors import OptionError
@@ -87,9 +89,6 @@ def paths(
     Source:
         Path patching: arXiv:2211.00593, appendix B.
     """
-    import xarray as xr
-    from tqdm.auto import tqdm
-
     model = load_model(as_hooked(model))
     named = _paths_in(model, between)
     prompts = as_prompts(prompts)

@@ -110,8 +110,7 @@ def _pairs(own: Seq[int], other: Seq[int], from_the_end: bool) -> Iterator[tuple
 
 def with_changes(sequences: Mapping[str, Sequence], baseline: str) -> dict[str, Sequence]:
     """The sequences of a prompt, with every token that a counterpart changes or lacks in the segment "changed"."""
-    own = sequences[baseline]
-    kept = torch.ones(len(own), dtype=torch.bool)
+    kept = torch.ones(len(sequences[baseline]), dtype=torch.bool)
     for one in (one for one in sequences.values() if one.counterpart):
         there = torch.zeros_like(kept)
         there[one.origin[~one.inserted & ~one.of_segment("changed")]] = True

@@ -158,8 +158,7 @@ def generate_recall(rng: random.Random, most: int = MOST_PEOPLE) -> Recall:
     numbers = [rng.randint(1, 9) for _ in names]
     scores = ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
     asked = rng.randrange(len(names))
-    question = f"Scores: {scores}. What is the score of {names[asked]}?"
-    return Recall(question, numbers[asked])
+    return Recall(f"Scores: {scores}. What is the score of {names[asked]}?", numbers[asked])
 
 
 def recall_questions(split: Split, seed: int = 0, most: int = MOST_PEOPLE) -> Iterator[Recall]:

@@ -188,6 +188,5 @@ def vocabulary_classes(tokenizer: Any, size: int) -> Int[Tensor, " d_vocab"]:
     if tokenizer is None:
         return torch.full((size,), other)
     known = min(size, len(tokenizer))
-    texts = tokenizer.batch_decode([[i] for i in range(known)])
-    made = [TOKEN_CLASSES.index(token_class(text)) for text in texts]
+    made = [TOKEN_CLASSES.index(token_class(text)) for text in tokenizer.batch_decode([[i] for i in range(known)])]
     return torch.tensor(made + [other] * (size - known))

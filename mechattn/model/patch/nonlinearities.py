@@ -193,9 +193,7 @@ class Mixture:
 
     def times(self, up: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """The factor that multiplies the activation."""
-        if hasattr(self.experts, "act_fn"):
-            return up
-        return up.clamp(-self.experts.limit, self.experts.limit) + 1
+        return up if hasattr(self.experts, "act_fn") else up.clamp(-self.experts.limit, self.experts.limit) + 1
 
     def into(self, at: Given, second: bool) -> Channels:
         """The gates (or, with ``second``, their factors) of each token's experts, and of the shared one."""

@@ -35,6 +35,7 @@ Queries = Float[Tensor, "batch head pos d_head"]
 Keys = Float[Tensor, "batch kv_head pos d_head"]
 Values = Float[Tensor, "batch kv_head pos d_value"]
 Output = Float[Tensor, "batch head pos d_value"]
+Projected = Float[Tensor, "batch pos ..."]
 See = Callable[[int, Rows | Fused], None]
 _NAME, _NAME_WITH_MASK = "mechattn_rows", "mechattn_rows_with_mask"  # to transformers
 # Hooks of a layer that, in some models, don't fire while it is streamed, or have another layout.
@@ -212,12 +213,7 @@ def _latent(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[None
 def _fused(model: HookedModel, attention: Any, attend: _Layer) -> AbstractContextManager[None]:
     """For a bridge that splits a fused projection and computes attention itself: from projected q, k, v to output."""
 
-    def reconstruct(
-        q: Float[Tensor, "batch pos ..."],
-        k: Float[Tensor, "batch pos ..."],
-        v: Float[Tensor, "batch pos ..."],
-        **kwargs: Any,
-    ) -> Any:
+    def reconstruct(q: Projected, k: Projected, v: Projected, **kwargs: Any) -> Any:
         heads = attention.config.n_heads
         kv_heads = getattr(attention.config, "n_key_value_heads", None) or heads
         if limit := clip_of(model, attend.number):
@@ -258,8 +254,7 @@ def _in_parts(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[No
     def z(v: Tensor, pattern: Tensor) -> Tensor:
         q, k, v = (rearrange(part, by_head) for part in (*asked, v))
         asked.clear()
-        cfg = attention.cfg
-        bias = None
+        cfg, bias = attention.cfg, None
         if cfg.positional_embedding_type == "alibi":
             slopes = type(attention).create_alibi_multipliers(cfg.n_heads, q.device)
             bias = slopes.reshape(1, -1, 1) * torch.arange(q.shape[2], device=q.device)
