@@ -38,9 +38,8 @@ class AffineShift(AnalysisBase):
             position.
     """
 
-    per_query: bool = False
-
     name = "affine_shift"
+    per_query: bool = False
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -48,9 +47,11 @@ class AffineShift(AnalysisBase):
         of = ("head", "segment")
         scale = "attention left to the original keys: lambda in the paper"
         ratio = "attention to all question keys, over that without inserted tokens: rho_Q"
+        variation = "1/2 sum over original keys of |A'/lambda - A|: 0 if only diluted"
         values = "it depends on the values"
         split = "|output' - lambda output - shift| / |output'|: what the affine form misses"
         rank = "over the shifts of the original queries after the insertion"
+        effective = f"exp entropy of s / sum s {rank} (Roy and Vetterli 2007)"
         fit = (
             "sum over the question's queries of products of outputs less their means, without and with inserted tokens"
         )
@@ -65,9 +66,7 @@ class AffineShift(AnalysisBase):
         return {
             "scale": Quantity(of, "probability", scale),
             "question_ratio": Quantity(of, "ratio", ratio),
-            "total_variation": Quantity(
-                of, "probability", "1/2 sum over original keys of |A'/lambda - A|: 0 if only diluted", "difference"
-            ),
+            "total_variation": Quantity(of, "probability", variation, "difference"),
             "relative_error": Quantity(of, "share", split, "difference", values),
             "output_norm": Quantity(of, "value norm", "|output'|", no_null=values),
             "shift_norm": Quantity(of, "value norm", "|sum over inserted keys of A' v'|", "difference", values),
@@ -79,9 +78,7 @@ class AffineShift(AnalysisBase):
             },
             **at,
             "shift_rank_one_share": Quantity(("head",), "share", f"s1^2 / sum s^2 {rank}", no_null=values),
-            "shift_effective_rank": Quantity(
-                ("head",), "dimensions", f"exp entropy of s / sum s {rank} (Roy and Vetterli 2007)", no_null=values
-            ),
+            "shift_effective_rank": Quantity(("head",), "dimensions", effective, no_null=values),
         }
 
     def start(self, batch: Batch, heads: int) -> Sums:
@@ -130,7 +127,6 @@ class AffineShift(AnalysisBase):
             "shift_norm": sums["shift"],
             "shift_share": sums["shift"] / sums["output"],
         }
-
         energies = fn.spectrum(sums["gram"])
         n = (batch.of_segment("question") & at_original).sum(-1)[:, None].clamp(min=1)
         x, y = sums["fit_x"], sums["fit_y"]

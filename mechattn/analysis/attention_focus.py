@@ -71,10 +71,9 @@ class AttentionFocus(AnalysisBase):
         per_query: Also keep each query's values, as ``…_at``, and the index of its strongest target.
     """
 
+    name = "attention_focus"
     half_mass: bool = False
     per_query: bool = False
-
-    name = "attention_focus"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -115,7 +114,7 @@ class AttentionFocus(AnalysisBase):
             "previous_share": target == queries - 1,
             "self_mass": self_attention(pattern, start, first),
             "first_mass": pattern[..., 0] if first == 0 else torch.zeros_like(largest),
-            "previous_mass": fn.previous_token(pattern, start, first),
+            "previous_mass": fn.looking_back(pattern, 1, start, first)[0],
             "duplicate_mass": fn.repeated_mass(pattern, rows.batch.tokens, 0, start, first),
             "induction_mass": fn.repeated_mass(pattern, rows.batch.tokens, 1, start, first),
             "concentration": largest - second.clamp(min=0),
@@ -169,6 +168,7 @@ class AttentionSpread(AnalysisBase):
         shares: Fractions of the strongest key's attention.
     """
 
+    name = "attention_spread"
     bands: int = 12
     shares: tuple[float, ...] = (0.5, 0.1, 0.01)
 
@@ -181,8 +181,6 @@ class AttentionSpread(AnalysisBase):
         numbers = [s for s in given if isinstance(s, (int, float)) and not isinstance(s, bool) and 0 < s < 1]
         if not given or len(numbers) < len(given) or len(set(numbers)) < len(numbers):
             raise OptionError(f"shares={self.shares!r}: give different numbers between 0 and 1, such as (0.5, 0.1)")
-
-    name = "attention_spread"
 
     @property
     def coords(self) -> Mapping[str, Seq[object]]:
@@ -255,6 +253,7 @@ class ScoreDecomposition(AnalysisBase):
         per_query: Also keep the parts of each query, as ``…_at``, and the index of its target.
     """
 
+    name = "score_decomposition"
     rank: int = 0
     per_query: bool = False
     scores: Any = field(default=None, repr=False, compare=False)
@@ -262,8 +261,6 @@ class ScoreDecomposition(AnalysisBase):
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
             raise OptionError(f"rank={self.rank!r}: give 0 for the strongest target, 1 for the second strongest, …")
-
-    name = "score_decomposition"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:

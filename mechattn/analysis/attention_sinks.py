@@ -88,6 +88,7 @@ class AttentionSinks(AnalysisBase):
         al., arXiv:2004.10102 (norms); Bogdan et al., arXiv:2506.19143 (vertical scores).
     """
 
+    name = "attention_sinks"
     threshold: float = 0.3
     least_queries: int = 16
     gap: int = 4
@@ -107,8 +108,6 @@ class AttentionSinks(AnalysisBase):
                 f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median, such as (100, 1000)"
             )
         check_counts(least_queries=self.least_queries, gap=self.gap)
-
-    name = "attention_sinks"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -231,10 +230,8 @@ class AttentionSinks(AnalysisBase):
         distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
         far = batch.real & (distant > 0)
         score = (sums["columns"] - sums["near"]) / distant.clamp(min=1)[:, None]
-        return {
-            "vertical": score.masked_fill(~far[:, None], torch.nan),
-            "vertical_kurtosis": fn.kurtosis_over_keys(score, far),
-        }
+        shown = score.masked_fill(~far[:, None], torch.nan)
+        return {"vertical": shown, "vertical_kurtosis": fn.kurtosis_over_keys(score, far)}
 
 
 def _mean(value: Float[Tensor, "batch head pos"], counted: Bool[Tensor, "batch pos"]) -> Float[Tensor, "batch head"]:

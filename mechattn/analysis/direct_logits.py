@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,12 +36,8 @@ class _Logits(AnalysisBase):
     reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
     norms: Any = field(default=None, repr=False, compare=False)  # of each layer, the FrozenNorm after its attention
 
-    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Any:
-        """Prepare W_O of the layers, the norms after attention, and the unembedding.
-
-        Raises:
-            ModelError: A head's update, or its path to the logits, cannot be computed for this model.
-        """
+    def calibrated(self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]) -> Any:
+        """Prepare W_O, the norms after attention and the unembedding; ModelError if a path to the logits is unknown."""
         weights = {layer: output_weights(model, layer) for layer in layers}
         return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers))
 
@@ -70,9 +65,8 @@ class DirectLogits(_Logits):
         Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.
     """
 
-    per_query: bool = False
-
     name = "direct_logits"
+    per_query: bool = False
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -85,7 +79,7 @@ class DirectLogits(_Logits):
         return made
 
     @property
-    def captures(self) -> Seq[str]:
+    def captures(self) -> Sequence[str]:
         """Each head's output before W_O; the input of the norm after attention, where there is one."""
         return (_Z, POST) if self.norms else (_Z,)
 
@@ -112,7 +106,7 @@ def _has_next(batch: Batch) -> Bool[Tensor, "batch pos"]:
     return torch.nn.functional.pad(batch.real[:, 1:], (0, 1))
 
 
-def norms_after(model: HookedModel, layers: Seq[int]) -> Mapping[int, FrozenNorm]:
+def norms_after(model: HookedModel, layers: Sequence[int]) -> Mapping[int, FrozenNorm]:
     """The norms between attention and the residual stream, by layer."""
     found = {layer: getattr(model.blocks[layer], "ln1_post", None) for layer in layers}
     norms = {layer: norm for layer, norm in found.items() if norm is not None}
@@ -146,9 +140,8 @@ class SegmentLogits(_Logits):
         arXiv:2607.01002; the next tokens of the text take the place of its answer tokens.
     """
 
-    gate: Any = field(default=None, repr=False, compare=False)  # hook and function of a gate on z
-
     name = "segment_logits"
+    gate: Any = field(default=None, repr=False, compare=False)  # hook and function of a gate on z
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -160,11 +153,11 @@ class SegmentLogits(_Logits):
         return {f"next_token_logit_{n}": Quantity(dims, "logits", d, "difference", no_null) for n, d in each.items()}
 
     @property
-    def captures(self) -> Seq[str]:
+    def captures(self) -> Sequence[str]:
         """The input of the norm after attention (or z, unused, in a model without one), and the gate."""
         return (POST if self.norms else _Z, *((self.gate[0],) if self.gate else ()))
 
-    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]) -> Analysis:
         """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the unembedding.
 
         Raises:

@@ -17,7 +17,6 @@ from mechattn.analysis.analysis import Activations, Analysis, AnalysisBase, Quan
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice, warn
 from mechattn.functional import activations as fn
-from mechattn.functional.activations import KAPPA
 from mechattn.functional.received import segment_mean
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import forward_to
@@ -72,6 +71,7 @@ class MlpActivations(AnalysisBase):
         edges: The edges of the histogram's bins; values outside are counted in two open bins.
     """
 
+    name = "mlp_activations"
     rule: Rule = "quantile"
     value: float = 0.25
     calibration: tuple[Prompt, ...] | None = None
@@ -90,8 +90,6 @@ class MlpActivations(AnalysisBase):
             raise OptionError("calibration=(): give at least one prompt, or omit it to use generated word problems")
         if len(self.edges) < 2 or list(self.edges) != sorted(set(self.edges)):
             raise OptionError("edges: give at least two numbers in increasing order")
-
-    name = "mlp_activations"
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -118,15 +116,15 @@ class MlpActivations(AnalysisBase):
             "variance": ("activation squared", "variance of act over the channels"),
             "kurtosis": ("ratio", "kurtosis of act over the channels; 3 if normal"),
         }
-        mean = ", mean over the tokens of the segment"
+        mean, of_class = (
+            ", mean over the tokens of the segment",
+            f"{near}, mean over the question's tokens of the class",
+        )
+        change = "|act - act in the baseline| / |act in the baseline|"
         return {
             **{f"{n}_by_segment": Quantity(("segment",), u, d + mean) for n, (u, d) in per_segment.items()},
-            "change_by_segment": Quantity(
-                ("segment",), "share", "|act - act in the baseline| / |act in the baseline|" + mean, "difference"
-            ),
-            "near_zero_by_token_class": Quantity(
-                ("token_class",), "share", f"{near}, mean over the question's tokens of the class"
-            ),
+            "change_by_segment": Quantity(("segment",), "share", change + mean, "difference"),
+            "near_zero_by_token_class": Quantity(("token_class",), "share", of_class),
             "histogram": Quantity(("bin",), "share", "share of the question's activations in [bin, next bin)"),
             **{
                 name: Quantity(("other_condition",), "activation squared", about, "difference")
@@ -181,7 +179,7 @@ class MlpActivations(AnalysisBase):
         if self.rule == "quantile":
             return float(ordered[round(self.value * (len(ordered) - 1))])
         median = ordered[(len(ordered) - 1) // 2]
-        return KAPPA * self.value * float((ordered - median).abs().median())
+        return fn.KAPPA * self.value * float((ordered - median).abs().median())
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""

@@ -35,14 +35,13 @@ class ReceivedAttention(AnalysisBase):
             and Gemma). Its received attention is then NaN and it counts in no segment.
     """
 
+    name = "received_attention"
     queries: Queries = "original"
     include_self: bool = False
     skip_first: bool = False
 
     def __post_init__(self) -> None:
         check_choice(Queries, queries=self.queries)
-
-    name = "received_attention"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -131,9 +130,8 @@ class SegmentFlow(AnalysisBase):
         predicting: Whether the queries of s are those that predict its tokens, one position earlier than they.
     """
 
-    predicting: bool = False
-
     name = "segment_flow"
+    predicting: bool = False
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -187,14 +185,13 @@ class AttentionMap(AnalysisBase):
     ``attention_map[q, k] = A[q, k]``; NaN beyond the end of a sequence.
     """
 
+    name = "attention_map"
     max_tokens: int = 256
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_tokens, int) or not 2 <= self.max_tokens <= 1024:
             said = "give a number from 2 to 1,024, the sizes at which a map is readable"
             raise OptionError(f"max_tokens={self.max_tokens}: {said}")
-
-    name = "attention_map"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:

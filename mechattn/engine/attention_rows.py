@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,7 +54,7 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
     return _fused_or_in_blocks(model, engine, analyses)
 
 
-def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Seq[Analysis]) -> tuple[Forward, str]:
+def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Sequence[Analysis]) -> tuple[Forward, str]:
     rows = [a.name for a in analyses if isinstance(a, _OF_ROWS) and not isinstance(a, protocols.WholeAnalysis)]
     if engine == "fused" and rows:
         raise OptionError(
@@ -162,7 +161,6 @@ def paired_layer(number: int, attention: AnyRows | None, pairs: Pairs, window: i
 
 
 UNIFORM, BLIND = "_uniform", "_blind"
-_NOT_OF_ROWS = "it is not made of rows of attention"
 _ABOUT = {
     UNIFORM: "if every head attended uniformly to the keys it can see",
     BLIND: "if every head attended by position alone: softmax of what the model adds to its scores (ALiBi, sinks)",
@@ -177,7 +175,8 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
     of_rows = isinstance(analysis, _OF_ROWS)
     made: dict[str, Quantity] = {}
     for name, quantity in given.items():
-        made[name] = quantity if of_rows or quantity.no_null else replace(quantity, no_null=_NOT_OF_ROWS)
+        why = quantity.no_null or ("" if of_rows else "it is not made of rows of attention")
+        made[name] = replace(quantity, no_null=why)
         if of_rows and has_null(name, quantity):
             for kind, about in _ABOUT.items():
                 dims = tuple(dim for dim in quantity.dims if dim != "head" or kind == BLIND)
@@ -198,7 +197,7 @@ class Nulls:
     # Uniform attention comes from queries that are zero: every key that a query sees, and a learned sink, has a score
     # of 0. If the model adds something to its scores regardless of content, a second null (``_blind``) includes it.
 
-    analyses: Seq[Analysis]
+    analyses: Sequence[Analysis]
     batch: Batch  # on the device of the model
     pairs: Pairs | None  # each sequence with its baseline, if an analysis needs it
     blind: BlindScores  # what the model adds to its scores

@@ -23,7 +23,7 @@ from mechattn.interventions.recorded import Affine, AffineAttention, KeysValues
 from mechattn.model import hooks
 from mechattn.model.head_parts import is_latent
 from mechattn.model.hooked import HookedModel, alone, limit_of
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import load_model
 from mechattn.model.patch.keys_values_z import Part, changing_z
 from mechattn.model.several_devices import device_of
 from mechattn.prompts.conditions import Baseline, Condition
@@ -56,7 +56,7 @@ def record_affine(
         OptionError: The condition inserts nothing, or a layer is out of range.
         ModelError: The model applies a gate or a norm between ``pattern · v`` and z.
     """
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     if why := limit_of(model, "values"):
         raise ModelError(
             f"{model.cfg.model_name}: {why}; λ and Σσ describe pattern · v, so they cannot be applied to z here"
@@ -143,11 +143,9 @@ def record_keys_values(
         ModelError: The model has no keys and values before RoPE (latent attention).
     """
     check_choice(SEGMENTS, segment=segment)
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     prompts = as_prompts(prompts)
-    chosen = hooks.attention_layers(model) if layers is None else hooks.chosen_layers(model, layers)
-    if not chosen:
-        raise ModelError(f"{model.cfg.model_name} has no attention, so there are no keys and values")
+    chosen = hooks.chosen_layers(model, layers)
     if latent := [layer for layer in chosen if is_latent(model, layer)]:
         raise ModelError(f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer {latent[0]})")
     found: dict[str, dict[int, dict[Part, Tensor]]] = {}
@@ -185,7 +183,7 @@ def head_means(
         prompts: As for ``run``; use other prompts than the measured ones.
         layers: The layers, from 0; all by default.
     """
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
     sums: dict[int, Tensor] = {}

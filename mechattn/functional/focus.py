@@ -59,11 +59,6 @@ def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) ->
     return queries * pattern.sum(-1) - pattern @ keys.to(pattern.dtype)
 
 
-def previous_token(pattern: Pattern, first_query: int = 0, first_key: int = 0) -> PerHead:
-    """``A[q, q − 1]`` of each query; 0 for the first, which has none, and if the key is not in this block."""
-    return looking_back(pattern, 1, first_query, first_key)[0]
-
-
 def looking_back(pattern: Pattern, back: int, first_query: int = 0, first_key: int = 0) -> tuple[PerHead, slice]:
     """``A[q, q − back]`` of each query, 0 if that key is not in this block; and the keys that are, in order."""
     offset = first_query - first_key - back

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import activations as fn
-from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, on
-from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
+from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain_nonlinearity
 
 _ENTRIES = 2**22  # at a time, because the random number of each takes 8 bytes
 
@@ -85,9 +84,7 @@ class ARM:
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Move the activations of these tokens."""
 
-        def see(
-            layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
-        ) -> Float[Tensor, "*token d_mlp"] | None:
+        def see(layer: int, pre: Activity, post: Activity) -> Activity | None:
             if self.strength == 0:
                 return None
             now = target()
@@ -108,7 +105,7 @@ class ARM:
         self, x: Float[Tensor, "row pos d_mlp"], layer: int, prompts: Sequence[str], positions: Int[Tensor, "row pos"]
     ) -> Float[Tensor, "row pos d_mlp"]:
         def drawn(purpose: str) -> Float[Tensor, "row pos d_mlp"]:
-            return keyed_uniform(token_keys(self.seed, prompts, positions, layer, purpose), x.shape[-1])
+            return fn.keyed_uniform(fn.token_keys(self.seed, prompts, positions, layer, purpose), x.shape[-1])
 
         made = fn.redistribute(x, drawn("arm"), self.c, self.p1, self.form, self.scope, self.strength)
         if self.control is None:

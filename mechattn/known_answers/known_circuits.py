@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +54,7 @@ class Written:
     With no looks it writes the same wherever it stands: a 1 in the first place of the part that it carries to.
     """
 
-    looks: Seq[Look]
+    looks: Sequence[Look]
     carries: tuple[slice, slice] | None
 
 
@@ -91,19 +90,20 @@ def known_circuits() -> list[KnownCircuit]:
     held = [induct, Look(TOKEN, POSITION, astray, 2 * _SHARP), Look(SECOND, POSITION, back, -2 * _SHARP)]
     mover = [Look(TOKEN, POSITION, ends), Look(SECOND, TOKEN, same, -_SHARP)]
     note, out, junk = (TOKEN, FIRST), (TOKEN, OUT), (TOKEN, JUNK)
+    two_layers = {("embedding", "L0H0.v"), ("L0H0", "L1H0.k"), ("embedding", "L1H0.v"), ("L1H0", "logits")}
     return [
         KnownCircuit(
             "induction, two layers",
             {(0, 0): Written([previous], note), (1, 0): Written([induct], out)}
             | _decoys({0: [[previous], duplicate], 1: [[induct], duplicate]}, junk),
-            frozenset({("embedding", "L0H0.v"), ("L0H0", "L1H0.k"), ("embedding", "L1H0.v"), ("L1H0", "logits")}),
+            frozenset(two_layers),
             lambda count, seed: _sequences(count, seed, 1),
         ),
         KnownCircuit(
             "induction that needs a constant, two layers",
             {(0, 0): Written([previous], note), (0, 5): Written([], (TOKEN, SECOND)), (1, 0): Written(held, out)}
             | _decoys({0: [[previous], duplicate], 1: [held, duplicate]}, junk),
-            frozenset({("embedding", "L0H0.v"), ("L0H0", "L1H0.k"), ("embedding", "L1H0.v"), ("L1H0", "logits")}),
+            frozenset(two_layers),
             lambda count, seed: _sequences(count, seed, 1),
         ),
         KnownCircuit(
@@ -126,7 +126,7 @@ def known_circuits() -> list[KnownCircuit]:
     ]  # fmt: skip
 
 
-def _decoys(looks: Mapping[int, Seq[Seq[Look]]], junk: tuple[slice, slice]) -> dict[tuple[int, int], Written]:
+def _decoys(looks: Mapping[int, Sequence[Sequence[Look]]], junk: tuple[slice, slice]) -> dict[tuple[int, int], Written]:
     """In each layer heads that attend in these ways and write where nothing reads, and as many that write nothing."""
     made: dict[tuple[int, int], Written] = {}
     for layer, ways in looks.items():
@@ -202,7 +202,7 @@ def _sequences(count: int, seed: int, step: int) -> list[Prompt]:
     return made
 
 
-def _after(tokens: Seq[int], one: int, step: int) -> int:
+def _after(tokens: Sequence[int], one: int, step: int) -> int:
     return tokens[list(tokens).index(one) + step]
 
 

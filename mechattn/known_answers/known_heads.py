@@ -33,8 +33,6 @@ HEADS = {  # handmade, each with the measure that is exactly 1 for it
 _TOKEN, _POSITION, _BEFORE = 0, VOCABULARY, VOCABULARY + POSITIONS  # the slices of the residual stream, each one-hot
 _SHARP = 60.0  # the score of a match, far above all others
 _PROMPTS = 24
-_CLOSE = 1e-5
-_HALF = 0.5  # of a head's attention, for it to count as an induction head
 
 
 def handmade_heads() -> Iterator[KnownAnswer]:
@@ -45,7 +43,7 @@ def handmade_heads() -> Iterator[KnownAnswer]:
     for (layer, head), (name, measure) in HEADS.items():
         away = max(float(abs(values[measure].sel(layer=layer, head=head) - 1).max()) for values in by_engine)
         known = f"{layer}.{head} is the {name} head: {measure} 1"
-        yield compared("hand-made GPT-2", known, away, _CLOSE, "written by hand")
+        yield compared("hand-made GPT-2", known, away, 1e-5, "written by hand")
 
 
 def trained_heads(steps: int = STEPS) -> Iterator[KnownAnswer]:
@@ -77,7 +75,7 @@ def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tupl
     mass, null = values.induction_mass, values.induction_mass_uniform
     tested = paired((mass - null).transpose("prompt", "layer", "head").values, bootstrap_ends=False)
     means = mass.mean("prompt").transpose("layer", "head").values
-    found = [(int(i), int(j)) for i, j in zip(*((means > _HALF) & (tested.q < 0.05)).nonzero(), strict=True)]
+    found = [(int(i), int(j)) for i, j in zip(*((means > 0.5) & (tested.q < 0.05)).nonzero(), strict=True)]
     if not found:
         return [], f"none; the largest mass is {means.max():.2f}"
     p, q = (max(numbers[head] for head in found) for numbers in (tested.p, tested.q))

@@ -29,7 +29,6 @@ _TEXT = (
 )
 _ACTIVATIONS = "gpt-nano-sort-t0-partials.json"
 _LETTERS = 6
-_TOLERANCE = 1e-6
 
 
 def selftest(
@@ -121,7 +120,7 @@ def _activations(model: Any, stored: dict[str, Any]) -> Iterator[KnownAnswer]:
         scale = max(1.0, float(abs(expected[seen]).max()))
         away = float(abs(ours[name][seen] - expected[seen]).max()) / scale
         where = name if name == "logits" else f"{name} of layer 0"
-        yield compared(SORT, f"{where}, against another implementation", away, _TOLERANCE, _SORT_BY)
+        yield compared(SORT, f"{where}, against another implementation", away, 1e-6, _SORT_BY)
 
 
 def _array(stored: dict[str, Any]) -> np.ndarray:

@@ -163,7 +163,7 @@ def unloaded(model: Any) -> UnloadedModel:
         return checkpoint.unloaded_tokenizer(checkpoint.tokenizer_named(name), name, longest, settings)
     if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
         return checkpoint.unloaded_tokenizer(model, str(getattr(model, "name_or_path", "") or type(model).__name__))
-    hooked = load_model(as_hooked(model))
+    hooked = load_model(model)
     if getattr(hooked, "tokenizer", None) is None:
         raise ModelError(f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)")
     settings = getattr((facts_of(hooked) or ModelFacts()).native, "generation_config", None)

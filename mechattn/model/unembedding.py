@@ -120,13 +120,8 @@ def unembedding(model: HookedModel) -> Unembedding:
     config = config_of(model)  # of a bridge; a HookedTransformer has its cap in cfg
     source, name = (model.cfg, "output_logits_soft_cap") if config is None else (config, "final_logit_softcapping")
     cap = getattr(source, name, None) or 0.0
-    made = Unembedding(
-        w_u,
-        wide(w_u).mean(1),
-        replace(found, gamma=found.gamma.to(w_u.device)),
-        factor=1.0 if factor is None else float(factor(config)),
-        cap=float(cap) if cap > 0 else None,
-    )
+    norm, scale = replace(found, gamma=found.gamma.to(w_u.device)), 1.0 if factor is None else float(factor(config))
+    made = Unembedding(w_u, wide(w_u).mean(1), norm, scale, float(cap) if cap > 0 else None)
     _check_direct(model, made)
     return made
 

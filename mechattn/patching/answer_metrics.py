@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -98,7 +97,7 @@ def metric_of(metric: Metric) -> tuple[Measured, str]:
     return _NAMED[metric], WORDS[metric]
 
 
-def measured_by(metric: Metric, prompts: Seq[Prompt], model: Any) -> list[Measured]:
+def measured_by(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[Measured]:
     """The function of a metric for each prompt."""
     measured, _ = metric_of(metric)
     if metric != "answers":

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -22,7 +21,7 @@ from mechattn.axes import head_named
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
 from mechattn.errors import OptionError, check_choice
 from mechattn.model.hooked import alone, holding
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.edges import EdgePair, edges
 from mechattn.patching.effects import Patching
@@ -36,7 +35,7 @@ from mechattn.stats.units import halves_of
 
 Ablation = Literal["counterpart", "mean", "resample"]
 # From orders of edges to the metric with the first of each [unit order size].
-Carried = Callable[[Seq[np.ndarray]], np.ndarray]
+Carried = Callable[[Sequence[np.ndarray]], np.ndarray]
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of all edges: those of arXiv:2504.13151
 _DRAWS = 3  # of random circuits
 _ENOUGH = 0.85  # of the effect, for the circuit that is shown if no size is named
@@ -162,13 +161,13 @@ class Circuit:
 @alone
 def circuit(
     model: Any,
-    prompts: Seq[Prompt | str],
+    prompts: Sequence[Prompt | str],
     condition: Condition,
     *,
     steps: int = 5,
     metric: Metric = "answers",
     ablation: Ablation = "counterpart",
-    sizes: Seq[int] | None = None,
+    sizes: Sequence[int] | None = None,
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Circuit:
@@ -197,7 +196,7 @@ def circuit(
         Faithfulness and its areas, CPR and CMD: arXiv:2504.13151; stability over samples: arXiv:2510.00845.
     """
     check_choice(Ablation, ablation=ablation)
-    model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
+    model, prompts = load_model(model), as_prompts(prompts)
     units = units_of(prompts)
     units.refuse_below(2 * FEWEST, " for two halves", instead="")
     ranking, reporting = ([prompts[i] for i in half] for half in units.halves())
@@ -213,7 +212,7 @@ def circuit(
         )
         instead = None if ablation == "counterpart" else [one.runs()[2] for one in first]
 
-    def carried(orders: Seq[np.ndarray]) -> np.ndarray:
+    def carried(orders: Sequence[np.ndarray]) -> np.ndarray:
         kept = torch.from_numpy(np.stack([_first(graph, some, size) for some, size in product(orders, numbers)]))
         draws = deepcopy(generator)
         with holding(model), showing_edges(model):
@@ -234,7 +233,7 @@ def circuit(
     return Circuit(scores, graph, curve, about, carried)
 
 
-def _sizes(graph: Graph, sizes: Seq[int] | None) -> list[int]:
+def _sizes(graph: Graph, sizes: Sequence[int] | None) -> list[int]:
     count = int(graph.exists.sum())
     given = [round(share * count) for share in _SHARES] if sizes is None else list(sizes)
     if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= count for size in given):
@@ -243,7 +242,7 @@ def _sizes(graph: Graph, sizes: Seq[int] | None) -> list[int]:
 
 
 def _measured(
-    one: EdgePair, kept: Tensor, instead: Seq[Tensor] | None, ablation: Ablation, generator: np.random.Generator
+    one: EdgePair, kept: Tensor, instead: Sequence[Tensor] | None, ablation: Ablation, generator: np.random.Generator
 ) -> np.ndarray:
     """The metric of a prompt with each set of edges kept."""
     own, _, mine, put = one.runs()

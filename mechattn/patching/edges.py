@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.hooked import HookedModel, alone
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import load_model
 from mechattn.model.several_devices import device_of
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import Patching, checked_sample
@@ -35,7 +35,7 @@ _CLOSE, _COARSE = 1e-3, 5e-2  # of two runs' difference, to which the writers' m
 @alone
 def edges(
     model: Any,
-    prompts: Prompt | str | Seq[Prompt | str],
+    prompts: Prompt | str | Sequence[Prompt | str],
     condition: Condition,
     *,
     steps: int = 1,
@@ -74,7 +74,7 @@ def edges(
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps={steps!r}: give a whole number, 1 for EAP, more for EAP-IG")
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     graph = graph_of(model)
     check_gradients(model, metric, direction)
     prompts = as_prompts(prompts)
@@ -99,7 +99,7 @@ def edges(
     return patching.compared(exact, sample)
 
 
-def _check_memory(model: HookedModel, graph: Graph, pairs: Seq[Pair], memory: str) -> None:
+def _check_memory(model: HookedModel, graph: Graph, pairs: Sequence[Pair], memory: str) -> None:
     """Refuse a graph whose gradients don't fit."""
     longest = max(len(one) for pair in pairs for one in (pair.receiver, pair.donor))
     held = 3 * len(graph.writers) + 3 * len(graph.readers)  # two runs and a step; the inputs, their gradients, the sums
@@ -178,7 +178,7 @@ class EdgePair:
                 total[:, self.graph.places[place]] += each.double().sum(0) / steps
         return total
 
-    def exact(self, some: Seq[tuple[int, int]]) -> np.ndarray:
+    def exact(self, some: Sequence[tuple[int, int]]) -> np.ndarray:
         """The effect of single edges, each patched exactly."""
         kept = torch.ones(len(some), *self.graph.exists.shape, dtype=torch.bool)
         for row, (writer, reader) in enumerate(some):

@@ -21,7 +21,6 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Sequence
 from mechattn.results import provenance
-from mechattn.results.provenance import identity
 from mechattn.stats.units import Units
 
 
@@ -74,7 +73,7 @@ def about_of(
     return {
         "model": provenance.name_of(str(model.cfg.model_name)),
         "prompts": provenance.digest(prompts),
-        "condition": identity(condition),
+        "condition": provenance.identity(condition),
         "metric": metric_of(metric)[1],
         "direction": direction,
         "seed": seed,

@@ -20,7 +20,7 @@ from mechattn.errors import OptionError
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_window
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import CONTROLS, Patching, checked_sample
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
@@ -98,7 +98,7 @@ def patch(
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after the softmax, no
         softmax has to be recomputed.
     """
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     target = target_in(model, at, together)
     if target.attributed:
         check_gradients(model, metric, direction)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from mechattn.errors import OptionError
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_layers
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
@@ -54,9 +53,9 @@ class Path:
 @alone
 def paths(
     model: Any,
-    prompts: Prompt | str | Seq[Prompt | str],
+    prompts: Prompt | str | Sequence[Prompt | str],
     condition: Condition,
-    between: Seq[tuple[str, str]],
+    between: Sequence[tuple[str, str]],
     *,
     metric: Metric = "answers",
     direction: Direction = "noising",
@@ -89,7 +88,7 @@ def paths(
     Source:
         Path patching: arXiv:2211.00593, appendix B.
     """
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     named = _paths_in(model, between)
     prompts = as_prompts(prompts)
     pairs, _ = pairs_of(model, prompts, condition, metric, direction, seed)
@@ -127,7 +126,7 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
     return made
 
 
-def _effects(model: HookedModel, pair: Pair, named: Seq[Path], seed: int) -> dict[str, np.ndarray]:
+def _effects(model: HookedModel, pair: Pair, named: Sequence[Path], seed: int) -> dict[str, np.ndarray]:
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     layers = attention_layers(model)
     own, other = (read(model, one, layers, "z", pair.origins) for one in (pair.receiver, pair.donor))
@@ -149,7 +148,7 @@ def _effects(model: HookedModel, pair: Pair, named: Seq[Path], seed: int) -> dic
 def _patched(
     model: HookedModel,
     pair: Pair,
-    named: Seq[Path],
+    named: Sequence[Path],
     own: Run,
     given: Mapping[Where, Float[Tensor, "shared d_head"]],
     base: Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -34,7 +34,7 @@ class Sites:
     """
 
     part: Part = "z"
-    where: Seq[Where | str] | Seq[int] | None = None
+    where: Sequence[Where | str] | Sequence[int] | None = None
     by: Literal["segment", "position"] | None = None
 
 

@@ -188,7 +188,13 @@ def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
-            rows.append(_json_row(line, path, number))
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise PromptError(f"line {number} of {path} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise PromptError(f"line {number} of {path} is not a JSON object with named fields")
+            rows.append(row)
         if len(rows) == limit:
             break
     return rows
@@ -214,16 +220,6 @@ def _lines(path: Path) -> Iterator[str]:
         ) from None
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-def _json_row(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"line {number} of {path} is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise PromptError(f"line {number} of {path} is not a JSON object with named fields")
-    return row
 
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:

@@ -117,14 +117,8 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
         question = question.replace("?", " ?")
     if rng.random() < 0.5:
         question = question.replace("/", " / ")
-    return Problem(
-        question=question,
-        answer=" ".join([*story.sums, f"Answer: {story.value}"]),
-        solution=story.value,
-        steps=steps,
-        chain=story.chain,
-        template=", ".join(story.forms),
-    )
+    answer, template = " ".join([*story.sums, f"Answer: {story.value}"]), ", ".join(story.forms)
+    return Problem(question, answer, story.value, steps, story.chain, template)
 
 
 def word_problems(split: Split, steps: tuple[int, ...] = (1, 2, 3, 4, 5), seed: int = 0) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 from mechattn.errors import PromptError, check_choice
@@ -26,12 +26,7 @@ _FEWEST_WORDS = 6
 
 
 def pairs(
-    model: TokenizedModel,
-    source: str,
-    limit: int = 64,
-    *,
-    span: tuple[int, int] = (SHORTEST, LONGEST),
-    seed: int = 0,
+    model: TokenizedModel, source: str, limit: int = 64, *, span: tuple[int, int] = (SHORTEST, LONGEST), seed: int = 0
 ) -> list[Prompt]:
     """Make pairs of prompts: each has a ``counterpart`` of as many tokens, an answer, and the counterpart's answer.
 
@@ -60,10 +55,8 @@ def pairs(
     check_limit(limit)
     draws = [random.Random(f"{source} {seed} {index}") for index in range(limit)]
     if source == "repeated-random":
-        return [
-            _shuffled(model, prompt, draw)
-            for prompt, draw in zip(repeated_random(model, limit, span=span, seed=seed), draws, strict=True)
-        ]
+        prompts = repeated_random(model, limit, span=span, seed=seed)
+        return [_shuffled(model, prompt, draw) for prompt, draw in zip(prompts, draws, strict=True)]
     tokenizer = require_tokenizer(model)
     if source == "ioi":
         make, words = _indirect_object, _alike(tokenizer, [f" {name}" for name in PEOPLE])
@@ -74,7 +67,7 @@ def pairs(
     return made
 
 
-def _indirect_object(draw: random.Random, words: Seq[str]) -> dict[str, Any]:
+def _indirect_object(draw: random.Random, words: Sequence[str]) -> dict[str, Any]:
     one, two = (name.strip() for name in draw.sample(list(words), 2))
     scene, act = _SCENES[draw.randrange(len(_SCENES))]
     place, thing = draw.choice(_PLACES), draw.choice(_THINGS)
@@ -83,14 +76,13 @@ def _indirect_object(draw: random.Random, words: Seq[str]) -> dict[str, Any]:
     return {"question": question, "counterpart": counterpart, "answer": f" {one}", "other_answer": f" {two}"}
 
 
-def _greater_than(draw: random.Random, words: Seq[str]) -> dict[str, Any]:
+def _greater_than(draw: random.Random, words: Sequence[str]) -> dict[str, Any]:
     start = draw.choice([number for number in words if 20 < int(number) < 45])
     end = draw.choice([number for number in words if 55 < int(number) < 80])
     lower = draw.choice([number for number in words if number[0] < start[0]])
     century, event = draw.randrange(11, 20), draw.choice(_EVENTS)
-    question, counterpart = (
-        f"The {event} lasted from the year {century}{year} to the year {century}" for year in (end, start)
-    )
+    lasted = f"The {event} lasted from the year {century}"
+    question, counterpart = (f"{lasted}{year} to the year {century}" for year in (end, start))
     after = draw.choice([number for number in words if number[0] > end[0]])
     return {"question": question, "counterpart": counterpart, "answer": after, "other_answer": lower}
 
@@ -113,7 +105,7 @@ def _shuffled(model: TokenizedModel, prompt: Prompt, draw: random.Random) -> Pro
     )
 
 
-def _alike(tokenizer: Any, words: Seq[str]) -> list[str]:
+def _alike(tokenizer: Any, words: Sequence[str]) -> list[str]:
     """The words that are as many tokens as most others."""
     sizes = {word: len(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in words}
     usual = Counter(sizes.values()).most_common(1)[0][0]
@@ -126,7 +118,7 @@ def _alike(tokenizer: Any, words: Seq[str]) -> list[str]:
     return some
 
 
-def _check_lengths(tokenizer: Any, made: Seq[Prompt]) -> None:
+def _check_lengths(tokenizer: Any, made: Sequence[Prompt]) -> None:
     """Refuse versions of other lengths, which a tokenizer that looks at neighbouring words could make."""
     for prompt in made:
         sizes = [len(tokenizer(text)["input_ids"]) for text in (prompt.question, prompt.counterpart)]

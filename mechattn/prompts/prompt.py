@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Literal
@@ -87,7 +86,7 @@ class Prompt:
         return f'prompt {self.id} ("{self.excerpt}")'
 
 
-def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Prompt]:
+def as_prompts(prompts: Prompt | str | Tensor | Sequence[Prompt | str]) -> list[Prompt]:
     """Convert a text, texts, prompts or a tensor of token ids [batch pos] to prompts."""
     if isinstance(prompts, (str, Prompt)):
         prompts = [prompts]
@@ -126,7 +125,7 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
     return [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]
 
 
-def warn_of_likeness(prompts: Seq[Prompt]) -> None:
+def warn_of_likeness(prompts: Sequence[Prompt]) -> None:
     """Warn if at least half of the prompts repeat another one, apart from numbers and names."""
     groups = {prompt.group for prompt in prompts if prompt.group is not None}
     if len(prompts) < _FEWEST or 0 < len(groups) < len(prompts):

@@ -224,11 +224,6 @@ def pairs_of(batch: Batch, baseline: str) -> Pairs:
     place[pair, origin[pair, position]] = position
     original[pair, origin[pair, position]] = True
     segment = batch.segment.cpu().gather(1, place).masked_fill(~original, PADDING)
-    return Pairs(
-        batch=batch,
-        baseline=torch.tensor([first[prompt] for prompt, _ in batch.rows], device=device),
-        place=place.to(device),
-        original=original.to(device),
-        segment=segment.to(device),
-        reach=tuple(exists.cumsum(-1).amax(0).tolist()),
-    )
+    own, reach = torch.tensor([first[prompt] for prompt, _ in batch.rows]), tuple(exists.cumsum(-1).amax(0).tolist())
+    own, place, original, segment = (each.to(device) for each in (own, place, original, segment))
+    return Pairs(batch, own, place, original, segment, reach)

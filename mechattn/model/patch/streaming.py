@@ -29,7 +29,6 @@ from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of
 from mechattn.model.hooked import HookedModel, attribute_set, original_of
-from mechattn.model.hooks import sinks_of
 
 Queries = Float[Tensor, "batch head pos d_head"]
 Keys = Float[Tensor, "batch kv_head pos d_head"]
@@ -258,15 +257,12 @@ def _in_parts(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[No
         if cfg.positional_embedding_type == "alibi":
             slopes = type(attention).create_alibi_multipliers(cfg.n_heads, q.device)
             bias = slopes.reshape(1, -1, 1) * torch.arange(q.shape[2], device=q.device)
-        cap = getattr(cfg, "attn_scores_soft_cap", 0)
-        out = attend(q, k, v, 1 / attention.attn_scale, bias, cap if cap > 0 else None, sinks_of(model, attend.number))
+        cap, sinks = getattr(cfg, "attn_scores_soft_cap", 0), hooks.sinks_of(model, attend.number)
+        out = attend(q, k, v, 1 / attention.attn_scale, bias, cap if cap > 0 else None, sinks)
         return attention.hook_z(rearrange(out, "batch head pos d_head -> batch pos head d_head"))
 
-    replaced = {
-        "calculate_attention_scores": scores,
-        "calculate_z_scores": z,
-        **dict.fromkeys(("apply_causal_mask", "hook_attn_scores", "hook_pattern"), _same),
-    }
+    replaced: dict[str, Any] = dict.fromkeys(("apply_causal_mask", "hook_attn_scores", "hook_pattern"), _same)
+    replaced |= {"calculate_attention_scores": scores, "calculate_z_scores": z}
     with ExitStack() as stack:
         for name, function in replaced.items():
             stack.enter_context(attribute_set(attention, name, function))
@@ -278,14 +274,12 @@ def _in_parts(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[No
 _CLASSES: Mapping[Call, str] = {
     _delegated: """
         PositionEmbeddingsAttentionBridge _BitNetAttentionBridge _Cohere2AttentionBridge _Exaone4AttentionBridge
-        _SmolLM3AttentionBridge
-    """,
+        _SmolLM3AttentionBridge""",
     _plain: "AttentionBridge",
     _latent: "MLAAttentionBridge",
     _fused: """
         ALiBiJointQKVAttentionBridge BloomAttentionBridge JointQKVAttentionBridge
-        JointQKVPositionEmbeddingsAttentionBridge MPTALiBiAttentionBridge
-    """,
+        JointQKVPositionEmbeddingsAttentionBridge MPTALiBiAttentionBridge""",
     _in_parts: "Attention GroupedQueryAttention",
 }
 _CALLS: Mapping[str, Call] = {name: call for call, names in _CLASSES.items() for name in names.split()}
