@@ -58,11 +58,8 @@ class AffineShift(AnalysisBase):
         part_of = "change> / |change|^2, of queries after the insertion; adds up to 1"
         shares = {f"change_by_{p}": Quantity(of, "share", f"<{p}, {part_of}", "difference", values) for p in _PARTS}
         by_position = {name: "" if name in _OF_THE_PATTERN else values for name in _BY_POSITION if self.per_query}
-        about = "of the query at this position"
-        at = {
-            f"{name}_at": Quantity(("head", "key"), "as without _at", f"{name} {about}", no_null=why)
-            for name, why in by_position.items()
-        }
+        about, dims = "of the query at this position", ("head", "key")
+        at = {f"{n}_at": Quantity(dims, "as without _at", f"{n} {about}", no_null=w) for n, w in by_position.items()}
         return {
             "scale": Quantity(of, "probability", scale),
             "question_ratio": Quantity(of, "ratio", ratio),

@@ -89,10 +89,9 @@ class AttentionFocus(AnalysisBase):
         }  # fmt: skip
         if self.per_query:
             per_query = measured | {"target": ("position", "index of the strongest target")}
-            made |= {
-                f"{n}_at": Quantity(("head", "key"), u, f"{d}, of each query", no_null=_NO_NULL.get(n, ""))
-                for n, (u, d) in per_query.items()
-            }
+            for name, (units, about) in per_query.items():
+                why = _NO_NULL.get(name, "")
+                made[f"{name}_at"] = Quantity(("head", "key"), units, f"{about}, of each query", no_null=why)
         return made
 
     def start(self, batch: Batch, heads: int) -> Sums:

@@ -189,9 +189,8 @@ class SegmentLogits(_Logits):
         members = rows.batch.members()[..., rows.keys].to(w_o.dtype)
         if self.gate is not None:  # the gate of each channel comes later, so the mix of each segment is kept until then
             members = rearrange(members, "batch segment key -> batch 1 segment key 1")
-            mixed = rearrange(rows.pattern.to(w_o.dtype), "batch head query key -> batch head 1 query key") @ (
-                members * rearrange(values, "batch head key d_head -> batch head 1 key d_head")
-            )
+            masked = members * rearrange(values, "batch head key d_head -> batch head 1 key d_head")
+            mixed = rearrange(rows.pattern.to(w_o.dtype), "batch head query key -> batch head 1 query key") @ masked
             if "mixed" not in sums:
                 sums["mixed"] = mixed.new_zeros(*sums["read"].shape, mixed.shape[-1])
             sums["mixed"][:, :, rows.queries] = rearrange(mixed * asked.unsqueeze(2), _BY_QUERY)

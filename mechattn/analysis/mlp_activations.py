@@ -157,9 +157,8 @@ class MlpActivations(AnalysisBase):
         def see(layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
             found[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
 
-        device = device_of(model)
         for prompt in prompts:
-            tokens = Baseline().apply(prompt, model).tokens[None].to(device)
+            tokens = Baseline().apply(prompt, model).tokens[None].to(device_of(model))
             with at_nonlinearity(model, dict.fromkeys(layers, see)):
                 forward_to(model, tokens, max(layers), [])
         return replace(made, thresholds={layer: float(np.median(values)) for layer, values in found.items()})

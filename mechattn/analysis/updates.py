@@ -22,6 +22,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch
 
+Stream = Float[Tensor, "batch pos d_model"]
 _MAGNITUDES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))  # 0.0001 to 100, four bins a decade
 _ORIENTATIONS = tuple(round(i / 20 - 1, 2) for i in range(41))
 _UNITS = {
@@ -263,11 +264,7 @@ class BlockUpdates(AnalysisBase):
         return made | {f"{name}_at": each[name].masked_fill(~batch.real[:, None], torch.nan) for name in at}
 
 
-def _added(
-    before: Float[Tensor, "batch pos d_model"],
-    out: Float[Tensor, "batch pos d_model"],
-    after: Float[Tensor, "batch pos d_model"],
-) -> Float[Tensor, "batch pos d_model"]:
+def _added(before: Stream, out: Stream, after: Stream) -> Stream:
     """The block's output from its hook where that is the update (a difference of large numbers loses digits);
     otherwise (BLOOM adds the residual first) the difference."""
     change = after - before

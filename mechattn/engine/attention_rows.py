@@ -103,6 +103,9 @@ def forward_through_hooks(
     hooks.forward_with_patterns(model, batch.tokens, batch.real, looked, whole, edge_masks, batch.position_ids, last)
 
 
+ENGINES = {forward_in_blocks: "streaming", forward_fused: "fused", forward_through_hooks: "hooks"}
+
+
 def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMask]:
     """The edges that are cut in each computed layer."""
     if batch.edge_mask is None:

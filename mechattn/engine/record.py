@@ -66,10 +66,8 @@ def record_affine(
     recorded: dict[str, dict[int, Affine]] = {}
     for prompt, batch, values in _passes(model, prompts, condition, _AffineParts(), chosen, seed):
         original = (batch.origin[1] >= 0).nonzero().flatten()
-        recorded[prompt.id] = {
-            layer: Affine(parts["scale"][1, :, original], parts["shift"][1, :, original])
-            for layer, parts in values.items()
-        }
+        own = {layer: [parts[name][1, :, original] for name in ("scale", "shift")] for layer, parts in values.items()}
+        recorded[prompt.id] = {layer: Affine(*both) for layer, both in own.items()}
     source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
     return AffineAttention(layers=tuple(chosen), recorded=recorded, source=source)
 
@@ -187,19 +185,17 @@ def head_means(
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
     sums: dict[int, Tensor] = {}
-    tokens = 0
 
     def look(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
         total = z.detach().double().sum((0, 1))
         sums[layer] = sums[layer] + total if layer in sums else total
         return z
 
-    device = device_of(model)
     sequences = [Baseline().apply(prompt, model) for prompt in prompts]
     for prompt, sequence in zip(prompts, sequences, strict=True):
         check_side(prompt, {BASELINE: sequence}, model)
     with changing_z(model, {layer: partial(look, layer) for layer in chosen}):
-        for read in (sequence.tokens for sequence in sequences):
-            tokens += len(read)
-            hooks.forward_to(model, read[None].to(device), max(chosen), [])
+        for sequence in sequences:
+            hooks.forward_to(model, sequence.tokens[None].to(device_of(model)), max(chosen), [])
+    tokens = sum(map(len, sequences))
     return HeadMeans({layer: (total / tokens).float() for layer, total in sums.items()}, len(prompts))

@@ -10,27 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
-from mechattn.engine.attention_rows import (
-    Engine,
-    Forward,
-    chosen_forward,
-    forward_fused,
-    forward_in_blocks,
-    forward_through_hooks,
-)
+from mechattn.engine import request_checks as checks
+from mechattn.engine.attention_rows import ENGINES, Engine, Forward, chosen_forward, forward_through_hooks
 from mechattn.engine.batch_pass import LayerValues, measure_batch
 from mechattn.engine.labelled_datasets import Collector, Positions, described, sequences_dataset
-from mechattn.engine.request_checks import (
-    check_captures,
-    check_read,
-    checked_sequences,
-    sides_of,
-    with_baseline,
-    with_names,
-)
 from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.functional.attention import BLOCK
 from mechattn.model import hooks
@@ -125,9 +112,9 @@ class Plan:
 
     def sequences(self, prompts: Seq[Prompt]) -> Sequences:
         """The sequence of every prompt under every condition, checked."""
-        made = checked_sequences(self.conditions, prompts, self.model, self.options.seed, self.analyses)
+        made = checks.checked_sequences(self.conditions, prompts, self.model, self.options.seed, self.analyses)
         for prompt, sequences in zip(prompts, made, strict=True):
-            check_read(prompt, sequences)
+            checks.check_read(prompt, sequences)
         return made
 
     def calibrated(self, prompts: Seq[Prompt]) -> Run:
@@ -135,12 +122,9 @@ class Plan:
         warn_of_likeness(prompts)
         given = (self.model, self.layers, prompts)
         found = [each.calibrated(*given) if isinstance(each, Calibrates) else each for each in self.analyses]
-        check_captures(self.model, found, self.layers)
+        checks.check_captures(self.model, found, self.layers)
         forward, why = chosen_forward(self.model, self.options.engine, found)
         return Run(replace(self, analyses=found), forward, why, blind_scores(self.model))
-
-
-_ENGINES = {forward_in_blocks: "streaming", forward_fused: "fused", forward_through_hooks: "hooks"}
 
 
 @dataclass(frozen=True)
@@ -154,15 +138,13 @@ class Run:
 
     def result(self, prompts: Seq[Prompt], sequences: Sequences, places: Seq[int]) -> Result:
         """Run the model on some prompts, at these places of the whole set, with sequences from ``Plan.sequences``."""
-        from tqdm.auto import tqdm
-
         begun = time.monotonic()
         plan, options, ids = self.plan, self.plan.options, [prompt.id for prompt in prompts]
         square, cfg = self.forward is forward_through_hooks, plan.model.cfg
         # About how many numbers are in memory at the same time for each position of a sequence.
         width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
         cost = Cost(plan.model.cfg.n_heads, width, square)
-        lengths, sides = [[len(s) for s in made.values()] for made in sequences], sides_of(plan.model, sequences)
+        lengths, sides = [[len(s) for s in made.values()] for made in sequences], checks.sides_of(plan.model, sequences)
         coords: dict[str, list] = {"prompt": ids, "condition": list(plan.conditions), "layer": plan.layers}
         widths = {"key": max(map(max, lengths)), "original_key": max(len(made[BASELINE]) for made in sequences)}
         collectors = [Collector(a, coords, widths, options.positions) for a in plan.analyses]
@@ -177,7 +159,7 @@ class Run:
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
         datasets["sequences"] = sequences_dataset(plan, prompts, sequences, places)
         about = described(plan, prompts, sequences[0])
-        about |= {"engine": _ENGINES[self.forward], "engine_reason": self.why, "seed": options.seed}
+        about |= {"engine": ENGINES[self.forward], "engine_reason": self.why, "seed": options.seed}
         about |= {"memory": options.memory, "positions": options.positions, "halved": halved}
         return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})
 
@@ -202,7 +184,7 @@ def make_plan(
     """The arguments of ``run`` except the prompts, checked; ``paths`` records a checkpoint's full path."""
     model = as_hooked(model)
     chosen = hooks.chosen_layers(model, options.layers)
-    return Plan(model, with_baseline(conditions), with_names(analyses), chosen, options, paths)
+    return Plan(model, checks.with_baseline(conditions), checks.with_names(analyses), chosen, options, paths)
 
 
 def run_random(

@@ -72,6 +72,12 @@ class Attention:
     # The score of each head's learned sink, which keeps its share of every row to itself
     sinks: Float[Tensor, " head"] | None = None
 
+    @property
+    def fusable(self) -> bool:
+        """Whether a fused kernel can compute it: not with capped scores, cut edges or a window that leaves keys out."""
+        windowed = self.window is not None and self.window < self.q.shape[2]
+        return self.softcap is None and self.edge_mask is None and not windowed
+
     def of(self, sequences: Int[Tensor, " chosen"]) -> Attention:
         """The same for some sequences of the batch."""
         bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[sequences]
@@ -303,15 +309,6 @@ class Fused:
         asked = torch.cat([self.q.flip(2), parts], -1)
         asking = torch.cat([self.k.flip(2), torch.ones_like(parts)], -1)
         return _kernel(asking, asked, values.to(self.q.dtype), self.scale)
-
-
-def why_not_fused(attention: Attention) -> str:
-    """Why a layer's attention is computed in rows; "" if a fused kernel can do it."""
-    if attention.softcap is not None:
-        return "its scores are capped"
-    if attention.window is not None and attention.window < attention.q.shape[2]:
-        return "it attends in a window"
-    return "edges of it are cut" if attention.edge_mask is not None else ""
 
 
 def fused_attention(attention: Attention) -> Fused:

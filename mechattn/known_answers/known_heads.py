@@ -10,6 +10,7 @@ import torch
 import xarray as xr
 
 from mechattn.analysis.attention_focus import AttentionFocus
+from mechattn.engine.attention_rows import Engine
 from mechattn.engine.run import run
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.intervention import on
@@ -17,7 +18,6 @@ from mechattn.known_answers.answer import KnownAnswer, compared, tried
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
-from mechattn.prompts.prompt import Prompt
 from mechattn.stats.paired import paired
 
 VOCABULARY, SHORTEST, LONGEST, LENGTH = 48, 8, 24, 48
@@ -38,8 +38,8 @@ _PROMPTS = 24
 def handmade_heads() -> Iterator[KnownAnswer]:
     """Each handwritten head does what it was written to do, with both engines."""
     hooked = _hooked(handmade_model())
-    prompts = _prompts(repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))[0])
-    by_engine = [_focus(hooked, prompts, engine) for engine in ("streaming", "hooks")]
+    tokens, _ = repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
+    by_engine = [_focus(hooked, tokens, engine) for engine in ("streaming", "hooks")]
     for (layer, head), (name, measure) in HEADS.items():
         away = max(float(abs(values[measure].sel(layer=layer, head=head) - 1).max()) for values in by_engine)
         known = f"{layer}.{head} is the {name} head: {measure} 1"
@@ -71,7 +71,7 @@ def trained_heads(steps: int = STEPS) -> Iterator[KnownAnswer]:
 
 def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tuple[int, int]], str]:
     """The heads with more than half of their attention on the tokens after earlier occurrences, with p and q."""
-    values = _focus(model, _prompts(tokens))
+    values = _focus(model, tokens)
     mass, null = values.induction_mass, values.induction_mass_uniform
     tested = paired((mass - null).transpose("prompt", "layer", "head").values, bootstrap_ends=False)
     means = mass.mean("prompt").transpose("layer", "head").values
@@ -93,13 +93,9 @@ def _copied(
     return float((logits[:, :-1].argmax(-1) == tokens[:, 1:])[foreseen[:, 1:]].double().mean())
 
 
-def _focus(model: HookedModel, prompts: list[Prompt], engine: str = "auto") -> xr.Dataset:
-    made = run(model, prompts, {}, [AttentionFocus()], engine=engine)  # type: ignore[arg-type]
+def _focus(model: HookedModel, tokens: torch.Tensor, engine: Engine = "auto") -> xr.Dataset:
+    made = run(model, tokens, {}, [AttentionFocus()], engine=engine)
     return made["attention_focus"].sel(condition="baseline", segment="question").astype("float64")
-
-
-def _prompts(tokens: torch.Tensor) -> list[Prompt]:
-    return [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]
 
 
 def _hooked(model: Any) -> HookedModel:

@@ -24,6 +24,7 @@ from mechattn.model.hooked import HookedModel, attribute_set, config_of, origina
 from mechattn.model.several_devices import weights_here
 
 _COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"  # the transformers norm, and the values of its two hooks
+Hooks = list[tuple[str, Callable]]  # functions, each with the name of the hook where it is called
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
 
 
@@ -81,7 +82,7 @@ def check_pattern(
     model: HookedModel,
     layer: int,
     pattern: Pattern,
-    real: Bool[Tensor, "batch query"],
+    real: Marked,
     window: int | None,
     edge_mask: EdgeMask | None = None,
 ) -> None:
@@ -144,7 +145,7 @@ def forward_with_patterns(
     values: dict[int, Tensor] = {}
     named = model.hook_dict
 
-    def hook(layer: int) -> list[tuple[str, Callable]]:
+    def hook(layer: int) -> Hooks:
         def keep(v: Float[Tensor, ...], hook: Any) -> None:
             values[layer] = v.detach()
 
@@ -179,12 +180,7 @@ def _hide(unseen: Bool[Tensor, "batch 1 query key"], scores: Pattern, hook: Any)
 
 
 def forward_to(
-    model: HookedModel,
-    tokens: Tokens,
-    last: int,
-    fwd_hooks: list[tuple[str, Callable]],
-    position_ids: Tokens | None = None,
-    **options: Any,
+    model: HookedModel, tokens: Tokens, last: int, fwd_hooks: Hooks, position_ids: Tokens | None = None, **options: Any
 ) -> None:
     """A forward pass that computes nothing after layer ``last`` and logits of one position, and keeps no cache."""
     if position_ids is not None:

@@ -122,11 +122,8 @@ class Circuit:
     def table(self, size: int | None = None, q: float | None = None) -> pd.DataFrame:
         """The scores of the circuit's edges, as ``Patching.table`` has them, the largest first."""
         kept, made = self.kept(size, q), self.edges.table(top=int(self.graph.exists.sum()))
-        at = [
-            kept[self.graph.writers.index(writer), self.graph.readers.index(reader)]
-            for writer, reader in made[["writer", "reader"]].values
-        ]
-        return made[at].reset_index(drop=True)
+        writers, readers = map(self.graph.writers.index, made.writer), map(self.graph.readers.index, made.reader)
+        return made[kept[list(writers), list(readers)]].reset_index(drop=True)
 
     def save(self, path: str | Path, size: int | None = None, q: float | None = None) -> Path:
         """Write the circuit as JSON for EAP-IG's ``Graph.from_json``; shared keys and values are repeated by head."""

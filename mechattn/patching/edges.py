@@ -83,11 +83,10 @@ def edges(
     with showing_edges(model):
         ones = [EdgePair(model, graph, pair) for pair in pairs]
         found = [one.attributed(steps, seed + i) for i, one in enumerate(tqdm(ones, desc="edges", delay=2))]
-        names = ("effect", "random", "whole")
-        made = {name: np.stack([each[name] for each in found]) for name in names}
+        made = {name: np.stack([each[name] for each in found]) for name in found[0]}
         dims = ("prompt", "writer", "reader")
         data: xr.Dataset = xr.Dataset(
-            {name: (dims if name != "whole" else dims[:1], made[name]) for name in names},
+            {name: (dims[: each.ndim], each) for name, each in made.items()},
             {"prompt": [p.id for p in prompts], "writer": list(graph.writers), "reader": list(graph.readers)},
         )
         method = "attributed (first order)" if steps == 1 else f"attributed ({steps} steps)"
@@ -154,11 +153,11 @@ class EdgePair:
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(step.shape, generator=generator, dtype=torch.float64).to(step)
         random = drawn * step.norm(dim=-1, keepdim=True) / drawn.norm(dim=-1, keepdim=True)
-        made = {"whole": np.array(float(self.pair.measure(other, base) - self.pair.measure(own, base)))}
+        made = {}
         for name, each in (("effect", step), ("random", random)):
             scores = torch.einsum("pwd,prd->wr", each, by_input).cpu().numpy()
             made[name] = np.where(self.graph.exists, scores, np.nan)
-        return made
+        return made | {"whole": np.array(float(self.pair.measure(other, base) - self.pair.measure(own, base)))}
 
     def _gradients(self, steps: int, mine: Tensor, put: Tensor, base: Tensor) -> Float[Tensor, "pos reader d_model"]:
         """The gradient of the metric with respect to what each reader reads, averaged over the steps."""

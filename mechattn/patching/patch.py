@@ -24,18 +24,7 @@ from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import CONTROLS, Patching, checked_sample
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
-from mechattn.patching.patched_runs import (
-    OF_LAYER,
-    Change,
-    Part,
-    Run,
-    Where,
-    Z,
-    patched_logits,
-    read,
-    read_with_gradients,
-    restartable,
-)
+from mechattn.patching.patched_runs import Part, Run, Where, Z, patched_logits, read, read_with_gradients, restartable
 from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.patching.sites import Sites, Target, target_in
 from mechattn.prompts.conditions import Condition
@@ -188,7 +177,7 @@ class _Prompt:
 
     def _patched(self, run: Run, base: Run, given: Mapping[Where, Z], cells: Seq[tuple[Any, Tensor]]) -> np.ndarray:
         """The metric with each cell patched, a batch of them at a time."""
-        put: list[list[Change]] = [
+        put = [
             [(where, run.places[some], given[where][some.to(given[where].device)]) for where in heads]
             for heads, some in cells
         ]
@@ -275,7 +264,7 @@ def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], target: Ta
     """The effects by layer and head, layer, or set, and segment or position; NaN for heads that were not requested."""
     by: dict[str, list[Any]] = {} if target.by is None else {target.by: list(slots)}
     layers, heads = (sorted({where[i] for where in target.heads}) for i in (0, 1))
-    labels: dict[str, list[Any]] = {"layer": layers} | ({} if target.part in OF_LAYER else {"head": heads})
+    labels: dict[str, list[Any]] = {"layer": layers} | ({} if target.of_layers else {"head": heads})
     at: tuple[list[int], ...] = ([layers.index(n) for n, _ in target.heads], [heads.index(h) for _, h in target.heads])
     if target.together:
         labels, at = {"set": [_set_name(target)]}, ([0],)
@@ -292,6 +281,5 @@ def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], target: Ta
 
 
 def _set_name(target: Target) -> str:
-    layers = target.part in OF_LAYER
-    names = [f"L{layer}" if layers else f"L{layer}H{head}" for layer, head in target.heads]
-    return " + ".join(names) if len(names) <= 8 else f"{len(names)} {'layers' if layers else 'heads'}"
+    names = [f"L{layer}" if target.of_layers else f"L{layer}H{head}" for layer, head in target.heads]
+    return " + ".join(names) if len(names) <= 8 else f"{len(names)} {'layers' if target.of_layers else 'heads'}"

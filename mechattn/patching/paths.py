@@ -24,20 +24,12 @@ from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
-from mechattn.patching.patched_runs import (
-    Change,
-    Run,
-    Where,
-    changing,
-    logits_of,
-    patched_logits,
-    places_of,
-    read,
-    restartable,
-)
+from mechattn.patching.patched_runs import Run, Where, changing, logits_of, patched_logits, places_of, read, restartable
 from mechattn.patching.refusals import Direction
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
+
+Output = Float[Tensor, "shared d_head"]  # of a head, at the original tokens that both runs have
 
 
 @dataclass(frozen=True)
@@ -135,7 +127,7 @@ def _effects(model: HookedModel, pair: Pair, named: Sequence[Path], seed: int) -
     before = float(pair.measure(own.logits, base))
     generator = torch.Generator().manual_seed(seed)
     here, there = (places_of(one, pair.origins) for one in (pair.receiver, pair.donor))
-    given: dict[str, dict[Where, Tensor]] = {"effect": {}, "random": {}}
+    given: dict[str, dict[Where, Output]] = {"effect": {}, "random": {}}
     for layer, head in dict.fromkeys(path.sender for path in named):
         mine, theirs = own.z[layer][here, head], other.z[layer][there, head]
         drawn = torch.randn(mine.shape, generator=generator, dtype=torch.float64).to(mine)
@@ -146,12 +138,7 @@ def _effects(model: HookedModel, pair: Pair, named: Sequence[Path], seed: int) -
 
 
 def _patched(
-    model: HookedModel,
-    pair: Pair,
-    named: Sequence[Path],
-    own: Run,
-    given: Mapping[Where, Float[Tensor, "shared d_head"]],
-    base: Tensor,
+    model: HookedModel, pair: Pair, named: Sequence[Path], own: Run, given: Mapping[Where, Output], base: Tensor
 ) -> np.ndarray:
     """The metric with each path patched: one row of two passes for each."""
     here = places_of(pair.receiver, pair.origins)
@@ -177,6 +164,6 @@ def _patched(
     everywhere = torch.arange(len(pair.receiver))
     for part in {path.part for path in named if path.part}:
         ends = {row: path.receiver for row, path in enumerate(named) if path.receiver and path.part == part}
-        put: list[list[Change]] = [[(to, everywhere, seen[part, to[0]][row, :, to[1]])] for row, to in ends.items()]
+        put = [[(to, everywhere, seen[part, to[0]][row, :, to[1]])] for row, to in ends.items()]
         made[list(ends)] = pair.measure(patched_logits(model, own, put, part), base).double().cpu().numpy()
     return made

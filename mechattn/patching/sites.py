@@ -49,6 +49,11 @@ class Target:
     attributed: bool
 
     @property
+    def of_layers(self) -> bool:
+        """Whether the part is one of whole layers, not of heads."""
+        return self.part in OF_LAYER
+
+    @property
     def layers(self) -> list[int]:
         """The layers that are changed."""
         return sorted({layer for layer, _ in self.heads})

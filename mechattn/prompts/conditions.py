@@ -47,7 +47,6 @@ class Baseline:
     """
 
     intervention: Any = ()
-
     _repr_html_ = fields_table
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
@@ -79,7 +78,6 @@ class Variant:
     hides: bool = False
     keeps_positions: bool = False
     interventions: tuple[Any, ...] = ()
-
     _repr_html_ = fields_table
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
@@ -118,7 +116,6 @@ class Insertion:
 
     count: int | None = None
     place: Place = "before_question"
-
     _repr_html_ = fields_table
 
     def __new__(cls, *_: Any, **__: Any) -> Any:

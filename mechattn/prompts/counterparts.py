@@ -41,7 +41,6 @@ class Counterpart:
 
     versions: Mapping[str, Version] | Seq[Version] | None = None
     from_the_end: bool = False
-
     _repr_html_ = fields_table
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:

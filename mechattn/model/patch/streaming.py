@@ -15,16 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import (
-    BLOCK,
-    Attention,
-    EdgeMask,
-    Fused,
-    Rows,
-    attention_by_rows,
-    fused_attention,
-    why_not_fused,
-)
+from mechattn.functional.attention import BLOCK, Attention, EdgeMask, Fused, Rows, attention_by_rows, fused_attention
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of
@@ -73,7 +64,7 @@ class _Layer:
                 q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         attention = Attention(q, k, v, scale, bias, self.window, softcap, self.edge_mask, sinks)
-        if see is not None and self.fused and not why_not_fused(attention):
+        if see is not None and self.fused and attention.fusable:
             see(made := fused_attention(attention))
             return made.out
         return attention_by_rows(attention, see, self.block)
