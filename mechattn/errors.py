@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 from mechattn.markup import shown
 
@@ -70,6 +70,14 @@ def check_counts(least: int = 1, **counts: Any) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise OptionError(f"{name}={value!r}: give a whole number, at least {least}")
+
+
+def check_choice(known: Any, **given: Any) -> None:
+    """Refuse anything but one of the known values, a ``Literal`` or a collection, by the names of the arguments."""
+    choices = get_args(known) or tuple(known)
+    for name, value in given.items():
+        if value not in choices:
+            raise OptionError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -15,7 +15,7 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.engine.attention_rows import forward_fused, forward_in_blocks, forward_through_hooks
 from mechattn.engine.batch_pass import measure_batch
 from mechattn.functional import focus, received
-from mechattn.functional.attention import Rows
+from mechattn.functional.attention import Rows, mix
 from mechattn.model import hooks
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from mechattn.prompts.token_sequences import Batch
@@ -135,7 +135,7 @@ def runners(bridge: Any, nnsight: bool = False) -> dict[str, Callable]:
             keys = slice(min(max(span.start, first), stop), stop)
             if keys.start < keys.stop:
                 part = rows.pattern[..., keys.start - first : keys.stop - first]
-                focus.shift(part, rows.attention.v[:, :, keys], member[:, keys]).norm(dim=-1)
+                mix(part, rows.attention.v[:, :, keys] * member[:, None, keys, None]).norm(dim=-1)
 
         forward_in_blocks(bridge, batch, windows, see, max(windows))
         assert len([s @ batch.members().to(s).mT for s in sums.values()]) == len(windows)

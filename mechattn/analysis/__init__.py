@@ -14,18 +14,6 @@ from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
 from mechattn.analysis.updates import BlockUpdates, HeadUpdates, TopTargetUpdates
 
 ANALYSES: tuple[Callable[[], Analysis], ...] = (
-    ReceivedAttention,
-    AffineShift,
-    SegmentFlow,
-    MlpActivations,
-    AttentionFocus,
-    HeadUpdates,
-    TopTargetUpdates,
-    BlockUpdates,
-    DirectLogits,
-    SegmentLogits,
-    AttentionSinks,
-    AttentionSpread,
-    ScoreDecomposition,
-    AttentionMap,
-)
+    ReceivedAttention, AffineShift, SegmentFlow, MlpActivations, AttentionFocus, HeadUpdates, TopTargetUpdates,
+    BlockUpdates, DirectLogits, SegmentLogits, AttentionSinks, AttentionSpread, ScoreDecomposition, AttentionMap,
+)  # fmt: skip

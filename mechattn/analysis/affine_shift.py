@@ -38,9 +38,8 @@ class AffineShift(AnalysisBase):
             position.
     """
 
-    per_query: bool = False
-
     name = "affine_shift"
+    per_query: bool = False
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -48,26 +47,23 @@ class AffineShift(AnalysisBase):
         of = ("head", "segment")
         scale = "attention left to the original keys: lambda in the paper"
         ratio = "attention to all question keys, over that without inserted tokens: rho_Q"
+        variation = "1/2 sum over original keys of |A'/lambda - A|: 0 if only diluted"
         values = "it depends on the values"
         split = "|output' - lambda output - shift| / |output'|: what the affine form misses"
         rank = "over the shifts of the original queries after the insertion"
+        effective = f"exp entropy of s / sum s {rank} (Roy and Vetterli 2007)"
         fit = (
             "sum over the question's queries of products of outputs less their means, without and with inserted tokens"
         )
         part_of = "change> / |change|^2, of queries after the insertion; adds up to 1"
         shares = {f"change_by_{p}": Quantity(of, "share", f"<{p}, {part_of}", "difference", values) for p in _PARTS}
         by_position = {name: "" if name in _OF_THE_PATTERN else values for name in _BY_POSITION if self.per_query}
-        about = "of the query at this position"
-        at = {
-            f"{name}_at": Quantity(("head", "key"), "as without _at", f"{name} {about}", no_null=why)
-            for name, why in by_position.items()
-        }
+        about, dims = "of the query at this position", ("head", "key")
+        at = {f"{n}_at": Quantity(dims, "as without _at", f"{n} {about}", no_null=w) for n, w in by_position.items()}
         return {
             "scale": Quantity(of, "probability", scale),
             "question_ratio": Quantity(of, "ratio", ratio),
-            "total_variation": Quantity(
-                of, "probability", "1/2 sum over original keys of |A'/lambda - A|: 0 if only diluted", "difference"
-            ),
+            "total_variation": Quantity(of, "probability", variation, "difference"),
             "relative_error": Quantity(of, "share", split, "difference", values),
             "output_norm": Quantity(of, "value norm", "|output'|", no_null=values),
             "shift_norm": Quantity(of, "value norm", "|sum over inserted keys of A' v'|", "difference", values),
@@ -79,9 +75,7 @@ class AffineShift(AnalysisBase):
             },
             **at,
             "shift_rank_one_share": Quantity(("head",), "share", f"s1^2 / sum s^2 {rank}", no_null=values),
-            "shift_effective_rank": Quantity(
-                ("head",), "dimensions", f"exp entropy of s / sum s {rank} (Roy and Vetterli 2007)", no_null=values
-            ),
+            "shift_effective_rank": Quantity(("head",), "dimensions", effective, no_null=values),
         }
 
     def start(self, batch: Batch, heads: int) -> Sums:
@@ -130,15 +124,13 @@ class AffineShift(AnalysisBase):
             "shift_norm": sums["shift"],
             "shift_share": sums["shift"] / sums["output"],
         }
-
         energies = fn.spectrum(sums["gram"])
         n = (batch.of_segment("question") & at_original).sum(-1)[:, None].clamp(min=1)
         x, y = sums["fit_x"], sums["fit_y"]
         means = zip(_FIT, ((x * x).sum(-1), (x * y).sum(-1), (y * y).sum(-1)), strict=True)
         nothing = ~after.any(-1)[:, None]
         # If the change is within rounding error, its parts mean nothing.
-        changed = sums["change"] > (_LEAST * sums["output"]) ** 2
-        change = torch.where(changed, sums["change"], torch.nan)
+        change = torch.where(sums["change"] > (_LEAST * sums["output"]) ** 2, sums["change"], torch.nan)
         late = original & after[:, None]
         return {
             **{name: segment_mean(value, members if name == "scale" else original) for name, value in each.items()},

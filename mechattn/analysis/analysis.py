@@ -195,15 +195,12 @@ class Analysis(Protocol):
 
     def problem(self, sequence: Sequence) -> str | None:
         """One sentence on why this sequence cannot be measured, or None; called before the first forward pass."""
-        ...
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Return empty sums for one layer, batch first, on the batch's device."""
-        ...
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Compute each quantity, batch first, from a layer's sums over all query rows."""
-        ...
 
 
 class AnalysisBase:
@@ -237,7 +234,6 @@ class RowAnalysis(Analysis, Protocol):
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add a block of query rows to the sums, in place."""
-        ...
 
 
 @runtime_checkable
@@ -246,7 +242,6 @@ class WholeAnalysis(RowAnalysis, Protocol):
 
     def add_whole(self, sums: Sums, whole: WholeAttention) -> None:
         """Add a whole layer to the sums, in place; equals calling ``add`` with all of its rows."""
-        ...
 
 
 @runtime_checkable
@@ -255,7 +250,6 @@ class PairAnalysis(Analysis, Protocol):
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
         """Add a block of query rows to the sums, in place."""
-        ...
 
 
 @runtime_checkable
@@ -264,7 +258,6 @@ class ActivationAnalysis(Analysis, Protocol):
 
     def add_activations(self, sums: Sums, activations: Activations) -> None:
         """Reduce the activations of a layer to sums, in place; called once per layer."""
-        ...
 
 
 @runtime_checkable
@@ -274,11 +267,9 @@ class CaptureAnalysis(Analysis, Protocol):
     @property
     def captures(self) -> Seq[str]:
         """The names of the hooks within a block; every measured layer must have them."""
-        ...
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Reduce the captured tensors to sums, in place; called once per layer, after the last hook has fired."""
-        ...
 
 
 @runtime_checkable
@@ -287,7 +278,6 @@ class FinalAnalysis(Analysis, Protocol):
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
         """Use the residual stream after the last layer; called for the sums of every layer."""
-        ...
 
 
 @runtime_checkable
@@ -296,7 +286,6 @@ class Calibrates(Protocol):
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """Return the calibrated analysis, given the layers and prompts to be measured."""
-        ...
 
 
 def seen_keys(batch: Batch, queries: Int[Tensor, " query"], window: int | None) -> Bool[Tensor, "batch query pos"]:

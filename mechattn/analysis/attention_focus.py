@@ -17,7 +17,6 @@ from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Ca
 from mechattn.errors import OptionError
 from mechattn.functional import focus as fn
 from mechattn.functional.attention import BLOCK, centred, ranked_target
-from mechattn.functional.focus import has_repeat, repeated_mass
 from mechattn.functional.received import segment_mean, self_attention, visible_counts
 from mechattn.model.hooked import HookedModel
 from mechattn.model.scores_and_positions import K, Q, scores_of
@@ -72,10 +71,9 @@ class AttentionFocus(AnalysisBase):
         per_query: Also keep each query's values, as ``…_at``, and the index of its strongest target.
     """
 
+    name = "attention_focus"
     half_mass: bool = False
     per_query: bool = False
-
-    name = "attention_focus"
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -91,10 +89,9 @@ class AttentionFocus(AnalysisBase):
         }  # fmt: skip
         if self.per_query:
             per_query = measured | {"target": ("position", "index of the strongest target")}
-            made |= {
-                f"{n}_at": Quantity(("head", "key"), u, f"{d}, of each query", no_null=_NO_NULL.get(n, ""))
-                for n, (u, d) in per_query.items()
-            }
+            for name, (units, about) in per_query.items():
+                why = _NO_NULL.get(name, "")
+                made[f"{name}_at"] = Quantity(("head", "key"), units, f"{about}, of each query", no_null=why)
         return made
 
     def start(self, batch: Batch, heads: int) -> Sums:
@@ -116,9 +113,9 @@ class AttentionFocus(AnalysisBase):
             "previous_share": target == queries - 1,
             "self_mass": self_attention(pattern, start, first),
             "first_mass": pattern[..., 0] if first == 0 else torch.zeros_like(largest),
-            "previous_mass": fn.previous_token(pattern, start, first),
-            "duplicate_mass": repeated_mass(pattern, rows.batch.tokens, 0, start, first),
-            "induction_mass": repeated_mass(pattern, rows.batch.tokens, 1, start, first),
+            "previous_mass": fn.looking_back(pattern, 1, start, first)[0],
+            "duplicate_mass": fn.repeated_mass(pattern, rows.batch.tokens, 0, start, first),
+            "induction_mass": fn.repeated_mass(pattern, rows.batch.tokens, 1, start, first),
             "concentration": largest - second.clamp(min=0),
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, start, first),
@@ -153,7 +150,7 @@ class AttentionFocus(AnalysisBase):
 @lru_cache(maxsize=4)  # the layers of a batch share them
 def _no_repeat(batch: Batch, after: int) -> Bool[Tensor, "batch query"]:
     """The queries whose token does not occur earlier, or whose earlier occurrences have no token after them."""
-    return ~has_repeat(batch.tokens, after)
+    return ~fn.has_repeat(batch.tokens, after)
 
 
 @dataclass(frozen=True)
@@ -170,6 +167,7 @@ class AttentionSpread(AnalysisBase):
         shares: Fractions of the strongest key's attention.
     """
 
+    name = "attention_spread"
     bands: int = 12
     shares: tuple[float, ...] = (0.5, 0.1, 0.01)
 
@@ -182,8 +180,6 @@ class AttentionSpread(AnalysisBase):
         numbers = [s for s in given if isinstance(s, (int, float)) and not isinstance(s, bool) and 0 < s < 1]
         if not given or len(numbers) < len(given) or len(set(numbers)) < len(numbers):
             raise OptionError(f"shares={self.shares!r}: give different numbers between 0 and 1, such as (0.5, 0.1)")
-
-    name = "attention_spread"
 
     @property
     def coords(self) -> Mapping[str, Seq[object]]:
@@ -202,8 +198,7 @@ class AttentionSpread(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        mass = zeros(batch, heads, "mass", last=(self.bands,))
-        return mass | zeros(batch, heads, "near", last=(len(self.shares),))
+        return zeros(batch, heads, "mass", last=(self.bands,)) | zeros(batch, heads, "near", last=(len(self.shares),))
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store both numbers of each query."""
@@ -215,11 +210,7 @@ class AttentionSpread(AnalysisBase):
         """Means over the queries of each segment."""
         members = rearrange(batch.members().float(), "batch segment query -> batch segment query 1")
         seen = rearrange(self._sees(batch, window), "batch query band -> batch 1 query band")
-        every = torch.ones(1, 1, 1, 1, device=members.device)
-        return {
-            "band_mass": _mean(sums["mass"], members * seen),
-            "near_best": _mean(sums["near"], members * every),
-        }
+        return {"band_mass": _mean(sums["mass"], members * seen), "near_best": _mean(sums["near"], members)}
 
     def _sees(self, batch: Batch, window: int | None) -> Float[Tensor, "batch query band"]:
         """1 where a query sees every key of a band."""
@@ -261,6 +252,7 @@ class ScoreDecomposition(AnalysisBase):
         per_query: Also keep the parts of each query, as ``…_at``, and the index of its target.
     """
 
+    name = "score_decomposition"
     rank: int = 0
     per_query: bool = False
     scores: Any = field(default=None, repr=False, compare=False)
@@ -269,15 +261,11 @@ class ScoreDecomposition(AnalysisBase):
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
             raise OptionError(f"rank={self.rank!r}: give 0 for the strongest target, 1 for the second strongest, …")
 
-    name = "score_decomposition"
-
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """The parts of the target's score, their shares, and the bias and ALiBi of every key."""
         mean = ", of the target, centred over the keys that the query sees, mean over the queries of the segment"
-        made = {
-            p: Quantity(("head", "segment"), "logits", _ABOUT[p] + mean, "difference") for p in PARTS
-        }  # fmt: skip
+        made = {p: Quantity(("head", "segment"), "logits", _ABOUT[p] + mean, "difference") for p in PARTS}
         made |= {
             f"{p}_share": Quantity(("head", "segment"), "share", f"|{p}| / sum of |parts|{mean}", "difference")
             for p in PARTS
@@ -316,7 +304,6 @@ class ScoreDecomposition(AnalysisBase):
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Compute the parts of each query's target, for a block of queries at a time."""
-        assert self.scores is not None, "calibrated() comes first"
         scores, batch = self.scores[captures.layer], captures.batch
         q, k = captures.by_head(Q, len(scores.b_q)), captures.by_head(K, len(scores.b_k))
         length = q.shape[1]

@@ -13,16 +13,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums, zeros
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_counts
 from mechattn.functional import received as fn
 from mechattn.functional.head_outputs import effective_rank, output_factor, spectrum, update_norm
-from mechattn.functional.received import column_sums, received_attention, seeing_queries
 from mechattn.model.head_parts import output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch, Sequence, inserted_span
 
-_HOOKS = ("attn.hook_z", "hook_resid_post")
 _PER_HEAD = {
     "first_alpha": ("probability", "mean attention to the first token of the queries that can see it"),
     "first_sink": ("share", "1 if the first token is a sink: its mean attention is above the threshold"),
@@ -90,6 +88,7 @@ class AttentionSinks(AnalysisBase):
         al., arXiv:2004.10102 (norms); Bogdan et al., arXiv:2506.19143 (vertical scores).
     """
 
+    name = "attention_sinks"
     threshold: float = 0.3
     least_queries: int = 16
     gap: int = 4
@@ -101,40 +100,31 @@ class AttentionSinks(AnalysisBase):
         for name, most in (("threshold", 1), ("inactive_below", float("inf"))):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < most:
-                raise OptionError(
-                    f"{name}={value!r}: give a number above 0{', below 1, such as 0.3' if most == 1 else ''}"
-                )
+                below = ", below 1, such as 0.3" if most == 1 else ""
+                raise OptionError(f"{name}={value!r}: give a number above 0{below}")
         bounds = self.massive if isinstance(self.massive, (tuple, list)) else ()
         if len(bounds) != 2 or not all(isinstance(bound, (int, float)) for bound in bounds):
             raise OptionError(
                 f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median, such as (100, 1000)"
             )
-        for name in ("least_queries", "gap"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name}={value!r}: give a whole number, at least 1")
-
-    name = "attention_sinks"
+        check_counts(least_queries=self.least_queries, gap=self.gap)
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """Per head, per layer and per key."""
         plain = ("share", "keys", "position")  # may be 0, so conditions are compared by their difference
-        made = {
-            name: Quantity(
-                ("head",), u, d, "difference" if u in plain or name in _INSERTED else "ratio", _NO_NULL.get(name, "")
-            )
-            for name, (u, d) in _PER_HEAD.items()
-        }
+        made = {}
+        for name, (units, about) in _PER_HEAD.items():
+            compared: Any = "difference" if units in plain or name in _INSERTED else "ratio"
+            made[name] = Quantity(("head",), units, about, compared, _NO_NULL.get(name, ""))
         made |= {name: Quantity((), u, d, "difference", _NO_NULL[name]) for name, (u, d) in _PER_LAYER.items()}
-        return made | {
-            name: Quantity(("head", "key"), u, d, no_null=_NO_NULL.get(name, "")) for name, (u, d) in _PER_KEY.items()
-        }
+        dims = ("head", "key")
+        return made | {n: Quantity(dims, u, d, no_null=_NO_NULL.get(n, "")) for n, (u, d) in _PER_KEY.items()}
 
     @property
     def captures(self) -> Seq[str]:
         """Each head's output before W_O, and the residual stream after the block."""
-        return _HOOKS
+        return ("attn.hook_z", "hook_resid_post")
 
     def problem(self, sequence: Sequence) -> str | None:
         """A sequence in which no key is seen by enough queries is refused."""
@@ -158,17 +148,17 @@ class AttentionSinks(AnalysisBase):
                 raise ModelError(
                     f"layer {rows.layer} has no hook_v per head, so a sink's contribution cannot be measured"
                 )
-            sums["value_norm"], sums["output_value_norm"] = fn.value_norms(rows.v, (self.factors or {})[rows.layer])
+            sums["value_norm"], sums["output_value_norm"] = fn.value_norms(rows.v, self.factors[rows.layer])
         counted = rows.batch.real[:, rows.queries]
-        sums["columns"][..., keys] += column_sums(pattern, counted)
+        sums["columns"][..., keys] += fn.column_sums(pattern, counted)
         sums["near"][..., keys] += fn.near_sums(pattern, counted, self.gap, rows.queries.start, keys.start)
         first, beyond = inserted_span(rows.batch)
         if beyond and rows.queries.stop > first:
-            sums["columns_after"][..., keys] += column_sums(pattern, rows.batch.after_inserted[:, rows.queries])
+            sums["columns_after"][..., keys] += fn.column_sums(pattern, rows.batch.after_inserted[:, rows.queries])
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Measure the norm and rank of each head's output, and the largest activations."""
-        factor, real = (self.factors or {})[captures.layer], captures.batch.real
+        factor, real = self.factors[captures.layer], captures.batch.real
         z = captures.by_head("attn.hook_z", len(factor)).to(factor.dtype)
         sums["output"] = update_norm(z, factor)
         there = rearrange(z * real[..., None, None], "batch pos head d_head -> batch head pos d_head").double()
@@ -197,8 +187,8 @@ class AttentionSinks(AnalysisBase):
 
     def _of_keys(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """α of every key, which keys are sinks, and the strongest inserted key."""
-        seeing = seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
-        alpha = received_attention(sums["columns"], seeing * batch.real)
+        seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
+        alpha = fn.received_attention(sums["columns"], seeing * batch.real)
         enough = (seeing >= self.least_queries) & batch.real
         among = alpha.masked_fill(~enough[:, None], -1.0)
         strongest, at = among.max(-1)
@@ -218,17 +208,15 @@ class AttentionSinks(AnalysisBase):
 
     def _of_values(self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]) -> dict[str, Tensor]:
         """The contributions of the inserted tokens, the first token and the strongest sink; inactive heads."""
-        norms, inserted = sums["value_norm"], batch.inserted
+        norms, inserted, mean_norm = sums["value_norm"], batch.inserted, _mean(sums["value_norm"], batch.real)
         output = _mean(sums["output"], batch.real)
         given = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]  # mean of A |v W_O|
         ratio = output / output.mean(1, keepdim=True)
         at_strongest = norms.gather(-1, strongest.nan_to_num(0.0).long()[..., None])[..., 0]
         return {
             "inserted_value_ratio": _mean(norms, inserted) / _mean(norms, batch.real & ~inserted),
-            "value_drain": norms[..., 0] / _mean(norms, batch.real),
-            "strongest_value_ratio": (at_strongest / _mean(norms, batch.real)).masked_fill(
-                strongest.isnan(), torch.nan
-            ),
+            "value_drain": norms[..., 0] / mean_norm,
+            "strongest_value_ratio": (at_strongest / mean_norm).masked_fill(strongest.isnan(), torch.nan),
             "first_norm_share": given[..., 0] / given.sum(-1),
             "first_output_share": torch.where(output > 0, given[..., 0] / output, torch.nan),
             "output_rank": effective_rank(spectrum(sums["gram"])).float(),
@@ -238,14 +226,12 @@ class AttentionSinks(AnalysisBase):
 
     def _vertical(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Attention from distant queries to each key, and its kurtosis over keys."""
-        seeing = seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
+        seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
         distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
         far = batch.real & (distant > 0)
         score = (sums["columns"] - sums["near"]) / distant.clamp(min=1)[:, None]
-        return {
-            "vertical": score.masked_fill(~far[:, None], torch.nan),
-            "vertical_kurtosis": fn.kurtosis_over_keys(score, far),
-        }
+        shown = score.masked_fill(~far[:, None], torch.nan)
+        return {"vertical": shown, "vertical_kurtosis": fn.kurtosis_over_keys(score, far)}
 
 
 def _mean(value: Float[Tensor, "batch head pos"], counted: Bool[Tensor, "batch pos"]) -> Float[Tensor, "batch head"]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,13 +18,14 @@ from mechattn.functional.attention import for_each_head
 from mechattn.functional.head_outputs import update_product
 from mechattn.functional.received import segment_mean
 from mechattn.model.head_parts import output_weights, split_heads, wide
-from mechattn.model.hooked import HookedModel, facts_of
+from mechattn.model.hooked import HookedModel, limit_of
 from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding
 from mechattn.model.verify.layer_checks import GATES, gate_function
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch
 
 _Z, POST = "attn.hook_z", "ln1_post.hook_in"
+_ABOUT = "direct contribution to the logit of the next token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,13 @@ class _Logits(AnalysisBase):
     reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
     norms: Any = field(default=None, repr=False, compare=False)  # of each layer, the FrozenNorm after its attention
 
+    def calibrated(self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]) -> Any:
+        """Prepare W_O, the norms after attention and the unembedding; ModelError if a path to the logits is unknown."""
+        weights = {layer: output_weights(model, layer) for layer in layers}
+        return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers))
+
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
         """Keep the scale of the final norm."""
-        assert self.reads is not None, "calibrated() comes first"
         sums["scale"] = self.reads.scale(stream)[:, None]
 
 
@@ -61,16 +65,13 @@ class DirectLogits(_Logits):
         Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.
     """
 
-    per_query: bool = False
-
     name = "direct_logits"
+    per_query: bool = False
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """The contribution of each head."""
-        about = (
-            "direct contribution to the logit of the next token (before any cap), above the mean over the vocabulary"
-        )
+        about = f"{_ABOUT} (before any cap), above the mean over the vocabulary"
         mean = Quantity(("head", "segment"), "logits", f"{about}, mean over the tokens of the segment", "difference")
         made = {"next_token_logit": mean}
         if self.per_query:
@@ -78,24 +79,13 @@ class DirectLogits(_Logits):
         return made
 
     @property
-    def captures(self) -> Seq[str]:
+    def captures(self) -> Sequence[str]:
         """Each head's output before W_O; the input of the norm after attention, where there is one."""
         return (_Z, POST) if self.norms else (_Z,)
 
-    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
-        """Prepare W_O of the layers, the norms after attention, and the unembedding.
-
-        Raises:
-            ModelError: A head's update, or its path to the logits, cannot be computed for this model.
-        """
-        weights = {layer: output_weights(model, layer) for layer in layers}
-        return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers))
-
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Multiply each head's update with the direction of the next token, before the scale of the final norm."""
-        assert self.weights is not None, "calibrated() comes first"
-        assert self.reads is not None, "calibrated() comes first"
-        w_o, norm = wide(self.weights[captures.layer]), (self.norms or {}).get(captures.layer)
+        w_o, norm = wide(self.weights[captures.layer]), self.norms.get(captures.layer)
         z = captures.by_head(_Z, len(w_o)).to(w_o.dtype)
         toward = self.reads.direction(captures.batch.tokens.roll(-1, 1)).to(w_o.dtype)
         if norm is None:
@@ -116,7 +106,7 @@ def _has_next(batch: Batch) -> Bool[Tensor, "batch pos"]:
     return torch.nn.functional.pad(batch.real[:, 1:], (0, 1))
 
 
-def norms_after(model: HookedModel, layers: Seq[int]) -> Mapping[int, FrozenNorm]:
+def norms_after(model: HookedModel, layers: Sequence[int]) -> Mapping[int, FrozenNorm]:
     """The norms between attention and the residual stream, by layer."""
     found = {layer: getattr(model.blocks[layer], "ln1_post", None) for layer in layers}
     norms = {layer: norm for layer, norm in found.items() if norm is not None}
@@ -127,13 +117,10 @@ def norms_after(model: HookedModel, layers: Seq[int]) -> Mapping[int, FrozenNorm
                 f"layer {layer} of {model.cfg.model_name} has no hook for the input of the norm after attention, so "
                 f"its scale is unknown"
             )
-    return {
-        layer: frozen_norm(model, norm, f"the norm after attention of layer {layer}") for layer, norm in norms.items()
-    }
+    return {n: frozen_norm(model, norm, f"the norm after attention of layer {n}") for n, norm in norms.items()}
 
 
 _BY_QUERY = "batch head segment query d_head -> batch head query segment d_head"
-_NO_NULL = "it depends on the values"
 
 
 @dataclass(frozen=True)
@@ -153,47 +140,38 @@ class SegmentLogits(_Logits):
         arXiv:2607.01002; the next tokens of the text take the place of its answer tokens.
     """
 
-    gate: Any = field(default=None, repr=False, compare=False)  # hook and function of a gate on z
-
     name = "segment_logits"
+    gate: Any = field(default=None, repr=False, compare=False)  # hook and function of a gate on z
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """From the queries of a segment to the keys of each."""
         dims = ("head", "segment", "to_segment")
-        about = "direct contribution to the logit of the next token, read from the keys of to_segment"
-        mean = ", mean over the queries of the segment"
-        return {
-            "next_token_logit_from": Quantity(dims, "logits", about + mean, "difference", _NO_NULL),
-            "next_token_logit_per_key": Quantity(
-                dims, "logits", f"{about}, per key seen{mean}", "difference", _NO_NULL
-            ),
-        }
+        about, mean = f"{_ABOUT}, read from the keys of to_segment", "mean over the queries of the segment"
+        each = {"from": f"{about}, {mean}", "per_key": f"{about}, per key seen, {mean}"}
+        no_null = "it depends on the values"
+        return {f"next_token_logit_{n}": Quantity(dims, "logits", d, "difference", no_null) for n, d in each.items()}
 
     @property
-    def captures(self) -> Seq[str]:
+    def captures(self) -> Sequence[str]:
         """The input of the norm after attention (or z, unused, in a model without one), and the gate."""
-        return (*((POST,) if self.norms else ("attn.hook_z",)), *((self.gate[0],) if self.gate else ()))
+        return (POST if self.norms else _Z, *((self.gate[0],) if self.gate else ()))
 
-    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]) -> Analysis:
         """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the unembedding.
 
         Raises:
             ModelError: A head's update, or its path to the logits, cannot be computed for this model; or the mixed
                 values pass a norm before z, so that no key's share can be separated.
         """
-        facts, gate = facts_of(model), None
-        if facts is not None and facts.report is not None and "values" in facts.report.limited:
-            why = facts.report.limited["values"]
-            shown = next(
-                (name for name in GATES if all(f"blocks.{n}.attn.{name}" in model.hook_dict for n in layers)), ""
-            )
-            function = gate_function(why)
+        gate = None
+        if why := limit_of(model, "values"):
+            named, function = model.hook_dict, gate_function(why)
+            shown = [name for name in GATES if all(f"blocks.{layer}.attn.{name}" in named for layer in layers)]
             if function is None or not shown:
                 raise ModelError(f"{model.cfg.model_name}: {why}; so a key's share of a head's update is not A · v W_O")
-            gate = (f"attn.{shown}", function)
-        weights = {layer: output_weights(model, layer) for layer in layers}
-        return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers), gate=gate)
+            gate = (f"attn.{shown[0]}", function)
+        return replace(super().calibrated(model, layers, measured), gate=gate)
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
@@ -201,11 +179,9 @@ class SegmentLogits(_Logits):
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add the contributions that these queries read from each segment, before the norms' scales."""
-        assert self.weights is not None, "calibrated() comes first"
-        assert self.reads is not None, "calibrated() comes first"
         if rows.v is None:
             raise ModelError(f"layer {rows.layer} has no hook_v per head, so a key's contribution cannot be measured")
-        w_o, norm = wide(self.weights[rows.layer]), (self.norms or {}).get(rows.layer)
+        w_o, norm = wide(self.weights[rows.layer]), self.norms.get(rows.layer)
         toward = self.reads.direction(rows.batch.tokens.roll(-1, 1)[:, rows.queries]).to(w_o.dtype)
         toward = toward if norm is None else norm.toward(toward)
         asked = einsum(toward, w_o, "batch query d_model, head d_head d_model -> batch head query d_head")
@@ -213,9 +189,8 @@ class SegmentLogits(_Logits):
         members = rows.batch.members()[..., rows.keys].to(w_o.dtype)
         if self.gate is not None:  # the gate of each channel comes later, so the mix of each segment is kept until then
             members = rearrange(members, "batch segment key -> batch 1 segment key 1")
-            mixed = rearrange(rows.pattern.to(w_o.dtype), "batch head query key -> batch head 1 query key") @ (
-                members * rearrange(values, "batch head key d_head -> batch head 1 key d_head")
-            )
+            masked = members * rearrange(values, "batch head key d_head -> batch head 1 key d_head")
+            mixed = rearrange(rows.pattern.to(w_o.dtype), "batch head query key -> batch head 1 query key") @ masked
             if "mixed" not in sums:
                 sums["mixed"] = mixed.new_zeros(*sums["read"].shape, mixed.shape[-1])
             sums["mixed"][:, :, rows.queries] = rearrange(mixed * asked.unsqueeze(2), _BY_QUERY)
@@ -230,14 +205,12 @@ class SegmentLogits(_Logits):
             heads = sums["mixed"].shape[1]
             opened = function(split_heads(captures.tensors[name], heads))  # one number per head, or one per channel
             sums["read"] = (sums.pop("mixed") * rearrange(opened, "batch pos head d -> batch head pos 1 d")).sum(-1)
-        norm = (self.norms or {}).get(captures.layer)
-        if norm is not None:
+        if (norm := self.norms.get(captures.layer)) is not None:
             sums["post"] = norm.scale(captures.tensors[POST])[:, None]
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment that have a next token."""
-        scale = sums["scale"] * sums.get("post", torch.ones_like(sums["scale"]))
-        read = sums["read"] / scale[..., None]
+        read = sums["read"] / (sums["scale"] * sums.get("post", torch.ones_like(sums["scale"])))[..., None]
         asking = (batch.members() & _has_next(batch)[:, None]).to(read.dtype)
         count = asking.sum(-1)[:, None, :, None]
         seen = _keys_seen(batch, window).to(read.dtype)[:, None]

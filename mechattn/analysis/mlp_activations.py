@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Activations, Analysis, AnalysisBase, Quantity, Sums
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError, warn
+from mechattn.errors import OptionError, check_choice, warn
 from mechattn.functional import activations as fn
-from mechattn.functional.activations import KAPPA
 from mechattn.functional.received import segment_mean
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import forward_to
@@ -72,6 +71,7 @@ class MlpActivations(AnalysisBase):
         edges: The edges of the histogram's bins; values outside are counted in two open bins.
     """
 
+    name = "mlp_activations"
     rule: Rule = "quantile"
     value: float = 0.25
     calibration: tuple[Prompt, ...] | None = None
@@ -81,8 +81,7 @@ class MlpActivations(AnalysisBase):
     mixtures: Any = field(default=None, repr=False, compare=False)  # of each layer, its Mixture of experts or None
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(Rule):
-            raise OptionError(f"rule={self.rule!r}: choose one of {', '.join(map(repr, get_args(Rule)))}")
+        check_choice(Rule, rule=self.rule)
         number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
         if not number or not 0 < self.value < (1 if self.rule == "quantile" else float("inf")):
             what = "a quantile, between 0 and 1" if self.rule == "quantile" else "a number above 0"
@@ -91,8 +90,6 @@ class MlpActivations(AnalysisBase):
             raise OptionError("calibration=(): give at least one prompt, or omit it to use generated word problems")
         if len(self.edges) < 2 or list(self.edges) != sorted(set(self.edges)):
             raise OptionError("edges: give at least two numbers in increasing order")
-
-    name = "mlp_activations"
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -119,15 +116,15 @@ class MlpActivations(AnalysisBase):
             "variance": ("activation squared", "variance of act over the channels"),
             "kurtosis": ("ratio", "kurtosis of act over the channels; 3 if normal"),
         }
-        mean = ", mean over the tokens of the segment"
+        mean, of_class = (
+            ", mean over the tokens of the segment",
+            f"{near}, mean over the question's tokens of the class",
+        )
+        change = "|act - act in the baseline| / |act in the baseline|"
         return {
             **{f"{n}_by_segment": Quantity(("segment",), u, d + mean) for n, (u, d) in per_segment.items()},
-            "change_by_segment": Quantity(
-                ("segment",), "share", "|act - act in the baseline| / |act in the baseline|" + mean, "difference"
-            ),
-            "near_zero_by_token_class": Quantity(
-                ("token_class",), "share", f"{near}, mean over the question's tokens of the class"
-            ),
+            "change_by_segment": Quantity(("segment",), "share", change + mean, "difference"),
+            "near_zero_by_token_class": Quantity(("token_class",), "share", of_class),
             "histogram": Quantity(("bin",), "share", "share of the question's activations in [bin, next bin)"),
             **{
                 name: Quantity(("other_condition",), "activation squared", about, "difference")
@@ -153,20 +150,18 @@ class MlpActivations(AnalysisBase):
         if repeated := [prompt.id for prompt in prompts if prompt.question in texts]:
             warn(
                 f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, for example) are also "
-                f"measured, so the threshold is set on the data it is applied to; calibrate on other prompts",
+                f"measured, so the threshold is set on the data it is applied to; calibrate on other prompts"
             )
         found: dict[int, list[float]] = {layer: [] for layer in layers}
 
         def see(layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
             found[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
 
-        device = device_of(model)
         for prompt in prompts:
-            tokens = Baseline().apply(prompt, model).tokens[None].to(device)
+            tokens = Baseline().apply(prompt, model).tokens[None].to(device_of(model))
             with at_nonlinearity(model, dict.fromkeys(layers, see)):
                 forward_to(model, tokens, max(layers), [])
-        medians = {layer: float(np.median(values)) for layer, values in found.items()}
-        return replace(made, thresholds=medians)
+        return replace(made, thresholds={layer: float(np.median(values)) for layer, values in found.items()})
 
     def _calibration(self, model: HookedModel) -> Seq[Prompt]:
         if self.calibration is not None:
@@ -183,7 +178,7 @@ class MlpActivations(AnalysisBase):
         if self.rule == "quantile":
             return float(ordered[round(self.value * (len(ordered) - 1))])
         median = ordered[(len(ordered) - 1) // 2]
-        return KAPPA * self.value * float((ordered - median).abs().median())
+        return fn.KAPPA * self.value * float((ordered - median).abs().median())
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
@@ -206,17 +201,17 @@ class MlpActivations(AnalysisBase):
             made = {
                 "near_zero": fn.near_zero_share(x, threshold),
                 "saturated": fn.saturated_share(x, pre, threshold, activations.minimum),
-                "l1": fn.l1_norm(x),
-                "l2": fn.l2_norm(x),
+                "l1": x.abs().sum(-1),
+                "l2": x.norm(dim=-1),
                 "gini": torch.where(x.any(-1), fn.gini(x), _NONE),
-                "variance": fn.variance(x),
-                "kurtosis": torch.where(fn.variance(x) > 0, fn.kurtosis(x), _NONE),
+                "variance": (variance := x.var(-1, correction=0)),
+                "kurtosis": torch.where(variance > 0, fn.kurtosis(x), _NONE),
             }
             for name, value in made.items():
                 sums[name][row, :length] = value
             counts = fn.counts_between(x[asks[row, :length]], edges)
             sums["histogram"][row] = counts / counts.sum()
-        mixture = (self.mixtures or {}).get(activations.layer)
+        mixture = self.mixtures[activations.layer]
         routing = None if mixture is None else routing_now(mixture)
         for rows, at, change, norm, question in _changes(activations, routing):
             size = change.norm(dim=-1)
@@ -232,9 +227,7 @@ class MlpActivations(AnalysisBase):
         each = torch.stack([sums[name] for name in _METRICS], 1)
         each = each.masked_fill(each == _NONE, torch.nan)
         by_segment = segment_mean(each, batch.members()).unbind(1)
-        classes = torch.full_like(batch.tokens, len(TOKEN_CLASSES) - 1)
-        if self.classes is not None:
-            classes = self.classes.to(batch.tokens.device)[batch.tokens]
+        classes = self.classes.to(batch.tokens.device)[batch.tokens]
         members = classes[:, None] == torch.arange(len(TOKEN_CLASSES), device=classes.device)[:, None]
         members &= batch.of_segment("question")[:, None]
         return {

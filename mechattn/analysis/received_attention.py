@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums, WholeAttention, zeros
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.functional import received as fn
 from mechattn.functional.attention import for_each_head
 from mechattn.prompts.token_sequences import Batch, Sequence, pad_right
@@ -35,15 +35,13 @@ class ReceivedAttention(AnalysisBase):
             and Gemma). Its received attention is then NaN and it counts in no segment.
     """
 
+    name = "received_attention"
     queries: Queries = "original"
     include_self: bool = False
     skip_first: bool = False
 
     def __post_init__(self) -> None:
-        if self.queries not in get_args(Queries):
-            raise OptionError(f"queries={self.queries!r}: choose one of {', '.join(map(repr, get_args(Queries)))}")
-
-    name = "received_attention"
+        check_choice(Queries, queries=self.queries)
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -87,25 +85,11 @@ class ReceivedAttention(AnalysisBase):
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
         columns = sums["columns"]
         attended = columns if self.include_self else columns - sums["own"] * _counted(self.queries, batch)[:, None]
-        return _weights(self, batch, window).quantities(attended, columns)
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """The factors that turn sums over the counted queries into means; NaN where there is nothing to average."""
-
-    received: Float[Tensor, "batch 1 key"]
-    by_segment: Float[Tensor, "batch key segment"]
-    mass: Float[Tensor, "batch key segment"]
-
-    def quantities(
-        self, attended: Float[Tensor, "batch head key"], columns: Float[Tensor, "batch head key"]
-    ) -> dict[str, Tensor]:
-        """Means from sums over queries, without and with a query's own key; cheap, as every layer needs it."""
+        received, by_segment, mass = _weights(self, batch, window)
         return {
-            "received": attended * self.received,
-            "received_by_segment": attended @ self.by_segment,
-            "mass_by_segment": columns @ self.mass,
+            "received": attended * received,
+            "received_by_segment": attended @ by_segment,
+            "mass_by_segment": columns @ mass,
         }
 
 
@@ -114,14 +98,14 @@ def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
     """The queries that count."""
     if queries == "all":
         return batch.real
-    if queries == "original":
-        return batch.origin >= 0
-    return batch.of_segment(queries)
+    return batch.origin >= 0 if queries == "original" else batch.of_segment(queries)
 
 
 @lru_cache(maxsize=4)
-def _weights(analysis: ReceivedAttention, batch: Batch, window: int | None) -> _Weights:
-    """The weights of a batch, the same for all layers with this window."""
+def _weights(
+    analysis: ReceivedAttention, batch: Batch, window: int | None
+) -> tuple[Float[Tensor, "batch 1 key"], Float[Tensor, "batch key segment"], Float[Tensor, "batch key segment"]]:
+    """The factors that turn sums over counted queries into the three means; NaN where there is nothing to average."""
     counted = _counted(analysis.queries, batch)
     seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
     looked_at = batch.real.clone()
@@ -130,11 +114,9 @@ def _weights(analysis: ReceivedAttention, batch: Batch, window: int | None) -> _
     each = fn.received_attention(torch.ones_like(seeing)[:, None], seeing).masked_fill(~looked_at[:, None], torch.nan)
     keys = batch.members() & looked_at[:, None]
     seen = keys & ~each.isnan()
-    return _Weights(
-        received=each,
-        by_segment=(seen * each.nan_to_num() / seen.sum(-1, keepdim=True)).mT,
-        mass=(keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]).mT,
-    )
+    by_segment = seen * each.nan_to_num() / seen.sum(-1, keepdim=True)
+    mass = keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
+    return each, by_segment.mT, mass.mT
 
 
 @dataclass(frozen=True)
@@ -148,9 +130,8 @@ class SegmentFlow(AnalysisBase):
         predicting: Whether the queries of s are those that predict its tokens, one position earlier than they.
     """
 
-    predicting: bool = False
-
     name = "segment_flow"
+    predicting: bool = False
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -186,20 +167,10 @@ class SegmentFlow(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries; NaN for a segment without tokens."""
         queries = self._queries(batch).sum(-1)
-        there = (queries > 0)[:, :, None] & batch.members().any(-1)[:, None, :]
-
-        def mean(
-            flow: Float[Tensor, "batch *head segment to"], there: Bool[Tensor, "batch *head segment to"]
-        ) -> Float[Tensor, "batch *head segment to"]:
-            counted = queries.clamp(min=1).view(len(queries), *[1] * (flow.ndim - 3), -1, 1)
-            return (flow / counted).masked_fill(~there, torch.nan)
-
-        heads = there[:, None].expand_as(sums["flow"])
-        shown = (sums["value_flow"] >= 0).all()
-        return {
-            "flow": mean(sums["flow"], heads),
-            "value_flow": mean(sums["value_flow"], heads & shown),
-        }
+        there = (queries > 0)[:, None, :, None] & batch.members().any(-1)[:, None, None, :]
+        shown = {"flow": there, "value_flow": there & (sums["value_flow"] >= 0).all()}
+        counted = queries.clamp(min=1)[:, None, :, None]
+        return {name: (sums[name] / counted).masked_fill(~where, torch.nan) for name, where in shown.items()}
 
     def _queries(self, batch: Batch) -> Bool[Tensor, "batch segment query"]:
         """The queries of each segment."""
@@ -214,15 +185,13 @@ class AttentionMap(AnalysisBase):
     ``attention_map[q, k] = A[q, k]``; NaN beyond the end of a sequence.
     """
 
+    name = "attention_map"
     max_tokens: int = 256
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_tokens, int) or not 2 <= self.max_tokens <= 1024:
-            raise OptionError(
-                f"max_tokens={self.max_tokens}: give a number from 2 to 1,024, the sizes at which a map is readable"
-            )
-
-    name = "attention_map"
+            said = "give a number from 2 to 1,024, the sizes at which a map is readable"
+            raise OptionError(f"max_tokens={self.max_tokens}: {said}")
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -23,6 +22,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch
 
+Stream = Float[Tensor, "batch pos d_model"]
 _MAGNITUDES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))  # 0.0001 to 100, four bins a decade
 _ORIENTATIONS = tuple(round(i / 20 - 1, 2) for i in range(41))
 _UNITS = {
@@ -32,7 +32,6 @@ _UNITS = {
     "orthogonal": ("ratio", "|part of the update across resid_pre| / |resid_pre|"),
     "update_norm": ("residual norm", "|update|"),
 }
-_SIGNED = ("orientation", "parallel")
 _COUNTS = (
     ("magnitude", ("head", "magnitude_bin"), " magnitude in the bin"),
     ("orientation", ("head", "orientation_bin"), "n orientation in the bin"),
@@ -51,7 +50,7 @@ class _Updates(AnalysisBase):
     prefix: ClassVar[str] = ""
 
     @property
-    def coords(self) -> Mapping[str, Seq[object]]:
+    def coords(self) -> Mapping[str, Sequence[object]]:
         """Labels of the bins: their lower edges."""
         return {"magnitude_bin": [0.0, *_MAGNITUDES], "orientation_bin": [float("-inf"), *_ORIENTATIONS]}
 
@@ -62,7 +61,7 @@ class _Updates(AnalysisBase):
         made = {
             f"{prefix}{name}": Quantity(
                 ("head", "segment"), units, f"{about}, mean over the tokens of the segment",
-                "difference" if name in _SIGNED else "ratio", no_null,
+                "difference" if name in ("orientation", "parallel") else "ratio", no_null,
             )
             for name, (units, about) in _UNITS.items()
         }  # fmt: skip
@@ -77,26 +76,22 @@ class _Updates(AnalysisBase):
         }
 
     @property
-    def captures(self) -> Seq[str]:
+    def captures(self) -> Sequence[str]:
         """The residual stream before the block, and each head's output before W_O, which arrives after its rows."""
         return ("hook_resid_pre", "attn.hook_z")
 
-    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]) -> Analysis:
         """Prepare W_O of the layers and its factors."""
         made = {layer: output_weights(model, layer) for layer in layers}
-        weights = {layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()}
-        return replace(self, weights=weights)
+        return replace(self, weights={layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()})
 
     def measured(self, z: Float[Tensor, "batch pos head d_head"], captures: Captures) -> Sums:
         """Norms and products for each token, from what each head writes before W_O."""
         weights, factor = self.weights[captures.layer]
         w_o = wide(weights)
         stream, z = captures.tensors["hook_resid_pre"].to(w_o.dtype), z.to(w_o.dtype)
-        return {
-            "norm": fn.update_norm(z, factor),
-            "product": fn.update_product(z, w_o, stream),
-            "stream": stream.norm(dim=-1)[:, None],
-        }
+        size = stream.norm(dim=-1)[:, None]
+        return {"norm": fn.update_norm(z, factor), "product": fn.update_product(z, w_o, stream), "stream": size}
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments, and counts."""
@@ -117,8 +112,8 @@ class _Updates(AnalysisBase):
             "orientation_counts": fn.counts_in_bins(turned, cosines, original),
             "joint_counts": fn.counts_in_pairs_of_bins(magnitude, turned, (sizes, cosines), original),
         }
-        if self.per_query:
-            made |= {f"{n}_at": each[n].masked_fill(hidden, torch.nan) for n in ("magnitude", "orientation")}
+        at = ("magnitude", "orientation") if self.per_query else ()
+        made |= {f"{name}_at": each[name].masked_fill(hidden, torch.nan) for name in at}
         return {f"{self.prefix}{name}": value for name, value in made.items()}
 
 
@@ -177,7 +172,6 @@ class TopTargetUpdates(_Updates):
 BLOCKS = ("attention", "mlp")
 _AROUND, _MIDDLE = ("hook_resid_pre", "hook_resid_post"), "hook_resid_mid"
 _OUTS = ("hook_attn_out", "hook_mlp_out")
-_BEFORE_SCALING = ("attn.hook_out", "mlp.hook_out")
 _OF_BLOCKS = {
     "block_magnitude": ("ratio", "|update of the block| / |residual stream before it|"),
     "block_orientation": ("cosine", "cosine of the block's update and the residual stream before it"),
@@ -198,15 +192,14 @@ class BlockUpdates(AnalysisBase):
         per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
     """
 
+    name = "block_updates"
     per_query: bool = False
     sequential: bool = True
     outs: tuple[str, str] = field(default=_OUTS, repr=False, compare=False)  # the hooks of the blocks' outputs
     factor: float = field(default=1.0, repr=False, compare=False)  # multiplies what these hooks hold
 
-    name = "block_updates"
-
     @property
-    def coords(self) -> Mapping[str, Seq[object]]:
+    def coords(self) -> Mapping[str, Sequence[object]]:
         """The two blocks of a layer."""
         return {"block": list(BLOCKS)}
 
@@ -218,18 +211,15 @@ class BlockUpdates(AnalysisBase):
             name: Quantity(("block", "segment"), u, d + mean, "difference" if u == "cosine" else "ratio")
             for name, (u, d) in _OF_BLOCKS.items()
         }
-        if self.per_query:
-            for name in ("block_magnitude", "block_orientation"):
-                units, about = _OF_BLOCKS[name]
-                made[f"{name}_at"] = Quantity(("block", "key"), units, f"{about}, of each token")
-        return made
+        at = {name: _OF_BLOCKS[name] for name in ("block_magnitude", "block_orientation") if self.per_query}
+        return made | {f"{n}_at": Quantity(("block", "key"), u, f"{d}, of each token") for n, (u, d) in at.items()}
 
     @property
-    def captures(self) -> Seq[str]:
+    def captures(self) -> Sequence[str]:
         """The residual stream around both blocks, and the output of each."""
         return (*_AROUND, *([_MIDDLE] if self.sequential else []), *self.outs)
 
-    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]) -> Analysis:
         """Find out whether attention and MLP run in parallel, and which hooks give their outputs.
 
         Raises:
@@ -239,7 +229,7 @@ class BlockUpdates(AnalysisBase):
         sequential = all(f"blocks.{layer}.{_MIDDLE}" in named for layer in layers)
         # A block that scales its update fires hook_attn_out only for functions that TransformerLens has added.
         factor = getattr(model.blocks[layers[0]], "residual_contribution_scale", None)
-        outs = _OUTS if factor is None else _BEFORE_SCALING
+        outs = _OUTS if factor is None else ("attn.hook_out", "mlp.hook_out")
         for layer in layers:
             if lacking := [name for name in (*_AROUND, *outs) if f"blocks.{layer}.{name}" not in named]:
                 raise ModelError(
@@ -270,19 +260,11 @@ class BlockUpdates(AnalysisBase):
             "stream_norm": sums["stream"],
         }
         made = {name: segment_mean(value, batch.members()) for name, value in each.items()}
-        if self.per_query:
-            hidden = ~batch.real[:, None]
-            made |= {
-                f"{n}_at": each[n].masked_fill(hidden, torch.nan) for n in ("block_magnitude", "block_orientation")
-            }
-        return made
+        at = ("block_magnitude", "block_orientation") if self.per_query else ()
+        return made | {f"{name}_at": each[name].masked_fill(~batch.real[:, None], torch.nan) for name in at}
 
 
-def _added(
-    before: Float[Tensor, "batch pos d_model"],
-    out: Float[Tensor, "batch pos d_model"],
-    after: Float[Tensor, "batch pos d_model"],
-) -> Float[Tensor, "batch pos d_model"]:
+def _added(before: Stream, out: Stream, after: Stream) -> Stream:
     """The block's output from its hook where that is the update (a difference of large numbers loses digits);
     otherwise (BLOOM adds the residual first) the difference."""
     change = after - before

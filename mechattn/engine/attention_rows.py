@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import starmap
 from typing import Any, Literal
 
 import torch
@@ -54,7 +54,7 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
     return _fused_or_in_blocks(model, engine, analyses)
 
 
-def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Seq[Analysis]) -> tuple[Forward, str]:
+def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Sequence[Analysis]) -> tuple[Forward, str]:
     rows = [a.name for a in analyses if isinstance(a, _OF_ROWS) and not isinstance(a, protocols.WholeAnalysis)]
     if engine == "fused" and rows:
         raise OptionError(
@@ -101,6 +101,9 @@ def forward_through_hooks(
     edge_masks = _edge_masks(model, batch, last)  # checked too, because some models ignore changes to their scores
     looked = sorted({*windows, *edge_masks})
     hooks.forward_with_patterns(model, batch.tokens, batch.real, looked, whole, edge_masks, batch.position_ids, last)
+
+
+ENGINES = {forward_in_blocks: "streaming", forward_fused: "fused", forward_through_hooks: "hooks"}
 
 
 def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMask]:
@@ -161,7 +164,6 @@ def paired_layer(number: int, attention: AnyRows | None, pairs: Pairs, window: i
 
 
 UNIFORM, BLIND = "_uniform", "_blind"
-_NOT_OF_ROWS = "it is not made of rows of attention"
 _ABOUT = {
     UNIFORM: "if every head attended uniformly to the keys it can see",
     BLIND: "if every head attended by position alone: softmax of what the model adds to its scores (ALiBi, sinks)",
@@ -176,7 +178,8 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
     of_rows = isinstance(analysis, _OF_ROWS)
     made: dict[str, Quantity] = {}
     for name, quantity in given.items():
-        made[name] = quantity if of_rows or quantity.no_null else replace(quantity, no_null=_NOT_OF_ROWS)
+        why = quantity.no_null or ("" if of_rows else "it is not made of rows of attention")
+        made[name] = replace(quantity, no_null=why)
         if of_rows and has_null(name, quantity):
             for kind, about in _ABOUT.items():
                 dims = tuple(dim for dim in quantity.dims if dim != "head" or kind == BLIND)
@@ -197,16 +200,14 @@ class Nulls:
     # Uniform attention comes from queries that are zero: every key that a query sees, and a learned sink, has a score
     # of 0. If the model adds something to its scores regardless of content, a second null (``_blind``) includes it.
 
-    analyses: Seq[Analysis]
+    analyses: Sequence[Analysis]
     batch: Batch  # on the device of the model
     pairs: Pairs | None  # each sequence with its baseline, if an analysis needs it
     blind: BlindScores  # what the model adds to its scores
     _made: dict[Any, dict[int, Values]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._wanted = [
-            isinstance(a, _OF_ROWS) and any(has_null(*named) for named in a.quantities.items()) for a in self.analyses
-        ]
+        self._wanted = [isinstance(a, _OF_ROWS) and any(starmap(has_null, a.quantities.items())) for a in self.analyses]
 
     def of(self, number: int, layer: int, window: int | None) -> Values:
         """The nulls of all quantities of an analysis, for one layer."""
@@ -229,16 +230,14 @@ class Nulls:
         bias, sinks = self.blind.scores(layer, length, kind == BLIND)
         heads = self.blind.heads if kind == BLIND else 1
         zero = torch.zeros(len(self.batch.rows), heads, length, 1, device=self.batch.tokens.device)
-        attention = Attention(
-            zero, zero[:, :1], torch.ones_like(zero[:, :1]), 1.0, bias, window, None, here.edge_mask, sinks
-        )
+        key = zero[:, :1]
+        attention = Attention(zero, key, torch.ones_like(key), 1.0, bias, window, None, here.edge_mask, sinks)
         paired = paired_layer(layer, attention, self.pairs, window) if self.pairs is not None else None
         started = {i: a.start(self.batch, heads) for i, a in enumerate(self.analyses) if self._wanted[i]}
 
         def see(rows: Rows) -> None:
-            block = protocols.AttentionRows(
-                layer, rows.pattern, rows.queries, rows.keys, self.batch, window, attention.v, null=True
-            )
+            given = (rows.pattern, rows.queries, rows.keys, self.batch, window, attention.v)
+            block = protocols.AttentionRows(layer, *given, null=True)
             for number, sums in started.items():
                 analysis = self.analyses[number]
                 with _saying_no_null(analysis):

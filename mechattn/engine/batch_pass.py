@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +38,8 @@ def measure_batch(
     batch: Batch,
     forward: Forward,
     windows: Mapping[int, int | None],
-    analyses: Seq[Analysis],
-    prompt_ids: Seq[str] = (),
+    analyses: Sequence[Analysis],
+    prompt_ids: Sequence[str] = (),
     blind: BlindScores = BlindScores(),  # noqa: B008, a frozen value
 ) -> list[LayerValues]:
     """Run the model on a batch and return the values of each analysis in each layer, on the CPU."""
@@ -56,9 +55,7 @@ def measure_batch(
     again = partial(measure_batch, model, batch, forward, windows, [ReceivedAttention("all")], prompt_ids, blind)
     try:
         with ExitStack() as stack:
-            mlps = _at_mlps(
-                one, sums
-            )  # made before interventions on the nonlinearities, entered after: sees the result
+            mlps = _at_mlps(one, sums)  # made before interventions on the nonlinearities, entered after: sees results
             acting = _acting(placed, prompt_ids)
             for intervention, target in acting:
                 stack.enter_context(intervention.acting(model, lambda target=target: target))  # type: ignore[misc]
@@ -80,7 +77,7 @@ class _Enough(BaseException):
     """Raised when all data has arrived, to skip the rest of the pass; error handlers must not catch it."""
 
 
-def _acting(batch: Batch, prompt_ids: Seq[str]) -> list[tuple[Intervention, Target]]:
+def _acting(batch: Batch, prompt_ids: Sequence[str]) -> list[tuple[Intervention, Target]]:
     """Each intervention of each condition of a batch, in order, with the tokens that it acts on."""
     found: dict[tuple[str, int], tuple[Intervention, list[int]]] = {}
     for row, interventions in enumerate(batch.interventions):
@@ -121,7 +118,7 @@ class _Sums:
     # bridges after it, MLP activations last. So a reduction that needs the rows is stored as a call until they arrive,
     # and sums stay open until no part is missing. The last value ends the pass (_Enough), so later layers and logits
     # are not computed.
-    def __init__(self, one: _Pass, analyses: Seq[Analysis], nulls: Nulls) -> None:
+    def __init__(self, one: _Pass, analyses: Sequence[Analysis], nulls: Nulls) -> None:
         self.one, self.analyses, self.nulls = one, analyses, nulls
         self.parts = [  # once, because isinstance is slow for a protocol
             {part for part, protocol in PARTS.items() if isinstance(analysis, protocol)} for analysis in analyses
@@ -166,14 +163,12 @@ class _Sums:
             return
         del self.open[number, layer]
         analysis, window = self.analyses[number], self.one.windows[layer]
-        self.finite += [
-            (analysis, layer, v.isfinite().reshape(len(v), -1).all(1)) for v in made.values() if v.is_floating_point()
-        ]
+        numbers = [value for value in made.values() if value.is_floating_point()]
+        self.finite += [(analysis, layer, each.isfinite().reshape(len(each), -1).all(1)) for each in numbers]
         values = analysis.values(made, self.one.here[layer][0].at(layer), window)
         if not self.values[number]:
             check_values(analysis, values, self.one.placed, int(self.one.model.cfg.n_heads))
-        found = values | self.nulls.of(number, layer, window)
-        self.values[number][layer] = on_cpu(found)
+        self.values[number][layer] = on_cpu(values | self.nulls.of(number, layer, window))
         if all(len(by_layer) == len(self.one.windows) for by_layer in self.values):
             raise _Enough
 
@@ -306,7 +301,7 @@ def on_cpu(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: made[name] for name in found}
 
 
-def _refuse_nan(one: _Pass, finite: Seq[tuple[Analysis, int, Tensor]], again: Callable[[], object]) -> None:
+def _refuse_nan(one: _Pass, finite: Sequence[tuple[Analysis, int, Tensor]], again: Callable[[], object]) -> None:
     """Refuse sums with NaN or infinity: the model's, or only those of a user's analysis if ``again`` is finite."""
     # To one device first, which waits for the copies of the others too, and only then for all of them.
     rows = torch.stack([each.to(finite[0][2].device) for *_, each in finite]).cpu() if finite else torch.ones(1)

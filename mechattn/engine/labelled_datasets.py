@@ -26,7 +26,6 @@ from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch, Sequence
 from mechattn.results import provenance
-from mechattn.results.provenance import identity, kind_of
 from mechattn.stats.intervals import Moments
 
 if TYPE_CHECKING:
@@ -104,10 +103,8 @@ class Collector:
         made = xr.Dataset(variables, coords={**self.coords, "segment": list(SEGMENTS)})
         labels: dict[str, Any] = {"to_segment": list(SEGMENTS), "other_condition": self.coords["condition"]}
         labels |= getattr(self.analysis, "coords", {})
+        labels |= {dim: np.arange(made.sizes.get(dim, 0)) for dim in ("head", "key", "original_key")}
         made = made.assign_coords({dim: label for dim, label in labels.items() if dim in made.dims})
-        for dim in ("head", "key", "original_key"):
-            if dim in made.dims:
-                made = made.assign_coords({dim: np.arange(made.sizes[dim])})
         return made.assign_attrs({"analysis": self.analysis.name})
 
     def _position_variables(self, name: str, quantity: Quantity) -> dict:
@@ -145,11 +142,8 @@ def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
         for of, key in ((name, "key"), (name + BY_ORIGIN, "original_key")):
             own = tuple(key if dim == "key" else dim for dim in quantity.dims)
             dims |= {of + suffix: ("condition", "layer", *own) for suffix in MOMENTS}
-    return [
-        name
-        for name, wanted in dims.items()
-        if name not in dataset or dataset[name].dims != wanted or dataset[name].dtype.kind not in "fi"
-    ]
+    numbers = {name: dataset[name].dims for name in dims if name in dataset and dataset[name].dtype.kind in "fi"}
+    return [name for name, wanted in dims.items() if numbers.get(name) != wanted]
 
 
 def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch, heads: int) -> None:
@@ -233,26 +227,21 @@ def condition_data(condition: Condition, made: Sequence | None = None) -> dict[s
         acts = (*(given if isinstance(given, (tuple, list)) else (given,)), *acts)
     elif made is not None and not acts:
         masked, unshifted, acts = made.edge_mask is not None, made.keeps_positions, made.interventions
-    return {
-        **_kind_and_options(inner),
-        "masked": masked,
-        "unshifted": unshifted,
-        "interventions": [_kind_and_options(act) for act in acts],
-        "written": identity(condition),
-    }
+    marks = {"masked": masked, "unshifted": unshifted, "interventions": [_kind_and_options(act) for act in acts]}
+    return _kind_and_options(inner) | marks | {"written": provenance.identity(condition)}
 
 
 def _kind_and_options(thing: Any) -> dict[str, Any]:
     """The kind of an object and its options: the fields of a dataclass, as text if they are not plain values."""
     names = [field.name for field in fields(thing) if field.repr] if is_dataclass(thing) else []
     options = {name: getattr(thing, name) for name in names if name != "intervention"}
-    return {"kind": kind_of(thing), "options": {name: _stored(value) for name, value in options.items()}}
+    return {"kind": provenance.kind_of(thing), "options": {name: _stored(value) for name, value in options.items()}}
 
 
 def _stored(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_stored(part) for part in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else identity(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else provenance.identity(value)
 
 
 def described(plan: Plan, prompts: Seq[Prompt], made: Mapping[str, Sequence]) -> dict[str, Any]:

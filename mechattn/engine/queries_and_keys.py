@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -70,10 +69,10 @@ def measure(
     v: Float[Tensor, "batch kv_head pos d_value"] | None = None,
     *,
     scores: AttentionScores = AttentionScores(),
-    lengths: Seq[int] | Int[Tensor, " batch"] | None = None,
+    lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     counted: Bool[Tensor, "batch pos"] | None = None,
     segments: Mapping[str, Bool[Tensor, "batch pos"]] | None = None,
-    statistics: Seq[Statistic] = ("received", "entropy"),
+    statistics: Sequence[Statistic] = ("received", "entropy"),
 ) -> dict[str, Tensor]:
     """Compute statistics of causal attention from queries and keys as they enter the softmax (after RoPE and norms).
 
@@ -119,8 +118,8 @@ def measure(
         of_block: dict[str, Tensor] = {}
         if _TOP & found.keys():
             largest, second, at = focus.top_two(rows.pattern)
-            of_block = {"largest": largest, "target": at + rows.keys.start}
-            of_block["concentration"] = largest - second.clamp(min=0)
+            lead = largest - second.clamp(min=0)
+            of_block = {"largest": largest, "target": at + rows.keys.start, "concentration": lead}
         if "mass" in found:
             of_block["mass"] = rows.pattern @ members[:, None, rows.keys].to(rows.pattern)
         for name, blocks in found.items():
@@ -146,7 +145,7 @@ _OF_ROWS: dict[str, Callable[[Rows], Tensor]] = {
     "entropy": lambda rows: focus.entropy(rows.pattern),
     "self_mass": lambda rows: fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start),
     "first_mass": lambda rows: rows.pattern[..., 0] * (rows.keys.start == 0),
-    "previous_mass": lambda rows: focus.previous_token(rows.pattern, rows.queries.start, rows.keys.start),
+    "previous_mass": lambda rows: focus.looking_back(rows.pattern, 1, rows.queries.start, rows.keys.start)[0],
     "distance": lambda rows: focus.mean_distance(rows.pattern, rows.queries.start, rows.keys.start),
     "half_mass_keys": lambda rows: focus.half_mass_keys(rows.pattern),
 }

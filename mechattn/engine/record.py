@@ -16,14 +16,14 @@ from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.attention_rows import chosen_forward
 from mechattn.engine.batch_pass import LayerValues, measure_batch
 from mechattn.engine.request_checks import check_captures, check_side, checked_sequences, with_baseline
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.functional import head_outputs as fn
 from mechattn.interventions.ablation import HeadMeans
 from mechattn.interventions.recorded import Affine, AffineAttention, KeysValues
 from mechattn.model import hooks
 from mechattn.model.head_parts import is_latent
 from mechattn.model.hooked import HookedModel, alone, limit_of
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import load_model
 from mechattn.model.patch.keys_values_z import Part, changing_z
 from mechattn.model.several_devices import device_of
 from mechattn.prompts.conditions import Baseline, Condition
@@ -56,7 +56,7 @@ def record_affine(
         OptionError: The condition inserts nothing, or a layer is out of range.
         ModelError: The model applies a gate or a norm between ``pattern · v`` and z.
     """
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     if why := limit_of(model, "values"):
         raise ModelError(
             f"{model.cfg.model_name}: {why}; λ and Σσ describe pattern · v, so they cannot be applied to z here"
@@ -66,10 +66,8 @@ def record_affine(
     recorded: dict[str, dict[int, Affine]] = {}
     for prompt, batch, values in _passes(model, prompts, condition, _AffineParts(), chosen, seed):
         original = (batch.origin[1] >= 0).nonzero().flatten()
-        recorded[prompt.id] = {
-            layer: Affine(parts["scale"][1, :, original], parts["shift"][1, :, original])
-            for layer, parts in values.items()
-        }
+        own = {layer: [parts[name][1, :, original] for name in ("scale", "shift")] for layer, parts in values.items()}
+        recorded[prompt.id] = {layer: Affine(*both) for layer, both in own.items()}
     source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
     return AffineAttention(layers=tuple(chosen), recorded=recorded, source=source)
 
@@ -142,21 +140,16 @@ def record_keys_values(
         OptionError: A prompt has no such token under the condition, or a layer is out of range.
         ModelError: The model has no keys and values before RoPE (latent attention).
     """
-    if segment not in SEGMENTS:
-        raise OptionError(f"segment={segment!r}: choose one of {', '.join(map(repr, SEGMENTS))}")
-    model = load_model(as_hooked(model))
+    check_choice(SEGMENTS, segment=segment)
+    model = load_model(model)
     prompts = as_prompts(prompts)
-    chosen = hooks.attention_layers(model) if layers is None else hooks.chosen_layers(model, layers)
-    if not chosen:
-        raise ModelError(f"{model.cfg.model_name} has no attention, so there are no keys and values")
+    chosen = hooks.chosen_layers(model, layers)
     if latent := [layer for layer in chosen if is_latent(model, layer)]:
         raise ModelError(f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer {latent[0]})")
     found: dict[str, dict[int, dict[Part, Tensor]]] = {}
     for prompt, batch, values in _passes(model, prompts, condition, _KeysValues(), chosen, seed, segment):
         where = batch.of_segment(segment)[0]
-        found[prompt.id] = {
-            layer: {part: seen[part][0, where] for part in ("k", "v")} for layer, seen in values.items()
-        }
+        found[prompt.id] = {n: {part: seen[part][0, where] for part in ("k", "v")} for n, seen in values.items()}
     return KeysValues(found, segment, f"recorded from {condition}, {len(prompts)} prompts, seed {seed}")
 
 
@@ -188,23 +181,21 @@ def head_means(
         prompts: As for ``run``; use other prompts than the measured ones.
         layers: The layers, from 0; all by default.
     """
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
     sums: dict[int, Tensor] = {}
-    tokens = 0
 
     def look(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
         total = z.detach().double().sum((0, 1))
         sums[layer] = sums[layer] + total if layer in sums else total
         return z
 
-    device = device_of(model)
     sequences = [Baseline().apply(prompt, model) for prompt in prompts]
     for prompt, sequence in zip(prompts, sequences, strict=True):
         check_side(prompt, {BASELINE: sequence}, model)
     with changing_z(model, {layer: partial(look, layer) for layer in chosen}):
-        for read in (sequence.tokens for sequence in sequences):
-            tokens += len(read)
-            hooks.forward_to(model, read[None].to(device), max(chosen), [])
+        for sequence in sequences:
+            hooks.forward_to(model, sequence.tokens[None].to(device_of(model)), max(chosen), [])
+    tokens = sum(map(len, sequences))
     return HeadMeans({layer: (total / tokens).float() for layer, total in sums.items()}, len(prompts))

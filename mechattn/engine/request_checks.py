@@ -118,8 +118,7 @@ def _check_sequences(prompt: Prompt, made: dict[str, Sequence], analyses: Seq[An
     check_side(prompt, made, model)
     limit, size = model.cfg.n_ctx, model.cfg.d_vocab
     for name, sequence in made.items():
-        where = f'prompt {prompt.id} ("{prompt.excerpt}")'
-        inserted = int(sequence.inserted.sum())
+        where, inserted = prompt.where, int(sequence.inserted.sum())
         if name == BASELINE and (inserted or sequence.edge_mask or sequence.interventions):
             does = "inserts tokens" if inserted else "intervenes"
             raise OptionError(
@@ -157,9 +156,9 @@ def check_read(prompt: Prompt, made: Mapping[str, Sequence]) -> None:
             )
         if readers == 0:
             raise ConditionError(
-                f'prompt {prompt.id} ("{prompt.excerpt}") ends with what {name!r} inserts, which no other token reads; '
-                "give prompts with an answer (load_prompts(…, with_answer=True), or evaluation.answered(prompts) with "
-                'the model\'s own), or another place, such as "before_question"'
+                f"{prompt.where} ends with what {name!r} inserts, which no other token reads; give prompts with an "
+                "answer (load_prompts(…, with_answer=True), or evaluation.answered(prompts) with the model's own), or "
+                'another place, such as "before_question"'
             )
 
 
@@ -217,9 +216,8 @@ def check_variants(model: HookedModel, sequences: list[dict[str, Sequence]]) -> 
     learned = hasattr(model, "pos_embed")
     if learned or not takes_negative_ids(model):
         name = max(negative, key=lambda condition: negative[condition])
-        has = (
-            "learned positions" if learned else "a table of positions, where a negative one is an error or another row"
-        )
+        table = "a table of positions, where a negative one is an error or another row"
+        has = "learned positions" if learned else table
         raise OptionError(
             f"{model.cfg.model_name} has {has}, and {name!r} needs {negative[name]} before the first: "
             "insert after at least as many tokens as are inserted (a longer system prompt, or a smaller count)"
@@ -250,9 +248,7 @@ def positions_of(sequence: Sequence) -> int:
 def sides_of(model: HookedModel, sequences: Seq[Mapping[str, Sequence]]) -> list[str]:
     """The side of the model's boundary on which each prompt lies, "short" or "long"; empty for a model without one."""
     boundary = boundary_of(model)
-    if boundary is None:
-        return []
-    return [boundary.side(max(map(positions_of, made.values()))) for made in sequences]
+    return [] if boundary is None else [boundary.side(max(map(positions_of, made.values()))) for made in sequences]
 
 
 def counted_sides(sides: Seq[str]) -> str:
@@ -268,7 +264,7 @@ def check_side(prompt: Prompt, made: Mapping[str, Sequence], model: HookedModel,
     boundary = boundary_of(model)
     if boundary is None:
         return
-    where, name = f'prompt {prompt.id} ("{prompt.excerpt}")', str(model.cfg.model_name)
+    where, name = prompt.where, str(model.cfg.model_name)
     counts = {condition: positions_of(sequence) for condition, sequence in made.items()}
     longest = max(counts, key=lambda condition: counts[condition])
     if boundary.kind == "dynamic" and counts[longest] + new_tokens > boundary.at:

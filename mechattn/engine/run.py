@@ -6,32 +6,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
-from mechattn.engine.attention_rows import (
-    Engine,
-    Forward,
-    chosen_forward,
-    forward_fused,
-    forward_in_blocks,
-    forward_through_hooks,
-)
+from mechattn.engine import request_checks as checks
+from mechattn.engine.attention_rows import ENGINES, Engine, Forward, chosen_forward, forward_through_hooks
 from mechattn.engine.batch_pass import LayerValues, measure_batch
 from mechattn.engine.labelled_datasets import Collector, Positions, described, sequences_dataset
-from mechattn.engine.request_checks import (
-    check_captures,
-    check_read,
-    checked_sequences,
-    sides_of,
-    with_baseline,
-    with_names,
-)
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.functional.attention import BLOCK
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
@@ -63,9 +50,8 @@ class RunOptions:
         memory_bytes(self.memory)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise OptionError(f"seed={self.seed!r}: give a whole number")
-        for name, known in (("positions", Positions), ("engine", Engine)):
-            if getattr(self, name) not in get_args(known):
-                raise OptionError(f"{name}={getattr(self, name)!r}: choose {', '.join(map(repr, get_args(known)))}")
+        check_choice(Positions, positions=self.positions)
+        check_choice(Engine, engine=self.engine)
 
 
 @alone
@@ -126,27 +112,19 @@ class Plan:
 
     def sequences(self, prompts: Seq[Prompt]) -> Sequences:
         """The sequence of every prompt under every condition, checked."""
-        made = checked_sequences(self.conditions, prompts, self.model, self.options.seed, self.analyses)
+        made = checks.checked_sequences(self.conditions, prompts, self.model, self.options.seed, self.analyses)
         for prompt, sequences in zip(prompts, made, strict=True):
-            check_read(prompt, sequences)
+            checks.check_read(prompt, sequences)
         return made
 
     def calibrated(self, prompts: Seq[Prompt]) -> Run:
         """Calibrate the analyses on the model; ``prompts`` are all prompts of the whole run."""
         warn_of_likeness(prompts)
-        found = [
-            a.calibrated(self.model, self.layers, prompts) if isinstance(a, Calibrates) else a for a in self.analyses
-        ]
-        check_captures(self.model, found, self.layers)
+        given = (self.model, self.layers, prompts)
+        found = [each.calibrated(*given) if isinstance(each, Calibrates) else each for each in self.analyses]
+        checks.check_captures(self.model, found, self.layers)
         forward, why = chosen_forward(self.model, self.options.engine, found)
         return Run(replace(self, analyses=found), forward, why, blind_scores(self.model))
-
-
-_ENGINES: Mapping[Forward, str] = {
-    forward_in_blocks: "streaming",
-    forward_fused: "fused",
-    forward_through_hooks: "hooks",
-}
 
 
 @dataclass(frozen=True)
@@ -160,15 +138,13 @@ class Run:
 
     def result(self, prompts: Seq[Prompt], sequences: Sequences, places: Seq[int]) -> Result:
         """Run the model on some prompts, at these places of the whole set, with sequences from ``Plan.sequences``."""
-        from tqdm.auto import tqdm
-
         begun = time.monotonic()
         plan, options, ids = self.plan, self.plan.options, [prompt.id for prompt in prompts]
         square, cfg = self.forward is forward_through_hooks, plan.model.cfg
         # About how many numbers are in memory at the same time for each position of a sequence.
         width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
         cost = Cost(plan.model.cfg.n_heads, width, square)
-        lengths, sides = [[len(s) for s in made.values()] for made in sequences], sides_of(plan.model, sequences)
+        lengths, sides = [[len(s) for s in made.values()] for made in sequences], checks.sides_of(plan.model, sequences)
         coords: dict[str, list] = {"prompt": ids, "condition": list(plan.conditions), "layer": plan.layers}
         widths = {"key": max(map(max, lengths)), "original_key": max(len(made[BASELINE]) for made in sequences)}
         collectors = [Collector(a, coords, widths, options.positions) for a in plan.analyses]
@@ -183,7 +159,7 @@ class Run:
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
         datasets["sequences"] = sequences_dataset(plan, prompts, sequences, places)
         about = described(plan, prompts, sequences[0])
-        about |= {"engine": _ENGINES[self.forward], "engine_reason": self.why, "seed": options.seed}
+        about |= {"engine": ENGINES[self.forward], "engine_reason": self.why, "seed": options.seed}
         about |= {"memory": options.memory, "positions": options.positions, "halved": halved}
         return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})
 
@@ -208,7 +184,7 @@ def make_plan(
     """The arguments of ``run`` except the prompts, checked; ``paths`` records a checkpoint's full path."""
     model = as_hooked(model)
     chosen = hooks.chosen_layers(model, options.layers)
-    return Plan(model, with_baseline(conditions), with_names(analyses), chosen, options, paths)
+    return Plan(model, checks.with_baseline(conditions), checks.with_names(analyses), chosen, options, paths)
 
 
 def run_random(

@@ -39,16 +39,6 @@ def minimum_of(nonlinearity: Callable[[Tensor], Tensor]) -> float:
     return float(grid[values == values.min()].max())
 
 
-def l1_norm(x: Channels) -> PerToken:
-    """``Σ |x|``."""
-    return x.abs().sum(-1)
-
-
-def l2_norm(x: Channels) -> PerToken:
-    """``√ Σ x²``."""
-    return x.norm(dim=-1)
-
-
 def gini(x: Channels) -> PerToken:
     """The Gini coefficient of ``|x|``: 0 if all channels are equally active, ``1 − 1/n`` if only one is.
 
@@ -58,11 +48,6 @@ def gini(x: Channels) -> PerToken:
     n = size.shape[-1]
     rank = torch.arange(1, n + 1, device=x.device, dtype=size.dtype)
     return 2 * (size @ rank) / (n * size.sum(-1)) - (n + 1) / n
-
-
-def variance(x: Channels) -> PerToken:
-    """``mean of (x − mean)²`` over the channels."""
-    return x.var(-1, correction=0)
 
 
 def kurtosis(x: Channels) -> PerToken:

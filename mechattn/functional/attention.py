@@ -72,6 +72,12 @@ class Attention:
     # The score of each head's learned sink, which keeps its share of every row to itself
     sinks: Float[Tensor, " head"] | None = None
 
+    @property
+    def fusable(self) -> bool:
+        """Whether a fused kernel can compute it: not with capped scores, cut edges or a window that leaves keys out."""
+        windowed = self.window is not None and self.window < self.q.shape[2]
+        return self.softcap is None and self.edge_mask is None and not windowed
+
     def of(self, sequences: Int[Tensor, " chosen"]) -> Attention:
         """The same for some sequences of the batch."""
         bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[sequences]
@@ -82,10 +88,8 @@ class Attention:
     def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys, all that they can see."""
         heads, width = self.q.shape[1], self.q.shape[3]
-        asked = (
-            self.q.gather(2, queries[:, None, :, None].expand(-1, heads, -1, width)).to(wide := widened(self.q))
-            * self.scale
-        )
+        wide, index = widened(self.q), queries[:, None, :, None].expand(-1, heads, -1, width)
+        asked = self.q.gather(2, index).to(wide) * self.scale
         together = "batch (kv_head group) query d -> batch kv_head (group query) d"
         grouped = rearrange(asked, together, kv_head=self.k.shape[1])
         scores = grouped @ rearrange(self.k[:, :, :keys].to(wide), "batch kv_head key d -> batch kv_head d key")
@@ -252,8 +256,7 @@ def score_parts(
 def centred(part: Float[Tensor, "#batch head #query key"], visible: Bool[Tensor, "#batch 1 query key"]) -> Pattern:
     """A part minus its mean over the keys that the query sees, which the softmax ignores."""
     part = part.expand(*part.shape[:2], *visible.shape[2:])
-    mean = (part * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
-    return part - mean
+    return part - (part * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
 
 
 def ranked_target(
@@ -306,15 +309,6 @@ class Fused:
         asked = torch.cat([self.q.flip(2), parts], -1)
         asking = torch.cat([self.k.flip(2), torch.ones_like(parts)], -1)
         return _kernel(asking, asked, values.to(self.q.dtype), self.scale)
-
-
-def why_not_fused(attention: Attention) -> str:
-    """Why a layer's attention is computed in rows; "" if a fused kernel can do it."""
-    if attention.softcap is not None:
-        return "its scores are capped"
-    if attention.window is not None and attention.window < attention.q.shape[2]:
-        return "it attends in a window"
-    return "edges of it are cut" if attention.edge_mask is not None else ""
 
 
 def fused_attention(attention: Attention) -> Fused:

@@ -9,7 +9,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Marked, Pattern, Tokens, mix, widened
+from mechattn.functional.attention import Marked, Pattern, Tokens, widened
 
 Squares = Float[Tensor, "*batch query key"]
 PerQuery = Float[Tensor, "*batch query"]
@@ -59,11 +59,6 @@ def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) ->
     return queries * pattern.sum(-1) - pattern @ keys.to(pattern.dtype)
 
 
-def previous_token(pattern: Pattern, first_query: int = 0, first_key: int = 0) -> PerHead:
-    """``A[q, q − 1]`` of each query; 0 for the first, which has none, and if the key is not in this block."""
-    return looking_back(pattern, 1, first_query, first_key)[0]
-
-
 def looking_back(pattern: Pattern, back: int, first_query: int = 0, first_key: int = 0) -> tuple[PerHead, slice]:
     """``A[q, q − back]`` of each query, 0 if that key is not in this block; and the keys that are, in order."""
     offset = first_query - first_key - back
@@ -82,16 +77,6 @@ def half_mass_keys(pattern: Squares) -> Int[Tensor, "*batch query"]:
     ordered = pattern.sort(-1, descending=True).values
     enough = 0.5 * ordered.sum(-1, keepdim=True) - 1e-6
     return 1 + (ordered.cumsum(-1) < enough).sum(-1).clamp(max=pattern.shape[-1] - 1)
-
-
-def shift(
-    pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"], member: Bool[Tensor, "batch key"]
-) -> Float[Tensor, "batch head query d_head"]:
-    """The part of each head's output that comes from the keys of a segment: Σσ in arXiv:2510.01032 for inserted ones.
-
-    ``shift[q] = Σ_{k in segment} A[q, k] v[k]``, before the output projection.
-    """
-    return mix(pattern, v * member[:, None, :, None])
 
 
 def repeated_mass(

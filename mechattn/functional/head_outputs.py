@@ -63,12 +63,10 @@ def counts_in_pairs_of_bins(
     one: PerPart, other: PerPart, edges: tuple[Edges, Float[Tensor, " edge2"]], counted: Marked
 ) -> Float[Tensor, "batch bin bin2"]:
     """The same for two values at once, over all parts together."""
-    at = (
-        torch.bucketize(one.nan_to_num().contiguous(), edges[0], right=True),
-        torch.bucketize(other.nan_to_num().contiguous(), edges[1], right=True),
-    )
     bins = len(edges[1]) + 1
-    flat = rearrange(at[0] * bins + at[1], "batch part pos -> batch (part pos)")
+    first = torch.bucketize(one.nan_to_num().contiguous(), edges[0], right=True)
+    second = torch.bucketize(other.nan_to_num().contiguous(), edges[1], right=True)
+    flat = rearrange(first * bins + second, "batch part pos -> batch (part pos)")
     weight = (counted[:, None] & ~one.isnan() & ~other.isnan()).to(one.dtype).expand(one.shape)
     made = one.new_zeros((len(one), (len(edges[0]) + 1) * bins))
     made.scatter_add_(1, flat, rearrange(weight, "batch part pos -> batch (part pos)"))

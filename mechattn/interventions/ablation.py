@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -70,18 +71,13 @@ class HeadAblation:
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Replace the output of these heads."""
 
-        def change(layer: int) -> Callable[[Tensor], Tensor]:
-            heads = [head for n, head in self.heads if n == layer]
+        def ablate(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+            z, rows = z.clone(), target().rows.to(z.device)
+            for head in (head for n, head in self.heads if n == layer):
+                z[rows, :, head] = 0.0 if self.means is None else self.means.by_layer[layer][head].to(z)
+            return z
 
-            def ablate(z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
-                z, rows = z.clone(), target().rows.to(z.device)
-                for head in heads:
-                    z[rows, :, head] = 0.0 if self.means is None else self.means.by_layer[layer][head].to(z)
-                return z
-
-            return ablate
-
-        return changing_z(model, {layer: change(layer) for layer in sorted({layer for layer, _ in self.heads})})
+        return changing_z(model, {layer: partial(ablate, layer) for layer in sorted({n for n, _ in self.heads})})
 
     on = on
 
@@ -111,7 +107,7 @@ class Knockout:
             given = _several(value) if isinstance(value, (str, tuple)) else (value,)
             unknown = [segment for segment in given if segment not in SEGMENTS]
             if unknown or not given:
-                raise OptionError(f"{name}={getattr(self, name)!r}: choose among {', '.join(map(repr, SEGMENTS))}")
+                raise OptionError(f"{name}={value!r}: choose among {', '.join(map(repr, SEGMENTS))}")
 
     def marked(self, sequence: Tokens) -> Tokens:
         """Return the sequence with these edges cut.

@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.functional import activations as fn
-from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, on
-from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
+from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain_nonlinearity
 
 _ENTRIES = 2**22  # at a time, because the random number of each takes 8 bytes
 
@@ -55,10 +54,10 @@ class ARM:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("form", fn.Form), ("scope", fn.Scope), ("control", fn.Control)):
-            given = getattr(self, name)
-            if given not in get_args(known) and not (name == "control" and given is None):
-                raise OptionError(f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}")
+        check_choice(fn.Form, form=self.form)
+        check_choice(fn.Scope, scope=self.scope)
+        if self.control is not None:
+            check_choice(fn.Control, control=self.control)
         most = 1.0 if self.form == "gemma" else float("inf")
         if not (_is_number(self.c) and 0 <= self.c <= most):
             range_ = "a share, 0 to 1" if self.form == "gemma" else "a factor, 0 or more"
@@ -85,23 +84,19 @@ class ARM:
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Move the activations of these tokens."""
 
-        def see(
-            layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
-        ) -> Float[Tensor, "*token d_mlp"] | None:
+        def see(layer: int, pre: Activity, post: Activity) -> Activity | None:
             if self.strength == 0:
                 return None
             now = target()
             rows, positions = (each.to(post.device) for each in (now.rows, now.positions))
-            length = positions.shape[1]
-            every = post.reshape(-1, length, post.shape[-1]).clone()
+            every = post.reshape(-1, positions.shape[1], post.shape[-1]).clone()
             if self.scope == "tensor":
                 every[rows] = self._moved(every[rows], layer, now.prompts, positions)
             else:
                 at_once = max(1, _ENTRIES // every[0].numel())
                 for first in range(0, len(rows), at_once):
                     some = slice(first, first + at_once)
-                    moved = self._moved(every[rows[some]], layer, now.prompts[some], positions[some])
-                    every[rows[some]] = moved
+                    every[rows[some]] = self._moved(every[rows[some]], layer, now.prompts[some], positions[some])
             return every.reshape(post.shape)
 
         return at_nonlinearity(model, dict.fromkeys(self.which, see))
@@ -110,7 +105,7 @@ class ARM:
         self, x: Float[Tensor, "row pos d_mlp"], layer: int, prompts: Sequence[str], positions: Int[Tensor, "row pos"]
     ) -> Float[Tensor, "row pos d_mlp"]:
         def drawn(purpose: str) -> Float[Tensor, "row pos d_mlp"]:
-            return keyed_uniform(token_keys(self.seed, prompts, positions, layer, purpose), x.shape[-1])
+            return fn.keyed_uniform(fn.token_keys(self.seed, prompts, positions, layer, purpose), x.shape[-1])
 
         made = fn.redistribute(x, drawn("arm"), self.c, self.p1, self.form, self.scope, self.strength)
         if self.control is None:

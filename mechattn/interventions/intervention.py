@@ -43,11 +43,9 @@ class Intervention(Protocol):
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse a model, or prompts, that it cannot act on; called before the first forward pass."""
-        ...
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Act on the tokens that ``target()`` returns at each forward pass."""
-        ...
 
 
 def read_first(interventions: Iterable[Any]) -> bool:
@@ -61,7 +59,6 @@ class ChecksSequences(Protocol):
 
     def check_sequence(self, prompt: str, sequence: Tokens) -> None:
         """Refuse a sequence that it cannot act on; called before the first forward pass."""
-        ...
 
 
 @contextmanager
@@ -100,10 +97,8 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
 
 def _positions(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Int[Tensor, "row pos"]:
     """The positions of the tokens of a forward pass, counted after its cache and without padding on the left."""
-    tokens = next(
-        (named[name] for name in ("input_ids", "input", "inputs_embeds") if named.get(name) is not None), None
-    )
-    tokens = given[0] if tokens is None else tokens
+    by_name = [named[name] for name in ("input_ids", "input", "inputs_embeds") if named.get(name) is not None]
+    tokens = (by_name or given)[0]
     if not isinstance(tokens, Tensor):  # a HookedTransformer also takes text
         tokens = model.to_tokens(tokens)
     if named.get("position_ids") is not None:
@@ -111,11 +106,7 @@ def _positions(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Int
     mask = named.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask.long().cumsum(-1)[:, -tokens.shape[1] :] - 1
-    cache = next((named[name] for name in ("past_key_values", "past_kv_cache") if named.get(name) is not None), None)
-    if cache is None:
-        past = 0
-    elif hasattr(cache, "get_seq_length"):
-        past = int(cache.get_seq_length())
-    else:
-        past = int(cache[0].past_keys.shape[1])
+    past = 0
+    for cache in (named[name] for name in ("past_key_values", "past_kv_cache") if named.get(name) is not None):
+        past = int(cache.get_seq_length() if hasattr(cache, "get_seq_length") else cache[0].past_keys.shape[1])
     return (past + torch.arange(tokens.shape[1], device=tokens.device)).expand(len(tokens), -1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.interventions.intervention import Target, digest, on
 from mechattn.model.hooks import attention_layers, blocks_of
 from mechattn.model.patch.keys_values_z import Part, changing_keys_values, changing_z, check_layers, heads_of
@@ -57,8 +57,7 @@ class AffineAttention:
     source: str = "chosen"
 
     def __post_init__(self) -> None:
-        if self.parts not in get_args(Parts):
-            raise OptionError(f"parts={self.parts!r}: choose one of {', '.join(map(repr, get_args(Parts)))}")
+        check_choice(Parts, parts=self.parts)
 
     def only(self, parts: Parts) -> AffineAttention:
         """Return the intervention with only the scale, or only the shift."""
@@ -91,18 +90,13 @@ class AffineAttention:
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Scale and shift the output of these tokens."""
 
-        def change(layer: int) -> Callable[[Tensor], Tensor]:
-            def affine(z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
-                z, now = z.clone(), target()
-                for row, prompt, positions in zip(
-                    now.rows.tolist(), now.prompts, now.positions.to(z.device), strict=True
-                ):
-                    z[row] = self._applied(z[row], layer, prompt, positions)
-                return z
+        def affine(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+            z, now = z.clone(), target()
+            for row, prompt, positions in zip(now.rows.tolist(), now.prompts, now.positions.to(z.device), strict=True):
+                z[row] = self._applied(z[row], layer, prompt, positions)
+            return z
 
-            return affine
-
-        return changing_z(model, {layer: change(layer) for layer in self.which})
+        return changing_z(model, {layer: partial(affine, layer) for layer in self.which})
 
     def _applied(
         self, z: Float[Tensor, "pos head d_head"], layer: int, prompt: str, positions: Int[Tensor, " pos"]
@@ -203,8 +197,7 @@ class Transplant:
     reads_first: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.segment not in SEGMENTS:
-            raise OptionError(f"segment={self.segment!r}: choose one of {', '.join(map(repr, SEGMENTS))}")
+        check_choice(SEGMENTS, segment=self.segment)
         if not isinstance(self.from_, KeysValues):
             raise OptionError(
                 f"from_={self.from_!r}: give the result of ma.record_keys_values(model, prompts, condition), "

@@ -60,16 +60,18 @@ class SelfTest:
 
     def __str__(self) -> str:
         lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
-        lines += [
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in answer.cells) + " |" for answer in self.answers
-        ]
+        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in one.cells) + " |" for one in self.answers]
         return "\n".join([*lines, "", self.summary])
 
     def _repr_html_(self) -> str:
         return table([answer.cells for answer in self.answers], self.summary, _COLUMNS)
 
 
+def tried(model: str, known: str, found: str, passed: bool, source: str) -> KnownAnswer:
+    """A known answer that was compared with what was found."""
+    return KnownAnswer(model, known, found, "passed" if passed else "failed", source)
+
+
 def compared(model: str, known: str, difference: float, tolerance: float, source: str) -> KnownAnswer:
     """A known answer that passes if a difference is within a tolerance."""
-    outcome: Outcome = "passed" if difference <= tolerance else "failed"
-    return KnownAnswer(model, f"{known}, to {tolerance:g}", f"{difference:.1e} apart", outcome, source)
+    return tried(model, f"{known}, to {tolerance:g}", f"{difference:.1e} apart", difference <= tolerance, source)

@@ -10,91 +10,75 @@ import torch
 import xarray as xr
 
 from mechattn.analysis.attention_focus import AttentionFocus
+from mechattn.engine.attention_rows import Engine
 from mechattn.engine.run import run
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.intervention import on
-from mechattn.known_answers.answer import KnownAnswer, compared
+from mechattn.known_answers.answer import KnownAnswer, compared, tried
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
-from mechattn.prompts.prompt import Prompt
 from mechattn.stats.paired import paired
 
 VOCABULARY, SHORTEST, LONGEST, LENGTH = 48, 8, 24, 48
 STEPS, BATCH = 600, 64
 POSITIONS, D_HEAD = 72, 128
-HEADS = {
-    (0, 0): "previous token",
-    (0, 1): "duplicate token",
-    (0, 2): "first token",
-    (0, 3): "uniform",
-    (1, 0): "induction",
+HEADS = {  # handmade, each with the measure that is exactly 1 for it
+    (0, 0): ("previous token", "previous_mass"),
+    (0, 1): ("duplicate token", "duplicate_mass"),
+    (0, 2): ("first token", "first_mass"),
+    (0, 3): ("uniform", "entropy_share"),
+    (1, 0): ("induction", "induction_mass"),
 }
 _TOKEN, _POSITION, _BEFORE = 0, VOCABULARY, VOCABULARY + POSITIONS  # the slices of the residual stream, each one-hot
 _SHARP = 60.0  # the score of a match, far above all others
-_MEASURES = {  # the measure that is exactly 1 for each handmade head
-    "previous token": "previous_mass",
-    "duplicate token": "duplicate_mass",
-    "first token": "first_mass",
-    "uniform": "entropy_share",
-    "induction": "induction_mass",
-}
 _PROMPTS = 24
-_CLOSE = 1e-5
-_OF_HAND, _TRAINED = "hand-made GPT-2", "GPT-2 of two layers, trained here"
-_HALF = 0.5  # of a head's attention, for it to count as an induction head
 
 
 def handmade_heads() -> Iterator[KnownAnswer]:
     """Each handwritten head does what it was written to do, with both engines."""
     hooked = _hooked(handmade_model())
-    prompts = _prompts(repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))[0])
-    by_engine = {engine: _focus(hooked, prompts, engine) for engine in ("streaming", "hooks")}
-    for (layer, head), name in HEADS.items():
-        measure = _MEASURES[name]
-        away = max(float(abs(values[measure].sel(layer=layer, head=head) - 1).max()) for values in by_engine.values())
-        source = "written by hand"
-        yield compared(_OF_HAND, f"{layer}.{head} is the {name} head: {measure} 1", away, _CLOSE, source)
+    tokens, _ = repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
+    by_engine = [_focus(hooked, tokens, engine) for engine in ("streaming", "hooks")]
+    for (layer, head), (name, measure) in HEADS.items():
+        away = max(float(abs(values[measure].sel(layer=layer, head=head) - 1).max()) for values in by_engine)
+        known = f"{layer}.{head} is the {name} head: {measure} 1"
+        yield compared("hand-made GPT-2", known, away, 1e-5, "written by hand")
 
 
 def trained_heads(steps: int = STEPS) -> Iterator[KnownAnswer]:
     """In models that learned to copy, induction heads are found in the second layer; without training, none."""
     source = "two layers of attention can copy in no other way (Olsson et al. 2022)"
     for seed in range(2):
-        name = f"{_TRAINED}, seed {seed}"
-        model = copying_model(seed, steps)
+        name = f"GPT-2 of two layers, trained here, seed {seed}"
         tokens, foreseen = repeated_spans(_PROMPTS, torch.Generator().manual_seed(seed))
-        hooked = _hooked(model)
+        hooked = _hooked(copying_model(seed, steps))
         right = _copied(hooked, tokens, foreseen)
         found, words = induction_heads(hooked, tokens)
         layers = {layer for layer, _ in found}
-        yield KnownAnswer(
-            name, "it copies: 99 % of the predictable tokens", f"{right:.1%}",
-            "passed" if right >= 0.99 else "failed", "trained to do so",
-        )  # fmt: skip
+        known = "it copies: 99 % of the predictable tokens"
+        yield tried(name, known, f"{right:.1%}", right >= 0.99, "trained to do so")
         known = "its induction heads (mass above a half, q < 0.05) are in layer 1"
-        yield KnownAnswer(name, known, words, "passed" if layers == {1} else "failed", source)
+        yield tried(name, known, words, layers == {1}, source)
         without = _copied(hooked, tokens, foreseen, found)
         known = "without these heads it does not copy: below 20 %"
-        yield KnownAnswer(name, known, f"{without:.1%}", "passed" if found and without < 0.2 else "failed", source)
+        yield tried(name, known, f"{without:.1%}", bool(found) and without < 0.2, source)
     untrained = _hooked(copying_model(0, steps=0))
     tokens, _ = repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
     found, words = induction_heads(untrained, tokens)
-    known = "no induction head is found"
-    yield KnownAnswer("the same, not trained", known, words, "failed" if found else "passed", "nothing was learned")
+    yield tried("the same, not trained", "no induction head is found", words, not found, "nothing was learned")
 
 
 def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tuple[int, int]], str]:
     """The heads with more than half of their attention on the tokens after earlier occurrences, with p and q."""
-    values = _focus(model, _prompts(tokens))
+    values = _focus(model, tokens)
     mass, null = values.induction_mass, values.induction_mass_uniform
     tested = paired((mass - null).transpose("prompt", "layer", "head").values, bootstrap_ends=False)
     means = mass.mean("prompt").transpose("layer", "head").values
-    found = [(int(i), int(j)) for i, j in zip(*((means > _HALF) & (tested.q < 0.05)).nonzero(), strict=True)]
+    found = [(int(i), int(j)) for i, j in zip(*((means > 0.5) & (tested.q < 0.05)).nonzero(), strict=True)]
     if not found:
         return [], f"none; the largest mass is {means.max():.2f}"
-    of = [tuple(head) for head in found]
-    p, q = (max(numbers[head] for head in of) for numbers in (tested.p, tested.q))
+    p, q = (max(numbers[head] for head in found) for numbers in (tested.p, tested.q))
     named = ", ".join(f"{layer}.{head} {means[layer, head]:.2f}" for layer, head in found)
     return found, f"{named}; p ≤ {p:.1g}, q ≤ {q:.1g}"
 
@@ -103,20 +87,15 @@ def _copied(
     model: HookedModel, tokens: torch.Tensor, foreseen: torch.Tensor, ablated: list[tuple[int, int]] | None = None
 ) -> float:
     """The fraction of tokens that are predicted, with the outputs of some heads set to zero."""
-
     without = on(HeadAblation(tuple(ablated)), model) if ablated else nullcontext()
     with torch.no_grad(), without:
         logits = model(tokens)
     return float((logits[:, :-1].argmax(-1) == tokens[:, 1:])[foreseen[:, 1:]].double().mean())
 
 
-def _focus(model: HookedModel, prompts: list[Prompt], engine: str = "auto") -> xr.Dataset:
-    made = run(model, prompts, {}, [AttentionFocus()], engine=engine)  # type: ignore[arg-type]
+def _focus(model: HookedModel, tokens: torch.Tensor, engine: Engine = "auto") -> xr.Dataset:
+    made = run(model, tokens, {}, [AttentionFocus()], engine=engine)
     return made["attention_focus"].sel(condition="baseline", segment="question").astype("float64")
-
-
-def _prompts(tokens: torch.Tensor) -> list[Prompt]:
-    return [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]
 
 
 def _hooked(model: Any) -> HookedModel:
@@ -154,7 +133,7 @@ def handmade_model() -> Any:
         _previous_token(first, 0)
         _duplicate_token(first, 1)
         _first_token(first, 2)
-        _induction(second, 0)
+        _look(second, 0, _TOKEN, _BEFORE, VOCABULARY, _SHARP)  # the induction head
         _undo(model.transformer.ln_f, 3)
         model.lm_head.weight[:, _TOKEN : _TOKEN + VOCABULARY] = torch.eye(VOCABULARY)
     return model
@@ -162,9 +141,8 @@ def handmade_model() -> Any:
 
 def _undo(norm: torch.nn.LayerNorm, ones: int) -> None:
     """Set a layer norm so that a vector with this number of ones, and zeros elsewhere, is unchanged."""
-    width = norm.weight.shape[0]
-    mean = ones / width
-    norm.weight.fill_((ones / width - mean**2 + norm.eps) ** 0.5)
+    mean = ones / norm.weight.shape[0]
+    norm.weight.fill_((mean - mean**2 + norm.eps) ** 0.5)
     norm.bias.fill_(mean)
 
 
@@ -197,13 +175,8 @@ def _duplicate_token(attention: Any, head: int) -> None:
 
 
 def _first_token(attention: Any, head: int) -> None:
-    bias = attention.c_attn.bias[head * D_HEAD : (head + 1) * D_HEAD]
-    bias[0] = _SHARP * D_HEAD**0.5
+    attention.c_attn.bias[head * D_HEAD] = _SHARP * D_HEAD**0.5
     _matrix(attention, "k", head)[_POSITION, 0] = 1.0
-
-
-def _induction(attention: Any, head: int) -> None:
-    _look(attention, head, _TOKEN, _BEFORE, VOCABULARY, _SHARP)
 
 
 def copying_model(seed: int = 0, steps: int = STEPS) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mechattn.errors import ModelError
-from mechattn.known_answers.answer import KnownAnswer, SelfTest, compared
+from mechattn.known_answers.answer import KnownAnswer, SelfTest, compared, tried
 from mechattn.known_answers.known_circuits import found_circuits
 from mechattn.known_answers.known_heads import handmade_heads, trained_heads
 from mechattn.model.load import load_model
@@ -29,7 +29,6 @@ _TEXT = (
 )
 _ACTIVATIONS = "gpt-nano-sort-t0-partials.json"
 _LETTERS = 6
-_TOLERANCE = 1e-6
 
 
 def selftest(
@@ -78,20 +77,14 @@ def story(place: str | None) -> Iterator[KnownAnswer]:
             text = model.tokenizer.decode(tokens[1:])
     text = text.lstrip()
     same = next((i for i, (a, b) in enumerate(zip(text, _TEXT)) if a != b), min(len(text), len(_TEXT)))
-    passed = same == len(_TEXT)
-    found = (
-        f"{len(tokens) - 1} tokens, the same"
-        if passed
-        else f"{same} characters are the same, then {text[same:][:20]!r}"
-    )
-    yield KnownAnswer(STORIES, known, found, "passed" if passed else "failed", _STORIES_BY)
+    passed, differs = same == len(_TEXT), f"{same} characters are the same, then {text[same:][:20]!r}"
+    yield tried(STORIES, known, f"{len(tokens) - 1} tokens, the same" if passed else differs, passed, _STORIES_BY)
 
 
 def sorting(place: str | None) -> Iterator[KnownAnswer]:
     """llm-viz-sort sorts six letters, and its activations agree with another implementation's."""
     sorts = "it sorts every sequence of six letters"
-    lacking = _lacking(place)
-    if lacking is not None:
+    if (lacking := _lacking(place)) is not None:
         yield KnownAnswer(SORT, sorts, lacking, "not tried", _SORT_BY)
         yield KnownAnswer(SORT, "its activations", lacking, "not tried", _SORT_BY)
         return
@@ -102,9 +95,7 @@ def sorting(place: str | None) -> Iterator[KnownAnswer]:
         for _ in range(_LETTERS):
             tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
     right = int((tokens[:, _LETTERS:] == letters.sort(-1).values).all(-1).sum())
-    yield KnownAnswer(
-        SORT, sorts, f"{right} of {len(letters)}", "passed" if right == len(letters) else "failed", _SORT_BY
-    )
+    yield tried(SORT, sorts, f"{right} of {len(letters)}", right == len(letters), _SORT_BY)
     stored = Path(str(place)) / _ACTIVATIONS
     if not stored.exists():
         yield KnownAnswer(SORT, "its activations", f"there is no {_ACTIVATIONS} in its folder", "not tried", _SORT_BY)
@@ -129,7 +120,7 @@ def _activations(model: Any, stored: dict[str, Any]) -> Iterator[KnownAnswer]:
         scale = max(1.0, float(abs(expected[seen]).max()))
         away = float(abs(ours[name][seen] - expected[seen]).max()) / scale
         where = name if name == "logits" else f"{name} of layer 0"
-        yield compared(SORT, f"{where}, against another implementation", away, _TOLERANCE, _SORT_BY)
+        yield compared(SORT, f"{where}, against another implementation", away, 1e-6, _SORT_BY)
 
 
 def _array(stored: dict[str, Any]) -> np.ndarray:

@@ -51,7 +51,6 @@ def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
     return mpt_slopes(heads, float(config.attn_config.alibi_bias_max)) if config.attn_config.alibi else None
 
 
-_FLOAT_COSINES = Particulars(fault="rotated in float32")
 _DIVIDED_LOGITS = Particulars(logit_factor=lambda config: 1 / config.logits_scaling)
 
 # By the model_type of the configuration.
@@ -59,11 +58,9 @@ PARTICULARS: Mapping[str, Particulars] = {
     "bloom": Particulars(masks_edges=False),
     **dict.fromkeys(("cohere", "cohere2"), Particulars(logit_factor=lambda config: config.logit_scale)),
     "falcon": Particulars(alibi_in_bfloat16=True, masks_edges=False, fault="alibi counted twice"),
-    **dict.fromkeys(("flex_olmo", "olmo", "olmo2", "olmo3"), _FLOAT_COSINES),
+    **dict.fromkeys(("flex_olmo", "olmo", "olmo2", "olmo3"), Particulars(fault="rotated in float32")),
     "gpt2": Particulars(score_scale=_gpt2_scale),
-    "gpt_neo": Particulars(
-        score_scale=lambda config, layer, usual: 1.0, layer_kinds=("attention_layers", "window_size")
-    ),
+    "gpt_neo": Particulars(score_scale=lambda *_: 1.0, layer_kinds=("attention_layers", "window_size")),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _DIVIDED_LOGITS),
     "granitemoehybrid": replace(_DIVIDED_LOGITS, fault="an empty rotary embedding"),
     "mpt": Particulars(score_scale=_mpt_scale, slopes=_mpt_slopes, uses_mask=True, masks_edges=False),
@@ -148,10 +145,7 @@ _LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nop
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ROUTED = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "layer_types": ["linear_attention", "full_attention"],
 }
 

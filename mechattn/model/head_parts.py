@@ -14,8 +14,6 @@ from mechattn.errors import ModelError
 from mechattn.model.hooked import HookedModel, config_of, limit_of, original_of, unwrapped
 from mechattn.model.several_devices import device_of, weights_here
 
-_EARLIER = ("q", "k", "v")  # prefixes of the names of norms of queries, keys and values
-
 
 def as_mixed(
     model: HookedModel, layer: int, v: Float[Tensor, "*batch kv_head d_head"]
@@ -47,7 +45,7 @@ def norms_of_output(model: HookedModel, layer: int) -> Iterator[tuple[str, nn.Mo
         norm = unwrapped(part)
         weight = getattr(norm, "weight", None)
         normed = "norm" in type(norm).__name__.lower() and weight is not None and weight.numel() == width
-        if normed and not name.startswith(_EARLIER):
+        if normed and not name.startswith(("q", "k", "v")):  # those are norms of queries, keys and values
             yield name, norm
 
 

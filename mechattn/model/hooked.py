@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-from torch import nn
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mechattn.model.verify.verification import Check, Report
 import os
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from threading import Lock, RLock
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mechattn.errors import warn
+
+if TYPE_CHECKING:
+    from mechattn.model.verify.verification import Check, Report
 
 
 @runtime_checkable
@@ -33,7 +28,6 @@ class HookedModel(Protocol):
 
     def run_with_hooks(self, *inputs: Any, fwd_hooks: list[tuple[str, Callable[..., Any]]], **options: Any) -> Any:
         """A forward pass with functions at named hooks, which are removed afterwards."""
-        ...
 
     if TYPE_CHECKING:  # not checked at run time: isinstance does not see submodules, and rebuilds hook_dict
         blocks: Sequence[Any]  # each with its hooks by name

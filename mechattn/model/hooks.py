@@ -24,6 +24,7 @@ from mechattn.model.hooked import HookedModel, attribute_set, config_of, origina
 from mechattn.model.several_devices import weights_here
 
 _COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"  # the transformers norm, and the values of its two hooks
+Hooks = list[tuple[str, Callable]]  # functions, each with the name of the hook where it is called
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
 
 
@@ -81,7 +82,7 @@ def check_pattern(
     model: HookedModel,
     layer: int,
     pattern: Pattern,
-    real: Bool[Tensor, "batch query"],
+    real: Marked,
     window: int | None,
     edge_mask: EdgeMask | None = None,
 ) -> None:
@@ -127,8 +128,7 @@ def has_sinks(model: HookedModel) -> bool:
 
 def count_parameters(model: Any) -> int:
     """Number of distinct parameters; a tied embedding counts once."""
-    source = original_of(model) or model
-    return sum(p.numel() for p in {id(p): p for p in source.parameters()}.values())
+    return sum(p.numel() for p in {id(p): p for p in (original_of(model) or model).parameters()}.values())
 
 
 def forward_with_patterns(
@@ -145,17 +145,16 @@ def forward_with_patterns(
     values: dict[int, Tensor] = {}
     named = model.hook_dict
 
-    def hook(layer: int) -> list[tuple[str, Callable]]:
+    def hook(layer: int) -> Hooks:
         def keep(v: Float[Tensor, ...], hook: Any) -> None:
             values[layer] = v.detach()
 
         def reduce(pattern: Pattern, hook: Any) -> None:
-            v = values.pop(layer, None)
-            v = None if v is None else positions_first(model, layer, v)
-            if v is None or v.ndim != 4 or v.shape[1] != pattern.shape[-1] or pattern.shape[1] % v.shape[2]:
-                v = None  # there are none, or they have another layout
-            else:
-                v = rearrange(as_mixed(model, layer, v), "batch pos kv_head d_head -> batch kv_head pos d_head")
+            if (v := values.pop(layer, None)) is not None:
+                v = positions_first(model, layer, v)
+                fits = v.ndim == 4 and v.shape[1] == pattern.shape[-1] and pattern.shape[1] % v.shape[2] == 0
+                by_head = "batch pos kv_head d_head -> batch kv_head pos d_head"
+                v = rearrange(as_mixed(model, layer, v), by_head) if fits else None  # None if of another layout
             see(layer, pattern.detach(), v)
 
         name = f"blocks.{layer}.attn.hook_v"
@@ -181,18 +180,12 @@ def _hide(unseen: Bool[Tensor, "batch 1 query key"], scores: Pattern, hook: Any)
 
 
 def forward_to(
-    model: HookedModel,
-    tokens: Tokens,
-    last: int,
-    fwd_hooks: list[tuple[str, Callable]],
-    position_ids: Tokens | None = None,
-    **options: Any,
+    model: HookedModel, tokens: Tokens, last: int, fwd_hooks: Hooks, position_ids: Tokens | None = None, **options: Any
 ) -> None:
     """A forward pass that computes nothing after layer ``last`` and logits of one position, and keeps no cache."""
     if position_ids is not None:
         # Without a mask, transformers treats position ids with gaps as several packed sequences and separates them.
-        options = {"attention_mask": torch.ones_like(tokens)} | options
-        options["position_ids"] = position_ids
+        options = {"attention_mask": torch.ones_like(tokens)} | options | {"position_ids": position_ids}
     options |= keeping_nothing(model)
     if last < model.cfg.n_layers - 1:
         options["stop_at_layer"] = last + 1

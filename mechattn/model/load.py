@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from mechattn.model import checkpoint
 from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason
 from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, count_boot, facts_of, making, remember
-from mechattn.model.several_devices import device_of, dispatched_like
+from mechattn.model.several_devices import WRAPPED, device_of, dispatched_like
 from mechattn.model.verify.checks import check_model, check_streaming
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report
 
@@ -164,7 +163,7 @@ def unloaded(model: Any) -> UnloadedModel:
         return checkpoint.unloaded_tokenizer(checkpoint.tokenizer_named(name), name, longest, settings)
     if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
         return checkpoint.unloaded_tokenizer(model, str(getattr(model, "name_or_path", "") or type(model).__name__))
-    hooked = load_model(as_hooked(model))
+    hooked = load_model(model)
     if getattr(hooked, "tokenizer", None) is None:
         raise ModelError(f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)")
     settings = getattr((facts_of(hooked) or ModelFacts()).native, "generation_config", None)
@@ -173,8 +172,7 @@ def unloaded(model: Any) -> UnloadedModel:
 
 def _known_or_met(model: Any) -> ModelFacts:
     """The facts about a hooked model; one that was hooked elsewhere is examined and mended now."""
-    facts = facts_of(model)
-    if facts is not None:
+    if (facts := facts_of(model)) is not None:
         return facts
     with making:
         native, why = _native_twin(model)
@@ -282,7 +280,7 @@ def _rebuilt(hooked: Any) -> Any:
     wanted = set(twin.state_dict())
     named = [*hooked.named_buffers(remove_duplicate=False), *hooked.named_parameters(remove_duplicate=False)]
     # Under the names that parameters had before TransformerLens wrapped their modules.
-    shared = {re.sub(r"\._?original_component", "", name): tensor for name, tensor in named}
+    shared = {WRAPPED.sub("", name): tensor for name, tensor in named}
     twin.load_state_dict({name: shared[name] for name in wanted & set(shared)}, strict=False, assign=True)
     twin.tie_weights()
     if without := [name for name, tensor in twin.named_parameters() if tensor.is_meta and name not in shared]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -80,10 +81,8 @@ def blind_scores(model: HookedModel) -> BlindScores:
     found = {layer: sinks for layer in layers if (sinks := hooks.sinks_of(model, layer)) is not None}
     alibi = None
     if layers and _slopes(model) is not None:
-        try:
+        with suppress(ModelError):  # another kind of bias: only the uniform null is known
             alibi = scores_of(model, layers[:1])[layers[0]]
-        except ModelError:  # another kind of bias: only the uniform null is known
-            alibi = None
     return BlindScores(int(model.cfg.n_heads), alibi, found)
 
 
@@ -210,16 +209,14 @@ def takes_position_ids(model: HookedModel) -> bool:
 
 def takes_negative_ids(model: HookedModel) -> bool:
     """Whether attention depends only on differences of position ids, so that negative ids work like any others."""
-    parameter = next(model.parameters())
-    ids = torch.arange(2 * _SHIFT, device=device_of(model))
+    ids, layers = torch.arange(2 * _SHIFT, device=device_of(model)), int(model.cfg.n_layers)
+    shifted = [ids, ids + _SHIFT, ids - _SHIFT]
     try:
         with _NoNegativeRow():
-            first, *others = _patterns_at(
-                model, hooks.attention_layers(model)[0], [ids, ids + _SHIFT, ids - _SHIFT], int(model.cfg.n_layers) - 1
-            )
+            first, *others = _patterns_at(model, hooks.attention_layers(model)[0], shifted, layers - 1)
     except (_NegativeRow, TypeError, ValueError, IndexError, RuntimeError):
         return False
-    rounding = 1e-3 if parameter.dtype in (torch.float32, torch.float64) else 0.1
+    rounding = 1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.1
     return all(float((other - first).abs().max()) <= rounding for other in others)
 
 
@@ -229,17 +226,13 @@ def _patterns_at(
     """A layer's pattern of the same few tokens at each of these positions, from a pass up to the layer ``last``."""
     tokens = torch.arange(5, 5 + len(position_ids[0]), device=position_ids[0].device)[None]
     seen: list[Tensor] = []
+
+    def see(layer: int, pattern: Pattern, v: Any) -> None:
+        seen.append(pattern.float())
+
     for ids in position_ids:
-        hooks.forward_with_patterns(
-            model,
-            tokens,
-            torch.ones_like(tokens),
-            [layer],
-            lambda n, p, v: seen.append(p.float()),
-            None,
-            ids[None],
-            last,
-        )
+        real = torch.ones_like(tokens)
+        hooks.forward_with_patterns(model, tokens, real, [layer], see, position_ids=ids[None], last=last)
     return seen
 
 

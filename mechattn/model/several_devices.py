@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mechattn.model.hooked import original_of
 
-_WRAPPED = re.compile(r"\._?original_component")  # in the name of a module that TransformerLens has wrapped
+WRAPPED = re.compile(r"\._?original_component")  # in the name of a module that TransformerLens has wrapped
 
 
 def device_of(part: Any) -> torch.device:
@@ -30,8 +30,7 @@ def unoffloaded(model: Any, name: str, tensor: Tensor) -> Tensor:
     if not tensor.is_meta:
         return tensor
     owner, _, own = name.rpartition(".")
-    made: Tensor = _hook_of(model.get_submodule(owner)).weights_map[own]
-    return made
+    return _hook_of(model.get_submodule(owner)).weights_map[own]
 
 
 @contextmanager
@@ -50,12 +49,14 @@ def dispatched_like(twin: Any, model: Any) -> Any:
     """The twin, with its activations moved and its weights brought from where they are offloaded as the model's are."""
     from accelerate.hooks import add_hook_to_module
 
-    hooks = {_WRAPPED.sub("", name): vars(part).get("_hf_hook") for name, part in model.named_modules()}
+    hooks = {WRAPPED.sub("", name): vars(part).get("_hf_hook") for name, part in model.named_modules()}
     for name, part in twin.named_modules():
         if (hook := hooks.get(name)) is not None:
             add_hook_to_module(part, _copied(hook))
         elif any(parameter.is_meta for parameter in part.parameters(recurse=False)):
-            add_hook_to_module(part, _copied(next(filter(_offloads, hooks.values())), name))
+            bringing = (each for each in hooks.values() if getattr(each, "offload", False))
+            of_all = next(each for each in bringing if hasattr(each.weights_map, "dataset"))  # not of one module
+            add_hook_to_module(part, _copied(of_all, name))
     return twin
 
 
@@ -69,11 +70,6 @@ def _copied(hook: Any, name: str = "") -> Any:
     if name:
         made.weights_map = PrefixedDataset(hook.weights_map.dataset, f"{name}.")
     return made
-
-
-def _offloads(hook: Any) -> bool:
-    """Whether a hook brings one module's weights from where those of the whole model are stored."""
-    return bool(getattr(hook, "offload", False)) and hasattr(hook.weights_map, "dataset")
 
 
 def _hook_of(module: Any) -> Any:

@@ -116,18 +116,12 @@ def unembedding(model: HookedModel) -> Unembedding:
             f"{model.cfg.model_name} has no ln_final or no W_U, so contributions to its logits are unknown"
         )
     found = frozen_norm(model, norm, "its final norm")
-    factor = particulars_of(model).logit_factor
-    w_u = w_u.detach()
+    factor, w_u = particulars_of(model).logit_factor, w_u.detach()
     config = config_of(model)  # of a bridge; a HookedTransformer has its cap in cfg
     source, name = (model.cfg, "output_logits_soft_cap") if config is None else (config, "final_logit_softcapping")
     cap = getattr(source, name, None) or 0.0
-    made = Unembedding(
-        w_u,
-        wide(w_u).mean(1),
-        replace(found, gamma=found.gamma.to(w_u.device)),
-        factor=1.0 if factor is None else float(factor(config)),
-        cap=float(cap) if cap > 0 else None,
-    )
+    norm, scale = replace(found, gamma=found.gamma.to(w_u.device)), 1.0 if factor is None else float(factor(config))
+    made = Unembedding(w_u, wide(w_u).mean(1), norm, scale, float(cap) if cap > 0 else None)
     _check_direct(model, made)
     return made
 

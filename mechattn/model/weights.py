@@ -79,8 +79,7 @@ def _drawn(native: Any, kind: Kind, seed: int) -> Any:
     with torch.random.fork_rng():  # the random state of the process and of every GPU is restored
         torch.manual_seed(seed)
         made = type(native)(config)
-    parameter = next(native.parameters())
-    made = made.to(device=device_of(native), dtype=parameter.dtype)
+    made = made.to(device=device_of(native), dtype=next(native.parameters()).dtype)
     if kind == "shuffled":
         generator = torch.Generator().manual_seed(seed)
         made.load_state_dict(native.state_dict())
@@ -134,8 +133,7 @@ def stored_hash(name: str) -> str | None:
 
 def revision(model: Any) -> str | None:
     """The hub commit that the weights come from; None for a directory, a toy or a model object."""
-    facts = facts_of(model) or ModelFacts()
-    found = getattr(getattr(facts.native, "config", None), "_commit_hash", None)
+    found = getattr(getattr((facts_of(model) or ModelFacts()).native, "config", None), "_commit_hash", None)
     return None if found is None else str(found)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -57,11 +56,10 @@ def answer_difference(
 
 def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     """The tokens of a prompt's other answer, where the model would read them."""
-    where = f'prompt {prompt.id} ("{prompt.excerpt}")'
     if not prompt.other_answer:
         raise PromptError(
-            f'{where} has no other answer, which metric="answers" needs: load_prompts(…, other_answer=<field>) or '
-            "Prompt(…, other_answer=…)"
+            f'{prompt.where} has no other answer, which metric="answers" needs: load_prompts(…, other_answer=<field>) '
+            "or Prompt(…, other_answer=…)"
         )
     text = isinstance(prompt.other_answer, str)
     changed: dict[str, Any] = {"answer" if text else "answer_tokens": prompt.other_answer}
@@ -70,7 +68,7 @@ def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     shorter = min(len(tokens), len(others))
     if tokens[:shorter].equal(others[:shorter]):
         same = "are the same tokens" if len(tokens) == len(others) else "begin with the same tokens, and one ends there"
-        raise PromptError(f"both answers of {where} {same}, so no logits tell them apart; give other answers")
+        raise PromptError(f"both answers of {prompt.where} {same}, so no logits tell them apart; give other answers")
     return others
 
 
@@ -99,13 +97,12 @@ def metric_of(metric: Metric) -> tuple[Measured, str]:
     return _NAMED[metric], WORDS[metric]
 
 
-def measured_by(metric: Metric, prompts: Seq[Prompt], model: Any) -> list[Measured]:
+def measured_by(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[Measured]:
     """The function of a metric for each prompt."""
     measured, _ = metric_of(metric)
     if metric != "answers":
         return [measured] * len(prompts)
-    others = [other_answer(prompt, model) for prompt in prompts]
-    return [partial(_between, other) for other in others]
+    return [partial(_between, other_answer(prompt, model)) for prompt in prompts]
 
 
 def _between(other: Int[Tensor, " other"], logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Tensor:

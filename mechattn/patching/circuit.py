@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from mechattn.axes import head_named
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.model.hooked import alone, holding
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.edges import EdgePair, edges
 from mechattn.patching.effects import Patching
@@ -32,13 +33,9 @@ from mechattn.results.result import MEMORY
 from mechattn.stats.intervals import FEWEST, ratio_interval
 from mechattn.stats.units import halves_of
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 Ablation = Literal["counterpart", "mean", "resample"]
-Carried = Callable[
-    [Seq[np.ndarray]], np.ndarray
-]  # from orders of edges to the metric with the first of each [unit order size]
+# From orders of edges to the metric with the first of each [unit order size].
+Carried = Callable[[Sequence[np.ndarray]], np.ndarray]
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of all edges: those of arXiv:2504.13151
 _DRAWS = 3  # of random circuits
 _ENOUGH = 0.85  # of the effect, for the circuit that is shown if no size is named
@@ -125,11 +122,8 @@ class Circuit:
     def table(self, size: int | None = None, q: float | None = None) -> pd.DataFrame:
         """The scores of the circuit's edges, as ``Patching.table`` has them, the largest first."""
         kept, made = self.kept(size, q), self.edges.table(top=int(self.graph.exists.sum()))
-        at = [
-            kept[self.graph.writers.index(writer), self.graph.readers.index(reader)]
-            for writer, reader in made[["writer", "reader"]].values
-        ]
-        return made[at].reset_index(drop=True)
+        writers, readers = map(self.graph.writers.index, made.writer), map(self.graph.readers.index, made.reader)
+        return made[kept[list(writers), list(readers)]].reset_index(drop=True)
 
     def save(self, path: str | Path, size: int | None = None, q: float | None = None) -> Path:
         """Write the circuit as JSON for EAP-IG's ``Graph.from_json``; shared keys and values are repeated by head."""
@@ -140,10 +134,9 @@ class Circuit:
             for name in readers[reader]:
                 found = {"score": float(scores[writer, reader]), "in_graph": bool(kept[writer, reader])}
                 named[f"{_theirs(self.graph, self.graph.writers[writer], 0)[0]}->{name}"] = found
-        nodes = {
-            _theirs(self.graph, name, 0)[0]: {"in_graph": bool(kept[i].any())}
-            for i, name in enumerate(self.graph.writers)
-        }
+        nodes = {}
+        for name, some in zip(self.graph.writers, kept, strict=True):
+            nodes[_theirs(self.graph, name, 0)[0]] = {"in_graph": bool(some.any())}
         made = {"cfg": self.about["cfg"], "nodes": nodes | {"logits": {"in_graph": True}}, "edges": named}
         Path(path).write_text(json.dumps(made))
         return Path(path)
@@ -165,13 +158,13 @@ class Circuit:
 @alone
 def circuit(
     model: Any,
-    prompts: Seq[Prompt | str],
+    prompts: Sequence[Prompt | str],
     condition: Condition,
     *,
     steps: int = 5,
     metric: Metric = "answers",
     ablation: Ablation = "counterpart",
-    sizes: Seq[int] | None = None,
+    sizes: Sequence[int] | None = None,
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Circuit:
@@ -199,11 +192,8 @@ def circuit(
     Source:
         Faithfulness and its areas, CPR and CMD: arXiv:2504.13151; stability over samples: arXiv:2510.00845.
     """
-    import pandas as pd
-
-    if ablation not in get_args(Ablation):
-        raise OptionError(f"ablation={ablation!r}: choose one of {', '.join(map(repr, get_args(Ablation)))}")
-    model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
+    check_choice(Ablation, ablation=ablation)
+    model, prompts = load_model(model), as_prompts(prompts)
     units = units_of(prompts)
     units.refuse_below(2 * FEWEST, " for two halves", instead="")
     ranking, reporting = ([prompts[i] for i in half] for half in units.halves())
@@ -219,7 +209,7 @@ def circuit(
         )
         instead = None if ablation == "counterpart" else [one.runs()[2] for one in first]
 
-    def carried(orders: Seq[np.ndarray]) -> np.ndarray:
+    def carried(orders: Sequence[np.ndarray]) -> np.ndarray:
         kept = torch.from_numpy(np.stack([_first(graph, some, size) for some, size in product(orders, numbers)]))
         draws = deepcopy(generator)
         with holding(model), showing_edges(model):
@@ -237,10 +227,10 @@ def circuit(
         "heads": int(model.cfg.n_heads),
         "cfg": cfg | {"parallel_attn_mlp": bool(getattr(model.cfg, "parallel_attn_mlp", False))},
     }
-    return Circuit(scores, graph, pd.DataFrame(curve), about, carried)
+    return Circuit(scores, graph, curve, about, carried)
 
 
-def _sizes(graph: Graph, sizes: Seq[int] | None) -> list[int]:
+def _sizes(graph: Graph, sizes: Sequence[int] | None) -> list[int]:
     count = int(graph.exists.sum())
     given = [round(share * count) for share in _SHARES] if sizes is None else list(sizes)
     if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= count for size in given):
@@ -249,7 +239,7 @@ def _sizes(graph: Graph, sizes: Seq[int] | None) -> list[int]:
 
 
 def _measured(
-    one: EdgePair, kept: Tensor, instead: Seq[Tensor] | None, ablation: Ablation, generator: np.random.Generator
+    one: EdgePair, kept: Tensor, instead: Sequence[Tensor] | None, ablation: Ablation, generator: np.random.Generator
 ) -> np.ndarray:
     """The metric of a prompt with each set of edges kept."""
     own, _, mine, put = one.runs()
@@ -266,8 +256,6 @@ def _measured(
 
 def _curve(found: np.ndarray) -> pd.DataFrame:
     """Faithfulness of each size [unit order size], the order of the scores first, then random ones."""
-    import pandas as pd
-
     none, shares = found[:, 0, :1], _shares(found)
     chosen = ratio_interval(found[:, 0] - none, found[:, 0, -1] - found[:, 0, 0])
     ends = {"low": chosen.low, "high": chosen.high}
@@ -312,13 +300,12 @@ def _shared_by(graph: Graph) -> list[list[str]]:
     """For each writer, the names of the keys and values that its head reads."""
     made: list[list[str]] = []
     for writer in graph.writers:
-        found = re.fullmatch(r"L(\d+)H(\d+)", writer)
-        if found is None:
+        if (found := head_named(writer)) is None:
             made.append([])
             continue
-        layer = int(found[1])
-        heads, own = (len(range(*graph.places[part, layer].indices(len(graph.readers)))) for part in "qk")
-        made.append([f"L{layer}H{int(found[2]) * own // heads}.{part}" for part in "kv"])
+        layer, head = found
+        heads, own = (place.stop - place.start for place in (graph.places[part, layer] for part in "qk"))
+        made.append([f"L{layer}H{head * own // heads}.{part}" for part in "kv"])
     return made
 
 

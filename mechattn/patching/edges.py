@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.hooked import HookedModel, alone
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import load_model
 from mechattn.model.several_devices import device_of
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import Patching, checked_sample
@@ -26,9 +28,6 @@ from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results.result import MEMORY, memory_bytes
 
-if TYPE_CHECKING:
-    import xarray as xr
-
 _CHECKED = 4  # prompts on which attribution is compared with patching
 _CLOSE, _COARSE = 1e-3, 5e-2  # of two runs' difference, to which the writers' must add up; and in half precision
 
@@ -36,7 +35,7 @@ _CLOSE, _COARSE = 1e-3, 5e-2  # of two runs' difference, to which the writers' m
 @alone
 def edges(
     model: Any,
-    prompts: Prompt | str | Seq[Prompt | str],
+    prompts: Prompt | str | Sequence[Prompt | str],
     condition: Condition,
     *,
     steps: int = 1,
@@ -73,12 +72,9 @@ def edges(
     Source:
         EAP: arXiv:2310.10348; EAP-IG: arXiv:2403.17806, with right ends of the parts where this has middles.
     """
-    import xarray as xr
-    from tqdm.auto import tqdm
-
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps={steps!r}: give a whole number, 1 for EAP, more for EAP-IG")
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     graph = graph_of(model)
     check_gradients(model, metric, direction)
     prompts = as_prompts(prompts)
@@ -87,11 +83,10 @@ def edges(
     with showing_edges(model):
         ones = [EdgePair(model, graph, pair) for pair in pairs]
         found = [one.attributed(steps, seed + i) for i, one in enumerate(tqdm(ones, desc="edges", delay=2))]
-        names = ("effect", "random", "whole")
-        made = {name: np.stack([each[name] for each in found]) for name in names}
+        made = {name: np.stack([each[name] for each in found]) for name in found[0]}
         dims = ("prompt", "writer", "reader")
         data: xr.Dataset = xr.Dataset(
-            {name: (dims if name != "whole" else dims[:1], made[name]) for name in names},
+            {name: (dims[: each.ndim], each) for name, each in made.items()},
             {"prompt": [p.id for p in prompts], "writer": list(graph.writers), "reader": list(graph.readers)},
         )
         method = "attributed (first order)" if steps == 1 else f"attributed ({steps} steps)"
@@ -103,7 +98,7 @@ def edges(
     return patching.compared(exact, sample)
 
 
-def _check_memory(model: HookedModel, graph: Graph, pairs: Seq[Pair], memory: str) -> None:
+def _check_memory(model: HookedModel, graph: Graph, pairs: Sequence[Pair], memory: str) -> None:
     """Refuse a graph whose gradients don't fit."""
     longest = max(len(one) for pair in pairs for one in (pair.receiver, pair.donor))
     held = 3 * len(graph.writers) + 3 * len(graph.readers)  # two runs and a step; the inputs, their gradients, the sums
@@ -134,9 +129,8 @@ class EdgePair:
             return x
 
         with torch.no_grad():
-            (own, mine), (other, theirs) = (
-                run_edges(self.model, self.graph, one, 1, keep) for one in (pair.receiver, pair.donor)
-            )
+            runs = [run_edges(self.model, self.graph, one, 1, keep) for one in (pair.receiver, pair.donor)]
+        (own, mine), (other, theirs) = runs
         here, there = (places_of(one, pair.origins).to(device) for one in (pair.receiver, pair.donor))
         put = mine[0].clone()
         put[here] = theirs[0, there]
@@ -159,14 +153,11 @@ class EdgePair:
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(step.shape, generator=generator, dtype=torch.float64).to(step)
         random = drawn * step.norm(dim=-1, keepdim=True) / drawn.norm(dim=-1, keepdim=True)
-        made = {
-            name: torch.einsum("pwd,prd->wr", each, by_input).cpu().numpy()
-            for name, each in (("effect", step), ("random", random))
-        }
-        whole = self.pair.measure(other, base) - self.pair.measure(own, base)
-        missing = ~self.graph.exists
-        scores = {name: np.where(missing, np.nan, each) for name, each in made.items()}
-        return scores | {"whole": np.array(float(whole))}
+        made = {}
+        for name, each in (("effect", step), ("random", random)):
+            scores = torch.einsum("pwd,prd->wr", each, by_input).cpu().numpy()
+            made[name] = np.where(self.graph.exists, scores, np.nan)
+        return made | {"whole": np.array(float(self.pair.measure(other, base) - self.pair.measure(own, base)))}
 
     def _gradients(self, steps: int, mine: Tensor, put: Tensor, base: Tensor) -> Float[Tensor, "pos reader d_model"]:
         """The gradient of the metric with respect to what each reader reads, averaged over the steps."""
@@ -179,15 +170,14 @@ class EdgePair:
         at = torch.zeros(1) if steps == 1 else (torch.arange(steps) + 0.5) / steps
         total = torch.zeros(len(mine), len(self.graph.readers), mine.shape[-1], dtype=torch.float64, device=mine.device)
         for some in at.split(max(1, 2**11 // len(mine))):
-            between = some.to(mine)[:, None, None] * (put - mine)[:, 0]
-            embedded = partial(torch.add, other=between)
+            embedded = partial(torch.add, other=some.to(mine)[:, None, None] * (put - mine)[:, 0])
             logits, _ = run_edges(self.model, self.graph, self.pair.receiver, len(some), reading, embedded, True)
             value = self.pair.measure(logits, base).sum()
             for place, each in zip(added, torch.autograd.grad(value, list(added.values())), strict=True):
                 total[:, self.graph.places[place]] += each.double().sum(0) / steps
         return total
 
-    def exact(self, some: Seq[tuple[int, int]]) -> np.ndarray:
+    def exact(self, some: Sequence[tuple[int, int]]) -> np.ndarray:
         """The effect of single edges, each patched exactly."""
         kept = torch.ones(len(some), *self.graph.exists.shape, dtype=torch.bool)
         for row, (writer, reader) in enumerate(some):
@@ -203,5 +193,4 @@ class EdgePair:
             reading = replaced(some.to(put.device), self.graph, put)
             logits, _ = run_edges(self.model, self.graph, self.pair.receiver, len(some), reading)
             found.append(self.pair.measure(logits, base).double().cpu())
-        made: np.ndarray = torch.cat(found).numpy()
-        return made
+        return torch.cat(found).numpy()

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
+import xarray as xr
 
 from mechattn.axes import by_head
 from mechattn.errors import OptionError
 from mechattn.patching.answer_metrics import WORDS
-from mechattn.stats.intervals import FEWEST, ratio_interval, t_interval
+from mechattn.stats.intervals import FEWEST, Interval, ratio_interval, t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units, halves_of
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import xarray as xr
 
 CONTROLS = ("other_prompt", "random")
 _SHOWN = 8  # heads that are printed
@@ -86,8 +83,6 @@ class Patching:
 
     def _table(self, top: int | None, half: bool, level: float) -> pd.DataFrame:
         """All rows are tested; with ``half``, those that one half of the units ranks highest, on the other half."""
-        import pandas as pd
-
         finding, shown = halves_of(self.units.n) if half else (np.arange(self.units.n),) * 2
         effect, cells = self._cells("effect")
         ranked = half or top is not None
@@ -99,33 +94,20 @@ class Patching:
         found, further = t_interval(values["effect"], level), t_interval(beyond, level)
         rises = self.about["metric"] == WORDS["kl"] and self.about["direction"] == "noising"  # whatever is patched
         share = ratio_interval(values["effect"], self.units.means(self.effects.whole.values)[shown], level)
-        made = pd.DataFrame(
-            {
-                **{label: [cells[i][at] for i in order] for at, label in enumerate(self.labels)},
-                "effect": found.estimate,
-                "effect_low": found.low,
-                "effect_high": found.high,
-                "q_effect": np.nan if rises else paired(values["effect"], None, bootstrap_ends=False).q,
-                "q_beyond_random": paired(beyond, None, bootstrap_ends=False).q,
-                "share": share.estimate,
-                "share_low": share.low,
-                "share_high": share.high,
-                **{name: np.nanmean(values[name], 0) for name in controls},
-                "beyond_random": further.estimate,
-                "beyond_random_low": further.low,
-                "beyond_random_high": further.high,
-                "n": len(beyond),
-            }
-        )[:top]
+        columns: dict[str, Any] = {label: [cells[i][at] for i in order] for at, label in enumerate(self.labels)}
+        columns |= _with_ends("effect", found)
+        columns["q_effect"] = np.nan if rises else paired(values["effect"], None, bootstrap_ends=False).q
+        columns["q_beyond_random"] = paired(beyond, None, bootstrap_ends=False).q
+        columns |= _with_ends("share", share) | {name: np.nanmean(values[name], 0) for name in controls}
+        columns |= _with_ends("beyond_random", further) | {"n": len(beyond)}
+        made = pd.DataFrame(columns)[:top]
         slot = next((label for label in self.labels if label in ("segment", "position")), None)
         noun, count = [label for label in self.labels if label != slot][-1], len(order)
         noun = "edge" if noun == "reader" else noun
         cells_words = f"pairs of {noun} and {slot}" if slot else f"{noun}{'s' * (count > 1)}"
         family = f"{count} {cells_words} {self.about['method']}"
-        made.attrs = {
-            "tested": "beyond_random" if rises else "effect",
-            "family": family + ", ranked on the other half" * half,
-        }
+        tested = "beyond_random" if rises else "effect"
+        made.attrs = {"tested": tested, "family": family + ", ranked on the other half" * half}
         return by_head(made)
 
     def _cells(self, name: str) -> tuple[np.ndarray, list[tuple[Any, ...]]]:
@@ -148,23 +130,14 @@ class Patching:
         varies = exact.std() > 0 and made.std() > 0
         return (float(np.corrcoef(exact, made)[0, 1]) if varies else float("nan")), float(error)
 
-    def compared(self, exact: Seq[np.ndarray], sample: Seq[int]) -> Patching:
+    def compared(self, exact: Sequence[np.ndarray], sample: Sequence[int]) -> Patching:
         """A copy with the exact effects of some cells on the first prompts."""
-        import pandas as pd
-
-        cells, there = self._cells("effect")[1], ~np.isnan(self.effects.effect.values).any(0)
-        rows = [
-            {
-                "prompt": str(prompt),
-                **dict(zip(self.labels, cells[cell], strict=True)),
-                "exact": value,
-                "attributed": float(attributed[there][cell]),
-            }
-            for prompt, attributed, values in zip(
-                self.effects.prompt.values, self.effects.effect.values, exact, strict=False
-            )
-            for cell, value in zip(sample, values, strict=True)
-        ]
+        cells, effect = self._cells("effect")[1], self.effects.effect.values
+        attributed, rows = effect[:, ~np.isnan(effect).any(0)], []
+        for i, (prompt, values) in enumerate(zip(self.effects.prompt.values, exact, strict=False)):
+            for cell, value in zip(sample, values, strict=True):
+                labels = dict(zip(self.labels, cells[cell], strict=True))
+                rows.append({"prompt": str(prompt), **labels, "exact": value, "attributed": attributed[i, cell]})
         return replace(self, checked=pd.DataFrame(rows))
 
     def __str__(self) -> str:
@@ -186,6 +159,10 @@ class Patching:
                 f"{correlation:.3f}, error {error:.2f} of the exact effects' root mean square"
             )
         return "\n".join(lines)
+
+
+def _with_ends(name: str, interval: Interval) -> dict[str, np.ndarray]:
+    return {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def checked_sample(made: Patching, seed: int) -> list[int]:

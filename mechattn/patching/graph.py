@@ -23,24 +23,18 @@ from mechattn.prompts.token_sequences import Sequence
 Written = Float[Tensor, "row pos writer d_model"]
 # Receives a reading place (such as ("q", 3)), what the readers there read, and a function for what was written before.
 Reading = Callable[[tuple[str, int], Float[Tensor, "row pos reader d_model"], Callable[[], Written]], Tensor]
-_SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in")
+# What showing edges needs; TransformerLens refuses the first beside the third.
+_SWITCHES = {"use_attn_in": False, "use_attn_result": True, "use_split_qkv_input": True, "use_hook_mlp_in": True}
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A model's writers (embedding, heads, MLPs), readers (q, k, v of heads, MLPs, logits), and edges between them.
+    """A model's writers (embedding, heads, MLPs), readers (q, k, v of heads, MLPs, logits), and edges between them."""
 
-    Args:
-        writers: Their names: "embedding", "L0H1", "L0MLP".
-        readers: Their names: "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits".
-        exists: Which writers come before which readers.
-        places: The readers of each reading place, in the order of a forward pass.
-    """
-
-    writers: tuple[str, ...]
-    readers: tuple[str, ...]
-    exists: Bool[np.ndarray, "writer reader"]
-    places: dict[tuple[str, int], slice]
+    writers: tuple[str, ...]  # "embedding", "L0H1", "L0MLP"
+    readers: tuple[str, ...]  # "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits"
+    exists: Bool[np.ndarray, "writer reader"]  # which writers come before which readers
+    places: dict[tuple[str, int], slice]  # the readers of each reading place, in the order of a forward pass
 
     def before(self, place: tuple[str, int]) -> int:
         """How many writers come before a reading place."""
@@ -98,19 +92,14 @@ def has_mlp(model: HookedModel, layer: int) -> bool:
 def showing_edges(model: HookedModel) -> Iterator[None]:
     """Let TransformerLens compute each head's result and inputs by themselves, during a ``with`` block."""
     before = {name: bool(getattr(model.cfg, name, False)) for name in _SWITCHES}
-    together = bool(getattr(model.cfg, "use_attn_in", False))  # TransformerLens refuses both
-    anything: Any = model
+    changed = [name for name, on in _SWITCHES.items() if on != before[name]]
     try:
-        if together:
-            anything.set_use_attn_in(False)
-        for name in _SWITCHES:
-            getattr(anything, f"set_{name}")(True)
+        for name in changed:
+            getattr(model, f"set_{name}")(_SWITCHES[name])
         yield
     finally:
-        for name, on in before.items():
-            getattr(anything, f"set_{name}")(on)
-        if together:
-            anything.set_use_attn_in(True)
+        for name in reversed(changed):
+            getattr(model, f"set_{name}")(before[name])
 
 
 def run_edges(

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from mechattn.axes import BASELINE
 from mechattn.engine.request_checks import made_sequences, with_baseline
+from mechattn.errors import check_choice
 from mechattn.model.hooked import HookedModel
 from mechattn.patching.answer_metrics import Logits, Measured, Metric, measured_by, metric_of
-from mechattn.patching.refusals import Direction, check_direction, check_metric, check_sequences
+from mechattn.patching.refusals import Direction, check_metric, check_sequences
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Sequence
 from mechattn.results import provenance
-from mechattn.results.provenance import identity
 from mechattn.stats.units import Units
 
 
@@ -52,7 +52,7 @@ def pairs_of(
     model: HookedModel, prompts: Seq[Prompt], condition: Condition, metric: Metric, direction: Direction, seed: int
 ) -> tuple[list[Pair], list[Mapping[str, Sequence]]]:
     """The pairs of all prompts, and their sequences under "condition" and the baseline; refused if not patchable."""
-    check_direction(direction)
+    check_choice(Direction, direction=direction)
     metric_of(metric)
     sequences = made_sequences(with_baseline({"condition": condition}), prompts, model, seed)
     check_sequences(model, prompts, sequences)
@@ -73,7 +73,7 @@ def about_of(
     return {
         "model": provenance.name_of(str(model.cfg.model_name)),
         "prompts": provenance.digest(prompts),
-        "condition": identity(condition),
+        "condition": provenance.identity(condition),
         "metric": metric_of(metric)[1],
         "direction": direction,
         "seed": seed,

@@ -6,42 +6,30 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_window
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import CONTROLS, Patching, checked_sample
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
-from mechattn.patching.patched_runs import (
-    OF_LAYER,
-    Change,
-    Part,
-    Run,
-    Where,
-    Z,
-    patched_logits,
-    read,
-    read_with_gradients,
-    restartable,
-)
+from mechattn.patching.patched_runs import Part, Run, Where, Z, patched_logits, read, read_with_gradients, restartable
 from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.patching.sites import Sites, Target, target_in
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import Sequence
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 _CHECKED = 4  # prompts on which attribution is compared with patching
 _ROWS = 32  # patched copies of a prompt in a batch, at most
@@ -99,9 +87,7 @@ def patch(
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after the softmax, no
         softmax has to be recomputed.
     """
-    from tqdm.auto import tqdm
-
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     target = target_in(model, at, together)
     if target.attributed:
         check_gradients(model, metric, direction)
@@ -142,34 +128,31 @@ class _Prompt:
     def cells(self, run: Run) -> list[tuple[tuple[Where, ...], Bool[Tensor, " shared"]]]:
         """The heads of each cell, and which of the original tokens are patched."""
         codes = run.sequence.segment[run.places]
-        at = [
-            codes >= 0
-            if slot is None
-            else codes == SEGMENTS.index(slot)
-            if isinstance(slot, str)
-            else self.pair.origins == slot
-            for slot in self.slots
-        ]
-        return [(heads, some) for heads in self.target.units for some in at]
+
+        def at(slot: str | int | None) -> Bool[Tensor, " shared"]:
+            if isinstance(slot, str):
+                return codes == SEGMENTS.index(slot)
+            return codes >= 0 if slot is None else self.pair.origins == slot
+
+        chosen = list(map(at, self.slots))
+        return [(heads, some) for heads in self.target.units for some in chosen]
 
     def effects(self, stranger: Run | None) -> dict[str, np.ndarray]:
         """The effect of each cell and its controls, and the whole effect; NaN where no token has a partner."""
         by_z: dict[int, Z] = {}
-        source = self.read(self.pair.donor)
-        if self.target.attributed:
+        pair, target, source = self.pair, self.target, self.read(self.pair.donor)
+        if target.attributed:
 
             def measure(made: Run) -> Float[Tensor, " row"]:
-                return self.pair.measure(made.logits, source.logits if self.pair.denoising else made.logits)
+                return pair.measure(made.logits, source.logits if pair.denoising else made.logits)
 
-            run, by_z = read_with_gradients(
-                self.model, self.pair.receiver, self.target.layers, self.pair.origins, measure
-            )
+            run, by_z = read_with_gradients(self.model, pair.receiver, target.layers, pair.origins, measure)
         else:
-            run = restartable(self.model, self.read(self.pair.receiver), self.target.layers)
-        base = source if self.pair.denoising else run
-        before, after = (float(self.pair.measure(each.logits, base.logits)) for each in (run, source))
+            run = restartable(self.model, self.read(pair.receiver), target.layers)
+        base = source if pair.denoising else run
+        before, after = (float(pair.measure(each.logits, base.logits)) for each in (run, source))
         values = {
-            name: {where: _aligned(run, given, where, self.target.part) for where in self.target.heads}
+            name: {where: _aligned(run, given, where, target.part) for where in target.heads}
             for name, given in (("effect", source), ("other_prompt", stranger))
             if given is not None
         }
@@ -177,7 +160,7 @@ class _Prompt:
         cells = self.cells(run)
         made = {"other_prompt": np.full(len(cells), np.nan), "whole": np.array(after - before)}
         for name, given in values.items():
-            if self.target.attributed:
+            if target.attributed:
                 made[name] = np.array([_attributed(run, by_z, given, *cell) for cell in cells])
             else:
                 made[name] = self._patched(run, base, given, cells) - before
@@ -194,7 +177,7 @@ class _Prompt:
 
     def _patched(self, run: Run, base: Run, given: Mapping[Where, Z], cells: Seq[tuple[Any, Tensor]]) -> np.ndarray:
         """The metric with each cell patched, a batch of them at a time."""
-        put: list[list[Change]] = [
+        put = [
             [(where, run.places[some], given[where][some.to(given[where].device)]) for where in heads]
             for heads, some in cells
         ]
@@ -203,15 +186,13 @@ class _Prompt:
         for first in range(0, len(put), rows):
             logits = patched_logits(self.model, run, put[first : first + rows], self.target.part)
             found.append(self.pair.measure(logits, base.logits).double().cpu())
-        made: np.ndarray = torch.cat(found).numpy()
-        return made
+        return torch.cat(found).numpy()
 
     def _random(self, run: Run, where: Where, value: Float[Tensor, "original d_head"]) -> Tensor:
         layer, head = where
         own = run.z[layer][run.places.to(value.device), head]
-        keys = token_keys(
-            self.seed, [self.pair.id], torch.arange(len(own))[None], layer, f"a random direction of head {head}"
-        )
+        purpose = f"a random direction of head {head}"
+        keys = token_keys(self.seed, [self.pair.id], torch.arange(len(own))[None], layer, purpose)
         draw = keyed_uniform(keys[0], own.shape[-1]).to(own.device)
         if self.target.part == "pattern":  # a token sees at least as many keys as have probabilities above 0
             back = run.places.to(own.device)[:, None] - torch.arange(own.shape[-1], device=own.device)
@@ -281,11 +262,9 @@ def _attributed(
 
 def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], target: Target, slots: Seq[Any]) -> xr.Dataset:
     """The effects by layer and head, layer, or set, and segment or position; NaN for heads that were not requested."""
-    import xarray as xr
-
     by: dict[str, list[Any]] = {} if target.by is None else {target.by: list(slots)}
     layers, heads = (sorted({where[i] for where in target.heads}) for i in (0, 1))
-    labels: dict[str, list[Any]] = {"layer": layers} | ({} if target.part in OF_LAYER else {"head": heads})
+    labels: dict[str, list[Any]] = {"layer": layers} | ({} if target.of_layers else {"head": heads})
     at: tuple[list[int], ...] = ([layers.index(n) for n, _ in target.heads], [heads.index(h) for _, h in target.heads])
     if target.together:
         labels, at = {"set": [_set_name(target)]}, ([0],)
@@ -302,6 +281,5 @@ def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], target: Ta
 
 
 def _set_name(target: Target) -> str:
-    layers = target.part in OF_LAYER
-    names = [f"L{layer}" if layers else f"L{layer}H{head}" for layer, head in target.heads]
-    return " + ".join(names) if len(names) <= 8 else f"{len(names)} {'layers' if layers else 'heads'}"
+    names = [f"L{layer}" if target.of_layers else f"L{layer}H{head}" for layer, head in target.heads]
+    return " + ".join(names) if len(names) <= 8 else f"{len(names)} {'layers' if target.of_layers else 'heads'}"

@@ -128,9 +128,7 @@ def restartable(model: HookedModel, run: Run, layers: Iterable[int]) -> Run:
 
     try:
         return replace(run, restarts=all(same(layer) for layer in sorted(set(layers) - {0})))
-    except (
-        Exception
-    ):  # a block misses what an earlier one leaves it, such as shared keys: every pass starts at the first
+    except Exception:  # a block misses what an earlier one leaves it, such as shared keys: start at the first
         return run
 
 
@@ -162,8 +160,7 @@ def logits_of(
         options["attention_mask"] = torch.ones_like(tokens)
     with torch.set_grad_enabled(gradients):
         logits = model(tokens, return_type="logits", **options)
-    before = sequence.of_segment("answer").nonzero()[:, 0].to(device) - 1
-    return logits[:, before]
+    return logits[:, sequence.of_segment("answer").nonzero()[:, 0].to(device) - 1]
 
 
 def patched_logits(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -12,33 +10,26 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import xarray as xr
 from jaxtyping import Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
+from mechattn.axes import head_named
 from mechattn.errors import OptionError
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_layers
-from mechattn.model.load import as_hooked, load_model
+from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
-from mechattn.patching.patched_runs import (
-    Change,
-    Run,
-    Where,
-    changing,
-    logits_of,
-    patched_logits,
-    places_of,
-    read,
-    restartable,
-)
+from mechattn.patching.patched_runs import Run, Where, changing, logits_of, patched_logits, places_of, read, restartable
 from mechattn.patching.refusals import Direction
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 
-_SENDER, _RECEIVER = re.compile(r"L(\d+)H(\d+)"), re.compile(r"L(\d+)H(\d+)\.([qkv])|logits")
+Output = Float[Tensor, "shared d_head"]  # of a head, at the original tokens that both runs have
 
 
 @dataclass(frozen=True)
@@ -54,9 +45,9 @@ class Path:
 @alone
 def paths(
     model: Any,
-    prompts: Prompt | str | Seq[Prompt | str],
+    prompts: Prompt | str | Sequence[Prompt | str],
     condition: Condition,
-    between: Seq[tuple[str, str]],
+    between: Sequence[tuple[str, str]],
     *,
     metric: Metric = "answers",
     direction: Direction = "noising",
@@ -89,10 +80,7 @@ def paths(
     Source:
         Path patching: arXiv:2211.00593, appendix B.
     """
-    import xarray as xr
-    from tqdm.auto import tqdm
-
-    model = load_model(as_hooked(model))
+    model = load_model(model)
     named = _paths_in(model, between)
     prompts = as_prompts(prompts)
     pairs, _ = pairs_of(model, prompts, condition, metric, direction, seed)
@@ -108,17 +96,15 @@ def paths(
 
 def _paths_in(model: HookedModel, between: Any) -> list[Path]:
     """The named paths, each checked."""
-    layers, counts = attention_layers(model), {"q": int(model.cfg.n_heads), "k": kv_heads_of(model)}
-    counts["v"] = counts["k"]
-    made = []
+    layers, own = attention_layers(model), kv_heads_of(model)
+    made, counts = [], {"q": int(model.cfg.n_heads), "k": own, "v": own}
     for one in between if isinstance(between, (list, tuple)) else ():
         both = one if isinstance(one, (list, tuple)) and len(one) == 2 else ("", "")
-        sender, receiver = _SENDER.fullmatch(str(both[0])), _RECEIVER.fullmatch(str(both[1]))
-        if sender is None or receiver is None:
+        start, (receiver, _, part) = head_named(both[0]), str(both[1]).partition(".")
+        end = head_named(receiver)
+        if start is None or (both[1] != "logits" and (end is None or part not in counts)):
             raise OptionError(f'{one!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"')
-        start: Where = (int(sender[1]), int(sender[2]))
-        end = None if receiver[3] is None else (int(receiver[1]), int(receiver[2]))
-        for where, count in ((start, counts["q"]), (end, counts.get(receiver[3] or "", 0))):
+        for where, count in ((start, counts["q"]), (end, counts.get(part, 0))):
             if where is not None and (where[0] not in layers or where[1] >= count):
                 raise OptionError(
                     f"{one!r}: {model.cfg.model_name} has heads 0 to {count - 1} there, in layers "
@@ -126,14 +112,13 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
                 )
         if end is not None and end[0] <= start[0]:
             raise OptionError(f"{one!r}: nothing passes from layer {start[0]} to layer {end[0]}; name a later layer")
-        part: Any = receiver[3]
-        made.append(Path(start, end, part, f"{both[0]} → {both[1]}"))
+        made.append(Path(start, end, part or None, f"{both[0]} → {both[1]}"))  # type: ignore[arg-type]
     if not made:
         raise OptionError(f'between={between!r}: give paths such as [("L0H1", "L1H0.k"), ("L1H0", "logits")]')
     return made
 
 
-def _effects(model: HookedModel, pair: Pair, named: Seq[Path], seed: int) -> dict[str, np.ndarray]:
+def _effects(model: HookedModel, pair: Pair, named: Sequence[Path], seed: int) -> dict[str, np.ndarray]:
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     layers = attention_layers(model)
     own, other = (read(model, one, layers, "z", pair.origins) for one in (pair.receiver, pair.donor))
@@ -142,7 +127,7 @@ def _effects(model: HookedModel, pair: Pair, named: Seq[Path], seed: int) -> dic
     before = float(pair.measure(own.logits, base))
     generator = torch.Generator().manual_seed(seed)
     here, there = (places_of(one, pair.origins) for one in (pair.receiver, pair.donor))
-    given: dict[str, dict[Where, Tensor]] = {"effect": {}, "random": {}}
+    given: dict[str, dict[Where, Output]] = {"effect": {}, "random": {}}
     for layer, head in dict.fromkeys(path.sender for path in named):
         mine, theirs = own.z[layer][here, head], other.z[layer][there, head]
         drawn = torch.randn(mine.shape, generator=generator, dtype=torch.float64).to(mine)
@@ -153,12 +138,7 @@ def _effects(model: HookedModel, pair: Pair, named: Seq[Path], seed: int) -> dic
 
 
 def _patched(
-    model: HookedModel,
-    pair: Pair,
-    named: Seq[Path],
-    own: Run,
-    given: Mapping[Where, Float[Tensor, "shared d_head"]],
-    base: Tensor,
+    model: HookedModel, pair: Pair, named: Sequence[Path], own: Run, given: Mapping[Where, Output], base: Tensor
 ) -> np.ndarray:
     """The metric with each path patched: one row of two passes for each."""
     here = places_of(pair.receiver, pair.origins)
@@ -183,10 +163,7 @@ def _patched(
         made = pair.measure(logits_of(model, pair.receiver, len(named)), base).double().cpu().numpy()
     everywhere = torch.arange(len(pair.receiver))
     for part in {path.part for path in named if path.part}:
-        some = [row for row, path in enumerate(named) if path.part == part]
-        put: list[list[Change]] = []
-        for row in some:
-            where: Any = named[row].receiver
-            put.append([(where, everywhere, seen[part, where[0]][row, :, where[1]])])
-        made[some] = pair.measure(patched_logits(model, own, put, part), base).double().cpu().numpy()
+        ends = {row: path.receiver for row, path in enumerate(named) if path.receiver and path.part == part}
+        put = [[(to, everywhere, seen[part, to[0]][row, :, to[1]])] for row, to in ends.items()]
+        made[list(ends)] = pair.measure(patched_logits(model, own, put, part), base).double().cpu().numpy()
     return made

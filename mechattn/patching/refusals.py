@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -31,12 +31,6 @@ def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:
         )
 
 
-def check_direction(direction: str) -> None:
-    """Refuse another direction."""
-    if direction not in get_args(Direction):
-        raise OptionError(f"direction={direction!r}: choose one of {', '.join(map(repr, get_args(Direction)))}")
-
-
 def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]) -> None:
     """Refuse prompts without an answer, conditions that do more than insert, and sequences too long for the model."""
     if len(prompts) < 2:
@@ -47,8 +41,8 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
             raise OptionError(f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same")
         if not changed.of_segment("answer").any():
             raise PromptError(
-                f'prompt {prompt.id} ("{prompt.excerpt}") has no reference answer for the model to read: '
-                "use load_prompts(…, with_answer=True), or Prompt(…, answer=…)"
+                f"{prompt.where} has no reference answer for the model to read: use load_prompts(…, with_answer=True), "
+                "or Prompt(…, answer=…)"
             )
         if changed.edge_mask is not None or changed.interventions:
             raise OptionError(
@@ -57,8 +51,8 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
             )
         if len(changed) > int(model.cfg.n_ctx):
             raise PromptTooLong(
-                f'prompt {prompt.id} ("{prompt.excerpt}") has {len(changed):,} tokens with the condition; '
-                f"{model.cfg.model_name} takes {int(model.cfg.n_ctx):,}"
+                f"{prompt.where} has {len(changed):,} tokens with the condition; {model.cfg.model_name} takes "
+                f"{int(model.cfg.n_ctx):,}"
             )
         check_side(prompt, dict(made), model)
     check_variants(model, [dict(made) for made in sequences])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -12,14 +11,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.axes import head_named
+from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers, chosen_layers, keeping_nothing
 from mechattn.model.several_devices import device_of
 from mechattn.patching.patched_runs import OF_LAYER, Part, Where, changing
-
-_NAMED = re.compile(r"L(\d+)H(\d+)")
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,14 @@ class Sites:
         part: "z", a head's output before W_O; "q", "k" or "v", its queries, keys or values before norms and RoPE (for
             heads with keys and values of their own); "pattern", its attention among the original tokens; or, of a whole
             layer, "resid_post", the residual stream after it, "attn_out" or "mlp_out", what attention or the MLP adds.
-        where: Heads as (layer, head) or "L0H2", from 0; layers as numbers for a part of a layer. All by default; for "z"
-            they are then attributed, and with "all" patched exactly.
+        where: Heads as (layer, head) or "L0H2", from 0; layers as numbers for a part of a layer. All by default: for
+            "z" these are attributed, and with "all" patched exactly.
         by: "segment" patches the tokens of each segment by themselves, "position" each token (prompts then have equally
             many); by default all original tokens together.
     """
 
     part: Part = "z"
-    where: Seq[Where | str] | Seq[int] | Literal["all"] | None = None
+    where: Sequence[Where | str] | Sequence[int] | Literal["all"] | None = None
     by: Literal["segment", "position"] | None = None
 
 
@@ -52,6 +50,11 @@ class Target:
     attributed: bool
 
     @property
+    def of_layers(self) -> bool:
+        """Whether the part is one of whole layers, not of heads."""
+        return self.part in OF_LAYER
+
+    @property
     def layers(self) -> list[int]:
         """The layers that are changed."""
         return sorted({layer for layer, _ in self.heads})
@@ -64,12 +67,10 @@ class Target:
 
 def target_in(model: HookedModel, at: Any, together: bool) -> Target:
     """The sites that ``at`` names in a model; all heads' z is attributed, everything else is patched exactly."""
-    named: Any = at
-    if not isinstance(at, Sites):
-        named = Sites(named) if isinstance(at, str) and at in get_args(Part) else Sites("z", named)
-    sites: Sites = named
-    if sites.part not in get_args(Part):
-        raise OptionError(f"part={sites.part!r}: choose one of {', '.join(map(repr, get_args(Part)))}")
+    if isinstance(at, str) and at in get_args(Part):
+        at = Sites(at)  # type: ignore[arg-type]
+    sites = at if isinstance(at, Sites) else Sites("z", at)
+    check_choice(Part, part=sites.part)
     if sites.by not in (None, "segment", "position"):
         raise OptionError(f'by={sites.by!r}: give "segment", "position" or None')
     if not isinstance(together, bool):
@@ -93,11 +94,10 @@ def _heads(model: HookedModel, heads: Any, count: int) -> list[Where]:
     layers = attention_layers(model)
     if heads is None:
         return [(layer, head) for layer in layers for head in range(count)]
-    given = [_pair(one) for one in heads] if isinstance(heads, (tuple, list)) else []
+    given = [head_named(one) or one for one in heads] if isinstance(heads, (tuple, list)) else []
     if not given or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in given):
-        raise OptionError(
-            f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], "all", or one of {", ".join(map(repr, get_args(Part)))}'
-        )
+        parts = ", ".join(map(repr, get_args(Part)))
+        raise OptionError(f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], "all", or one of {parts}')
     for layer, head in given:
         if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in (layer, head)):
             raise OptionError(f"at={heads!r}: ({layer!r}, {head!r}) is not two whole numbers; give such as [(1, 4)]")
@@ -107,11 +107,6 @@ def _heads(model: HookedModel, heads: Any, count: int) -> list[Where]:
                 f"layers {', '.join(map(str, layers))}"
             )
     return list(dict.fromkeys((int(layer), int(head)) for layer, head in given))
-
-
-def _pair(named: Any) -> Any:
-    found = _NAMED.fullmatch(named) if isinstance(named, str) else None
-    return (int(found[1]), int(found[2])) if found else named
 
 
 def _patterns_act(model: HookedModel) -> bool:

@@ -6,11 +6,11 @@ import random
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from mechattn.errors import ConditionError, OptionError
+from mechattn.errors import ConditionError, OptionError, check_choice
 from mechattn.functional.attention import EdgeMask
 from mechattn.markup import fields_table, plain
 from mechattn.prompts import fillers
-from mechattn.prompts.fillers import Place, behind, check_place, check_run, position
+from mechattn.prompts.fillers import Place, behind, check_run, position
 from mechattn.prompts.prompt import HALVES, MOST, Prompt
 from mechattn.prompts.token_sequences import Sequence, insert
 from mechattn.prompts.tokenization import TokenizedModel, require_tokenizer, tokenize
@@ -47,7 +47,6 @@ class Baseline:
     """
 
     intervention: Any = ()
-
     _repr_html_ = fields_table
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
@@ -79,7 +78,6 @@ class Variant:
     hides: bool = False
     keeps_positions: bool = False
     interventions: tuple[Any, ...] = ()
-
     _repr_html_ = fields_table
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
@@ -118,7 +116,6 @@ class Insertion:
 
     count: int | None = None
     place: Place = "before_question"
-
     _repr_html_ = fields_table
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
@@ -227,7 +224,7 @@ class Text(Insertion):
             raise OptionError(f"after={self.after!r}: give a text that every prompt contains, or omit it")
         if self.after is not None and self.place is not None:
             raise OptionError(f"place={self.place!r} and after={self.after!r}: give only one of the two")
-        check_place(self.place or "before_question")
+        check_choice(Place, place=self.place or "before_question")
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the tokens of the text."""
@@ -366,7 +363,7 @@ class RepeatQuestion(Insertion):
             raise OptionError(
                 f"times={self.times!r}: give a whole number from 1 to {MOST:,}; the baseline is always run"
             )
-        check_place(self.place)
+        check_choice(Place, place=self.place)
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the tokens of the question and line breaks."""

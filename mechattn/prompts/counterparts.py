@@ -41,22 +41,21 @@ class Counterpart:
 
     versions: Mapping[str, Version] | Seq[Version] | None = None
     from_the_end: bool = False
-
     _repr_html_ = fields_table
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The tokens of the other version, each with its partner in the prompt."""
-        where = f'prompt {prompt.id} ("{prompt.excerpt}")'
-        version = self._version(prompt, where)
+        version = self._version(prompt)
         changed: dict[str, Any] = {"question": version} if isinstance(version, str) else {"tokens": tuple(version)}
         own, other = (tokenize(one, model) for one in (prompt, replace(prompt, **changed)))
         if own.tokens.equal(other.tokens):
-            raise ConditionError(f"both versions of {where} have the same tokens, so nothing could have an effect")
-        answers = [one.tokens[one.of_segment("answer")] for one in (own, other)]
-        if not answers[0].equal(answers[1]):
             raise ConditionError(
-                f"the answer of {where} becomes other tokens after its other version; begin the answer where a token "
-                'begins, such as with a space (template="joined")'
+                f"both versions of {prompt.where} have the same tokens, so nothing could have an effect"
+            )
+        if not own.tokens[own.of_segment("answer")].equal(other.tokens[other.of_segment("answer")]):
+            raise ConditionError(
+                f"the answer of {prompt.where} becomes other tokens after its other version; begin the answer where a "
+                'token begins, such as with a space (template="joined")'
             )
         return _paired(own, other, self.from_the_end)
 
@@ -64,7 +63,7 @@ class Counterpart:
         """Return the same version read under an intervention."""
         return Variant(self).under(intervention)
 
-    def _version(self, prompt: Prompt, where: str) -> Version:
+    def _version(self, prompt: Prompt) -> Version:
         if self.versions is None:
             found: Any = prompt.counterpart
         elif isinstance(self.versions, Mapping):
@@ -74,14 +73,14 @@ class Counterpart:
             found = self.versions[index] if index < len(self.versions) else None
         if not found:
             raise ConditionError(
-                f"{where} has no other version: load_prompts(…, counterpart=<field>), Prompt(…, counterpart=…) or "
-                "Counterpart({<prompt id>: <text or token ids>}) gives it one"
+                f"{prompt.where} has no other version: load_prompts(…, counterpart=<field>), Prompt(…, counterpart=…) "
+                "or Counterpart({<prompt id>: <text or token ids>}) gives it one"
             )
         if isinstance(found, str) == bool(prompt.tokens):
             kinds = ("token ids", "a text")
             raise OptionError(
-                f"{where} is {kinds[not prompt.tokens]} and its counterpart {kinds[isinstance(found, str)]}; give the "
-                "same kind"
+                f"{prompt.where} is {kinds[not prompt.tokens]} and its counterpart {kinds[isinstance(found, str)]}; "
+                "give the same kind"
             )
         return found
 
@@ -110,8 +109,7 @@ def _pairs(own: Seq[int], other: Seq[int], from_the_end: bool) -> Iterator[tuple
 
 def with_changes(sequences: Mapping[str, Sequence], baseline: str) -> dict[str, Sequence]:
     """The sequences of a prompt, with every token that a counterpart changes or lacks in the segment "changed"."""
-    own = sequences[baseline]
-    kept = torch.ones(len(own), dtype=torch.bool)
+    kept = torch.ones(len(sequences[baseline]), dtype=torch.bool)
     for one in (one for one in sequences.values() if one.counterpart):
         there = torch.zeros_like(kept)
         there[one.origin[~one.inserted & ~one.of_segment("changed")]] = True

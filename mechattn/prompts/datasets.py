@@ -12,11 +12,11 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from mechattn.errors import OptionError, PromptError
+from mechattn.errors import OptionError, PromptError, check_choice
 from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.prompts.fillers import random_tokens
 from mechattn.prompts.generated_problems import SYSTEM, recall_questions, word_problems
-from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template, check_template
+from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template
 from mechattn.prompts.tokenization import TokenizedModel, own_bos
 
 GENERATED, RECALL, REPEATED = "word-problems", "recall", "repeated-random"
@@ -60,7 +60,7 @@ def load_prompts(
         PromptError: The source, field or prompt doesn't exist.
         OptionError: A limit, split, template or option is not allowed.
     """
-    check_template(template)
+    check_choice(Template, template=template)
     if not isinstance(source, (str, os.PathLike)):
         raise PromptError(
             f'source={source!r}: give "word-problems", "recall", the path of a .jsonl file, or a dataset on the hub'
@@ -109,10 +109,11 @@ def _check_options(source: str, limit: Any, fields: dict[str, Any]) -> None:
             "ma.repeated_random(model)"
         )
     if limit is not None:
-        _check_limit(limit, generated=source in (GENERATED, RECALL))
+        check_limit(limit, generated=source in (GENERATED, RECALL))
 
 
-def _check_limit(limit: Any, generated: bool) -> None:
+def check_limit(limit: Any, generated: bool = True) -> None:
+    """Refuse a number of prompts that is none, or more than are generated."""
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise OptionError(f"limit={limit!r}: give a whole number of prompts, at least 1")
     if generated and limit > MOST:
@@ -187,7 +188,13 @@ def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
-            rows.append(_json_row(line, path, number))
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise PromptError(f"line {number} of {path} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise PromptError(f"line {number} of {path} is not a JSON object with named fields")
+            rows.append(row)
         if len(rows) == limit:
             break
     return rows
@@ -213,16 +220,6 @@ def _lines(path: Path) -> Iterator[str]:
         ) from None
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-def _json_row(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"line {number} of {path} is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise PromptError(f"line {number} of {path} is not a JSON object with named fields")
-    return row
 
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
@@ -273,7 +270,7 @@ def repeated_random(
     Source:
         Olsson et al. 2022, "In-context learning and induction heads": prefix matching.
     """
-    _check_limit(limit, generated=True)
+    check_limit(limit)
     shortest, longest = span
     if not 1 <= shortest <= longest or times < 2:
         raise OptionError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from mechattn.errors import ConditionError, OptionError
+from mechattn.errors import ConditionError, OptionError, check_choice
 from mechattn.prompts.prompt import MOST, Prompt
 from mechattn.prompts.token_sequences import Sequence
 
@@ -140,12 +140,7 @@ def check_run(count: int, place: str) -> None:
         raise OptionError(f"count={count}: insert at least one token; the baseline is always run too")
     if count > MOST:
         raise OptionError(f"count={count}: insert at most {MOST:,} tokens")
-    check_place(place)
-
-
-def check_place(place: str) -> None:
-    if place not in get_args(Place):
-        raise OptionError(f"place={place!r}: choose one of {', '.join(map(repr, get_args(Place)))}")
+    check_choice(Place, place=place)
 
 
 def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int:
@@ -157,13 +152,12 @@ def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int
     if place == "before_answer":
         return where[0] if where else len(sequence)
     if not where:
-        raise ConditionError(f'prompt {prompt.id} ("{prompt.excerpt}") has no question token to insert at')
+        raise ConditionError(f"{prompt.where} has no question token to insert at")
     if place in ("before_question", "after_question"):
         return where[0] if place == "before_question" else where[-1] + 1
     if len(where) < 2:
         raise ConditionError(
-            f'prompt {prompt.id} ("{prompt.excerpt}") has only one question token:  place={place!r} needs a boundary '
-            "between two"
+            f"{prompt.where} has only one question token: place={place!r} needs a boundary between two"
         )
     if place == "middle":
         return where[len(where) // 2]
@@ -175,8 +169,8 @@ def behind(marker: str, sequence: Sequence, prompt: Prompt, tokenizer: Any) -> i
     tokens = sequence.tokens.tolist()
     if marker not in tokenizer.decode(tokens):
         raise ConditionError(
-            f'prompt {prompt.id} ("{prompt.excerpt}") does not contain after={marker!r}; give a text that is in every '
-            "prompt as the model reads it, or a place"
+            f"{prompt.where} does not contain after={marker!r}; give a text that is in every prompt as the model reads "
+            "it, or a place"
         )
     low, high = 1, len(tokens)
     while low < high:

@@ -40,23 +40,14 @@ _TIMES_WORDS = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
 
 @dataclass(frozen=True)
 class Problem:
-    """A word problem, its worked answer and the number at its end.
+    """A word problem, its worked answer and the number at its end."""
 
-    Args:
-        question: The story and the question.
-        answer: The calculations and the final number.
-        solution: The final number.
-        steps: The number of calculations.
-        chain: The first number and the operations.
-        template: The sentences that it is made of, regardless of names, numbers, things, places and days.
-    """
-
-    question: str
-    answer: str
+    question: str  # the story and the question
+    answer: str  # the calculations and the final number
     solution: int
-    steps: int
-    chain: str
-    template: str
+    steps: int  # the number of calculations
+    chain: str  # the first number and the operations
+    template: str  # the sentences that it is made of, regardless of names, numbers, things, places and days
 
     @property
     def split(self) -> Split:
@@ -81,10 +72,6 @@ class _Story:
     @property
     def he(self) -> str:
         return "he" if self.name in _HE else "she"
-
-    @property
-    def him(self) -> str:
-        return "him" if self.name in _HE else "her"
 
     def choose(self, kind: str, *ways: str) -> str:
         """Choose one of several ways to say something, and record the choice."""
@@ -130,14 +117,8 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
         question = question.replace("?", " ?")
     if rng.random() < 0.5:
         question = question.replace("/", " / ")
-    return Problem(
-        question=question,
-        answer=" ".join([*story.sums, f"Answer: {story.value}"]),
-        solution=story.value,
-        steps=steps,
-        chain=story.chain,
-        template=", ".join(story.forms),
-    )
+    answer, template = " ".join([*story.sums, f"Answer: {story.value}"]), ", ".join(story.forms)
+    return Problem(question, answer, story.value, steps, story.chain, template)
 
 
 def word_problems(split: Split, steps: tuple[int, ...] = (1, 2, 3, 4, 5), seed: int = 0) -> Iterator[Problem]:
@@ -149,12 +130,7 @@ def word_problems(split: Split, steps: tuple[int, ...] = (1, 2, 3, 4, 5), seed: 
 
 @dataclass(frozen=True)
 class Recall:
-    """A question that contains its answer.
-
-    Args:
-        question: "Scores: Tom 3, Anna 7, Ben 1. What is the score of Anna?"
-        solution: The number.
-    """
+    """A question that contains its answer: "Scores: Tom 3, Anna 7, Ben 1. What is the score of Anna?"."""
 
     question: str
     solution: int
@@ -176,8 +152,7 @@ def generate_recall(rng: random.Random, most: int = MOST_PEOPLE) -> Recall:
     numbers = [rng.randint(1, 9) for _ in names]
     scores = ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
     asked = rng.randrange(len(names))
-    question = f"Scores: {scores}. What is the score of {names[asked]}?"
-    return Recall(question, numbers[asked])
+    return Recall(f"Scores: {scores}. What is the score of {names[asked]}?", numbers[asked])
 
 
 def recall_questions(split: Split, seed: int = 0, most: int = MOST_PEOPLE) -> Iterator[Recall]:
@@ -231,7 +206,8 @@ def _divisors(value: int) -> list[int]:
 
 def _gain(story: _Story) -> None:
     more = story.rng.randint(2, 60)
-    he, him, item, other = story.he, story.him, story.item, story.others[0]
+    he, item, other = story.he, story.item, story.others[0]
+    him = {"he": "him", "she": "her"}[he]
     day, place = story.rng.choice(_DAYS), story.rng.choice(_PLACES)
     story.tell(
         "gain",

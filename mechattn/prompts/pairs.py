@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
-from mechattn.errors import OptionError, PromptError
-from mechattn.prompts.datasets import LONGEST, SHORTEST, repeated_random
+from mechattn.errors import PromptError, check_choice
+from mechattn.prompts.datasets import LONGEST, SHORTEST, check_limit, repeated_random
 from mechattn.prompts.generated_problems import PEOPLE
-from mechattn.prompts.prompt import MOST, Prompt
+from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.tokenization import TokenizedModel, own_bos, require_tokenizer
 
+_SOURCES = ("ioi", "greater-than", "repeated-random")
 _SCENES = (
     ("Then {0} and {1} went to the {2}.", "{3} gave a {4} to"),
     ("After lunch {0} and {1} were at the {2}, and", "{3} handed a {4} to"),
@@ -26,12 +26,7 @@ _FEWEST_WORDS = 6
 
 
 def pairs(
-    model: TokenizedModel,
-    source: str,
-    limit: int = 64,
-    *,
-    span: tuple[int, int] = (SHORTEST, LONGEST),
-    seed: int = 0,
+    model: TokenizedModel, source: str, limit: int = 64, *, span: tuple[int, int] = (SHORTEST, LONGEST), seed: int = 0
 ) -> list[Prompt]:
     """Make pairs of prompts: each has a ``counterpart`` of as many tokens, an answer, and the counterpart's answer.
 
@@ -56,31 +51,24 @@ def pairs(
     Source:
         arXiv:2211.00593 (ioi), arXiv:2305.00586 (greater-than); the templates are ours.
     """
-    if source not in _SOURCES:
-        raise OptionError(f"source={source!r}: choose one of {', '.join(map(repr, _SOURCES))}")
-    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST:
-        raise OptionError(f"limit={limit!r}: give a whole number of pairs, at least 1")
+    check_choice(_SOURCES, source=source)
+    check_limit(limit)
     draws = [random.Random(f"{source} {seed} {index}") for index in range(limit)]
     if source == "repeated-random":
-        return [
-            _shuffled(model, prompt, draw)
-            for prompt, draw in zip(repeated_random(model, limit, span=span, seed=seed), draws, strict=True)
-        ]
-    tokenizer, make = require_tokenizer(model), _SOURCES[source]
-    words = _alike(
-        tokenizer, [f" {name}" for name in PEOPLE] if source == "ioi" else [f"{n:02}" for n in range(12, 88)]
-    )
-    made = []
-    for index, draw in enumerate(draws):
-        for name, text in (given := make(draw, words)).items():
-            given[name] = text.strip() if name in ("question", "counterpart") else text
-        made.append(Prompt(id=str(index), template="joined", **given))
+        prompts = repeated_random(model, limit, span=span, seed=seed)
+        return [_shuffled(model, prompt, draw) for prompt, draw in zip(prompts, draws, strict=True)]
+    tokenizer = require_tokenizer(model)
+    if source == "ioi":
+        make, words = _indirect_object, _alike(tokenizer, [f" {name}" for name in PEOPLE])
+    else:
+        make, words = _greater_than, _alike(tokenizer, [f"{n:02}" for n in range(12, 88)])
+    made = [Prompt(id=str(index), template="joined", **make(draw, words)) for index, draw in enumerate(draws)]
     _check_lengths(tokenizer, made)
     return made
 
 
-def _indirect_object(draw: random.Random, names: Seq[str]) -> dict[str, Any]:
-    one, two = (name.strip() for name in draw.sample(list(names), 2))
+def _indirect_object(draw: random.Random, words: Sequence[str]) -> dict[str, Any]:
+    one, two = (name.strip() for name in draw.sample(list(words), 2))
     scene, act = _SCENES[draw.randrange(len(_SCENES))]
     place, thing = draw.choice(_PLACES), draw.choice(_THINGS)
     first = scene.format(*draw.sample([one, two], 2), place)
@@ -88,18 +76,14 @@ def _indirect_object(draw: random.Random, names: Seq[str]) -> dict[str, Any]:
     return {"question": question, "counterpart": counterpart, "answer": f" {one}", "other_answer": f" {two}"}
 
 
-def _greater_than(draw: random.Random, numbers: Seq[str]) -> dict[str, Any]:
-    early, late = (
-        sorted(number for number in numbers if half(int(number)))
-        for half in (lambda n: 20 < n < 45, lambda n: 55 < n < 80)
-    )
-    start, end = draw.choice(early), draw.choice(late)
-    lower = draw.choice([number for number in numbers if number[0] < start[0]])
+def _greater_than(draw: random.Random, words: Sequence[str]) -> dict[str, Any]:
+    start = draw.choice([number for number in words if 20 < int(number) < 45])
+    end = draw.choice([number for number in words if 55 < int(number) < 80])
+    lower = draw.choice([number for number in words if number[0] < start[0]])
     century, event = draw.randrange(11, 20), draw.choice(_EVENTS)
-    question, counterpart = (
-        f"The {event} lasted from the year {century}{year} to the year {century}" for year in (end, start)
-    )
-    after = draw.choice([number for number in numbers if number[0] > end[0]])
+    lasted = f"The {event} lasted from the year {century}"
+    question, counterpart = (f"{lasted}{year} to the year {century}" for year in (end, start))
+    after = draw.choice([number for number in words if number[0] > end[0]])
     return {"question": question, "counterpart": counterpart, "answer": after, "other_answer": lower}
 
 
@@ -121,7 +105,7 @@ def _shuffled(model: TokenizedModel, prompt: Prompt, draw: random.Random) -> Pro
     )
 
 
-def _alike(tokenizer: Any, words: Seq[str]) -> list[str]:
+def _alike(tokenizer: Any, words: Sequence[str]) -> list[str]:
     """The words that are as many tokens as most others."""
     sizes = {word: len(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in words}
     usual = Counter(sizes.values()).most_common(1)[0][0]
@@ -134,7 +118,7 @@ def _alike(tokenizer: Any, words: Seq[str]) -> list[str]:
     return some
 
 
-def _check_lengths(tokenizer: Any, made: Seq[Prompt]) -> None:
+def _check_lengths(tokenizer: Any, made: Sequence[Prompt]) -> None:
     """Refuse versions of other lengths, which a tokenizer that looks at neighbouring words could make."""
     for prompt in made:
         sizes = [len(tokenizer(text)["input_ids"]) for text in (prompt.question, prompt.counterpart)]
@@ -143,8 +127,3 @@ def _check_lengths(tokenizer: Any, made: Seq[Prompt]) -> None:
                 f'the versions of prompt {prompt.id} are {sizes[0]} and {sizes[1]} tokens: "{prompt.question}" and '
                 f'"{prompt.counterpart}"'
             )
-
-
-_SOURCES: Mapping[str, Callable[[random.Random, Seq[str]], dict[str, Any]]] = {
-    "ioi": _indirect_object, "greater-than": _greater_than, "repeated-random": lambda draw, words: {},
-}  # fmt: skip

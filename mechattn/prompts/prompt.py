@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 from torch import bool as bool_
 
-from mechattn.errors import OptionError, PromptError, warn
+from mechattn.errors import PromptError, check_choice, warn
 from mechattn.markup import plain
 
 Template = Literal["plain", "chat", "joined"]
@@ -57,7 +56,7 @@ class Prompt:
     other_answer: str | tuple[int, ...] = ""
 
     def __post_init__(self) -> None:
-        check_template(self.template)
+        check_choice(Template, template=self.template)
         if not self.question.strip() and not self.tokens:
             raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
         if plain(str(self.id)) != str(self.id):
@@ -81,14 +80,13 @@ class Prompt:
         text = " ".join(self.question.split()) or f"{len(self.tokens)} token ids"
         return text if len(text) <= 40 else text[:39] + "…"
 
+    @property
+    def where(self) -> str:
+        """The id and the beginning of the question, for use in messages."""
+        return f'prompt {self.id} ("{self.excerpt}")'
 
-def check_template(template: str) -> None:
-    """Refuse a template that doesn't exist."""
-    if template not in get_args(Template):
-        raise OptionError(f"template={template!r}: choose one of {', '.join(map(repr, get_args(Template)))}")
 
-
-def as_prompts(prompts: Prompt | str | Tensor | Seq[Prompt | str]) -> list[Prompt]:
+def as_prompts(prompts: Prompt | str | Tensor | Sequence[Prompt | str]) -> list[Prompt]:
     """Convert a text, texts, prompts or a tensor of token ids [batch pos] to prompts."""
     if isinstance(prompts, (str, Prompt)):
         prompts = [prompts]
@@ -127,17 +125,15 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
     return [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]
 
 
-def warn_of_likeness(prompts: Seq[Prompt]) -> None:
+def warn_of_likeness(prompts: Sequence[Prompt]) -> None:
     """Warn if at least half of the prompts repeat another one, apart from numbers and names."""
     groups = {prompt.group for prompt in prompts if prompt.group is not None}
     if len(prompts) < _FEWEST or 0 < len(groups) < len(prompts):
         return
     read = [prompt.question.strip() or " ".join(map(str, prompt.tokens)) for prompt in prompts]
     texts = Counter(read)
-    shapes = Counter(
-        _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip() or text
-        for prompt, text in zip(prompts, read, strict=True)
-    )
+    nameless = [_NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip() for prompt in prompts]
+    shapes = Counter(shape or text for shape, text in zip(nameless, read, strict=True))
     if len(texts) <= len(prompts) / 2:
         few = "the same" if len(texts) == 1 else f"{len(texts)} different ones"
         said, many = f"{len(prompts)} prompts are {few} ({_most(texts)})", len(prompts) / len(texts)
@@ -149,7 +145,7 @@ def warn_of_likeness(prompts: Seq[Prompt]) -> None:
         return
     warn(
         f"{said}: intervals and tests assume independent prompts, so intervals are up to {many**0.5:.1f} times too "
-        "narrow. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group=…)",
+        "narrow. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group=…)"
     )
 
 

@@ -25,14 +25,12 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
         OptionError: The condition has no such option, or a value is not allowed.
     """
     if isinstance(condition, Variant):
-        return {
-            name: replace(condition, condition=made) for name, made in sweep(condition.condition, **options).items()
-        }
+        inner = sweep(condition.condition, **options)
+        return {name: replace(condition, condition=made) for name, made in inner.items()}
     have: list[str] = [field.name for field in fields(condition)] if is_dataclass(condition) else []
-    for name in options:
+    for name, values in options.items():
         if name not in have:
             raise OptionError(f"{type(condition).__name__} has no option {name!r} to vary; it has {', '.join(have)}")
-    for name, values in options.items():
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise OptionError(f"{name}={values!r}: give a list of values, such as count=[10, 25, 40]")
     options = {name: list(values) for name, values in options.items()}

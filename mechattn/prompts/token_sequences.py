@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mechattn import markup
 from mechattn.axes import SEGMENTS
@@ -150,11 +151,9 @@ class Batch:
 
     def masked_in(self, layer: int) -> tuple[bool, ...]:
         """Which rows have edges cut in a layer; empty if there is nothing to cut."""
-        return (
-            ()
-            if self.edge_mask is None
-            else tuple(layers is None or layer in layers for layers in self.edge_mask_layers)
-        )
+        if self.edge_mask is None:
+            return ()
+        return tuple(layers is None or layer in layers for layers in self.edge_mask_layers)
 
     def at(self, layer: int) -> Batch:
         """The batch as one layer reads it, without edges that are cut only in other layers."""
@@ -165,12 +164,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
-        tensors = ("tokens", "origin", "segment", "lengths", "position_ids")
-        given = {name: getattr(self, name) for name in tensors}
-        edge_mask = None if self.edge_mask is None else self.edge_mask.to(device)
-        return replace(
-            self, edge_mask=edge_mask, **{name: value.to(device) for name, value in given.items() if value is not None}
-        )
+        names = ("tokens", "origin", "segment", "lengths", "position_ids", "edge_mask")
+        given = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: value.to(device) for name, value in given.items() if value is not None})
 
 
 PADDING = -2
@@ -185,52 +181,35 @@ def inserted_span(batch: Batch) -> tuple[int, int]:
 
 def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: int) -> Batch:
     """Put sequences into one batch, padded on the right."""
-
-    def padded(
-        parts: list[Int[Tensor, " _"]] | list[Bool[Tensor, " _"]], value: int
-    ) -> Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"]:
-        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
-
+    padded = partial(pad_sequence, batch_first=True)
     edge_mask = None
     if any(s.edge_mask for s in sequences):
-        no = [torch.zeros(len(s), dtype=torch.bool) for s in sequences]
-        edge_mask = EdgeMask(
-            padded([s.edge_mask.queries if s.edge_mask else n for s, n in zip(sequences, no, strict=True)], 0),
-            padded([s.edge_mask.keys if s.edge_mask else n for s, n in zip(sequences, no, strict=True)], 0),
-        )
+        masks = [s.edge_mask or EdgeMask(*torch.zeros(2, len(s), dtype=torch.bool)) for s in sequences]
+        edge_mask = EdgeMask(padded([mask.queries for mask in masks]), padded([mask.keys for mask in masks]))
     kept = any(s.keeps_positions for s in sequences)
     return Batch(
-        tokens=padded([s.tokens for s in sequences], pad_token),
-        origin=padded([s.origin for s in sequences], PADDING),
-        segment=padded([s.segment for s in sequences], PADDING),
+        tokens=padded([s.tokens for s in sequences], padding_value=pad_token),
+        origin=padded([s.origin for s in sequences], padding_value=PADDING),
+        segment=padded([s.segment for s in sequences], padding_value=PADDING),
         lengths=torch.tensor([len(s) for s in sequences]),
         rows=tuple(rows),
         edge_mask=edge_mask,
         edge_mask_layers=tuple(s.edge_mask.layers if s.edge_mask else None for s in sequences),
-        position_ids=padded([s.position_ids for s in sequences], 0) if kept else None,
+        position_ids=padded([s.position_ids for s in sequences]) if kept else None,
         interventions=tuple(s.interventions for s in sequences),
     )
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Every sequence of a batch paired with the baseline of its prompt; a baseline with itself.
-
-    Args:
-        batch: The sequences.
-        baseline: The row of each sequence's baseline.
-        place: The position of each original token in the sequence; 0 where there is none.
-        original: Which original tokens exist, by position in the baseline.
-        segment: The segment of each original token, by its index in ``SEGMENTS``; −2 where there is none.
-        reach: For each position, the number of original tokens at or before it, in the pair with the most.
-    """
+    """Every sequence of a batch paired with the baseline of its prompt; a baseline with itself."""
 
     batch: Batch
-    baseline: Int[Tensor, " pair"]
-    place: Int[Tensor, "pair original"]
-    original: Bool[Tensor, "pair original"]
-    segment: Int[Tensor, "pair original"]
-    reach: tuple[int, ...]
+    baseline: Int[Tensor, " pair"]  # the row of each sequence's baseline
+    place: Int[Tensor, "pair original"]  # the position of each original token in the sequence; 0 where there is none
+    original: Bool[Tensor, "pair original"]  # which original tokens exist, by position in the baseline
+    segment: Int[Tensor, "pair original"]  # the segment of each, by its index in ``SEGMENTS``; −2 where there is none
+    reach: tuple[int, ...]  # for each position, the number of original tokens up to it, in the pair with the most
 
 
 def pairs_of(batch: Batch, baseline: str) -> Pairs:
@@ -245,11 +224,6 @@ def pairs_of(batch: Batch, baseline: str) -> Pairs:
     place[pair, origin[pair, position]] = position
     original[pair, origin[pair, position]] = True
     segment = batch.segment.cpu().gather(1, place).masked_fill(~original, PADDING)
-    return Pairs(
-        batch=batch,
-        baseline=torch.tensor([first[prompt] for prompt, _ in batch.rows], device=device),
-        place=place.to(device),
-        original=original.to(device),
-        segment=segment.to(device),
-        reach=tuple(exists.cumsum(-1).amax(0).tolist()),
-    )
+    own, reach = torch.tensor([first[prompt] for prompt, _ in batch.rows]), tuple(exists.cumsum(-1).amax(0).tolist())
+    own, place, original, segment = (each.to(device) for each in (own, place, original, segment))
+    return Pairs(batch, own, place, original, segment, reach)

@@ -134,8 +134,8 @@ def _chat(prompt: Prompt, tokenizer: Any) -> tuple[str, Spans]:
             start = text.rfind(part, start) if segment == "question" else text.find(part, start)
             if start < 0:
                 raise PromptError(
-                    f'the chat template changes the {segment} of prompt {prompt.id} ("{prompt.excerpt}"), so its '
-                    'tokens cannot be found; use template="plain"'
+                    f"the chat template changes the {segment} of {prompt.where}, so its tokens cannot be found; use "
+                    'template="plain"'
                 )
             spans.append((segment, start, start + len(part)))
             start += len(part)
@@ -188,6 +188,5 @@ def vocabulary_classes(tokenizer: Any, size: int) -> Int[Tensor, " d_vocab"]:
     if tokenizer is None:
         return torch.full((size,), other)
     known = min(size, len(tokenizer))
-    texts = tokenizer.batch_decode([[i] for i in range(known)])
-    made = [TOKEN_CLASSES.index(token_class(text)) for text in texts]
+    made = [TOKEN_CLASSES.index(token_class(text)) for text in tokenizer.batch_decode([[i] for i in range(known)])]
     return torch.tensor(made + [other] * (size - known))

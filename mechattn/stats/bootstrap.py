@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The smallest spread of a resample, as a fraction of the cell's own: for intervals and p_family, and for p. A resample
-# without the one prompt that makes a cell's spread has t* = 1 / smallest, 3.3: about what a single cell of many needs.
+# The smallest spread of a resample, as a fraction of the cell's own: for intervals and p_family; and for p, where a
+# resample without the prompt that makes a cell's spread has t* = 1 / 0.3, about the t that one cell of many needs.
 _SMALLEST_SPREAD, _SMALLEST_FOR_P = 0.1, 0.3
 _ROUNDING = 1e-12  # of the cell's largest value: a smaller standard deviation counts as zero
 _ROWS, _COLUMNS = 2000, 100  # resamples and cells in memory at a time

@@ -121,7 +121,7 @@ def test_a_dtype_that_is_none(options):
 
 
 def test_an_engine_that_is_none(toy):
-    with pytest.raises(OptionError, match="choose 'auto', 'streaming', 'fused', 'hooks'"):
+    with pytest.raises(OptionError, match="choose one of 'auto', 'streaming', 'fused', 'hooks'"):
         ma.run(toy, "Tom has 3 apples.", engine="fast")
 
 

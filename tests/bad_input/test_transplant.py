@@ -50,7 +50,7 @@ def test_models_without_keys_and_values_by_head(tokenizer, prompts):
     with pytest.raises(ModelError, match="keeps latents"):
         ma.record_keys_values(latent, prompts[:2], SLASH)
     none = ma.load_model(tiny_model("Mamba (no attention)", len(tokenizer)), tokenizer=tokenizer)
-    with pytest.raises(ModelError, match="has no attention"):
+    with pytest.raises(ModelError, match="has no layer with attention"):
         ma.record_keys_values(none, prompts[:2], SLASH)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mechattn.functional import focus as fn
+from mechattn.functional.attention import mix
 
 
 def test_each_row_by_hand(random_pattern):
@@ -39,11 +40,11 @@ def test_a_block_with_keys_cut_off_on_the_left(random_pattern):
     assert (fn.mean_distance(pattern[..., 8:, 5:], 8) - whole).abs().min() > 1, "the loop would notice"
 
 
-def test_shift_is_a_sum_over_the_segment(random_pattern):
+def test_a_mix_is_a_sum_over_the_keys(random_pattern):
     pattern = torch.stack([random_pattern(4, 8, seed) for seed in (0, 1)])
     v = torch.randn(2, 2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     member = torch.tensor([[0, 1, 1, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0]]).bool()
-    got = fn.shift(pattern, v, member)
+    got = mix(pattern, v * member[:, None, :, None])
     for row in range(2):
         for head in range(4):
             for query in range(8):

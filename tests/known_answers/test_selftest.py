@@ -56,7 +56,7 @@ def test_handmade_heads():
 
 
 def test_a_head_that_does_something_else_is_noticed(monkeypatch):  # negative control
-    monkeypatch.setitem(known_heads.HEADS, (0, 3), "induction")
+    monkeypatch.setitem(known_heads.HEADS, (0, 3), ("induction", "induction_mass"))
     assert [a.outcome for a in known_heads.handmade_heads() if a.known.startswith("0.3")] == ["failed"]
 
 

@@ -6,6 +6,7 @@ import torch
 import mechattn as ma
 from mechattn.engine.attention_rows import forward_in_blocks, forward_through_hooks
 from mechattn.functional import focus, received
+from mechattn.functional.attention import mix
 from mechattn.model import hooks
 from mechattn.model.checkpoint import toy_names
 from mechattn.prompts.token_sequences import pad_right
@@ -25,7 +26,7 @@ def statistics(rows, batch):
         "to_first": rows.pattern[..., 0].clone() if rows.keys.start == 0 else torch.zeros_like(first),
         "entropy": focus.entropy(rows.pattern),
         "distance": focus.mean_distance(rows.pattern, rows.queries.start, rows.keys.start),
-        "shift": focus.shift(rows.pattern, rows.attention.v[:, :, rows.keys], inserted).norm(dim=-1),
+        "shift": mix(rows.pattern, rows.attention.v[:, :, rows.keys] * inserted[:, None, :, None]).norm(dim=-1),
     }
 
 

@@ -46,11 +46,9 @@ def _put(hooks: Callable[..., list[Any]], model: Any, layers: Mapping[int, Calla
 
 def heads_of(model: Any) -> int:
     """The number of heads in a layer of a hooked model or a transformers model."""
-    cfg = getattr(model, "cfg", None)
-    if cfg is not None:
+    if (cfg := getattr(model, "cfg", None)) is not None:
         return int(cfg.n_heads)
-    config = getattr(model.config, "text_config", model.config)
-    return int(config.num_attention_heads)
+    return int(getattr(model.config, "text_config", model.config).num_attention_heads)
 
 
 def check_layers(model: Any, layers: Iterable[int]) -> None:
@@ -93,8 +91,7 @@ def _put_in_hooked(model: Any, layer: int, change: Change) -> list[Any]:
         return change(part, shown.flatten(2)).to(shown.dtype).reshape(shown.shape)
 
     names = {part: f"blocks.{layer}.attn.hook_{part}" for part in _PARTS}
-    missing = [name for name in names.values() if name not in model.hook_dict]
-    if missing:
+    if missing := [name for name in names.values() if name not in model.hook_dict]:
         raise ModelError(f"{model.cfg.model_name} has no {missing[0]}, so its keys and values cannot be changed")
     return [model.hook_dict[name].register_forward_hook(partial(changed, part)) for part, name in names.items()]
 
@@ -108,8 +105,7 @@ def _put_in_plain(model: Any, layer: int, change: Change) -> list[Any]:
     if "k_proj" in modules and "v_proj" in modules:
         return [modules[f"{part}_proj"].register_forward_hook(partial(changed, part)) for part in _PARTS]
     fused = next((modules[name] for name in ("query_key_value", "c_attn", "Wqkv", "qkv_proj") if name in modules), None)
-    config = getattr(model.config, "text_config", model.config)
-    columns = None if fused is None else _columns(config)
+    columns = None if fused is None else _columns(getattr(model.config, "text_config", model.config))
     if fused is None or columns is None:
         raise ModelError(f"mechattn does not know where a {type(model).__name__} makes its keys and values")
 

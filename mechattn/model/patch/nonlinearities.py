@@ -24,9 +24,6 @@ from mechattn.model.hooks import Needed, blocks_of
 from mechattn.model.several_devices import weights_here
 
 _NAMES = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activation_func")
-# Of a bridge that splits a fused gate and up projection and runs it itself; it forwards the names of what it wraps.
-_BRIDGE_NAMES = ("_activation_fn",)
-
 Activity = Float[Tensor, "*token d_mlp"]
 Channels = Float[Tensor, "token channel"]  # of the experts that a token is routed to
 # Receives the layer and the values before and after the nonlinearity; what it returns, if anything, replaces the latter
@@ -59,7 +56,8 @@ def mixture_of(model: Any, layer: int) -> Mixture | None:
         if parts.get("experts") is None or getattr(whole, "original_component", None) is not None:
             continue
         experts = unwrapped(parts["experts"])
-        shared = next((unwrapped(parts[name]) for name in _SHARED if parts.get(name) is not None), None)
+        named = [parts[name] for name in ("shared_expert", "shared_experts") if parts.get(name) is not None]
+        shared = unwrapped(named[0]) if named else None
         stored = all(isinstance(getattr(experts, name, None), Tensor) for name in ("gate_up_proj", "down_proj"))
         formed = all(hasattr(experts, name) for name in ("is_transposed", "is_concatenated"))
         acts = hasattr(experts, "act_fn") or (hasattr(experts, "alpha") and hasattr(experts, "limit"))
@@ -119,7 +117,8 @@ def _nonlinearities(block: Any, beside: Mixture | None = None) -> Iterator[tuple
         parts = path.lower().split(".")
         if parts[-1] in _NAMES or any("attention" in part or "attn" in part for part in parts) or id(module) in inside:
             continue
-        for name in _NAMES if unwrapped(module) is module else _BRIDGE_NAMES:
+        # A bridge forwards the names of what it wraps; one that splits a fused gate and up projection has its own.
+        for name in _NAMES if unwrapped(module) is module else ("_activation_fn",):
             if callable(getattr(module, name, None)):
                 yield module, name
 
@@ -141,7 +140,6 @@ class _Watched:
 
 
 _FINE, _COARSE = 1e-3, 5e-2  # the largest rounding error of an output, in float32 and in half precision
-_SHARED = ("shared_expert", "shared_experts")
 
 
 @dataclass(frozen=True)
@@ -193,9 +191,7 @@ class Mixture:
 
     def times(self, up: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """The factor that multiplies the activation."""
-        if hasattr(self.experts, "act_fn"):
-            return up
-        return up.clamp(-self.experts.limit, self.experts.limit) + 1
+        return up if hasattr(self.experts, "act_fn") else up.clamp(-self.experts.limit, self.experts.limit) + 1
 
     def into(self, at: Given, second: bool) -> Channels:
         """The gates (or, with ``second``, their factors) of each token's experts, and of the shared one."""

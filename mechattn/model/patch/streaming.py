@@ -15,26 +15,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import (
-    BLOCK,
-    Attention,
-    EdgeMask,
-    Fused,
-    Rows,
-    attention_by_rows,
-    fused_attention,
-    why_not_fused,
-)
+from mechattn.functional.attention import BLOCK, Attention, EdgeMask, Fused, Rows, attention_by_rows, fused_attention
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of
 from mechattn.model.hooked import HookedModel, attribute_set, original_of
-from mechattn.model.hooks import sinks_of
 
 Queries = Float[Tensor, "batch head pos d_head"]
 Keys = Float[Tensor, "batch kv_head pos d_head"]
 Values = Float[Tensor, "batch kv_head pos d_value"]
 Output = Float[Tensor, "batch head pos d_value"]
+Projected = Float[Tensor, "batch pos ..."]
 See = Callable[[int, Rows | Fused], None]
 _NAME, _NAME_WITH_MASK = "mechattn_rows", "mechattn_rows_with_mask"  # to transformers
 # Hooks of a layer that, in some models, don't fire while it is streamed, or have another layout.
@@ -73,7 +64,7 @@ class _Layer:
                 q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         attention = Attention(q, k, v, scale, bias, self.window, softcap, self.edge_mask, sinks)
-        if see is not None and self.fused and not why_not_fused(attention):
+        if see is not None and self.fused and attention.fusable:
             see(made := fused_attention(attention))
             return made.out
         return attention_by_rows(attention, see, self.block)
@@ -212,12 +203,7 @@ def _latent(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[None
 def _fused(model: HookedModel, attention: Any, attend: _Layer) -> AbstractContextManager[None]:
     """For a bridge that splits a fused projection and computes attention itself: from projected q, k, v to output."""
 
-    def reconstruct(
-        q: Float[Tensor, "batch pos ..."],
-        k: Float[Tensor, "batch pos ..."],
-        v: Float[Tensor, "batch pos ..."],
-        **kwargs: Any,
-    ) -> Any:
+    def reconstruct(q: Projected, k: Projected, v: Projected, **kwargs: Any) -> Any:
         heads = attention.config.n_heads
         kv_heads = getattr(attention.config, "n_key_value_heads", None) or heads
         if limit := clip_of(model, attend.number):
@@ -258,20 +244,16 @@ def _in_parts(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[No
     def z(v: Tensor, pattern: Tensor) -> Tensor:
         q, k, v = (rearrange(part, by_head) for part in (*asked, v))
         asked.clear()
-        cfg = attention.cfg
-        bias = None
+        cfg, bias = attention.cfg, None
         if cfg.positional_embedding_type == "alibi":
             slopes = type(attention).create_alibi_multipliers(cfg.n_heads, q.device)
             bias = slopes.reshape(1, -1, 1) * torch.arange(q.shape[2], device=q.device)
-        cap = getattr(cfg, "attn_scores_soft_cap", 0)
-        out = attend(q, k, v, 1 / attention.attn_scale, bias, cap if cap > 0 else None, sinks_of(model, attend.number))
+        cap, sinks = getattr(cfg, "attn_scores_soft_cap", 0), hooks.sinks_of(model, attend.number)
+        out = attend(q, k, v, 1 / attention.attn_scale, bias, cap if cap > 0 else None, sinks)
         return attention.hook_z(rearrange(out, "batch head pos d_head -> batch pos head d_head"))
 
-    replaced = {
-        "calculate_attention_scores": scores,
-        "calculate_z_scores": z,
-        **dict.fromkeys(("apply_causal_mask", "hook_attn_scores", "hook_pattern"), _same),
-    }
+    replaced: dict[str, Any] = dict.fromkeys(("apply_causal_mask", "hook_attn_scores", "hook_pattern"), _same)
+    replaced |= {"calculate_attention_scores": scores, "calculate_z_scores": z}
     with ExitStack() as stack:
         for name, function in replaced.items():
             stack.enter_context(attribute_set(attention, name, function))
@@ -283,14 +265,12 @@ def _in_parts(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[No
 _CLASSES: Mapping[Call, str] = {
     _delegated: """
         PositionEmbeddingsAttentionBridge _BitNetAttentionBridge _Cohere2AttentionBridge _Exaone4AttentionBridge
-        _SmolLM3AttentionBridge
-    """,
+        _SmolLM3AttentionBridge""",
     _plain: "AttentionBridge",
     _latent: "MLAAttentionBridge",
     _fused: """
         ALiBiJointQKVAttentionBridge BloomAttentionBridge JointQKVAttentionBridge
-        JointQKVPositionEmbeddingsAttentionBridge MPTALiBiAttentionBridge
-    """,
+        JointQKVPositionEmbeddingsAttentionBridge MPTALiBiAttentionBridge""",
     _in_parts: "Attention GroupedQueryAttention",
 }
 _CALLS: Mapping[str, Call] = {name: call for call, names in _CLASSES.items() for name in names.split()}

@@ -296,13 +296,11 @@ def _against_hooks(model: HookedModel, name: str, how: str, fused: bool) -> Chec
     overall = dtype in _IN_HALF and not fused
     tolerance = _IN_HALF[dtype] if overall else _STREAMED if dtype is torch.float32 else probe.PROBABILITY[dtype]
     tolerance *= tokens.shape[1] if fused else 1
-    detail = f"{how} against the hooks"
+    detail, logits = f"{how} against the hooks", (got.cpu(), expected[0].float().cpu())
     about = detail + ("" if fused else ": patterns" + ", root mean square" * overall)
     checks = (
         compare(name, pairs, tolerance, about, "", 0.0 if overall else 1.0, overall),
-        compare_positions(
-            name, got.cpu(), expected[0].float().cpu(), probe.TOLERANCE[dtype][0], f"{detail}: logits", ""
-        ),
+        compare_positions(name, *logits, probe.TOLERANCE[dtype][0], f"{detail}: logits", ""),
     )
     return next((limited(check, str(check)) for check in checks if check.outcome != "passed"), checks[0])
 

@@ -98,8 +98,7 @@ def _scores(shown: Shown) -> Check:
     for layer, pattern in shown.each_layer("attn.hook_pattern"):
         scores = shown.by_name.get(f"blocks.{layer}.attn.hook_attn_scores")
         if scores is not None and scores.shape == pattern.shape:
-            total = pattern[0].sum(-1, keepdim=True)
-            pairs[layer] = (scores[0].softmax(-1) * total, pattern[0])
+            pairs[layer] = (scores[0].softmax(-1) * pattern[0].sum(-1, keepdim=True), pattern[0])
     detail = "softmax of hook_attn_scores against the pattern"
     made = compare("scores", pairs, PROBABILITY[shown.dtype], detail, "", scale=1.0)
     return limited(made, "hook_attn_scores does not hold the scores; analyses read queries and keys instead")
@@ -215,23 +214,19 @@ def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
         return None
     if z.ndim != 4 or w_o.ndim != 3 or z.shape[2:] != w_o.shape[:2]:
         return None
-    bias = 0.0 if b_o is None else b_o.detach().float().cpu()
-    return z.flatten(2) @ w_o.flatten(0, 1) + bias
+    return z.flatten(2) @ w_o.flatten(0, 1) + (0.0 if b_o is None else b_o.detach().float().cpu())
 
 
 def _residual(shown: Shown) -> Check:
     pairs = {}
     for layer in hooks.attention_layers(shown.model):
-        names = ("resid_pre", "attn_out", "mlp_out", "resid_post")
-        parts = [shown.by_name.get(f"blocks.{layer}.hook_{name}") for name in names]
-        if any(part is None for part in parts):
-            continue
-        before, attention, mlp, after = (part[0] for part in parts if part is not None)
-        pairs[layer] = (before + attention + mlp, after)
+        names = [f"blocks.{layer}.hook_{name}" for name in ("resid_pre", "attn_out", "mlp_out", "resid_post")]
+        if all(name in shown.by_name for name in names):
+            before, attention, mlp, after = (shown.by_name[name][0] for name in names)
+            pairs[layer] = (before + attention + mlp, after)
     made = compare("residual", pairs, TOLERANCE[shown.dtype][1], "residual + attention + MLP = residual after", "")
-    return limited(
-        made, "the hooked parts do not add up to the residual stream, so analyses of updates refuse this model"
-    )
+    why = "the hooked parts do not add up to the residual stream, so analyses of updates refuse this model"
+    return limited(made, why)
 
 
 def _by_head(model: HookedModel, z: Float[Tensor, ...]) -> Float[Tensor, ...]:

@@ -19,6 +19,7 @@ PROBE = 24
 ANOTHER_VERSION = "try another version of transformers or transformer-lens, or report it"
 _LONGEST_PROBE = 136
 Logits = Float[Tensor, "pos vocabulary"]
+Pairs = dict[Any, tuple[Tensor, Tensor]]  # by layer: what the hooks show, and what is expected
 Outcome = Literal["passed", "failed", "limited", "not checked"]
 # Largest difference of logits (root mean square at the worst position) and of activations (worst entry), in root mean
 # squares of what is compared. The largest seen on 30 architectures with random weights and a toy: float32 1e-5 and
@@ -154,13 +155,7 @@ def _number(value: float | None) -> str:
 
 
 def compare(
-    name: str,
-    pairs: dict[Any, tuple[Tensor, Tensor]],
-    tolerance: float,
-    detail: str,
-    remedy: str,
-    scale: float = 0.0,
-    overall: bool = False,
+    name: str, pairs: Pairs, tolerance: float, detail: str, remedy: str, scale: float = 0.0, overall: bool = False
 ) -> Check:
     """The largest difference over layers; relative to the root mean square unless ``scale`` is given.
 
