@@ -18,7 +18,7 @@ from mechattn.contrast.quantities import layer_blocks, segment_of, variable_of
 from mechattn.errors import OptionError
 from mechattn.results.result import Result, shared_units, units_of
 from mechattn.stats.intervals import FEWEST
-from mechattn.stats.paired import FEWEST_FOR_ALL, Paired, PairedStream, false_discovery, without_rounding
+from mechattn.stats.paired import Paired, PairedStream, false_discovery, without_rounding
 from mechattn.stats.resolution import EXACT, enough, resolution
 from mechattn.stats.units import Bags, Units, halves_of
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mechattn.contrast.contrast import Contrast
 
 # In units: of measured values, centred, some q < 0.05 in 23 % of tables of 12, 10 % of 24, 7 % of 64.
-FEWEST_IF_SKEWED = 96
 FEWEST_TO_SELECT = 6  # prompts: of 2⁶ sign patterns, the two extreme ones give p = 0.03
 _ENDS = [f"{end}{kind}" for kind in ("", "_bootstrap", "_simultaneous") for end in ("low", "high")]
 _NAMES = {end: f"difference_{end}" for end in _ENDS} | {"p": "p_beyond", "q": "q_beyond"}  # of a table's columns
@@ -218,7 +217,7 @@ def _about(asked: Contrast, chosen: Selection, found: _Cells, units: Units) -> d
     made |= {"family": f"{tests} tests: {' × '.join(map(str, found.last.difference.dims[1:]))}", "unit": units.unit}
     made |= {"smallest_q": can.smallest_p, "resolution": str(can)}  # the smallest if all tests reach it
     made |= {"patterns": None if n <= EXACT else enough(asked.resamples, tests)}
-    return made | {"skewed": _skewed_words(found.numbers)}
+    return made | {"skewed": found.numbers.skewed}
 
 
 def _named(asked: Contrast, made: pd.DataFrame) -> dict[str, Any]:
@@ -228,24 +227,6 @@ def _named(asked: Contrast, made: pd.DataFrame) -> dict[str, Any]:
     about |= {"change_units": "fraction"} if "change" in made else {}
     about |= {"level": asked.level, "n_of": made.attrs["unit"]}
     return {name: value for name, value in about.items() if name not in made}
-
-
-def _skewed_words(numbers: Paired) -> str:
-    """Where the tests disagree because differences are skewed, or cannot tell; empty if nothing is to be said."""
-    alone, words = false_discovery(numbers.p_flip) < 0.05, []
-    apart, skewed = int((alone & (numbers.q >= 0.05)).sum()), int((abs(numbers.skewness) > 1).sum())
-    if apart:
-        words.append(
-            f"in {apart} of {len(alone)} tests sign flips alone would say q < 0.05, but the bootstrap-t test, which "
-            "allows for skewness, does not"
-        )
-    fewest = FEWEST_IF_SKEWED if 4 * skewed >= len(alone) else FEWEST_FOR_ALL if skewed else 0
-    if numbers.n < fewest and (numbers.q < 0.05).any():
-        words.append(
-            f"with {numbers.n} units q is not controlled where differences are skewed (|skewness| > 1 in {skewed} of "
-            f"{len(alone)} tests)"
-        )
-    return "; ".join(words)
 
 
 def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:

@@ -19,6 +19,7 @@ from mechattn.stats.units import Units, halves_of
 
 CONTROLS = ("other_prompt", "random")
 _SHOWN = 8  # heads that are printed
+_AGREES = 0.8  # below this correlation, or with an error above 1 minus it, attribution says little
 _COMPARED = 8  # cells on which attribution is compared with patching, half of them the largest
 
 
@@ -96,8 +97,8 @@ class Patching:
         share = ratio_interval(values["effect"], self.units.means(self.effects.whole.values)[shown], level)
         columns: dict[str, Any] = {label: [cells[i][at] for i in order] for at, label in enumerate(self.labels)}
         columns |= _with_ends("effect", found)
-        columns["q_effect"] = np.nan if rises else paired(values["effect"], None, bootstrap_ends=False).q
-        columns["q_beyond_random"] = paired(beyond, None, bootstrap_ends=False).q
+        tests, of_beyond = (paired(d, None, bootstrap_ends=False) for d in (values["effect"], beyond))
+        columns |= {"q_effect": np.nan if rises else tests.q, "q_beyond_random": of_beyond.q}
         columns |= _with_ends("share", share) | {name: np.nanmean(values[name], 0) for name in controls}
         columns |= _with_ends("beyond_random", further) | {"n": len(beyond)}
         made = pd.DataFrame(columns)[:top]
@@ -106,8 +107,9 @@ class Patching:
         noun = "edge" if noun == "reader" else noun
         cells_words = f"pairs of {noun} and {slot}" if slot else f"{noun}{'s' * (count > 1)}"
         family = f"{count} {cells_words} {self.about['method']}"
-        tested = "beyond_random" if rises else "effect"
-        made.attrs = {"tested": tested, "family": family + ", ranked on the other half" * half}
+        family += ", ranked on the other half" * half
+        tested, skewed = ("beyond_random", of_beyond.skewed) if rises else ("effect", tests.skewed)
+        made.attrs = {"tested": tested, "family": family, "skewed": skewed}
         return by_head(made)
 
     def _cells(self, name: str) -> tuple[np.ndarray, list[tuple[Any, ...]]]:
@@ -151,13 +153,17 @@ class Patching:
         every = int((~np.isnan(self.effects.effect.values)).any(0).sum())
         tested += f"; {len(table)} of {every} shown, the largest" if len(table) < every else ""
         lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
-        lines.append(table.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
         if self.agreement is not None and self.checked is not None:
             correlation, error = self.agreement
+            poor = not (correlation >= _AGREES and error <= 1 - _AGREES)
             lines.append(
                 f"attributed against exact on {len(self.checked)} effects in single prompts: correlation "
                 f"{correlation:.3f}, error {error:.2f} of the exact effects' root mean square"
+                + '; do not rank heads by these: at="all" patches each exactly'
+                * (poor and "head" in self.labels)
             )
+        lines += [table.attrs["skewed"]] * bool(table.attrs["skewed"])
+        lines.append(table.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
         return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from mechattn.stats.resolution import EXACT, RESAMPLES, detectable_size, enough
 from mechattn.stats.units import Bags
 
 FEWEST_FOR_BOOTSTRAP = 20
+FEWEST_IF_SKEWED = 96  # below, false findings among skewed differences are more than 5 % (docs/concepts/intervals.md)
 FEWEST_FOR_ALL = 10  # a sequential resample then holds seven prompts; coverage was measured from here on
 ROUNDING = 1e-5  # of a log-ratio: how much two float32 computations of the same number may differ
 _CHUNK = 2000
@@ -71,6 +72,24 @@ class Paired:
     detectable: np.ndarray
     p_difference: np.ndarray
     q_difference: np.ndarray
+
+    @property
+    def skewed(self) -> str:
+        """Where the tests disagree because differences are skewed, or cannot tell; empty if nothing is to be said."""
+        alone, words = false_discovery(self.p_flip) < 0.05, []
+        apart, skewed = int((alone & (self.q >= 0.05)).sum()), int((abs(self.skewness) > 1).sum())
+        if apart:
+            words.append(
+                f"in {apart} of {alone.size} tests sign flips alone would say q < 0.05, but the bootstrap-t test, "
+                "which allows for tails as long as those of other tests in the family, does not"
+            )
+        fewest = FEWEST_IF_SKEWED if 4 * skewed >= alone.size else FEWEST_FOR_ALL if skewed else 0
+        if self.n < fewest and (self.q < 0.05).any():
+            words.append(
+                f"with {self.n} units q is not controlled where differences are skewed (|skewness| > 1 in {skewed} of "
+                f"{alone.size} tests)"
+            )
+        return "; ".join(words)
 
 
 def paired(
