@@ -106,6 +106,17 @@ def power(tables: int) -> Iterator[Row]:
             alone.append(bool(paired(d, resamples=RESAMPLES).q[0] < 0.05))
         yield row("the head is found at what is called detectable", f"{n} prompts, {HEADS} heads", found, "0.80")
         yield row("the same at what a single test would detect", f"{n} prompts, {HEADS} heads", alone, "no promise")
+    for n in (12, 24, 64):
+        found, beside = [], []
+        for seed in range(tables):
+            d = np.random.default_rng(seed).normal(size=(n, HEADS))
+            d[:, 0] += 1.3
+            found.append(bool(paired(d, resamples=RESAMPLES).q[0] < 0.05))
+            d[:, 1:4] *= 1e-3
+            d[range(3), range(1, 4)] = -0.6
+            beside.append(bool(paired(d, resamples=RESAMPLES).q[0] < 0.05))
+        yield row("a head with d_z = 1.3 is found", f"{n} prompts, {HEADS} heads", found, "higher is better")
+        yield row("the same beside three heads of one prompt each", f"{n} prompts, {HEADS} heads", beside, "as above")
 
 
 def patching(tables: int) -> Iterator[Row]:

@@ -267,7 +267,7 @@ class RandomTokens(Insertion):
     Args:
         count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
-        draw: Number of the draw; different numbers give different draws, to use several in one run.
+        draw: The number of the draw. Give different numbers to have several draws in one run.
     """
 
     count: int = 55
@@ -282,9 +282,9 @@ class RandomTokens(Insertion):
 
 @dataclass(frozen=True)
 class RandomSentence(Insertion):
-    """Insert grammatical sentences unrelated to the question, drawn for each prompt and cut to ``count`` tokens.
+    """Insert grammatical sentences that are unrelated to the question, cut to ``count`` tokens.
 
-    The control of arXiv:2510.01032, whose own sentences are not published.
+    Each prompt gets other sentences. This is the control of arXiv:2510.01032, whose own sentences are not published.
 
     Args:
         count: The number of inserted tokens.

@@ -78,40 +78,38 @@ class Questions:
     ) -> pd.DataFrame:
         """Compare a quantity between two conditions for every layer and head, paired by prompt; returns a tidy table.
 
-        The difference is ``log(value / reference)``, so −0.22 is a fifth less. For a quantity that may be 0 by
-        definition, it is ``value − reference``. The test is of ``beyond``, the difference minus that of its null, a
-        head that attends uniformly (``…_uniform``). If no null is known, null and beyond are NaN, the difference itself
-        is tested, and ``table.attrs["null"]`` says that the definition may cause part of the change.
+        ``difference`` is the mean over prompts of ``log(value / reference)``: −0.22 is a fall by a fifth. If the
+        quantity can be 0 or negative, it is the mean of ``value − reference``. ``null`` is the same difference under
+        uniform attention, and ``beyond = difference − null`` is tested. If no null is known, null and beyond are NaN
+        and the difference is tested; ``table.attrs["null"]`` then says that the definition may cause part of it.
 
-        Rows are named by their heads (``table.loc["L1H2"]``). Columns: layer, head; change, change_low and change_high,
-        fractions (−0.2 is a fifth less), and change_null, under the null, where the scale is a log-ratio; difference
-        and beyond, each with t (…_low, …_high), bootstrap-t and simultaneous intervals; null; value and reference
-        (means over prompts). p_beyond and q_beyond test whether beyond is 0, p_difference and q_difference whether
-        difference is (q by Benjamini-Hochberg over the table). Each p is two-sided, the larger of a sign-flip test's
-        and, from 10 prompts on, of a bootstrap-t test's, which allows for skewness. What is tested,
-        ``table.attrs["tested"]``, also has effect_size (d_z), skewness, p_flip (sign flips alone), p_family (adjusted
-        for the probability of any false finding) and detectable (what q finds with 80 % power if no other head has an
-        effect). n, and n_of, what it counts; quantity, condition, to, segment, level and change_units say what the
-        numbers are, also in a file. ``table.attrs`` has the family of tests, the null, the smallest reachable q, and
-        "skewed": where sign flips alone would say more. The p are for a number of prompts fixed beforehand: if you
-        look, and then run more prompts because of what you saw, they are too small.
+        Rows are named by their heads (``table.loc["L1H2"]``). The first columns are layer, head; change, change_low,
+        change_high and change_null, fractions (−0.2 is a fall by a fifth) that exist if the scale is a log-ratio;
+        q_beyond, q_difference and n. Then come difference and beyond with t, bootstrap-t and simultaneous intervals,
+        null, value and reference (means over prompts); effect_size (d_z), skewness, p_flip, p_family and detectable,
+        which refer to what is tested (``table.attrs["tested"]``); and columns that say what the numbers are.
+
+        Each p is two-sided: the larger of a sign-flip test's and, from 10 prompts on, of a bootstrap-t test's, which
+        allows for tails as long as those of the table's other heads. Each q is Benjamini-Hochberg over the table.
+        p_family bounds the probability of any false finding. ``table.attrs["skewed"]`` says where the two tests
+        disagree. All are valid only if the number of prompts was fixed beforehand.
 
         Args:
             condition: A condition.
             to: The condition to compare it with.
             quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
-            select: "half" selects heads on one half of the prompts and reports them on the other. If a head was
-                selected for its effect on the same prompts, its interval is too narrow. Do not select again from this
-                table (``.nsmallest(3)``): say ``top=3``.
-            top: With ``select``: the number of heads, the furthest from 0 first; by default those with q < 0.05.
+            select: "half" selects heads on one half of the prompts and reports them on the other, because the interval
+                of a head selected on the same prompts is too narrow. Do not select again from this table
+                (``.nsmallest(3)``); use ``top=3``.
+            top: With ``select``, the number of heads, the furthest from 0 first; by default those with q < 0.05.
             by: What ranks the ``top`` heads: "beyond", the default where there is a null, or "difference".
             random: The results of ``run_random`` for this run. Adds null_random (mean change of the layer's heads in
-                models with random weights), random_low and random_high (a prediction interval for a head of one more
-                such model), p_random, and q_random, for the larger of p_beyond and p_random, over all heads: below
-                0.05, neither chance over prompts nor random weights explain the change.
-            margin: The largest change that counts as none, as a fraction for a log-ratio (0.02 is 2 %). Adds q_same:
-                below 0.05, the tested difference lies within ± margin (t tests, which say so too often where
-                differences are skewed: lognormal ones, σ = 1, at the margin in 17 % of cases with 24 prompts).
+                models with random weights), random_low and random_high (95 % prediction interval for a head of one
+                more such model), p_random, and q_random, of the larger of p_beyond and p_random: below 0.05, neither
+                chance over prompts nor random weights explain the change.
+            margin: The largest change that counts as none, as a fraction for a log-ratio (0.02 is 2 %). Adds q_same,
+                by two one-sided t tests: below 0.05, the tested difference lies within ± margin. It is too small if
+                differences are very skewed (docs/concepts/intervals.md).
             options: See :class:`~mechattn.results.forwarding_methods.Options`: segment, null, scale, unit, level …
 
         Raises:
@@ -128,13 +126,13 @@ class Questions:
     ) -> pd.DataFrame:
         """Test whether a change holds for other conditions than those that were run, such as other fillers.
 
-        A finding about "/" is not one about meaningless tokens. Prompts and conditions are both taken as samples:
-        ``beyond = mean + prompt + condition + rest``, for each head. Columns: layer, head, mean, low and high (for
-        other prompts and other conditions), p, q; condition_sd, unit_sd and rest_sd; new_low and new_high, where a new
-        condition on a new prompt is expected; n and conditions.
+        A finding about "/" is not one about meaningless tokens. Prompts and conditions are both treated as samples: for
+        each head, ``beyond = mean + prompt + condition + rest``. Columns: layer, head; mean, low and high, an interval
+        that holds for other prompts and other conditions, p and q; condition_sd, unit_sd and rest_sd, the spread of
+        each part; new_low and new_high, the interval for a new condition on a new prompt; n and conditions.
 
         Args:
-            conditions: At least six conditions that could have been others, as from ``ma.sweep``.
+            conditions: At least six conditions of one kind, such as fillers from ``ma.sweep``.
             to: As for :meth:`compare`.
             quantity: As for :meth:`compare`.
             options: As for :meth:`compare`.
@@ -188,9 +186,9 @@ class Questions:
     ) -> pd.DataFrame:
         """List the heads with the largest values of a quantity, with intervals over prompts and the uniform null.
 
-        Columns: layer, head, the quantity (mean over prompts), shrunken (towards the mean of all heads by as much as
-        errors explain, since the largest of many estimates is too large; not with ``select``), low and high (t
-        interval), uniform (NaN where there is no such null), n.
+        Columns: layer, head; the quantity (mean over prompts); shrunken, the same moved towards the mean of all heads,
+        because the largest of many estimates is too large (not with ``select``); low and high (t interval); uniform,
+        the value under uniform attention (NaN if there is none); n.
 
         Args:
             quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude"; by
