@@ -289,7 +289,7 @@ class RandomSentence(Insertion):
     Args:
         count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
-        draw: Number of the draw; different numbers give different draws, to use several in one run.
+        draw: The number of the draw. Give different numbers to have several draws in one run.
     """
 
     count: int = 55
@@ -309,7 +309,7 @@ class ShuffledSentence(RandomSentence):
     Args:
         count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
-        draw: Number of the draw; different numbers give different draws, to use several in one run.
+        draw: The number of the draw. Give different numbers to have several draws in one run.
     """
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
