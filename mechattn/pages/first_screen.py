@@ -187,17 +187,18 @@ def sentence(rows: Seq[Change]) -> str:
 
 
 def _against(rows: Seq[Change]) -> str:
-    """How the first condition differs from its matched control, in each model; or in how many, where these are many."""
+    """How the first condition differs from its matched control; of several models, the range and in how many."""
     found = [(row, *row.against) for row in rows if row.against is not None]
     if not found:
         return ""
-    each = [
-        percent_words(change) + f" in {row.model.partition(' (')[0]}" * (len(found) > 1) for row, _, change in found
-    ]
-    more, less = sum(bool(change.low > 0) for *_, change in found), sum(bool(change.high < 0) for *_, change in found)
-    many = f"more in {more}, less in {less} of {len(each)} models"
+    changes = [change for *_, change in found]
+    more, less = sum(bool(change.low > 0) for change in changes), sum(bool(change.high < 0) for change in changes)
+    said = percent_words(changes[0])
+    if len(found) > 1:
+        low, high = (percent(end([float(change.estimate) for change in changes])) for end in (min, max))
+        said = f"{low} to {high}, more in {more} and less in {less} of {len(found)} models"
     relative = f" Attention to the question with “{found[0][0].condition}”, relative to that with “{found[0][1]}”"
-    return f"{relative}, which is as long: {', '.join(each) if len(each) <= 4 else many}."
+    return f"{relative}, which is as long: {said}."
 
 
 def _amount(found: Seq[Interval]) -> str:
@@ -224,7 +225,11 @@ def _beside(found: Seq[Verdict]) -> str:
     below = sum(bool(v.change.high < v.null.estimate) for v in found)
     sides = {"it receives more than that": above, "it receives less than that": below}
     sides["the two cannot be distinguished"] = len(found) - above - below
-    said = {words: f"in {count} of {len(found)} models " for words, count in sides.items() if count}
+    said = {
+        words: f"in {f'all {count}' if count == len(found) else f'{count} of {len(found)}'} models "
+        for words, count in sides.items()
+        if count
+    }
     return ", ".join((where if len(found) > 1 else "") + words for words, where in said.items())
 
 
