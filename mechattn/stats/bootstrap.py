@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
-# The smallest spread of a resample, as a fraction of the cell's own: for intervals and p_family; and for p, where a
-# resample without the prompt that makes a cell's spread has t* = 1 / 0.3, about the t that one cell of many needs.
-_SMALLEST_SPREAD, _SMALLEST_FOR_P = 0.1, 0.3
+_SMALLEST_SPREAD = 0.1  # of a resample, as a fraction of the cell's own
 _ROUNDING = 1e-12  # of the cell's largest value: a smaller standard deviation counts as zero
 _ROWS, _COLUMNS = 2000, 100  # resamples and cells in memory at a time
 _PILOT, _FAR = 500, 3  # a t this many times as far out as any t* of so many resamples is beyond all
@@ -91,8 +90,8 @@ class Tails:
     ``family`` is the two-sided p of each cell adjusted for all of them (step-down): that for the extreme t* of the
     cells that are no further out, and no smaller than that of the cells further out. ``p`` is that of a cell alone,
     twice the share of its own t* that are as far out. These count in steps of 1/resamples, and a sample without its
-    long tail looks symmetric, so p is at least a cell's part of the family's p, ``family / cells``, from t* whose
-    smallest spread is larger (0.3 s), so that a cell with all of its spread in one prompt does not decide for others.
+    long tail looks symmetric, so p is at least a cell's part of the family's p, ``family / cells``, from t* with a
+    larger smallest spread, so that a cell with all of its spread in one prompt does not decide for others.
     """
 
     largest: np.ndarray  # the largest t* of each resample over all cells, or 0
@@ -113,7 +112,7 @@ def tails(
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
     resamples, cells = sum(map(len, counts)), d.shape[1]
-    spreads = (_SMALLEST_FOR_P, _SMALLEST_SPREAD) if extremes else (_SMALLEST_FOR_P,)
+    spreads = (_smallest_for_p(len(d), cells), *[_SMALLEST_SPREAD] * extremes)
     largest, smallest = np.zeros((2, len(spreads), resamples))
     alone, family = np.zeros(cells), np.full((len(spreads), cells), 2 / (1 + resamples))
     order = np.argsort(abs(t), kind="stable")  # the nearest first, so that the extremes are of cells no further out
@@ -132,6 +131,14 @@ def tails(
             family[:, cell] = np.minimum(1.0, 2 * (1 + any_out) / (1 + resamples))
     family[:, order[::-1]] = np.maximum.accumulate(family[:, order[::-1]], axis=1)
     return Tails(largest[-1], smallest[-1], np.maximum(alone, family[0] / max(1, cells)), family[-1])
+
+
+def _smallest_for_p(n: int, cells: int) -> float:
+    """The smallest spread for p: t* is 1 / smallest in a resample without the prompt that makes all of a cell's spread.
+
+    Here this is the t that a single cell among many needs, so that such a cell does not hide one which has it.
+    """
+    return max(_SMALLEST_SPREAD, 1 / stats.t.ppf(1 - 0.025 / max(1, cells), n - 1))
 
 
 def _drawn(

@@ -122,7 +122,7 @@ def test_the_p_of_all_cells_together_are_those_of_a_step_down_written_out(monkey
     monkeypatch.setattr(bootstrap, "_COLUMNS", 4)
     got = tails(d, t, counts)
     np.testing.assert_allclose(got.family, step_down(t, drawn))
-    mild = t_of_each_resample(d, counts, smallest=0.3)
+    mild = t_of_each_resample(d, counts, smallest=1 / stats.t.isf(0.025 / 9, 23))
     own = np.minimum(1, 2 * np.where(t > 0, mild >= t, mild <= t).mean(0))
     np.testing.assert_allclose(got.p, np.maximum(own, step_down(t, mild) / 9))
     assert (got.p > own).any(), "negative control: the part of the family counts"
