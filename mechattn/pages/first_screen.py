@@ -196,7 +196,9 @@ def _against(rows: Seq[Change]) -> str:
     said = percent_words(changes[0])
     if len(found) > 1:
         low, high = (percent(end([float(change.estimate) for change in changes])) for end in (min, max))
-        said = f"{low} to {high}, more in {more} and less in {less} of {len(found)} models"
+        counts = {"more": more, "less": less, "no clear difference": len(found) - more - less}
+        said = f"{low} to {high} ({', '.join(f'{word} in {count}' for word, count in counts.items() if count)} of "
+        said += f"{len(found)} models)"
     relative = f" Attention to the question with “{found[0][0].condition}”, relative to that with “{found[0][1]}”"
     return f"{relative}, which is as long: {said}."
 
@@ -220,10 +222,16 @@ def _unsure(found: Seq[Verdict]) -> str:
 
 
 def _beside(found: Seq[Verdict]) -> str:
-    """On which side of uniform attention the intervals are; no word of rising or falling, as each may do either."""
+    """On which side of uniform attention the intervals are; "loses" only where both lose."""
     above = sum(bool(v.change.low > v.null.estimate) for v in found)
     below = sum(bool(v.change.high < v.null.estimate) for v in found)
-    sides = {"it receives more than that": above, "it receives less than that": below}
+    falls = all(v.change.high < 0 and v.null.estimate < 0 for v in found)
+    more, less = (
+        ("it loses less than that", "it loses more than that")
+        if falls
+        else (f"it receives {way} than that" for way in ("more", "less"))
+    )
+    sides = {more: above, less: below}
     sides["the two cannot be distinguished"] = len(found) - above - below
     said = {
         words: f"in {f'all {count}' if count == len(found) else f'{count} of {len(found)}'} models "
