@@ -11,7 +11,7 @@ import pandas as pd
 
 from mechattn.axes import BASELINE, by_head, head_named
 from mechattn.contrast import stability, table
-from mechattn.contrast.differences import Scale, aligned, check_cells, differences, labels_of
+from mechattn.contrast.differences import Scale, aligned, check_cells, check_measured, differences, labels_of
 from mechattn.contrast.quantities import Null, check_layer, slices, variable_of
 from mechattn.errors import OptionError, check_counts
 from mechattn.results.result import Result, part_of, units_of
@@ -225,6 +225,7 @@ class Contrast:
             )
         values, reference, null, null_reference = (np.concatenate(parts) for parts in zip(*(each for each, _ in found)))
         if not ((values > 0).all() and (reference > 0).all()):
+            check_measured(asked)
             raise OptionError(f"{quantity!r} is not positive in every prompt, so it has no relative change")
         units = units_of(self.result, len(values), self.unit)
         units.refuse_below(FEWEST)
