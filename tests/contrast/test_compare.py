@@ -310,6 +310,18 @@ def test_a_quantity_that_is_elsewhere_is_said_to_be_there(toy, prompts):
             without.compare("slash", quantity="share", segment=segment)
 
 
+class LastAgain(Last):
+    name = "last_again"
+
+
+def test_an_unknown_quantity_lists_each_that_is_there_once(toy, prompts):
+    analyses = [Last(), LastAgain(), ma.ReceivedAttention()]
+    there = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 5)}, analyses)
+    assert all("share" in there[name] for name in ("last", "last_again")), "two analyses have it"
+    with pytest.raises(OptionError, match=r"has 'shares' for each prompt; there are mass, received, share: name one"):
+        there.compare("slash", quantity="shares")
+
+
 def test_a_baseline_inserts_nothing_whatever_is_asked(result):
     for ask in (result.verdict, result.compare, result.resolution):
         with pytest.raises(
