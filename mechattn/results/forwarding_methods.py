@@ -83,11 +83,12 @@ class Questions:
         head that attends uniformly (``…_uniform``). If no null is known, null and beyond are NaN, the difference itself
         is tested, and ``table.attrs["null"]`` says that the definition may cause part of the change.
 
-        Rows are named by their heads (``table.loc["L1H2"]``). Columns: layer, head; change, change_low and change_high,
-        fractions (−0.2 is a fifth less), and change_null, under the null, where the scale is a log-ratio; difference
-        and beyond, each with t (…_low, …_high), bootstrap-t and simultaneous intervals; null; value and reference
-        (means over prompts). p_beyond and q_beyond test whether beyond is 0, p_difference and q_difference whether
-        difference is (q by Benjamini-Hochberg over the table). Each p is two-sided, the larger of a sign-flip test's
+        Rows are named by their heads (``table.loc["L1H2"]``). First columns: layer, head; change, change_low and
+        change_high, fractions (−0.2 is a fifth less), and change_null, under the null, where the scale is a log-ratio;
+        q_beyond, q_difference and n. Then difference and beyond, each with t (…_low, …_high), bootstrap-t and
+        simultaneous intervals; null; value and reference (means over prompts). For a difference, its columns come
+        before the q. p_beyond and q_beyond test whether beyond is 0, p_difference and q_difference whether difference
+        is (q by Benjamini-Hochberg over the table). Each p is two-sided, the larger of a sign-flip test's
         and, from 10 prompts on, of a bootstrap-t test's, which allows for skewness. What is tested,
         ``table.attrs["tested"]``, also has effect_size (d_z), skewness, p_flip (sign flips alone), p_family (adjusted
         for the probability of any false finding) and detectable (what q finds with 80 % power if no other head has an
