@@ -112,28 +112,22 @@ def which_have(side: Side, quantity: str, segment: str | None) -> np.ndarray:
 def absent(some: int, quantity: str, segment: str | None, side: Side, sides: Seq[Side]) -> OptionError:
     """The error where some prompts lack a quantity in one of the sides; it says where all have it, in all sides."""
     result, condition = side
-    variable, of_segment = variable_of(result, quantity), "" if segment is None else f" in the segment {segment!r}"
-    if segment == "inserted" and condition not in (inserting := _inserting(result)) and inserting:
+    inserting = [name for name in result.conditions if (result["sequences"].origin.sel(condition=name) == -1).any()]
+    if segment == "inserted" and inserting and condition not in inserting:
         other = next((name for _, name in sides if name in inserting), inserting[0])
         heads = f"result.heads({quantity!r}, condition={other!r}, segment='inserted') shows what {other!r} has, and "
         return OptionError(
-            f"{condition!r} inserts no tokens, so it has no {quantity!r}{of_segment}; "
+            f"{condition!r} inserts no tokens, so it has no {quantity!r} in the segment 'inserted'; "
             f"{heads if quantity in head_quantities(result) else ''}result.compare takes two conditions that insert"
         )
-    where, hint = "", "leave these out with result.sel(prompt=…)"
+    variable, where, hint = variable_of(result, quantity), "", "leave these out with result.sel(prompt=…)"
     if "segment" in variable.dims:
-        names = variable.segment.values.tolist()
-        there = [name for name in names if all(which_have(one, quantity, name).all() for one in sides)]
-        where, both = of_segment or " in some segment", "in both conditions " if len(sides) > 1 else ""
-        hint = f"{both}all have it in: {', '.join(map(repr, there))}" if there else f"{both}no segment has it in all"
-    return OptionError(
-        f"{some} of {variable.sizes['prompt']} prompts have no {quantity!r}{where} with {condition!r}; {hint}"
-    )
-
-
-def _inserting(result: Result) -> list[str]:
-    """The conditions that insert tokens."""
-    return [name for name in result.conditions if (result["sequences"].origin.sel(condition=name) == -1).any()]
+        names, both = variable.segment.values.tolist(), "in both conditions " if len(sides) > 1 else ""
+        there = [repr(name) for name in names if all(which_have(one, quantity, name).all() for one in sides)]
+        where = " in some segment" if segment is None else f" in the segment {segment!r}"
+        hint = both + (f"all have it in: {', '.join(there)}" if there else "no segment has it in all")
+    missing = f"{some} of {variable.sizes['prompt']} prompts have no {quantity!r}{where} with {condition!r}"
+    return OptionError(f"{missing}; {hint}")
 
 
 def check_condition(result: Result, condition: str) -> None:
