@@ -46,12 +46,18 @@ class Verdict:
     margin: float | None = None
     same: np.ndarray | None = None
 
+    @property
+    def findable(self) -> bool:
+        """Whether any head could pass q < 0.05, whatever it does, with this number of prompts or groups."""
+        return resolution(self.n, self.above.size).together is not None
+
     def __repr__(self) -> str:
         """The changes and counts of heads, without the mask of each head."""
         change, null = ("{:.3f} [{:.3f}, {:.3f}]".format(*map(float, of)) for of in (self.change, self.null))
+        few = "" if self.findable else ", too few to mark any"
         return (
             f"Verdict(change={change}, null={null}, {int(self.beyond.sum())} of {self.beyond.size} heads below the "
-            f"null, {int(self.above.sum())} above it, {self.n} {self.unit})"
+            f"null, {int(self.above.sum())} above it, {self.n} {self.unit}{few})"
         )
 
 

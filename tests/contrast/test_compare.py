@@ -322,6 +322,14 @@ def test_an_unknown_quantity_lists_each_that_is_there_once(toy, prompts):
         there.compare("slash", quantity="shares")
 
 
+@pytest.mark.parametrize(("n", "enough"), [(3, False), (5, False), (6, True)])
+def test_a_verdict_says_if_no_head_could_be_found(toy, prompts, n, enough):
+    """Of 2⁵ patterns of signs, two are as extreme as that of five prompts of one sign: p is 0.06 at least."""
+    verdict = ma.run(toy, prompts[:n], {"slash": ma.MeaninglessTokens("/", 20)}).verdict("slash")
+    assert verdict.findable == enough
+    assert repr(verdict).endswith(f", {n} prompts)" if enough else f", {n} prompts, too few to mark any)")
+
+
 def test_a_baseline_inserts_nothing_whatever_is_asked(result):
     for ask in (result.verdict, result.compare, result.resolution):
         with pytest.raises(
