@@ -1,5 +1,7 @@
 """The commands, run as a user runs them."""
 
+import ast
+import inspect
 import json
 import os
 import re
@@ -66,6 +68,16 @@ def test_import_is_lazy():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["False", "torch"], "not imported, until it is needed"
+
+
+@pytest.mark.parametrize("module", [ma.render, ma.interventions, ma.analyses, ma.conditions])
+def test_completion_shows_what_is_public_and_no_files(module):
+    """What a module imports under its own name (``import X as X``)."""
+    imports = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)]
+    public = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
+    assert public == {name for name in dir(module) if not name.startswith("_")}
+    assert not any(inspect.ismodule(getattr(module, name)) for name in public)
+    assert sorted(ma.__all__) == sorted(dir(ma))
 
 
 def test_every_public_name_is_there():
@@ -234,6 +246,8 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
     slash_result.save(tmp_path / "r.zarr")
     done = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv")
     assert done.returncode == 0, done.stderr
+    assert f"Wrote {tmp_path / 'a' / 'heads.csv'}" in done.stdout
+    assert "from the current folder" in " ".join(here("export", "--help").stdout.replace("│", " ").split())
     table = pd.read_csv(tmp_path / "a" / "heads.csv")
     assert len(table) == 2 * 2 * 32, "quantities, conditions, heads"
     for quantity in ("received", "mass"):

@@ -75,7 +75,8 @@ def sentences(stored: dict) -> list[str]:
     solved = sorted(100 * one["parts"][0]["levels"][0] for one in by_key["tokens_help"].values() if one["parts"])
     return [
         f"We tested the {len(stated)} claims stated in the paper and in the blog post",
-        f"Of the {len(stated) * len(names)} pairs of a claim and a model, {found['supported']} are “supported” and {found['contradicted']} “contradicted”.",
+        f"Of the {len(stated) * len(names)} pairs of a claim and a model, {found['supported']} are “supported” and "
+        f"{found['contradicted']} “contradicted”.",
         f"In {found['no more than untrained']} the effect is no larger than with untrained weights.",
         f"For {found['not testable here']} we give no verdict, because only one outcome was possible",
         f"the toys solve {solved[0]:.0f} to {solved[-1]:.0f} % of the problems without “/”",

@@ -322,7 +322,9 @@ def report(
 @app.command()
 def export(
     results: Annotated[list[str], typer.Argument(help="Stored results; their rows are in one table.")],
-    csv: Annotated[Path, typer.Option(help="The table of every head.")] = Path("out/heads.csv"),
+    csv: Annotated[Path, typer.Option(help="The table of every head, from the current folder.")] = Path(
+        "out/heads.csv"
+    ),
     netcdf: Annotated[Path | None, typer.Option(help="One NetCDF file with all arrays, in place of the table.")] = None,
     memory: Memory = "2GiB",
 ) -> None:

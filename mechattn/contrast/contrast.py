@@ -11,7 +11,7 @@ import pandas as pd
 
 from mechattn.axes import BASELINE, by_head, head_named
 from mechattn.contrast import stability, table
-from mechattn.contrast.differences import Scale, aligned, check_cells, differences, labels_of
+from mechattn.contrast.differences import Scale, aligned, check_cells, check_measured, differences, labels_of
 from mechattn.contrast.quantities import Null, check_layer, slices, variable_of
 from mechattn.errors import OptionError, check_counts
 from mechattn.results.result import Result, part_of, units_of
@@ -46,12 +46,18 @@ class Verdict:
     margin: float | None = None
     same: np.ndarray | None = None
 
+    @property
+    def findable(self) -> bool:
+        """Whether any head could pass q < 0.05, whatever it does, with this number of prompts or groups."""
+        return resolution(self.n, self.above.size).together is not None
+
     def __repr__(self) -> str:
         """The changes and counts of heads, without the mask of each head."""
         change, null = ("{:.3f} [{:.3f}, {:.3f}]".format(*map(float, of)) for of in (self.change, self.null))
+        few = "" if self.findable else ", too few to mark any"
         return (
             f"Verdict(change={change}, null={null}, {int(self.beyond.sum())} of {self.beyond.size} heads below the "
-            f"null, {int(self.above.sum())} above it, {self.n} {self.unit})"
+            f"null, {int(self.above.sum())} above it, {self.n} {self.unit}{few})"
         )
 
 
@@ -225,6 +231,7 @@ class Contrast:
             )
         values, reference, null, null_reference = (np.concatenate(parts) for parts in zip(*(each for each, _ in found)))
         if not ((values > 0).all() and (reference > 0).all()):
+            check_measured(asked)
             raise OptionError(f"{quantity!r} is not positive in every prompt, so it has no relative change")
         units = units_of(self.result, len(values), self.unit)
         units.refuse_below(FEWEST)

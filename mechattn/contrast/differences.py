@@ -19,6 +19,7 @@ from mechattn.contrast.quantities import (
     chosen,
     values_of,
     variable_of,
+    which_have,
 )
 from mechattn.errors import OptionError, warn
 from mechattn.results.provenance import stored_condition
@@ -116,7 +117,7 @@ def aligned(asked: Contrast, labels: Labels) -> Four:
     for result, condition in asked.sides:
         values, null = values_of(result, condition, quantity, segment, asked.null)
         values = values.sel({dim: of for dim, of in labels.items() if of != values[dim].values.tolist()})
-        check_present(values, quantity, segment, condition)
+        check_present(values, quantity, segment, (result, condition), asked.sides)
         if null is not None:
             shared = [dim for dim in null.dims if not np.array_equal(null[dim].values, values[dim].values)]
             null = null.sel({dim: values[dim] for dim in shared}).broadcast_like(values).transpose(*values.dims)
@@ -131,12 +132,17 @@ def aligned(asked: Contrast, labels: Labels) -> Four:
     return ours, theirs, null, their_null
 
 
-def check_cells(asked: Contrast, scale: Scale, cells: int, left_out: Seq[str], lacking: str = "") -> None:
-    """Refuse a comparison without cells (``lacking``: the condition without the quantity); warn of missing ones."""
+def check_measured(asked: Contrast) -> None:
+    """Refuse a comparison of a quantity that a condition lacks in some prompts."""
+    for side in asked.sides:
+        if lacking := int((~which_have(side, asked.quantity, asked.segment)).sum()):
+            raise absent(lacking, asked.quantity, asked.segment, side, asked.sides)
+
+
+def check_cells(asked: Contrast, scale: Scale, cells: int, left_out: Seq[str]) -> None:
+    """Refuse a comparison without cells; warn of missing ones."""
     if len(left_out) == cells:
-        if lacking:
-            prompts = asked.result["sequences"].sizes["prompt"]
-            raise absent(prompts, prompts, asked.quantity, asked.segment, lacking)
+        check_measured(asked)
         lacks = 'ratio in any cell; compare it with scale="difference"' if scale == "log-ratio" else "value in any cell"
         raise OptionError(f"{asked.quantity!r} has no {lacks}")
     if left_out:

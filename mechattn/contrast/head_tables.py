@@ -45,7 +45,7 @@ def ranked_heads(
             raise OptionError(
                 f"{quantity!r} does not have one number per head ({', '.join(more)}), so it cannot rank heads"
             )
-        quantities.check_present(values, quantity, segment, condition)
+        quantities.check_present(values, quantity, segment, (result, condition), [(result, condition)])
         each = units.means(values.values.reshape(prompts, -1))
         layer, head = np.unravel_index(np.arange(each.shape[1]), values.shape[1:])
         columns = {"layer": values.layer.values[layer], "head": values["head"].values[head]}
@@ -60,7 +60,7 @@ def ranked_heads(
         parts.append(pd.DataFrame(columns))
     table = pd.concat(parts, ignore_index=True)
     if not table.there.any():
-        raise quantities.absent(prompts, prompts, quantity, segment, condition)
+        raise quantities.absent(prompts, quantity, segment, (result, condition), [(result, condition)])
     if select is None:  # the other half needs no shrinking
         table.insert(3, "shrunken", shrunken(table[quantity].to_numpy(), table.error.to_numpy()))
     order = np.argsort(-np.nan_to_num(table.finding.to_numpy(), nan=-np.inf), kind="stable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from math import prod
 from numbers import Integral
@@ -18,6 +19,7 @@ from mechattn.stats.resolution import RESAMPLES
 from mechattn.stats.units import resampled
 
 Null = Literal["uniform", "blind"]
+Side = tuple[Result, str]  # a condition of a result
 NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
 FURTHER = ("segment", "to_segment", "band")  # dimensions that a quantity may have beside prompt, layer and head
 _A_HEAD = {"prompt", "condition", "layer", "head"}
@@ -88,23 +90,44 @@ def values_of(
     return values, null
 
 
-def check_present(values: xr.DataArray, quantity: str, segment: str | None, condition: str) -> None:
-    """Refuse values that some prompts lack, in a cell that others have."""
+def check_present(values: xr.DataArray, quantity: str, segment: str | None, side: Side, sides: Seq[Side]) -> None:
+    """Refuse values of one of the sides that some prompts lack, in a cell that others have."""
     if not np.isnan(values.values.min(initial=np.inf)):
         return
     missing = values.isnull()
     missing &= ~missing.all("prompt")
     if missing.any():
         bad = missing.any([dim for dim in values.dims if dim != "prompt"])
-        raise absent(int(bad.sum()), values.sizes["prompt"], quantity, segment, condition)
+        raise absent(int(bad.sum()), quantity, segment, side, sides)
 
 
-def absent(some: int, prompts: int, quantity: str, segment: str | None, condition: str) -> OptionError:
-    """The error where some prompts lack a quantity."""
-    return OptionError(
-        f"{some} of {prompts} prompts have no {quantity!r} in the segment {segment!r} "
-        f"with {condition!r}; compare a segment that all prompts have, in both conditions"
-    )
+def which_have(side: Side, quantity: str, segment: str | None) -> np.ndarray:
+    """Which prompts have a quantity in any cell [prompt]."""
+    result, condition = side
+    values = in_segment(variable_of(result, quantity).sel(condition=condition), segment)
+    over = [dim for dim in values.dims if dim != "prompt"]
+    return np.concatenate([part.notnull().any(over).values for part in in_parts(values, "prompt", result.memory)])
+
+
+def absent(some: int, quantity: str, segment: str | None, side: Side, sides: Seq[Side]) -> OptionError:
+    """The error where some prompts lack a quantity in one of the sides; it says where all have it, in all sides."""
+    result, condition = side
+    inserting = [name for name in result.conditions if (result["sequences"].origin.sel(condition=name) == -1).any()]
+    if segment == "inserted" and inserting and condition not in inserting:
+        other = next((name for _, name in sides if name in inserting), inserting[0])
+        heads = f"result.heads({quantity!r}, condition={other!r}, segment='inserted') shows what {other!r} has, and "
+        return OptionError(
+            f"{condition!r} inserts no tokens, so it has no {quantity!r} in the segment 'inserted'; "
+            f"{heads if quantity in head_quantities(result) else ''}result.compare takes two conditions that insert"
+        )
+    variable, where, hint = variable_of(result, quantity), "", "leave these out with result.sel(prompt=…)"
+    if "segment" in variable.dims:
+        names, both = variable.segment.values.tolist(), "in both conditions " if len(sides) > 1 else ""
+        there = [repr(name) for name in names if all(which_have(one, quantity, name).all() for one in sides)]
+        where = " in some segment" if segment is None else f" in the segment {segment!r}"
+        hint = both + (f"all have it in: {', '.join(there)}" if there else "no segment has it in all")
+    missing = f"{some} of {variable.sizes['prompt']} prompts have no {quantity!r}{where} with {condition!r}"
+    return OptionError(f"{missing}; {hint}")
 
 
 def check_condition(result: Result, condition: str) -> None:

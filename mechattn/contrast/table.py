@@ -45,7 +45,6 @@ class _Cells:
     left_out: list[str]
     last: Differences
     bags: Bags | None
-    lacking: str
 
 
 Ranking = Literal["beyond", "difference"]
@@ -123,7 +122,7 @@ def table(
     beside = None if random is None else BesideRandom(random, asked, units, shown)
     see = None if beside is None else beside.see
     found = _gone_through(asked, blocks, units, shown, masks, see, bootstrap_ends)
-    check_cells(asked, found.last.scale, sum(mask.size for mask in found.masks), found.left_out, found.lacking)
+    check_cells(asked, found.last.scale, sum(mask.size for mask in found.masks), found.left_out)
     made = _columns(found)
     made.attrs = _about(asked, chosen, found, units)
     made = made.assign(**_named(asked, made))
@@ -177,7 +176,6 @@ def _gone_through(
     """The statistics of some units, over all cells with a difference or over chosen ones."""
     stream = PairedStream(len(some), asked.level, asked.resamples, asked.seed, bootstrap_ends)
     rows, cells, left_out = [], [], []
-    lacking = {"ours": asked.condition, "theirs": asked.to}
     for number, made in enumerate(blocks()):
         wanted = made.cells if masks is None else masks[number]
         expected = None if made.expected is None else units.means(made.expected)[some][:, wanted]
@@ -187,14 +185,11 @@ def _gone_through(
         rows.append(pd.DataFrame(_labels(made, wanted) | means))
         cells.append(wanted)
         left_out += made.left_out
-        for name in [name for name in lacking if made.cells.any() or not getattr(made, name).isnull().all()]:
-            lacking.pop(name)
         if see is not None:
             see(made)
-    alone = next(iter(lacking.values()), "")
     if not any(mask.any() for mask in cells) and masks is None:
-        check_cells(asked, made.scale, len(left_out), left_out, alone)
-    return _Cells(pd.concat(rows, ignore_index=True), stream.made(), cells, left_out, made, stream.bags, alone)
+        check_cells(asked, made.scale, len(left_out), left_out)
+    return _Cells(pd.concat(rows, ignore_index=True), stream.made(), cells, left_out, made, stream.bags)
 
 
 def _labels(made: Differences, cells: np.ndarray) -> dict[str, np.ndarray]:

@@ -123,9 +123,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
             row = json.loads(line)
             fields = {**row, "tokens": tuple(row["tokens"])}
             for name, kind in _KINDS.items():
-                if not isinstance(fields[name], kind):
+                if not isinstance(fields[name], kind) or isinstance(fields[name], bool) != (kind is bool):
                     raise TypeError(f"its {name} is {fields[name]!r:.40}")
-            if not all(isinstance(token, int) for token in fields["tokens"]):
+            if not all(type(token) is int for token in fields["tokens"]):
                 raise TypeError(f"its tokens is {fields['tokens']!r:.40}")
             made = GradedAnswer(**fields)
         except (ValueError, TypeError, KeyError, RecursionError) as error:

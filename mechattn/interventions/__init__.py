@@ -6,3 +6,8 @@ from mechattn.interventions.arm import ARM as ARM
 from mechattn.interventions.recorded import AffineAttention as AffineAttention
 from mechattn.interventions.recorded import KeysValues as KeysValues
 from mechattn.interventions.recorded import Transplant as Transplant
+
+
+def __dir__() -> list[str]:
+    """The interventions; not the files that they are in."""
+    return sorted(name for name, thing in globals().items() if callable(thing) and not name.startswith("_"))

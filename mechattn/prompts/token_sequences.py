@@ -48,6 +48,13 @@ class Sequence:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __repr__(self) -> str:
+        counts = {name: int(self.of_segment(name).sum()) for name in SEGMENTS}
+        segments = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+        text = "" if self.decode is None else self.decode(self.tokens[:99].tolist())
+        begins = f": {text[:40]!r}{' …' * (len(text) > 40)}" if text else ""
+        return f"Sequence({self._said()}; {segments}{begins})"
+
     @property
     def inserted(self) -> Bool[Tensor, " pos"]:
         """Which positions a condition inserted."""
@@ -75,9 +82,12 @@ class Sequence:
     def _repr_html_(self) -> str:
         decode = self.decode or (lambda ids: str(ids[0]))
         texts = [(decode([token]), SEGMENTS[code]) for token, code in zip(self.tokens.tolist(), self.segment.tolist())]
+        return markup.tokens(texts, f"{self._said()}:")
+
+    def _said(self) -> str:
         inserted, changed = int(self.inserted.sum()), int(self.of_segment("changed").sum())
         said = f"{inserted} without a partner, {changed} changed" if self.counterpart else f"{inserted} inserted"
-        return markup.tokens(texts, f"{len(self)} tokens, {said}:")
+        return f"{len(self)} tokens, {said}"
 
 
 def baseline_sequence(

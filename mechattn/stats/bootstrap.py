@@ -112,11 +112,11 @@ def tails(
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
     resamples, cells = sum(map(len, counts)), d.shape[1]
-    spreads = (_smallest_for_p(len(d), cells), *[_SMALLEST_SPREAD] * extremes)
-    largest, smallest = np.zeros((2, len(spreads), resamples))
-    alone, family = np.zeros(cells), np.full((len(spreads), cells), 2 / (1 + resamples))
     order = np.argsort(abs(t), kind="stable")  # the nearest first, so that the extremes are of cells no further out
     order = order[~np.isnan(t[order])]
+    spreads = (_smallest_for_p(len(d), len(order)), *[_SMALLEST_SPREAD] * extremes)
+    largest, smallest = np.zeros((2, len(spreads), resamples))
+    alone, family = np.zeros(cells), np.full((len(spreads), cells), 2 / (1 + resamples))
     reach = max((abs(drawn).max() for _, drawn in _drawn(d, order, [counts[0][:_PILOT]], dtype)), default=0.0)
     near = abs(t) <= _FAR * reach
     for some, of_cells in _drawn(d, order if extremes else order[near[order]], counts, dtype, spreads):
@@ -130,7 +130,7 @@ def tails(
             any_out = np.count_nonzero(side * furthest >= abs(t[cell]), axis=1)
             family[:, cell] = np.minimum(1.0, 2 * (1 + any_out) / (1 + resamples))
     family[:, order[::-1]] = np.maximum.accumulate(family[:, order[::-1]], axis=1)
-    return Tails(largest[-1], smallest[-1], np.maximum(alone, family[0] / max(1, cells)), family[-1])
+    return Tails(largest[-1], smallest[-1], np.maximum(alone, family[0] / max(1, len(order))), family[-1])
 
 
 def _smallest_for_p(n: int, cells: int) -> float:
@@ -165,7 +165,7 @@ def _studentised(
     """t* [cell, spread, resample] for each smallest spread; 0 in cells without spread.
 
     If one prompt causes all of a cell's spread, a resample without it has none, and its infinite t* would make all
-    simultaneous intervals infinite. So s* is at least this fraction of s.
+    simultaneous intervals infinite. So the standard error s* / √n* is at least this fraction of s / √n.
     """
     deviation, cells = without_noise(d.std(0, ddof=1), d), d.shape[1]
     scaled = np.divide(d - d.mean(0), deviation, out=np.zeros_like(d), where=deviation > 0)
@@ -179,7 +179,7 @@ def _studentised(
             variance -= mean**2
             variance *= size / (size - 1)
             for at, smallest in enumerate(spreads):
-                spread = np.sqrt(np.maximum(variance, smallest**2) / size)
+                spread = np.sqrt(np.maximum(variance / size, smallest**2 / len(d)))
                 np.divide(mean, spread, out=made[:, at, start : start + len(size)])
             start += len(size)
     return made

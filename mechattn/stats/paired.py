@@ -81,7 +81,7 @@ class Paired:
         if apart:
             words.append(
                 f"in {apart} of {alone.size} tests sign flips alone would say q < 0.05, but the bootstrap-t test, "
-                "which allows for tails as long as those of other tests in the family, does not"
+                "which allows for skewness, also as seen in other tests, does not"
             )
         fewest = FEWEST_IF_SKEWED if 4 * skewed >= alone.size else FEWEST_FOR_ALL if skewed else 0
         if self.n < fewest and (self.q < 0.05).any():

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 from scipy import stats
 
@@ -166,7 +167,9 @@ def test_a_layer_that_has_no_value_is_left_out_and_a_missing_prompt_is_refused()
     with pytest.warns(UserWarning, match="3 of 6 cells are left out"):
         assert set(made_up(values).compare("other", quantity="quantity").layer) == {1}
     values[2, 1, 1, 0] = np.nan
-    with pytest.raises(OptionError, match="1 of 6 prompts have no 'quantity'"):
+    with pytest.raises(
+        OptionError, match=r"^1 of 6 prompts have no 'quantity' with 'other'; leave .* result.sel\(prompt=…\)$"
+    ):
         made_up(values).compare("other", quantity="quantity")
 
 
@@ -248,7 +251,16 @@ def test_two_results_of_the_same_prompts():
         (dict(condition="dash"), "no condition 'dash'.*'slash'"),
         (dict(condition="slash", quantity="weight"), "has 'weight'.*there are .*scale"),
         (dict(condition="slash", segment="middle"), "segment='middle': choose one of"),
-        (dict(condition="slash", segment="inserted"), "12 of 12 prompts have no .received."),
+        (
+            dict(condition="long", segment="inserted"),
+            r"^'baseline' inserts no tokens.* no 'received'.*heads\('received', condition='long', segment='inserted'\)",
+        ),
+        (dict(condition="slash", quantity="flow", segment="inserted"), "'inserted'; result.compare takes two"),
+        (
+            dict(condition="slash", segment="answer"),
+            "^12 of 12 prompts have no 'received' in the segment 'answer' with 'slash'; in both conditions all have it "
+            "in: 'bos', 'template', 'system', 'question'$",
+        ),
         (dict(condition="slash", to="long"), r"inserts 20 tokens, 'long' 25.*matched=False"),
         (dict(condition="slash", select="third"), "select='third'"),
         (dict(condition="slash", top=3), 'top=3: say select="half" too'),
@@ -264,6 +276,70 @@ def test_two_results_of_the_same_prompts():
 def test_what_it_refuses(result, options, message):
     with pytest.raises(OptionError, match=message):
         result.compare(**options)
+
+
+class Last(ma.analyses.QueryAnalysis):
+    """A number of the last query alone, which the template owns."""
+
+    name = "last"
+    numbers = {"share": ("probability", "the largest probability of the last query")}
+
+    def of_queries(self, rows):
+        query = torch.arange(rows.queries.start, rows.queries.stop)
+        last = query == rows.batch.lengths[:, None] - 1
+        return {"share": (rows.pattern.amax(-1), last[:, None].expand(rows.pattern.shape[:3]))}
+
+
+def test_a_quantity_that_is_elsewhere_is_said_to_be_there(toy, prompts):
+    there = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 5)}, Last())
+    said = "3 of 3 prompts have no 'share' in the segment 'question' with 'slash'; {}all have it in: 'template'"
+    for ask in (there.compare, there.resolution, there.stability):
+        with pytest.raises(OptionError) as caught:
+            ask("slash", quantity="share")
+        assert str(caught.value) == said.format("in both conditions ")
+    with pytest.raises(OptionError) as caught:
+        there.heads("share", condition="slash")
+    assert str(caught.value) == said.format("")
+    assert set(there.compare("slash", quantity="share", segment="template").segment) == {"template"}
+    lacking = there["last"].share.where(there["last"].prompt != there["last"].prompt[0])
+    without = replace(there, datasets=there.datasets | {"last": there["last"].assign(share=lacking)})
+    for segment, where in (("template", "the segment 'template'"), (None, "some segment")):
+        with pytest.raises(
+            OptionError, match=rf"^1 of 3 .* in {where} .*; in both conditions no segment has it in all"
+        ):
+            without.compare("slash", quantity="share", segment=segment)
+
+
+class LastAgain(Last):
+    name = "last_again"
+
+
+def test_an_unknown_quantity_lists_each_that_is_there_once(toy, prompts):
+    analyses = [Last(), LastAgain(), ma.ReceivedAttention()]
+    there = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 5)}, analyses)
+    assert all("share" in there[name] for name in ("last", "last_again")), "two analyses have it"
+    with pytest.raises(OptionError, match=r"has 'shares' for each prompt; there are mass, received, share: name one"):
+        there.compare("slash", quantity="shares")
+
+
+@pytest.mark.parametrize(("n", "enough"), [(3, False), (5, False), (6, True)])
+def test_a_verdict_says_if_no_head_could_be_found(toy, prompts, n, enough):
+    """Of 2⁵ patterns of signs, two are as extreme as that of five prompts of one sign: p is 0.06 at least."""
+    verdict = ma.run(toy, prompts[:n], {"slash": ma.MeaninglessTokens("/", 20)}).verdict("slash")
+    assert verdict.findable == enough
+    assert repr(verdict).endswith(f", {n} prompts)" if enough else f", {n} prompts, too few to mark any)")
+
+
+def test_a_baseline_inserts_nothing_whatever_is_asked(result):
+    for ask in (result.verdict, result.compare, result.resolution):
+        with pytest.raises(
+            OptionError, match=r"^'baseline' inserts no tokens.*condition='sentence', segment='inserted'"
+        ):
+            ask("sentence", segment="inserted")
+    with pytest.raises(OptionError, match=r"^'baseline' inserts no tokens.*condition='slash', segment='inserted'"):
+        result.heads("mass", segment="inserted")
+    assert len(result.heads("mass", condition="slash", segment="inserted")) == 10
+    assert len(result.compare("slash", to="sentence", quantity="mass", segment="inserted")) == 32
 
 
 def test_different_lengths_can_be_compared_on_purpose(result):

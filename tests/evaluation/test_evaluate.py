@@ -302,7 +302,18 @@ def test_a_provenance_of_another_form_is_told_in_words(evaluation, tmp_path, abo
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("prompt", ["a"]), ("sample", None), ("text", 5), ("tokens", ["a"]), ("right", "yes"), ("logprob", "high")],
+    [
+        ("prompt", ["a"]),
+        ("sample", None),
+        ("sample", True),
+        ("text", 5),
+        ("tokens", ["a"]),
+        ("tokens", [True]),
+        ("right", "yes"),
+        ("right", 1),
+        ("logprob", "high"),
+        ("logprob", True),
+    ],
 )
 def test_an_answer_with_a_field_of_another_type_is_told_in_words(evaluation, tmp_path, field, value):
     evaluation.save(path := tmp_path / "e.jsonl")

@@ -11,7 +11,7 @@ import torch
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
-from mechattn.prompts.token_sequences import insert
+from mechattn.prompts.token_sequences import baseline_sequence, insert
 from mechattn.prompts.tokenization import tokenize
 
 PROMPT = ma.Prompt("Tom has 3 apples. How many are left?", system="Solve it.", answer="3. Answer: 3", id="a")
@@ -34,6 +34,18 @@ def test_plain_segments(toy):
     assert text_of(toy, sequence, "system") == PROMPT.system
     assert text_of(toy, sequence, "answer") == PROMPT.answer
     assert sequence.origin.tolist() == list(range(len(sequence)))
+
+
+def test_a_sequence_is_shown_in_one_short_line(toy):
+    made = ma.MeaninglessTokens("/", 5).apply(ma.Prompt("Two and two?\n" * 9, system="Add."), toy)
+    counts = {name: int(made.of_segment(name).sum()) for name in ("bos", "template", "system", "inserted", "question")}
+    said = f"Sequence({len(made)} tokens, 5 inserted; {', '.join(f'{name} {n}' for name, n in counts.items())}: "
+    assert repr(made) == f"{said}{toy.tokenizer.decode(made.tokens)[:40]!r} …)"
+    assert counts["inserted"] == 5
+    assert "\n" not in repr(made)
+    assert repr(baseline_sequence([1, 2], ["bos", "question"])) == "Sequence(2 tokens, 0 inserted; bos 1, question 1)"
+    short = baseline_sequence([1, 2], ["bos", "question"], lambda ids: "ab")
+    assert repr(short) == "Sequence(2 tokens, 0 inserted; bos 1, question 1: 'ab')"
 
 
 def test_tokens_are_those_of_the_whole_text(toy):

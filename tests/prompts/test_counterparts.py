@@ -33,6 +33,7 @@ def test_equal_lengths_are_paired_token_by_token(model):
         assert [SEGMENTS[code] for code in one.segment] == expected
     assert other.tokens.tolist() == [1, 20, 31, 40, 51, 60]
     assert "0 without a partner, 2 changed" in other._repr_html_()
+    assert repr(other).startswith("Sequence(6 tokens, 0 without a partner, 2 changed; bos 1, question 2, answer 1, ")
 
 
 def test_other_lengths_leave_out_what_has_no_partner(model):

@@ -26,7 +26,7 @@ def t_of_each_resample(d, counts, smallest=0.1):
     made = []
     for row in np.concatenate(counts):
         drawn = np.repeat(d, row, axis=0)
-        error = np.maximum(drawn.std(0, ddof=1), smallest * d.std(0, ddof=1)) / np.sqrt(len(drawn))
+        error = np.maximum(stats.sem(drawn), smallest * stats.sem(d))
         made.append((drawn.mean(0) - d.mean(0)) / error)
     return np.array(made)
 
