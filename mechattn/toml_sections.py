@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic import Field as PydanticField
+from pydantic import BaseModel, ConfigDict, Field as PydanticField, ValidationError
 
 from mechattn.errors import OptionError
 

@@ -140,11 +140,21 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
     return says(figure, *(f"{row}: {beside_null(v.change, v.null)}. {heads_words(v)}." for row, v in pairs))
 
 
+def _inserted(result: Result, condition: str) -> str:
+    """How many tokens a condition inserts, in words; the range over prompts."""
+    each = (result["sequences"].origin.sel(condition=condition) == -1).sum("pos").values
+    low, high = int(each.min()), int(each.max())
+    return f"{low} tokens inserted" if low == high else f"{low} to {high} tokens inserted"
+
+
 def _rows(results: Seq[Result], conditions: Seq[str]) -> list[str]:
     """What each row is: its model, its condition where they differ, and a number where that is not enough."""
     words = [model_caption(result) for result in results]
     if len(set(conditions)) > 1:
         words = [f"{model}, {name}" for model, name in zip(words, conditions, strict=True)]
+    counts = [_inserted(result, name) for result, name in zip(results, conditions, strict=True)]
+    if len(set(counts)) > 1:  # what takes more tokens takes more attention
+        words = [f"{row}, {count}" for row, count in zip(words, counts, strict=True)]
     return [
         f"{row}, result {words[: i + 1].count(row)}" if words.count(row) > 1 else row for i, row in enumerate(words)
     ]

@@ -139,9 +139,10 @@ def patching_map(patching: Patching) -> go.Figure:
 
 @declare("patching")
 def patching_effects(patching: Patching, top: int | None = 12, select: Literal["half"] | None = None) -> go.Figure:
-    """Plot patching effects as points with 95 % intervals beside both controls, the largest first; filled: q < 0.05.
+    """Plot patching effects as points with 95 % intervals beside both controls, the largest first.
 
-    The controls stand a little lower. Those that are far off are at the edge, with their number.
+    Filled points differ from 0 and from a random direction of the same norm (both q < 0.05). The controls stand a
+    little lower. Those that are far off are at the edge, with their number.
 
     Args:
         patching: The result of ``patch``.
@@ -153,14 +154,15 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
     """
     table = patching.table(top, select).iloc[::-1]
     where = [_cell_words(cell) for cell in table[patching.labels].to_dict("records")]
-    q, figure, rows = table[f"q_{table.attrs['tested']}"], draw.panels(), np.arange(len(table))
-    for name, some, fill in (("q < 0.05", q < 0.05, WITH), ("q ≥ 0.05", ~(q < 0.05), "white")):
+    q, figure, rows = table[["q_effect", "q_beyond_random"]].max(axis=1), draw.panels(), np.arange(len(table))
+    names = "differs from 0 and from random (q < 0.05)", "does not"  # q_effect is NaN where no effect is below 0
+    for name, some, fill in zip(names, (q < 0.05, ~(q < 0.05)), (WITH, "white"), strict=True):
         ends = table.loc[some, ["effect", "effect_low", "effect_high"]].values.T
         marker = dict(color=fill, line=dict(color=WITH, width=1.6), size=8)
         more = dict(customdata=q[some], hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}")
         draw.points(figure, rows[some], ends, f"effect, 95 % interval, {name}", WITH, None, True, marker=marker, **more)
     shown = [0.0, *table.effect_low, *table.effect_high, *table.random]
-    far_off, lower = 0.3 * (max(shown) - min(shown)), rows - 0.36
+    far_off, lower = 0.5 * (max(shown) - min(shown)), rows - 0.36
     inner = min(shown) - far_off, max(shown) + far_off
     mark: dict[str, Any] = dict(size=7, line_width=1.6)
     figure.add_scatter(
@@ -180,12 +182,13 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
         )  # fmt: skip
     draw.rule(figure, x=0)
     about, (whole, low, high) = patching.about, patching.whole
-    note = f"{about['direction']}, {about['method']}; n = {patching.units.words}; q over {table.attrs['family']}"
+    note = f"{about['direction']}, {about['method']}; n = {patching.units.words}; q over {table.attrs['family']}; "
+    note += f"whole effect {whole:+.3g} [{low:+.3g}, {high:+.3g}]"
     draw.title(figure, f"{about['model']}: patching effects", note, 190 + 30 * len(table), top=120)
     room = 0.05 * (max(shown) - min(shown))
     figure.update_xaxes(title_text=_effect_on(patching), range=[min(shown) - room, max(shown) + room])
-    figure.update_yaxes(tickvals=rows, ticktext=where, zeroline=False)
-    sure = f"{int((q < 0.05).sum())} of {len(table)} rows at q < 0.05"
+    figure.update_yaxes(tickvals=rows, ticktext=where, zeroline=False, range=[-0.8, len(table) - 0.4])
+    sure = f"{int((q < 0.05).sum())} of {len(table)} rows differ from 0 and from a random direction (q < 0.05)"
     return says(figure, f"{sure}; whole effect {whole:+.3g} [{low:+.3g}, {high:+.3g}].")
 
 

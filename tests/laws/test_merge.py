@@ -6,8 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import xarray as xr
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import mechattn as ma
 from mechattn.errors import OptionError

@@ -164,14 +164,18 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
     np.testing.assert_allclose(measured.x - bars.arrayminus, [100 * v.change.low for v in found])
     assert not np.allclose(measured.x[0], measured.x[1]), "negative control"
     assert list(figure.layout.yaxis.ticktext) == [
-        f"toy:llama<br>(toy, 1.0 M parameters), {n}" for n in ("slash", "dots")
+        f"toy:llama<br>(toy, 1.0 M parameters), {n} tokens inserted" for n in ("slash, 55", "dots, 5")
     ]
     assert figure.layout.xaxis.title.text == "change of attention<br>to the question (%)"
     beside = {(a.y, a.text): a for a in figure.layout.annotations}
     assert len(beside) == 4, "two numbers a row"
     assert {a.xanchor for a in beside.values() if a.x < 0} == {"right"}, "away from the line at 0"
     assert measured.error_x.width * 2 > measured.marker.size, "no interval is hidden by its point"
+    fewer = ma.run("toy:llama", ma.load_prompts("word-problems", limit=3), {"slash": ma.MeaninglessTokens("/", 4)})
+    counted = ma.render.verdicts([slash_result, fewer], "slash").layout.yaxis.ticktext
+    assert counted[1].endswith("4 tokens inserted"), "models compared with other numbers of tokens"
     twice = ma.render.verdicts([slash_result, slash_result], "slash")
+    assert "inserted" not in twice.layout.yaxis.ticktext[0]
     assert [row.partition(", result ")[2] for row in twice.layout.yaxis.ticktext] == ["1", "2"]
     assert "“slash”" in twice.layout.title.text
     with pytest.raises(OptionError, match=r"results=\[\] is empty"):
