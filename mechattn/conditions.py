@@ -2,14 +2,32 @@
 
 from mechattn.prompts.conditions import (
     Baseline as Baseline,
+)
+from mechattn.prompts.conditions import (
     Counting as Counting,
+)
+from mechattn.prompts.conditions import (
     Insertion as Insertion,
+)
+from mechattn.prompts.conditions import (
     MeaninglessTokens as MeaninglessTokens,
+)
+from mechattn.prompts.conditions import (
     RandomSentence as RandomSentence,
+)
+from mechattn.prompts.conditions import (
     RandomTokens as RandomTokens,
+)
+from mechattn.prompts.conditions import (
     RepeatedWord as RepeatedWord,
+)
+from mechattn.prompts.conditions import (
     RepeatQuestion as RepeatQuestion,
+)
+from mechattn.prompts.conditions import (
     ShuffledSentence as ShuffledSentence,
+)
+from mechattn.prompts.conditions import (
     Text as Text,
 )
 from mechattn.prompts.counterparts import Counterpart as Counterpart

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 

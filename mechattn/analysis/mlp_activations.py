@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 

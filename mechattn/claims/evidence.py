@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property

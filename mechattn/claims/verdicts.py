@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import isfinite

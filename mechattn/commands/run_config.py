@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,8 @@ from mechattn.model.load import dtype_named, load_model
 from mechattn.pages.page import results_page
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
-from mechattn.render.figure_declaration import FIGURES as DECLARED, check_heads
+from mechattn.render.figure_declaration import FIGURES as DECLARED
+from mechattn.render.figure_declaration import check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.provenance import command_of
 from mechattn.stats.intervals import FEWEST

@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.functional import focus, received as fn
+from mechattn.functional import focus
+from mechattn.functional import received as fn
 from mechattn.functional.attention import Attention, Rows, attention_by_rows, widened
 
 Statistic = Literal[

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 

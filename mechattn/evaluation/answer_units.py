@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from mechattn.stats.accuracy import deviation, paired_accuracy, share_difference
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import paired
 from mechattn.stats.resolution import detectable_size
-from mechattn.stats.trend import Trend, trend as trend_of
+from mechattn.stats.trend import Trend
+from mechattn.stats.trend import trend as trend_of
 from mechattn.stats.units import Unit, Units, check_unit
 
 if TYPE_CHECKING:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import product

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -10,7 +10,8 @@ import os
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path

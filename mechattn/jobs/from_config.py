@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import fields
 from itertools import product
 from typing import Any
@@ -15,7 +16,8 @@ from mechattn.analysis.analysis import Analysis
 from mechattn.errors import OptionError
 from mechattn.interventions.ablation import HeadAblation, Knockout
 from mechattn.interventions.arm import ARM
-from mechattn.prompts import conditions as kinds, fillers
+from mechattn.prompts import conditions as kinds
+from mechattn.prompts import fillers
 from mechattn.prompts.counterparts import Counterpart
 from mechattn.prompts.sweeps import sweep
 from mechattn.toml_sections import AnalysisSection, Condition, all_words, near, no_such_key

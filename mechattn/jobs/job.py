@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property

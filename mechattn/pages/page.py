@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

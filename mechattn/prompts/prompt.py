@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Literal
 
-from torch import Tensor, bool as bool_
+from torch import Tensor
+from torch import bool as bool_
 
 from mechattn.errors import PromptError, check_choice, warn
 from mechattn.markup import plain

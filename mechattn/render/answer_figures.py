@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from mechattn.render import draw
 from mechattn.render.change_figures import changes
 from mechattn.render.draw import COLOURS, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import figure as declare
-from mechattn.render.words import model_caption, quantity_words, said as said_by, says
+from mechattn.render.words import model_caption, quantity_words, says
+from mechattn.render.words import said as said_by
 from mechattn.results.result import Result
 from mechattn.stats.trend import Trend
 

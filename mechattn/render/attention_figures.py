@@ -18,7 +18,8 @@ from mechattn.contrast.table import Ranking, Selection
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import SHADE, THIRD, WITH, WITHOUT
-from mechattn.render.figure_declaration import check_heads, figure as declare, listed_or_chosen
+from mechattn.render.figure_declaration import check_heads, listed_or_chosen
+from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import (
     band_words,
     change_words,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from itertools import cycle
 from textwrap import wrap
 from typing import Any

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 

@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 import xarray as xr
 
 from mechattn.contrast.means import mean_over_prompts
-from mechattn.contrast.quantities import by_layer as values_by_layer, check_condition, in_parts
+from mechattn.contrast.quantities import by_layer as values_by_layer
+from mechattn.contrast.quantities import check_condition, in_parts
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint

@@ -175,7 +175,7 @@ def heads_words(verdict: Verdict) -> str:
     counts = {words: int(mask.sum()) for words, mask in kinds.items() if mask.any()}
     if not counts and not verdict.findable:
         few = f"{verdict.n} {verdict.unit.partition(' ')[0]}"
-        return f"With {few} no head could be told from uniform attention, whatever it does (q < 0.05)"
+        return f"With {few} no head could be shown to differ from uniform attention (q < 0.05)"
     if not counts:
         return "No head differs from uniform attention (q < 0.05)"
     would = "lose" if null < 0 else "gain" if null > 0 else "change nothing"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from functools import partial
 from math import prod
 from pathlib import Path

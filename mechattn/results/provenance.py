@@ -12,7 +12,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence as Seq, Set
+from collections.abc import Iterable, Mapping, Set
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime, timezone
 from enum import Enum

@@ -11,7 +11,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.pages.page import page as result_page, results_page
+from mechattn.pages.page import page as result_page
+from mechattn.pages.page import results_page
 
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>"
 

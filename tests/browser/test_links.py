@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 
 import mechattn as ma
-from mechattn.pages.page import page as result_page, results_page
+from mechattn.pages.page import page as result_page
+from mechattn.pages.page import results_page
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,13 @@ from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page import (
     About,
     drawn_section,
-    page as result_page,
     prompt_section,
     results_page,
     view_section,
     write_page,
+)
+from mechattn.pages.page import (
+    page as result_page,
 )
 
 ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title and its axis

@@ -10,7 +10,9 @@ from scipy import stats
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.claims import measures as of, measures_heads as heads, measures_heads as mlp
+from mechattn.claims import measures as of
+from mechattn.claims import measures_heads as heads
+from mechattn.claims import measures_heads as mlp
 from mechattn.claims.measures import MEASURES, NotApplicable, in_layers, measure_named
 from mechattn.claims.register import Measuring
 from mechattn.errors import OptionError

@@ -8,7 +8,8 @@ import zipfile
 import numpy as np
 import pytest
 import xarray as xr
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import mechattn as ma
 from mechattn.commands.run_config import FIGURES, read_config

@@ -6,7 +6,8 @@ import warnings
 import numpy as np
 import pytest
 import xarray as xr
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import mechattn as ma
 from mechattn.errors import OptionError

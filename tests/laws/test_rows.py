@@ -1,7 +1,8 @@
 """Any size of block and any split of a batch gives the same statistics."""
 
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mechattn.functional import received as fn
 from mechattn.functional.attention import Attention, attention_by_rows

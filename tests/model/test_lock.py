@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mechattn as ma
 from mechattn.evaluation import served_answers as probe
-from mechattn.model import hooked as lock, weights
+from mechattn.model import hooked as lock
+from mechattn.model import weights
 from mechattn.model.hooked import facts_of
 
 SLASH = ma.MeaninglessTokens("/", count=3)

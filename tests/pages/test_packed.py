@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from mechattn.pages.embedded import EXACT, kind_for, packed

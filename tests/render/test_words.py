@@ -107,7 +107,7 @@ def test_the_heads_of_a_verdict_in_words(verdict, words):
 def test_too_few_prompts_for_any_head_are_said(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens(count=20)}
     few, enough = (ma.render.verdict_words(ma.run(toy, prompts[:n], conditions)) for n in (3, 8))
-    assert few.endswith("With 3 prompts no head could be told from uniform attention, whatever it does (q < 0.05).")
+    assert few.endswith("With 3 prompts no head could be shown to differ from uniform attention (q < 0.05).")
     assert "no head could" not in enough
     in_groups = replace(a_verdict(-0.5), n=5, unit="groups (5 of 9 prompts)")
     assert heads_words(in_groups).startswith("With 5 groups no head could")

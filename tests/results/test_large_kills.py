@@ -20,7 +20,8 @@ from mechattn.store.pieces import copied
 from mechattn.store.result_bytes import packed
 from mechattn.store.saving import merge_stored
 from tests.kills import Killed, each_kill, killed_at
-from tests.results.test_kills import Ready, copied as in_place_of, emptied, names, numbers, one, smallest_results  # noqa: F401
+from tests.results.test_kills import Ready, emptied, names, numbers, one, smallest_results  # noqa: F401
+from tests.results.test_kills import copied as in_place_of
 
 AT = "memory://killed"
 

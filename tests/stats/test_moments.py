@@ -1,7 +1,8 @@
 """Moments against numpy in float64, merged in any split."""
 
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mechattn.stats.intervals import Moments
 
