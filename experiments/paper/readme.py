@@ -83,7 +83,7 @@ def sentences(stored: dict) -> list[str]:
         f"The other {found['cannot be told']} are undecided",
         "**Inserted tokens get little attention**: supported in all five models.",
         "**The question loses attention**: it does, but in no model more than with untrained weights.",
-        f"**Fewer activations are near zero**: supported in no model and contradicted in {denied}.",
+        f"**With “/”, fewer activations are near zero**: supported in no model and contradicted in {denied}.",
     ]
 
 
