@@ -11,15 +11,9 @@ from .contrast.adjust import adjust as adjust
 from .contrast.contrast import Contrast as Contrast
 from .engine.queries_and_keys import AttentionScores as AttentionScores
 from .engine.queries_and_keys import measure as measure
-from .engine.record import (
-    head_means as head_means,
-)
-from .engine.record import (
-    record_affine as record_affine,
-)
-from .engine.record import (
-    record_keys_values as record_keys_values,
-)
+from .engine.record import head_means as head_means
+from .engine.record import record_affine as record_affine
+from .engine.record import record_keys_values as record_keys_values
 from .engine.run import RunOptions as RunOptions
 from .engine.run import run as run
 from .engine.run import run_random as run_random
@@ -47,15 +41,9 @@ from .patching.effects import Patching as Patching
 from .patching.patch import patch as patch
 from .patching.paths import paths as paths
 from .patching.sites import Sites as Sites
-from .prompts.conditions import (
-    Baseline as Baseline,
-)
-from .prompts.conditions import (
-    MeaninglessTokens as MeaninglessTokens,
-)
-from .prompts.conditions import (
-    RandomSentence as RandomSentence,
-)
+from .prompts.conditions import Baseline as Baseline
+from .prompts.conditions import MeaninglessTokens as MeaninglessTokens
+from .prompts.conditions import RandomSentence as RandomSentence
 from .prompts.datasets import load_prompts as load_prompts
 from .prompts.datasets import repeated_random as repeated_random
 from .prompts.pairs import pairs as pairs

@@ -2,36 +2,18 @@
 
 from mechattn.analysis.affine_shift import AffineShift as AffineShift
 from mechattn.analysis.analysis import QueryAnalysis as QueryAnalysis
-from mechattn.analysis.attention_focus import (
-    AttentionFocus as AttentionFocus,
-)
-from mechattn.analysis.attention_focus import (
-    AttentionSpread as AttentionSpread,
-)
-from mechattn.analysis.attention_focus import (
-    ScoreDecomposition as ScoreDecomposition,
-)
+from mechattn.analysis.attention_focus import AttentionFocus as AttentionFocus
+from mechattn.analysis.attention_focus import AttentionSpread as AttentionSpread
+from mechattn.analysis.attention_focus import ScoreDecomposition as ScoreDecomposition
 from mechattn.analysis.attention_sinks import AttentionSinks as AttentionSinks
 from mechattn.analysis.direct_logits import DirectLogits as DirectLogits
 from mechattn.analysis.direct_logits import SegmentLogits as SegmentLogits
 from mechattn.analysis.mlp_activations import MlpActivations as MlpActivations
-from mechattn.analysis.received_attention import (
-    AttentionMap as AttentionMap,
-)
-from mechattn.analysis.received_attention import (
-    ReceivedAttention as ReceivedAttention,
-)
-from mechattn.analysis.received_attention import (
-    SegmentFlow as SegmentFlow,
-)
-from mechattn.analysis.updates import (
-    BlockUpdates as BlockUpdates,
-)
-from mechattn.analysis.updates import (
-    HeadUpdates as HeadUpdates,
-)
-from mechattn.analysis.updates import (
-    TopTargetUpdates as TopTargetUpdates,
-)
+from mechattn.analysis.received_attention import AttentionMap as AttentionMap
+from mechattn.analysis.received_attention import ReceivedAttention as ReceivedAttention
+from mechattn.analysis.received_attention import SegmentFlow as SegmentFlow
+from mechattn.analysis.updates import BlockUpdates as BlockUpdates
+from mechattn.analysis.updates import HeadUpdates as HeadUpdates
+from mechattn.analysis.updates import TopTargetUpdates as TopTargetUpdates
 from mechattn.contrast.head_tables import sink_kinds as sink_kinds
 from mechattn.contrast.head_tables import sweep_sink_kinds as sweep_sink_kinds

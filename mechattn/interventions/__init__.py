@@ -3,15 +3,9 @@
 from mechattn.interventions.ablation import HeadAblation as HeadAblation
 from mechattn.interventions.ablation import Knockout as Knockout
 from mechattn.interventions.arm import ARM as ARM
-from mechattn.interventions.recorded import (
-    AffineAttention as AffineAttention,
-)
-from mechattn.interventions.recorded import (
-    KeysValues as KeysValues,
-)
-from mechattn.interventions.recorded import (
-    Transplant as Transplant,
-)
+from mechattn.interventions.recorded import AffineAttention as AffineAttention
+from mechattn.interventions.recorded import KeysValues as KeysValues
+from mechattn.interventions.recorded import Transplant as Transplant
 
 
 def __dir__() -> list[str]:
