@@ -8,17 +8,8 @@ import pytest
 
 import mechattn as ma
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.page import (
-    About,
-    drawn_section,
-    prompt_section,
-    results_page,
-    view_section,
-    write_page,
-)
-from mechattn.pages.page import (
-    page as result_page,
-)
+from mechattn.pages.page import About, drawn_section, prompt_section, results_page, view_section, write_page
+from mechattn.pages.page import page as result_page
 
 ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title and its axis
 STRANGE = "</script><script>document.title='broken'</script> 🙂 \u200b שלום & <b>bold</b>"
