@@ -123,8 +123,8 @@ class PairedStream:
     kinds of resamples, since the largest t of many cells is far off in plain resamples of few units
     (stats/bootstrap.py). Means, t intervals, effect sizes and detectable differences use single units. With more than
     2,000 units, the bootstrap and the sign flips use the means of random bags of units (stats/units.py), in float32.
-    Most of the time goes into the ends of bootstrap intervals; without ``bootstrap_ends`` these are NaN, and so is the
-    test of the difference where something else is tested.
+    Most of the time goes into the ends of bootstrap intervals; without ``bootstrap_ends`` these and ``p_family`` are
+    NaN, and so is the test of the difference where something else is tested.
     """
 
     def __init__(self, n: int, level: float, resamples: int, seed: int, bootstrap_ends: bool = True) -> None:
