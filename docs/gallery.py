@@ -306,6 +306,12 @@ figure = ma.render.changes(result, ["slash", "masked", "unshifted", "sentence"])
 ma.render.for_paper(figure, column="single")
 
 # %% [markdown]
+# What does its caption say? Its title, its small print and its sentence.
+
+# %%
+print(ma.render.caption(figure))
+
+# %% [markdown]
 # Which numbers does it show? Any figure gives them as a table, for a CSV file.
 
 # %%

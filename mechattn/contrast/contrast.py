@@ -197,10 +197,12 @@ class Contrast:
         """
         if head_named(head) is None:
             raise OptionError(f'head={head!r}: give a head such as "L1H2"')
+        table.check_alike(self)
         other = self.other and self.other.sel(head=head)
         one = differences(replace(self, result=self.result.sel(head=head), other=other))
         if one.ours.ndim > 3:
             raise OptionError(f"{self.quantity!r} has more than one number for each head and prompt")
+        check_cells(self, one.scale, one.cells.size, one.left_out)
         values = {"value": one.ours, "reference": one.theirs, "difference": one.difference}
         made = pd.DataFrame({name: of.values.reshape(-1) for name, of in values.items()})
         made.insert(0, "prompt", one.ours.prompt.values)
@@ -219,6 +221,7 @@ class Contrast:
         Raises:
             OptionError: A value is not positive, so there is no ratio, or there are too few prompts.
         """
+        table.check_alike(self)
         quantity, variable, asked = self.quantity, variable_of(self.result, self.quantity), self.at_layer(layer)
         if variable.attrs.get("compared") == "difference":
             raise OptionError(f"{quantity!r} is 0 in the baseline by definition, so it has no relative change")

@@ -103,7 +103,7 @@ def table(
     bootstrap_ends: bool = True,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.contrast.contrast.Contrast.table`; the ends of bootstrap intervals take most of the time."""
-    _check_alike(asked)
+    check_alike(asked)
     chosen = chosen or Selection()
     if random is not None:
         check_random(random, asked)
@@ -251,7 +251,7 @@ class Tested(NamedTuple):
 
 def what_is_tested(asked: Contrast, layer: int | None = None, bags: int | None = None) -> Tested:
     """What the table tests, of all layers or one; the means of bags of units where ``bags`` is their seed."""
-    _check_alike(asked)
+    check_alike(asked)
     asked = asked.at_layer(layer)
     units = units_of(asked.result, asked.result["sequences"].sizes["prompt"], asked.unit)
     in_bags = None if bags is None else Bags.drawn(units.n, bags)
@@ -282,7 +282,7 @@ def several_tested(
     return tested, np.all([np.isfinite(one.values).all(0) for one in tested], axis=0)
 
 
-def _check_alike(asked: Contrast) -> None:
+def check_alike(asked: Contrast) -> None:
     """Require the same prompts, and the same number of inserted tokens in each unless the baseline is compared."""
     one, other = asked.result, asked.reference
     if one is not other and one.provenance["prompts"] != other.provenance["prompts"]:

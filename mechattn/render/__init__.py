@@ -27,6 +27,7 @@ from mechattn.render.layer_figures import scale_by_layer as scale_by_layer
 from mechattn.render.patching_figures import circuit_map as circuit_map
 from mechattn.render.patching_figures import patching_effects as patching_effects
 from mechattn.render.patching_figures import patching_map as patching_map
+from mechattn.render.print_size import caption as caption
 from mechattn.render.print_size import figure_table as figure_table
 from mechattn.render.print_size import for_paper as for_paper
 from mechattn.render.print_size import write_image as write_image

@@ -68,21 +68,24 @@ def received_attention(
         OptionError: There is no such layer, head or condition, or heads cannot be chosen.
     """
     dataset, condition = result[NAME], result.shown_condition(condition)
+    alone = condition == BASELINE
     layers: list[Any] = list(layer) if isinstance(layer, (list, tuple, range, np.ndarray)) else [layer]
     shown, how = np.arange(dataset.sizes["prompt"]), "chosen by hand"
+    for one in layers:
+        if one is not None:
+            check_layer(one, dataset)
     listed, top = listed_or_chosen(heads, top)
     Selection("half" if top else None, top, by if top or by != "beyond" else None)  # refuses what compare refuses
     if top is not None:
         chosen, shown = units_of(result, len(shown)).halves()
-        how = "chosen on the other half of the prompts"
+        against = "distances from" if alone else "changes relative to"
+        largest = "changes" if by == "difference" else f"{against} uniform attention"
+        how = f"with the largest {largest} in the other half of the prompts"
     of_layers: dict[int, list[int]] = {}
     for one in layers or [layer]:
-        if one is not None:
-            check_layer(one, dataset)
         some = _listed(listed, one, dataset) if top is None else choose_heads(result, one, top, condition, chosen, by)
         for at, head in some:
             of_layers.setdefault(at, []).append(head)
-    alone = condition == BASELINE
     base = _Line("received_by_origin", BASELINE, "baseline" if alone else f"without {condition}", WITHOUT)
     aligned = _Line("received_by_origin", condition, f"with {condition}", WITH)
     rows = [[base]] if alone else [[base, aligned], [aligned._replace(quantity="received")]]
@@ -97,6 +100,7 @@ def received_attention(
     where = "" if span or alone else "; inserted at positions that differ between prompts"
     over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
     over += f"; dotted: uniform attention; heads {how}{where}"
+    over += "; each panel has its own vertical scale" * (len(panels) > 1)
     draw.title(figure, f"{model_caption(result)}: received attention", over, 400 if alone else 640, 125)
     return says(figure, *(_in_words(result, condition, *of, shown, one_based) for of in of_layers.items()))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
 from mechattn.render import draw
@@ -27,6 +28,7 @@ def changes(
     segment: str = "question",
     layer: int | None = None,
     *,
+    to: str = BASELINE,
     over: str = "",
 ) -> go.Figure:
     """Plot the change of a quantity by condition, or over the values of a swept option, with 95 % intervals and nulls.
@@ -36,29 +38,32 @@ def changes(
 
     Args:
         result: A result; with ``over`` one whose conditions come from ``ma.sweep``.
-        conditions: Names of conditions, in the order shown; all but the baseline by default.
+        conditions: Names of conditions, in the order shown; all but the baseline and ``to`` by default.
         quantity: A positive quantity.
         segment: The segment that it is about.
         layer: One layer; the mean over all by default.
+        to: The condition to compare with, such as a random sentence of as many tokens.
         over: The swept option on the horizontal axis, such as "count"; each combination of other options gives a line.
 
     Raises:
-        OptionError: There is no such condition, or none that is named after the option.
+        OptionError: There is no such condition, or none that is named after the option; or one inserts another number
+            of tokens than ``to``.
     """
-    names = list((result.conditions[1:] or [result.condition()]) if conditions is None else conditions)
+    others = [name for name in result.conditions[1:] if name != to]
+    names = list((others or [result.condition()]) if conditions is None else conditions)
     lines = _swept(names, over) if over else {"": {name: name for name in names}}
     figure, said, mode = draw.panels(), [], "lines+markers" if over else "markers"
     for (words, named), colour in zip(lines.items(), cycle((WITH, *OTHERS)), strict=False):
-        found = [Contrast(result, n, quantity=quantity, segment=segment).overall(layer) for n in named.values()]
+        found = [Contrast(result, n, to, quantity, segment).overall(layer) for n in named.values()]
         numeric = bool(over) and all(value.lstrip("-").isdigit() for value in named)
-        x = [0, *map(int, named)] if numeric else list(named)
-        start = [(0.0, 0.0, 0.0)] * numeric  # nothing inserted, so nothing changed
+        start = [(0.0, 0.0, 0.0)] * (numeric and to == BASELINE)  # nothing inserted, so nothing changed
+        x = [0] * len(start) + list(map(int, named) if numeric else named)
         ends = 100 * np.array([*start, *(change for change, _ in found)], dtype=np.float64).T
         label = words or (quantity if over else "measured")
         draw.points(figure, x, ends, label, colour, mode=mode, hovertemplate="%{x}: %{y:.1f} %<extra></extra>")
         nulls = [null for _, null in found if null is not None]
         if len(nulls) == len(found):
-            y = [0.0] * numeric + [100 * float(null.estimate) for null in nulls]
+            y = [0.0] * len(start) + [100 * float(null.estimate) for null in nulls]
             null_name = "uniform attention" + (f", {words}" if words and len(lines) > 1 else "")
             if over:
                 draw.dotted(figure, x, y, null_name, colour, mode=mode)
@@ -69,10 +74,10 @@ def changes(
         said.append("; ".join(f"{name}: {beside_null(*change)}" for name, change in shown) + ".")
     where = "mean over layers and heads" if layer is None else f"mean over the heads of layer {layer}"
     note = f"{where}; n = {count_words(result)}; bars: 95 % t intervals of the log-ratio of each prompt's mean"
-    what = f"{quantity_words(quantity, segment)}{f', by {over}' * bool(over)}"
+    what = quantity_words(quantity, segment) + f" relative to “{to}”" * (to != BASELINE)
     draw.rule(figure, y=0)
-    draw.title(figure, f"{model_caption(result)}: change of {what}", note, 440)
-    figure.update_yaxes(title_text=f"change of {quantity_words(quantity, segment)} (%)", nticks=8)
+    draw.title(figure, f"{model_caption(result)}: change of {what}{f', by {over}' * bool(over)}", note, 440)
+    figure.update_yaxes(title_text=f"change of {what} (%)", nticks=8)
     figure.update_xaxes(title_text="inserted tokens" if over == "count" else over or None)
     return says(figure, *said)
 
@@ -121,18 +126,20 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
         x=null[:, 0], y=rows, name="if every head attended uniformly", mode="markers",
         marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3),
     )  # fmt: skip
-    for ends, shift in ((change, 17), (null, -17)):  # beside what they say, away from 0
+    low, high = min(0, change.min(), null.min()), max(0, change.max(), null.max())
+    for ends, shift in ((change, 17), (null, -17)):  # above or below what they say, clear of the rule at 0
         for row, value in enumerate(ends[:, 0]):
-            where: dict[str, Any] = dict(xanchor="left" if value > 0 else "right", yshift=shift, showarrow=False)
+            near = abs(value) < 0.2 * (high - low)
+            anchor = ("left" if value > 0 else "right") if near else "center"
+            where: dict[str, Any] = dict(xanchor=anchor, yshift=shift, showarrow=False)
             figure.add_annotation(x=value, y=row, text=percent(value / 100), **where)
     draw.rule(figure, x=0)
     one = f" with “{names[0]}”" if len(set(names)) == 1 else ""
     counts = " or ".join(dict.fromkeys(map(count_words, results)))
     note = f"mean over all layers and heads; {counts}"
     draw.title(figure, f"Change of {quantity_words('received', segment)}{one}", note, 200 + 64 * len(found), top=120)
-    low, high = min(0, change.min(), null.min()), max(0, change.max(), null.max())
-    room = [(0.45 if end else 0.06) * (high - low) for end in (low, high)]  # for the words at the outermost points
-    what = f"change of attention<br>to the {segment} (%)"
+    room = [(0.22 if end else 0.06) * (high - low) for end in (low, high)]  # for the words at the outermost points
+    what = f"change of attention received<br>by the {segment} (%)"
     figure.update_xaxes(nticks=8, title_text=what, range=[low - room[0], high + room[1]])
     labels = [word.replace(" (", "<br>(", 1) for word in words]
     figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(found) - 0.5, -0.8])

@@ -32,6 +32,7 @@ DARK = {  # on a dark background
     "#7a5c00": "#c9a227", "#444": "#bbb", FADED: "rgba(22, 24, 28, 0.75)",
 }  # fmt: skip
 GREY = "#888"
+_SMALL_PRINT = 110  # letters of a line, which fit into the 700 pixels of a notebook
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 LAYOUT = dict(template="plotly_white", font=dict(family=FONT, size=13), hoverlabel=dict(font_family=FONT))
@@ -188,12 +189,15 @@ def head_map(
 
 def title(figure: go.Figure, heading: str, note: str, height: int, top: int | None = None) -> None:
     """The title with its small print; with ``top``, the legend has a row of its own under it, at any width."""
-    layout: dict[str, Any] = LAYOUT | {"height": height}
+    small = wrap(note, _SMALL_PRINT)
+    more = 17 * (len(small) - 1)
+    height += more
+    layout: dict[str, Any] = LAYOUT | {"height": height, "margin": LAYOUT["margin"] | {"t": 90 + more}}
     if top is not None:
-        row = dict(orientation="h", x=0.03, xref="container", y=1 - 66 / height, yref="container", yanchor="top")
+        row = dict(orientation="h", x=0.03, xref="container", y=1 - (66 + more) / height, yref="container", yanchor="top")
         layout |= {"title": dict(x=0.03, y=1 - 20 / height, yanchor="top"), "legend": row}
-        layout |= {"margin": dict(l=80, r=20, t=top, b=60)}
-    figure.update_layout(**layout, title_text=f"{heading}<br><sup>{note}</sup>")
+        layout |= {"margin": dict(l=80, r=20, t=top + more, b=60)}
+    figure.update_layout(**layout, title_text=f"{heading}<br><sup>{'<br>'.join(small)}</sup>")
 
 
 def by_layer_slider(figure: go.Figure, layers: Seq[int], words: Callable[[int], str], height: int) -> None:

@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 
 from mechattn.errors import OptionError, OutputError
 from mechattn.render.draw import FONT
+from mechattn.render.words import said
 
 Column = Literal["single", "double"]
 _MILLIMETRES = {"single": 85, "double": 170}  # the columns of most journals
@@ -24,6 +25,7 @@ _PIXELS = 96  # pixels per inch, as in SVG and PDF
 _POINTS = 8
 _SIZE = _POINTS * _PIXELS / 72  # of letters, in pixels
 _LINE = 1.45 * _SIZE
+_TITLE = 1.2  # the size of a title's letters, of the text's; plotly draws its small print at 0.7 of that
 _ROW = 19.0  # of a legend, in pixels: plotly gives none less
 _LETTER = 0.58  # the mean width of a letter, of its height
 _FORMATS = (".pdf", ".svg", ".png")
@@ -62,12 +64,32 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     return made
 
 
+def caption(figure: go.Figure) -> str:
+    """The title of a figure, its small print and its sentence, as plain text for the caption in a paper.
+
+    Args:
+        figure: A figure of ``mechattn.render``, before :func:`for_paper`.
+    """
+    parts = ["; ".join(filter(None, _title(figure))), said(figure)]
+    return " ".join(" ".join(_plain(part).split()).removesuffix(".") + "." for part in parts if part)
+
+
+def _title(figure: go.Figure) -> tuple[str, str]:
+    """The title, and its small print."""
+    heading, _, note = str(figure.layout.title.text or "").partition("<br><sup>")
+    return heading, note.removesuffix("</sup>").replace("<br>", " ")
+
+
+def _plain(text: str) -> str:
+    """The text without markup."""
+    return unescape(re.sub("<[^>]*>", " ", text))
+
+
 def _heading(figure: go.Figure, width: float, title: bool) -> list[str]:
     """The lines of the title, or of its small print alone where that is a slider's caption."""
-    heading, _, note = str(figure.layout.title.text or "").partition("<br>")
-    note = note.removeprefix("<sup>").removesuffix("</sup>")
+    heading, note = _title(figure)
     if title:
-        return _lines(heading, width / 1.2) + [f"<sup>{line}</sup>" for line in _lines(note, width)]
+        return _lines(heading, width / _TITLE) + [f"<sup>{line}</sup>" for line in _lines(note, width / _TITLE / 0.7)]
     return _lines(note.partition(";")[0], width) if figure.layout.sliders else []
 
 
@@ -100,7 +122,7 @@ def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) ->
     made.update_layout(
         template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=_SIZE),
         margin=dict(l=50, r=10, t=top + above, b=38), legend=legend,
-        title=dict(text="<br>".join(heading), x=0.01, y=1 - 14 / height, yanchor="top", font_size=1.2 * _SIZE),
+        title=dict(text="<br>".join(heading), x=0.01, y=1 - 14 / height, yanchor="top", font_size=_TITLE * _SIZE),
     )  # fmt: skip
 
 
@@ -188,7 +210,7 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
             part |= {f"{kind}_is": axis.title.text, kind: at}
         parts.append(pd.DataFrame(part))
     made = pd.concat(parts, ignore_index=True).reindex(columns=order).dropna(axis=1, how="all")
-    return made.map(lambda cell: unescape(re.sub("<[^>]*>", " ", cell)) if isinstance(cell, str) else cell)
+    return made.map(lambda cell: _plain(cell) if isinstance(cell, str) else cell)
 
 
 def write_image(figure: go.Figure, path: str | Path, column: Column = "double", *, title: bool = False) -> Path:

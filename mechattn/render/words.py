@@ -150,15 +150,15 @@ def stated(
     beside, sizes, null = "", result["received_attention"].sizes, percent(verdict.null.estimate)
     if other is not None:
         name, its, apart = other
-        beside = f", {percent_words(its.change)} with “{name}” (relative to which it is {percent_words(apart)})"
+        beside = f" and by {percent_words(its.change)} with “{name}” (“{condition}” relative to “{name}”: {percent_words(apart)})"
         null = " and ".join(dict.fromkeys((null, percent(its.null.estimate))))
     same = ""
     if verdict.same is not None:
         within = f"± {100 * (verdict.margin or 0):g}\u00a0%"
         same = f"; in {int(verdict.same.sum())} the change is the same as its null's to within {within} (q_same < 0.05)"
     return (
-        f"{segment.capitalize()} attention {percent_words(verdict.change)} with “{condition}”{beside}; under uniform "
-        f"attention {null} (changes of the mean over {sizes['layer']} layers × "
+        f"Attention received by the {segment} changes by {percent_words(verdict.change)} with “{condition}”{beside}; "
+        f"under uniform attention it would change by {null} (changes of the mean over {sizes['layer']} layers × "
         f"{sizes['head']} heads, {count_words(result)}). {heads_words(verdict)}{same}."
     )
 

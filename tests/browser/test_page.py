@@ -48,8 +48,8 @@ def test_several_models_have_their_verdicts_in_a_table(opened, toy, prompts, sla
     verdict, words = slash_result.verdict("slash"), ma.render.verdict_words(slash_result)
     model, condition, change, null, heads, count = rows[0]
     assert (model, condition, count) == ("toy:llama (toy, 1.0 M parameters)", "slash", str(verdict.n))
-    assert f"Question attention {change} with" in words
-    assert f"under uniform attention {null} (" in words
+    assert f"received by the question changes by {change} with" in words
+    assert f"under uniform attention it would change by {null} (" in words
     assert heads == f"{verdict.beyond.sum()} and {verdict.above.sum()} of 32"
     assert rows[2][2].startswith("no verdict, since"), "two prompts have no interval"
 

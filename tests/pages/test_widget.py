@@ -91,6 +91,8 @@ def test_the_prompts_in_which_a_head_does_most(view, result):
     assert table.beyond.mean() == pytest.approx(of_table.beyond)
     with pytest.raises(OptionError, match="head='2': give a head such as"):
         ma.Contrast(result, "slash").by_prompt("2")
+    with pytest.raises(OptionError, match="'baseline' inserts no tokens"):
+        ma.Contrast(result, "slash", segment="inserted").by_prompt("L1H2")
     view.condition = "baseline"
     with pytest.raises(OptionError, match=r"nothing is compared: set \.condition"):
         view.table()

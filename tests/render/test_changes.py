@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
 import mechattn as ma
 from mechattn.contrast.contrast import Contrast
@@ -140,6 +141,27 @@ def test_changes_by_condition(result):
     assert abs(shown["uniform attention"].y[1]) < 1e-4, "masked tokens take nothing from uniform attention"
 
 
+def test_changes_from_a_control(result):
+    figure = ma.render.changes(result, to="sentence")
+    (measured,) = (trace for trace in figure.data if trace.name == "measured")
+    assert list(measured.x) == ["slash", "masked", "other"]
+    slash, sentence = (
+        result["received_attention"].received_by_segment.sel(condition=c, segment="question").mean(["layer", "head"])
+        for c in ("slash", "sentence")
+    )
+    ratio = np.log(slash.values.astype(np.float64) / sentence.values)
+    half = stats.t.ppf(0.975, len(ratio) - 1) * ratio.std(ddof=1) / np.sqrt(len(ratio))
+    assert measured.y[0] == pytest.approx(100 * np.expm1(ratio.mean()), abs=1e-3)
+    assert measured.error_y.array[0] == pytest.approx(
+        100 * (np.expm1(ratio.mean() + half) - np.expm1(ratio.mean())), abs=1e-3
+    )
+    assert figure.layout.yaxis.title.text.endswith("relative to “sentence” (%)")
+    with pytest.raises(OptionError, match="difference would be one of length too"):
+        ma.render.changes(
+            ma.run("toy:llama", ["a", "b", "c"], ma.sweep(ma.RandomSentence(5), count=[5, 6])), to="count=5"
+        )
+
+
 def test_scale_and_rank(result):
     shown = lines(ma.render.scale_by_layer(result, "slash"))
     dataset = result["affine_shift"].sel(condition="slash", segment="question")
@@ -166,10 +188,15 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
     assert list(figure.layout.yaxis.ticktext) == [
         f"toy:llama<br>(toy, 1.0 M parameters), {n} tokens inserted" for n in ("slash, 55", "dots, 5")
     ]
-    assert figure.layout.xaxis.title.text == "change of attention<br>to the question (%)"
+    assert figure.layout.xaxis.title.text == "change of attention received<br>by the question (%)"
     beside = {(a.y, a.text): a for a in figure.layout.annotations}
     assert len(beside) == 4, "two numbers a row"
-    assert {a.xanchor for a in beside.values() if a.x < 0} == {"right"}, "away from the line at 0"
+    span = max(0, *(a.x for a in beside.values())) - min(a.x for a in beside.values())
+    anchors = (
+        {a.xanchor for a in beside.values() if a.x < -0.2 * span},
+        {a.xanchor for a in beside.values() if -0.2 * span < a.x < 0},
+    )
+    assert anchors == ({"center"}, {"right"}), "away from the line at 0"
     assert measured.error_x.width * 2 > measured.marker.size, "no interval is hidden by its point"
     fewer = ma.run("toy:llama", ma.load_prompts("word-problems", limit=3), {"slash": ma.MeaninglessTokens("/", 4)})
     counted = ma.render.verdicts([slash_result, fewer], "slash").layout.yaxis.ticktext

@@ -31,8 +31,8 @@ def test_points_are_sorted_within_each_layer_and_name_their_head(result):
     for trace, condition in zip(figure.data[1::2], ("baseline", "slash"), strict=True):
         assert trace.line.dash == "dot"
         np.testing.assert_allclose(trace.y, null.sel(condition=condition), rtol=1e-6)
-    assert "dotted: uniform attention" in figure.layout.title.text
-    assert "no null: uniform attention has no largest" in ma.render.heads_by_layer(result).layout.title.text
+    assert "dotted: uniform attention" in ma.render.caption(figure)
+    assert "no null: uniform attention has no largest" in ma.render.caption(ma.render.heads_by_layer(result))
     for trace, condition in zip(figure.data[::2], ("baseline", "slash"), strict=True):
         y = np.reshape(trace.y, (data.sizes["layer"], data.sizes["head"]))
         assert (np.diff(y, axis=1) <= 0).all(), "the largest head is on the left"

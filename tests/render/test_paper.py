@@ -45,6 +45,16 @@ def test_legends_have_room_above_the_panels(slash_result):
     assert len(panels) == 1
 
 
+def test_the_caption_has_title_small_print_and_sentence(slash_result):
+    figure = ma.render.received_attention(slash_result, 0, [1, 2])
+    assert figure.layout.title.text.count("<br>") == 2, "the small print needs two lines on a screen"
+    said = ma.render.caption(figure)
+    assert said.startswith("toy:llama (toy, 1.0 M parameters): received attention; mean over 12 prompts, pointwise")
+    assert "heads chosen by hand; each panel has its own vertical scale. Attention received by the question" in said
+    assert "<" not in said
+    assert "vertical scale" not in ma.render.caption(ma.render.received_attention(slash_result, 0, [1]))
+
+
 def test_panels_are_below_each_other_in_one_column(figure):
     made = ma.render.for_paper(figure, "single")
     assert {axis.domain for axis in made.select_xaxes()} == {(0, 1)}

@@ -129,12 +129,14 @@ def test_choosing_needs_the_prompts(toy, prompts):
     result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens(count=5)})
     with pytest.raises(OptionError, match='positions="prompts"'):
         ma.render.received_attention(result, layer=0, top=3)
+    with pytest.raises(OptionError, match="layer 9 was not measured"):
+        ma.render.received_attention(result, layer=9)
     ma.render.received_attention(result, layer=0, heads=[3])
 
 
 def test_verdict_words(slash_result):
     words = ma.render.verdict_words(slash_result)
-    assert re.search(r"Question attention −\d+\.\d\s% \[−\d+\.\d\s%, −\d+\.\d\s%\].*uniform attention −", words)
+    assert re.search(r"question changes by −\d+\.\d\s% \[−\d+\.\d\s%, −\d+\.\d\s%\] with .* would change by −", words)
     assert "12 prompts" in words
     assert "of 32 heads" in words
 

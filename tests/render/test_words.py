@@ -141,14 +141,14 @@ def test_the_verdict_names_its_matched_control(result):
     assert matched_control(result, "slash") == "sentence"
     assert matched_control(result, "sentence") is None, "a control has no control"
     words = ma.render.verdict_words(result, "slash", to="sentence")
-    control = ma.render.verdict_words(result, "sentence").split(" with")[0].removeprefix("Question attention ")
+    control = ma.render.verdict_words(result, "sentence").split(" with")[0].split("changes ")[1]
     each = (result["received_attention"].received_by_segment.sel(condition=name, segment="question")
             for name in ("slash", "sentence"))  # fmt: skip
     slash, sentence = (of.mean(["layer", "head"]).values.astype(np.float64) for of in each)
     apart = np.expm1(np.log(slash / sentence).mean())
-    assert f"{control} with “sentence” (relative to which it is {percent(apart)} [" in words
+    assert f"and {control} with “sentence” (“slash” relative to “sentence”: {percent(apart)} [" in words
     assert result.verdict("slash", to="sentence").change.estimate == pytest.approx(apart, rel=1e-4)
-    assert "under uniform attention −" in words
+    assert "it would change by −" in words
     assert " and −" not in words, "both have one null, as they are equally long"
 
 
@@ -158,7 +158,9 @@ def test_a_condition_beside_one_elsewhere_has_another_null_and_another_length_is
     result = ma.run(toy, prompts[:3], {"slash": slash, "after": after, "more": ma.MeaninglessTokens("/", 9)})
     nulls = [percent(result.verdict(name).null.estimate) for name in ("slash", "after")]
     assert nulls[0] != nulls[1]
-    assert "under uniform attention {} and {}".format(*nulls) in ma.render.verdict_words(result, "slash", to="after")
+    assert "under uniform attention it would change by {} and {}".format(*nulls) in ma.render.verdict_words(
+        result, "slash", to="after"
+    )
     with pytest.raises(OptionError, match="difference would be one of length too"):
         ma.render.verdict_words(result, "slash", to="more")
 
