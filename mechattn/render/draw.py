@@ -194,7 +194,9 @@ def title(figure: go.Figure, heading: str, note: str, height: int, top: int | No
     height += more
     layout: dict[str, Any] = LAYOUT | {"height": height, "margin": LAYOUT["margin"] | {"t": 90 + more}}
     if top is not None:
-        row = dict(orientation="h", x=0.03, xref="container", y=1 - (66 + more) / height, yref="container", yanchor="top")
+        row = dict(
+            orientation="h", x=0.03, xref="container", y=1 - (66 + more) / height, yref="container", yanchor="top"
+        )
         layout |= {"title": dict(x=0.03, y=1 - 20 / height, yanchor="top"), "legend": row}
         layout |= {"margin": dict(l=80, r=20, t=top + more, b=60)}
     figure.update_layout(**layout, title_text=f"{heading}<br><sup>{'<br>'.join(small)}</sup>")
