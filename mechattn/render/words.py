@@ -150,7 +150,8 @@ def stated(
     beside, sizes, null = "", result["received_attention"].sizes, percent(verdict.null.estimate)
     if other is not None:
         name, its, apart = other
-        beside = f" and by {percent_words(its.change)} with “{name}” (“{condition}” relative to “{name}”: {percent_words(apart)})"
+        beside = f" and by {percent_words(its.change)} with “{name}” (“{condition}” relative to “{name}”: "
+        beside += f"{percent_words(apart)})"
         null = " and ".join(dict.fromkeys((null, percent(its.null.estimate))))
     same = ""
     if verdict.same is not None:
