@@ -36,7 +36,8 @@ _SMALL_PRINT = 110  # letters of a line, which fit into the 700 pixels of a note
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 LAYOUT = dict(template="plotly_white", font=dict(family=FONT, size=13), hoverlabel=dict(font_family=FONT))
-LAYOUT["margin"] = dict(l=70, r=20, t=90, b=60)
+MARGIN = dict(l=70, r=20, t=90, b=60)
+LAYOUT["margin"] = MARGIN
 
 
 def faint(colour: str, alpha: float = 0.2) -> str:
@@ -192,7 +193,7 @@ def title(figure: go.Figure, heading: str, note: str, height: int, top: int | No
     small = wrap(note, _SMALL_PRINT)
     more = 17 * (len(small) - 1)
     height += more
-    layout: dict[str, Any] = LAYOUT | {"height": height, "margin": LAYOUT["margin"] | {"t": 90 + more}}
+    layout: dict[str, Any] = LAYOUT | {"height": height, "margin": MARGIN | {"t": MARGIN["t"] + more}}
     if top is not None:
         row = dict(
             orientation="h", x=0.03, xref="container", y=1 - (66 + more) / height, yref="container", yanchor="top"
