@@ -32,8 +32,9 @@ class Verdict:
     (geometric mean over prompts), so that heads count by how much they receive; the mean of ``compare``'s column
     ``change`` counts each head alike. The null is that of a model whose heads all attend uniformly. ``beyond`` marks
     the heads whose change is below the null's, ``above`` those above it (q_beyond < 0.05, two-sided tests), ``rises``
-    those in which the quantity rises, whatever the null does. With a margin, ``same`` marks the heads whose change is
-    the null's to within ± margin (``q_same`` < 0.05). ``n`` counts what ``unit`` names: prompts, or groups of them.
+    and ``falls`` those in which the quantity itself does (q_difference < 0.05), whatever the null does. With a margin,
+    ``same`` marks the heads whose change is the null's to within ± margin (``q_same`` < 0.05). ``n`` counts what
+    ``unit`` names: prompts, or groups of them.
     """
 
     change: Interval
@@ -41,6 +42,7 @@ class Verdict:
     beyond: np.ndarray
     above: np.ndarray
     rises: np.ndarray
+    falls: np.ndarray
     n: int
     unit: str = "prompts"
     margin: float | None = None
@@ -256,13 +258,14 @@ class Contrast:
         made = table.table(self, margin=margin, bootstrap_ends=False)
         variable = variable_of(self.result, self.quantity)
         at = tuple(variable.indexes[dim].get_indexer(made[dim]) for dim in ("layer", "head"))
-        signs, up, same = (np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(3))
-        signs[at], up[at] = np.where(made.q_beyond < 0.05, np.sign(made.beyond), 0), made.difference > 0
+        signs, own, same = (np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(3))
+        for of, column in ((signs, "beyond"), (own, "difference")):
+            of[at] = np.where(made[f"q_{column}"] < 0.05, np.sign(made[column]), 0)
         if margin is not None:
             same[at] = made.q_same < 0.05
         n, unit = int(made.n.iloc[0]), made.attrs["unit"]
         of_same = None if margin is None else same > 0
-        return Verdict(change, null, signs < 0, signs > 0, up > 0, n, unit, margin, of_same)
+        return Verdict(change, null, signs < 0, signs > 0, own > 0, own < 0, n, unit, margin, of_same)
 
     def resolution(
         self, *, select: Literal["half"] | None = None, draws: int | None = None, q: float = 0.05

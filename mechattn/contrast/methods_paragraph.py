@@ -63,7 +63,8 @@ def _prompts(result: Result) -> str:
     each = "prompt" if units.of is None else "group"
     over = f"The run used {units.words} (hash {prompts['hash']}"
     template = f", template “{prompts['template']}”" if "template" in prompts else ""
-    return f"{over}{template}), and the unit of replication was the {each}."
+    alike = f" {prompts['alike']}." if "alike" in prompts else ""
+    return f"{over}{template}), and the unit of replication was the {each}.{alike}"
 
 
 def _conditions(result: Result) -> str:

@@ -290,6 +290,8 @@ def check_alike(asked: Contrast) -> None:
             "the two results are of different prompts, and a paired comparison needs the same ones: run both with the "
             f"same load_prompts (hashes {one.provenance['prompts']['hash']} and {other.provenance['prompts']['hash']})"
         )
+    elif one is other and asked.condition == asked.to:
+        raise OptionError(f"{asked.condition!r} is compared with itself: name another condition to compare it with")
     if not asked.matched or BASELINE in (asked.condition, asked.to):
         return
     counts = [

@@ -69,6 +69,14 @@ def with_names(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
     names = [analysis.name for analysis in made]
     if not made or len(set(names)) < len(names):
         raise OptionError(f"analyses={names}: give at least one, and each name once")
+    of: dict[str, str] = {}
+    for analysis in made:
+        for quantity in {name.removesuffix("_by_segment") for name in analysis.quantities}:
+            if of.setdefault(quantity, analysis.name) != analysis.name:
+                raise OptionError(
+                    f"{of[quantity]} and {analysis.name} both measure a quantity named {quantity!r}, so its name would "
+                    "not say which one is meant: rename it in one of them"
+                )
     return made
 
 
@@ -174,12 +182,20 @@ def made_sequences(
                     f"the condition {name!r} gives a {type(sequence).__name__} for prompt {prompt.id}: apply must "
                     f"return a Sequence, such as insert(tokenize(prompt, model), ids, at)"
                 )
+            if name == BASELINE or sequence.counterpart:
+                continue
             tokens, original = sequences[BASELINE].tokens, sequence.tokens[~sequence.inserted]
-            if name != BASELINE and not sequence.counterpart and not original.equal(tokens):
+            if not original.equal(tokens):
                 raise ConditionError(
                     f"the condition {name!r} changes the original tokens of prompt {prompt.id} ({len(tokens)} in the "
                     f"baseline, {len(original)} here): a condition may only insert tokens, except a Counterpart"
                 )
+            for part in ("origin", "segment"):
+                if not getattr(sequence, part)[~sequence.inserted].equal(getattr(sequences[BASELINE], part)):
+                    raise ConditionError(
+                        f"the condition {name!r} changes the {part} of original tokens of prompt {prompt.id}: they "
+                        "keep that of the baseline, as insert(tokenize(prompt, model), ids, at) keeps it"
+                    )
     return [with_changes(sequences, BASELINE) for sequences in made]
 
 

@@ -263,9 +263,9 @@ def drawn_section(
     """Turn a figure into a section, described by the text in the figure itself."""
     figure = draw(results, **options)
     of = [results] if isinstance(results, Result) else list(results)
-    heading, _, under = figure.layout.title.text.partition("<br>")
-    title = html.unescape(heading)
-    figure.update_layout(title_text=under.replace("<sup>", "").replace("</sup>", ""), title_font_size=13)
+    heading, _, under = figure.layout.title.text.partition("<br><sup>")
+    title = html.unescape(heading.replace("<br>", " "))
+    figure.update_layout(title_text=under.removesuffix("</sup>"), title_font_size=13)
     if draw is received_attention:
         how = "heads chosen by the data" if options.get("heads") is None else "heads chosen by hand"
         shown, layers = of[0].shown_condition(options.get("condition")), np.atleast_1d(options["layer"]).tolist()

@@ -43,10 +43,9 @@ class Patching:
     checked: pd.DataFrame | None = None
 
     @property
-    def whole(self) -> tuple[float, float, float]:
+    def whole(self) -> Interval:
         """The whole effect: its mean over prompts, with a 95 % interval."""
-        found = t_interval(self.units.means(self.effects.whole.values))
-        return float(found.estimate), float(found.low), float(found.high)
+        return t_interval(self.units.means(self.effects.whole.values))
 
     @property
     def labels(self) -> list[str]:

@@ -127,9 +127,15 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
 
 def warn_of_likeness(prompts: Sequence[Prompt]) -> None:
     """Warn if at least half of the prompts repeat another one, apart from numbers and names."""
+    if said := likeness(prompts):
+        warn(f"{said}. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group=…)")
+
+
+def likeness(prompts: Sequence[Prompt]) -> str:
+    """How at least half of the prompts repeat another one, apart from numbers and names; empty if they do not."""
     groups = {prompt.group for prompt in prompts if prompt.group is not None}
     if len(prompts) < _FEWEST or 0 < len(groups) < len(prompts):
-        return
+        return ""
     read = [prompt.question.strip() or " ".join(map(str, prompt.tokens)) for prompt in prompts]
     texts = Counter(read)
     nameless = [_NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip() for prompt in prompts]
@@ -142,10 +148,10 @@ def warn_of_likeness(prompts: Sequence[Prompt]) -> None:
         said = f"{len(prompts)} prompts follow {few}, apart from numbers and names ({_most(shapes)})"
         many = len(prompts) / len(shapes)
     else:
-        return
-    warn(
+        return ""
+    return (
         f"{said}: intervals and tests assume independent prompts, so intervals are up to {many**0.5:.1f} times too "
-        "narrow. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group=…)"
+        "narrow"
     )
 
 

@@ -167,7 +167,7 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     table = measured.table(to).dropna(subset=["right", "wrong"], how="all").reset_index(drop=True)
     if table.empty:
         raise OptionError(f"no condition has a {to} segment, or no answer was written")
-    titles = [f"attention to the {to} (%)", "right minus wrong, beyond uniform (points)"]
+    titles = [f"attention to the {to} (%)", "right minus wrong,<br>beyond uniform (points)"]
     figure = draw.panels(titles, shared_yaxes=True, column_widths=[0.6, 0.4])
     places = np.arange(len(table))
     for said, symbol, colour, away in (("right", "circle", THIRD, -0.12), ("wrong", "circle-open", WITH, 0.12)):

@@ -30,6 +30,7 @@ from mechattn.render.words import (
     says,
 )  # fmt: skip
 from mechattn.results.result import Result, units_of
+from mechattn.stats.intervals import FEWEST
 
 NAME = "received_attention"
 
@@ -77,7 +78,9 @@ def received_attention(
     listed, top = listed_or_chosen(heads, top)
     Selection("half" if top else None, top, by if top or by != "beyond" else None)  # refuses what compare refuses
     if top is not None:
-        chosen, shown = units_of(result, len(shown)).halves()
+        units = units_of(result, len(shown))
+        units.refuse_below(2 * FEWEST, " for two halves", instead="")
+        chosen, shown = units.halves()
         against = "distances from" if alone else "changes relative to"
         largest = "changes" if by == "difference" else f"{against} uniform attention"
         how = f"with the largest {largest} in the other half of the prompts"
@@ -120,7 +123,8 @@ def _listed(heads: Seq[int | str], layer: int | None, dataset: xr.Dataset) -> li
 
 def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], prompts: np.ndarray, one_based: bool) -> str:
     """The sentence on a layer; empty if there is no change to report."""
-    which = f"layer {layer + one_based} heads {', '.join(str(head + one_based) for head in heads)}"
+    listed = ", ".join(str(head + one_based) for head in heads)
+    which = f"layer {layer + one_based} {f'heads {listed} (mean)' if len(heads) > 1 else f'head {listed}'}"
     of = f"Attention received by the question's tokens in {which}"
     if condition == BASELINE:
         at = result[NAME].sel(condition=BASELINE, layer=layer, segment="question").isel(prompt=prompts)
@@ -258,7 +262,12 @@ def _by_position(panels: list[_Panel], rows: list[list[_Line]], shown: np.ndarra
 
 @declare(compares=True, report=[{}])
 def change_map(
-    result: Result, condition: str | None = None, quantity: str = "received", segment: str = "question"
+    result: Result,
+    condition: str | None = None,
+    quantity: str = "received",
+    segment: str = "question",
+    *,
+    to: str = BASELINE,
 ) -> go.Figure:
     """Map the change of a quantity relative to uniform attention by layer and head; dots mark q < 0.05.
 
@@ -271,9 +280,10 @@ def change_map(
         condition: The condition; the first that isn't the baseline by default.
         quantity: The quantity, as for ``result.compare``.
         segment: The segment that it is about.
+        to: The condition to compare with, such as a random sentence of as many tokens.
     """
     condition = result.condition(condition)
-    table = Contrast(result, condition, quantity=quantity, segment=segment).table()
+    table = Contrast(result, condition, to, quantity, segment).table()
     if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     known = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"
@@ -287,7 +297,8 @@ def change_map(
     unit, resampled = table.attrs["unit"], table.attrs.get("resampled")
     n = f"{table.n.iloc[0]}{'' if unit == 'prompts' else f' {unit}'}{f', tested by {resampled}' if resampled else ''}"
     note = (
-        f"{condition}; {int((q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
+        f"{condition}{f' relative to {to}' * (to != BASELINE)}; "
+        f"{int((q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
         f"{'against ' * bool(table.null.notna().any())}{table.attrs['null']}"
     )
     if table.attrs["smallest_q"] >= 0.05:

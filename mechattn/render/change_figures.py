@@ -139,7 +139,7 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
     note = f"mean over all layers and heads; {counts}"
     draw.title(figure, f"Change of {quantity_words('received', segment)}{one}", note, 200 + 64 * len(found), top=120)
     room = [(0.22 if end else 0.06) * (high - low) for end in (low, high)]  # for the words at the outermost points
-    what = f"change of attention received<br>by the {segment} (%)"
+    what = "change of attention<br>received (%)"
     figure.update_xaxes(nticks=8, title_text=what, range=[low - room[0], high + room[1]])
     labels = [word.replace(" (", "<br>(", 1) for word in words]
     figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(found) - 0.5, -0.8])

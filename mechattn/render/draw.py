@@ -32,7 +32,7 @@ DARK = {  # on a dark background
     "#7a5c00": "#c9a227", "#444": "#bbb", FADED: "rgba(22, 24, 28, 0.75)",
 }  # fmt: skip
 GREY = "#888"
-_SMALL_PRINT = 110  # letters of a line, which fit into the 700 pixels of a notebook
+_HEADING, _SMALL_PRINT = 72, 110  # letters of a line, which fit into the 700 pixels of a notebook
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 LAYOUT = dict(template="plotly_white", font=dict(family=FONT, size=13), hoverlabel=dict(font_family=FONT))
@@ -190,8 +190,8 @@ def head_map(
 
 def title(figure: go.Figure, heading: str, note: str, height: int, top: int | None = None) -> None:
     """The title with its small print; with ``top``, the legend has a row of its own under it, at any width."""
-    small = wrap(note, _SMALL_PRINT)
-    more = 17 * (len(small) - 1)
+    large, small = wrap(heading, _HEADING), wrap(note, _SMALL_PRINT)
+    more = 17 * (len(small) - 1) + 22 * (len(large) - 1)
     height += more
     layout: dict[str, Any] = LAYOUT | {"height": height, "margin": MARGIN | {"t": MARGIN["t"] + more}}
     if top is not None:
@@ -200,7 +200,7 @@ def title(figure: go.Figure, heading: str, note: str, height: int, top: int | No
         )
         layout |= {"title": dict(x=0.03, y=1 - 20 / height, yanchor="top"), "legend": row}
         layout |= {"margin": dict(l=80, r=20, t=top + more, b=60)}
-    figure.update_layout(**layout, title_text=f"{heading}<br><sup>{'<br>'.join(small)}</sup>")
+    figure.update_layout(**layout, title_text=f"{'<br>'.join(large)}<br><sup>{'<br>'.join(small)}</sup>")
 
 
 def by_layer_slider(figure: go.Figure, layers: Seq[int], words: Callable[[int], str], height: int) -> None:

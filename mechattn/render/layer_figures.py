@@ -129,8 +129,7 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
     figure.update_xaxes(title_text="layer", **draw.steps(len(layers)))
     figure.update_yaxes(rangemode="tozero")
     words = f"{condition}, {segment} queries, n = {count_words(result)}"
-    draw.title(figure, f"{model_caption(result)}: the affine reading", f"{words}; bars: 95 % intervals", 440)
-    figure.update_layout(margin_t=120)
+    draw.title(figure, f"{model_caption(result)}: the affine reading", f"{words}; bars: 95 % intervals", 470, top=150)
     return says(
         figure,
         f"Means over layers and heads with “{condition}”: λ = {mean_words(result, at.scale)}, "

@@ -13,7 +13,8 @@ from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import GREY, THIRD, WITH
 from mechattn.render.figure_declaration import figure as declare
-from mechattn.render.words import says
+from mechattn.render.words import number_words, says
+from mechattn.stats.intervals import Interval
 
 if TYPE_CHECKING:
     from mechattn.patching.circuit import Circuit
@@ -118,16 +119,15 @@ def patching_map(patching: Patching) -> go.Figure:
     q = f"q_{table.attrs['tested']}"
     columns = {"effect": "effect", "low": "effect_low", "high": "effect_high", "q": q}
     columns |= {"share": "share", "random": "random"}
-    about, (whole, low, high) = patching.about, patching.whole
+    about, whole = patching.about, number_words(patching.whole)
     figure = draw.head_map(table, columns, "effect", _effect_on(patching), hover, across)
     note = (
-        f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; whole effect "
-        f"{whole:+.3g} [{low:+.3g}, {high:+.3g}]"
+        f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; whole effect {whole}"
     )
     heading = f"{about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, draw.map_height(table), top=110)
     top = table.iloc[int(np.nanargmax(table.effect.abs()))]
-    found = f"{top.effect:+.3g} [{top.effect_low:+.3g}, {top.effect_high:+.3g}]"
+    found = number_words(Interval(*np.array([top.effect, top.effect_low, top.effect_high])))
     found += f", {top.share:.0%} of the whole effect" * known
     return says(
         figure,
@@ -141,8 +141,8 @@ def patching_map(patching: Patching) -> go.Figure:
 def patching_effects(patching: Patching, top: int | None = 12, select: Literal["half"] | None = None) -> go.Figure:
     """Plot patching effects as points with 95 % intervals beside both controls, the largest first.
 
-    Filled points differ from 0 and from a random direction of the same norm (both q < 0.05). The controls stand a
-    little lower. Those that are far off are at the edge, with their number.
+    Filled points differ from 0 and from a random direction of the same norm (both q < 0.05, and an interval without 0).
+    The controls stand a little lower. Those that are far off are at the edge, with their number.
 
     Args:
         patching: The result of ``patch``.
@@ -155,12 +155,16 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
     table = patching.table(top, select).iloc[::-1]
     where = [_cell_words(cell) for cell in table[patching.labels].to_dict("records")]
     q, figure, rows = table[["q_effect", "q_beyond_random"]].max(axis=1), draw.panels(), np.arange(len(table))
-    names = "differs from 0 and from random (q < 0.05)", "does not"  # q_effect is NaN where no effect is below 0
-    for name, some, fill in zip(names, (q < 0.05, ~(q < 0.05)), (WITH, "white"), strict=True):
+    sure = (q < 0.05) & (table.effect_low * table.effect_high > 0)
+    names = (
+        "differs from 0 and from random (q < 0.05)",
+        "does not differ from both",
+    )  # q_effect is NaN where no effect is below 0
+    for name, some, fill in zip(names, (sure, ~sure), (WITH, "white"), strict=True):
         ends = table.loc[some, ["effect", "effect_low", "effect_high"]].values.T
         marker = dict(color=fill, line=dict(color=WITH, width=1.6), size=8)
         more = dict(customdata=q[some], hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}")
-        draw.points(figure, rows[some], ends, f"effect, 95 % interval, {name}", WITH, None, True, marker=marker, **more)
+        draw.points(figure, rows[some], ends, f"effect: {name}", WITH, None, True, marker=marker, **more)
     shown = [0.0, *table.effect_low, *table.effect_high, *table.random]
     far_off, lower = 0.5 * (max(shown) - min(shown)), rows - 0.36
     inner = min(shown) - far_off, max(shown) + far_off
@@ -181,15 +185,16 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
             hovertemplate="%{y}: %{customdata:+.3g}",
         )  # fmt: skip
     draw.rule(figure, x=0)
-    about, (whole, low, high) = patching.about, patching.whole
+    about, whole = patching.about, number_words(patching.whole)
     note = f"{about['direction']}, {about['method']}; n = {patching.units.words}; q over {table.attrs['family']}; "
-    note += f"whole effect {whole:+.3g} [{low:+.3g}, {high:+.3g}]"
+    note += f"bars: 95 % intervals; whole effect {whole}"
     draw.title(figure, f"{about['model']}: patching effects", note, 190 + 30 * len(table), top=120)
     room = 0.05 * (max(shown) - min(shown))
     figure.update_xaxes(title_text=_effect_on(patching), range=[min(shown) - room, max(shown) + room])
     figure.update_yaxes(tickvals=rows, ticktext=where, zeroline=False, range=[-0.8, len(table) - 0.4])
-    sure = f"{int((q < 0.05).sum())} of {len(table)} rows differ from 0 and from a random direction (q < 0.05)"
-    return says(figure, f"{sure}; whole effect {whole:+.3g} [{low:+.3g}, {high:+.3g}].")
+    found = f"{int(sure.sum())} of {len(table)} rows differ from 0 and from a random direction (q < 0.05)"
+    skewed = table.attrs["skewed"]
+    return says(figure, f"{found}; whole effect {whole}{f'; {skewed}' * bool(skewed)}.")
 
 
 def _cell_words(cell: dict[str, Any]) -> str:

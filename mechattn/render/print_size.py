@@ -70,14 +70,14 @@ def caption(figure: go.Figure) -> str:
     Args:
         figure: A figure of ``mechattn.render``, before :func:`for_paper`.
     """
-    parts = ["; ".join(filter(None, _title(figure))), said(figure)]
-    return " ".join(" ".join(_plain(part).split()).removesuffix(".") + "." for part in parts if part)
+    parts = [_plain("; ".join(filter(None, _title(figure)))), said(figure)]
+    return " ".join(" ".join(part.split()).removesuffix(".") + "." for part in parts if part)
 
 
 def _title(figure: go.Figure) -> tuple[str, str]:
     """The title, and its small print."""
     heading, _, note = str(figure.layout.title.text or "").partition("<br><sup>")
-    return heading, note.removesuffix("</sup>").replace("<br>", " ")
+    return heading.replace("<br>", " "), note.removesuffix("</sup>").replace("<br>", " ")
 
 
 def _plain(text: str) -> str:

@@ -153,6 +153,9 @@ def stated(
         beside = f" and by {percent_words(its.change)} with “{name}” (“{condition}” relative to “{name}”: "
         beside += f"{percent_words(apart)})"
         null = " and ".join(dict.fromkeys((null, percent(its.null.estimate))))
+    heads = heads_words(verdict)
+    if other is not None:  # after the other condition
+        heads = f"With “{condition}”, {heads[0].lower()}{heads[1:]}"
     same = ""
     if verdict.same is not None:
         within = f"± {100 * (verdict.margin or 0):g}\u00a0%"
@@ -160,18 +163,21 @@ def stated(
     return (
         f"Attention received by the {segment} changes by {percent_words(verdict.change)} with “{condition}”{beside}; "
         f"under uniform attention it would change by {null} (changes of the mean over {sizes['layer']} layers × "
-        f"{sizes['head']} heads, {count_words(result)}). {heads_words(verdict)}{same}."
+        f"{sizes['head']} heads, {count_words(result)}). {heads}{same}."
+        + (f" {alike}." if (alike := result.provenance["prompts"].get("alike")) else "")
     )
 
 
 def heads_words(verdict: Verdict) -> str:
     """How many heads differ from uniform attention, and in which direction their own attention changes."""
     null, size = round(float(verdict.null.estimate), 3), verdict.above.size
-    kinds = {  # of heads above and below what uniform attention would do, and that fall or rise themselves
-        "lose less": verdict.above & ~verdict.rises,
-        "gain more" if null > 0 else "gain": verdict.above & verdict.rises,
-        "lose more" if null < 0 else "lose": verdict.beyond & ~verdict.rises,
-        "gain less": verdict.beyond & verdict.rises,
+    up = verdict.rises | (~verdict.falls & (null > 0))  # what does neither for sure is said to go the null's way
+    down = verdict.falls | (~verdict.rises & (null < 0))
+    kinds = {  # of heads above and below what uniform attention would do
+        "lose less": verdict.above & ~up,
+        "gain more" if null > 0 else "gain": verdict.above & up,
+        "lose more" if null < 0 else "lose": verdict.beyond & down,
+        "gain less": verdict.beyond & ~down,
     }
     counts = {words: int(mask.sum()) for words, mask in kinds.items() if mask.any()}
     if not counts and not verdict.findable:

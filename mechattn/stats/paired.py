@@ -124,7 +124,7 @@ class PairedStream:
     (stats/bootstrap.py). Means, t intervals, effect sizes and detectable differences use single units. With more than
     2,000 units, the bootstrap and the sign flips use the means of random bags of units (stats/units.py), in float32.
     Most of the time goes into the ends of bootstrap intervals; without ``bootstrap_ends`` these and ``p_family`` are
-    NaN, and so is the test of the difference where something else is tested.
+    NaN.
     """
 
     def __init__(self, n: int, level: float, resamples: int, seed: int, bootstrap_ends: bool = True) -> None:
@@ -170,15 +170,12 @@ class PairedStream:
         unknown, none, p_difference = made.pop("unknown"), made.pop("none"), p
         if np.array_equal(d, tested):
             made |= {name: beyond[f"beyond_{name}"] for name in _ENDS}
-        elif self.bootstrap_ends:
+        else:
             ends, of_difference = self._ends("", d, made, draws)
             made |= ends
             if not np.isnan(unknown).all():
                 p_difference = np.where(none, 1.0, self._p(d, made["mean"], of_difference, draws)[0])
                 p_difference = np.where(np.isnan(unknown), p, p_difference)
-        else:
-            made |= dict.fromkeys(_ENDS, np.full(p.shape, np.nan))
-            p_difference = np.full(p.shape, np.nan)
         made |= {name: end + unknown for name, end in beyond.items()}
         for name in ("mean", "deviation", "beyond_mean", "beyond_deviation"):
             made.pop(name)

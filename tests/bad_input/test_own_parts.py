@@ -29,6 +29,11 @@ class Own:
         return self.made(prompt, model)
 
 
+def shuffled(prompt, model, part):
+    sequence = tokenize(prompt, model)
+    return dataclasses.replace(sequence, **{part: getattr(sequence, part).flip(0)})
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
@@ -38,6 +43,8 @@ class Own:
             lambda p, m: tokenize(ma.Prompt(p.question.upper()), m),
             r"'own' changes the original tokens of prompt 0 \(\d+ in the baseline, \d+ here\)",
         ),
+        (lambda p, m: shuffled(p, m, "origin"), "'own' changes the origin of original tokens of prompt 0"),
+        (lambda p, m: shuffled(p, m, "segment"), "'own' changes the segment of original tokens of prompt 0"),
         (lambda p, m: insert(tokenize(p, m), [5], 999), r"at=999: give a position from 0 to \d+"),
         (lambda p, m: insert(tokenize(p, m), [5], -1), r"at=-1: give a position"),
         (lambda p, m: insert(tokenize(p, m), "hello", 1), r"filler='hello': give token ids"),

@@ -314,10 +314,11 @@ class LastAgain(Last):
     name = "last_again"
 
 
-def test_an_unknown_quantity_lists_each_that_is_there_once(toy, prompts):
-    analyses = [Last(), LastAgain(), ma.ReceivedAttention()]
-    there = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 5)}, analyses)
-    assert all("share" in there[name] for name in ("last", "last_again")), "two analyses have it"
+def test_a_quantity_of_two_analyses_is_refused_and_an_unknown_one_lists_what_is_there(toy, prompts):
+    slash = {"slash": ma.MeaninglessTokens("/", 5)}
+    with pytest.raises(OptionError, match="last and last_again both measure a quantity named 'share'"):
+        ma.run(toy, prompts[:3], slash, [Last(), LastAgain(), ma.ReceivedAttention()])
+    there = ma.run(toy, prompts[:3], slash, [Last(), ma.ReceivedAttention()])
     with pytest.raises(OptionError, match=r"has 'shares' for each prompt; there are mass, received, share: name one"):
         there.compare("slash", quantity="shares")
 
@@ -328,6 +329,11 @@ def test_a_verdict_says_if_no_head_could_be_found(toy, prompts, n, enough):
     verdict = ma.run(toy, prompts[:n], {"slash": ma.MeaninglessTokens("/", 20)}).verdict("slash")
     assert verdict.findable == enough
     assert repr(verdict).endswith(f", {n} prompts)" if enough else f", {n} prompts, too few to mark any)")
+
+
+def test_nothing_is_compared_with_itself(result):
+    with pytest.raises(OptionError, match="'slash' is compared with itself"):
+        result.compare("slash", to="slash")
 
 
 def test_a_baseline_inserts_nothing_whatever_is_asked(result):

@@ -580,8 +580,11 @@ def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
     table = made.table(top=5).iloc[::-1]
     figure = ma.render.patching_effects(made, top=5)
     sure, unsure, random, other = figure.data
-    both = (table.q_effect < 0.05) & (table.q_beyond_random < 0.05)
-    for effect, some, name in ((sure, both, "differs from 0 and from random (q < 0.05)"), (unsure, ~both, "does not")):
+    both = (table.q_effect < 0.05) & (table.q_beyond_random < 0.05) & (table.effect_low * table.effect_high > 0)
+    for effect, some, name in (
+        (sure, both, "differs from 0 and from random (q < 0.05)"),
+        (unsure, ~both, "does not differ from both"),
+    ):
         np.testing.assert_allclose(effect.x, table.effect[some])
         np.testing.assert_allclose(effect.x - effect.error_x.arrayminus, table.effect_low[some])
         np.testing.assert_array_equal(effect.y, np.flatnonzero(some))

@@ -162,6 +162,14 @@ def test_changes_from_a_control(result):
         )
 
 
+def test_a_map_of_changes_from_a_control(result):
+    figure = ma.render.change_map(result, "slash", to="sentence")
+    table = result.compare("slash", to="sentence")
+    heat = next(trace for trace in figure.data if trace.type == "heatmap" and trace.name != "faded")
+    np.testing.assert_allclose(np.asarray(heat.z, dtype=float).reshape(-1), table.beyond)
+    assert "slash relative to sentence; " in figure.layout.title.text
+
+
 def test_scale_and_rank(result):
     shown = lines(ma.render.scale_by_layer(result, "slash"))
     dataset = result["affine_shift"].sel(condition="slash", segment="question")
@@ -188,7 +196,7 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
     assert list(figure.layout.yaxis.ticktext) == [
         f"toy:llama<br>(toy, 1.0 M parameters), {n} tokens inserted" for n in ("slash, 55", "dots, 5")
     ]
-    assert figure.layout.xaxis.title.text == "change of attention received<br>by the question (%)"
+    assert figure.layout.xaxis.title.text == "change of attention<br>received (%)"
     beside = {(a.y, a.text): a for a in figure.layout.annotations}
     assert len(beside) == 4, "two numbers a row"
     span = max(0, *(a.x for a in beside.values())) - min(a.x for a in beside.values())

@@ -11,7 +11,7 @@ def test_the_rows_are_what_is_drawn(slash_result):
     measured, change = table.loc["measured, with 95 % interval"], 100 * np.array(slash_result.verdict().change)
     np.testing.assert_allclose(measured[["x", "low", "high"]].astype(float), [change, change])
     assert measured.y.str.endswith(("1", "2")).all(), "rows by their words"
-    assert set(measured.x_is) == {"change of attention to the question (%)"}
+    assert set(measured.x_is) == {"change of attention received (%)"}
     assert set(table.index[2:]) == {"if every head attended uniformly"}
 
 

@@ -52,6 +52,9 @@ def test_the_caption_has_title_small_print_and_sentence(slash_result):
     assert said.startswith("toy:llama (toy, 1.0 M parameters): received attention; mean over 12 prompts, pointwise")
     assert "heads chosen by hand; each panel has its own vertical scale. Attention received by the question" in said
     assert "<" not in said
+    named = ma.run("toy:llama", ma.load_prompts("word-problems", limit=3), {"<think>": ma.MeaninglessTokens("/", 4)})
+    assert "<think>: " in ma.render.caption(ma.render.changes(named))
+    assert "received attention; mean over 3" in ma.render.caption(ma.render.received_attention(named, 0, [1]))
     assert "vertical scale" not in ma.render.caption(ma.render.received_attention(slash_result, 0, [1]))
 
 

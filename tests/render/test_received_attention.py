@@ -131,6 +131,9 @@ def test_choosing_needs_the_prompts(toy, prompts):
         ma.render.received_attention(result, layer=0, top=3)
     with pytest.raises(OptionError, match="layer 9 was not measured"):
         ma.render.received_attention(result, layer=9)
+    five = ma.run("toy:llama", ma.load_prompts("word-problems", limit=5), positions="prompts")
+    with pytest.raises(OptionError, match="there are 5 prompts; give at least 6 for two halves"):
+        ma.render.received_attention(five, layer=0, top=1)
     ma.render.received_attention(result, layer=0, heads=[3])
 
 

@@ -74,11 +74,11 @@ def test_the_sentence_of_received_attention_is_of_the_heads_and_prompts_that_are
     np.testing.assert_allclose(half[:3], expected, atol=0.051)
 
 
-def a_verdict(null, below=0, above=0, rises=0, size=32):
-    """Of ``size`` heads the first are below, the last above; the last few rise."""
+def a_verdict(null, below=0, above=0, rises=0, size=32, sure=True):
+    """Of ``size`` heads the first are below, the last above; the last few rise, and the others fall where it is sure."""
     at, of = np.arange(size).reshape(4, -1), Interval(*map(np.float64, (-0.3, -0.4, -0.2)))
     uniform = Interval(*map(np.float64, (null, null, null)))
-    return Verdict(of, uniform, at < below, at >= size - above, at >= size - rises, 9)
+    return Verdict(of, uniform, at < below, at >= size - above, at >= size - rises, sure & (at < size - rises), 9)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,8 @@ def a_verdict(null, below=0, above=0, rises=0, size=32):
             a_verdict(0.0, below=1, above=6, rises=6),
             "6 of 32 heads gain, where uniform attention would change nothing, 1 loses",
         ),
+        (a_verdict(-0.5, above=12, sure=False), "12 of 32 heads lose less than uniform attention would"),
+        (a_verdict(0.2, below=4, sure=False), "4 of 32 heads gain less than uniform attention would"),
         (a_verdict(-0.5), "No head differs from uniform attention"),
     ],
 )
@@ -117,10 +119,11 @@ def test_too_few_prompts_for_any_head_are_said(toy, prompts):
 def test_where_attention_rises_no_head_is_said_to_fall(result):
     """Masked tokens take nothing, so attention to the question can rise: by the table's own signs."""
     table, verdict = result.compare("masked"), result.verdict("masked")
-    np.testing.assert_array_equal(verdict.rises.reshape(-1), table.difference > 0)
+    np.testing.assert_array_equal(verdict.rises.reshape(-1), (table.difference > 0) & (table.q_difference < 0.05))
+    np.testing.assert_array_equal(verdict.falls.reshape(-1), (table.difference < 0) & (table.q_difference < 0.05))
     sure = (table.q_beyond < 0.05) & (table.beyond > 0)
-    gain = int((sure & (table.difference > 0)).sum())
-    less = int((sure & (table.difference < 0)).sum())
+    falls = (table.difference < 0) & (table.q_difference < 0.05)
+    gain, less = int((sure & ~falls).sum()), int((sure & falls).sum())
     words = ma.render.verdict_words(result, "masked")
     assert gain > 0
     assert re.search(rf"\b{gain}( of 32 heads)? gains?\b", words), words
@@ -150,6 +153,15 @@ def test_the_verdict_names_its_matched_control(result):
     assert result.verdict("slash", to="sentence").change.estimate == pytest.approx(apart, rel=1e-4)
     assert "it would change by −" in words
     assert " and −" not in words, "both have one null, as they are equally long"
+
+
+def test_alike_prompts_are_said_with_the_verdict_and_in_the_methods(toy, prompts):
+    slash = {"slash": ma.MeaninglessTokens("/", 5)}
+    alike = ma.run(toy, [f"Anna has {i} apples and buys {i + 3} more. How many?" for i in range(8)], slash)
+    said = "8 prompts follow one template, apart from numbers and names"
+    assert said in ma.render.verdict_words(alike)
+    assert f"was the prompt. {said}" in alike.methods()
+    assert "template, apart" not in ma.run(toy, prompts[:8], slash).methods()
 
 
 def test_a_condition_beside_one_elsewhere_has_another_null_and_another_length_is_refused(toy, prompts):
