@@ -68,7 +68,7 @@ def changes(
             if over:
                 draw.dotted(figure, x, y, null_name, colour, mode=mode)
             else:
-                marker = dict(symbol="line-ew", size=26, line=dict(width=2, color=WITHOUT))
+                marker = dict(symbol="line-ew", size=18, line=dict(width=2, color=WITHOUT))
                 figure.add_scatter(x=x, y=y, mode=mode, name=null_name, marker=marker)
         shown = list(zip(named.values(), found, strict=True))[-1 if over else 0 :]  # of a sweep the last
         said.append("; ".join(f"{name}: {beside_null(*change)}" for name, change in shown) + ".")

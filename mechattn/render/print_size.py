@@ -113,17 +113,27 @@ def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) ->
         for axis, long in ((x, _across(x, width, stacked)), (y, high)):
             axis.title.text = "<br>".join(_lines(axis.title.text or "", long))
     titled = _LINE * len(heading) + 10 * bool(heading)
-    top = _ROW * rows + titled + 0.6 * _SIZE
-    height = top + above + tall + 38
+    top, below = _ROW * rows + titled + 0.6 * _SIZE, 38 + _names_below(made, width)
+    height = top + above + tall + below
     legend = dict(
         orientation="h", x=1, xanchor="right", y=1 - titled / height, yref="container", yanchor="top",
         xref="paper", font_size=_SIZE, tracegroupgap=0,
     )  # fmt: skip
     made.update_layout(
         template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=_SIZE),
-        margin=dict(l=50, r=10, t=top + above, b=38), legend=legend,
+        margin=dict(l=50, r=10, t=top + above, b=below), legend=legend,
         title=dict(text="<br>".join(heading), x=0.01, y=1 - 14 / height, yanchor="top", font_size=_TITLE * _SIZE),
     )  # fmt: skip
+
+
+def _names_below(made: go.Figure, width: float) -> float:
+    """Turn the names below a figure of one panel if they do not fit beside each other; the height that this needs."""
+    names = {name for trace in made.data for name in (() if trace.x is None else trace.x) if isinstance(name, str)}
+    longest = _LETTER * 0.9 * _SIZE * max(map(len, names), default=0)
+    if not names or longest < (width - 70) / len(names):
+        return 0
+    made.update_xaxes(tickangle=-45)
+    return 0.7 * longest - 8
 
 
 def _across(axis: Any, width: float, stacked: bool) -> float:

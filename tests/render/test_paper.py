@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from threading import Event
 
+import plotly.graph_objects as go
 import pytest
 
 import mechattn as ma
@@ -69,6 +70,17 @@ def test_panels_are_below_each_other_in_one_column(figure):
     assert [note.text for note in titles] == [f"Layer 0 head {head}" for head in (1, 2, 3)]
     assert [note.y for note in titles] == pytest.approx([ends[at][1] for at in (0, 2, 4)])
     assert [list(t.y) for t in made.data] == [list(t.y) for t in figure.data]
+
+
+def test_names_that_do_not_fit_beside_each_other_are_turned():
+    def drawn(names):
+        made = ma.render.for_paper(go.Figure(go.Scatter(x=names, y=[1.0] * len(names))), "single")
+        return made.layout.xaxis.tickangle, made.layout.margin.b
+
+    beside, turned = drawn(["slash", "dots"]), drawn(["slash", "random tokens", "random sentence", "question marks"])
+    assert beside == (None, 38)
+    assert turned[0] == -45
+    assert turned[1] > 38 + 40
 
 
 def test_what_cannot_be_a_column(figure, slash_result):
