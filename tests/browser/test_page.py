@@ -169,7 +169,7 @@ def test_a_page_is_small_beside_its_scripts(toy, prompts, tmp_path):
     assert [text.count(script) for script in scripts] == [1, 1]
     assert sum(map(len, scripts)) < 3e6
     assert len(text.encode()) - sum(map(len, scripts)) < 3e6
-    assert "with “sentence” (relative to which it is" in text
+    assert "(“slash” relative to “sentence”: " in text
 
 
 def test_a_view_in_the_frame_of_a_notebook(opened, toy, tmp_path):
