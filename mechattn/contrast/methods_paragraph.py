@@ -106,7 +106,9 @@ def _compared(table: pd.DataFrame) -> str:
     patterns = "all patterns of signs" if tried is None else f"{tried:,} random patterns of signs"
     bags = f" of {about['resampled']}, which are also what the bootstrap resamples" if "resampled" in about else ""
     units = int(table.n.iloc[0]) if len(table) else 0
-    skewed = " and bootstrap-t tests (the larger p)" if units >= FEWEST_FOR_ALL else ""
+    skewed = ""
+    if units >= FEWEST_FOR_ALL:
+        skewed = ", bootstrap-t tests, and step-down bootstrap-t tests with p divided by their number (the largest p)"
     random = ""
     if "null_random" in about:
         random = (

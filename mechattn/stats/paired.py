@@ -139,6 +139,7 @@ class PairedStream:
         tested = without_rounding(d - (np.zeros(d.shape) if expected is None else expected), rounding)
         unknown = np.full(d.shape[1], np.nan if expected is None else 0.0)
         null = np.zeros(d.shape[1]) if expected is None else expected.mean(0)
+        null = np.where(abs(null) <= rounding, 0.0, null)
         ends = _intervals(d, self.level)
         beyond = ends if np.array_equal(d, tested) else _intervals(tested, self.level)
         mean, deviation = beyond["mean"], beyond["deviation"]
