@@ -222,7 +222,7 @@ def test_show_and_report(slash_result, tmp_path, here):
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "a" / "page.html").read_text()
     assert page.count('<script type="application/json">') == 3
-    assert "layer 0 heads 1, 2 with “slash”" in page
+    assert "layer 0 heads 1, 2 (mean) with “slash”" in page
 
 
 def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path, here):
