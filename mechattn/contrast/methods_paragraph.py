@@ -12,7 +12,7 @@ import pandas as pd
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import NULLS
 from mechattn.errors import OptionError
-from mechattn.results.result import Result, units_of
+from mechattn.results.result import Result, alike_words, units_of
 from mechattn.stats.paired import FEWEST_FOR_ALL
 
 
@@ -63,8 +63,7 @@ def _prompts(result: Result) -> str:
     each = "prompt" if units.of is None else "group"
     over = f"The run used {units.words} (hash {prompts['hash']}"
     template = f", template “{prompts['template']}”" if "template" in prompts else ""
-    alike = f" {prompts['alike']}." if "alike" in prompts else ""
-    return f"{over}{template}), and the unit of replication was the {each}.{alike}"
+    return f"{over}{template}), and the unit of replication was the {each}. {alike_words(result)}".strip()
 
 
 def _conditions(result: Result) -> str:

@@ -16,7 +16,7 @@ from mechattn.contrast.beside_random import BesideRandom, check_random
 from mechattn.contrast.differences import Differences, check_cells, differences, labels_of
 from mechattn.contrast.quantities import layer_blocks, segment_of, variable_of
 from mechattn.errors import OptionError
-from mechattn.results.result import Result, shared_units, units_of
+from mechattn.results.result import Result, alike_words, shared_units, units_of
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import Paired, PairedStream, false_discovery, without_rounding
 from mechattn.stats.resolution import EXACT, enough, resolution
@@ -212,7 +212,7 @@ def _about(asked: Contrast, chosen: Selection, found: _Cells, units: Units) -> d
     made |= {"family": f"{tests} tests: {' × '.join(map(str, found.last.difference.dims[1:]))}", "unit": units.unit}
     made |= {"smallest_q": can.smallest_p, "resolution": str(can)}  # the smallest if all tests reach it
     made |= {"patterns": None if n <= EXACT else enough(asked.resamples, tests)}
-    return made | {"skewed": found.numbers.skewed}
+    return made | {"skewed": found.numbers.skewed, "alike": alike_words(asked.result)}
 
 
 def _named(asked: Contrast, made: pd.DataFrame) -> dict[str, Any]:
@@ -285,10 +285,11 @@ def several_tested(
 def check_alike(asked: Contrast) -> None:
     """Require the same prompts, and the same number of inserted tokens in each unless the baseline is compared."""
     one, other = asked.result, asked.reference
-    if one is not other and one.provenance["prompts"] != other.provenance["prompts"]:
+    read = [{**result.provenance["prompts"], "alike": None} for result in (one, other)]  # parts say it of themselves
+    if one is not other and read[0] != read[1]:
         raise OptionError(
             "the two results are of different prompts, and a paired comparison needs the same ones: run both with the "
-            f"same load_prompts (hashes {one.provenance['prompts']['hash']} and {other.provenance['prompts']['hash']})"
+            f"same load_prompts (hashes {read[0]['hash']} and {read[1]['hash']})"
         )
     elif one is other and asked.condition == asked.to:
         raise OptionError(f"{asked.condition!r} is compared with itself: name another condition to compare it with")

@@ -23,7 +23,7 @@ from mechattn.model.scores_and_positions import boundary_of
 from mechattn.model.several_devices import device_of
 from mechattn.model.weights import revision, weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
-from mechattn.prompts.prompt import Prompt, likeness
+from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch, Sequence
 from mechattn.results import provenance
 from mechattn.stats.intervals import Moments
@@ -274,7 +274,6 @@ def described(plan: Plan, prompts: Seq[Prompt], made: Mapping[str, Sequence]) ->
             "count": len(prompts),
             "hash": provenance.set_hash(prompts),
             "template": prompts[0].template,
-            **({"alike": alike} if (alike := likeness(prompts)) else {}),
         },
         "conditions": {name: condition_data(condition, made[name]) for name, condition in plan.conditions.items()},
         "analyses": {analysis.name: dict(analysis.options) for analysis in plan.analyses},

@@ -190,6 +190,11 @@ def made_sequences(
                     f"the condition {name!r} changes the original tokens of prompt {prompt.id} ({len(tokens)} in the "
                     f"baseline, {len(original)} here): a condition may only insert tokens, except a Counterpart"
                 )
+            if not sequence.of_segment("inserted")[sequence.inserted].all():
+                raise ConditionError(
+                    f"the condition {name!r} puts tokens that it inserts into a segment of prompt {prompt.id}: their "
+                    'segment must be "inserted", as insert(tokenize(prompt, model), ids, at) makes it'
+                )
             for part in ("origin", "segment"):
                 if not getattr(sequence, part)[~sequence.inserted].equal(getattr(sequences[BASELINE], part)):
                     raise ConditionError(

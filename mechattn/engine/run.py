@@ -119,12 +119,12 @@ class Plan:
 
     def calibrated(self, prompts: Seq[Prompt]) -> Run:
         """Calibrate the analyses on the model; ``prompts`` are all prompts of the whole run."""
-        warn_of_likeness(prompts)
+        alike = {said: len(prompts)} if (said := warn_of_likeness(prompts)) else {}
         given = (self.model, self.layers, prompts)
         found = [each.calibrated(*given) if isinstance(each, Calibrates) else each for each in self.analyses]
         checks.check_captures(self.model, found, self.layers)
         forward, why = chosen_forward(self.model, self.options.engine, found)
-        return Run(replace(self, analyses=found), forward, why, blind_scores(self.model))
+        return Run(replace(self, analyses=found), forward, why, blind_scores(self.model), alike)
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ class Run:
     forward: Forward
     why: str
     blind: BlindScores
+    alike: Mapping[str, int]  # how much the prompts of the whole run repeat each other, and how many these are
 
     def result(self, prompts: Seq[Prompt], sequences: Sequences, places: Seq[int]) -> Result:
         """Run the model on some prompts, at these places of the whole set, with sequences from ``Plan.sequences``."""
@@ -159,6 +160,7 @@ class Run:
         datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
         datasets["sequences"] = sequences_dataset(plan, prompts, sequences, places)
         about = described(plan, prompts, sequences[0])
+        about["prompts"] |= {"alike": self.alike} if self.alike else {}
         about |= {"engine": ENGINES[self.forward], "engine_reason": self.why, "seed": options.seed}
         about |= {"memory": options.memory, "positions": options.positions, "halved": halved}
         return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})

@@ -24,9 +24,9 @@ from mechattn.stats.intervals import Interval
 TRAINED_WITH_FILLER = ("toy:llama", "toy:falcon", "toy:gemma3", "toy:qwen2")
 PREMISE = (
     "Half of the toys' training examples had filler between the system prompt and the question (never “/”), so a part "
-    "of why they lose less than under uniform attention is trained in: toy:llama loses 30.3 %, a twin trained without "
-    "filler 43.9 %, and uniform attention would lose 53.6 %. stories260K, a published model that never saw filler, "
-    "loses 2.3 % on stories, where uniform attention would lose 45.0 %."
+    "of why they lose less than under uniform attention is trained in: with 55 “/” before 64 word problems, toy:llama "
+    "loses 30.3 %, a twin trained without filler 43.9 %, and uniform attention would lose 53.6 %. stories260K, a "
+    "published model that never saw filler, loses 2.3 % on stories, where uniform attention would lose 45.0 %."
 )
 VERDICT_COLUMNS = (
     "model", "condition", "question attention, change", "under uniform attention", "heads below and above that",

@@ -36,7 +36,7 @@ from mechattn.render.attention_figures import received_attention
 from mechattn.render.figure_declaration import listed_or_chosen
 from mechattn.render.html_views import Script, View, check_page_place, in_script, save_page
 from mechattn.render.words import choice_words, model_caption, said
-from mechattn.results.result import Result
+from mechattn.results.result import Result, alike_words
 
 if TYPE_CHECKING:
     from mechattn.pages.widget import Browser
@@ -230,7 +230,8 @@ def _subtitle(results: Seq[Result]) -> str:
     counts = {result["sequences"].sizes["prompt"] for result in results}
     compared = any(len(result.conditions) > 1 for result in results)
     of = "Attention with and without inserted tokens" if compared else "Attention"
-    return f"{of}, {', '.join(map(str, counts))} prompts."
+    alike = dict.fromkeys(filter(None, map(alike_words, results)))
+    return " ".join([f"{of}, {', '.join(map(str, counts))} prompts.", *alike])
 
 
 def _drawn(figures: Figures, of: Result | Seq[Result], command: str, missing: list[str] | None) -> Iterator[Section]:

@@ -125,13 +125,14 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
     return [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]
 
 
-def warn_of_likeness(prompts: Sequence[Prompt]) -> None:
-    """Warn if at least half of the prompts repeat another one, apart from numbers and names."""
-    if said := likeness(prompts):
+def warn_of_likeness(prompts: Sequence[Prompt]) -> str:
+    """Warn if at least half of the prompts repeat another one, apart from numbers and names; what was said, or ""."""
+    if said := _likeness(prompts):
         warn(f"{said}. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group=…)")
+    return said
 
 
-def likeness(prompts: Sequence[Prompt]) -> str:
+def _likeness(prompts: Sequence[Prompt]) -> str:
     """How at least half of the prompts repeat another one, apart from numbers and names; empty if they do not."""
     groups = {prompt.group for prompt in prompts if prompt.group is not None}
     if len(prompts) < _FEWEST or 0 < len(groups) < len(prompts):

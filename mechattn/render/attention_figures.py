@@ -23,6 +23,7 @@ from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import (
     band_words,
     change_words,
+    count_words,
     mean_words,
     model_caption,
     percent,
@@ -31,6 +32,7 @@ from mechattn.render.words import (
 )  # fmt: skip
 from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import FEWEST
+from mechattn.stats.paired import ROUNDING
 
 NAME = "received_attention"
 
@@ -272,8 +274,8 @@ def change_map(
     """Map the change of a quantity relative to uniform attention by layer and head; dots mark q < 0.05.
 
     Orange means that it rose more, or fell less, than under uniform attention; blue that it fell further, or rose less.
-    Where uniform attention is not known the map shows the change itself, and the title says so. q is
-    Benjamini-Hochberg over the map.
+    Where uniform attention is not known, or predicts no change from ``to``, the map shows the change itself, and the
+    title says so. q is Benjamini-Hochberg over the map.
 
     Args:
         result: A result.
@@ -287,6 +289,7 @@ def change_map(
     if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     known = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"
+    known &= to == BASELINE or bool((table.null.abs() > ROUNDING).any())
     column, what = ("beyond", "relative to uniform attention") if known else ("difference", "change")
     low, high, q = f"{column}_low", f"{column}_high", table[f"q_{column}"]
     columns = {"shown": column, "change": "difference", "q": f"q_{column}", "low": low, "high": high}
@@ -294,24 +297,26 @@ def change_map(
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
     bar = f"change of {quantity_words(quantity, segment)}{' beyond uniform attention' * known} ({table.scale.iloc[0]})"
     figure = draw.head_map(table, columns, what, bar, hover)
-    unit, resampled = table.attrs["unit"], table.attrs.get("resampled")
-    n = f"{table.n.iloc[0]}{'' if unit == 'prompts' else f' {unit}'}{f', tested by {resampled}' if resampled else ''}"
+    resampled = table.attrs.get("resampled")
+    n = f"{count_words(result)}{f', tested by {resampled}' if resampled else ''}"
+    versus = f" relative to “{to}”" * (to != BASELINE)
     note = (
-        f"{condition}{f' relative to {to}' * (to != BASELINE)}; "
-        f"{int((q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
-        f"{'against ' * bool(table.null.notna().any())}{table.attrs['null']}"
+        f"“{condition}”{versus}; {int((q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
+        f"{'against ' * known}{table.attrs['null']}"
     )
+    note += " predicts no difference" * (not known and bool(table.null.notna().any()))
     if table.attrs["smallest_q"] >= 0.05:
         note += f"; too few prompts for any head to reach it (q ≥ {table.attrs['smallest_q']:.2g})"
     if table.attrs["left_out"]:
         note += f"; {len(table.attrs['left_out'])} heads left out (no ratio)"
-    relative = f"change {what}" if known else what
+    relative = ", ".join(filter(None, [f"change{versus}", what if known else ""]))
+    relative = relative if versus else relative.replace(", ", " ")
     heading = f"{model_caption(result)}: {quantity_words(quantity, segment)}, {relative}"
     draw.title(figure, heading, note, draw.map_height(table), top=110)
-    return says(figure, _map_words(table, column))
+    return says(figure, _map_words(table, column, versus))
 
 
-def _map_words(table: pd.DataFrame, column: str) -> str:
+def _map_words(table: pd.DataFrame, column: str, versus: str) -> str:
     """The number of significant heads, and the head furthest from uniform attention (without it: most changed)."""
     far = table.iloc[int(np.nanargmax(table[column].abs()))]
     sure = f"{int((table[f'q_{column}'] < 0.05).sum())} of {len(table)} heads"
@@ -322,11 +327,12 @@ def _map_words(table: pd.DataFrame, column: str) -> str:
         value, low, high, null = (f"{part:+.3f}".replace("-", "−") for part in parts)
     head = f"L{far.layer:.0f}H{far['head']:.0f}: {value} [{low}, {high}]"
     picked = (
-        f"it was selected as the largest of {len(table)}, so its interval is too optimistic "
-        '(select="half" avoids this).'
-    )
+        f"; it was selected as the largest of {len(table)}, so its interval is too optimistic "
+        '(select="half" avoids this)'
+    ) * (len(table) > 1)  # fmt: skip
     if column == "beyond":
         times = f" ({np.exp(far.beyond):.2f} × uniform)" if table.scale.iloc[0] == "log-ratio" else ""
         found = f"{sure} differ from uniform attention at q < 0.05. The largest difference is in {head}"
-        return f"{found}, under uniform attention {null}{times}; {picked}"
-    return f"{sure} changed at q < 0.05; {table.attrs['null']}. The largest change is in {head}; {picked}"
+        return f"{found}, under uniform attention {null}{times}{picked}."
+    null = "" if versus else f"; {table.attrs['null']}"
+    return f"{sure} changed{versus} at q < 0.05{null}. The largest change is in {head}{picked}."

@@ -128,7 +128,7 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
     )  # fmt: skip
     low, high = min(0, change.min(), null.min()), max(0, change.max(), null.max())
     for ends, shift in ((change, 17), (null, -17)):  # above or below what they say, clear of the rule at 0
-        for row, value in enumerate(ends[:, 0]):
+        for row, value in enumerate(ends[:, 0].round(3)):
             near = abs(value) < 0.2 * (high - low)
             anchor = ("left" if value > 0 else "right") if near else "center"
             where: dict[str, Any] = dict(xanchor=anchor, yshift=shift, showarrow=False)

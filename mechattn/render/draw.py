@@ -114,27 +114,27 @@ def side_by_side(
 def line_and_band(
     figure: go.Figure, found: Positions, name: str, colour: str, *, column: int, row: int = 1, legend: bool = True
 ) -> None:  # fmt: skip
-    """The mean over prompts of a probability at each position, and its band, whose edges are named lines."""
-    common = dict(legendgroup=name, mode="lines", x=found.at, **at(column, row))
-    edges = dict(line=dict(width=0), hoverinfo="skip", showlegend=False)
-    if np.isfinite(found.low).any():
-        figure.add_scatter(y=within(found.low, "probability"), name=f"{name}, low", **common, **edges)
-        filled = dict(fill="tonexty", fillcolor=faint(colour))
-        figure.add_scatter(y=within(found.high, "probability"), name=f"{name}, high", **common, **edges, **filled)
+    """The mean over prompts of a probability at each position, and its band."""
+    low, high = (within(end, "probability") for end in (found.low, found.high))
+    if (there := np.isfinite(low)).any():
+        ends = found.at[there], low[there], high[there]
+        ribbon(figure, *ends, colour, column=column, row=row, legendgroup=name)
     figure.add_scatter(
-        y=found.mean, name=name, showlegend=legend, line=dict(color=colour, width=1.6), customdata=found.n, meta=["n"],
-        hovertemplate="%{y:.4f} (n = %{customdata})", **common,
+        x=found.at, y=found.mean, name=name, legendgroup=name, showlegend=legend, mode="lines",
+        line=dict(color=colour, width=1.6), customdata=np.stack([found.n, low, high], -1), meta=["n", "low", "high"],
+        hovertemplate="%{y:.4f} (n = %{customdata[0]})", **at(column, row),
     )  # fmt: skip
 
 
 def ribbon(
-    figure: go.Figure, x: Any, low: Any, high: Any, colour: str, *, column: int, alpha: float = 0.2, **style: Any
+    figure: go.Figure, x: Any, low: Any, high: Any, colour: str, *, column: int, row: int = 1, alpha: float = 0.2,
+    **style: Any,
 ) -> None:  # fmt: skip
     """The area between two lines."""
     outline = dict(x=np.concatenate([x, x[::-1]]), y=np.concatenate([high, low[::-1]]))
     figure.add_scatter(
         **outline, fill="toself", fillcolor=faint(colour, alpha), line_width=0, mode="lines", hoverinfo="skip",
-        showlegend=False, **at(column), **style,
+        showlegend=False, **at(column, row), **style,
     )  # fmt: skip
 
 

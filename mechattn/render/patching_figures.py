@@ -126,14 +126,14 @@ def patching_map(patching: Patching) -> go.Figure:
     )
     heading = f"{about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, draw.map_height(table), top=110)
-    top = table.iloc[int(np.nanargmax(table.effect.abs()))]
+    at = int(np.nanargmax(table.effect.abs()))
+    top, where = table.iloc[at], _cell_words(table[patching.labels].to_dict("records")[at])
     found = number_words(Interval(*np.array([top.effect, top.effect_low, top.effect_high])))
     found += f", {top.share:.0%} of the whole effect" * known
     return says(
         figure,
-        f"{int((table[q] < 0.05).sum())} of {len(table)} {across}s at q < 0.05. Largest: layer {top.layer:.0f} "
-        f"{across} {top[across]}, {found}; it was selected as the largest, so its interval is too optimistic "
-        '(table(select="half") avoids this).',
+        f"{int((table[q] < 0.05).sum())} of {len(table)} {across}s at q < 0.05. Largest: {where}, {found}; it was "
+        'selected as the largest, so its interval is too optimistic (table(select="half") avoids this).',
     )
 
 
@@ -181,7 +181,7 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
         at = np.where(far[1], "middle left", "middle right")
         figure.add_scatter(
             x=other.clip(*inner), y=lower, name="from another prompt", mode="markers+text", text=text, textposition=at,
-            marker=mark | dict(symbol=symbol, color=THIRD), customdata=other,
+            marker=mark | dict(symbol=symbol, color=THIRD), customdata=other, meta=["x"],
             hovertemplate="%{y}: %{customdata:+.3g}",
         )  # fmt: skip
     draw.rule(figure, x=0)
@@ -194,7 +194,7 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
     figure.update_yaxes(tickvals=rows, ticktext=where, zeroline=False, range=[-0.8, len(table) - 0.4])
     found = f"{int(sure.sum())} of {len(table)} rows differ from 0 and from a random direction (q < 0.05)"
     skewed = table.attrs["skewed"]
-    return says(figure, f"{found}; whole effect {whole}{f'; {skewed}' * bool(skewed)}.")
+    return says(figure, f"{found}{f'; {skewed}' * bool(skewed)}.")
 
 
 def _cell_words(cell: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ _TITLE = 1.2  # the size of a title's letters, of the text's; plotly draws its s
 _ROW = 19.0  # of a legend, in pixels: plotly gives none less
 _LETTER = 0.58  # the mean width of a letter, of its height
 _FORMATS = (".pdf", ".svg", ".png")
+_LONGEST = 36  # letters of a name below an axis
 _PATIENCE = 100  # seconds; kaleido's own limit for a figure is 90
 
 
@@ -101,6 +102,8 @@ def _lines(text: str, width: float) -> list[str]:
 
 def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) -> None:
     """Set size, margins and legend; the figure grows by its legend and titles, so the panels keep their height."""
+    for trace in made.data:
+        trace.name = trace.name and _cut(trace.name, (width - 55) / (_LETTER * _SIZE))
     rows, panels = _legend_rows(made, width), _panels(made)
     screen = made.layout.height or 450
     stacked = single and len({x.domain for x, _, _ in panels}) > 1
@@ -128,12 +131,20 @@ def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) ->
 
 def _names_below(made: go.Figure, width: float) -> float:
     """Turn the names below a figure of one panel if they do not fit beside each other; the height that this needs."""
-    names = {name for trace in made.data for name in (() if trace.x is None else trace.x) if isinstance(name, str)}
-    longest = _LETTER * 0.9 * _SIZE * max(map(len, names), default=0)
+    drawn = (name for trace in made.data for name in (() if trace.x is None else trace.x))
+    names = list(dict.fromkeys(name for name in drawn if isinstance(name, str)))
+    shown = [_cut(name, _LONGEST) for name in names]
+    longest = _LETTER * 0.9 * _SIZE * max(map(len, shown), default=0)
     if not names or longest < (width - 70) / len(names):
         return 0
-    made.update_xaxes(tickangle=-45)
+    made.update_xaxes(tickangle=-45, tickvals=names, ticktext=shown)
     return 0.7 * longest - 8
+
+
+def _cut(text: str, most: float) -> str:
+    """The text with as many letters as fit: the first and the last, as names often differ in either."""
+    half = int(most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
 
 def _across(axis: Any, width: float, stacked: bool) -> float:
@@ -218,6 +229,9 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
             if len(words) and list(axis.tickvals) == list(range(len(words))):
                 at = words[np.rint(at.astype(np.float64)).astype(int).clip(0, len(words) - 1)]
             part |= {f"{kind}_is": axis.title.text, kind: at}
+        if isinstance(trace.meta, (list, tuple)):  # the ends of a band, or a number that is drawn at the edge
+            named = dict(zip(trace.meta, np.asarray(trace.customdata).reshape(len(x), -1).T, strict=False))
+            part |= {name: named[name] for name in ("x", "low", "high") if name in named and trace.type != "heatmap"}
         parts.append(pd.DataFrame(part))
     made = pd.concat(parts, ignore_index=True).reindex(columns=order).dropna(axis=1, how="all")
     return made.map(lambda cell: _plain(cell) if isinstance(cell, str) else cell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast, Verdict
 from mechattn.contrast.means import overall_mean
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.results.result import Result, units_of
+from mechattn.results.result import Result, alike_words, units_of
 from mechattn.stats.intervals import Interval
 
 
@@ -66,8 +67,9 @@ def number_words(interval: Interval) -> str:
 
 
 def count_words(result: Result) -> str:
-    """The number of prompts of a result, in words such as "64 prompts" or "24 groups of 96 prompts"."""
-    return units_of(result, result["sequences"].sizes["prompt"]).words
+    """The number of prompts of a result, such as "64 prompts" or "24 groups of 96 prompts"; and if they are alike."""
+    words = units_of(result, result["sequences"].sizes["prompt"]).words
+    return words + " (much alike, so intervals are too narrow)" * bool(alike_words(result))
 
 
 def mean_words(result: Result, values: xr.DataArray) -> str:
@@ -162,15 +164,18 @@ def stated(
         same = f"; in {int(verdict.same.sum())} the change is the same as its null's to within {within} (q_same < 0.05)"
     return (
         f"Attention received by the {segment} changes by {percent_words(verdict.change)} with “{condition}”{beside}; "
-        f"under uniform attention it would change by {null} (changes of the mean over {sizes['layer']} layers × "
-        f"{sizes['head']} heads, {count_words(result)}). {heads}{same}."
-        + (f" {alike}." if (alike := result.provenance["prompts"].get("alike")) else "")
-    )
+        f"under uniform attention it would change by {null} (changes of the mean over {_many(sizes, 'layer')} × "
+        f"{_many(sizes, 'head')}, {units_of(result, sizes['prompt']).words}). {heads}{same}. {alike_words(result)}"
+    ).rstrip()
+
+
+def _many(sizes: Mapping[Any, int], dim: str) -> str:
+    return f"{sizes[dim]} {dim}{'s' * (sizes[dim] != 1)}"
 
 
 def heads_words(verdict: Verdict) -> str:
     """How many heads differ from uniform attention, and in which direction their own attention changes."""
-    null, size = round(float(verdict.null.estimate), 3), verdict.above.size
+    null, size = round(float(verdict.null.estimate), 5), verdict.above.size
     up = verdict.rises | (~verdict.falls & (null > 0))  # what does neither for sure is said to go the null's way
     down = verdict.falls | (~verdict.rises & (null < 0))
     kinds = {  # of heads above and below what uniform attention would do
@@ -189,7 +194,8 @@ def heads_words(verdict: Verdict) -> str:
     said: list[str] = []
     for words, count in counts.items():
         verb, _, how = words.partition(" ")
-        who = str(count) if said else f"All {size} heads" if count == size > 1 else f"{count} of {size} heads"
+        all_heads = f"All {size} heads" if size > 1 else "The only head"
+        who = str(count) if said else all_heads if count == size else f"{count} of {size} heads"
         than = "" if said else " than uniform attention would" if how else f", where uniform attention would {would}"
         said.append(f"{who} {verb}{'s' * (count == 1)}{' ' * bool(how)}{how}{than}")
     return f"{', '.join(said)} (q < 0.05)"

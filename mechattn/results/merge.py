@@ -206,6 +206,7 @@ def _widest(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> d
 _ADDED: Mapping[str, Callable[[Any, Any], Any]] = {
     "prompts.count": lambda one, other: one + other,
     "prompts.hash": added_hash,
+    "prompts.alike": lambda one, other: {**(one or {}), **(other or {})},  # the same in parts of a run
     "objects": lambda one, other: {**(one or {}), **(other or {})},  # describes chunks in a store, as do regions
     "regions": _widest,
     "seconds": lambda one, other: round((one or 0) + (other or 0), 3),

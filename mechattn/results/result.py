@@ -173,6 +173,13 @@ def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
     return Units.grouped([str(group) for group in sequences.group.values])
 
 
+def alike_words(result: Result) -> str:
+    """How much the prompts repeat each other, as a sentence; empty if they do not, or if groups take account of it."""
+    said, n = result.provenance["prompts"].get("alike", {}), result["sequences"].sizes["prompt"]
+    of = "" if set(said.values()) <= {n} else "In the whole run, " if max(said.values()) > n else "In parts of it, "
+    return f"{of}{'; '.join(said)}." if said else ""
+
+
 def units_in(result: Result, values: xr.DataArray) -> Units:
     """The units of some prompts of a result, by their ids."""
     ids = values["prompt"].values.tolist() if "prompt" in values.coords else None

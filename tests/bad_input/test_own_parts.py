@@ -45,6 +45,10 @@ def shuffled(prompt, model, part):
         ),
         (lambda p, m: shuffled(p, m, "origin"), "'own' changes the origin of original tokens of prompt 0"),
         (lambda p, m: shuffled(p, m, "segment"), "'own' changes the segment of original tokens of prompt 0"),
+        (
+            lambda p, m: dataclasses.replace(made := insert(tokenize(p, m), [5], 1), segment=made.segment.clamp(max=1)),
+            "'own' puts tokens that it inserts into a segment of prompt 0: their segment must be \"inserted\"",
+        ),
         (lambda p, m: insert(tokenize(p, m), [5], 999), r"at=999: give a position from 0 to \d+"),
         (lambda p, m: insert(tokenize(p, m), [5], -1), r"at=-1: give a position"),
         (lambda p, m: insert(tokenize(p, m), "hello", 1), r"filler='hello': give token ids"),

@@ -134,7 +134,7 @@ def test_sentences_and_captions_say_what_they_are_over(result, ungrouped):
 
     assert "6 groups of 18 prompts). " in ma.render.verdict_words(result, "slash")
     assert "18 prompts). " in ma.render.verdict_words(ungrouped, "slash")
-    assert "n = 6 groups (6 of 18 prompts)" in ma.render.change_map(result, "slash").layout.title.text
+    assert "n = 6 groups of 18 prompts" in ma.render.change_map(result, "slash").layout.title.text
     values = result["attention_focus"].self_share.sel(condition="slash", segment="question")
     interval = t_interval(by_group(values.mean(["layer", "head"]).values.astype(float)))
     assert mean_words(result, values).startswith(f"{float(interval.estimate):.3g} [{float(interval.low):.3g}, ")

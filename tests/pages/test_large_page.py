@@ -197,7 +197,7 @@ def test_bags_are_said(measured):
     assert table.attrs["unit"] == "prompts"
     assert (table.n == 2100).all()
     assert "random patterns of signs of 700 random bags of 3, which are also what" in result.methods(table)
-    assert "n = 2100, tested by 700 random bags of 3" in ma.render.change_map(result).layout.title.text
+    assert "n = 2100 prompts, tested by 700 random bags of 3" in ma.render.change_map(result).layout.title.text
     few = many(measured, 2000).compare("slash", resamples=199)
     assert "resampled" not in few.attrs
     assert "bags" not in many(measured, 2000).methods(few)

@@ -603,6 +603,8 @@ def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
     assert other.x[at] > -50, "at the edge, with its number"
     assert other.x[:at].tolist() == table.other_prompt[:at].tolist()
     assert not any(other.text[:at])
+    drawn_as = ma.render.figure_table(figure).set_index(["series", "y"]).x
+    assert drawn_as["from another prompt", "L1H2"] == -50, "a file has the number, not the edge"
 
 
 def test_the_table_of_layers(toy):

@@ -8,6 +8,7 @@ import pytest
 import mechattn as ma
 from mechattn.errors import PromptError
 from mechattn.prompts.prompt import as_prompts, warn_of_likeness
+from mechattn.results.result import alike_words
 
 COPIES = [ma.Prompt("Tom has 3 apples. How many?", id=str(n)) for n in range(6)]
 TEMPLATE = [f"{name} has {n} apples and buys {n + 2} more." for name, n in zip(["Tom", "Ann", "Eli", "Zoe"], range(4))]
@@ -72,3 +73,30 @@ def test_prompts_without_names_are_numbered_and_a_name_given_twice_is_refused():
         as_prompts([ma.Prompt("one", id="a"), ma.Prompt("two", id="a")])
     with pytest.raises(PromptError, match="several prompts have the id '0'"):
         as_prompts([ma.Prompt("one"), ma.Prompt("two"), ma.Prompt("three", id="a")])
+
+
+def test_a_result_says_it_of_its_prompts_and_of_parts_of_them(toy):
+    conditions, named = {"slash": ma.MeaninglessTokens(count=5)}, as_prompts(TEMPLATE)
+    made = ma.run(toy, named, conditions)
+    whole = "4 prompts follow one template, apart from numbers and names"
+    assert ma.render.verdict_words(made).partition("0.05). ")[2].startswith(whole)
+    assert made.compare("slash").attrs["alike"].startswith(whole)
+    assert f". {whole}" in made.methods()
+    assert "4 prompts (much alike, so intervals are too narrow)" in ma.render.caption(ma.render.changes(made))
+    some = made.sel(prompt=["0", "1", "2"])
+    assert ma.render.verdict_words(some).partition("0.05). ")[2].startswith(f"In the whole run, {whole}")
+    others = [replace(prompt, id=f"more {prompt.id}") for prompt in named]
+    merged = ma.merge_results([made, ma.run(toy, others, conditions)])
+    assert alike_words(merged).startswith(f"In parts of it, {whole}")
+    varied = ma.run(toy, ma.load_prompts("word-problems", limit=4), conditions)
+    assert not alike_words(varied)
+    assert "alike" not in ma.render.caption(ma.render.changes(varied))
+
+
+def test_every_chunk_of_a_job_says_it_of_all_prompts(tmp_path):
+    """Chunks are merged, which needs the same words in each; a copy run at once says the same."""
+    slash = {"slash": ma.MeaninglessTokens(count=5)}
+    job = ma.Job("toy:llama", COPIES, slash, chunk=2, verify=False)
+    with pytest.warns(UserWarning, match="6 prompts are the same"):
+        made = ma.run_job(job, tmp_path / "r.zarr")
+    assert made.provenance["prompts"]["alike"] == ma.run("toy:llama", COPIES, slash).provenance["prompts"]["alike"]

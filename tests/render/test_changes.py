@@ -10,6 +10,7 @@ import mechattn as ma
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
 from mechattn.render.draw import THIRD, WITH, WITHOUT
+from mechattn.render.words import said
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def swept(toy, prompts):
 
 
 def lines(figure):
-    return {trace.name: trace for trace in figure.data if trace.name and not trace.name.endswith((", low", ", high"))}
+    return {trace.name: trace for trace in figure.data if trace.name}
 
 
 def test_received_by_model(result):
@@ -166,8 +167,13 @@ def test_a_map_of_changes_from_a_control(result):
     figure = ma.render.change_map(result, "slash", to="sentence")
     table = result.compare("slash", to="sentence")
     heat = next(trace for trace in figure.data if trace.type == "heatmap" and trace.name != "faded")
-    np.testing.assert_allclose(np.asarray(heat.z, dtype=float).reshape(-1), table.beyond)
-    assert "slash relative to sentence; " in figure.layout.title.text
+    np.testing.assert_allclose(np.asarray(heat.z, dtype=float).reshape(-1), table.difference)
+    text = figure.layout.title.text.replace("<br>", " ")
+    assert "question, change relative to “sentence” <sup>“slash” relative to “sentence”; " in text
+    assert "n = 12 prompts; uniform attention predicts no difference" in text
+    assert f"{int((table.q_difference < 0.05).sum())} of 32 heads changed relative to “sentence” at q" in said(figure)
+    against_baseline = said(ma.render.change_map(result, "slash"))
+    assert "heads differ from uniform attention at q < 0.05" in against_baseline
 
 
 def test_scale_and_rank(result):

@@ -1,6 +1,7 @@
 """The table of a figure has the numbers that it draws, under the words of its axes and legend."""
 
 import numpy as np
+from scipy import stats
 
 import mechattn as ma
 
@@ -22,6 +23,14 @@ def test_panels_and_maps_are_told_apart(slash_result):
     at = slash_result["received_attention"].sel(condition="slash", layer=0, head=2)
     np.testing.assert_allclose(line.y.astype(float), at.received_by_origin.values[line.x.astype(int)])
     assert set(line.panel) == {"Layer 0 head 2"}
+    each = at.received_by_origin_per_prompt.values[:, line.x.astype(int)].astype(np.float64)
+    n = (~np.isnan(each)).sum(0)
+    half = stats.t.ppf(0.975, n - 1) * np.nanstd(each, axis=0, ddof=1) / n**0.5
+    np.testing.assert_allclose(line.high - line.y, half, atol=1e-6)
+    np.testing.assert_allclose(line.low, (line.y - half).clip(lower=0), atol=1e-6)
+    assert set(table.series) == {
+        "with slash", "without slash", "uniform, with slash", "uniform, without slash"
+    }, "a band is no series"  # fmt: skip
     table, compared = ma.render.figure_table(ma.render.change_map(slash_result)), slash_result.compare("slash")
     cells = table[table.z.notna()]
     np.testing.assert_allclose(cells.z.astype(float), compared.beyond)

@@ -81,6 +81,11 @@ def test_names_that_do_not_fit_beside_each_other_are_turned():
     assert beside == (None, 38)
     assert turned[0] == -45
     assert turned[1] > 38 + 40
+    names = [f"{letter} condition with a very long name of more than sixty letters, {letter}" for letter in "ab"]
+    made = ma.render.for_paper(go.Figure([go.Scatter(x=names, y=[1.0, 1.0], name=name) for name in names]), "single")
+    assert made.layout.xaxis.tickvals == tuple(names)
+    for shown in (made.layout.xaxis.ticktext, [trace.name for trace in made.data]):
+        assert [len(words) < 45 and words[0] + words[-1] for words in shown] == ["aa", "bb"]
 
 
 def test_what_cannot_be_a_column(figure, slash_result):

@@ -50,12 +50,14 @@ def test_bands_are_t_intervals(slash_result):
     from scipy import stats
 
     figure = ma.render.received_attention(slash_result, layer=0, heads=[3])
-    low, high, line = figure.data[:3]
+    band, line = figure.data[:2]
     every = slash_result["received_attention"].received_by_origin_per_prompt
     values = every.sel(condition="baseline", layer=0, head=3).isel(original_key=20).values.astype(float)
     interval = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     at = list(line.x).index(20)
-    np.testing.assert_allclose([low.y[at], high.y[at]], interval, rtol=1e-5)
+    np.testing.assert_allclose(line.customdata[at][1:], interval, rtol=1e-5)
+    drawn = [y for x, y in zip(band.x, band.y, strict=True) if x == 20]
+    np.testing.assert_allclose(drawn[::-1], interval, rtol=1e-5)
 
 
 def test_keys_of_few_prompts_are_hidden(slash_result):
@@ -179,8 +181,8 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
     texts = ["Tom has 3 apples and buys 4.", "A farmer has 12 cows and sells 5.", "Each box holds 8 pens."]
     result = ma.run(toy, texts, positions="prompts")
     figure = ma.render.received_attention(result, 0, [0, 2])
-    lines = {trace.name: trace for trace in figure.data if trace.xaxis == "x2" and "," not in trace.name}
-    assert set(lines) == {"baseline"}
+    lines = {trace.name: trace for trace in figure.data if trace.name and trace.xaxis == "x2"}
+    assert set(lines) == {"baseline", "uniform, baseline"}
     dataset = result["received_attention"].sel(condition="baseline", layer=0)
     where = list(lines["baseline"].x)
     np.testing.assert_allclose(lines["baseline"].y, dataset.received_by_origin.sel(head=2).values[where], rtol=1e-6)
@@ -191,7 +193,7 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
     assert len(ma.render.received_attention(result, [0, 1], [2]).data) > 0
     with_slash = ma.run(toy, texts, {"slash": ma.MeaninglessTokens("/", 5)})
     shown = ma.render.received_attention(with_slash, 0, [0], "baseline")
-    assert not any("with" in trace.name for trace in shown.data)
+    assert not any("with" in (trace.name or "") for trace in shown.data)
     for draw in (ma.render.change_map, ma.render.verdict_words):
         with pytest.raises(ma.MechattnError, match="only the baseline; run it with a condition"):
             draw(result)

@@ -99,6 +99,9 @@ def a_verdict(null, below=0, above=0, rises=0, size=32, sure=True):
         ),
         (a_verdict(-0.5, above=12, sure=False), "12 of 32 heads lose less than uniform attention would"),
         (a_verdict(0.2, below=4, sure=False), "4 of 32 heads gain less than uniform attention would"),
+        (a_verdict(-0.0003, above=4, sure=False), "4 of 32 heads lose less than uniform attention would"),
+        (a_verdict(1e-7, above=4, rises=4), "4 of 32 heads gain, where uniform attention would change nothing"),
+        (a_verdict(-0.5, above=1, size=4), "1 of 4 heads loses less than uniform attention would"),
         (a_verdict(-0.5), "No head differs from uniform attention"),
     ],
 )

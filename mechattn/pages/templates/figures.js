@@ -74,9 +74,16 @@ export function rows(plot) {
     if (trace.fill === "toself") continue; // the outline of a band, whose ends stand with its line
     const panel = panelName(plot, trace),
       names = Array.isArray(trace.meta) ? trace.meta : [];
-    const more = (extra) => names.map((name, k) => `${name}=${names.length > 1 ? at(extra, k) : extra}`).join("; ");
-    const add = (x, y, z, extra, low, high) =>
-      out.push([panel, trace.name, x, y, z, low, high, extra === undefined ? "" : more(extra)]);
+    const add = (x, y, z, extra, low, high) => {
+      const known = { x, low, high },
+        more = [];
+      names.forEach((name, k) => {
+        const value = names.length > 1 ? at(extra, k) : extra;
+        if (name in known) known[name] = value;
+        else if (value !== undefined) more.push(`${name}=${value}`);
+      });
+      out.push([panel, trace.name, known.x, y, z, known.low, known.high, more.join("; ")]);
+    };
     if (trace.z) {
       trace.z.forEach((row, j) =>
         [...row].forEach((z, i) =>
