@@ -184,6 +184,12 @@ def made_sequences(
                 )
             if name == BASELINE or sequence.counterpart:
                 continue
+            again = named[name].apply(prompt, model, seed) if prompt is prompts[0] else sequence
+            if not again.tokens.equal(sequence.tokens):
+                raise ConditionError(
+                    f"the condition {name!r} inserts other tokens into prompt {prompt.id} each time, so no run can be "
+                    "repeated: draw them from apply's seed, such as random.Random(seed)"
+                )
             tokens, original = sequences[BASELINE].tokens, sequence.tokens[~sequence.inserted]
             if not original.equal(tokens):
                 raise ConditionError(

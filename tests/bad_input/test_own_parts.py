@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from itertools import count
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from mechattn.prompts.token_sequences import insert
 from mechattn.prompts.tokenization import tokenize
 
 PROMPTS = ["Tom has 3 apples. How many?", "Why is the old river quiet?", "Mia buys two boats and a clock."]
+DRAWN = count(5)  # another token each time
 
 
 def run(model, condition=None, analyses=None):
@@ -48,6 +50,10 @@ def shuffled(prompt, model, part):
         (
             lambda p, m: dataclasses.replace(made := insert(tokenize(p, m), [5], 1), segment=made.segment.clamp(max=1)),
             "'own' puts tokens that it inserts into a segment of prompt 0: their segment must be \"inserted\"",
+        ),
+        (
+            lambda p, m: insert(tokenize(p, m), [next(DRAWN)], 1),
+            "'own' inserts other tokens into prompt 0 each time, so no run can be repeated: draw them from apply's seed",
         ),
         (lambda p, m: insert(tokenize(p, m), [5], 999), r"at=999: give a position from 0 to \d+"),
         (lambda p, m: insert(tokenize(p, m), [5], -1), r"at=-1: give a position"),
