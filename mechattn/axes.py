@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 BASELINE = "baseline"  # the condition that every other is compared with
-SEGMENTS = ("bos", "template", "system", "inserted", "question", "answer", "changed")
+# "first" is the first token of the baseline by itself, whatever text it belongs to: in most models it is the sink, and
+# holds a third of all attention.
+SEGMENTS = ("first", "template", "system", "inserted", "question", "answer", "changed")
 _NAMED = re.compile(r"L(\d{1,6})H(\d{1,6})")
 
 

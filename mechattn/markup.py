@@ -10,7 +10,7 @@ from typing import Any
 
 # Faint backgrounds, so that the notebook's text stays readable in light and dark themes.
 GROUNDS = {
-    "bos": "rgba(128,128,128,.18)",
+    "first": "rgba(128,128,128,.18)",
     "template": "rgba(128,128,128,.18)",
     "system": "rgba(80,160,80,.16)",
     "inserted": "rgba(220,60,50,.32)",

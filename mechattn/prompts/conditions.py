@@ -368,7 +368,7 @@ class RepeatQuestion(Insertion):
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the tokens of the question and line breaks."""
         sequence = tokenize(prompt, model)
-        question = sequence.tokens[sequence.of_segment("question")].tolist()
+        question = sequence.tokens[sequence.of_part("question")].tolist()
         line = [] if prompt.tokens else fillers.line_break(require_tokenizer(model))
         return (line + question) * self.times + line * (self.place != "after_question")
 

@@ -146,9 +146,9 @@ def check_run(count: int, place: str) -> None:
 def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int:
     """The position before which the filler is inserted."""
     if place == "start":
-        return int(sequence.of_segment("bos")[0])
+        return 1 if sequence.first_part == "bos" else 0
     segment = "answer" if place == "before_answer" else "question"
-    where = sequence.of_segment(segment).nonzero().flatten().tolist()
+    where = sequence.of_part(segment).nonzero().flatten().tolist()
     if place == "before_answer":
         return where[0] if where else len(sequence)
     if not where:

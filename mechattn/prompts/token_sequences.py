@@ -34,6 +34,8 @@ class Sequence:
         interventions: The interventions while the model reads this sequence.
         decode: Maps token ids to text, for display in a notebook; without it ids are shown.
         counterpart: Whether this is the other version of a prompt, whose tokens may differ from the baseline's.
+        first_part: The text that the baseline's first token belongs to: "bos", "template", "system", "question" or
+            "answer". Its segment is "first".
     """
 
     tokens: Int[Tensor, " pos"]
@@ -44,6 +46,7 @@ class Sequence:
     interventions: tuple[Any, ...] = ()
     decode: Callable[[list[int]], str] | None = field(default=None, repr=False, compare=False)
     counterpart: bool = False
+    first_part: str = "bos"
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -79,6 +82,13 @@ class Sequence:
         """Which positions belong to the segment ``name``."""
         return self.segment == SEGMENTS.index(name)
 
+    def of_part(self, name: str) -> Bool[Tensor, " pos"]:
+        """Which positions hold the text ``name`` of the prompt: its segment, and the first token if it begins there."""
+        members = self.of_segment(name)
+        if name == self.first_part:
+            members = members | self.of_segment("first")
+        return members
+
     def _repr_html_(self) -> str:
         decode = self.decode or (lambda ids: str(ids[0]))
         texts = [(decode([token]), SEGMENTS[code]) for token, code in zip(self.tokens.tolist(), self.segment.tolist())]
@@ -93,9 +103,13 @@ class Sequence:
 def baseline_sequence(
     tokens: Seq[int], segments: Seq[str], decode: Callable[[list[int]], str] | None = None
 ) -> Sequence:
-    """A sequence without inserted tokens."""
-    codes = torch.tensor([SEGMENTS.index(s) for s in segments], dtype=torch.long)
-    return Sequence(torch.tensor(list(tokens), dtype=torch.long), torch.arange(len(tokens)), codes, decode=decode)
+    """A sequence without inserted tokens, from the text that each token belongs to; the first token is its own segment.
+
+    The first of ``segments`` may be "bos", which is no segment: its only token is always the first.
+    """
+    codes = torch.tensor([SEGMENTS.index(name) for name in ("first", *segments[1:])], dtype=torch.long)
+    token_ids = torch.tensor(list(tokens), dtype=torch.long)
+    return Sequence(token_ids, torch.arange(len(tokens)), codes, decode=decode, first_part=segments[0])
 
 
 def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
@@ -114,6 +128,7 @@ def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
         spliced(sequence.origin, torch.full((count,), INSERTED)),
         spliced(sequence.segment, torch.full((count,), SEGMENTS.index("inserted"))),
         decode=sequence.decode,
+        first_part=sequence.first_part,
     )
 
 

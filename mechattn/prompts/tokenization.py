@@ -38,7 +38,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
     """The baseline sequence of a prompt: BOS exactly once (if the model uses one), each token in its segment."""
     if answer := prompt.answer_tokens:
         read = tokenize(replace(prompt, answer="", answer_tokens=()), model)
-        segments = [*(SEGMENTS[code] for code in read.segment.tolist()), *["answer"] * len(answer)]
+        segments = [read.first_part, *(SEGMENTS[code] for code in read.segment[1:].tolist()), *["answer"] * len(answer)]
         return baseline_sequence([*read.tokens.tolist(), *answer], segments, read.decode)
     if prompt.tokens:
         bos = own_bos(model)

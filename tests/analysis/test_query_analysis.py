@@ -88,8 +88,8 @@ def test_a_number_that_some_queries_do_not_have(toy, prompts):
         ("masked_at_per_prompt", theirs.previous_mass_at_per_prompt),
     ):
         xr.testing.assert_allclose(ours[name], expected)
-    assert ours.masked.sel(segment="bos").isnull().all()
-    assert (ours.unmasked.sel(segment="bos") == 0).all(), "negative control: without the mask it counts"
+    assert ours.masked.sel(segment="first").isnull().all()
+    assert (ours.unmasked.sel(segment="first") == 0).all(), "negative control: without the mask it counts"
 
 
 def test_options_are_the_fields_of_a_dataclass():

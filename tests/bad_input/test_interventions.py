@@ -37,7 +37,7 @@ PROMPT = "Tom has 3 apples."
         (lambda: ma.interventions.ARM(control="noise"), "control='noise'"),
         (lambda: ma.interventions.ARM(layers=()), r"layers=\(\)"),
         (lambda: ma.interventions.ARM(layers=-1), "layers=-1"),
-        (lambda: ma.interventions.Knockout("questions"), "queries='questions': choose among 'bos'"),
+        (lambda: ma.interventions.Knockout("questions"), "queries='questions': choose among 'first'"),
         (lambda: ma.interventions.Knockout(keys=()), r"keys=\(\): choose among"),
         (lambda: ma.interventions.AffineAttention(parts="all"), "parts='all'"),
         (

@@ -81,10 +81,10 @@ def test_the_change_is_the_ratio_of_geometric_means_less_one(result):
 
 def test_other_quantities_and_other_conditions(result):
     flow = result.compare("slash", quantity="flow")
-    assert set(flow.to_segment) == {"bos", "template", "system", "question"}, "the baseline has no inserted segment"
+    assert set(flow.to_segment) == {"first", "template", "system", "question"}, "the baseline has no inserted segment"
     assert len(flow) == 32 * 4
     every = result.compare("slash", quantity="received", segment=None)
-    assert set(every.segment) == {"bos", "template", "system", "question"}
+    assert set(every.segment) == {"first", "template", "system", "question"}
     against = result.compare("slash", to="sentence", quantity="total_variation")
     assert against.attrs["to"] == "sentence"
     assert against.attrs["null"] == "uniform attention"
@@ -259,7 +259,7 @@ def test_two_results_of_the_same_prompts():
         (
             dict(condition="slash", segment="answer"),
             "^12 of 12 prompts have no 'received' in the segment 'answer' with 'slash'; in both conditions all have it "
-            "in: 'bos', 'template', 'system', 'question'$",
+            "in: 'first', 'template', 'system', 'question'$",
         ),
         (dict(condition="slash", to="long"), r"inserts 20 tokens, 'long' 25.*matched=False"),
         (dict(condition="slash", select="third"), "select='third'"),

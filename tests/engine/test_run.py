@@ -98,7 +98,7 @@ def test_options_are_recorded_and_matter(toy, prompts, queries):
     }
     dataset = result["received_attention"]
     assert dataset.received.sel(key=0).isnull().all()
-    assert dataset.received_by_segment.sel(segment="bos").isnull().all()
+    assert dataset.received_by_segment.sel(segment="first").isnull().all()
     assert f"queries='{queries}'" in dataset.received.attrs["options"]
 
 

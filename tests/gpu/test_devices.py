@@ -22,7 +22,7 @@ CONDITIONS = {
     "unshifted": SLASH.unshifted(),
     "arm": ma.Baseline(intervention=ma.interventions.ARM(c=0.3, layers=(0, 3))),
     "ablation": ma.Baseline(intervention=ma.interventions.HeadAblation(((0, 1), (3, 2)))),
-    "knockout": ma.Baseline(intervention=ma.interventions.Knockout("question", "bos", layers=(0, 3))),
+    "knockout": ma.Baseline(intervention=ma.interventions.Knockout("question", "first", layers=(0, 3))),
 }
 UNDEFINED = {"toy:llama": ma.analyses.ScoreDecomposition}  # under RoPE
 

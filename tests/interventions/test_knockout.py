@@ -63,7 +63,7 @@ def test_a_token_always_sees_itself(toy, engine):
     """A question whose tokens see nothing else gives all of its attention to itself."""
     prompt = ma.Prompt("Tom has 3 apples.", id="a")
     condition = ma.Baseline(
-        intervention=ma.interventions.Knockout("question", ("bos", "template", "system", "question"))
+        intervention=ma.interventions.Knockout("question", ("first", "template", "system", "question"))
     )
     result = ma.run(toy, [prompt], {"alone": condition}, [ma.ReceivedAttention("question")], engine=engine)
     mass = result["received_attention"].mass_by_segment.sel(condition="alone", segment="question")

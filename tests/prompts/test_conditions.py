@@ -29,7 +29,7 @@ def text_of(model, sequence, segment):
 
 def test_plain_segments(toy):
     sequence = tokenize(PROMPT, toy)
-    assert runs(sequence) == ["bos", "system", "template", "question", "template", "answer"]
+    assert runs(sequence) == ["first", "system", "template", "question", "template", "answer"]
     assert text_of(toy, sequence, "question") == PROMPT.question
     assert text_of(toy, sequence, "system") == PROMPT.system
     assert text_of(toy, sequence, "answer") == PROMPT.answer
@@ -38,14 +38,16 @@ def test_plain_segments(toy):
 
 def test_a_sequence_is_shown_in_one_short_line(toy):
     made = ma.MeaninglessTokens("/", 5).apply(ma.Prompt("Two and two?\n" * 9, system="Add."), toy)
-    counts = {name: int(made.of_segment(name).sum()) for name in ("bos", "template", "system", "inserted", "question")}
+    counts = {
+        name: int(made.of_segment(name).sum()) for name in ("first", "template", "system", "inserted", "question")
+    }
     said = f"Sequence({len(made)} tokens, 5 inserted; {', '.join(f'{name} {n}' for name, n in counts.items())}: "
     assert repr(made) == f"{said}{toy.tokenizer.decode(made.tokens)[:40]!r} …)"
     assert counts["inserted"] == 5
     assert "\n" not in repr(made)
-    assert repr(baseline_sequence([1, 2], ["bos", "question"])) == "Sequence(2 tokens, 0 inserted; bos 1, question 1)"
+    assert repr(baseline_sequence([1, 2], ["bos", "question"])) == "Sequence(2 tokens, 0 inserted; first 1, question 1)"
     short = baseline_sequence([1, 2], ["bos", "question"], lambda ids: "ab")
-    assert repr(short) == "Sequence(2 tokens, 0 inserted; bos 1, question 1: 'ab')"
+    assert repr(short) == "Sequence(2 tokens, 0 inserted; first 1, question 1: 'ab')"
 
 
 def test_tokens_are_those_of_the_whole_text(toy):
@@ -65,7 +67,7 @@ def test_chat_template_with_and_without_bos_gives_it_once(toy, opening):
     bos = toy.tokenizer.bos_token_id
     assert sequence.tokens.tolist().count(bos) == 1
     assert sequence.tokens[0] == bos
-    assert runs(sequence) == ["bos", "template", "system", "template", "question", "template"]
+    assert runs(sequence) == ["first", "template", "system", "template", "question", "template"]
     assert text_of(model, sequence, "question").strip() == PROMPT.question
 
 
@@ -90,17 +92,27 @@ def test_words_of_the_question_in_the_template_are_not_the_question(toy):
 
 def test_a_model_without_bos_gets_none(toy):
     model = SimpleNamespace(tokenizer=toy.tokenizer, cfg=SimpleNamespace(default_prepend_bos=False))
-    assert runs(tokenize(PROMPT, model))[0] == "system"
+    sequence = tokenize(PROMPT, model)
+    assert runs(sequence)[:2] == ["first", "system"]
+    assert sequence.first_part == "system"
+
+
+@pytest.mark.parametrize("place", ["before_question", "start"])
+def test_filler_before_a_question_that_comes_first(toy, place):
+    model = SimpleNamespace(tokenizer=toy.tokenizer, cfg=SimpleNamespace(default_prepend_bos=False, d_vocab=784))
+    made = ma.MeaninglessTokens("/", count=4, place=place).apply(ma.Prompt("Tom has 3 apples."), model)
+    assert runs(made)[:3] == ["inserted", "first", "question"]
+    assert made.of_part("question").sum() == made.of_segment("question").sum() + 1
 
 
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        ("start", ["bos", "inserted", "system", "template", "question", "template", "answer"]),
-        ("before_question", ["bos", "system", "template", "inserted", "question", "template", "answer"]),
-        ("after_question", ["bos", "system", "template", "question", "inserted", "template", "answer"]),
-        ("before_answer", ["bos", "system", "template", "question", "template", "inserted", "answer"]),
-        ("random", ["bos", "system", "template", "question", "inserted", "question", "template", "answer"]),
+        ("start", ["first", "inserted", "system", "template", "question", "template", "answer"]),
+        ("before_question", ["first", "system", "template", "inserted", "question", "template", "answer"]),
+        ("after_question", ["first", "system", "template", "question", "inserted", "template", "answer"]),
+        ("before_answer", ["first", "system", "template", "question", "template", "inserted", "answer"]),
+        ("random", ["first", "system", "template", "question", "inserted", "question", "template", "answer"]),
     ],
 )
 def test_places(toy, place, expected):

@@ -28,20 +28,20 @@ def test_equal_lengths_are_paired_token_by_token(model):
     prompt = ma.Prompt(tokens=(1, 20, 30, 40, 50), answer_tokens=(60,), counterpart=(1, 20, 31, 40, 51))
     own, other = both(model, prompt, Counterpart())
     assert other.origin.tolist() == [0, 1, 2, 3, 4, 5]
-    expected = ["bos", "question", "changed", "question", "changed", "answer"]
+    expected = ["first", "question", "changed", "question", "changed", "answer"]
     for one in (own, other):
         assert [SEGMENTS[code] for code in one.segment] == expected
     assert other.tokens.tolist() == [1, 20, 31, 40, 51, 60]
     assert "0 without a partner, 2 changed" in other._repr_html_()
-    assert repr(other).startswith("Sequence(6 tokens, 0 without a partner, 2 changed; bos 1, question 2, answer 1, ")
+    assert repr(other).startswith("Sequence(6 tokens, 0 without a partner, 2 changed; first 1, question 2, answer 1, ")
 
 
 def test_other_lengths_leave_out_what_has_no_partner(model):
     prompt = ma.Prompt(tokens=(1, 20, 30, 31, 32, 40), answer_tokens=(60,), counterpart=(1, 20, 35, 36, 40))
     own, other = both(model, prompt, Counterpart())
     assert other.origin.tolist() == [0, 1, -1, -1, 5, 6]
-    assert [SEGMENTS[code] for code in other.segment] == ["bos", "question", *["inserted"] * 2, "question", "answer"]
-    assert [SEGMENTS[code] for code in own.segment] == ["bos", "question", *["changed"] * 3, "question", "answer"]
+    assert [SEGMENTS[code] for code in other.segment] == ["first", "question", *["inserted"] * 2, "question", "answer"]
+    assert [SEGMENTS[code] for code in own.segment] == ["first", "question", *["changed"] * 3, "question", "answer"]
     _, ended = both(model, prompt, Counterpart(from_the_end=True))
     assert ended.origin.tolist() == [0, 1, 3, 4, 5, 6]
     with pytest.raises(PromptError, match="3 tokens without a partner under 'other'"):

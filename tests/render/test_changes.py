@@ -70,7 +70,7 @@ def test_a_first_token_that_sets_the_axis_is_named(result):
     dataset["received_by_origin"][{"original_key": 0}] = 0.9
     sink = replace(result, datasets=result.datasets | {"received_attention": dataset})
     notes = ma.render.received_attention(sink, 0, heads=[5]).layout.annotations
-    assert [(a.x, round(a.y, 3)) for a in notes if a.text == "position 0 (bos)"] == [(0, 0.9)]
+    assert [(a.x, round(a.y, 3)) for a in notes if a.text == "position 0 (first)"] == [(0, 0.9)]
     for name in ("received_by_origin", "received"):  # as of prompts so unlike that no position has enough of them
         dataset[f"{name}_n"][:] = 0
     ma.render.received_attention(sink, 0, heads=[5])
