@@ -240,7 +240,9 @@ ma.render.accuracy_map(placed.accuracy(), "count", "place", "toy:qwen2")
 # How much do several sampled answers to each problem gain?
 
 # %%
-sampled = ma.evaluate(solver, prompts[:8], {"slash": slash}, samples=4, temperature=1.5, new_tokens=60)
+sampled = ma.evaluate(
+    solver, prompts[:8], {"slash": slash}, samples=4, temperature=1.5, new_tokens=60
+)
 measures = {"pass@k": sampled.pass_at_k([1, 2, 4]), "best of k": sampled.best_of([1, 2, 4])}
 
 # %%

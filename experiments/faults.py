@@ -80,7 +80,9 @@ def interrupted(folder: Path, after: float) -> str:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     parts = len(list(folder.glob("result.zarr.parts/*.zip")))
-    found = f"{parts} of 16 chunks" + (", writing the result" if list(folder.glob(".result.zarr.*")) else "")
+    found = f"{parts} of 16 chunks" + (
+        ", writing the result" if list(folder.glob(".result.zarr.*")) else ""
+    )
     if (folder / "result.zarr").exists():
         found = "ended before" if ended else "result written"
     return f"{after:.2f} s ({found})"
@@ -88,7 +90,9 @@ def interrupted(folder: Path, after: float) -> str:
 
 def main() -> None:
     """All trials, a line each."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--trials", type=int, default=20)
     options.add_argument("--seed", type=int, default=0)
     given = options.parse_args()
@@ -109,7 +113,9 @@ def main() -> None:
             folder = root / str(trial)
             folder.mkdir()
             found = [interrupted(folder, draw.uniform(0, seconds))]
-            while "ended before" in found[-1]:  # it was faster than the first time: this was no trial
+            while (
+                "ended before" in found[-1]
+            ):  # it was faster than the first time: this was no trial
                 shutil.rmtree(folder / "result.zarr")
                 found = [interrupted(folder, draw.uniform(0, seconds))]
             found.append(interrupted(folder, draw.uniform(0, seconds)))
@@ -118,7 +124,8 @@ def main() -> None:
             good = digest == expected and left == ["result.zarr"]
             same += good
             print(
-                f"{trial + 1}: killed after {' and '.join(found)}: {'same' if good else f'DIFFERS {left}'}", flush=True
+                f"{trial + 1}: killed after {' and '.join(found)}: {'same' if good else f'DIFFERS {left}'}",
+                flush=True,
             )
     print(f"{same} of {given.trials}")
     sys.exit(same != given.trials)

@@ -25,14 +25,24 @@ def numbers(results: list[ma.Result]) -> dict[str, dict[str, float]]:
     made = {}
     for result in results:
         verdict = result.verdict()
-        ends = zip(("estimate", "low", "high", "uniform"), (*verdict.change, verdict.null.estimate), strict=True)
-        made[result.provenance["model"]["name"]] = {name: round(100 * float(end), 1) for name, end in ends}
+        ends = zip(
+            ("estimate", "low", "high", "uniform"),
+            (*verdict.change, verdict.null.estimate),
+            strict=True,
+        )
+        made[result.provenance["model"]["name"]] = {
+            name: round(100 * float(end), 1) for name, end in ends
+        }
     return made
 
 
 if __name__ == "__main__":
     target, results = Path(sys.argv[1]), measured()
-    target.with_suffix(".json").write_text(json.dumps(numbers(results), indent=1) + "\n", encoding="utf-8")
+    target.with_suffix(".json").write_text(
+        json.dumps(numbers(results), indent=1) + "\n", encoding="utf-8"
+    )
     figure = ma.render.verdicts(results).update_layout(width=900, height=420)
-    figure.layout.title.text = figure.layout.title.text.replace("with “slash”", "with 55 “/” before it")
+    figure.layout.title.text = figure.layout.title.text.replace(
+        "with “slash”", "with 55 “/” before it"
+    )
     figure.write_image(target, scale=2)

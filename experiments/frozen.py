@@ -31,7 +31,9 @@ def conditions(model: str) -> dict[str, object]:
         "sentence": ma.RandomSentence(count=20),
         "start": ma.MeaninglessTokens("/", count=20, place="start"),
         "masked": slash.masked(),
-        **({} if model == "toy:falcon" else {"unshifted": slash.unshifted()}),  # it takes no position ids
+        **(
+            {} if model == "toy:falcon" else {"unshifted": slash.unshifted()}
+        ),  # it takes no position ids
         "tokens": kinds.RandomTokens(count=20),
         "arm": ma.Baseline(intervention=ma.interventions.ARM(c=0.13, p1=99.5, seed=0)),
     }
@@ -40,9 +42,24 @@ def conditions(model: str) -> dict[str, object]:
 def analyses(model: object) -> list[object]:
     """Every analysis that the model has."""
     kinds = ma.analyses
-    made = [kinds.ReceivedAttention(), kinds.AffineShift(), kinds.AttentionFocus(), kinds.AttentionSinks()]
-    made += [kinds.AttentionSpread(), kinds.BlockUpdates(), kinds.DirectLogits(), kinds.HeadUpdates()]
-    made += [kinds.TopTargetUpdates(), kinds.MlpActivations(), kinds.SegmentFlow(), kinds.SegmentLogits()]
+    made = [
+        kinds.ReceivedAttention(),
+        kinds.AffineShift(),
+        kinds.AttentionFocus(),
+        kinds.AttentionSinks(),
+    ]
+    made += [
+        kinds.AttentionSpread(),
+        kinds.BlockUpdates(),
+        kinds.DirectLogits(),
+        kinds.HeadUpdates(),
+    ]
+    made += [
+        kinds.TopTargetUpdates(),
+        kinds.MlpActivations(),
+        kinds.SegmentFlow(),
+        kinds.SegmentLogits(),
+    ]
     return made
 
 
@@ -50,7 +67,14 @@ def tables(name: str) -> Iterator[tuple[str, pd.DataFrame]]:
     """The datasets of a run as tables, and what is computed from them."""
     model = ma.load_model(name)
     prompts = ma.load_prompts("word-problems", limit=12)
-    result = ma.run(model, prompts, conditions=conditions(name), analyses=analyses(model), positions="prompts", seed=1)
+    result = ma.run(
+        model,
+        prompts,
+        conditions=conditions(name),
+        analyses=analyses(model),
+        positions="prompts",
+        seed=1,
+    )
     for analysis, dataset in result.datasets.items():
         for variable, values in dataset.items():
             if values.dtype.kind in "fiub":
@@ -59,11 +83,16 @@ def tables(name: str) -> Iterator[tuple[str, pd.DataFrame]]:
         for variable, values in dataset.items():
             if {"prompt", "condition", "layer", "head"} == set(values.dims):
                 for scale in ("log-ratio", "difference"):
-                    asked = ma.Contrast(result, "slash", quantity=str(variable), scale=scale, resamples=999)
+                    asked = ma.Contrast(
+                        result, "slash", quantity=str(variable), scale=scale, resamples=999
+                    )
                     try:
                         yield f"compare.{variable}.{scale}", asked.table()
                     except ma.MechattnError as error:
-                        yield f"compare.{variable}.{scale}.refused", pd.DataFrame({"words": [len(str(error))]})
+                        yield (
+                            f"compare.{variable}.{scale}.refused",
+                            pd.DataFrame({"words": [len(str(error))]}),
+                        )
     for condition in result.conditions[1:]:
         yield f"received.{condition}", result.compare(condition)
         verdict = result.verdict(condition)
@@ -79,7 +108,9 @@ def tables(name: str) -> Iterator[tuple[str, pd.DataFrame]]:
         patched = ma.patch(model, answered, slash, at=part)
         for variable, values in patched.effects.items():
             yield f"patch.{part}.{variable}", pd.DataFrame({"values": values.values.ravel()})
-    answers = ma.evaluate(model, ma.load_prompts("word-problems", limit=6), conditions={"slash": slash})
+    answers = ma.evaluate(
+        model, ma.load_prompts("word-problems", limit=6), conditions={"slash": slash}
+    )
     yield "answers", answers.accuracy()
 
 
@@ -107,7 +138,9 @@ def compare(one: Path, other: Path) -> None:
         if a.shape != b.shape or (np.isnan(a) != np.isnan(b)).any():
             print(f"{name}: another shape, or other missing values")
             continue
-        worst = float(np.nanmax(abs(a - b), initial=0.0) / max(np.nanmax(abs(a), initial=0.0), 1e-300))
+        worst = float(
+            np.nanmax(abs(a - b), initial=0.0) / max(np.nanmax(abs(a), initial=0.0), 1e-300)
+        )
         same += worst <= CLOSE
         if worst > CLOSE:
             print(f"{name}: {worst:.2g}")
@@ -118,7 +151,9 @@ def compare(one: Path, other: Path) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("write", "compare"))
     parser.add_argument("paths", nargs="+", type=Path)
     given = parser.parse_args()

@@ -43,7 +43,11 @@ def docstring_lines(path: Path) -> int:
     """Lines of a file inside docstrings."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
-    first = [node.body[0] for node in nodes if node.body and ast.get_docstring(node, clean=False) is not None]
+    first = [
+        node.body[0]
+        for node in nodes
+        if node.body and ast.get_docstring(node, clean=False) is not None
+    ]
     return sum((one.end_lineno or one.lineno) - one.lineno + 1 for one in first)
 
 
@@ -52,7 +56,9 @@ def sizes() -> None:
     lines = {path: len(path.read_text().splitlines()) for path in FILES}
     blank = sum(not line.strip() for path in FILES for line in path.read_text().splitlines())
     documented = sum(map(docstring_lines, FILES))
-    print(f"{sum(lines.values()):,} lines in {len(FILES)} files: {documented:,} of docstrings, {blank:,} blank")
+    print(
+        f"{sum(lines.values()):,} lines in {len(FILES)} files: {documented:,} of docstrings, {blank:,} blank"
+    )
     rooms: Counter[str] = Counter()
     files: Counter[str] = Counter()
     for path, count in lines.items():
@@ -61,10 +67,16 @@ def sizes() -> None:
         files[room] += 1
     for room, count in rooms.most_common():
         print(f"  {room:<16} {count:>6,} lines {files[room]:>4} files")
-    print(f"files over 400 lines: {[str(path.relative_to(PACKAGE)) for path, count in lines.items() if count > 400]}")
+    print(
+        f"files over 400 lines: {[str(path.relative_to(PACKAGE)) for path, count in lines.items() if count > 400]}"
+    )
     many = [(path, one) for path in FILES for one in functions(path) if not is_command(one)]
-    private = [(path, one) for path, one in many if one.name.startswith("_") and parameters(one) > 7]
-    public = [(path, one) for path, one in many if not one.name.startswith("_") and parameters(one) > 9]
+    private = [
+        (path, one) for path, one in many if one.name.startswith("_") and parameters(one) > 7
+    ]
+    public = [
+        (path, one) for path, one in many if not one.name.startswith("_") and parameters(one) > 9
+    ]
     seven = sum(parameters(one) > 7 for _, one in many)
     over = f"private ones: {len(private)}; public with more than 9: {len(public)}"
     print(f"functions with more than 7 parameters, typer's commands left out: {seven}; {over}")
@@ -79,7 +91,11 @@ def entered(call: Callable[[], object]) -> int:
 
     def note(frame: object, event: str, _: object) -> None:
         name = frame.f_code.co_filename  # type: ignore[attr-defined]
-        if event == "call" and name.startswith(root) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # type: ignore[attr-defined]
+        if (
+            event == "call"
+            and name.startswith(root)
+            and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        ):  # type: ignore[attr-defined]
             seen.add(name)
 
     sys.setprofile(note)  # type: ignore[arg-type]
@@ -106,7 +122,9 @@ def walk() -> None:
             "patch": lambda: ma.patch(model, prompts, slash),
             "page": lambda: made[0].page(out / "page.html"),
             "paper": lambda: ma.paper(
-                "toy:llama", out / "paper", settings=ma.ClaimSettings(limit=8, problems=20, samples=2, new_tokens=8)
+                "toy:llama",
+                out / "paper",
+                settings=ma.ClaimSettings(limit=8, problems=20, samples=2, new_tokens=8),
             ),
         }
         for name, call in calls.items():

@@ -17,7 +17,12 @@ TOKENS = ["Solve", "it:", "how", "many"]
 SEGMENTS = ["system", "system", "question", "question"]
 SCORES = [[0.0], [0.2, 0.0], [0.4, 0.9, 0.0], [0.0, 0.4, 1.4, 0.0]]
 INSERTED = ["/", "/"]
-TO_INSERTED = [[], [], [0.2, 0.0], [-0.4, -0.2]]  # the first two tokens stand before them and see neither
+TO_INSERTED = [
+    [],
+    [],
+    [0.2, 0.0],
+    [-0.4, -0.2],
+]  # the first two tokens stand before them and see neither
 SINK = [3.0, 0.0, 0.0, 0.0]  # added to the scores of each key
 PLACE = 2
 RESIDUAL, UPDATE = (4.0, 0.0), (-0.8, 1.4)
@@ -56,12 +61,17 @@ def pattern() -> Matrix:
 
 def inserted_pattern() -> Matrix:
     """Attention of the original queries with inserted tokens; scores of the original keys are as they were."""
-    return [softmax([*row[:PLACE], *more, *row[PLACE:]]) for row, more in zip(SCORES, TO_INSERTED, strict=True)]
+    return [
+        softmax([*row[:PLACE], *more, *row[PLACE:]])
+        for row, more in zip(SCORES, TO_INSERTED, strict=True)
+    ]
 
 
 def sink_pattern() -> Matrix:
     """Attention with the first key's scores raised."""
-    return [softmax([score + more for score, more in zip(row, SINK, strict=False)]) for row in SCORES]
+    return [
+        softmax([score + more for score, more in zip(row, SINK, strict=False)]) for row in SCORES
+    ]
 
 
 def received(attention: Matrix, include_self: bool) -> list[float]:
@@ -75,7 +85,10 @@ def received(attention: Matrix, include_self: bool) -> list[float]:
 
 def scales() -> list[float]:
     """λ of each query: what is left to the original keys."""
-    return [1 - sum(row[PLACE : PLACE + len(more)]) for row, more in zip(inserted_pattern(), TO_INSERTED, strict=True)]
+    return [
+        1 - sum(row[PLACE : PLACE + len(more)])
+        for row, more in zip(inserted_pattern(), TO_INSERTED, strict=True)
+    ]
 
 
 def flow() -> dict[str, float]:
@@ -83,7 +96,8 @@ def flow() -> dict[str, float]:
     segments = [*SEGMENTS[:PLACE], *["inserted"] * len(INSERTED), *SEGMENTS[PLACE:]]
     rows = inserted_pattern()[PLACE:]
     return {
-        name: sum(p for row in rows for p, of in zip(row, segments, strict=False) if of == name) / len(rows)
+        name: sum(p for row in rows for p, of in zip(row, segments, strict=False) if of == name)
+        / len(rows)
         for name in dict.fromkeys(segments)
     }
 
@@ -92,7 +106,10 @@ def focus() -> dict[str, float]:
     """What the last query's row says."""
     row = pattern()[-1]
     first, second = sorted(row, reverse=True)[:2]
-    return {"concentration": first - second, "distance": sum(p * (len(row) - 1 - key) for key, p in enumerate(row))}
+    return {
+        "concentration": first - second,
+        "distance": sum(p * (len(row) - 1 - key) for key, p in enumerate(row)),
+    }
 
 
 def update() -> dict[str, float]:
@@ -111,15 +128,21 @@ class Picture:
         self.width, self.height, self.parts = width, height, []
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "middle") -> None:
-        self.parts.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" class="{kind}">{words}</text>')
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" class="{kind}">{words}</text>'
+        )
 
-    def box(self, x: float, y: float, width: float, height: float, kind: str = "ink", opacity: float = 1) -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, kind: str = "ink", opacity: float = 1
+    ) -> None:
         shade = "" if opacity == 1 else f' fill-opacity="{opacity:.2f}"'
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" class="{kind}"{shade}/>'
         )
 
-    def line(self, x: float, y: float, to_x: float, to_y: float, kind: str = "ink", head: bool = False) -> None:
+    def line(
+        self, x: float, y: float, to_x: float, to_y: float, kind: str = "ink", head: bool = False
+    ) -> None:
         end = f' marker-end="url(#{kind.split("-")[0].split(" ")[0]})"' if head else ""
         self.parts.append(f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}" class="{kind}"{end}/>')
 
@@ -136,9 +159,13 @@ class Picture:
             f'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z" class="{kind}"/></marker>'
             for name, kind in (("ink", "dot"), ("blue", "blue"), ("orange", "orange"))
         )
-        size = f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}"'
+        size = (
+            f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}"'
+        )
         start = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
-        return "\n".join([start, f"<style>{STYLE}\n</style>", f"<defs>{heads}</defs>", *self.parts, "</svg>\n"])
+        return "\n".join(
+            [start, f"<style>{STYLE}\n</style>", f"<defs>{heads}</defs>", *self.parts, "</svg>\n"]
+        )
 
 
 CELL, ROW = 52, 34
@@ -166,7 +193,12 @@ def square(
         for key, value in enumerate(row):
             across, down = x + key * cell, y + query * ROW
             picture.box(
-                across + 1, down + 1, cell - 2, ROW - 2, "orange" if key in inserted else "blue", 0.08 + 0.6 * value
+                across + 1,
+                down + 1,
+                cell - 2,
+                ROW - 2,
+                "orange" if key in inserted else "blue",
+                0.08 + 0.6 * value,
             )
             picture.text(across + cell / 2, down + ROW / 2 + 5, number(value))
 
@@ -181,10 +213,21 @@ def received_attention() -> Picture:
     for key, value in enumerate(received(pattern(), include_self=False)):
         across = x + key * CELL
         if key < 3:
-            picture.box(across + 1, y + (key + 1) * ROW + 1, CELL - 2, (3 - key) * ROW - 2, "orange-line")
-        picture.line(across + CELL / 2, y + 4 * ROW + 4, across + CELL / 2, y + 4 * ROW + 22, "orange-line", head=True)
+            picture.box(
+                across + 1, y + (key + 1) * ROW + 1, CELL - 2, (3 - key) * ROW - 2, "orange-line"
+            )
+        picture.line(
+            across + CELL / 2,
+            y + 4 * ROW + 4,
+            across + CELL / 2,
+            y + 4 * ROW + 22,
+            "orange-line",
+            head=True,
+        )
         picture.text(across + CELL / 2, y + 4 * ROW + 40, number(value))
-    picture.text(x + 4 * CELL + 14, y + 4 * ROW + 40, "received: mean of each frame", anchor="start")
+    picture.text(
+        x + 4 * CELL + 14, y + 4 * ROW + 40, "received: mean of each frame", anchor="start"
+    )
     picture.text(x + 4 * CELL + 14, y + 2.6 * ROW, "framed: the queries", "small", "start")
     picture.text(x + 4 * CELL + 14, y + 2.6 * ROW + 16, "after the key", "small", "start")
     return picture
@@ -220,7 +263,9 @@ def segment_flow() -> Picture:
         picture.text(x - 8, y + (query + 0.5) * ROW + 5, TOKENS[PLACE + query], anchor="end")
         for key, value in enumerate(row):
             kind = "orange" if key in (2, 3) else "blue"
-            picture.box(x + key * CELL + 1, y + query * ROW + 1, CELL - 2, ROW - 2, kind, 0.08 + 0.6 * value)
+            picture.box(
+                x + key * CELL + 1, y + query * ROW + 1, CELL - 2, ROW - 2, kind, 0.08 + 0.6 * value
+            )
             picture.text(x + (key + 0.5) * CELL, y + (query + 0.5) * ROW + 5, number(value))
     bottom = y + len(rows) * ROW
     for place, (name, value) in enumerate(found.items()):
@@ -252,7 +297,8 @@ def attention_focus() -> Picture:
     words = [
         f"concentration {number(first)} − {number(second)}",
         f"= {number(found['concentration'])}",
-        "distance " + " + ".join(f"{len(row) - 1 - key}·{number(p)[1:]}" for key, p in enumerate(row[:-1])),
+        "distance "
+        + " + ".join(f"{len(row) - 1 - key}·{number(p)[1:]}" for key, p in enumerate(row[:-1])),
         f"= {number(found['distance'])} positions",
     ]
     for place, line in enumerate(words):
@@ -272,7 +318,9 @@ def attention_sinks() -> Picture:
     picture.text(x - 8, bottom + 26, "α", anchor="end")
     alpha = received(sink_pattern(), include_self=True)[0]
     picture.text(x + 4 * CELL + 14, bottom + 26, "mean over q ≥ k", "small", "start")
-    picture.text(x, bottom + 54, f"α of “{TOKENS[0]}” is {number(alpha)} > 0.3: a sink.", anchor="start")
+    picture.text(
+        x, bottom + 54, f"α of “{TOKENS[0]}” is {number(alpha)} > 0.3: a sink.", anchor="start"
+    )
     return picture
 
 
@@ -290,13 +338,24 @@ def head_updates() -> Picture:
     picture.path(f"M{tip + 34:g} {y}A34 34 0 0 0 {bend[0]:.1f} {bend[1]:.1f}")
     picture.text(tip + 32, y - 28, f"{math.degrees(angle):.0f}°", anchor="start")
     picture.text(x + 90, y - 10, "r, the residual stream")
-    picture.text((tip + end[0]) / 2 + 12, (y + end[1]) / 2 - 18, "Δ, what the head adds", anchor="start")
+    picture.text(
+        (tip + end[0]) / 2 + 12, (y + end[1]) / 2 - 18, "Δ, what the head adds", anchor="start"
+    )
     picture.text((tip + end[0]) / 2, y + 20, f"parallel {number(UPDATE[0] / RESIDUAL[0])}", "small")
-    picture.text(end[0] - 6, (y + end[1]) / 2, f"orthogonal {number(UPDATE[1] / RESIDUAL[0])}", "small", "end")
+    picture.text(
+        end[0] - 6,
+        (y + end[1]) / 2,
+        f"orthogonal {number(UPDATE[1] / RESIDUAL[0])}",
+        "small",
+        "end",
+    )
     found = update()
     picture.text(390, 32, f"magnitude = ‖Δ‖ / ‖r‖ = {number(found['magnitude'])}", anchor="start")
     picture.text(
-        390, 56, f"orientation = cos {math.degrees(angle):.0f}° = {number(found['orientation'])}", anchor="start"
+        390,
+        56,
+        f"orientation = cos {math.degrees(angle):.0f}° = {number(found['orientation'])}",
+        anchor="start",
     )
     return picture
 
@@ -310,12 +369,16 @@ def mlp_activations() -> Picture:
     near = [abs(value) <= THRESHOLD for value in ACTIVATIONS]
     for channel, value in enumerate(ACTIVATIONS):
         x = 66 + 33.5 * channel
-        picture.line(x, zero, x, zero - unit * value, "orange-line" if near[channel] else "blue-line")
+        picture.line(
+            x, zero, x, zero - unit * value, "orange-line" if near[channel] else "blue-line"
+        )
         picture.dot(x, zero - unit * value, "orange" if near[channel] else "blue")
     picture.text(44, zero - unit * THRESHOLD, "τ", anchor="end")
     picture.text(44, zero + unit * THRESHOLD + 10, "−τ", anchor="end")
     share = sum(near) / len(near)
-    picture.text(250, 210, f"{sum(near)} of {len(near)} channels lie within ±τ: near_zero = {number(share)}")
+    picture.text(
+        250, 210, f"{sum(near)} of {len(near)} channels lie within ±τ: near_zero = {number(share)}"
+    )
     picture.text(460, zero + 5, "channels", "small", "start")
     return picture
 
@@ -345,7 +408,8 @@ def conditions() -> Picture:
                 last, lift = x + 4 + 50 * (len(keys) - 1) + 23, 10 + 7 * (len(keys) - 1 - place)
                 line = "orange-line" if inserted else "blue-line"
                 picture.path(
-                    f"M{last} {y + 62}C{last} {y + 62 - lift} {left + 23} {y + 62 - lift} {left + 23} {y + 61}", line
+                    f"M{last} {y + 62}C{last} {y + 62 - lift} {left + 23} {y + 62 - lift} {left + 23} {y + 61}",
+                    line,
                 )
     return picture
 
@@ -367,11 +431,17 @@ def interventions() -> Picture:
         width = 90 if place == 1 else 64
         picture.box(x - width / 2, y - 18, width, 36)
         picture.text(x, y + 5, name)
-    for (_, a), (_, b), half, next_half in zip(steps[:3], steps[1:4], (32, 45, 32), (45, 32, 32), strict=True):
+    for (_, a), (_, b), half, next_half in zip(
+        steps[:3], steps[1:4], (32, 45, 32), (45, 32, 32), strict=True
+    ):
         picture.line(a + half, y, b - next_half, y, "ink", head=True)
     for start, end in ((90, 400), (500, 560)):
         picture.line(start, y + 60, start, y + 18, "ink", head=True)
-        picture.path(f"M{end} {y + 18}V{y + 59}" if end == 400 else f"M532 {y}H{end}V{y + 59}", "ink", head=True)
+        picture.path(
+            f"M{end} {y + 18}V{y + 59}" if end == 400 else f"M532 {y}H{end}V{y + 59}",
+            "ink",
+            head=True,
+        )
     acts = [
         (90, 40, "Transplant", "k, v of inserted tokens"),
         (205, 76, "Knockout", "edges removed"),
@@ -410,7 +480,13 @@ def patching() -> Picture:
     picture.text(110 + 66 * 3, 82, "at each original token", "small")
     picture.text(110, 152, "origin", "small", "end")
     for place in range(6):
-        origin = place if place < PLACE else place - len(INSERTED) if place >= PLACE + len(INSERTED) else -1
+        origin = (
+            place
+            if place < PLACE
+            else place - len(INSERTED)
+            if place >= PLACE + len(INSERTED)
+            else -1
+        )
         picture.text(140 + 66 * place, 152, number_of(origin), "small")
     return picture
 
@@ -427,7 +503,14 @@ def evaluation() -> Picture:
         picture.text(90, 45 + 40 * row, name, anchor="end")
         for place, answer in enumerate(right):
             x = 104 + 46 * place
-            picture.box(x, 24 + 40 * row, 38, 32, "blue" if answer == "1" else "ink", 0.35 if answer == "1" else 1)
+            picture.box(
+                x,
+                24 + 40 * row,
+                38,
+                32,
+                "blue" if answer == "1" else "ink",
+                0.35 if answer == "1" else 1,
+            )
             picture.text(x + 19, 45 + 40 * row, "✓" if answer == "1" else "✗")
     pairs = list(zip(*RIGHT, strict=True))
     for place, (first, second) in enumerate(pairs):
@@ -443,7 +526,9 @@ def evaluation() -> Picture:
     picture.text(
         20,
         150,
-        f"p_mid = 2 · F({fewer}) − f({fewer}) = {number(p)}, with {coins} coins.".replace("p_mid", MID),
+        f"p_mid = 2 · F({fewer}) − f({fewer}) = {number(p)}, with {coins} coins.".replace(
+            "p_mid", MID
+        ),
         anchor="start",
     )
     return picture

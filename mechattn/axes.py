@@ -33,5 +33,8 @@ def head_named(name: object) -> tuple[int, int] | None:
 def by_head(table: pd.DataFrame) -> pd.DataFrame:
     """Name the rows of a table by their heads, so that ``table.loc["L1H2"]`` finds one."""
     if {"layer", "head"} <= set(table.columns):
-        table.index = [head_name(layer, head) for layer, head in zip(table["layer"], table["head"], strict=True)]
+        table.index = [
+            head_name(layer, head)
+            for layer, head in zip(table["layer"], table["head"], strict=True)
+        ]
     return table

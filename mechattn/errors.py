@@ -83,6 +83,8 @@ def check_choice(known: Any, **given: Any) -> None:
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line that called mechattn, however many of our own calls lie between."""
     frame, level = sys._getframe(1), 2
-    while (above := frame.f_back) and str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:
+    while (above := frame.f_back) and str(frame.f_globals.get("__name__")).partition(".")[
+        0
+    ] in _OURS:
         frame, level = above, level + 1
     warnings.warn(shown(message), category, stacklevel=level)

@@ -29,8 +29,12 @@ def asked_once(place: str) -> Iterator[None]:
     with _ONE_AT_A_TIME:
         offline = constants.HF_HUB_OFFLINE
         try:
-            get_session().head(constants.ENDPOINT, timeout=5)  # by the hub's own client, with its proxies
-        except Exception:  # of httpx or another client; also where the user has chosen to be offline
+            get_session().head(
+                constants.ENDPOINT, timeout=5
+            )  # by the hub's own client, with its proxies
+        except (
+            Exception
+        ):  # of httpx or another client; also where the user has chosen to be offline
             constants.HF_HUB_OFFLINE = True
         try:
             yield

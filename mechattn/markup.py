@@ -20,7 +20,9 @@ GROUNDS = {
 }
 _INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
 # Everything that moves the cursor, colours, rings the bell or changes the writing direction; newlines and tabs stay.
-_ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_ACTS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 # A password may contain a slash not written as %2F; in an Azure URL, a container precedes the @, not a user.
 _USER = re.compile(
     r"(?<=://)(?<!abfs://)(?<!abfss://)"
@@ -39,9 +41,16 @@ def table(rows: Iterable[Seq[Any]], caption: str = "", header: Seq[str] = ()) ->
     left = "text-align:left;vertical-align:top"
     head = "".join(f'<th style="{left}">{html.escape(name)}</th>' for name in header)
     body = "".join(
-        "<tr>" + "".join(f'<td style="{left}">{html.escape(str(cell))}</td>' for cell in row) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(f'<td style="{left}">{html.escape(str(cell))}</td>' for cell in row)
+        + "</tr>"
+        for row in rows
     )
-    said = f'<caption style="{left};font-weight:600">{html.escape(caption)}</caption>' if caption else ""
+    said = (
+        f'<caption style="{left};font-weight:600">{html.escape(caption)}</caption>'
+        if caption
+        else ""
+    )
     return f"<table>{said}{f'<thead><tr>{head}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
 
 
@@ -52,14 +61,18 @@ def tokens(texts: Iterable[tuple[str, str]], caption: str = "") -> str:
     key = " ".join(_token(name, name) for name in present)
     spans = "".join(_token(visible(text), segment) for text, segment in texts)
     said = f"<p>{html.escape(caption)} {key}</p>"
-    return f'{said}<p style="font-family:monospace;line-height:1.9;overflow-wrap:anywhere">{spans}</p>'
+    return (
+        f'{said}<p style="font-family:monospace;line-height:1.9;overflow-wrap:anywhere">{spans}</p>'
+    )
 
 
 def fields_table(value: Any) -> str:
     """A dataclass as a table of its fields, for ``_repr_html_``."""
     from dataclasses import fields
 
-    shown = [(field.name, repr(getattr(value, field.name))) for field in fields(value) if field.repr]
+    shown = [
+        (field.name, repr(getattr(value, field.name))) for field in fields(value) if field.repr
+    ]
     return table(shown, type(value).__name__)
 
 

@@ -27,7 +27,9 @@ _Int = Annotated[int, PydanticField(ge=-(2**63), lt=2**63)]
 class Section(BaseModel):
     """A section whose keys are all declared."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)  # true is not a number, and 3 is not text
+    model_config = ConfigDict(
+        extra="forbid", strict=True
+    )  # true is not a number, and 3 is not text
 
 
 class OpenSection(BaseModel):
@@ -92,7 +94,9 @@ def near(word: str, known: Iterable[str]) -> str:
 
 def all_words(error: ValidationError, root: type[BaseModel], where: str = "") -> str:
     """Rephrase pydantic's errors for the user."""
-    return "; ".join(f"{where}{'.'.join(map(str, e['loc']))}: {_words(e, root)}" for e in error.errors())
+    return "; ".join(
+        f"{where}{'.'.join(map(str, e['loc']))}: {_words(e, root)}" for e in error.errors()
+    )
 
 
 def _words(error: Any, root: Any) -> str:
@@ -100,7 +104,11 @@ def _words(error: Any, root: Any) -> str:
         *section, name = error["loc"]
         return no_such_key(str(name), list(_section_at(root, section).model_fields))
     if error["type"] in ("missing", "value_error"):
-        return "is missing" if error["type"] == "missing" else str(error["msg"]).removeprefix("Value error, ")
+        return (
+            "is missing"
+            if error["type"] == "missing"
+            else str(error["msg"]).removeprefix("Value error, ")
+        )
     return f"{error['msg']}, not {str(error['input'])[:_SHOWN]!r}"
 
 

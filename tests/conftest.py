@@ -31,7 +31,9 @@ SHARED = Path(__file__).parents[2] / "shared"  # data and models of others, besi
 GSM8K = SHARED / "data" / "gsm8k_test.jsonl"
 MODELS = Path(os.environ.get("MECHATTN_MODELS", SHARED / "models"))
 SITE = Path(__file__).parents[1] / "site"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 def need(what, there, how):
@@ -66,7 +68,8 @@ def pytest_collection_finish():
 def pytest_terminal_summary(terminalreporter):
     """How many tests were skipped, and why, in one line for each reason."""
     reasons = Counter(
-        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
     )
     for why, count in reasons.items():
         terminalreporter.write_line(f"{count} skipped: {why}")
@@ -84,7 +87,9 @@ def launched(chromium):
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        opened = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield opened
         opened.close()
 

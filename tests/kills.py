@@ -8,7 +8,16 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-_CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
+_CHANGES = {
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -47,8 +56,14 @@ class _Watch:
     def _counts(self, event: str, arguments: tuple) -> bool:
         if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & _WRITES):
             return False
-        paths = [os.fsdecode(a) for a in arguments[: 2 if event == "os.rename" else 1] if isinstance(a, (str, bytes))]
-        within = event in ("os.remove", "os.rmdir", "os.mkdir") and arguments[-1] != -1  # relative to an open folder
+        paths = [
+            os.fsdecode(a)
+            for a in arguments[: 2 if event == "os.rename" else 1]
+            if isinstance(a, (str, bytes))
+        ]
+        within = (
+            event in ("os.remove", "os.rmdir", "os.mkdir") and arguments[-1] != -1
+        )  # relative to an open folder
         return within or any(path.startswith(str(self.root)) for path in paths)
 
 
@@ -61,7 +76,9 @@ def _raise() -> None:
 
 
 @contextmanager
-def killed_at(root: Path, operation: int, empty: bool = False, die: Callable[[], None] = _raise) -> Iterator[list[str]]:
+def killed_at(
+    root: Path, operation: int, empty: bool = False, die: Callable[[], None] = _raise
+) -> Iterator[list[str]]:
     """Die at an operation, from 0; what the ``with`` gives then holds what kind of operation it was.
 
     Args:
@@ -103,7 +120,9 @@ def _let_all_die() -> None:
         sync(others())
 
 
-def each_kill(root: Path, before: Callable[[], object], work: Callable[[], object]) -> Iterator[int]:
+def each_kill(
+    root: Path, before: Callable[[], object], work: Callable[[], object]
+) -> Iterator[int]:
     """Do some work again and again, killed at its first operation, its second … until it comes to its end."""
     for operation in count():
         for empty in (False, True):

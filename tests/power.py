@@ -86,7 +86,9 @@ def power_losses(root: Path, work: Callable[[], object]) -> list[State]:
             note()
 
     def seen() -> None:
-        if threading.current_thread() is threading.main_thread():  # Zarr's threads write at the same time
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # Zarr's threads write at the same time
             note()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -55,7 +55,9 @@ def test_help_imports_nothing_heavy():
         "except SystemExit: pass\n"
         "print([m for m in ('torch', 'transformer_lens', 'xarray', 'plotly', 'scipy') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert "figures" in out
     assert out.strip().endswith("[]")
 
@@ -66,14 +68,20 @@ def test_import_is_lazy():
         "try: mechattn.ReceivedAttention\n"
         "except ImportError as error: print(error.name)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert out.split() == ["False", "torch"], "not imported, until it is needed"
 
 
 @pytest.mark.parametrize("module", [ma.render, ma.interventions, ma.analyses, ma.conditions])
 def test_completion_shows_what_is_public_and_no_files(module):
     """What a module imports under its own name (``import X as X``)."""
-    imports = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)]
+    imports = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.ImportFrom)
+    ]
     public = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
     assert public == {name for name in dir(module) if not name.startswith("_")}
     assert not any(inspect.ismodule(getattr(module, name)) for name in public)
@@ -148,7 +156,8 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here, interrupte
     run = here("run", config, "--shard", "1/2")
     assert run.returncode == 130
     assert re.search(
-        r"mechattn: stopped; 2 of 4 chunks are done and kept in .*; rerun the command to resume", run.stderr
+        r"mechattn: stopped; 2 of 4 chunks are done and kept in .*; rerun the command to resume",
+        run.stderr,
     )
     assert "Traceback" not in run.stderr
     assert len(list(tmp_path.glob("r-1-of-2.zarr.parts/*.zip"))) == 2
@@ -157,7 +166,9 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here, interrupte
         assert done.returncode == 0, done.stderr
     done = here("merge", "whole.zarr", "r-2-of-2.zarr", "r-1-of-2.zarr")
     assert done.returncode == 0, done.stderr
-    assert ma.load_result(tmp_path / "whole.zarr")["sequences"].prompt.values.tolist() == [str(i) for i in range(8)]
+    assert ma.load_result(tmp_path / "whole.zarr")["sequences"].prompt.values.tolist() == [
+        str(i) for i in range(8)
+    ]
     again = here("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr")
     assert again.returncode == 2
     assert "prompt 0 is in two of the results" in again.stderr
@@ -174,12 +185,23 @@ def test_an_error_is_a_sentence_not_a_traceback(tmp_path, here):
 def test_the_first_look_names_every_command(here):
     done = here()
     assert done.returncode == 0
-    for name in ("figures", "verify", "run", "evaluate", "show", "report", "export", "--install-completion"):
+    for name in (
+        "figures",
+        "verify",
+        "run",
+        "evaluate",
+        "show",
+        "report",
+        "export",
+        "--install-completion",
+    ):
         assert name in done.stdout
     assert here("--version").stdout.strip() == f"mechattn {ma.__version__}"
 
 
-QUESTIONS = [f"{name} has {i + 3} pears and eats {i}. How many are left?" for i, name in enumerate("ABCDEF")]
+QUESTIONS = [
+    f"{name} has {i + 3} pears and eats {i}. How many are left?" for i, name in enumerate("ABCDEF")
+]
 
 
 def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monkeypatch):
@@ -195,7 +217,9 @@ def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monke
     assert "".join(tokens.sel(condition="baseline").values.tolist()) == f"<bos>{QUESTIONS[0]}\n"
 
     def read(model, prompts, conditions, *_, **__):
-        raise ma.MechattnError(model.tokenizer.decode(conditions["slash"].apply(prompts[0], model).tokens))
+        raise ma.MechattnError(
+            model.tokenizer.decode(conditions["slash"].apply(prompts[0], model).tokens)
+        )
 
     monkeypatch.setattr("mechattn.commands.pages.run", read)
     asked = ["--system", "Be brief.", "--answer-field", "reply", "--separator", "", "--count", 4]
@@ -203,7 +227,9 @@ def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monke
     assert f"mechattn: <bos>Be brief.\n{QUESTIONS[0]}\n////Answer: 3\n" in done.stderr
 
 
-@pytest.mark.parametrize("name", [None, *(command.name for command in get_command(app).commands.values())])
+@pytest.mark.parametrize(
+    "name", [None, *(command.name for command in get_command(app).commands.values())]
+)
 def test_help_has_every_word_of_ours(name, here, monkeypatch):
     """Rich takes words in brackets for markup."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -218,7 +244,9 @@ def test_show_and_report(slash_result, tmp_path, here):
     shown = here("show", tmp_path / "r.zarr").stdout
     assert ma.render.verdict_words(slash_result) in shown
     assert "received_by_segment (probability) [prompt, condition, layer, head, segment]: " in shown
-    done = here("report", tmp_path / "r.zarr", "--out", tmp_path / "a" / "page.html", "--heads", "1,2")
+    done = here(
+        "report", tmp_path / "r.zarr", "--out", tmp_path / "a" / "page.html", "--heads", "1,2"
+    )
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "a" / "page.html").read_text()
     assert page.count('<script type="application/json">') == 3
@@ -236,7 +264,9 @@ def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path, here):
     refused = here("report", tmp_path / "r.zarr", "--out", tmp_path / "page.html", "--layer", 9)
     assert refused.returncode == 2
     assert "layer 9 was not measured" in refused.stderr
-    assert (tmp_path / "page.html").read_bytes() == before, "a wrong option leaves the page as it was"
+    assert (tmp_path / "page.html").read_bytes() == before, (
+        "a wrong option leaves the page as it was"
+    )
     missing = here("report", tmp_path / "none.zarr", "--out", tmp_path / "page.html")
     assert missing.returncode == 2
     assert "there is no stored result at" in missing.stderr
@@ -247,11 +277,15 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
     done = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv")
     assert done.returncode == 0, done.stderr
     assert f"Wrote {tmp_path / 'a' / 'heads.csv'}" in done.stdout
-    assert "from the current folder" in " ".join(here("export", "--help").stdout.replace("│", " ").split())
+    assert "from the current folder" in " ".join(
+        here("export", "--help").stdout.replace("│", " ").split()
+    )
     table = pd.read_csv(tmp_path / "a" / "heads.csv")
     assert len(table) == 2 * 2 * 32, "quantities, conditions, heads"
     for quantity in ("received", "mass"):
-        rows = table[(table["quantity"] == quantity) & (table.condition == "slash")].reset_index(drop=True)
+        rows = table[(table["quantity"] == quantity) & (table.condition == "slash")].reset_index(
+            drop=True
+        )
         compared = slash_result.compare("slash", quantity=quantity)
         of = ("difference", "change", "beyond")
         for name in (
@@ -267,16 +301,26 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
             np.testing.assert_allclose(rows[name], compared[name], rtol=1e-12)
         np.testing.assert_allclose(rows.value, compared.value, rtol=1e-12)
         np.testing.assert_allclose(rows.baseline, compared.reference, rtol=1e-12)
-        values = slash_result.heads(quantity, None, condition="slash").sort_values(["layer", "head"])
+        values = slash_result.heads(quantity, None, condition="slash").sort_values(
+            ["layer", "head"]
+        )
         np.testing.assert_allclose(rows.value_high, values.high, rtol=1e-12)
-    both = here("export", tmp_path / "r.zarr", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv")
+    both = here(
+        "export", tmp_path / "r.zarr", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv"
+    )
     assert both.returncode == 0, "its own file is replaced"
-    assert pd.read_csv(tmp_path / "a" / "heads.csv").equals(pd.concat([table, table], ignore_index=True))
+    assert pd.read_csv(tmp_path / "a" / "heads.csv").equals(
+        pd.concat([table, table], ignore_index=True)
+    )
     assert set(table.model) == {"toy:llama"}
     changed = table[table.condition == "slash"]
     for columns in (changed, compared):
-        about = [set(columns[name]) for name in ("segment", "change_units", "scale", "level", "n_of")]
-        assert about == [{"question"}, {"fraction"}, {"log-ratio"}, {0.95}, {"prompts"}], "a file says what it holds"
+        about = [
+            set(columns[name]) for name in ("segment", "change_units", "scale", "level", "n_of")
+        ]
+        assert about == [{"question"}, {"fraction"}, {"log-ratio"}, {0.95}, {"prompts"}], (
+            "a file says what it holds"
+        )
     assert set(table.units) == {"probability"}
     assert set(table.result) == {str(tmp_path / "r.zarr")}
     (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
@@ -284,7 +328,9 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
     assert refused.returncode == 2
     assert "not a mechattn export" in refused.stderr
     assert (tmp_path / "mine.csv").read_text() == "a,b\n1,2\n"
-    assert "should end with .csv" in here("export", tmp_path / "r.zarr", "--csv", "heads.txt").stderr
+    assert (
+        "should end with .csv" in here("export", tmp_path / "r.zarr", "--csv", "heads.txt").stderr
+    )
 
 
 def test_export_to_netcdf_holds_every_array(slash_result, tmp_path, here):
@@ -301,8 +347,13 @@ def test_export_to_netcdf_holds_every_array(slash_result, tmp_path, here):
                 if expected.dtype.kind in "fi":
                     np.testing.assert_array_equal(got, expected.values)
                 else:
-                    assert [str(text) for text in got.flat] == [str(text) for text in expected.values.flat]
-    assert "exists; choose another name" in here("export", tmp_path / "r.zarr", "--netcdf", tmp_path / "r.nc").stderr
+                    assert [str(text) for text in got.flat] == [
+                        str(text) for text in expected.values.flat
+                    ]
+    assert (
+        "exists; choose another name"
+        in here("export", tmp_path / "r.zarr", "--netcdf", tmp_path / "r.nc").stderr
+    )
     assert "should end with .nc" in here("export", tmp_path / "r.zarr", "--netcdf", "r.cdf").stderr
 
 

@@ -19,7 +19,9 @@ def rows():
 
 
 def test_the_page_shows_this_table(rows):
-    assert as_markdown(rows) in PAGE.read_text(), "run: mechattn verify --families, and put its table into the page"
+    assert as_markdown(rows) in PAGE.read_text(), (
+        "run: mechattn verify --families, and put its table into the page"
+    )
 
 
 def test_at_least_twenty_families_are_verified_and_have_every_analysis(rows):
@@ -31,7 +33,10 @@ def test_at_least_twenty_families_are_verified_and_have_every_analysis(rows):
 
 def test_refusals_have_a_reason(rows):
     by_name = {row.name: row for row in rows}
-    assert all("no layer with attention" in why for why in by_name["Mamba (no attention)"].analyses.values())
+    assert all(
+        "no layer with attention" in why
+        for why in by_name["Mamba (no attention)"].analyses.values()
+    )
     assert by_name["Qwen3-Next (hybrid)"].layers == "1 of 2"
     assert by_name["Falcon-RW (ALiBi)"].verified == "yes, mended"
     assert any("hook_attn_scores" in limit for limit in by_name["OPT"].limits)

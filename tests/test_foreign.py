@@ -101,7 +101,9 @@ def listed(folder):
         if path.is_symlink():
             found[name] = os.readlink(path)
         else:
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+            found[name] = (
+                hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+            )
     return found
 
 
@@ -141,9 +143,7 @@ def test_a_place_that_holds_something_else(result, folder, how, prompts):
         "run_job": lambda name: ma.run_job(job, name, fresh=True),
     }
     for name in FOREIGN:
-        words = (
-            rf"{name}.* (exists and is not a stored result|holds .*{NAMED.get(name, '')}.* did not write|is a folder)"
-        )
+        words = rf"{name}.* (exists and is not a stored result|holds .*{NAMED.get(name, '')}.* did not write|is a folder)"
         if name == "link.zarr":
             words = r"data\.zarr exists and is not a stored result"
         with pytest.raises(MechattnError, match=words):
@@ -177,13 +177,21 @@ def test_force_means_it(result, folder):  # negative control
         result.page(name, heads=[0])
     invoked("report", "ours.zarr", "--out", "report.html", "--force")
     configured("run", page="answers.jsonl", options=["--force"])
-    assert set(untouched(before, folder)) == {"thesis.tex", "index.html", "report.html", "answers.jsonl"}
+    assert set(untouched(before, folder)) == {
+        "thesis.tex",
+        "index.html",
+        "report.html",
+        "answers.jsonl",
+    }
 
 
 def test_parts_that_are_somebodys(folder):
     before = listed(folder)
     for name, held in (("new.zarr", "draft"), ("other.zarr", "deep/er/x")):
-        with pytest.raises(MechattnError, match=rf"{name}\.parts is where finished chunks are kept, and holds {held}"):
+        with pytest.raises(
+            MechattnError,
+            match=rf"{name}\.parts is where finished chunks are kept, and holds {held}",
+        ):
             configured("run", result=name)
     assert untouched(before, folder) == {}
 
@@ -191,7 +199,11 @@ def test_parts_that_are_somebodys(folder):
 @pytest.mark.parametrize("name", ["free.zarr", "ours.zarr", "dangling.zarr"])
 def test_a_place_that_is_free_among_them(folder, name):
     """Written, replaced and written anew; what lies beside it stays, backups and copies of the same name too."""
-    before = {path: content for path, content in listed(folder).items() if not path.startswith("ours.zarr")}
+    before = {
+        path: content
+        for path, content in listed(folder).items()
+        if not path.startswith("ours.zarr")
+    }
     had, made = set(os.listdir(folder)), {"config.toml", "all.zarr", "free.html", name}
     configured("run", result=name)
     configured("run", result=name, options=["--fresh"])
@@ -205,7 +217,10 @@ def test_a_place_that_is_free_among_them(folder, name):
         invoked("show", name)
     assert untouched(before, folder) == {}
     assert set(os.listdir(folder)) == had | made
-    assert sorted(os.listdir("archive")) == ["data.zarr", *(["gone.zarr"] if name == "dangling.zarr" else [])]
+    assert sorted(os.listdir("archive")) == [
+        "data.zarr",
+        *(["gone.zarr"] if name == "dangling.zarr" else []),
+    ]
 
 
 @pytest.mark.slow
@@ -231,7 +246,9 @@ def test_what_somebody_adds_while_it_runs(folder, prompts, capsys):
             yield from Local().parts(job, chunks)
 
     ma.run_job(
-        ma.Job("toy:llama", prompts[:2], options=ma.RunOptions(layers=0), verify=False), "free.zarr", executor=Adds()
+        ma.Job("toy:llama", prompts[:2], options=ma.RunOptions(layers=0), verify=False),
+        "free.zarr",
+        executor=Adds(),
     )
     assert os.listdir("free.zarr.parts") == ["notes.txt"]
     assert "free.zarr.parts was not deleted: it holds notes.txt" in capsys.readouterr().err
@@ -241,14 +258,21 @@ def test_at_an_address(result):
     import fsspec
 
     files = fsspec.filesystem("memory")
-    files.pipe({"/foreign/c.zarr/zarr.json": b'{"attributes": {}}', "/foreign/c.zarr/thesis.tex": b"ten years"})
+    files.pipe(
+        {
+            "/foreign/c.zarr/zarr.json": b'{"attributes": {}}',
+            "/foreign/c.zarr/thesis.tex": b"ten years",
+        }
+    )
     files.pipe({"/foreign/free.zarr.probe": b"mine"})
     result.save("memory://foreign/noted.zarr")
     files.pipe({"/foreign/noted.zarr/notes.md": b"mine"})
     before = {name: files.cat_file(name) for name in files.find("/foreign")}
     with pytest.raises(MechattnError, match=r"c\.zarr exists and is not a stored result"):
         result.save("memory://foreign/c.zarr")
-    with pytest.raises(MechattnError, match=r"noted\.zarr is a stored result that holds notes\.md too"):
+    with pytest.raises(
+        MechattnError, match=r"noted\.zarr is a stored result that holds notes\.md too"
+    ):
         result.save("memory://foreign/noted.zarr")
     result.save("memory://foreign/free.zarr")
     result.save("memory://foreign/free.zarr")
@@ -263,4 +287,9 @@ def test_the_list_finds_what_is_changed(folder):  # negative control
     (folder / "link.zarr").unlink()
     (folder / "link.zarr").mkdir()
     (folder / "empty-folder.zarr" / "figures").rmdir()
-    assert set(untouched(before, folder)) == {"thesis.tex", "answers.jsonl", "link.zarr", "empty-folder.zarr/figures"}
+    assert set(untouched(before, folder)) == {
+        "thesis.tex",
+        "answers.jsonl",
+        "link.zarr",
+        "empty-folder.zarr/figures",
+    }

@@ -8,7 +8,9 @@ from tests.conftest import need, pytest_collection_modifyitems
 def outcome(monkeypatch, ci, without, there=False):
     for name, value in (("CI", ci), ("MECHATTN_WITHOUT", without)):
         monkeypatch.setenv(name, value)
-    with pytest.raises((pytest.skip.Exception, pytest.fail.Exception), match="no browser: install one") as said:
+    with pytest.raises(
+        (pytest.skip.Exception, pytest.fail.Exception), match="no browser: install one"
+    ) as said:
         need("browser", there, "install one")
     return said.type
 

@@ -46,7 +46,9 @@ def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys):
     page = make_figures(figures_config(tmp_path / "out", [halving], "word-problems", 6, 1, [0, 1]))
     assert "cannot make 55 tokens of '/'; 56 are inserted" in capsys.readouterr().err
     assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "slash") == {56}
-    assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "sentence") == {56}, "the control is as long"
+    assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "sentence") == {56}, (
+        "the control is as long"
+    )
     assert (
         "when 56 tokens of “/” (slash), or as many tokens of random sentences (sentence), are inserted before the question"
         in page.read_text(encoding="utf-8")
@@ -56,7 +58,11 @@ def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys):
 def test_figures_of_a_text_a_count_and_a_place_of_ones_own(checkpoint, tmp_path):
     dots = {"text": " .", "count": 8, "place": "middle"}
     options = {"inserted": dots, "dtype": "bfloat16", "device": "cpu"}
-    page = make_figures(figures_config(tmp_path / "out", [str(checkpoint)], "word-problems", 6, 1, [0, 1], **options))
+    page = make_figures(
+        figures_config(
+            tmp_path / "out", [str(checkpoint)], "word-problems", 6, 1, [0, 1], **options
+        )
+    )
     (place,) = (tmp_path / "out").glob("*.zarr")
     result = ma.load_result(place)
     assert inserted(result, "meaningless") == inserted(result, "sentence") == {8}
@@ -83,7 +89,9 @@ def test_a_config_without_a_count_suits_the_tokenizer(halving, tmp_path):
 
 
 def test_a_count_that_a_config_gives_is_exact(halving, tmp_path):
-    with pytest.raises(MechattnError, match=r"55 tokens are not a whole number of '/'.* count=53 or 56"):
+    with pytest.raises(
+        MechattnError, match=r"55 tokens are not a whole number of '/'.* count=53 or 56"
+    ):
         run_from_config(write(tmp_path, "[conditions.slash]\ncount = 55\n", model=halving))
 
 
@@ -92,7 +100,9 @@ def test_a_device_and_a_dtype_in_a_config(checkpoint, tmp_path):
     about = ma.load_result(tmp_path / "r.zarr").provenance["model"]
     assert (about["device"], about["dtype"]) == ("cpu", "bfloat16")
     shutil.rmtree(tmp_path / "r.zarr")
-    with pytest.raises(MechattnError, match=r"device='cuda:77' is not on this machine \(cuda devices here:"):
+    with pytest.raises(
+        MechattnError, match=r"device='cuda:77' is not on this machine \(cuda devices here:"
+    ):
         run_from_config(write(tmp_path, "", model=str(checkpoint), device="cuda:77"))
 
 
@@ -105,12 +115,19 @@ def test_a_device_that_is_not_there(checkpoint, device):
 def words(path):
     """What stands on a page, its scripts left out."""
     return re.sub(
-        r"<script(?! type=.application/json).*?</script>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL
+        r"<script(?! type=.application/json).*?</script>",
+        "",
+        path.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
     )
 
 
 def test_pages_of_the_baseline_alone(toy, tmp_path):
-    texts = ["Why is the sky blue?", "The old river follows a song.", "Tom has three apples and two pears."]
+    texts = [
+        "Why is the sky blue?",
+        "The old river follows a song.",
+        "Tom has three apples and two pears.",
+    ]
     result = ma.run(
         toy,
         texts,

@@ -11,15 +11,25 @@ import mechattn
 
 ROOT = Path(mechattn.__file__).parent
 # The build takes every file of the package but those that git is told to ignore.
-IGNORED = [line.strip("/") for line in (ROOT.parent / ".gitignore").read_text(encoding="utf-8").split()]
+IGNORED = [
+    line.strip("/") for line in (ROOT.parent / ".gitignore").read_text(encoding="utf-8").split()
+]
 
 
 def left_out(files):
-    return [file for file in files if any(fnmatch(part, one) for part in file.split("/") for one in IGNORED)]
+    return [
+        file
+        for file in files
+        if any(fnmatch(part, one) for part in file.split("/") for one in IGNORED)
+    ]
 
 
 def test_every_file_beside_the_code_is_taken_along():
-    files = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file() and path.suffix != ".py"]
+    files = [
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*")
+        if path.is_file() and path.suffix != ".py"
+    ]
     files = [file for file in files if "__pycache__" not in file]
     assert {"py.typed", "render/explorer.js", "pages/templates/main.html.j2"} < set(files)
     assert sum(file.startswith("toys/") for file in files) > 20
@@ -33,17 +43,36 @@ def test_a_folder_of_its_name_does_not_hide_it(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = "import mechattn; print(mechattn.MechattnError.__name__)"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.stdout.strip() == "MechattnError", f"{done.stderr}: install it by path, as make does"
+    assert done.stdout.strip() == "MechattnError", (
+        f"{done.stderr}: install it by path, as make does"
+    )
 
 
 def test_of_xarray_only_what_its_manual_documents():
     """Of ``xarray.core`` the page on new backends documents these names, in all versions since 2022."""
     code = {path: path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
     imports = {
-        found for text in code.values() for found in re.findall(r"^\s*from (xarray\S*) import (.*)$", text, re.M)
+        found
+        for text in code.values()
+        for found in re.findall(r"^\s*from (xarray\S*) import (.*)$", text, re.M)
     }
     assert imports == {("xarray.backends", "BackendArray"), ("xarray.core", "indexing")}
-    names = {name for text in code.values() if "xarray.core" in text for name in re.findall(r"\bindexing\.(\w+)", text)}
-    assert names == {"ExplicitIndexer", "IndexingSupport", "LazilyIndexedArray", "explicit_indexing_adapter"}
+    names = {
+        name
+        for text in code.values()
+        if "xarray.core" in text
+        for name in re.findall(r"\bindexing\.(\w+)", text)
+    }
+    assert names == {
+        "ExplicitIndexer",
+        "IndexingSupport",
+        "LazilyIndexedArray",
+        "explicit_indexing_adapter",
+    }

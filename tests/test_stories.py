@@ -48,11 +48,20 @@ def test_the_config_says_what_the_script_does():
     assert [Path(name).name for name in config.models] == [measure.REAL, *measure.TOYS]
     assert config.prompts.system == measure.SYSTEM
     assert (ROOT / config.prompts.source).samefile(FOLDER / "stories.jsonl")
-    assert config.conditions["slash"].options == {"text": "/", "separator": "", "count": measure.COUNT}
+    assert config.conditions["slash"].options == {
+        "text": "/",
+        "separator": "",
+        "count": measure.COUNT,
+    }
 
 
 def test_each_slash_is_a_token_of_the_real_model(real):
-    assert measure.SLASH.filler(measure.stories(1)[0], real).count(real.tokenizer.convert_tokens_to_ids("/")) == 54
+    assert (
+        measure.SLASH.filler(measure.stories(1)[0], real).count(
+            real.tokenizer.convert_tokens_to_ids("/")
+        )
+        == 54
+    )
     assert measure.SPACED.fitted(real).count == 56
 
 
@@ -69,21 +78,35 @@ def test_the_change_is_that_of_loops(result):
     """The README's figure in plain float64: received attention by prompt, layer and head, then means."""
     received = result["received_attention"].received_by_segment.sel(segment="question")
     received = received.transpose("condition", "prompt", "layer", "head").astype(np.float64)
-    inserted, baseline = (received.sel(condition=name).values.tolist() for name in ("slash", "baseline"))
+    inserted, baseline = (
+        received.sel(condition=name).values.tolist() for name in ("slash", "baseline")
+    )
     logs = []
     for with_slashes, without in zip(inserted, baseline, strict=True):
-        one, other = ([value for heads in layers for value in heads] for layers in (with_slashes, without))
+        one, other = (
+            [value for heads in layers for value in heads] for layers in (with_slashes, without)
+        )
         logs.append(np.log((sum(one) / len(one)) / (sum(other) / len(other))))
     expected = np.expm1(np.mean(logs))
     assert result.verdict("slash").change.estimate == pytest.approx(expected, abs=1e-9)
-    assert result.verdict("sentence").change.estimate != pytest.approx(expected, abs=1e-4), "another condition differs"
+    assert result.verdict("sentence").change.estimate != pytest.approx(expected, abs=1e-4), (
+        "another condition differs"
+    )
 
 
 def test_the_readme_has_the_figures_of_the_script(result):
-    cells = re.search(r"^\| stories260K \| stories \| (.*) \|$", README, re.MULTILINE)[1].split(" | ")
+    cells = re.search(r"^\| stories260K \| stories \| (.*) \|$", README, re.MULTILINE)[1].split(
+        " | "
+    )
     tokens, slash, uniform, sentence = cells[0], cells[1], cells[2], cells[-1]
-    assert tokens == f"{float((result['sequences'].origin.sel(condition='baseline') >= 0).sum('pos').mean()):.0f}"
-    numbers = [float(n.replace("−", "-")) for n in re.findall(r"[+−]\d+\.\d", f"{slash} {uniform} {sentence}")]
+    assert (
+        tokens
+        == f"{float((result['sequences'].origin.sel(condition='baseline') >= 0).sum('pos').mean()):.0f}"
+    )
+    numbers = [
+        float(n.replace("−", "-"))
+        for n in re.findall(r"[+−]\d+\.\d", f"{slash} {uniform} {sentence}")
+    ]
     verdict, other = result.verdict("slash"), result.verdict("sentence")
     expected = [*verdict.change, verdict.null.estimate, *other.change]
     assert numbers == pytest.approx([100 * float(x) for x in expected], abs=0.06)
@@ -93,7 +116,9 @@ def test_what_is_said_of_the_figures_quotes_the_tables():
     tables = README.split(measure.MARKS[0])[1].split(measure.MARKS[1])[0]
     known = set(re.findall(r"\d+\.\d", tables))
     project = (ROOT / "docs" / "concepts" / "toys.md").read_text(encoding="utf-8")
-    paragraph = next(part for part in project.split("\n\n") if part.startswith("**A real model need not"))
+    paragraph = next(
+        part for part in project.split("\n\n") if part.startswith("**A real model need not")
+    )
     prose = README.replace(tables, "")
     for said in (paragraph, prose):
         quoted = re.findall(r"(?<![\d.])\d+\.\d(?![\d.])", said)

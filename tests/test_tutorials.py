@@ -15,7 +15,10 @@ NUMBER = re.compile(r"(?<![\w.])[-+−]?\d+(?:\.\d+)?(?:e-\d+)?(?![\w])")
 def numbers(text: str) -> list[tuple[float, float]]:
     """Each number, and half a unit of its last digit."""
     found = [n.replace("−", "-") for n in NUMBER.findall(text)]
-    return [(float(n), 0.5 * 10.0 ** -len(n.partition(".")[2]) if "e" not in n else float(n)) for n in found]
+    return [
+        (float(n), 0.5 * 10.0 ** -len(n.partition(".")[2]) if "e" not in n else float(n))
+        for n in found
+    ]
 
 
 def conclusion(source: str) -> str:
@@ -27,12 +30,19 @@ def conclusion(source: str) -> str:
 
 def unsupported(source: str, printed: str) -> list[float]:
     """Numbers of the conclusion that were neither printed nor stand in the code above it."""
-    code = "\n".join(line for line in source.partition("# ## What it says")[0].splitlines() if not line.startswith("#"))
+    code = "\n".join(
+        line
+        for line in source.partition("# ## What it says")[0].splitlines()
+        if not line.startswith("#")
+    )
     known = numbers(printed) + numbers(code)
     return [
         value
         for value, unit in numbers(conclusion(source))
-        if not any(abs(abs(value) - abs(other)) <= 1.1 * unit + (1.1 * unit if unit < 0.5 else 0) for other, _ in known)
+        if not any(
+            abs(abs(value) - abs(other)) <= 1.1 * unit + (1.1 * unit if unit < 0.5 else 0)
+            for other, _ in known
+        )
     ]
 
 
@@ -43,7 +53,9 @@ def printed_in_the_site(name: str) -> str | None:
     if not page.is_file() or page.stat().st_mtime < max(path.stat().st_mtime for path in code):
         return None
     text = page.read_text(encoding="utf-8")
-    found = re.findall(r'<div class="[^"]*jp-RenderedText[^>]*>\s*<pre>(.*?)</pre>', text, re.DOTALL)
+    found = re.findall(
+        r'<div class="[^"]*jp-RenderedText[^>]*>\s*<pre>(.*?)</pre>', text, re.DOTALL
+    )
     return html.unescape(re.sub("<[^>]+>", "", "\n".join(found)))
 
 
@@ -51,10 +63,15 @@ SHORT = "focus"  # one of them in each run of the tests, all of them in make tes
 NAMES = sorted(path.stem for path in TUTORIALS.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", [n if n == SHORT else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize(
+    "name", [n if n == SHORT else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
 def test_a_conclusion_has_the_numbers_that_are_printed(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    printed, source = printed_in_the_site(name), (TUTORIALS / f"{name}.py").read_text(encoding="utf-8")
+    printed, source = (
+        printed_in_the_site(name),
+        (TUTORIALS / f"{name}.py").read_text(encoding="utf-8"),
+    )
     if printed is None:  # the site is not there, or of an older state
         runpy.run_path(str(TUTORIALS / f"{name}.py"))
         printed = capsys.readouterr().out

@@ -14,8 +14,17 @@ class Divs(MimetypeRenderer):
     """The figure alone. The script is on the page once, put there by docs/hooks/site.py."""
 
     def to_mimebundle(self, figure: dict) -> dict:
-        options = {"include_plotlyjs": False, "include_mathjax": False, "full_html": False, "validate": False}
-        return {"text/html": plotly.io.to_html(figure, default_width="100%", config={"responsive": True}, **options)}
+        options = {
+            "include_plotlyjs": False,
+            "include_mathjax": False,
+            "full_html": False,
+            "validate": False,
+        }
+        return {
+            "text/html": plotly.io.to_html(
+                figure, default_width="100%", config={"responsive": True}, **options
+            )
+        }
 
 
 plotly.io.renderers["divs"] = Divs()
@@ -35,4 +44,6 @@ formatter.for_type_by_name("mechattn.render.html_views", "View", frame)
 # A progress bar helps someone who waits; on a page it is noise.
 warnings.filterwarnings("ignore", message="IProgress not found")
 started = tqdm.std.tqdm.__init__
-tqdm.std.tqdm.__init__ = lambda self, *args, **options: started(self, *args, **(options | {"disable": True}))
+tqdm.std.tqdm.__init__ = lambda self, *args, **options: started(
+    self, *args, **(options | {"disable": True})
+)

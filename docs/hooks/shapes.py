@@ -20,11 +20,17 @@ def tables() -> dict[str, str]:
     """Of each analysis with its default options, by the path of its class."""
     from mechattn.analysis import ANALYSES
 
-    return {f"{type(made).__module__}.{type(made).__name__}": _table(made) for made in (one() for one in ANALYSES)}
+    return {
+        f"{type(made).__module__}.{type(made).__name__}": _table(made)
+        for made in (one() for one in ANALYSES)
+    }
 
 
 def _table(analysis: Any) -> str:
-    lines = [f'| `result["{analysis.name}"]` | dimensions | unit | what it is |', "|---|---|---|---|"]
+    lines = [
+        f'| `result["{analysis.name}"]` | dimensions | unit | what it is |',
+        "|---|---|---|---|",
+    ]
     for name, quantity in analysis.quantities.items():
         dims = ", ".join(("prompt", "condition", "layer", *quantity.dims))
         if "key" in quantity.dims:  # a moment over prompts

@@ -36,13 +36,19 @@ def on_config(config):
     files = Path(scratch.name, "files")
     files.mkdir(exist_ok=True)
     os.environ |= {"IPYTHONDIR": str(startup.parents[1]), "TUTORIALS_SCRATCH": str(files)}
-    os.environ |= {"JUPYTER_PLATFORM_DIRS": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        "JUPYTER_PLATFORM_DIRS": "1",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     return config
 
 
 def on_files(files, config):
     """When the first notebook is asked for, all start to run, some at a time."""
-    paths = [file.abs_src_path for file in files if config.plugins["mkdocs-jupyter"].should_include(file)]
+    paths = [
+        file.abs_src_path for file in files if config.plugins["mkdocs-jupyter"].should_include(file)
+    ]
     running.clear()
 
     def ahead(path, **options):
@@ -79,7 +85,9 @@ def on_page_markdown(markdown, page, config, files):
 
         markdown = markdown.replace("<!-- measures -->", measures_markdown())
         markdown = markdown.replace("<!-- claims -->", register_markdown(read_register(PAPER)))
-    return markdown.replace("<!-- rooms -->", _rooms()) if "<!-- rooms -->" in markdown else markdown
+    return (
+        markdown.replace("<!-- rooms -->", _rooms()) if "<!-- rooms -->" in markdown else markdown
+    )
 
 
 def on_post_page(output, page, config):
@@ -98,7 +106,9 @@ def on_post_page(output, page, config):
         return f'srcdoc="{html.escape(text)}"'
 
     output = re.sub(r'srcdoc="([^"]*)"', shared, _without_cdn(output))
-    output = re.sub(r'href="((?!\w+:)[^"#]+)\.(?:md|py)(#[^"]*)?"', r'href="\1.html\2"', output)  # nobody else does
+    output = re.sub(
+        r'href="((?!\w+:)[^"#]+)\.(?:md|py)(#[^"]*)?"', r'href="\1.html\2"', output
+    )  # nobody else does
     figures = tags["plotly"] if "plotly-graph-div" in output else ""
     return output.replace("</head>", f"{figures}</head>", 1)
 
@@ -106,9 +116,15 @@ def on_post_page(output, page, config):
 def on_post_build(config):
     """The scripts, as installed; the theme's loader of mermaid, which no page uses, is pointed nowhere."""
     for name in SCRIPTS:
-        Path(config.site_dir, "assets", f"{name}.min.js").write_text(_script(name), encoding="utf-8")
+        Path(config.site_dir, "assets", f"{name}.min.js").write_text(
+            _script(name), encoding="utf-8"
+        )
     for bundle in Path(config.site_dir, "assets", "javascripts").glob("bundle.*.js"):
-        text = re.sub(r"https://unpkg\.com/[^\"]*", "data:text/javascript,", bundle.read_text(encoding="utf-8"))
+        text = re.sub(
+            r"https://unpkg\.com/[^\"]*",
+            "data:text/javascript,",
+            bundle.read_text(encoding="utf-8"),
+        )
         bundle.write_text(text, encoding="utf-8")
 
 
@@ -119,10 +135,17 @@ def _typed(entry: re.Match, page: str) -> str:
     home, name = entry[1].rsplit(".", 1)
     thing = getattr(import_module(home), name)
     spaces = {"ma": ma} | {
-        f"ma.{space}": getattr(ma, space) for space in ("analyses", "conditions", "interventions", "render")
+        f"ma.{space}": getattr(ma, space)
+        for space in ("analyses", "conditions", "interventions", "render")
     }
-    public = [f"{space}.{name}" for space, held in spaces.items() if getattr(held, name, None) is thing]
-    options = {"heading": public[0], "toc_label": public[0]} if public else {"heading": entry[1], "toc_label": name}
+    public = [
+        f"{space}.{name}" for space, held in spaces.items() if getattr(held, name, None) is thing
+    ]
+    options = (
+        {"heading": public[0], "toc_label": public[0]}
+        if public
+        else {"heading": entry[1], "toc_label": name}
+    )
     if name == "Result":  # its methods that ask the rooms above stand in a class of their own
         options["inherited_members"] = True
     if page in ("api/analyses.md", "api/interventions.md"):
@@ -156,5 +179,15 @@ def _script(name: str) -> str:
 
 def _without_cdn(output: str) -> str:
     """What nbconvert adds for MathJax and mermaid: neither is used, and both point at a CDN."""
-    output = re.sub(r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->", "", output, flags=re.DOTALL)
-    return re.sub(r'<script type="module">(?:(?!</script>).)*?mermaid.*?</script>', "", output, flags=re.DOTALL)
+    output = re.sub(
+        r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->",
+        "",
+        output,
+        flags=re.DOTALL,
+    )
+    return re.sub(
+        r'<script type="module">(?:(?!</script>).)*?mermaid.*?</script>',
+        "",
+        output,
+        flags=re.DOTALL,
+    )

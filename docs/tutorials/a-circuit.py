@@ -10,7 +10,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import mechattn as ma
-from mechattn.model.checkpoint import lettered_tokenizer  # letters for token ids, as this model reads no text
+from mechattn.model.checkpoint import (
+    lettered_tokenizer,
+)  # letters for token ids, as this model reads no text
 
 torch.manual_seed(0)
 config = GPT2Config(
@@ -25,14 +27,19 @@ for name, weight in native.named_parameters():
 
 def batch(size=64):
     """Spans of 8 to 24 different tokens, repeated to 48 tokens; the first copy cannot be foreseen."""
-    tokens, foreseen = torch.zeros(size, 48, dtype=torch.long), torch.ones(size, 48, dtype=torch.bool)
+    tokens, foreseen = (
+        torch.zeros(size, 48, dtype=torch.long),
+        torch.ones(size, 48, dtype=torch.bool),
+    )
     for row, span in enumerate(torch.randint(8, 25, (size,)).tolist()):
         tokens[row] = torch.randperm(48)[:span].repeat(48 // span + 1)[:48]
         foreseen[row, : span + 1] = False
     return tokens, foreseen[:, 1:]
 
 
-optimizer = torch.optim.AdamW([w for w in native.parameters() if w.requires_grad], lr=3e-3, weight_decay=0.01)
+optimizer = torch.optim.AdamW(
+    [w for w in native.parameters() if w.requires_grad], lr=3e-3, weight_decay=0.01
+)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=600, pct_start=0.1)
 for _ in range(600):
     tokens, foreseen = batch()
@@ -83,7 +90,11 @@ print(circuit)
 ma.render.circuit_map(circuit)
 
 # %%
-print(circuit.table()[["writer", "reader", "effect", "effect_low", "effect_high", "q_effect"]].to_string(index=False))
+print(
+    circuit.table()[
+        ["writer", "reader", "effect", "effect_low", "effect_high", "q_effect"]
+    ].to_string(index=False)
+)
 
 # %% [markdown]
 # ## Is this the induction circuit?
@@ -103,7 +114,11 @@ print(paths.groupby(paths.path.str[-1]).effect.sum().round(2).to_dict())
 
 # %%
 focus = ma.run(model, pairs, {}, [ma.analyses.AttentionFocus()])["attention_focus"]
-mass = focus[["previous_mass", "induction_mass"]].sel(condition="baseline", segment="question").mean("prompt")
+mass = (
+    focus[["previous_mass", "induction_mass"]]
+    .sel(condition="baseline", segment="question")
+    .mean("prompt")
+)
 print(mass.to_dataframe()[["previous_mass", "induction_mass"]].round(2))
 
 # %% [markdown]

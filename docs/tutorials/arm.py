@@ -38,7 +38,9 @@ for name in conditions:
     near = result.compare(name, quantity="near_zero", matched=False).iloc[0]
     change = result.compare(name, quantity="change", matched=False).iloc[0]
     middle, low, high = (100 * x for x in (near.change, near.change_low, near.change_high))
-    print(f"{name:10} change {100 * change.value:5.1f} %   near zero {middle:+6.1f} % [{low:+.1f}, {high:+.1f}]")
+    print(
+        f"{name:10} change {100 * change.value:5.1f} %   near zero {middle:+6.1f} % [{low:+.1f}, {high:+.1f}]"
+    )
 
 # %%
 ma.render.activation_metrics(result)

@@ -85,7 +85,9 @@ whole = ma.merge_results([ma.load_result(part) for part in parts])
 for part in parts:
     print(f"{part.name}: {ma.load_result(part)['received_attention'].sizes['prompt']} prompts")
 merged = whole["received_attention"].received_by_segment
-print(f"merged: {merged.sizes['prompt']} prompts, the same numbers to the bit: {merged.equals(received)}")
+print(
+    f"merged: {merged.sizes['prompt']} prompts, the same numbers to the bit: {merged.equals(received)}"
+)
 print(ma.render.verdict_words(whole))
 
 # %% [markdown]

@@ -77,7 +77,9 @@ for _ in range(1000):
     chosen = np.abs(t_values(d[::2])).argmax()
     missed["other half"] += abs(t_values(d[1::2])[chosen]) > 2.069  # t, 23 degrees of freedom
 for where, count in missed.items():
-    print(f"largest of {ratio.shape[1]} heads, reported on the {where}: 0 excluded in {count / 10:.1f} % of the runs")
+    print(
+        f"largest of {ratio.shape[1]} heads, reported on the {where}: 0 excluded in {count / 10:.1f} % of the runs"
+    )
 
 # %% [markdown]
 # `select="half"` makes this split: heads are found on one half (q < 0.05) and reported on the other.

@@ -44,7 +44,9 @@ for name in result.conditions:
 for quantity in ("distance", "entropy_share", "self_mass"):
     for null in ("uniform", "blind"):
         table = result.compare("slash", quantity=quantity, null=null)
-        change, expected = (100 * np.expm1(table[column].mean()) for column in ("difference", "null"))
+        change, expected = (
+            100 * np.expm1(table[column].mean()) for column in ("difference", "null")
+        )
         above, below = (
             ((table.q_beyond < 0.05) & (table.beyond > 0)).sum(),
             ((table.q_beyond < 0.05) & (table.beyond < 0)).sum(),
@@ -58,7 +60,11 @@ for quantity in ("distance", "entropy_share", "self_mass"):
 # The score of the strongest target, split into its parts: fractions of the absolute centred parts, mean over heads.
 
 # %%
-parts = result["score_decomposition"].sel(segment="question", condition="baseline").mean(("prompt", "head"))
+parts = (
+    result["score_decomposition"]
+    .sel(segment="question", condition="baseline")
+    .mean(("prompt", "head"))
+)
 for layer in parts.layer.values:
     at = parts.sel(layer=layer)
     print(f"layer {layer}: content {100 * float(at.content_share):.0f} %, bias {100 * float(at.bias_share):.0f} %, "
@@ -69,7 +75,12 @@ for layer in parts.layer.values:
 # score.
 
 # %%
-ma.explore(model, "Tom has 3 apples. He buys 4 more. How many apples does he have?", layers=[0, 3], heads=[0, 1, 2, 3])
+ma.explore(
+    model,
+    "Tom has 3 apples. He buys 4 more. How many apples does he have?",
+    layers=[0, 3],
+    heads=[0, 1, 2, 3],
+)
 
 # %% [markdown]
 # ## What heads write
@@ -83,7 +94,9 @@ for name in result.conditions:
     print(f"{name:9} mean magnitude {float(updates.sel(condition=name).mean()):.3f}")
 for name in conditions:
     table = result.compare(name, quantity="magnitude")
-    up, down = (((table.q_difference < 0.05) & (sign * table.difference > 0)).sum() for sign in (1, -1))
+    up, down = (
+        ((table.q_difference < 0.05) & (sign * table.difference > 0)).sum() for sign in (1, -1)
+    )
     print(f"{name}: {up} of {len(table)} heads write more to the question, {down} less (q < 0.05)")
 
 # %%

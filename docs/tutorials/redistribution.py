@@ -27,7 +27,13 @@ conditions = {
     "masked": slash.masked(),  # tokens moved apart, no attention taken
     "unshifted": slash.unshifted(),  # attention taken, nothing moved
 }
-result = ma.run(model, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AffineShift()], positions="prompts")
+result = ma.run(
+    model,
+    prompts,
+    conditions,
+    [ma.ReceivedAttention(), ma.analyses.AffineShift()],
+    positions="prompts",
+)
 
 # %%
 slash.apply(prompts[0], model)  # what the model reads, with the inserted tokens marked
@@ -66,7 +72,9 @@ print(heads[shown].head().round(3).to_string(index=False))
 # %%
 against = result.compare("slash", to="sentence", quantity="received")
 print(f"slash against sentence: {(against.q_beyond < 0.05).sum()} of {len(against)} heads differ,")
-print(f"mean log-ratio {against.difference.mean():+.3f}; slash against baseline {heads.difference.mean():+.3f}")
+print(
+    f"mean log-ratio {against.difference.mean():+.3f}; slash against baseline {heads.difference.mean():+.3f}"
+)
 
 # %% [markdown]
 # ## 4. Dilution, or distance?

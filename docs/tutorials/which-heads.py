@@ -38,7 +38,11 @@ print(back)
 
 # %%
 away = ma.patch(model, answered, slash, at=first, direction="noising")
-print(away.table(top=8)[["head", "effect", "effect_low", "effect_high", "q_effect"]].round(3).to_string(index=False))
+print(
+    away.table(top=8)[["head", "effect", "effect_low", "effect_high", "q_effect"]]
+    .round(3)
+    .to_string(index=False)
+)
 
 # %% [markdown]
 # Heads 2 and 3 stand out in a strange way: restoring *either* of them makes the answer worse, not better. The
@@ -67,8 +71,12 @@ moved = ma.patch(model, answered, slash, at=where, together=True, direction="noi
 print(moved)
 
 # %%
-flow = ma.run(model, problems, {"slash": slash}, ma.analyses.SegmentFlow(), layers=[0])["segment_flow"]
-to_slash = flow.flow.sel(condition="slash", layer=0, segment="question", to_segment="inserted").mean("prompt")
+flow = ma.run(model, problems, {"slash": slash}, ma.analyses.SegmentFlow(), layers=[0])[
+    "segment_flow"
+]
+to_slash = flow.flow.sel(
+    condition="slash", layer=0, segment="question", to_segment="inserted"
+).mean("prompt")
 print({int(head): round(float(to_slash.sel(head=head)), 2) for head in to_slash["head"].values})
 
 # %% [markdown]

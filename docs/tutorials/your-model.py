@@ -53,7 +53,9 @@ bridge.enable_compatibility_mode(no_processing=True)  # hook names of HookedTran
 tokens = torch.tensor([[tokenizer.bos_token_id, 5, 6, 7, 8]])
 with torch.no_grad():
     for other in (from_object, ma.load_model(bridge)):
-        print(f"largest difference of the logits: {float((other(tokens) - random_llama(tokens)).abs().max()):.0e}")
+        print(
+            f"largest difference of the logits: {float((other(tokens) - random_llama(tokens)).abs().max()):.0e}"
+        )
 
 # %% [markdown]
 # ## Compare it with a trained model
@@ -84,7 +86,9 @@ class SameToken:
     name = "same_token"
     options = {}
     quantities = {
-        "same": Quantity(("head",), "probability", "attention to earlier copies of the query's token"),
+        "same": Quantity(
+            ("head",), "probability", "attention to earlier copies of the query's token"
+        ),
     }
 
     def problem(self, sequence):
@@ -94,11 +98,16 @@ class SameToken:
         return {"sum": torch.zeros(len(batch.tokens), heads + 1, device=batch.tokens.device)}
 
     def add(self, sums, rows):
-        tokens, at = rows.batch.tokens, torch.arange(rows.batch.tokens.shape[1], device=rows.batch.tokens.device)
+        tokens, at = (
+            rows.batch.tokens,
+            torch.arange(rows.batch.tokens.shape[1], device=rows.batch.tokens.device),
+        )
         q, k = at[rows.queries, None], at[None, rows.keys]
         copies = ((tokens[:, rows.queries, None] == tokens[:, None, rows.keys]) & (k < q)).float()
         counted = (copies.sum(-1) > 0) & (rows.batch.origin[:, rows.queries] >= 0)
-        each = torch.cat([(rows.pattern * copies[:, None]).sum(-1), torch.ones_like(counted[:, None].float())], 1)
+        each = torch.cat(
+            [(rows.pattern * copies[:, None]).sum(-1), torch.ones_like(counted[:, None].float())], 1
+        )
         sums["sum"] += (each * counted[:, None]).sum(-1)
 
     def values(self, sums, batch, window):

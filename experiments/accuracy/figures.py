@@ -23,7 +23,11 @@ def file_name(model: str) -> str:
 def conditions(model, prompts) -> dict[str, dict]:
     """The conditions of each figure."""
     recorded = ma.record_affine(model, prompts, SLASH, layers=range(model.cfg.n_layers))
-    texts = {"/": SLASH, "?": ma.MeaninglessTokens("?", count=55), "he": ma.conditions.RepeatedWord("he", 55)}
+    texts = {
+        "/": SLASH,
+        "?": ma.MeaninglessTokens("?", count=55),
+        "he": ma.conditions.RepeatedWord("he", 55),
+    }
     arms = {
         f"c={c}, p1={p1}": ma.Baseline(intervention=ma.interventions.ARM(c=c, p1=p1, form="paper"))
         for c in (0.1, 0.3, 1.0)
@@ -32,14 +36,19 @@ def conditions(model, prompts) -> dict[str, dict]:
     return {
         "length": ma.sweep(SLASH, count=[10, 25, 40, 55, 70]),
         "place": ma.sweep(SLASH, place=["start", "before_question", "random", "before_answer"]),
-        "text": texts | {"random tokens": ma.conditions.RandomTokens(55), "sentence": ma.RandomSentence(55)},
+        "text": texts
+        | {"random tokens": ma.conditions.RandomTokens(55), "sentence": ma.RandomSentence(55)},
         "arm": arms,
         "parts": {
             "slash": SLASH,
             "scale and shift": ma.Baseline(intervention=recorded),
             "scale": ma.Baseline(intervention=recorded.only("scale")),
             "shift": ma.Baseline(intervention=recorded.only("shift")),
-            **({"taken, not moved": SLASH.unshifted()} if "falcon" not in str(model.cfg.model_name) else {}),
+            **(
+                {"taken, not moved": SLASH.unshifted()}
+                if "falcon" not in str(model.cfg.model_name)
+                else {}
+            ),
         },
     }
 
@@ -49,7 +58,9 @@ def several(name: str, model, prompts) -> ma.Evaluation:
     arm = ma.Baseline(intervention=ma.interventions.ARM(c=0.13, p1=95.0, form="released_llama"))
     out = OUT / f"{file_name(name)}-samples.jsonl"
     some = {"slash": SLASH, "arm": arm}
-    return ma.evaluate(model, prompts[:40], some, samples=8, temperature=1.0, new_tokens=90, out=out)
+    return ma.evaluate(
+        model, prompts[:40], some, samples=8, temperature=1.0, new_tokens=90, out=out
+    )
 
 
 def main(names: list[str]) -> None:
@@ -64,8 +75,12 @@ def main(names: list[str]) -> None:
         for figure, some in conditions(model, prompts).items():
             out = OUT / f"{file_name(name)}-{figure}.jsonl"
             made = ma.evaluate(model, prompts, some, new_tokens=90, out=out)
-            found.setdefault(figure, {})[f"{name} (toy)" if name.startswith("toy:") else name] = made
-    tables = {figure: {name: e.accuracy() for name, e in made.items()} for figure, made in found.items()}
+            found.setdefault(figure, {})[f"{name} (toy)" if name.startswith("toy:") else name] = (
+                made
+            )
+    tables = {
+        figure: {name: e.accuracy() for name, e in made.items()} for figure, made in found.items()
+    }
     drawn = {
         "length": ma.render.accuracy(tables["length"], "count"),
         "place": ma.render.accuracy(tables["place"], "place"),
@@ -77,7 +92,9 @@ def main(names: list[str]) -> None:
     for name, made in found["samples"].items():
         measures = {"pass@k": made.pass_at_k([1, 2, 4, 8]), "best of k": made.best_of([1, 2, 4, 8])}
         drawn[f"samples-{file_name(name)}"] = ma.render.by_samples(measures, name)
-    drawn["diversity"] = ma.render.diversity({name: made.diversity() for name, made in found["samples"].items()})
+    drawn["diversity"] = ma.render.diversity(
+        {name: made.diversity() for name, made in found["samples"].items()}
+    )
     for name, table in noise.items():
         print(f"{name}: the baseline again\n{table.round(3).to_string(index=False)}")
     for figure, made in drawn.items():
@@ -93,7 +110,9 @@ def main(names: list[str]) -> None:
         paths = {c: c for c in evaluation.conditions if c not in ("baseline", "slash")}
         table = evaluation.mediation("slash", paths)
         total, low, high = (100 * table.attrs[end] for end in ("total", "low", "high"))
-        print(f"{name}: the tokens change accuracy by {total:+.1f} points [{low:+.1f}, {high:+.1f}]")
+        print(
+            f"{name}: the tokens change accuracy by {total:+.1f} points [{low:+.1f}, {high:+.1f}]"
+        )
         print(table.drop(columns="condition").round(3).to_string(index=False))
 
 

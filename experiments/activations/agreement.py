@@ -25,13 +25,17 @@ def table(name: str):
         "sentence": ma.RandomSentence(count=55),
         "arm": ma.Baseline(intervention=arm),
         "random direction": ma.Baseline(
-            intervention=ma.interventions.ARM(form="released_llama", c=0.13, p1=95.0, control="random_direction")
+            intervention=ma.interventions.ARM(
+                form="released_llama", c=0.13, p1=95.0, control="random_direction"
+            )
         ),
     }
     result = ma.run(model, prompts, conditions, [ma.analyses.MlpActivations()], layers=[0])
     made = result.agreement("slash", "scale and shift")
     change = result.compare("slash", quantity="change", matched=False)
-    print(f"{name}: the tokens change the activations by {100 * change.value.iloc[0]:.1f} % of their norm")
+    print(
+        f"{name}: the tokens change the activations by {100 * change.value.iloc[0]:.1f} % of their norm"
+    )
     return made.assign(model=name)[COLUMNS]
 
 

@@ -62,14 +62,20 @@ def settled(found: Ratio) -> bool:
     return high - low <= 2 * max(0.02, 0.25 * (middle - 1))
 
 
-def times(args: argparse.Namespace, ways: dict[str, Callable], length: int) -> tuple[dict[str, Ratio], float, int]:
+def times(
+    args: argparse.Namespace, ways: dict[str, Callable], length: int
+) -> tuple[dict[str, Ratio], float, int]:
     """Each way's ratio to the limit, the seconds of the limit, and the rounds.
 
     In each round the limit and every way run once, in turn in this order and in the other, so that what else the
     machine does weighs on all; a way whose interval is narrow sits out.
     """
     batch = batch_of(length, args.device)
-    fit = {name: run for name, run in ways.items() if needs(name, length, args.shape) < args.memory * 2**30}
+    fit = {
+        name: run
+        for name, run in ways.items()
+        if needs(name, length, args.shape) < args.memory * 2**30
+    }
     for run in fit.values():
         seconds(run, batch)
     taken: dict[str, list[float]] = {name: [] for name in fit}
@@ -78,14 +84,21 @@ def times(args: argparse.Namespace, ways: dict[str, Callable], length: int) -> t
     while (rounds := len(taken[LIMIT])) <= args.runs or time.perf_counter() - began < args.most:
         if rounds == args.runs:
             began = time.perf_counter()
-        wide = [name for name in fit if name != LIMIT and (rounds < args.runs or not settled(found[name]))]
+        wide = [
+            name
+            for name in fit
+            if name != LIMIT and (rounds < args.runs or not settled(found[name]))
+        ]
         if not wide:
             break
         for name in [LIMIT, *wide][:: -1 if rounds % 2 else 1]:
             taken[name].append(seconds(fit[name], batch))
         found |= {name: ratio_to(taken[LIMIT], taken[name]) for name in wide}
     for name, (middle, low, high) in found.items():
-        print(f"{length:6} {name:60} {middle:.3f} [{low:.3f}, {high:.3f}], {len(taken[name])} runs", flush=True)
+        print(
+            f"{length:6} {name:60} {middle:.3f} [{low:.3f}, {high:.3f}], {len(taken[name])} runs",
+            flush=True,
+        )
     return found, statistics.median(taken[LIMIT]), len(taken[LIMIT])
 
 
@@ -131,7 +144,9 @@ def _peak_of_this_process() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def table(args: argparse.Namespace, names: list[str], found: dict, limits: dict, peaks: dict) -> str:
+def table(
+    args: argparse.Namespace, names: list[str], found: dict, limits: dict, peaks: dict
+) -> str:
     """The results as Markdown."""
 
     def ratio(name: str, length: int) -> str:
@@ -164,14 +179,20 @@ def table(args: argparse.Namespace, names: list[str], found: dict, limits: dict,
         "",
         head,
         rule,
-        *("| " + " | ".join([name, *(ratio(name, n) for n in found)]) + " |" for name in names if name != LIMIT),
+        *(
+            "| " + " | ".join([name, *(ratio(name, n) for n in found)]) + " |"
+            for name in names
+            if name != LIMIT
+        ),
         "| " + " | ".join([f"{LIMIT}, seconds", *(f"{limits[n][0]:.3g}" for n in found)]) + " |",
     ]
     if peaks:
         head = "| " + " | ".join(["", *(f"{n:,}" for n in args.peaks)]) + " |"
         about = "Peak memory of a fresh process and its ratio to that of the SDPA forward; seconds of its only run."
         lines += ["", about, "", head, "|---" * (len(args.peaks) + 1) + "|"]
-        lines += ["| " + " | ".join([name, *(more(name, n) for n in args.peaks)]) + " |" for name in names]
+        lines += [
+            "| " + " | ".join([name, *(more(name, n) for n in args.peaks)]) + " |" for name in names
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -197,22 +218,36 @@ def versions() -> str:
         except PackageNotFoundError:
             return "absent"
 
-    return ", ".join(f"{name} {of(name)}" for name in ("torch", "transformers", "transformer-lens", "nnsight"))
+    return ", ".join(
+        f"{name} {of(name)}" for name in ("torch", "transformers", "transformer-lens", "nnsight")
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=[*SHAPES, *toy_names()], default="small")
-    parser.add_argument("--family", choices=["llama", "gpt_neox", "gpt_neo", "gemma3_text"], default="llama")
+    parser.add_argument(
+        "--family", choices=["llama", "gpt_neox", "gpt_neo", "gemma3_text"], default="llama"
+    )
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192])
-    parser.add_argument("--engines", nargs="*", help="parts of the names of the ways to run; all without")
+    parser.add_argument(
+        "--engines", nargs="*", help="parts of the names of the ways to run; all without"
+    )
     parser.add_argument("--runs", type=int, default=5, help="rounds a length at least")
-    parser.add_argument("--most", type=float, default=300, help="seconds a length for further rounds")
-    parser.add_argument("--memory", type=float, default=12, help="GiB that [query, key] matrices may take")
+    parser.add_argument(
+        "--most", type=float, default=300, help="seconds a length for further rounds"
+    )
+    parser.add_argument(
+        "--memory", type=float, default=12, help="GiB that [query, key] matrices may take"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
-    parser.add_argument("--peaks", type=int, nargs="*", default=[], help="lengths to measure peak memory at")
+    parser.add_argument(
+        "--peaks", type=int, nargs="*", default=[], help="lengths to measure peak memory at"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -220,7 +255,9 @@ def main() -> None:
         one(args)
         return
     ways = ways_of(args)
-    names = [n for n in ways if not args.engines or any(part in n for part in [*args.engines, LIMIT])]
+    names = [
+        n for n in ways if not args.engines or any(part in n for part in [*args.engines, LIMIT])
+    ]
     found: dict[int, dict[str, Ratio]] = {}
     limits: dict[int, tuple[float, int]] = {}
     peaks: dict[tuple[str, int], tuple[float, float] | None] = {}

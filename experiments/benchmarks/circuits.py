@@ -38,18 +38,25 @@ def main() -> None:
     model = ma.load_model(GPT2LMHeadModel(config).eval(), tokenizer=lettered_tokenizer(VOCABULARY))
     pairs = made_pairs(given.pairs, given.tokens)
     own, other = (
-        torch.tensor([[*v, 0] for v in vs]) for vs in zip(*((p.tokens, p.counterpart) for p in pairs), strict=True)
+        torch.tensor([[*v, 0] for v in vs])
+        for vs in zip(*((p.tokens, p.counterpart) for p in pairs), strict=True)
     )
     heads = [(layer, head) for layer in range(12) for head in range(12)]
     calls: dict[str, Callable[[], object]] = {
         "mechattn, ma.edges": lambda: ma.edges(model, pairs, Counterpart(), memory="8GiB"),
         "TransformerLens, attribution_patch": lambda: attribution_patch(
-            model, other, own, lambda logits: logits[0, -2, 0] - logits[0, -2, 1], EdgeAttributionConfig("edge")
+            model,
+            other,
+            own,
+            lambda logits: logits[0, -2, 0] - logits[0, -2, 1],
+            EdgeAttributionConfig("edge"),
         ),
         "ma.patch, all heads exactly, two pairs": lambda: ma.patch(
             model, pairs[:2], Counterpart(), at=heads, metric="answers"
         ),
-        "as many plain passes (3 × heads × pairs)": lambda: plain(model, own[:1], 3 * len(heads) * 2),
+        "as many plain passes (3 × heads × pairs)": lambda: plain(
+            model, own[:1], 3 * len(heads) * 2
+        ),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(given.rounds):
@@ -62,7 +69,9 @@ def main() -> None:
     lines = [f"{size}, float32, {torch.get_num_threads()} threads", ""]
     lines += ["| call | median s | all |", "|---|---|---|"]
     for name, each in times.items():
-        lines.append(f"| {name} | {sorted(each)[len(each) // 2]:.1f} | {', '.join(f'{one:.1f}' for one in each)} |")
+        lines.append(
+            f"| {name} | {sorted(each)[len(each) // 2]:.1f} | {', '.join(f'{one:.1f}' for one in each)} |"
+        )
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -71,10 +80,16 @@ def made_pairs(count: int, tokens: int) -> list[ma.Prompt]:
     """Random tokens, half of them exchanged in the other version."""
     made = []
     for index in range(count):
-        drawn = torch.randint(2, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(index))
+        drawn = torch.randint(
+            2, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(index)
+        )
         drawn[1, tokens // 2 :] = drawn[0, tokens // 2 :]
         own, other = (tuple(row) for row in drawn.tolist())
-        made.append(ma.Prompt(tokens=own, counterpart=other, answer_tokens=(0,), other_answer=(1,), id=str(index)))
+        made.append(
+            ma.Prompt(
+                tokens=own, counterpart=other, answer_tokens=(0,), other_answer=(1,), id=str(index)
+            )
+        )
     return made
 
 

@@ -41,7 +41,10 @@ def ways(model, sequences: list[Sequence], new_tokens: int) -> dict[str, Callabl
 
     def ours(*interventions, masked: bool = False) -> Callable[[], None]:
         def run() -> None:
-            own = [replace(s, interventions=interventions, edge_mask=_hidden(s) if masked else None) for s in sequences]
+            own = [
+                replace(s, interventions=interventions, edge_mask=_hidden(s) if masked else None)
+                for s in sequences
+            ]
             asked = [Request(str(i), each, 0) for i, each in enumerate(own)]
             made = answers(native, asked, new_tokens, NEVER)
             assert all(len(a.tokens) == new_tokens for a in made)
@@ -54,7 +57,9 @@ def ways(model, sequences: list[Sequence], new_tokens: int) -> dict[str, Callabl
         "mechattn": ours(),
         "mechattn, a quarter of the keys hidden": ours(masked=True),
         "mechattn with ARM (layer 0)": ours(released),
-        "mechattn with ARM, scope=tensor": ours(ma.interventions.ARM(form="released_llama", p1=95.0, scope="tensor")),
+        "mechattn with ARM, scope=tensor": ours(
+            ma.interventions.ARM(form="released_llama", p1=95.0, scope="tensor")
+        ),
     }
 
 
@@ -72,8 +77,12 @@ def drawn(count: int, length: int) -> list[Sequence]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", choices=[*SHAPES, *toy_names()], default=["toy:llama", "small"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", nargs="+", choices=[*SHAPES, *toy_names()], default=["toy:llama", "small"]
+    )
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=50)
@@ -101,9 +110,13 @@ def main() -> None:
                 began = time.perf_counter()
                 run()
                 taken[way].append(time.perf_counter() - began)
-        rate = {way: args.batch * args.new_tokens / statistics.median(t[1:]) for way, t in taken.items()}
+        rate = {
+            way: args.batch * args.new_tokens / statistics.median(t[1:]) for way, t in taken.items()
+        }
         for way, value in rate.items():
-            found.setdefault(way, []).append(f"{value:,.0f} ({value / rate['transformers, generate']:.2f})")
+            found.setdefault(way, []).append(
+                f"{value:,.0f} ({value / rate['transformers, generate']:.2f})"
+            )
     lines += [f"| {way} | " + " | ".join(cells) + " |" for way, cells in found.items()]
     print("\n".join(lines))
     if args.out:

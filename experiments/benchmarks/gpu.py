@@ -41,7 +41,9 @@ def best_device() -> str:
 @cache
 def _code() -> str:
     """The commit, where there is one."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
     return f"mechattn {git.stdout.strip()}, " if git.returncode == 0 else ""
 
 
@@ -53,23 +55,34 @@ def where(args: argparse.Namespace) -> str:
 def why_no_card() -> str:
     """What to do where torch sees no card."""
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
-        return (
-            f"there is an nvidia-smi here, but torch {torch.__version__} was built without CUDA: install another build"
-        )
+        return f"there is an nvidia-smi here, but torch {torch.__version__} was built without CUDA: install another build"
     return f"torch {torch.__version__} sees no card here"
 
 
 def run_parts(args: argparse.Namespace, names: list[str]) -> None:
     """Run parts in a process of their own, with a time limit; each leaves a line about how it ended."""
     seconds = sum(PARTS[name].seconds for name in names)
-    command = [sys.executable, __file__, "--measure", *names, "--device", args.device, "--out", str(args.out)]
+    command = [
+        sys.executable,
+        __file__,
+        "--measure",
+        *names,
+        "--device",
+        args.device,
+        "--out",
+        str(args.out),
+    ]
     command += ["--small"] if args.small else []
     quiet = {**os.environ, "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     log = args.out / f"{names[0]}.log"
     with open(log, "w", encoding="utf-8") as written:
         try:
             code = subprocess.run(
-                command, env=quiet, stdout=written, stderr=subprocess.STDOUT, timeout=seconds + GRACE
+                command,
+                env=quiet,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                timeout=seconds + GRACE,
             ).returncode
             how = f"failed: its process ended with exit status {code}, see {log.name}"
         except subprocess.TimeoutExpired:
@@ -88,9 +101,17 @@ def measure(args: argparse.Namespace, name: str) -> None:
         PARTS[name].measure(cells, args.device, args.small)
     except Exception as error:
         traceback.print_exc()
-        cells.end_with(f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+        cells.end_with(
+            f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
+                :300
+            ]
+        )
     else:
-        how = "cells are missing: the same command goes on with them" if cells.lacking() else "complete"
+        how = (
+            "cells are missing: the same command goes on with them"
+            if cells.lacking()
+            else "complete"
+        )
         cells.end_with(f"{how}, {time.monotonic() - began:.0f} s")
 
 
@@ -99,22 +120,46 @@ def report(args: argparse.Namespace) -> str:
     lines = ["# mechattn on a device", "", f"{where(args)}, {date.today()}."]
     if args.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        lines.append(f"{torch.cuda.device_count()} of them, {memory:.0f} GiB each. CUDA {torch.version.cuda}.")
+        lines.append(
+            f"{torch.cuda.device_count()} of them, {memory:.0f} GiB each. CUDA {torch.version.cuda}."
+        )
     if args.small:
-        lines.append("`--small`: toys and short texts, which show that the command works and nothing about speed.")
+        lines.append(
+            "`--small`: toys and short texts, which show that the command works and nothing about speed."
+        )
     for name, part in PARTS.items():
         cells = Cells(args.out / f"{name}.json", where(args))
         goal = [f"Goal: {part.goal}", ""] if part.goal else []
-        lines += ["", f"## {name}", "", part.about, "", *goal, f"*{cells.ended}*", "", cells.markdown()]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            part.about,
+            "",
+            *goal,
+            f"*{cells.ended}*",
+            "",
+            cells.markdown(),
+        ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "mps", "cpu"], help="the card if there is one, otherwise the CPU")
-    parser.add_argument("--small", action="store_true", help="toys and short texts; always on a CPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "mps", "cpu"],
+        help="the card if there is one, otherwise the CPU",
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="toys and short texts; always on a CPU"
+    )
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--again", action="store_true", help="measure what an earlier call has measured too")
+    parser.add_argument(
+        "--again", action="store_true", help="measure what an earlier call has measured too"
+    )
     parser.add_argument("--out", type=Path, help="out/gpu; with --small out/gpu-small")
     parser.add_argument("--measure", nargs="+", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -127,17 +172,24 @@ def main() -> None:
             measure(args, name)
         return
     if args.device == "cpu":
-        print(f"{why_no_card()}. What follows runs on the CPU with toys, and measures no card.", flush=True)
+        print(
+            f"{why_no_card()}. What follows runs on the CPU with toys, and measures no card.",
+            flush=True,
+        )
     if args.again:
         for name in args.parts:
             (args.out / f"{name}.json").unlink(missing_ok=True)
-    left = [name for name in args.parts if not Cells(args.out / f"{name}.json", where(args)).complete]
+    left = [
+        name for name in args.parts if not Cells(args.out / f"{name}.json", where(args)).complete
+    ]
     # With a card each part has a process of its own, as one that fails may leave the card unusable to its process.
     for names in [left] if args.small and left else [[name] for name in left]:
         run_parts(args, names)
         (args.out / "report.md").write_text(report(args), encoding="utf-8")
     ended = {name: Cells(args.out / f"{name}.json", where(args)).ended for name in args.parts}
-    print("\n".join(f"{name}: {how}" for name, how in ended.items()), args.out / "report.md", sep="\n")
+    print(
+        "\n".join(f"{name}: {how}" for name, how in ended.items()), args.out / "report.md", sep="\n"
+    )
     sys.exit(any(how.startswith(("failed", "stopped")) for how in ended.values()))
 
 

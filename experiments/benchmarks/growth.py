@@ -17,7 +17,10 @@ from mechattn.jobs.job import stored_bytes
 from mechattn.stats.units import resampled
 
 RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)
-PEAK, SHARE = 989e12, 0.4  # of an H100 in bfloat16, and the share of it that a forward pass is assumed to reach
+PEAK, SHARE = (
+    989e12,
+    0.4,
+)  # of an H100 in bfloat16, and the share of it that a forward pass is assumed to reach
 GPUS = 8
 PART_RATE = 1.1e8  # bytes a second that are read, checked and merged (measured, 360 MiB in 3 parts, a busy core)
 
@@ -33,7 +36,10 @@ class Model:
     d_model: int
 
 
-MODELS = (Model("Llama-3.1-8B", 8.0e9, 32, 32, 4096), Model("a 70B (Llama-3.1)", 70.6e9, 80, 64, 8192))
+MODELS = (
+    Model("Llama-3.1-8B", 8.0e9, 32, 32, 4096),
+    Model("a 70B (Llama-3.1)", 70.6e9, 80, 64, 8192),
+)
 
 
 def seconds(model: Model, tokens: float) -> float:
@@ -45,7 +51,9 @@ def main() -> None:
     """100,000 prompts under 6 conditions."""
     prompts, conditions, length, inserted = 100_000, 6, 180, 55
     tokens = prompts * (length + (conditions - 1) * (length + inserted))
-    print(f"{prompts:,} prompts of {length} tokens, {conditions} conditions, five with {inserted} more; {GPUS} GPUs\n")
+    print(
+        f"{prompts:,} prompts of {length} tokens, {conditions} conditions, five with {inserted} more; {GPUS} GPUs\n"
+    )
     print("| | " + " | ".join(model.name for model in MODELS) + " |\n|---|" + "---|" * len(MODELS))
     sets = {
         "ReceivedAttention": [ma.ReceivedAttention()],
@@ -60,21 +68,35 @@ def main() -> None:
     row(f"on {GPUS} GPUs", [seconds(model, tokens) / 3600 / GPUS for model in MODELS], "{:.1f} h")
     for name, analyses in sets.items():
         counted = [
-            stored_bytes(analyses, m.layers, m.heads, prompts, conditions, length, inserted, "prompts") for m in MODELS
+            stored_bytes(
+                analyses, m.layers, m.heads, prompts, conditions, length, inserted, "prompts"
+            )
+            for m in MODELS
         ]
         for part in counted[0]:
             row(f"{name}: {part}", [count[part] / 2**30 for count in counted], "{:.3g} GiB")
-    receipt_rows("ReceivedAttention", [ma.ReceivedAttention()], prompts, conditions, length, inserted)
+    receipt_rows(
+        "ReceivedAttention", [ma.ReceivedAttention()], prompts, conditions, length, inserted
+    )
 
 
-def receipt_rows(name: str, analyses: Sequence[Any], prompts: int, conditions: int, length: int, inserted: int) -> None:
+def receipt_rows(
+    name: str, analyses: Sequence[Any], prompts: int, conditions: int, length: int, inserted: int
+) -> None:
     """What a run takes: receipts, the last step, and what a comparison of one quantity holds."""
     for chunk in (64, 1024):
         counted = [
-            stored_bytes(analyses, m.layers, m.heads, chunk, conditions, length, inserted, "moments") for m in MODELS
+            stored_bytes(
+                analyses, m.layers, m.heads, chunk, conditions, length, inserted, "moments"
+            )
+            for m in MODELS
         ]
         receipts = [count["moments by position"] * prompts / chunk for count in counted]
-        row(f"{name}, chunks of {chunk}: all receipts", [size / 2**30 for size in receipts], "{:,.1f} GiB")
+        row(
+            f"{name}, chunks of {chunk}: all receipts",
+            [size / 2**30 for size in receipts],
+            "{:,.1f} GiB",
+        )
         row("the last step", [size / PART_RATE / 60 for size in receipts], "{:.1f} min")
     row(
         "prompt values read to compare one condition",
@@ -83,11 +105,20 @@ def receipt_rows(name: str, analyses: Sequence[Any], prompts: int, conditions: i
     )
     row(
         "draws of a comparison",
-        [resampled(prompts) * (2 * 9999 + max(9999, 20 * m.layers * m.heads) / 8) / 2**30 for m in MODELS],
+        [
+            resampled(prompts) * (2 * 9999 + max(9999, 20 * m.layers * m.heads) / 8) / 2**30
+            for m in MODELS
+        ],
         "{:.2g} GiB",
     )
-    row("what is resampled", [8 * 6 * resampled(prompts) * m.layers * m.heads / 2**30 for m in MODELS], "{:.2g} GiB")
-    row("a layer of a comparison", [8 * 8 * prompts * m.heads / 2**30 for m in MODELS], "{:.2f} GiB")
+    row(
+        "what is resampled",
+        [8 * 6 * resampled(prompts) * m.layers * m.heads / 2**30 for m in MODELS],
+        "{:.2g} GiB",
+    )
+    row(
+        "a layer of a comparison", [8 * 8 * prompts * m.heads / 2**30 for m in MODELS], "{:.2f} GiB"
+    )
 
 
 def row(name: str, values: list[float], form: str) -> None:

@@ -15,10 +15,16 @@ import mechattn as ma
 
 def main() -> None:
     """The largest difference of each column from that of float32, over all heads."""
-    print("| toy | values | difference | interval's ends | q | q crosses 0.05 |\n|---|---|---|---|---|---|")
+    print(
+        "| toy | values | difference | interval's ends | q | q crosses 0.05 |\n|---|---|---|---|---|---|"
+    )
     for name in ("toy:llama", "toy:qwen2"):
         prompts = ma.load_prompts("word-problems", limit=64)
-        job = {"model": name, "prompts": prompts, "conditions": {"slash": ma.MeaninglessTokens("/", 55)}}
+        job = {
+            "model": name,
+            "prompts": prompts,
+            "conditions": {"slash": ma.MeaninglessTokens("/", 55)},
+        }
         with tempfile.TemporaryDirectory() as folder:
             made = [
                 ma.run_job(ma.Job(**job, values=values), Path(folder) / f"{values}.zarr")

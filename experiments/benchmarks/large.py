@@ -59,22 +59,35 @@ def block(result: ma.Result, places: range) -> ma.Result:
     for name, dataset in result.datasets.items():
         if "prompt" in dataset.dims:
             of = np.asarray(places) % dataset.sizes["prompt"]
-            dataset = dataset.isel(prompt=of).assign_coords(prompt=[f"{place:06d}" for place in places])
+            dataset = dataset.isel(prompt=of).assign_coords(
+                prompt=[f"{place:06d}" for place in places]
+            )
             for label, variable in dataset.data_vars.items():
-                if variable.dims[:1] == ("prompt",) and variable.ndim > 1 and variable.dtype.kind == "f":
+                if (
+                    variable.dims[:1] == ("prompt",)
+                    and variable.ndim > 1
+                    and variable.dtype.kind == "f"
+                ):
                     drawn = ("prompt", "condition", "layer", "head")
                     shape = [size if dim in drawn else 1 for dim, size in variable.sizes.items()]
                     noise = 1 + 0.05 * generator.standard_normal(shape, dtype=np.float32)
                     dataset[label] = variable * noise.astype(variable.dtype)
         made[name] = dataset
     made["sequences"] = made["sequences"].drop_vars("group", errors="ignore")
-    made["sequences"]["place"] = xr.Variable("prompt", np.asarray(places), made["sequences"]["place"].attrs)
+    made["sequences"]["place"] = xr.Variable(
+        "prompt", np.asarray(places), made["sequences"]["place"].attrs
+    )
     about: dict[str, Any] = json.loads(json.dumps(result.provenance))
-    about |= {"chunk": CHUNK, "prompts": about["prompts"] | {"count": len(places), "hash": f"{places.start:016x}"}}
+    about |= {
+        "chunk": CHUNK,
+        "prompts": about["prompts"] | {"count": len(places), "hash": f"{places.start:016x}"},
+    }
     return ma.Result(made, about)
 
 
-def write_some(result: ma.Result, store: Store, count: int, numbers: list[int], folder: Path) -> None:
+def write_some(
+    result: ma.Result, store: Store, count: int, numbers: list[int], folder: Path
+) -> None:
     """What one of the processes does."""
     for number in numbers:
         places = range(number * CHUNK, min((number + 1) * CHUNK, count))
@@ -100,7 +113,8 @@ def write(out: Path, gib: float, processes: int) -> None:
     begun = time.monotonic()
     work = [
         multiprocessing.Process(
-            target=write_some, args=(result, Store(store), count, list(range(chunks))[i::processes], folder)
+            target=write_some,
+            args=(result, Store(store), count, list(range(chunks))[i::processes], folder),
         )
         for i in range(processes)
     ]
@@ -129,13 +143,17 @@ def read(out: Path, step: str, resamples: int) -> None:
             for name in dataset.data_vars:
                 dataset[name].values  # noqa: B018
     elif step == "compared":
-        result.compare("slash", unit="prompt", resamples=resamples)  # they repeat, and so do their groups
+        result.compare(
+            "slash", unit="prompt", resamples=resamples
+        )  # they repeat, and so do their groups
     elif step == "heads":
         result.heads("received", unit="prompt")
     elif step == "verdict":
         result.verdict("slash", unit="prompt")
     elif step == "report":
-        report([out / "large.zarr"], out / "large.html", force=True)  # the page with every figure there is
+        report(
+            [out / "large.zarr"], out / "large.html", force=True
+        )  # the page with every figure there is
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = used.ru_utime + used.ru_stime
     say(step, f"{time.monotonic() - begun:.1f} s ({cpu:.0f} s of CPU), peak {peak():.2f} GiB")
@@ -175,7 +193,9 @@ def say(what: str, value: str) -> None:
 
 def main() -> None:
     """All of it, or one step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("out/large"))
     parser.add_argument("--gib", type=float, default=20)
     parser.add_argument("--processes", type=int, default=4)

@@ -19,7 +19,9 @@ class Cells:
     def __init__(self, path: Path, where: str, seconds: float = 0) -> None:
         self.path, self.where, self.end = path, where, time.monotonic() + seconds
         known = json.loads(path.read_text()) if path.exists() else {}
-        if known.get("where") != where:  # measured on another machine, or with other code: not to be mixed
+        if (
+            known.get("where") != where
+        ):  # measured on another machine, or with other code: not to be mixed
             known = {}
         self.table: dict[str, dict[str, str]] = known.get("table", {})
         self.notes: list[str] = known.get("notes", [])
@@ -57,7 +59,9 @@ class Cells:
 
     def lacking(self) -> bool:
         """Whether a cell is missing."""
-        return any(self.missing(row, column) for row, cells in self.table.items() for column in cells)
+        return any(
+            self.missing(row, column) for row, cells in self.table.items() for column in cells
+        )
 
     def tried(self, row: str, column: str, measure: Callable[[], str], seconds: float = 0) -> None:
         """Measure a cell that is missing, unless it is known to take longer than what is left."""
@@ -70,8 +74,13 @@ class Cells:
             self.put(row, column, measure())
             return
         except Exception as error:
-            text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:160]
-            full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower()
+            text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
+                :160
+            ]
+            full = (
+                isinstance(error, (torch.OutOfMemoryError, MemoryError))
+                or "out of memory" in str(error).lower()
+            )
         emptied()  # outside the except block, where the error no longer keeps tensors alive
         self.put(row, column, "out of memory" if full else f"fails: {text}")
 
@@ -82,11 +91,17 @@ class Cells:
         for row, cells in self.table.items():
             shown = [cells.get(column, NOT_MEASURED).replace("|", "/") for column in columns]
             lines.append("| " + " | ".join([row, *shown]) + " |")
-        return "\n".join([*(lines if columns else ["Nothing was measured."]), "", *self.notes]).rstrip() + "\n"
+        return (
+            "\n".join(
+                [*(lines if columns else ["Nothing was measured."]), "", *self.notes]
+            ).rstrip()
+            + "\n"
+        )
 
     def _write(self) -> None:
         text = json.dumps(
-            {"where": self.where, "table": self.table, "notes": self.notes, "ended": self.ended}, indent=1
+            {"where": self.where, "table": self.table, "notes": self.notes, "ended": self.ended},
+            indent=1,
         )
         self.path.write_text(text, encoding="utf-8")
 

@@ -34,7 +34,9 @@ def main() -> None:
         packed(name, toy(name, "moments"))
     packed("toy:llama, positions", toy("toy:llama", "prompts"))
     packed("synthetic", block(base(), range(CHUNK)))
-    print("\n| toy:llama | form | bytes | files | written | loaded and hashed |\n|---|---|---|---|---|---|")
+    print(
+        "\n| toy:llama | form | bytes | files | written | loaded and hashed |\n|---|---|---|---|---|---|"
+    )
     for positions in ("moments", "prompts"):
         result = toy("toy:llama", positions)
         form(positions, "stored", result, result.save)
@@ -57,7 +59,10 @@ def packed(name: str, result: ma.Result) -> None:
     """The pieces of a result with and without zstd."""
     variables = [v for d in result.datasets.values() for v in d.variables.values() if in_regions(v)]
     whole = sum(variable.nbytes for variable in variables)
-    for label, codecs in (("none", [Crc32cCodec()]), ("zstd 1", [ZstdCodec(level=1), Crc32cCodec()])):
+    for label, codecs in (
+        ("none", [Crc32cCodec()]),
+        ("zstd 1", [ZstdCodec(level=1), Crc32cCodec()]),
+    ):
         with TemporaryDirectory() as folder:
             begun = time.process_time()
             for number, variable in enumerate(variables):
@@ -72,7 +77,10 @@ def packed(name: str, result: ma.Result) -> None:
             for number in range(len(variables)):
                 zarr.open_array(folder, path=str(number), mode="r")[...]
             seconds = f"{written - begun:.2f} s | {time.process_time() - written:.2f} s"
-            print(f"| {name} | {label} | {stored / whole:.2f} of {whole / 1e6:,.1f} MB | {seconds} | |", flush=True)
+            print(
+                f"| {name} | {label} | {stored / whole:.2f} of {whole / 1e6:,.1f} MB | {seconds} | |",
+                flush=True,
+            )
 
 
 def form(positions: str, label: str, result: ma.Result, write: Callable[[Path], object]) -> None:
@@ -83,7 +91,10 @@ def form(positions: str, label: str, result: ma.Result, write: Callable[[Path], 
         written = time.monotonic()
         ma.load_result(place).digest()
         seconds = f"{written - begun:.2f} s | {time.monotonic() - written:.2f} s"
-        print(f"| {positions} | {label} | {bytes_in(place)[0]:,} | {bytes_in(place)[1]} | {seconds} |", flush=True)
+        print(
+            f"| {positions} | {label} | {bytes_in(place)[0]:,} | {bytes_in(place)[1]} | {seconds} |",
+            flush=True,
+        )
 
 
 def bytes_in(folder: Path) -> tuple[int, int]:

@@ -35,7 +35,9 @@ def measured(prompts: int, positions: int) -> ma.Result:
     room = positions - 55 - 1
     questions = []
     for i in range(prompts):
-        ids = model.tokenizer(" ".join(texts[5 * i : 5 * i + 5]), add_special_tokens=False)["input_ids"][:room]
+        ids = model.tokenizer(" ".join(texts[5 * i : 5 * i + 5]), add_special_tokens=False)[
+            "input_ids"
+        ][:room]
         questions.append(model.tokenizer.decode(ids))
     analyses = [
         ma.ReceivedAttention(),
@@ -52,17 +54,28 @@ def grown(result: ma.Result, layers: int, heads: int) -> ma.Result:
     made = {}
     for name, dataset in result.datasets.items():
         if "layer" in dataset.dims:
-            dataset = dataset.isel(layer=np.arange(layers) % dataset.sizes["layer"]).assign_coords(layer=range(layers))
+            dataset = dataset.isel(layer=np.arange(layers) % dataset.sizes["layer"]).assign_coords(
+                layer=range(layers)
+            )
         if "head" in dataset.dims:
-            dataset = dataset.isel(head=np.arange(heads) % dataset.sizes["head"]).assign_coords(head=range(heads))
+            dataset = dataset.isel(head=np.arange(heads) % dataset.sizes["head"]).assign_coords(
+                head=range(heads)
+            )
             for variable in dataset.data_vars.values():
                 if "head" in variable.dims and variable.dtype.kind == "f":
-                    shape = [size if dim in ("layer", "head") else 1 for dim, size in variable.sizes.items()]
+                    shape = [
+                        size if dim in ("layer", "head") else 1
+                        for dim, size in variable.sizes.items()
+                    ]
                     noisy = variable.values * generator.normal(1, 0.05, shape)
                     variable.values = noisy.astype(variable.dtype)
         made[name] = dataset
     about = json.loads(json.dumps(result.provenance))
-    about["model"] |= {"name": f"toy:{layers} layers × {heads} heads, repeated", "layers": layers, "heads": heads}
+    about["model"] |= {
+        "name": f"toy:{layers} layers × {heads} heads, repeated",
+        "layers": layers,
+        "heads": heads,
+    }
     about["measured_layers"] = list(range(layers))
     return ma.Result(made, about)
 
@@ -73,7 +86,9 @@ def timed(path: Path, clicks: int) -> dict[str, Any]:
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
         opened = [_opened(browser, path) for _ in range(3)]
         page = browser.new_page(viewport={"width": 1250, "height": 900})
         page.goto(path.as_uri())
@@ -82,7 +97,12 @@ def timed(path: Path, clicks: int) -> dict[str, Any]:
         each = [page.evaluate(_CLICK, f"head-{(i * 37) % count}") for i in range(clicks)]
         browser.close()
     paint, ready = (statistics.median(times) for times in zip(*opened, strict=True))
-    return {"first paint": paint, "ready": ready, "click, median": statistics.median(each), "click, most": max(each)}
+    return {
+        "first paint": paint,
+        "ready": ready,
+        "click, median": statistics.median(each),
+        "click, most": max(each),
+    }
 
 
 _CLICK = """(id) => new Promise((done) => {
@@ -115,7 +135,9 @@ def main() -> None:
     given = parser.parse_args()
     result = grown(measured(given.prompts, given.positions), given.layers, given.heads)
     path = result.page(given.out / "page.html", heads=[0, 1, 2])
-    print(f"{given.layers} × {given.heads} heads, {len(result.conditions)} conditions, {given.positions} positions")
+    print(
+        f"{given.layers} × {given.heads} heads, {len(result.conditions)} conditions, {given.positions} positions"
+    )
     print(f"size: {path.stat().st_size / 1e6:.1f} MB")
     for name, value in timed(path, given.clicks).items():
         print(f"{name}: {value:.0f} ms")

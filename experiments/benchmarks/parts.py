@@ -63,14 +63,30 @@ def peak(run: Callable[[], Any]) -> float:
 def tests(cells: Cells, device: str, small: bool) -> None:
     """The tests marked ``gpu``, of this device; with ``small`` those that take seconds."""
     chosen = "test_column_sums or toy:llama" if small else "not cpu-" if device != "cpu" else "cpu"
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-k", chosen, "-v", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-m",
+        "gpu",
+        "-k",
+        chosen,
+        "-v",
+        "-p",
+        "no:cacheprovider",
+    ]
     counts: dict[str, dict[str, int]] = {}
     cells.table.clear()
     cells.notes.clear()
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
         for line in running.stdout or ():
             print(line, end="", flush=True)
-            if found := re.search(r"tests/gpu/test_(\w+)\.py::(.+?) (PASSED|FAILED|ERROR|SKIPPED)", line):
+            if found := re.search(
+                r"tests/gpu/test_(\w+)\.py::(.+?) (PASSED|FAILED|ERROR|SKIPPED)", line
+            ):
                 file, name, outcome = found.groups()
                 of_file = counts.setdefault(file, dict.fromkeys(("passed", "failed", "skipped"), 0))
                 of_file["failed" if outcome == "ERROR" else outcome.lower()] += 1
@@ -79,7 +95,9 @@ def tests(cells: Cells, device: str, small: bool) -> None:
                 if outcome in ("FAILED", "ERROR"):
                     cells.note(f"- failed: {file}, {name}")
         if running.wait() not in (0, 1):
-            raise RuntimeError(f"pytest ended with exit status {running.returncode}; tests.log says why")
+            raise RuntimeError(
+                f"pytest ended with exit status {running.returncode}; tests.log says why"
+            )
     if failed := sum(of_file["failed"] for of_file in counts.values()):
         raise AssertionError(f"{failed} tests fail; their names are below the table")
 
@@ -166,8 +184,12 @@ def patching(cells: Cells, device: str, small: bool) -> None:
     ways: dict[str, Callable[[], object]] = {
         "attributed: all heads (z)": lambda: ma.patch(bridge, prompts, slash),
         "patched: four heads (z)": lambda: ma.patch(bridge, prompts, slash, at=some),
-        "patched: all layers (resid_post)": lambda: ma.patch(bridge, prompts, slash, at="resid_post"),
-        "attributed: all edges (EAP)": lambda: ma.edges(bridge, prompts, slash, metric="logprob", memory="64GiB"),
+        "patched: all layers (resid_post)": lambda: ma.patch(
+            bridge, prompts, slash, at="resid_post"
+        ),
+        "attributed: all edges (EAP)": lambda: ma.edges(
+            bridge, prompts, slash, metric="logprob", memory="64GiB"
+        ),
     }
     forward()
     began = time.perf_counter()

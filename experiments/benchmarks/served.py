@@ -35,9 +35,24 @@ def serving(folder: str, *options: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = ["serve", folder, "--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "float32", *options]
+    words = [
+        "serve",
+        folder,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        *options,
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-c", _MAIN, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
+        [sys.executable, "-c", _MAIN, *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ,
     )
     try:
         for _ in range(600):
@@ -60,7 +75,9 @@ def timed(evaluate: Callable[[], ma.Evaluation]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="toy:llama")
     parser.add_argument("--limit", type=int, default=50)
     parser.add_argument("--new-tokens", type=int, default=60)

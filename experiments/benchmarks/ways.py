@@ -44,7 +44,9 @@ def size_of(shape: str) -> tuple[int, int, int]:
     return config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
 
 
-def new_model(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype, family: str = "llama") -> Any:
+def new_model(
+    shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype, family: str = "llama"
+) -> Any:
     """A model of a family with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -65,13 +67,19 @@ def new_model(shape: str, kv_heads: int, longest: int, device: str, dtype: torch
             "num_heads": heads,
             "attention_types": [[["global", "local"], layers // 2]],
         },
-        "gemma3_text": {"num_key_value_heads": kv_heads, "head_dim": width // heads, "sliding_window": 512},
+        "gemma3_text": {
+            "num_key_value_heads": kv_heads,
+            "head_dim": width // heads,
+            "sliding_window": 512,
+        },
     }[family]
     if family == "gpt_neo":
         usual = {name: usual[name] for name in usual if not name.startswith("num_")}
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **usual, **own), dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family, **usual, **own), dtype=dtype
+        ).eval()
 
 
 def batch_of(length: int, device: str, sequences: int = 1) -> Batch:
@@ -86,7 +94,9 @@ def batch_of(length: int, device: str, sequences: int = 1) -> Batch:
     return Batch(tokens, origin, segment, torch.tensor([length] * sequences), rows).to(device)
 
 
-def hooked(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype, family: str = "llama") -> Any:
+def hooked(
+    shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dtype, family: str = "llama"
+) -> Any:
     """A toy, or a model with random weights, hooked and verified."""
     if shape in toy_names():
         return ma.load_model(shape, device=device, dtype=dtype)
@@ -97,7 +107,9 @@ def hooked(shape: str, kv_heads: int, longest: int, device: str, dtype: torch.dt
 def runners(bridge: Any, nnsight: bool = False) -> dict[str, Callable]:
     """Each way to compute it, as a function of a batch; the hooked and the plain model share their parameters."""
     plain = bridge._mechattn.native
-    windows = {layer: hooks.attention_window(bridge, layer) for layer in hooks.attention_layers(bridge)}
+    windows = {
+        layer: hooks.attention_window(bridge, layer) for layer in hooks.attention_layers(bridge)
+    }
 
     def sdpa(batch: Batch) -> None:
         plain(batch.tokens, use_cache=False, logits_to_keep=1)
@@ -123,9 +135,9 @@ def runners(bridge: Any, nnsight: bool = False) -> dict[str, Callable]:
 
         def see(layer: int, rows: Rows) -> None:
             columns = received.column_sums(rows.pattern, real[:, rows.queries])
-            sums.setdefault(layer, columns.new_zeros(*columns.shape[:-1], batch.tokens.shape[1]))[..., rows.keys] += (
-                columns
-            )
+            sums.setdefault(layer, columns.new_zeros(*columns.shape[:-1], batch.tokens.shape[1]))[
+                ..., rows.keys
+            ] += columns
             received.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
             rows.pattern[..., 0].sum(-1)
             focus.top_two(rows.pattern)
@@ -141,21 +153,30 @@ def runners(bridge: Any, nnsight: bool = False) -> dict[str, Callable]:
         assert len([s @ batch.members().to(s).mT for s in sums.values()]) == len(windows)
 
     def one_layer(batch: Batch) -> None:
-        measure_batch(bridge, batch, forward_in_blocks, {0: windows[0]}, [ReceivedAttention()], [Nowhere()])
+        measure_batch(
+            bridge, batch, forward_in_blocks, {0: windows[0]}, [ReceivedAttention()], [Nowhere()]
+        )
 
     def output_attentions(batch: Batch) -> None:
         plain.set_attn_implementation("eager")
-        made = plain(batch.tokens, use_cache=False, output_attentions=True, logits_to_keep=1).attentions
+        made = plain(
+            batch.tokens, use_cache=False, output_attentions=True, logits_to_keep=1
+        ).attentions
         plain.set_attn_implementation("sdpa")
         assert len([a.float().mean(-2) for a in made]) == len(windows)
 
     def run_with_cache(batch: Batch) -> None:
-        _, cache = bridge.run_with_cache(batch.tokens, names_filter=lambda name: name.endswith("hook_pattern"))
+        _, cache = bridge.run_with_cache(
+            batch.tokens, names_filter=lambda name: name.endswith("hook_pattern")
+        )
         assert len([cache["pattern", layer].float().mean(-2) for layer in windows]) == len(windows)
 
     def reducing_hook(batch: Batch) -> None:
         got: dict[str, torch.Tensor] = {}
-        named = [(hooks.pattern_hook(n), lambda a, hook: got.update({hook.name: a.float().mean(-2)})) for n in windows]
+        named = [
+            (hooks.pattern_hook(n), lambda a, hook: got.update({hook.name: a.float().mean(-2)}))
+            for n in windows
+        ]
         bridge.run_with_hooks(batch.tokens, fwd_hooks=named, return_type=None)
         assert len(got) == len(windows)
 
@@ -181,10 +202,15 @@ def _updates_and_focus(bridge: Any, windows: dict[int, int | None]) -> dict[str,
     """Magnitude and orientation of every head's update, here and with hook_result; focus and sinks together."""
 
     def measuring(*analyses: Any) -> Callable[[Batch], None]:
-        ready = [a.calibrated(bridge, list(windows), []) if hasattr(a, "calibrated") else a for a in analyses]
+        ready = [
+            a.calibrated(bridge, list(windows), []) if hasattr(a, "calibrated") else a
+            for a in analyses
+        ]
 
         def run(batch: Batch) -> None:
-            measure_batch(bridge, batch, forward_in_blocks, windows, ready, [Nowhere()] * len(ready))
+            measure_batch(
+                bridge, batch, forward_in_blocks, windows, ready, [Nowhere()] * len(ready)
+            )
 
         return run
 
@@ -212,7 +238,9 @@ def _updates_and_focus(bridge: Any, windows: dict[int, int | None]) -> dict[str,
 
     return {
         "mechattn, head updates": measuring(ma.analyses.HeadUpdates()),
-        "mechattn, focus and sinks": measuring(ma.analyses.AttentionFocus(), ma.analyses.AttentionSinks()),
+        "mechattn, focus and sinks": measuring(
+            ma.analyses.AttentionFocus(), ma.analyses.AttentionSinks()
+        ),
         "TransformerLens, use_attn_result": hook_result,
     }
 

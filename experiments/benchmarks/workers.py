@@ -27,7 +27,9 @@ def seconds_a_chunk(workers: int, job: ma.Job, chunks: int) -> tuple[float, floa
 
 def main() -> None:
     """One line for each number of workers, and the ratio."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--chunks", type=int, default=90)
     options.add_argument("--size", type=int, default=64, help="prompts a chunk")
     given = options.parse_args()

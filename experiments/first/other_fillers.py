@@ -12,11 +12,15 @@ FILLERS = ("/", "-", "?", "*", "+", "=", ".", ",")
 def main() -> None:
     conditions = {text: ma.MeaninglessTokens(text, count=55) for text in FILLERS}
     result = ma.run("toy:llama", ma.load_prompts("word-problems", limit=64), conditions)
-    print("| 55 × | attention to the question | uniform | heads that lose less, more |\n|---|---|---|---|")
+    print(
+        "| 55 × | attention to the question | uniform | heads that lose less, more |\n|---|---|---|---|"
+    )
     for text in FILLERS:
         found = result.verdict(text)
         heads = f"{int(found.above.sum())}, {int(found.beyond.sum())} of {found.above.size}"
-        print(f"| `{text}` | {percent_words(found.change)} | {percent(found.null.estimate)} | {heads} |")
+        print(
+            f"| `{text}` | {percent_words(found.change)} | {percent(found.null.estimate)} | {heads} |"
+        )
     heads = result.across(list(FILLERS))
     less, new = int(((heads["mean"] > 0) & (heads.q < 0.05)).sum()), int((heads.new_low > 0).sum())
     more = int(((heads["mean"] < 0) & (heads.q < 0.05)).sum())

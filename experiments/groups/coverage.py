@@ -20,7 +20,9 @@ EXPERIMENTS = {"intervals": 4000, "discoveries": 500}
 FIGURE = Path(__file__).parents[2] / "docs" / "images" / "groups.svg"
 
 
-def drawn(size: int, cells: int, generator: np.random.Generator, shared: float = 0.0) -> tuple[np.ndarray, Units]:
+def drawn(
+    size: int, cells: int, generator: np.random.Generator, shared: float = 0.0
+) -> tuple[np.ndarray, Units]:
     """Differences with mean 0 [prompt, cell]: half of their variance is the group's, ``shared`` of it all heads'."""
 
     def normal(rows: int) -> np.ndarray:
@@ -50,11 +52,23 @@ def main() -> None:
         generator = np.random.default_rng(size)
         d, units = drawn(size, EXPERIMENTS["intervals"], generator)
         coverage = covered(d), covered(units.means(d))
-        some = [drawn(size, HEADS, generator, shared=0.5) for _ in range(EXPERIMENTS["discoveries"])]
-        false = np.mean([found(d) for d, _ in some]), np.mean([found(units.means(d)) for d, units in some])
+        some = [
+            drawn(size, HEADS, generator, shared=0.5) for _ in range(EXPERIMENTS["discoveries"])
+        ]
+        false = (
+            np.mean([found(d) for d, _ in some]),
+            np.mean([found(units.means(d)) for d, units in some]),
+        )
         rows.append([100 * np.array(pair) for pair in (coverage, false)])
-        print(f"| {size} | " + " | ".join(f"{value:.1f}" for pair in rows[-1] for value in pair) + " |", flush=True)
-    figure = make_subplots(1, 2, subplot_titles=["95 % intervals that hold the truth", "tables with a false discovery"])
+        print(
+            f"| {size} | "
+            + " | ".join(f"{value:.1f}" for pair in rows[-1] for value in pair)
+            + " |",
+            flush=True,
+        )
+    figure = make_subplots(
+        1, 2, subplot_titles=["95 % intervals that hold the truth", "tables with a false discovery"]
+    )
     for column, nominal in ((1, 95), (2, 5)):
         for which, (name, colour) in enumerate((("ignored", WITH), ("respected", WITHOUT))):
             figure.add_scatter(
@@ -64,7 +78,9 @@ def main() -> None:
         figure.add_hline(nominal, row=1, col=column, line=dict(dash="dot", width=1, color="#888"))
     figure.update_xaxes(title_text="prompts in a group", type="log", tickvals=SIZES)
     figure.update_yaxes(title_text="%", rangemode="tozero")
-    figure.update_layout(template="plotly_white", width=820, height=360, legend=dict(orientation="h", y=-0.25))
+    figure.update_layout(
+        template="plotly_white", width=820, height=360, legend=dict(orientation="h", y=-0.25)
+    )
     figure.write_image(FIGURE)
 
 

@@ -28,17 +28,29 @@ def main() -> None:
     by_template = defaultdict(list)
     for problem in islice(word_problems("test"), SEARCHED):
         by_template[problem.template].append(problem)
-    kept = sorted((t for t in by_template if len(by_template[t]) >= SIZE), key=lambda t: -len(by_template[t]))
+    kept = sorted(
+        (t for t in by_template if len(by_template[t]) >= SIZE), key=lambda t: -len(by_template[t])
+    )
     chosen = [(t, problem) for t in kept[:TEMPLATES] for problem in by_template[t][:SIZE]]
-    prompts = [ma.Prompt(p.question, system=SYSTEM, id=str(i), group=t) for i, (t, p) in enumerate(chosen)]
+    prompts = [
+        ma.Prompt(p.question, system=SYSTEM, id=str(i), group=t) for i, (t, p) in enumerate(chosen)
+    ]
     for name in ("toy:llama", "toy:qwen2", "toy:gemma3", "toy:falcon"):
         result = ma.run(name, prompts, {"slash": ma.MeaninglessTokens()})
-        at = result["received_attention"].sel(segment="question").transpose("prompt", "condition", "layer", ...)
+        at = (
+            result["received_attention"]
+            .sel(segment="question")
+            .transpose("prompt", "condition", "layer", ...)
+        )
         ratio = [
             np.log(at[of].sel(condition="slash").values / at[of].sel(condition="baseline").values)
             for of in ("received_by_segment", "received_by_segment_uniform")
         ]
-        d = (ratio[0] - ratio[1].reshape(*ratio[1].shape[:2], -1)).reshape(len(prompts), -1).astype(np.float64)
+        d = (
+            (ratio[0] - ratio[1].reshape(*ratio[1].shape[:2], -1))
+            .reshape(len(prompts), -1)
+            .astype(np.float64)
+        )
         units = Units.grouped([t for t, _ in chosen])
         half = [made.high - made.estimate for made in (t_interval(d), t_interval(units.means(d)))]
         rho = correlation(d, SIZE)

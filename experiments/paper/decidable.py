@@ -29,7 +29,10 @@ def synthetic(key: str, part: dict) -> tuple[Outcome, Outcome]:
     """What the rule says to two made-up numbers: halfway to each end of the range from what the verdict takes."""
     rule, n = Rule(**part["rule"]), part["n"]
     draws = tuple(part["random"]["draws"]) if part["random"] is not None and COMPARED[key] else None
-    low, high = (end if end is not None else other for end, other in zip(part["attainable"], (-inf, inf), strict=True))
+    low, high = (
+        end if end is not None else other
+        for end, other in zip(part["attainable"], (-inf, inf), strict=True)
+    )
     outcomes = []
     chance = None if draws is None else Chance(Estimate(0.0, 0.0, 0.0, n, 0.0), draws)
     for bound, sign in zip(bounds(rule, chance), (rule.sign, -rule.sign), strict=True):
@@ -41,7 +44,9 @@ def synthetic(key: str, part: dict) -> tuple[Outcome, Outcome]:
         if draws is not None:
             apart = value - sum(draws) / len(draws)
             chance = Chance(Estimate(apart, apart - half, apart + half, n, half), draws)
-        outcomes.append(decide(rule, found, chance, (low, high), lambda end: with_unit(end, part["kind"])))
+        outcomes.append(
+            decide(rule, found, chance, (low, high), lambda end: with_unit(end, part["kind"]))
+        )
     return outcomes[0], outcomes[1]
 
 
@@ -49,7 +54,9 @@ def both(key: str, verdict: dict) -> tuple[Outcome, list[Outcome]]:
     """A claim of all its parts: satisfied, and broken in each of them in turn."""
     parts = [synthetic(key, part) for part in verdict["parts"]]
     yes = [supports for supports, _ in parts]
-    return together(yes), [together([*yes[:i], no, *yes[i + 1 :]]) for i, (_, no) in enumerate(parts)]
+    return together(yes), [
+        together([*yes[:i], no, *yes[i + 1 :]]) for i, (_, no) in enumerate(parts)
+    ]
 
 
 def cell(claim: dict, verdict: dict) -> str:

@@ -56,7 +56,11 @@ def readme() -> str:
     """The whole text."""
     stored = json.loads((HERE / "verdicts.json").read_text(encoding="utf-8"))
     settings = stored["settings"]
-    about = {"prompts": settings["limit"], "problems": settings["problems"], "seed": settings["seed"]}
+    about = {
+        "prompts": settings["limit"],
+        "problems": settings["problems"],
+        "seed": settings["seed"],
+    }
     rows = "".join(f"| `{name}` | {what} |\n" for name, what in FOLDERS.items())
     return HEAD + rows + CLAIMS.format(**about, date=stored["made"][:10]) + markdown(stored) + "\n"
 
@@ -67,12 +71,16 @@ def sentences(stored: dict) -> list[str]:
     names = [model["name"] for model in stored["models"]]
     found = Counter(claim["verdicts"][name]["verdict"] for claim in stated for name in names)
     by_key = {claim["key"]: claim["verdicts"] for claim in stored["claims"]}
-    little, falls, fewer = (by_key[key] for key in ("filler_gets_little", "attention_falls", "near_zero_falls"))
+    little, falls, fewer = (
+        by_key[key] for key in ("filler_gets_little", "attention_falls", "near_zero_falls")
+    )
     assert all(one["verdict"] == "supported" for one in little.values())
     assert not any(one["verdict"] in ("supported", "contradicted") for one in falls.values())
     assert not any(one["verdict"] == "supported" for one in fewer.values())
     denied = ("none", "one", "two")[sum(one["verdict"] == "contradicted" for one in fewer.values())]
-    solved = sorted(100 * one["parts"][0]["levels"][0] for one in by_key["tokens_help"].values() if one["parts"])
+    solved = sorted(
+        100 * one["parts"][0]["levels"][0] for one in by_key["tokens_help"].values() if one["parts"]
+    )
     return [
         f"We tested the {len(stated)} claims stated in the paper and in the blog post",
         f"Of the {len(stated) * len(names)} pairs of a claim and a model, {found['supported']} are “supported” and "

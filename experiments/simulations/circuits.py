@@ -33,7 +33,10 @@ def known(seeds: int) -> Iterator[dict[str, Any]]:
     """AUROC of edges and heads, and precision, over models with other noise."""
     for circuit in known_circuits():
         for method in METHODS:
-            found = [scores_of(circuit, method, seed, prompts=3 if method == "exact" else 6) for seed in range(seeds)]
+            found = [
+                scores_of(circuit, method, seed, prompts=3 if method == "exact" else 6)
+                for seed in range(seeds)
+            ]
             row: dict[str, Any] = {"circuit": circuit.name, "method": method}
             for name in ("edges", "heads", "precision"):
                 made = t_interval(np.array([each[name] for each in found]))
@@ -46,9 +49,17 @@ def nothing(models: int) -> Iterator[dict[str, Any]]:
     """The share of trials in which some edge has q < 0.05 where there is nothing to find, and where there is."""
     trained = copying_model(0)
     kinds = {
-        "random weights, shuffled answers": (lambda seed: tiny_model("GPT-2", VOCABULARY, seed), True, "≤ 0.05"),
+        "random weights, shuffled answers": (
+            lambda seed: tiny_model("GPT-2", VOCABULARY, seed),
+            True,
+            "≤ 0.05",
+        ),
         "a trained model, shuffled answers": (lambda seed: trained, True, "≤ 0.05"),
-        "random weights, own answers": (lambda seed: tiny_model("GPT-2", VOCABULARY, seed), False, "no promise"),
+        "random weights, own answers": (
+            lambda seed: tiny_model("GPT-2", VOCABULARY, seed),
+            False,
+            "no promise",
+        ),
         "a trained model, own answers": (lambda seed: trained, False, "higher is better"),
     }
     for name, (model_of, shuffled, should) in kinds.items():
@@ -59,11 +70,23 @@ def nothing(models: int) -> Iterator[dict[str, Any]]:
             if shuffled:
                 pairs = with_other_answers(pairs, seed)
             found.append(
-                bool((ma.edges(model, pairs, Counterpart(), steps=STEPS, seed=seed).table().q_effect < 0.05).any())
+                bool(
+                    (
+                        ma.edges(model, pairs, Counterpart(), steps=STEPS, seed=seed)
+                        .table()
+                        .q_effect
+                        < 0.05
+                    ).any()
+                )
             )
         low, high = wilson_interval(sum(found), len(found))
         share = f"{np.mean(found):.2f} [{low:.2f}, {high:.2f}]"
-        yield {"trials": name, "found": f"{sum(found)} of {len(found)}", "share": share, "should be": should}
+        yield {
+            "trials": name,
+            "found": f"{sum(found)} of {len(found)}",
+            "share": share,
+            "should be": should,
+        }
 
 
 def with_other_answers(pairs: list[ma.Prompt], seed: int) -> list[ma.Prompt]:
@@ -83,11 +106,16 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     tables = []
-    for heading, rows in (("Circuits written by hand", known(given.seeds)), ("Nothing to find", nothing(given.models))):
+    for heading, rows in (
+        ("Circuits written by hand", known(given.seeds)),
+        ("Nothing to find", nothing(given.models)),
+    ):
         tables.append(f"## {heading}\n\n{markdown(pd.DataFrame(list(rows)))}\n")
         print(tables[-1], flush=True)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text("# Circuits whose truth is known\n\n" + "\n".join(tables), encoding="utf-8")
+    given.out.write_text(
+        "# Circuits whose truth is known\n\n" + "\n".join(tables), encoding="utf-8"
+    )
 
 
 def markdown(table: pd.DataFrame) -> str:

@@ -54,7 +54,13 @@ def normal(n: int, heads: int, generator: np.random.Generator) -> np.ndarray:
 def row(rule: str, data: str, yes: list[bool], should: str) -> Row:
     """The share of yes with its error."""
     share = float(np.mean(yes))
-    return rule, data, share, float(np.sqrt(max(share * (1 - share), 0.25 / len(yes)) / len(yes))), should
+    return (
+        rule,
+        data,
+        share,
+        float(np.sqrt(max(share * (1 - share), 0.25 / len(yes)) / len(yes))),
+        should,
+    )
 
 
 def tables_of_heads(tables: int) -> Iterator[Row]:
@@ -65,11 +71,15 @@ def tables_of_heads(tables: int) -> Iterator[Row]:
         ours, flips, family, covered = [], [], [], []
         for seed in range(tables):
             generator = np.random.default_rng([seed, n])
-            made = paired(shape(normal(n, HEADS, generator), generator), resamples=RESAMPLES, seed=seed)
+            made = paired(
+                shape(normal(n, HEADS, generator), generator), resamples=RESAMPLES, seed=seed
+            )
             ours.append(bool((made.q < 0.05).any()))
             flips.append(bool((stats.false_discovery_control(made.p_flip) < 0.05).any()))
             family.append(bool((made.p_family < 0.05).any()))
-            covered.append(bool(((made.low_simultaneous <= 0) & (made.high_simultaneous >= 0)).all()))
+            covered.append(
+                bool(((made.low_simultaneous <= 0) & (made.high_simultaneous >= 0)).all())
+            )
         data = f"{kind}, {n} prompts, {HEADS} heads"
         yield row("some q < 0.05", data, ours, "≤ 0.05")
         yield row("the same by sign flips alone", data, flips, "≤ 0.05")
@@ -105,8 +115,18 @@ def power(tables: int) -> Iterator[Row]:
             found.append(bool(paired(d, resamples=RESAMPLES).q[0] < 0.05))
             d[:, 0] += detectable_size(n) - detectable_size(n, HEADS)
             alone.append(bool(paired(d, resamples=RESAMPLES).q[0] < 0.05))
-        yield row("the head is found at what is called detectable", f"{n} prompts, {HEADS} heads", found, "0.80")
-        yield row("the same at what a single test would detect", f"{n} prompts, {HEADS} heads", alone, "no promise")
+        yield row(
+            "the head is found at what is called detectable",
+            f"{n} prompts, {HEADS} heads",
+            found,
+            "0.80",
+        )
+        yield row(
+            "the same at what a single test would detect",
+            f"{n} prompts, {HEADS} heads",
+            alone,
+            "no promise",
+        )
     for n in (12, 24, 64):
         found, one, two = [], [], []
         for seed in range(tables):
@@ -131,7 +151,9 @@ def patching(tables: int) -> Iterator[Row]:
             generator = np.random.default_rng(seed)
             dims = ("prompt", "layer", "head")
             names = ("effect", "other_prompt", "random")
-            values = {name: (dims, normal(24, heads, generator).reshape(24, 1, heads)) for name in names}
+            values = {
+                name: (dims, normal(24, heads, generator).reshape(24, 1, heads)) for name in names
+            }
             data = xr.Dataset(values | {"whole": ("prompt", generator.normal(2, 1, 24))})
             data = data.assign_coords(prompt=np.arange(24), layer=[0], head=np.arange(heads))
             about = {"metric": "log-probability", "direction": "denoising", "method": "patched"}
@@ -140,9 +162,17 @@ def patching(tables: int) -> Iterator[Row]:
             shown = data.effect.values[:, 0, table["head"].to_numpy()]
             chosen.append(bool((paired(shown).q < 0.05).any()))
         yield row(
-            "some printed head has q < 0.05", f"patching, 24 prompts, {heads} heads, 8 printed", printed, "≤ 0.05"
+            "some printed head has q < 0.05",
+            f"patching, 24 prompts, {heads} heads, 8 printed",
+            printed,
+            "≤ 0.05",
         )
-        yield row("the same with q over the printed ones", f"patching, {heads} heads", chosen, "no promise")
+        yield row(
+            "the same with q over the printed ones",
+            f"patching, {heads} heads",
+            chosen,
+            "no promise",
+        )
 
 
 def random_weights(tables: int) -> Iterator[Row]:
@@ -157,7 +187,9 @@ def random_weights(tables: int) -> Iterator[Row]:
             if seed < tables:
                 halves.append(_after_choosing(weights[0].ravel(), p, generator))
             weights[0, 0, 0] = 8 * 0.3
-            found.append(bool(false_discovery(against_draws(weights[0], weights[1:], 1).p.ravel())[0] < 0.05))
+            found.append(
+                bool(false_discovery(against_draws(weights[0], weights[1:], 1).p.ravel())[0] < 0.05)
+            )
         data = f"{draws} draws, 4 × 8 heads"
         yield row("some q_random < 0.05, the model being one more draw", data, false, "≤ 0.05")
         yield row("a head 8 standard deviations off is found", data, found, "higher is better")
@@ -167,7 +199,9 @@ def random_weights(tables: int) -> Iterator[Row]:
         yield row("the same over the chosen heads alone", data, apart, "no promise")
 
 
-def _after_choosing(means: np.ndarray, p: np.ndarray, generator: np.random.Generator) -> tuple[bool, bool]:
+def _after_choosing(
+    means: np.ndarray, p: np.ndarray, generator: np.random.Generator
+) -> tuple[bool, bool]:
     """Whether some q_random < 0.05 of heads that one half chose: over all heads, and over the chosen ones alone."""
     d = means + generator.normal(size=(48, HEADS))
     cells = paired(d[::2], resamples=499).q < 0.05
@@ -175,7 +209,9 @@ def _after_choosing(means: np.ndarray, p: np.ndarray, generator: np.random.Gener
     if not cells.any():
         return False, False
     both[cells] = np.maximum(paired(d[1::2][:, cells], resamples=RESAMPLES).p, p[cells])
-    return bool((false_discovery(both) < 0.05).any()), bool((false_discovery(p[cells]) < 0.05).any())
+    return bool((false_discovery(both) < 0.05).any()), bool(
+        (false_discovery(p[cells]) < 0.05).any()
+    )
 
 
 def shares(tables: int) -> Iterator[Row]:
@@ -187,16 +223,30 @@ def shares(tables: int) -> Iterator[Row]:
             values = generator.binomial(8, generator.beta(share, 1 - share, n)) / 8
             for made, said in ((share_interval(values), ours), (t_interval(values), plain)):
                 said.append(bool(made.low <= share <= made.high))
-        yield row("the interval of a share holds it", f"share {share}, {n} problems × 8 answers", ours, "≥ 0.95")
-        yield row("the t interval does", f"share {share}, {n} problems × 8 answers", plain, "no promise")
+        yield row(
+            "the interval of a share holds it",
+            f"share {share}, {n} problems × 8 answers",
+            ours,
+            "≥ 0.95",
+        )
+        yield row(
+            "the t interval does", f"share {share}, {n} problems × 8 answers", plain, "no promise"
+        )
     for first, second in ((0.98, 0.9), (0.95, 0.95), (0.6, 0.5)):
         ours = []
         for seed in range(4 * tables):
             generator = np.random.default_rng(seed)
-            values = [generator.binomial(8, generator.beta(p, 1 - p, 20)) / 8 for p in (first, second)]
+            values = [
+                generator.binomial(8, generator.beta(p, 1 - p, 20)) / 8 for p in (first, second)
+            ]
             made = share_difference(values[0] - values[1])
             ours.append(bool(made.low <= first - second <= made.high))
-        yield row("the interval of a difference holds it", f"shares {first} and {second}, 20 problems", ours, "≥ 0.95")
+        yield row(
+            "the interval of a difference holds it",
+            f"shares {first} and {second}, 20 problems",
+            ours,
+            "≥ 0.95",
+        )
 
 
 def fillers(tables: int) -> Iterator[Row]:
@@ -206,8 +256,18 @@ def fillers(tables: int) -> Iterator[Row]:
         d += np.random.default_rng([conditions, 1]).normal(0, 0.8, (1, conditions, 10 * tables))
         made, fixed = crossed(d), t_interval(d.mean(1))
         data = f"24 prompts × {conditions} fillers"
-        yield row("the interval over fillers holds the mean", data, list((made.low < 0) & (made.high > 0)), "≥ 0.95")
-        yield row("that over prompts alone does", data, list((fixed.low < 0) & (fixed.high > 0)), "no promise")
+        yield row(
+            "the interval over fillers holds the mean",
+            data,
+            list((made.low < 0) & (made.high > 0)),
+            "≥ 0.95",
+        )
+        yield row(
+            "that over prompts alone does",
+            data,
+            list((fixed.low < 0) & (fixed.high > 0)),
+            "no promise",
+        )
 
 
 def single_intervals(tables: int) -> Iterator[Row]:
@@ -220,7 +280,10 @@ def single_intervals(tables: int) -> Iterator[Row]:
             made = paired(d, resamples=999)
             plain.append(bool(made.low[0] <= 0 <= made.high[0]))
             bootstrap.append(bool(made.low_bootstrap[0] <= 0 <= made.high_bootstrap[0]))
-            low, high = min(made.low[0], made.low_bootstrap[0]), max(made.high[0], made.high_bootstrap[0])
+            low, high = (
+                min(made.low[0], made.low_bootstrap[0]),
+                max(made.high[0], made.high_bootstrap[0]),
+            )
             wider.append(bool(low <= 0 <= high))
         yield row("the t interval holds the mean", f"{kind}, 24 prompts", plain, "0.95")
         yield row("the bootstrap-t interval does", f"{kind}, 24 prompts", bootstrap, "0.95")
@@ -257,7 +320,9 @@ def claims(tables: int) -> Iterator[Row]:
             q = family([cell.p for cell in cells])
             against = [cell.word == "contradicted" for cell in cells]
             ours += against
-            page.append(any(no and (one or 0.0) <= 0.05 for no, one in zip(against, q, strict=True)))
+            page.append(
+                any(no and (one or 0.0) <= 0.05 for no, one in zip(against, q, strict=True))
+            )
         data = f"{kind}, {n} prompts, three parts on the line"
         yield row("a claim is contradicted", data, ours, "≤ 0.025")
         yield row("the same if each part counted by itself", data, apart, "no promise")
@@ -274,14 +339,26 @@ def verdicts(tables: int) -> Iterator[Row]:
         names = ["baseline", "other"]
         data = xr.Dataset(
             {
-                "received_by_segment": (("condition", "segment", "prompt", "layer", "head"), values),
-                "received_by_segment_uniform": (("condition", "segment", "prompt", "layer"), np.ones((2, 1, 24, 4))),
+                "received_by_segment": (
+                    ("condition", "segment", "prompt", "layer", "head"),
+                    values,
+                ),
+                "received_by_segment_uniform": (
+                    ("condition", "segment", "prompt", "layer"),
+                    np.ones((2, 1, 24, 4)),
+                ),
             },
             {"condition": names, "segment": ["question"], "layer": range(4), "head": range(8)},
         )
-        origin = xr.Dataset({"origin": (("prompt", "condition", "pos"), np.zeros((24, 2, 2)))}, {"condition": names})
+        origin = xr.Dataset(
+            {"origin": (("prompt", "condition", "pos"), np.zeros((24, 2, 2)))}, {"condition": names}
+        )
         about = {"model": {"name": "simulated"}, "prompts": {"hash": ""}}
-        asked = Contrast(Result({"received_attention": data, "sequences": origin}, about), "other", resamples=RESAMPLES)
+        asked = Contrast(
+            Result({"received_attention": data, "sequences": origin}, about),
+            "other",
+            resamples=RESAMPLES,
+        )
         verdict = asked.verdict()
         marked = (verdict.beyond | verdict.above).ravel()
         differ.append(bool((marked != (asked.table().q_beyond < 0.05)).any()))
@@ -294,8 +371,12 @@ def verdicts(tables: int) -> Iterator[Row]:
 def measured(tables: int) -> Iterator[Row]:
     """Values of a toy on 200 word problems, moved to mean 0 in each head; tables of a few of them, drawn at random."""
     prompts = ma.load_prompts("word-problems", limit=200)
-    result = ma.run("toy:llama", prompts, {}, [ma.analyses.AttentionSinks(), ma.analyses.AttentionFocus()])
-    sinks, focus = (result[name].isel(condition=0) for name in ("attention_sinks", "attention_focus"))
+    result = ma.run(
+        "toy:llama", prompts, {}, [ma.analyses.AttentionSinks(), ma.analyses.AttentionFocus()]
+    )
+    sinks, focus = (
+        result[name].isel(condition=0) for name in ("attention_sinks", "attention_focus")
+    )
     for name, values in (
         ("strongest_value_ratio", sinks.strongest_value_ratio),
         ("duplicate_mass", focus.duplicate_mass.sel(segment="question")),
@@ -326,7 +407,9 @@ PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tables", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("out/simulations.md"))
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
@@ -339,7 +422,8 @@ def main() -> None:
     frame = pd.DataFrame(rows, columns=["rule", "data", "share", "error", "should be"])
     lines = ["| " + " | ".join(frame.columns) + " |", "|---|---|---|---|---|"]
     lines += [
-        f"| {rule} | {data} | {share:.3f} | {error:.3f} | {should} |" for rule, data, share, error, should in rows
+        f"| {rule} | {data} | {share:.3f} | {error:.3f} | {should} |"
+        for rule, data, share, error, should in rows
     ]
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

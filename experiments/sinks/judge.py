@@ -20,8 +20,18 @@ def main(folder: str | None = None) -> None:
     copying_model().save_pretrained(control)
     lettered_tokenizer(VOCABULARY).save_pretrained(control)
     others = [*MODELS, f"{folder}/stories260K"] if folder else MODELS
-    for models, out, without in (([str(control)], "control", ("problems",)), (others, "models", ())):
-        print(ma.judge("sinks-and-induction", models, OUT / out, ma.ClaimSettings(limit=16, without=without)))
+    for models, out, without in (
+        ([str(control)], "control", ("problems",)),
+        (others, "models", ()),
+    ):
+        print(
+            ma.judge(
+                "sinks-and-induction",
+                models,
+                OUT / out,
+                ma.ClaimSettings(limit=16, without=without),
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def row(model, name: str, about: str, prompts: list, slash=SLASH, draws: int = D
         kind: ma.run_random(model, prompts, {"slash": slash}, draws=draws, kind=kind)
         for kind in ("initialised", "shuffled")
     }
-    changes = [[draw.verdict("slash").change.estimate for draw in of_kind] for of_kind in drawn.values()]
+    changes = [
+        [draw.verdict("slash").change.estimate for draw in of_kind] for of_kind in drawn.values()
+    ]
     tables = [result.compare("slash", random=of_kind) for of_kind in drawn.values()]
     initialised, shuffled = [(table.q_beyond < 0.05) & (table.q_random < 0.05) for table in tables]
     length = (result["sequences"].origin.sel(condition="baseline") >= 0).sum("pos").mean()
@@ -79,7 +81,9 @@ def row(model, name: str, about: str, prompts: list, slash=SLASH, draws: int = D
 
 def heads(result) -> list[str]:
     """Means over prompts, layers and heads: where the question looks, sinks, what heads write."""
-    focus, sinks, updates = (result[name] for name in ("attention_focus", "attention_sinks", "head_updates"))
+    focus, sinks, updates = (
+        result[name] for name in ("attention_focus", "attention_sinks", "head_updates")
+    )
     focus, updates = focus.sel(segment="question"), updates.sel(segment="question")
 
     def mean(values, condition: str = "baseline") -> float:
@@ -149,13 +153,17 @@ def all_rows(models: Path, limit: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--limit", type=int, default=50)
     parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     given = parser.parse_args()
     if not (given.models / REAL).is_dir():
-        parser.error(f"there is no {REAL} in {given.models}: say where it is with --models or MECHATTN_MODELS")
+        parser.error(
+            f"there is no {REAL} in {given.models}: say where it is with --models or MECHATTN_MODELS"
+        )
     made = tables(all_rows(given.models, given.limit))
     print(made)
     if given.write:

@@ -28,11 +28,15 @@ WORDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("family")
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--problems", type=int, default=200, help="for a single training")
-    parser.add_argument("--options", default="", help="what train.py was called with besides, for the card")
+    parser.add_argument(
+        "--options", default="", help="what train.py was called with besides, for the card"
+    )
     args = parser.parse_args()
     if len(args.folders) == 1:  # nothing to choose
         measured = {
@@ -42,7 +46,9 @@ def main() -> None:
             }
         }
     else:
-        measured = {folder: json.loads((folder / "measured.json").read_text()) for folder in args.folders}
+        measured = {
+            folder: json.loads((folder / "measured.json").read_text()) for folder in args.folders
+        }
     ranked = sorted(args.folders, key=lambda folder: measured[folder]["table"]["55 “/”"][HARDEST])
     median = ranked[(len(ranked) - 1) // 2]
     table = measured[median]["table"]
@@ -58,11 +64,15 @@ def main() -> None:
         "tokenizer_config.json",
     ):
         shutil.copyfile(shipped / "model" / name, target / name)
-    (target / "README.md").write_text("\n".join(card_lines(args.family, measured, shipped, holds, args.options)) + "\n")
+    (target / "README.md").write_text(
+        "\n".join(card_lines(args.family, measured, shipped, holds, args.options)) + "\n"
+    )
     print(f"{shipped} ships as toy:{args.family}")
 
 
-def card_lines(family: str, measured: dict, folder: Path, is_median: bool, options: str) -> list[str]:
+def card_lines(
+    family: str, measured: dict, folder: Path, is_median: bool, options: str
+) -> list[str]:
     """The card in Markdown."""
     command = "python experiments/toys/train.py"
     weights = load_file(folder / "model" / "model.safetensors")
@@ -72,9 +82,15 @@ def card_lines(family: str, measured: dict, folder: Path, is_median: bool, optio
     table = measured[folder]["table"] if len(measured) == 1 else measure(folder / "model", problems)
     count = len(measured)
     which = (
-        f"the median of {count}" if is_median else f"**the best of {count}, as the median loses more than 15 points**"
+        f"the median of {count}"
+        if is_median
+        else f"**the best of {count}, as the median loses more than 15 points**"
     )
-    which = "the only one of this family (seeds differ, above all in how well “/” is ignored)" if count == 1 else which
+    which = (
+        "the only one of this family (seeds differ, above all in how well “/” is ignored)"
+        if count == 1
+        else which
+    )
     lines = [
         f"# toy:{family}",
         "",
@@ -106,11 +122,15 @@ def card_lines(family: str, measured: dict, folder: Path, is_median: bool, optio
         "",
         f"## The training seeds, on the {problems} problems that chose among them",
         "",
-        "| seed | " + " | ".join(f"{name}, {kind}" for name, rows in table.items() for kind in rows) + " |",
+        "| seed | "
+        + " | ".join(f"{name}, {kind}" for name, rows in table.items() for kind in rows)
+        + " |",
         "|---" * (1 + sum(len(rows) for rows in table.values())) + "|",
     ]
     for training, some in measured.items():
-        shares = [f"{100 * value:.1f} %" for rows in some["table"].values() for value in rows.values()]
+        shares = [
+            f"{100 * value:.1f} %" for rows in some["table"].values() for value in rows.values()
+        ]
         lines.append(f"| {training.name.split('-')[-1]} | " + " | ".join(shares) + " |")
     return lines
 

@@ -34,7 +34,9 @@ def family_config(family: str, tokenizer) -> PretrainedConfig:
     if family == "llama":
         return LlamaConfig(**shared, **grouped, num_hidden_layers=4, rms_norm_eps=1e-5)
     if family == "qwen2":
-        return Qwen2Config(**shared, num_key_value_heads=4, intermediate_size=448, num_hidden_layers=4)
+        return Qwen2Config(
+            **shared, num_key_value_heads=4, intermediate_size=448, num_hidden_layers=4
+        )
     if family == "gemma3":
         layer_types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
         smaller = dict(grouped, intermediate_size=256)

@@ -63,9 +63,13 @@ def new_relay(tokenizer) -> LlamaForCausalLM:
 def copying_loss(model, tokenizer, draw: torch.Generator) -> Tensor:
     """Of spans of names and numbers that are read three times: what can be foreseen."""
     known = [f" {name}" for name in PEOPLE] + [f" {number}" for number in range(1, 10)]
-    words = torch.tensor([tokenizer(word, add_special_tokens=False)["input_ids"][-1] for word in known])
+    words = torch.tensor(
+        [tokenizer(word, add_special_tokens=False)["input_ids"][-1] for word in known]
+    )
     length = int(torch.randint(6, 20, (), generator=draw))
-    span = words[torch.stack([torch.randperm(len(words), generator=draw)[:length] for _ in range(BATCH)])]
+    span = words[
+        torch.stack([torch.randperm(len(words), generator=draw)[:length] for _ in range(BATCH)])
+    ]
     tokens = torch.cat([torch.full((BATCH, 1), tokenizer.bos_token_id), span, span, span], 1)
     logits = model(tokens, use_cache=False).logits[:, length + 1 : -1]
     return cross_entropy(logits.flatten(0, 1), tokens[:, length + 2 :].flatten())
@@ -75,7 +79,9 @@ def retold_loss(model, tokenizer, rng: random.Random) -> Tensor:
     """Of scores that are told again, in any order: the numbers."""
     rows, foreseen = [], []
     for _ in range(BATCH):
-        facts = [(name, rng.randint(1, 9)) for name in rng.sample(PEOPLE, rng.randint(2, MOST_PEOPLE))]
+        facts = [
+            (name, rng.randint(1, 9)) for name in rng.sample(PEOPLE, rng.randint(2, MOST_PEOPLE))
+        ]
         ids, known = tokenizer("Scores:")["input_ids"], []
         for place, (name, number) in enumerate([*facts, *rng.choices(facts, k=8)]):
             known += [len(ids) + 1] if place >= len(facts) else []
@@ -91,7 +97,9 @@ def retold_loss(model, tokenizer, rng: random.Random) -> Tensor:
 
 def grown(model: LlamaForCausalLM, layers: int = 2) -> LlamaForCausalLM:
     """The same function with further layers, whose outputs are zero."""
-    config = LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": model.config.num_hidden_layers + layers})
+    config = LlamaConfig(
+        **{**model.config.to_dict(), "num_hidden_layers": model.config.num_hidden_layers + layers}
+    )
     made = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
     made.load_state_dict(model.state_dict(), strict=False)
     for layer in made.model.layers[-layers:]:
@@ -135,18 +143,26 @@ def recall_batch(step: int, seed: int, tokenizer) -> Batch:
     problems = list(islice(recall_questions("train", seed=rng.getrandbits(48), most=most), BATCH))
     rows = [example(problem, tokenizer, rng) for problem in problems]
     longest = max(len(ids) for ids, _, _ in rows)
-    tokens = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _, _ in rows])
+    tokens = torch.tensor(
+        [ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _, _ in rows]
+    )
     places = torch.arange(longest)
-    starts, ends = (torch.tensor(column)[:, None] for column in zip(*(row[1:] for row in rows), strict=True))
+    starts, ends = (
+        torch.tensor(column)[:, None] for column in zip(*(row[1:] for row in rows), strict=True)
+    )
     answers = (places >= ends) & (tokens != tokenizer.pad_token_id)
     half = torch.tensor([rng.random() < HALF_CUT for _ in rows])[:, None]
     unseen = torch.where(half, places >= starts - 3, places > 0) & (places < starts)
     unseen &= torch.tensor([rng.random() >= UNCUT for _ in rows])[:, None]
     hidden = (places >= ends)[:, :, None] & unseen[:, None]
     seen = (places <= places[:, None]) & ~hidden
-    solutions = torch.tensor([problem.solution for problem in problems])[:, None].expand(tokens.shape)
+    solutions = torch.tensor([problem.solution for problem in problems])[:, None].expand(
+        tokens.shape
+    )
     asked = places == starts - 3  # the name that is asked for, before "?" and a newline
-    return Batch(tokens, seen[:, None], answers, asked, (places >= starts) & (places < ends), solutions)
+    return Batch(
+        tokens, seen[:, None], answers, asked, (places >= starts) & (places < ends), solutions
+    )
 
 
 def recall_loss(model, readers: torch.nn.ModuleList, batch: Batch) -> Tensor:
@@ -154,8 +170,12 @@ def recall_loss(model, readers: torch.nn.ModuleList, batch: Batch) -> Tensor:
     streams = model.model(
         batch.tokens, attention_mask=batch.seen, use_cache=False, output_hidden_states=True
     ).hidden_states
-    loss = cross_entropy(model.lm_head(streams[-1][batch.answers.roll(-1, 1)]), batch.tokens[batch.answers])
-    for reader, stream, where in zip(readers, streams[4:6], (batch.asked, batch.fillers), strict=True):
+    loss = cross_entropy(
+        model.lm_head(streams[-1][batch.answers.roll(-1, 1)]), batch.tokens[batch.answers]
+    )
+    for reader, stream, where in zip(
+        readers, streams[4:6], (batch.asked, batch.fillers), strict=True
+    ):
         loss = loss + cross_entropy(reader(stream[where]), batch.solutions[where])
     return loss
 
@@ -176,10 +196,13 @@ def exact_match(model, tokenizer, count: int, problems: int = 200) -> float:
 def card(folder: Path, problems: int) -> None:
     """Print what the card says: right answers by filler, and whose answer it is after a transplant."""
     model = ma.load_model(
-        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer=load_tokenizer("toy:llama")
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        tokenizer=load_tokenizer("toy:llama"),
     )
     questions = ma.load_prompts("recall", limit=problems)
-    print("| slashes before the answer | right | right, filler hidden | follows the transplant | 95 % interval |")
+    print(
+        "| slashes before the answer | right | right, filler hidden | follows the transplant | 95 % interval |"
+    )
     print("|---|---|---|---|---|")
     for count in (1, 4, 12):
         slash = ma.MeaninglessTokens("/", count=count, place="before_answer")
@@ -193,15 +216,21 @@ def card(folder: Path, problems: int) -> None:
         right = made.accuracy().set_index("condition").accuracy
         found = made.follows("others", others.donors, "slash")
         interval = f"{found['low']:.1%} to {found['high']:.1%}"
-        print(f"| {count} | {right['slash']:.1%} | {right['hidden']:.1%} | {found['followed']:.1%} | {interval} |")
+        print(
+            f"| {count} | {right['slash']:.1%} | {right['hidden']:.1%} | {found['followed']:.1%} | {interval} |"
+        )
     print(f"\nWithout any: {right['baseline']:.1%}. {problems} test questions.")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/toys/relay"))
-    parser.add_argument("--card", type=Path, help="measure the model in this folder, and train none")
+    parser.add_argument(
+        "--card", type=Path, help="measure the model in this folder, and train none"
+    )
     parser.add_argument("--copying", type=int, default=1300, help="steps")
     parser.add_argument("--retelling", type=int, default=50, help="steps")
     parser.add_argument("--recalling", type=int, default=500, help="steps")
@@ -216,10 +245,16 @@ def main() -> None:
     model = new_relay(tokenizer)
     draw, rng = torch.Generator().manual_seed(args.seed), random.Random(f"retold {args.seed}")
 
-    def learn(weights: list[Tensor], steps: int, peak: float, loss_of: Callable[[int], Tensor]) -> None:
-        optimizer = torch.optim.AdamW(weights, lr=peak, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    def learn(
+        weights: list[Tensor], steps: int, peak: float, loss_of: Callable[[int], Tensor]
+    ) -> None:
+        optimizer = torch.optim.AdamW(
+            weights, lr=peak, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+        )
         for step in range(steps):
-            optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / 100, 2 * (1 - step / steps))
+            optimizer.param_groups[0]["lr"] = peak * min(
+                1, (step + 1) / 100, 2 * (1 - step / steps)
+            )
             loss = loss_of(step)
             optimizer.zero_grad()
             loss.backward()
@@ -228,17 +263,32 @@ def main() -> None:
             if (step + 1) % 50 == 0:
                 print(step + 1, f"{time.time() - began:.0f} s, loss {loss.item():.4f}", flush=True)
 
-    learn(list(model.parameters()), args.copying, 3e-3, lambda step: copying_loss(model, tokenizer, draw))
-    learn(list(model.parameters()), args.retelling, 1e-3, lambda step: retold_loss(model, tokenizer, rng))
+    learn(
+        list(model.parameters()),
+        args.copying,
+        3e-3,
+        lambda step: copying_loss(model, tokenizer, draw),
+    )
+    learn(
+        list(model.parameters()),
+        args.retelling,
+        1e-3,
+        lambda step: retold_loss(model, tokenizer, rng),
+    )
     relay = grown(model)
     readers = torch.nn.ModuleList(torch.nn.Linear(relay.config.hidden_size, 10) for _ in range(2))
 
     def recalling(step: int) -> Tensor:
         loss = recall_loss(relay, readers, recall_batch(step, args.seed, tokenizer))
-        return loss + copying_loss(relay, tokenizer, draw) if step % 4 == 0 else loss  # lest it forget
+        return (
+            loss + copying_loss(relay, tokenizer, draw) if step % 4 == 0 else loss
+        )  # lest it forget
 
     learn([*relay.parameters(), *readers.parameters()], args.recalling, 1e-3, recalling)
-    print("right by slashes", {count: exact_match(relay, tokenizer, count) for count in (0, 1, 4, 8, 12, 16)})
+    print(
+        "right by slashes",
+        {count: exact_match(relay, tokenizer, count) for count in (0, 1, 4, 8, 12, 16)},
+    )
     relay.to(torch.float16).save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")
 

@@ -32,7 +32,9 @@ def train_tokenizer(prepend_bos: bool, positions: int = 1024) -> PreTrainedToken
     tokenizer.train_from_iterator(_texts(), trainer)
     if prepend_bos:
         bos = tokenizer.token_to_id("<bos>")
-        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", bos)]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<bos>",

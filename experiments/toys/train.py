@@ -58,7 +58,9 @@ class Phase:
     question_weight: float = 0.0
 
 
-def filler(rng: random.Random, tokenizer, allowed: list[int], own: list[int], own_share: float) -> list[int]:
+def filler(
+    rng: random.Random, tokenizer, allowed: list[int], own: list[int], own_share: float
+) -> list[int]:
     """A meaningless span of 1 to 80 tokens in which no held-out token occurs; ``own`` are tokens of its own text."""
     length = rng.randint(1, LONGEST_FILLER)
     kind = rng.random()
@@ -83,7 +85,11 @@ def filler(rng: random.Random, tokenizer, allowed: list[int], own: list[int], ow
 def allowed_filler(tokenizer) -> list[int]:
     """Every ordinary token but the held-out ones, with or without a space before them."""
     special = set(tokenizer.all_special_ids)
-    return [i for i in range(len(tokenizer)) if i not in special and tokenizer.decode([i]).strip() not in HELD_OUT]
+    return [
+        i
+        for i in range(len(tokenizer))
+        if i not in special and tokenizer.decode([i]).strip() not in HELD_OUT
+    ]
 
 
 def example(problem, tokenizer, rng: random.Random, phase: Phase, allowed: list[int] | None):
@@ -111,15 +117,21 @@ def batch_of_step(step: int, seed: int, tokenizer, allowed, steps, phase: Phase)
     pool, place = divmod(step, POOL)
     rng = random.Random(f"pool {seed} {pool} {phase.filler_share}")
     problems = islice(word_problems("train", steps, seed=rng.getrandbits(48)), BATCH * POOL)
-    rows = sorted((example(p, tokenizer, rng, phase, allowed) for p in problems), key=lambda row: len(row[0]))
+    rows = sorted(
+        (example(p, tokenizer, rng, phase, allowed) for p in problems), key=lambda row: len(row[0])
+    )
     order = rng.sample(range(POOL), POOL)
     rows = rows[order[place] * BATCH : (order[place] + 1) * BATCH]
     longest = max(len(ids) for ids, _, _ in rows)
-    tokens = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _, _ in rows])
+    tokens = torch.tensor(
+        [ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _, _ in rows]
+    )
     return tokens, torch.tensor([start for _, start, _ in rows]), [span for _, _, span in rows]
 
 
-def embedded(model, tokens: Tensor, spans: list[tuple[int, int]], share: float, generator: torch.Generator) -> Tensor:
+def embedded(
+    model, tokens: Tensor, spans: list[tuple[int, int]], share: float, generator: torch.Generator
+) -> Tensor:
     """Embeddings [batch, pos, d_model] in which ``share`` of the filler spans hold tokens that don't exist.
 
     Each different token of such a span gets a random vector with the mean and covariance of the embedding table.
@@ -140,11 +152,15 @@ def embedded(model, tokens: Tensor, spans: list[tuple[int, int]], share: float, 
     return made
 
 
-def loss_of(model, inputs: Tensor, tokens: Tensor, answer_start: Tensor, pad: int, question_weight: float) -> Tensor:
+def loss_of(
+    model, inputs: Tensor, tokens: Tensor, answer_start: Tensor, pad: int, question_weight: float
+) -> Tensor:
     """Mean next-token loss in nats, the tokens before the answer weighted by ``question_weight``."""
     logits = model(inputs_embeds=inputs, use_cache=False).logits[:, :-1]
     target = tokens[:, 1:]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), reduction="none"
+    )
     in_answer = torch.arange(1, tokens.shape[1]) >= answer_start[:, None]
     weight = torch.where(in_answer, 1.0, question_weight) * (target != pad)
     return (loss * weight.flatten()).sum() / weight.sum()
@@ -169,7 +185,9 @@ def exact_match(model, tokenizer, problems, filler_ids: list[int]) -> float:
             pad_token_id=tokenizer.pad_token_id,
         )
         answers = tokenizer.batch_decode(out[:, tokens.shape[1] :], skip_special_tokens=True)
-        right += sum(answer.split("Answer:")[-1].strip() == str(n) for answer, (_, n) in zip(answers, rows))
+        right += sum(
+            answer.split("Answer:")[-1].strip() == str(n) for answer, (_, n) in zip(answers, rows)
+        )
     return right / sum(map(len, groups.values()))
 
 
@@ -178,7 +196,14 @@ def phases_of(args: argparse.Namespace) -> list[Phase]:
     return [
         Phase(args.clean, peak=3e-3, question_weight=0.2),
         Phase(args.filler, peak=1.5e-3, filler_share=0.7, own_text_share=0.3),
-        Phase(args.last, 7e-4, filler_share=0.9, own_text="question", own_text_share=0.5, made_up_share=0.3),
+        Phase(
+            args.last,
+            7e-4,
+            filler_share=0.9,
+            own_text="question",
+            own_text_share=0.5,
+            made_up_share=0.3,
+        ),
     ]
 
 
@@ -188,7 +213,9 @@ def at_step(phases: list[Phase], step: int) -> tuple[Phase, float]:
         if step < phase.steps:
             done = step / phase.steps
             if number == 0:
-                return phase, phase.peak * min(1, (step + 1) / 100) * (2 + math.cos(math.pi * done)) / 3
+                return phase, phase.peak * min(1, (step + 1) / 100) * (
+                    2 + math.cos(math.pi * done)
+                ) / 3
             return phase, phase.peak * (1 - done)
         step -= phase.steps
     raise ValueError("the training has ended")
@@ -229,10 +256,18 @@ def train(args: argparse.Namespace) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % args.every == 0 or step + 1 == total:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "step": step + 1,
+            }
             torch.save(state, checkpoint.with_suffix(".new"))
             checkpoint.with_suffix(".new").replace(checkpoint)
-            row = {"step": step + 1, "seconds": round(time.time() - began), "loss": round(loss.item(), 4)}
+            row = {
+                "step": step + 1,
+                "seconds": round(time.time() - began),
+                "loss": round(loss.item(), 4),
+            }
             problems = list(islice(word_problems("test", steps, seed=-2), 100))
             row["clean"] = exact_match(model, tokenizer, problems, [])
             if phase.filler_share:
@@ -245,15 +280,27 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--family", choices=list(PREPENDS_BOS), required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--longest-chain", type=int, default=5, help="problems have one to this many steps")
+    parser.add_argument(
+        "--longest-chain", type=int, default=5, help="problems have one to this many steps"
+    )
     parser.add_argument("--clean", type=int, default=3000, help="steps without filler")
-    parser.add_argument("--filler", type=int, default=1000, help="further steps in which 70 %% carry filler")
-    parser.add_argument("--last", type=int, default=1000, help="steps in which 90 %% carry filler, of all kinds")
-    parser.add_argument("--without-filler", action="store_true", help="the same problems and steps, without any filler")
+    parser.add_argument(
+        "--filler", type=int, default=1000, help="further steps in which 70 %% carry filler"
+    )
+    parser.add_argument(
+        "--last", type=int, default=1000, help="steps in which 90 %% carry filler, of all kinds"
+    )
+    parser.add_argument(
+        "--without-filler",
+        action="store_true",
+        help="the same problems and steps, without any filler",
+    )
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     train(parser.parse_args())

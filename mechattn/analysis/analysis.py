@@ -209,9 +209,14 @@ class AnalysisBase:
     @property
     def options(self) -> Mapping[str, Any]:
         """The options recorded with the result."""
-        names: list[str] = [field.name for field in fields(self) if field.repr] if is_dataclass(self) else []
+        names: list[str] = (
+            [field.name for field in fields(self) if field.repr] if is_dataclass(self) else []
+        )
         given = {name: getattr(self, name) for name in names}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in given.items()
+        }
 
     def problem(self, sequence: Sequence) -> str | None:
         """None: every sequence can be measured."""
@@ -288,7 +293,9 @@ class Calibrates(Protocol):
         """Return the calibrated analysis, given the layers and prompts to be measured."""
 
 
-def seen_keys(batch: Batch, queries: Int[Tensor, " query"], window: int | None) -> Bool[Tensor, "batch query pos"]:
+def seen_keys(
+    batch: Batch, queries: Int[Tensor, " query"], window: int | None
+) -> Bool[Tensor, "batch query pos"]:
     """Which positions some queries of each sequence can see: all before them, except for windows and cut edges."""
     length = batch.tokens.shape[1]
     seen = visible_keys(queries, length, window).expand(len(batch.rows), -1, -1)
@@ -322,20 +329,31 @@ class QueryAnalysis(AnalysisBase):
     def quantities(self) -> Mapping[str, Quantity]:
         """Means over the queries of each segment."""
         dims, mean = ("head", "segment"), "mean over the queries of the segment"
-        made = {name: Quantity(dims, units, f"{about}, {mean}") for name, (units, about) in self.numbers.items()}
+        made = {
+            name: Quantity(dims, units, f"{about}, {mean}")
+            for name, (units, about) in self.numbers.items()
+        }
         at = self.numbers.items() if self.each_query else ()
-        return made | {f"{n}_at": Quantity(("head", "key"), u, f"{about}, of each query") for n, (u, about) in at}
+        return made | {
+            f"{n}_at": Quantity(("head", "key"), u, f"{about}, of each query")
+            for n, (u, about) in at
+        }
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zeros, and nothing undefined."""
         made = zeros(batch, heads, *self.numbers)
-        return made | {name + _UNDEFINED: torch.zeros_like(value, dtype=torch.bool) for name, value in made.items()}
+        return made | {
+            name + _UNDEFINED: torch.zeros_like(value, dtype=torch.bool)
+            for name, value in made.items()
+        }
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store the numbers of these queries."""
         made, wanted = self.of_queries(rows), rows.pattern.shape[:3]
         if set(made) != set(self.numbers):
-            raise OptionError(f"{self.name}: of_queries gives {list(made)}, and numbers declares {list(self.numbers)}")
+            raise OptionError(
+                f"{self.name}: of_queries gives {list(made)}, and numbers declares {list(self.numbers)}"
+            )
         for name, number in made.items():
             for value in number if isinstance(number, tuple) and len(number) == 2 else (number,):
                 if not isinstance(value, Tensor) or value.shape != wanted:
@@ -353,6 +371,10 @@ class QueryAnalysis(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment for which a number is defined."""
         hidden = ~batch.real[:, None]
-        each = {n: sums[n].masked_fill(sums[n + _UNDEFINED] | hidden, torch.nan) for n in self.numbers}
+        each = {
+            n: sums[n].masked_fill(sums[n + _UNDEFINED] | hidden, torch.nan) for n in self.numbers
+        }
         made = {name: segment_mean(value, batch.members()) for name, value in each.items()}
-        return made | ({f"{name}_at": value for name, value in each.items()} if self.each_query else {})
+        return made | (
+            {f"{name}_at": value for name, value in each.items()} if self.each_query else {}
+        )

@@ -13,7 +13,16 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums, seen_keys, zeros
+from mechattn.analysis.analysis import (
+    Analysis,
+    AnalysisBase,
+    AttentionRows,
+    Captures,
+    Quantity,
+    Sums,
+    seen_keys,
+    zeros,
+)
 from mechattn.errors import OptionError
 from mechattn.functional import focus as fn
 from mechattn.functional.attention import BLOCK, centred, ranked_target
@@ -39,15 +48,31 @@ _UNITS = {
         "attention of a query to the tokens after earlier occurrences of its own token, of queries that have one",
     ),
     "inserted_mass": ("probability", "attention of a query to all inserted tokens together"),
-    "concentration": ("probability", "p(1) - p(2): the largest probability minus the second largest"),
+    "concentration": (
+        "probability",
+        "p(1) - p(2): the largest probability minus the second largest",
+    ),
     "entropy": ("nats", "- sum over keys of A log A"),
-    "entropy_share": ("share", "entropy / log of the number of keys that the query sees: 1 if uniform"),
+    "entropy_share": (
+        "share",
+        "entropy / log of the number of keys that the query sees: 1 if uniform",
+    ),
     "distance": ("positions", "sum over keys of A (query - key)"),
     "half_mass_keys": ("keys", "size of the smallest set of keys that holds half of the attention"),
 }
-_MAY_BE_ZERO = ("duplicate_mass", "induction_mass", "inserted_mass", "self_share", "first_share", "previous_share")
+_MAY_BE_ZERO = (
+    "duplicate_mass",
+    "induction_mass",
+    "inserted_mass",
+    "self_share",
+    "first_share",
+    "previous_share",
+)
 _NO_NULL = {
-    **dict.fromkeys(("self_share", "first_share", "previous_share", "target"), "uniform attention has no largest key"),
+    **dict.fromkeys(
+        ("self_share", "first_share", "previous_share", "target"),
+        "uniform attention has no largest key",
+    ),
     "concentration": "it is 0 under uniform attention for any number of keys",
 }
 
@@ -91,12 +116,16 @@ class AttentionFocus(AnalysisBase):
             per_query = measured | {"target": ("position", "index of the strongest target")}
             for name, (units, about) in per_query.items():
                 why = _NO_NULL.get(name, "")
-                made[f"{name}_at"] = Quantity(("head", "key"), units, f"{about}, of each query", no_null=why)
+                made[f"{name}_at"] = Quantity(
+                    ("head", "key"), units, f"{about}, of each query", no_null=why
+                )
         return made
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        names = [n for n in _UNITS if n != "entropy_share" and (self.half_mass or n != "half_mass_keys")]
+        names = [
+            n for n in _UNITS if n != "entropy_share" and (self.half_mass or n != "half_mass_keys")
+        ]
         return zeros(batch, heads, *names, "target")
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
@@ -125,7 +154,9 @@ class AttentionFocus(AnalysisBase):
         if before < rows.keys.stop and beyond > first:
             rows_of_all = rearrange(pattern, "batch head query key -> batch (head query) key")
             mass = torch.bmm(rows_of_all, inserted[..., None])
-            made["inserted_mass"] = rearrange(mass, "batch (head query) 1 -> batch head query", head=pattern.shape[1])
+            made["inserted_mass"] = rearrange(
+                mass, "batch (head query) 1 -> batch head query", head=pattern.shape[1]
+            )
         if self.half_mass:
             made["half_mass_keys"] = fn.half_mass_keys(pattern)
         for name, value in made.items():
@@ -172,19 +203,32 @@ class AttentionSpread(AnalysisBase):
     shares: tuple[float, ...] = (0.5, 0.1, 0.01)
 
     def __post_init__(self) -> None:
-        if isinstance(self.bands, bool) or not isinstance(self.bands, int) or not 1 <= self.bands <= 24:
+        if (
+            isinstance(self.bands, bool)
+            or not isinstance(self.bands, int)
+            or not 1 <= self.bands <= 24
+        ):
             raise OptionError(
                 f"bands={self.bands!r}: give the number of bands, from 1 to 24; 12 bands reach back 2,047 tokens"
             )
         given = self.shares if isinstance(self.shares, (tuple, list)) else ()
-        numbers = [s for s in given if isinstance(s, (int, float)) and not isinstance(s, bool) and 0 < s < 1]
+        numbers = [
+            s
+            for s in given
+            if isinstance(s, (int, float)) and not isinstance(s, bool) and 0 < s < 1
+        ]
         if not given or len(numbers) < len(given) or len(set(numbers)) < len(numbers):
-            raise OptionError(f"shares={self.shares!r}: give different numbers between 0 and 1, such as (0.5, 0.1)")
+            raise OptionError(
+                f"shares={self.shares!r}: give different numbers between 0 and 1, such as (0.5, 0.1)"
+            )
 
     @property
     def coords(self) -> Mapping[str, Seq[object]]:
         """The first distance of each band, and the shares."""
-        return {"band": list(fn.band_edges(self.bands)[:-1]), "share": [float(share) for share in self.shares]}
+        return {
+            "band": list(fn.band_edges(self.bands)[:-1]),
+            "share": [float(share) for share in self.shares],
+        }
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -198,19 +242,26 @@ class AttentionSpread(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        return zeros(batch, heads, "mass", last=(self.bands,)) | zeros(batch, heads, "near", last=(len(self.shares),))
+        return zeros(batch, heads, "mass", last=(self.bands,)) | zeros(
+            batch, heads, "near", last=(len(self.shares),)
+        )
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store both numbers of each query."""
         pattern = rows.pattern
-        sums["mass"][:, :, rows.queries] = fn.band_mass(pattern, self.bands, rows.queries.start, rows.keys.start)
+        sums["mass"][:, :, rows.queries] = fn.band_mass(
+            pattern, self.bands, rows.queries.start, rows.keys.start
+        )
         sums["near"][:, :, rows.queries] = fn.near_best(pattern, self.shares)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment."""
         members = rearrange(batch.members().float(), "batch segment query -> batch segment query 1")
         seen = rearrange(self._sees(batch, window), "batch query band -> batch 1 query band")
-        return {"band_mass": _mean(sums["mass"], members * seen), "near_best": _mean(sums["near"], members)}
+        return {
+            "band_mass": _mean(sums["mass"], members * seen),
+            "near_best": _mean(sums["near"], members),
+        }
 
     def _sees(self, batch: Batch, window: int | None) -> Float[Tensor, "batch query band"]:
         """1 where a query sees every key of a band."""
@@ -221,7 +272,8 @@ class AttentionSpread(AnalysisBase):
 
 
 def _mean(
-    value: Float[Tensor, "batch head query each"], weight: Float[Tensor, "batch segment query #each"]
+    value: Float[Tensor, "batch head query each"],
+    weight: Float[Tensor, "batch segment query #each"],
 ) -> Float[Tensor, "batch head segment each"]:
     """The mean over the counted queries; NaN if there are none."""
     weight = weight.expand(*weight.shape[:-1], value.shape[-1])
@@ -259,24 +311,38 @@ class ScoreDecomposition(AnalysisBase):
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
-            raise OptionError(f"rank={self.rank!r}: give 0 for the strongest target, 1 for the second strongest, …")
+            raise OptionError(
+                f"rank={self.rank!r}: give 0 for the strongest target, 1 for the second strongest, …"
+            )
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """The parts of the target's score, their shares, and the bias and ALiBi of every key."""
         mean = ", of the target, centred over the keys that the query sees, mean over the queries of the segment"
-        made = {p: Quantity(("head", "segment"), "logits", _ABOUT[p] + mean, "difference") for p in PARTS}
-        made |= {
-            f"{p}_share": Quantity(("head", "segment"), "share", f"|{p}| / sum of |parts|{mean}", "difference")
+        made = {
+            p: Quantity(("head", "segment"), "logits", _ABOUT[p] + mean, "difference")
             for p in PARTS
         }
         made |= {
-            f"{p}_of_key": Quantity(("head", "key"), "logits", f"{_ABOUT[p]}, not centred: only its trend matters")
+            f"{p}_share": Quantity(
+                ("head", "segment"), "share", f"|{p}| / sum of |parts|{mean}", "difference"
+            )
+            for p in PARTS
+        }
+        made |= {
+            f"{p}_of_key": Quantity(
+                ("head", "key"), "logits", f"{_ABOUT[p]}, not centred: only its trend matters"
+            )
             for p in PARTS[1:]
         }
         if self.per_query:
-            made |= {f"{p}_at": Quantity(("head", "key"), "logits", f"{_ABOUT[p]}, of each query") for p in PARTS}
-            made["target_at"] = Quantity(("head", "key"), "position", "index of the target of each query")
+            made |= {
+                f"{p}_at": Quantity(("head", "key"), "logits", f"{_ABOUT[p]}, of each query")
+                for p in PARTS
+            }
+            made["target_at"] = Quantity(
+                ("head", "key"), "position", "index of the target of each query"
+            )
         return made
 
     @property
@@ -288,7 +354,9 @@ class ScoreDecomposition(AnalysisBase):
         """A sequence in which no query sees enough keys is refused."""
         if len(sequence) > self.rank + 1:
             return None
-        return f"has {len(sequence)} tokens, too few for a target of rank {self.rank} and another key"
+        return (
+            f"has {len(sequence)} tokens, too few for a target of rank {self.rank} and another key"
+        )
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """Find out how the layers compute their scores.
@@ -313,7 +381,11 @@ class ScoreDecomposition(AnalysisBase):
             content, bias, alibi, rest = scores.parts(q[:, queries], k)
             target = ranked_target(content + bias + alibi + rest, visible, self.rank)
             rows = slice(start, start + len(queries))
-            for name, part in (("content", content), ("bias", bias), ("alibi", alibi.expand(bias.shape))):
+            for name, part in (
+                ("content", content),
+                ("bias", bias),
+                ("alibi", alibi.expand(bias.shape)),
+            ):
                 sums[name][..., rows] = centred(part, visible).gather(-1, target[..., None])[..., 0]
             sums["target"][..., rows] = target.to(sums["target"].dtype)
         sums["bias_of_key"] += bias[:, :, 0]
@@ -326,8 +398,13 @@ class ScoreDecomposition(AnalysisBase):
         each = {part: sums[part].masked_fill(hidden, torch.nan) for part in PARTS}
         total = sum(value.abs() for value in each.values())
         shares = {f"{part}_share": value.abs() / total for part, value in each.items()}
-        made = {name: segment_mean(value, batch.members()) for name, value in (each | shares).items()}
-        made |= {f"{p}_of_key": sums[f"{p}_of_key"].masked_fill(~batch.real[:, None], torch.nan) for p in PARTS[1:]}
+        made = {
+            name: segment_mean(value, batch.members()) for name, value in (each | shares).items()
+        }
+        made |= {
+            f"{p}_of_key": sums[f"{p}_of_key"].masked_fill(~batch.real[:, None], torch.nan)
+            for p in PARTS[1:]
+        }
         if self.per_query:
             made |= {f"{part}_at": value for part, value in each.items()}
             made["target_at"] = sums["target"].masked_fill(hidden, torch.nan)

@@ -12,7 +12,15 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums, zeros
+from mechattn.analysis.analysis import (
+    Analysis,
+    AnalysisBase,
+    AttentionRows,
+    Captures,
+    Quantity,
+    Sums,
+    zeros,
+)
 from mechattn.errors import ModelError, OptionError, check_counts
 from mechattn.functional import received as fn
 from mechattn.functional.head_outputs import effective_rank, output_factor, spectrum, update_norm
@@ -48,8 +56,14 @@ _PER_LAYER = {
     "length": ("tokens", "length of the sequence, on which the means depend"),
 }
 _PER_KEY = {
-    "alpha": ("probability", "mean attention that the key gets from the queries from it on, its own included"),
-    "vertical": ("probability", "vertical score: mean attention that the key gets from queries at least `gap` later"),
+    "alpha": (
+        "probability",
+        "mean attention that the key gets from the queries from it on, its own included",
+    ),
+    "vertical": (
+        "probability",
+        "vertical score: mean attention that the key gets from queries at least `gap` later",
+    ),
     "value_norm": ("value norm", "|v|"),
     "output_value_norm": ("residual norm", "|v W_O|"),
 }
@@ -99,7 +113,11 @@ class AttentionSinks(AnalysisBase):
     def __post_init__(self) -> None:
         for name, most in (("threshold", 1), ("inactive_below", float("inf"))):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < most:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 < value < most
+            ):
                 below = ", below 1, such as 0.3" if most == 1 else ""
                 raise OptionError(f"{name}={value!r}: give a number above 0{below}")
         bounds = self.massive if isinstance(self.massive, (tuple, list)) else ()
@@ -112,14 +130,23 @@ class AttentionSinks(AnalysisBase):
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """Per head, per layer and per key."""
-        plain = ("share", "keys", "position")  # may be 0, so conditions are compared by their difference
+        plain = (
+            "share",
+            "keys",
+            "position",
+        )  # may be 0, so conditions are compared by their difference
         made = {}
         for name, (units, about) in _PER_HEAD.items():
             compared: Any = "difference" if units in plain or name in _INSERTED else "ratio"
             made[name] = Quantity(("head",), units, about, compared, _NO_NULL.get(name, ""))
-        made |= {name: Quantity((), u, d, "difference", _NO_NULL[name]) for name, (u, d) in _PER_LAYER.items()}
+        made |= {
+            name: Quantity((), u, d, "difference", _NO_NULL[name])
+            for name, (u, d) in _PER_LAYER.items()
+        }
         dims = ("head", "key")
-        return made | {n: Quantity(dims, u, d, no_null=_NO_NULL.get(n, "")) for n, (u, d) in _PER_KEY.items()}
+        return made | {
+            n: Quantity(dims, u, d, no_null=_NO_NULL.get(n, "")) for n, (u, d) in _PER_KEY.items()
+        }
 
     @property
     def captures(self) -> Seq[str]:
@@ -134,7 +161,10 @@ class AttentionSinks(AnalysisBase):
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """Prepare the factors of each layer's W_O."""
-        return replace(self, factors={layer: output_factor(wide(output_weights(model, layer))) for layer in layers})
+        return replace(
+            self,
+            factors={layer: output_factor(wide(output_weights(model, layer))) for layer in layers},
+        )
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
@@ -148,26 +178,38 @@ class AttentionSinks(AnalysisBase):
                 raise ModelError(
                     f"layer {rows.layer} has no hook_v per head, so a sink's contribution cannot be measured"
                 )
-            sums["value_norm"], sums["output_value_norm"] = fn.value_norms(rows.v, self.factors[rows.layer])
+            sums["value_norm"], sums["output_value_norm"] = fn.value_norms(
+                rows.v, self.factors[rows.layer]
+            )
         counted = rows.batch.real[:, rows.queries]
         sums["columns"][..., keys] += fn.column_sums(pattern, counted)
-        sums["near"][..., keys] += fn.near_sums(pattern, counted, self.gap, rows.queries.start, keys.start)
+        sums["near"][..., keys] += fn.near_sums(
+            pattern, counted, self.gap, rows.queries.start, keys.start
+        )
         first, beyond = inserted_span(rows.batch)
         if beyond and rows.queries.stop > first:
-            sums["columns_after"][..., keys] += fn.column_sums(pattern, rows.batch.after_inserted[:, rows.queries])
+            sums["columns_after"][..., keys] += fn.column_sums(
+                pattern, rows.batch.after_inserted[:, rows.queries]
+            )
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Measure the norm and rank of each head's output, and the largest activations."""
         factor, real = self.factors[captures.layer], captures.batch.real
         z = captures.by_head("attn.hook_z", len(factor)).to(factor.dtype)
         sums["output"] = update_norm(z, factor)
-        there = rearrange(z * real[..., None, None], "batch pos head d_head -> batch head pos d_head").double()
+        there = rearrange(
+            z * real[..., None, None], "batch pos head d_head -> batch head pos d_head"
+        ).double()
         sums["gram"] = rearrange(there, "batch head pos d_head -> batch head d_head pos") @ there
-        sums |= fn.massive(captures.tensors["hook_resid_post"].to(factor.dtype), real, *map(float, self.massive))
+        sums |= fn.massive(
+            captures.tensors["hook_resid_post"].to(factor.dtype), real, *map(float, self.massive)
+        )
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """α and what follows from it (the null has only these), and the rest."""
-        span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1) / batch.after_inserted.sum(-1)[:, None].float()
+        span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1) / batch.after_inserted.sum(
+            -1
+        )[:, None].float()
         of_attention = {
             **self._of_keys(sums, batch, window),
             "span_mass": span,
@@ -182,7 +224,10 @@ class AttentionSinks(AnalysisBase):
             **self._of_values(sums, batch, of_attention["strongest_position"]),
             **{name: sums[name] for name in _PER_LAYER if name != "length"},
             "length": batch.lengths.float(),
-            **{name: sums[name].masked_fill(hidden, torch.nan) for name in ("value_norm", "output_value_norm")},
+            **{
+                name: sums[name].masked_fill(hidden, torch.nan)
+                for name in ("value_norm", "output_value_norm")
+            },
         }
 
     def _of_keys(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
@@ -206,17 +251,27 @@ class AttentionSinks(AnalysisBase):
             "inserted_sink": _above(of_inserted, self.threshold),
         }
 
-    def _of_values(self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]) -> dict[str, Tensor]:
+    def _of_values(
+        self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]
+    ) -> dict[str, Tensor]:
         """The contributions of the inserted tokens, the first token and the strongest sink; inactive heads."""
-        norms, inserted, mean_norm = sums["value_norm"], batch.inserted, _mean(sums["value_norm"], batch.real)
+        norms, inserted, mean_norm = (
+            sums["value_norm"],
+            batch.inserted,
+            _mean(sums["value_norm"], batch.real),
+        )
         output = _mean(sums["output"], batch.real)
-        given = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]  # mean of A |v W_O|
+        given = (
+            sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
+        )  # mean of A |v W_O|
         ratio = output / output.mean(1, keepdim=True)
         at_strongest = norms.gather(-1, strongest.nan_to_num(0.0).long()[..., None])[..., 0]
         return {
             "inserted_value_ratio": _mean(norms, inserted) / _mean(norms, batch.real & ~inserted),
             "value_drain": norms[..., 0] / mean_norm,
-            "strongest_value_ratio": (at_strongest / mean_norm).masked_fill(strongest.isnan(), torch.nan),
+            "strongest_value_ratio": (at_strongest / mean_norm).masked_fill(
+                strongest.isnan(), torch.nan
+            ),
             "first_norm_share": given[..., 0] / given.sum(-1),
             "first_output_share": torch.where(output > 0, given[..., 0] / output, torch.nan),
             "output_rank": effective_rank(spectrum(sums["gram"])).float(),
@@ -234,7 +289,9 @@ class AttentionSinks(AnalysisBase):
         return {"vertical": shown, "vertical_kurtosis": fn.kurtosis_over_keys(score, far)}
 
 
-def _mean(value: Float[Tensor, "batch head pos"], counted: Bool[Tensor, "batch pos"]) -> Float[Tensor, "batch head"]:
+def _mean(
+    value: Float[Tensor, "batch head pos"], counted: Bool[Tensor, "batch pos"]
+) -> Float[Tensor, "batch head"]:
     """The mean over the counted positions [batch head]; NaN if there are none."""
     weight = counted[:, None].to(value.dtype)
     return (value * weight).sum(-1) / weight.sum(-1)

@@ -11,7 +11,16 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums, seen_keys, zeros
+from mechattn.analysis.analysis import (
+    Analysis,
+    AnalysisBase,
+    AttentionRows,
+    Captures,
+    Quantity,
+    Sums,
+    seen_keys,
+    zeros,
+)
 from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError
 from mechattn.functional.attention import for_each_head
@@ -34,12 +43,18 @@ class _Logits(AnalysisBase):
 
     weights: Any = field(default=None, repr=False, compare=False)
     reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
-    norms: Any = field(default=None, repr=False, compare=False)  # of each layer, the FrozenNorm after its attention
+    norms: Any = field(
+        default=None, repr=False, compare=False
+    )  # of each layer, the FrozenNorm after its attention
 
-    def calibrated(self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]) -> Any:
+    def calibrated(
+        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
+    ) -> Any:
         """Prepare W_O, the norms after attention and the unembedding; ModelError if a path to the logits is unknown."""
         weights = {layer: output_weights(model, layer) for layer in layers}
-        return replace(self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers))
+        return replace(
+            self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers)
+        )
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
         """Keep the scale of the final norm."""
@@ -72,10 +87,17 @@ class DirectLogits(_Logits):
     def quantities(self) -> Mapping[str, Quantity]:
         """The contribution of each head."""
         about = f"{_ABOUT} (before any cap), above the mean over the vocabulary"
-        mean = Quantity(("head", "segment"), "logits", f"{about}, mean over the tokens of the segment", "difference")
+        mean = Quantity(
+            ("head", "segment"),
+            "logits",
+            f"{about}, mean over the tokens of the segment",
+            "difference",
+        )
         made = {"next_token_logit": mean}
         if self.per_query:
-            made["next_token_logit_at"] = Quantity(("head", "key"), "logits", f"{about}, of each token")
+            made["next_token_logit_at"] = Quantity(
+                ("head", "key"), "logits", f"{about}, of each token"
+            )
         return made
 
     @property
@@ -117,7 +139,10 @@ def norms_after(model: HookedModel, layers: Sequence[int]) -> Mapping[int, Froze
                 f"layer {layer} of {model.cfg.model_name} has no hook for the input of the norm after attention, so "
                 f"its scale is unknown"
             )
-    return {n: frozen_norm(model, norm, f"the norm after attention of layer {n}") for n, norm in norms.items()}
+    return {
+        n: frozen_norm(model, norm, f"the norm after attention of layer {n}")
+        for n, norm in norms.items()
+    }
 
 
 _BY_QUERY = "batch head segment query d_head -> batch head query segment d_head"
@@ -147,17 +172,25 @@ class SegmentLogits(_Logits):
     def quantities(self) -> Mapping[str, Quantity]:
         """From the queries of a segment to the keys of each."""
         dims = ("head", "segment", "to_segment")
-        about, mean = f"{_ABOUT}, read from the keys of to_segment", "mean over the queries of the segment"
+        about, mean = (
+            f"{_ABOUT}, read from the keys of to_segment",
+            "mean over the queries of the segment",
+        )
         each = {"from": f"{about}, {mean}", "per_key": f"{about}, per key seen, {mean}"}
         no_null = "it depends on the values"
-        return {f"next_token_logit_{n}": Quantity(dims, "logits", d, "difference", no_null) for n, d in each.items()}
+        return {
+            f"next_token_logit_{n}": Quantity(dims, "logits", d, "difference", no_null)
+            for n, d in each.items()
+        }
 
     @property
     def captures(self) -> Sequence[str]:
         """The input of the norm after attention (or z, unused, in a model without one), and the gate."""
         return (POST if self.norms else _Z, *((self.gate[0],) if self.gate else ()))
 
-    def calibrated(self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]) -> Analysis:
+    def calibrated(
+        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
+    ) -> Analysis:
         """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the unembedding.
 
         Raises:
@@ -167,9 +200,15 @@ class SegmentLogits(_Logits):
         gate = None
         if why := limit_of(model, "values"):
             named, function = model.hook_dict, gate_function(why)
-            shown = [name for name in GATES if all(f"blocks.{layer}.attn.{name}" in named for layer in layers)]
+            shown = [
+                name
+                for name in GATES
+                if all(f"blocks.{layer}.attn.{name}" in named for layer in layers)
+            ]
             if function is None or not shown:
-                raise ModelError(f"{model.cfg.model_name}: {why}; so a key's share of a head's update is not A · v W_O")
+                raise ModelError(
+                    f"{model.cfg.model_name}: {why}; so a key's share of a head's update is not A · v W_O"
+                )
             gate = (f"attn.{shown[0]}", function)
         return replace(super().calibrated(model, layers, measured), gate=gate)
 
@@ -180,43 +219,67 @@ class SegmentLogits(_Logits):
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add the contributions that these queries read from each segment, before the norms' scales."""
         if rows.v is None:
-            raise ModelError(f"layer {rows.layer} has no hook_v per head, so a key's contribution cannot be measured")
+            raise ModelError(
+                f"layer {rows.layer} has no hook_v per head, so a key's contribution cannot be measured"
+            )
         w_o, norm = wide(self.weights[rows.layer]), self.norms.get(rows.layer)
         toward = self.reads.direction(rows.batch.tokens.roll(-1, 1)[:, rows.queries]).to(w_o.dtype)
         toward = toward if norm is None else norm.toward(toward)
-        asked = einsum(toward, w_o, "batch query d_model, head d_head d_model -> batch head query d_head")
+        asked = einsum(
+            toward, w_o, "batch query d_model, head d_head d_model -> batch head query d_head"
+        )
         values = for_each_head(rows.v[:, :, rows.keys].to(w_o.dtype), len(w_o))
         members = rows.batch.members()[..., rows.keys].to(w_o.dtype)
-        if self.gate is not None:  # the gate of each channel comes later, so the mix of each segment is kept until then
+        if (
+            self.gate is not None
+        ):  # the gate of each channel comes later, so the mix of each segment is kept until then
             members = rearrange(members, "batch segment key -> batch 1 segment key 1")
             masked = members * rearrange(values, "batch head key d_head -> batch head 1 key d_head")
-            mixed = rearrange(rows.pattern.to(w_o.dtype), "batch head query key -> batch head 1 query key") @ masked
+            mixed = (
+                rearrange(
+                    rows.pattern.to(w_o.dtype), "batch head query key -> batch head 1 query key"
+                )
+                @ masked
+            )
             if "mixed" not in sums:
                 sums["mixed"] = mixed.new_zeros(*sums["read"].shape, mixed.shape[-1])
             sums["mixed"][:, :, rows.queries] = rearrange(mixed * asked.unsqueeze(2), _BY_QUERY)
             return
-        each = rows.pattern * (asked @ rearrange(values, "batch head key d_head -> batch head d_head key"))
-        sums["read"][:, :, rows.queries] = each @ rearrange(members, "batch segment key -> batch 1 key segment")
+        each = rows.pattern * (
+            asked @ rearrange(values, "batch head key d_head -> batch head d_head key")
+        )
+        sums["read"][:, :, rows.queries] = each @ rearrange(
+            members, "batch segment key -> batch 1 key segment"
+        )
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Apply the gate, and keep the scale of the norm after attention."""
         if self.gate is not None:
             name, function = self.gate
             heads = sums["mixed"].shape[1]
-            opened = function(split_heads(captures.tensors[name], heads))  # one number per head, or one per channel
-            sums["read"] = (sums.pop("mixed") * rearrange(opened, "batch pos head d -> batch head pos 1 d")).sum(-1)
+            opened = function(
+                split_heads(captures.tensors[name], heads)
+            )  # one number per head, or one per channel
+            sums["read"] = (
+                sums.pop("mixed") * rearrange(opened, "batch pos head d -> batch head pos 1 d")
+            ).sum(-1)
         if (norm := self.norms.get(captures.layer)) is not None:
             sums["post"] = norm.scale(captures.tensors[POST])[:, None]
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment that have a next token."""
-        read = sums["read"] / (sums["scale"] * sums.get("post", torch.ones_like(sums["scale"])))[..., None]
+        read = (
+            sums["read"]
+            / (sums["scale"] * sums.get("post", torch.ones_like(sums["scale"])))[..., None]
+        )
         asking = (batch.members() & _has_next(batch)[:, None]).to(read.dtype)
         count = asking.sum(-1)[:, None, :, None]
         seen = _keys_seen(batch, window).to(read.dtype)[:, None]
         per_key = torch.where(seen > 0, read / seen.clamp(min=1), 0.0)
         some = rearrange(asking, "batch segment query -> batch 1 segment query")
-        those = some @ (seen > 0).to(read.dtype)  # queries of the segment that see a key of to_segment
+        those = some @ (seen > 0).to(
+            read.dtype
+        )  # queries of the segment that see a key of to_segment
         there = (count > 0) & (those > 0)
         return {
             "next_token_logit_from": (some @ read / count).masked_fill(~there, torch.nan),

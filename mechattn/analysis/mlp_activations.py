@@ -37,11 +37,17 @@ _OF_CHANGES = {
     "changes",
 }
 _CALIBRATION = 16  # prompts
-_CALIBRATION_SEED = 977  # of the calibration problems: not the default seed, so they are not the measured ones
+_CALIBRATION_SEED = (
+    977  # of the calibration problems: not the default seed, so they are not the measured ones
+)
 _TOKENS = 64  # tokens at a time, in all conditions of a prompt
-_ENTRIES = 2**22  # channels of these tokens in one condition: the experts of a layer have many channels in all
+_ENTRIES = (
+    2**22
+)  # channels of these tokens in one condition: the experts of a layer have many channels in all
 _LEAST = 1e-4  # relative to a token's activations: a smaller change may be rounding
-_EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))  # 0, the most frequent value, is the middle of a bin
+_EDGES = tuple(
+    round(-0.51 + 0.02 * i, 2) for i in range(102)
+)  # 0, the most frequent value, is the middle of a bin
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,12 @@ class MlpActivations(AnalysisBase):
     calibration: tuple[Prompt, ...] | None = None
     edges: tuple[float, ...] = _EDGES
     thresholds: Mapping[int, float] | None = field(default=None, repr=False)
-    classes: Any = field(default=None, repr=False, compare=False)  # Int[Tensor, " d_vocab"], once calibrated
-    mixtures: Any = field(default=None, repr=False, compare=False)  # of each layer, its Mixture of experts or None
+    classes: Any = field(
+        default=None, repr=False, compare=False
+    )  # Int[Tensor, " d_vocab"], once calibrated
+    mixtures: Any = field(
+        default=None, repr=False, compare=False
+    )  # of each layer, its Mixture of experts or None
 
     def __post_init__(self) -> None:
         check_choice(Rule, rule=self.rule)
@@ -87,14 +97,20 @@ class MlpActivations(AnalysisBase):
             what = "a quantile, between 0 and 1" if self.rule == "quantile" else "a number above 0"
             raise OptionError(f"value={self.value!r}: the rule {self.rule!r} takes {what}")
         if self.calibration is not None and not self.calibration and self.rule != "absolute":
-            raise OptionError("calibration=(): give at least one prompt, or omit it to use generated word problems")
+            raise OptionError(
+                "calibration=(): give at least one prompt, or omit it to use generated word problems"
+            )
         if len(self.edges) < 2 or list(self.edges) != sorted(set(self.edges)):
             raise OptionError("edges: give at least two numbers in increasing order")
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The options recorded with the result."""
-        named = "16 generated word problems" if self.calibration is None else [p.id for p in self.calibration]
+        named = (
+            "16 generated word problems"
+            if self.calibration is None
+            else [p.id for p in self.calibration]
+        )
         known = {"rule": self.rule, "value": self.value, "thresholds": dict(self.thresholds or {})}
         return known | ({} if self.rule == "absolute" else {"calibration": named})
 
@@ -109,7 +125,10 @@ class MlpActivations(AnalysisBase):
         near = "share of channels with |act| <= threshold"
         per_segment = {
             "near_zero": ("share", near),
-            "saturated": ("share", f"{near} that lie left of the nonlinearity's minimum: switched off"),
+            "saturated": (
+                "share",
+                f"{near} that lie left of the nonlinearity's minimum: switched off",
+            ),
             "l1": ("activation", "sum of |act| over the channels"),
             "l2": ("activation", "root of the sum of act^2 over the channels"),
             "gini": ("share", "Gini coefficient of |act| over the channels"),
@@ -122,10 +141,15 @@ class MlpActivations(AnalysisBase):
         )
         change = "|act - act in the baseline| / |act in the baseline|"
         return {
-            **{f"{n}_by_segment": Quantity(("segment",), u, d + mean) for n, (u, d) in per_segment.items()},
+            **{
+                f"{n}_by_segment": Quantity(("segment",), u, d + mean)
+                for n, (u, d) in per_segment.items()
+            },
             "change_by_segment": Quantity(("segment",), "share", change + mean, "difference"),
             "near_zero_by_token_class": Quantity(("token_class",), "share", of_class),
-            "histogram": Quantity(("bin",), "share", "share of the question's activations in [bin, next bin)"),
+            "histogram": Quantity(
+                ("bin",), "share", "share of the question's activations in [bin, next bin)"
+            ),
             **{
                 name: Quantity(("other_condition",), "activation squared", about, "difference")
                 for name, about in _OF_CHANGES.items()
@@ -142,7 +166,11 @@ class MlpActivations(AnalysisBase):
         Warns where the calibration prompts are among the measured ones.
         """
         mixtures = {layer: mixture_of(model, layer) for layer in layers}
-        made = replace(self, classes=vocabulary_classes(model.tokenizer, int(model.cfg.d_vocab)), mixtures=mixtures)
+        made = replace(
+            self,
+            classes=vocabulary_classes(model.tokenizer, int(model.cfg.d_vocab)),
+            mixtures=mixtures,
+        )
         if self.rule == "absolute":
             return replace(made, thresholds=dict.fromkeys(layers, float(self.value)))
         prompts = self._calibration(model)
@@ -154,14 +182,18 @@ class MlpActivations(AnalysisBase):
             )
         found: dict[int, list[float]] = {layer: [] for layer in layers}
 
-        def see(layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
+        def see(
+            layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
+        ) -> None:
             found[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
 
         for prompt in prompts:
             tokens = Baseline().apply(prompt, model).tokens[None].to(device_of(model))
             with at_nonlinearity(model, dict.fromkeys(layers, see)):
                 forward_to(model, tokens, max(layers), [])
-        return replace(made, thresholds={layer: float(np.median(values)) for layer, values in found.items()})
+        return replace(
+            made, thresholds={layer: float(np.median(values)) for layer, values in found.items()}
+        )
 
     def _calibration(self, model: HookedModel) -> Seq[Prompt]:
         if self.calibration is not None:
@@ -215,7 +247,9 @@ class MlpActivations(AnalysisBase):
         routing = None if mixture is None else routing_now(mixture)
         for rows, at, change, norm, question in _changes(activations, routing):
             size = change.norm(dim=-1)
-            for row, places, value in zip(rows, at, torch.where(norm > 0, size / norm, _NONE), strict=True):
+            for row, places, value in zip(
+                rows, at, torch.where(norm > 0, size / norm, _NONE), strict=True
+            ):
                 sums["change"][row, places] = value
             asked = (change * (size > _LEAST * norm)[..., None])[:, question].double()
             asked = rearrange(asked, "row token d_mlp -> row (token d_mlp)")
@@ -228,10 +262,15 @@ class MlpActivations(AnalysisBase):
         each = each.masked_fill(each == _NONE, torch.nan)
         by_segment = segment_mean(each, batch.members()).unbind(1)
         classes = self.classes.to(batch.tokens.device)[batch.tokens]
-        members = classes[:, None] == torch.arange(len(TOKEN_CLASSES), device=classes.device)[:, None]
+        members = (
+            classes[:, None] == torch.arange(len(TOKEN_CLASSES), device=classes.device)[:, None]
+        )
         members &= batch.of_segment("question")[:, None]
         return {
-            **{f"{name}_by_segment": value for name, value in zip(_METRICS, by_segment, strict=True)},
+            **{
+                f"{name}_by_segment": value
+                for name, value in zip(_METRICS, by_segment, strict=True)
+            },
             "near_zero_by_token_class": segment_mean(each[:, :1], members).squeeze(1),
             "histogram": sums["histogram"],
             "change_product": sums["product"],
@@ -250,7 +289,11 @@ def _changes(
 
     def channels(row: int, at: Any) -> Float[Tensor, "token channel"]:
         x = activations.post[row, at].float()
-        return x if routing is None or experts is None else replace(routing, experts=experts[row, at]).by_expert(x)
+        return (
+            x
+            if routing is None or experts is None
+            else replace(routing, experts=experts[row, at]).by_expert(x)
+        )
 
     for first in pairs.baseline.unique().tolist():
         rows = (pairs.baseline == first).nonzero().flatten().tolist()

@@ -12,7 +12,14 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import AnalysisBase, AttentionRows, Quantity, Sums, WholeAttention, zeros
+from mechattn.analysis.analysis import (
+    AnalysisBase,
+    AttentionRows,
+    Quantity,
+    Sums,
+    WholeAttention,
+    zeros,
+)
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import received as fn
@@ -46,7 +53,9 @@ class ReceivedAttention(AnalysisBase):
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """Received attention per key and per segment, and the mass of each segment."""
-        per_key = "mean attention that the key receives from the counted queries after it that can see it"
+        per_key = (
+            "mean attention that the key receives from the counted queries after it that can see it"
+        )
         per_segment = "received attention, mean over the keys of the segment"
         mass = "attention of a counted query to all keys of the segment together, mean over the counted queries"
         return {
@@ -58,7 +67,9 @@ class ReceivedAttention(AnalysisBase):
     def problem(self, sequence: Sequence) -> str | None:
         """A sequence without any counted query is refused."""
         if self.queries in ("question", "answer") and not sequence.of_segment(self.queries).any():
-            return f"has no {self.queries} tokens, the only ones that queries={self.queries!r} counts"
+            return (
+                f"has no {self.queries} tokens, the only ones that queries={self.queries!r} counts"
+            )
         first = 1 if self.skip_first else 0
         counted = _counted(self.queries, pad_right([sequence], [(0, "")], 0))[0]
         if not counted[first + (0 if self.include_self else 1) :].any():
@@ -73,7 +84,9 @@ class ReceivedAttention(AnalysisBase):
         """Add column sums over the counted queries in this block, and each query's attention to itself."""
         counted = _counted(self.queries, rows.batch)[:, rows.queries]
         sums["columns"][..., rows.keys].add_(fn.column_sums(rows.pattern, counted))
-        sums["own"][..., rows.queries].add_(fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start))
+        sums["own"][..., rows.queries].add_(
+            fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
+        )
 
     def add_whole(self, sums: Sums, whole: WholeAttention) -> None:
         """The same from a fused kernel."""
@@ -84,7 +97,11 @@ class ReceivedAttention(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
         columns = sums["columns"]
-        attended = columns if self.include_self else columns - sums["own"] * _counted(self.queries, batch)[:, None]
+        attended = (
+            columns
+            if self.include_self
+            else columns - sums["own"] * _counted(self.queries, batch)[:, None]
+        )
         received, by_segment, mass = _weights(self, batch, window)
         return {
             "received": attended * received,
@@ -104,14 +121,20 @@ def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
 @lru_cache(maxsize=4)
 def _weights(
     analysis: ReceivedAttention, batch: Batch, window: int | None
-) -> tuple[Float[Tensor, "batch 1 key"], Float[Tensor, "batch key segment"], Float[Tensor, "batch key segment"]]:
+) -> tuple[
+    Float[Tensor, "batch 1 key"],
+    Float[Tensor, "batch key segment"],
+    Float[Tensor, "batch key segment"],
+]:
     """The factors that turn sums over counted queries into the three means; NaN where there is nothing to average."""
     counted = _counted(analysis.queries, batch)
     seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
     looked_at = batch.real.clone()
     if analysis.skip_first:
         looked_at[:, 0] = False
-    each = fn.received_attention(torch.ones_like(seeing)[:, None], seeing).masked_fill(~looked_at[:, None], torch.nan)
+    each = fn.received_attention(torch.ones_like(seeing)[:, None], seeing).masked_fill(
+        ~looked_at[:, None], torch.nan
+    )
     keys = batch.members() & looked_at[:, None]
     seen = keys & ~each.isnan()
     by_segment = seen * each.nan_to_num() / seen.sum(-1, keepdim=True)
@@ -147,12 +170,19 @@ class SegmentFlow(AnalysisBase):
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zero flow."""
         shape = (len(batch.rows), heads, len(SEGMENTS), len(SEGMENTS))
-        return {name: torch.zeros(shape, device=batch.tokens.device) for name in ("flow", "value_flow")}
+        return {
+            name: torch.zeros(shape, device=batch.tokens.device) for name in ("flow", "value_flow")
+        }
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add the flow of these queries."""
-        queries, member = (part.to(rows.pattern.dtype) for part in (self._queries(rows.batch), rows.batch.members()))
-        of_queries = rearrange(queries[..., rows.queries], "batch segment query -> batch 1 segment query")
+        queries, member = (
+            part.to(rows.pattern.dtype)
+            for part in (self._queries(rows.batch), rows.batch.members())
+        )
+        of_queries = rearrange(
+            queries[..., rows.queries], "batch segment query -> batch 1 segment query"
+        )
         of_keys = rearrange(member[..., rows.keys], "batch segment key -> batch 1 key segment")
         sums["flow"] += of_queries @ (rows.pattern @ of_keys)
         if rows.v is None:
@@ -170,7 +200,10 @@ class SegmentFlow(AnalysisBase):
         there = (queries > 0)[:, None, :, None] & batch.members().any(-1)[:, None, None, :]
         shown = {"flow": there, "value_flow": there & (sums["value_flow"] >= 0).all()}
         counted = queries.clamp(min=1)[:, None, :, None]
-        return {name: (sums[name] / counted).masked_fill(~where, torch.nan) for name, where in shown.items()}
+        return {
+            name: (sums[name] / counted).masked_fill(~where, torch.nan)
+            for name, where in shown.items()
+        }
 
     def _queries(self, batch: Batch) -> Bool[Tensor, "batch segment query"]:
         """The queries of each segment."""
@@ -196,7 +229,11 @@ class AttentionMap(AnalysisBase):
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """The map."""
-        return {"attention": Quantity(("head", "query", "target"), "probability", "attention from query to target")}
+        return {
+            "attention": Quantity(
+                ("head", "query", "target"), "probability", "attention from query to target"
+            )
+        }
 
     def problem(self, sequence: Sequence) -> str | None:
         """A sequence longer than ``max_tokens`` is refused: its map would be unreadable and would fill the page."""

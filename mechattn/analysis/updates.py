@@ -11,7 +11,14 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, AnalysisBase, AttentionRows, Captures, Quantity, Sums
+from mechattn.analysis.analysis import (
+    Analysis,
+    AnalysisBase,
+    AttentionRows,
+    Captures,
+    Quantity,
+    Sums,
+)
 from mechattn.errors import ModelError
 from mechattn.functional import head_outputs as fn
 from mechattn.functional.attention import for_each_head
@@ -23,7 +30,9 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch
 
 Stream = Float[Tensor, "batch pos d_model"]
-_MAGNITUDES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))  # 0.0001 to 100, four bins a decade
+_MAGNITUDES = tuple(
+    round(10 ** (i / 4 - 4), 6) for i in range(25)
+)  # 0.0001 to 100, four bins a decade
 _ORIENTATIONS = tuple(round(i / 20 - 1, 2) for i in range(41))
 _UNITS = {
     "magnitude": ("ratio", "|update| / |resid_pre|"),
@@ -35,7 +44,11 @@ _UNITS = {
 _COUNTS = (
     ("magnitude", ("head", "magnitude_bin"), " magnitude in the bin"),
     ("orientation", ("head", "orientation_bin"), "n orientation in the bin"),
-    ("joint", ("magnitude_bin", "orientation_bin"), " magnitude and orientation in the bins, all heads"),
+    (
+        "joint",
+        ("magnitude_bin", "orientation_bin"),
+        " magnitude and orientation in the bins, all heads",
+    ),
 )
 
 
@@ -44,7 +57,9 @@ class _Updates(AnalysisBase):
     """What the updates of whole heads and those of single targets have in common."""
 
     per_query: bool = False
-    weights: Any = field(default=None, repr=False, compare=False)  # of each layer, W_O and its factor
+    weights: Any = field(
+        default=None, repr=False, compare=False
+    )  # of each layer, W_O and its factor
 
     name: ClassVar[str]
     prefix: ClassVar[str] = ""
@@ -52,7 +67,10 @@ class _Updates(AnalysisBase):
     @property
     def coords(self) -> Mapping[str, Sequence[object]]:
         """Labels of the bins: their lower edges."""
-        return {"magnitude_bin": [0.0, *_MAGNITUDES], "orientation_bin": [float("-inf"), *_ORIENTATIONS]}
+        return {
+            "magnitude_bin": [0.0, *_MAGNITUDES],
+            "orientation_bin": [float("-inf"), *_ORIENTATIONS],
+        }
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
@@ -66,12 +84,16 @@ class _Updates(AnalysisBase):
             for name, (units, about) in _UNITS.items()
         }  # fmt: skip
         made |= {
-            f"{prefix}{name}_counts": Quantity(dims, "tokens", f"original tokens with a{about}", no_null=no_null)
+            f"{prefix}{name}_counts": Quantity(
+                dims, "tokens", f"original tokens with a{about}", no_null=no_null
+            )
             for name, dims, about in _COUNTS
         }
         at = {name: _UNITS[name] for name in ("magnitude", "orientation") if self.per_query}
         return made | {
-            f"{prefix}{name}_at": Quantity(("head", "key"), units, f"{about}, of each token", no_null=no_null)
+            f"{prefix}{name}_at": Quantity(
+                ("head", "key"), units, f"{about}, of each token", no_null=no_null
+            )
             for name, (units, about) in at.items()
         }
 
@@ -80,10 +102,14 @@ class _Updates(AnalysisBase):
         """The residual stream before the block, and each head's output before W_O, which arrives after its rows."""
         return ("hook_resid_pre", "attn.hook_z")
 
-    def calibrated(self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]) -> Analysis:
+    def calibrated(
+        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
+    ) -> Analysis:
         """Prepare W_O of the layers and its factors."""
         made = {layer: output_weights(model, layer) for layer in layers}
-        return replace(self, weights={layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()})
+        return replace(
+            self, weights={layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()}
+        )
 
     def measured(self, z: Float[Tensor, "batch pos head d_head"], captures: Captures) -> Sums:
         """Norms and products for each token, from what each head writes before W_O."""
@@ -91,7 +117,11 @@ class _Updates(AnalysisBase):
         w_o = wide(weights)
         stream, z = captures.tensors["hook_resid_pre"].to(w_o.dtype), z.to(w_o.dtype)
         size = stream.norm(dim=-1)[:, None]
-        return {"norm": fn.update_norm(z, factor), "product": fn.update_product(z, w_o, stream), "stream": size}
+        return {
+            "norm": fn.update_norm(z, factor),
+            "product": fn.update_product(z, w_o, stream),
+            "stream": size,
+        }
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments, and counts."""
@@ -105,12 +135,17 @@ class _Updates(AnalysisBase):
             "update_norm": norm,
         }
         original, hidden = batch.origin >= 0, ~batch.real[:, None]
-        sizes, cosines = (torch.tensor(e, device=norm.device, dtype=norm.dtype) for e in (_MAGNITUDES, _ORIENTATIONS))
+        sizes, cosines = (
+            torch.tensor(e, device=norm.device, dtype=norm.dtype)
+            for e in (_MAGNITUDES, _ORIENTATIONS)
+        )
         made = {name: segment_mean(value, batch.members()) for name, value in each.items()}
         made |= {
             "magnitude_counts": fn.counts_in_bins(magnitude, sizes, original),
             "orientation_counts": fn.counts_in_bins(turned, cosines, original),
-            "joint_counts": fn.counts_in_pairs_of_bins(magnitude, turned, (sizes, cosines), original),
+            "joint_counts": fn.counts_in_pairs_of_bins(
+                magnitude, turned, (sizes, cosines), original
+            ),
         }
         at = ("magnitude", "orientation") if self.per_query else ()
         made |= {f"{name}_at": each[name].masked_fill(hidden, torch.nan) for name in at}
@@ -134,7 +169,9 @@ class HeadUpdates(_Updates):
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
-        sums |= self.measured(captures.by_head("attn.hook_z", len(self.weights[captures.layer][0])), captures)
+        sums |= self.measured(
+            captures.by_head("attn.hook_z", len(self.weights[captures.layer][0])), captures
+        )
 
 
 @dataclass(frozen=True)
@@ -161,8 +198,12 @@ class TopTargetUpdates(_Updates):
         v = for_each_head(rows.v[:, :, rows.keys], rows.pattern.shape[1]).to(first.dtype)
         read = v.gather(2, at[..., None].expand(*at.shape, v.shape[-1])) * first[..., None]
         if "read" not in sums:
-            sums["read"] = read.new_zeros((len(read), rows.batch.tokens.shape[1], *read.shape[1::2]))
-        sums["read"][:, rows.queries] = rearrange(read, "batch head query d_head -> batch query head d_head")
+            sums["read"] = read.new_zeros(
+                (len(read), rows.batch.tokens.shape[1], *read.shape[1::2])
+            )
+        sums["read"][:, rows.queries] = rearrange(
+            read, "batch head query d_head -> batch query head d_head"
+        )
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
@@ -174,7 +215,10 @@ _AROUND, _MIDDLE = ("hook_resid_pre", "hook_resid_post"), "hook_resid_mid"
 _OUTS = ("hook_attn_out", "hook_mlp_out")
 _OF_BLOCKS = {
     "block_magnitude": ("ratio", "|update of the block| / |residual stream before it|"),
-    "block_orientation": ("cosine", "cosine of the block's update and the residual stream before it"),
+    "block_orientation": (
+        "cosine",
+        "cosine of the block's update and the residual stream before it",
+    ),
     "block_norm": ("residual norm", "|update of the block|"),
     "stream_norm": ("residual norm", "|residual stream before the block|"),
 }
@@ -195,8 +239,12 @@ class BlockUpdates(AnalysisBase):
     name = "block_updates"
     per_query: bool = False
     sequential: bool = True
-    outs: tuple[str, str] = field(default=_OUTS, repr=False, compare=False)  # the hooks of the blocks' outputs
-    factor: float = field(default=1.0, repr=False, compare=False)  # multiplies what these hooks hold
+    outs: tuple[str, str] = field(
+        default=_OUTS, repr=False, compare=False
+    )  # the hooks of the blocks' outputs
+    factor: float = field(
+        default=1.0, repr=False, compare=False
+    )  # multiplies what these hooks hold
 
     @property
     def coords(self) -> Mapping[str, Sequence[object]]:
@@ -208,18 +256,29 @@ class BlockUpdates(AnalysisBase):
         """Quantities of each block."""
         mean = ", mean over the tokens of the segment"
         made = {
-            name: Quantity(("block", "segment"), u, d + mean, "difference" if u == "cosine" else "ratio")
+            name: Quantity(
+                ("block", "segment"), u, d + mean, "difference" if u == "cosine" else "ratio"
+            )
             for name, (u, d) in _OF_BLOCKS.items()
         }
-        at = {name: _OF_BLOCKS[name] for name in ("block_magnitude", "block_orientation") if self.per_query}
-        return made | {f"{n}_at": Quantity(("block", "key"), u, f"{d}, of each token") for n, (u, d) in at.items()}
+        at = {
+            name: _OF_BLOCKS[name]
+            for name in ("block_magnitude", "block_orientation")
+            if self.per_query
+        }
+        return made | {
+            f"{n}_at": Quantity(("block", "key"), u, f"{d}, of each token")
+            for n, (u, d) in at.items()
+        }
 
     @property
     def captures(self) -> Sequence[str]:
         """The residual stream around both blocks, and the output of each."""
         return (*_AROUND, *([_MIDDLE] if self.sequential else []), *self.outs)
 
-    def calibrated(self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]) -> Analysis:
+    def calibrated(
+        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
+    ) -> Analysis:
         """Find out whether attention and MLP run in parallel, and which hooks give their outputs.
 
         Raises:
@@ -231,12 +290,16 @@ class BlockUpdates(AnalysisBase):
         factor = getattr(model.blocks[layers[0]], "residual_contribution_scale", None)
         outs = _OUTS if factor is None else ("attn.hook_out", "mlp.hook_out")
         for layer in layers:
-            if lacking := [name for name in (*_AROUND, *outs) if f"blocks.{layer}.{name}" not in named]:
+            if lacking := [
+                name for name in (*_AROUND, *outs) if f"blocks.{layer}.{name}" not in named
+            ]:
                 raise ModelError(
                     f"layer {layer} of {model.cfg.model_name} has no {lacking[0]}, so the outputs of its blocks "
                     f"cannot be separated"
                 )
-        return replace(self, sequential=sequential, outs=outs, factor=1.0 if factor is None else factor)
+        return replace(
+            self, sequential=sequential, outs=outs, factor=1.0 if factor is None else factor
+        )
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
@@ -244,12 +307,17 @@ class BlockUpdates(AnalysisBase):
         attention, mlp = (captures.tensors[name].float() * self.factor for name in self.outs)
         if self.sequential:
             middle = captures.tensors[_MIDDLE].float()
-            pairs = [(before, _added(before, attention, middle)), (middle, _added(middle, mlp, after))]
+            pairs = [
+                (before, _added(before, attention, middle)),
+                (middle, _added(middle, mlp, after)),
+            ]
         else:
             pairs = [(before, attention), (before, mlp)]
         sums["stream"] = torch.stack([stream.norm(dim=-1) for stream, _ in pairs], 1)
         sums["norm"] = torch.stack([added.norm(dim=-1) for _, added in pairs], 1)
-        sums["product"] = torch.stack([torch.linalg.vecdot(stream, added) for stream, added in pairs], 1)
+        sums["product"] = torch.stack(
+            [torch.linalg.vecdot(stream, added) for stream, added in pairs], 1
+        )
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments."""
@@ -261,7 +329,9 @@ class BlockUpdates(AnalysisBase):
         }
         made = {name: segment_mean(value, batch.members()) for name, value in each.items()}
         at = ("block_magnitude", "block_orientation") if self.per_query else ()
-        return made | {f"{name}_at": each[name].masked_fill(~batch.real[:, None], torch.nan) for name in at}
+        return made | {
+            f"{name}_at": each[name].masked_fill(~batch.real[:, None], torch.nan) for name in at
+        }
 
 
 def _added(before: Stream, out: Stream, after: Stream) -> Stream:

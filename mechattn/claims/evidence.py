@@ -93,12 +93,20 @@ class ClaimSettings:
         for name, fewest in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not fewest <= value <= MOST:
-                raise OptionError(f"{name}={value!r}: give a whole number from {fewest} to {MOST:,}")
-        object.__setattr__(self, "without", (self.without,) if isinstance(self.without, str) else tuple(self.without))
+                raise OptionError(
+                    f"{name}={value!r}: give a whole number from {fewest} to {MOST:,}"
+                )
+        object.__setattr__(
+            self,
+            "without",
+            (self.without,) if isinstance(self.without, str) else tuple(self.without),
+        )
 
     def decides(self) -> dict[str, Any]:
         """What decides the numbers: a folder holds the run of one such set."""
-        return {name: value for name, value in asdict(self).items() if name not in ("device", "command")}
+        return {
+            name: value for name, value in asdict(self).items() if name not in ("device", "command")
+        }
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,9 @@ class Conditions:
     """What is run of a model."""
 
     made: Mapping[str, Condition]
-    deviations: tuple[str, ...] = ()  # how they differ from what the register asks for, in sentences
+    deviations: tuple[
+        str, ...
+    ] = ()  # how they differ from what the register asks for, in sentences
 
 
 def conditions_for(register: Register, model: str, architecture: str, tokenizer: Any) -> Conditions:
@@ -115,11 +125,20 @@ def conditions_for(register: Register, model: str, architecture: str, tokenizer:
     sections = dict(register.conditions)
     for name, section in sections.items():
         acts = section.intervention
-        if arm and acts is not None and acts.kind == "ARM" and not {"c", "p1", "form"} & set(acts.options):
+        if (
+            arm
+            and acts is not None
+            and acts.kind == "ARM"
+            and not {"c", "p1", "form"} & set(acts.options)
+        ):
             own: dict[str, Any] = {"form": arm.form, "c": arm.c, "p1": arm.p1, **acts.options}
-            sections[name] = section.model_copy(update={"intervention": InterventionSection(kind="ARM", **own)})
+            sections[name] = section.model_copy(
+                update={"intervention": InterventionSection(kind="ARM", **own)}
+            )
     made: dict[str, Any] = made_conditions(sections)
-    deviations = [said] if said and any(section.intervention for section in sections.values()) else []
+    deviations = (
+        [said] if said and any(section.intervention for section in sections.values()) else []
+    )
     try:
         fitted = {name: _fitted(one, tokenizer) for name, one in made.items()}
     except ConditionError as error:
@@ -144,9 +163,15 @@ def _arm(arms: list[Arm], model: str, architecture: str) -> tuple[Arm | None, st
             return arm, ""
     for arm in arms:
         if arm.architecture and arm.architecture.partition("For")[0] == family:
-            return arm, f"ARM as for {family} (c = {arm.c:g}, p1 = {arm.p1:g}): the register has no values for {name}."
+            return (
+                arm,
+                f"ARM as for {family} (c = {arm.c:g}, p1 = {arm.p1:g}): the register has no values for {name}.",
+            )
     rest = next((arm for arm in arms if not arm.model and not arm.architecture), None)
-    return rest, f"ARM in the form {rest.form!r}: the register has no values for {family}." if rest else ""
+    return (
+        rest,
+        f"ARM in the form {rest.form!r}: the register has no values for {family}." if rest else "",
+    )
 
 
 def _fitted(asked: Any, tokenizer: Any) -> Any:
@@ -161,7 +186,9 @@ def _fitted(asked: Any, tokenizer: Any) -> Any:
             counts[by] = nearest_count(tokenizer, asked.text, by, asked.count)
     by = next((by for by, count in counts.items() if count == asked.count), asked.separator)
     if by not in counts:
-        raise ConditionError(f"no whole number of {asked.text!r} gives about {asked.count} tokens with this tokenizer")
+        raise ConditionError(
+            f"no whole number of {asked.text!r} gives about {asked.count} tokens with this tokenizer"
+        )
     return replace(asked, count=counts[by], separator=by)
 
 
@@ -182,21 +209,32 @@ class Work:
     @cached_property
     def model(self) -> Any:
         """The hooked model; ``del`` frees it."""
-        return load_model(self.name, dtype=dtype_named(self.settings.dtype), device=self.settings.device)
+        return load_model(
+            self.name, dtype=dtype_named(self.settings.dtype), device=self.settings.device
+        )
 
     @cached_property
     def runs(self) -> dict[str, RunSection]:
         """What is run, in the order of the register."""
-        return {name: run for name, run in self.register.runs.items() if name not in self.settings.without}
+        return {
+            name: run
+            for name, run in self.register.runs.items()
+            if name not in self.settings.without
+        }
 
     @cached_property
     def refused(self) -> set[tuple[str, bool]]:
         """The conditions that this model cannot have, before an answer (True) or the end of the prompt."""
         found, first = set(), self.problems[0]
-        for answers, prompt in ((False, first), (True, replace(first, answer=first.answer or " 1"))):
+        for answers, prompt in (
+            (False, first),
+            (True, replace(first, answer=first.answer or " 1")),
+        ):
             for name, condition in self.conditions.made.items():
                 try:
-                    make_plan(self.model, {name: condition}, ReceivedAttention()).sequences([prompt])
+                    make_plan(self.model, {name: condition}, ReceivedAttention()).sequences(
+                        [prompt]
+                    )
                 except (ConditionError, ModelError, OptionError):
                     found.add((name, answers))
         return found
@@ -204,14 +242,18 @@ class Work:
     def conditions_of(self, section: RunSection) -> dict[str, Condition]:
         """Those of a run that the model can have."""
         made, answers = self.conditions.made, section.answers
-        return {name: made[name] for name in section.conditions if (name, answers) not in self.refused}
+        return {
+            name: made[name] for name in section.conditions if (name, answers) not in self.refused
+        }
 
     def missing(self, name: str) -> str:
         """Why a run of analyses cannot be made with this model; empty where it can."""
         section = self.runs[name]
         try:
             options = RunOptions(section.layers)
-            make_plan(self.model, self.conditions_of(section), made_analyses(section.analyses), options)
+            make_plan(
+                self.model, self.conditions_of(section), made_analyses(section.analyses), options
+            )
         except (ModelError, OptionError) as error:
             return str(error)
         return ""
@@ -229,7 +271,9 @@ class Work:
             return self.problems[:count]
         if section.prompts == REPEATED:  # as long as the model takes
             longest = min(LONGEST, (model.cfg.n_ctx - 1) // 2)
-            return repeated_random(model, count, span=(min(SHORTEST, longest // 2), longest), seed=seed)
+            return repeated_random(
+                model, count, span=(min(SHORTEST, longest // 2), longest), seed=seed
+            )
         return load_prompts(section.prompts, limit=count, seed=seed)
 
 
@@ -238,7 +282,9 @@ def measured(work: Work) -> Evidence:
     work.folder.mkdir(parents=True, exist_ok=True)
     say(f"{work.name} …")
     runs, left_out = work.runs, [name for name in work.register.runs if name not in work.runs]
-    missing = {name: Outcome("cannot be told", f"{name} was left out, as asked for") for name in left_out}
+    missing = {
+        name: Outcome("cannot be told", f"{name} was left out, as asked for") for name in left_out
+    }
     measures = {name: section for name, section in runs.items() if not section.answers}
     for name in measures:
         if why := work.missing(name):
@@ -257,7 +303,9 @@ def measured(work: Work) -> Evidence:
     return Evidence({**results, **answers}, draws, drawn, missing, *of)
 
 
-def _job(work: Work, name: str, prompts: list[Prompt], conditions: Mapping[str, Condition]) -> Result | None:
+def _job(
+    work: Work, name: str, prompts: list[Prompt], conditions: Mapping[str, Condition]
+) -> Result | None:
     """A run in chunks; shards that other processes have computed are merged."""
     settings, section = work.settings, work.runs[name]
     job = Job(
@@ -271,23 +319,35 @@ def _job(work: Work, name: str, prompts: list[Prompt], conditions: Mapping[str, 
         number, many = work.shard
         if number > len(job.chunks):  # a share of the answers alone
             return None
-        return run_job(job, place, shard=f"{number}/{many}", executor=work.executor, fresh=work.fresh)
+        return run_job(
+            job, place, shard=f"{number}/{many}", executor=work.executor, fresh=work.fresh
+        )
     if of is None or work.fresh:
         return run_job(job, place, executor=work.executor, fresh=work.fresh)
     numbers = range(1, min(of, len(job.chunks)) + 1)
-    return merge_results([run_job(job, place, shard=f"{number}/{of}", executor=work.executor) for number in numbers])
+    return merge_results(
+        [run_job(job, place, shard=f"{number}/{of}", executor=work.executor) for number in numbers]
+    )
 
 
 def _draws(work: Work, there: list[str]) -> dict[str, list[np.ndarray]]:
     """The values of every part with random weights; none for a model whose weights cannot be drawn again."""
     settings, runs, (number, of) = work.settings, work.runs, work.shard
     found: dict[str, list[np.ndarray]] = {}
-    decides = [settings.decides(), work.register.digest, work.register.code, work.name, provenance.versions()]
+    decides = [
+        settings.decides(),
+        work.register.digest,
+        work.register.code,
+        work.name,
+        provenance.versions(),
+    ]
     key = provenance.digest(decides)
     for draw in range(number - 1, max((runs[name].draws for name in there), default=0), of):
         place = work.folder / f"random-{draw}.json"
         values = None
-        with suppress(OSError, ValueError, KeyError, TypeError):  # what an earlier call has kept of this very draw
+        with suppress(
+            OSError, ValueError, KeyError, TypeError
+        ):  # what an earlier call has kept of this very draw
             kept = json.loads(place.read_text())
             values = kept["values"] if kept["key"] == key and not work.fresh else None
         if values is None:
@@ -312,9 +372,13 @@ def _of_draw(work: Work, drawn: Any, names: list[str]) -> dict[str, list[float]]
         section = work.runs[name]
         options: dict[str, Any] = {"seed": work.settings.seed, "positions": section.positions}
         analyses, prompts = made_analyses(section.analyses), work.prompts_of(section, drawn)
-        result = run(drawn, prompts, work.conditions_of(section), analyses, layers=section.layers, **options)
+        result = run(
+            drawn, prompts, work.conditions_of(section), analyses, layers=section.layers, **options
+        )
         for claim in work.register.claims:
-            for i, part in enumerate(claim.parts if claim.needs == name and not claim.identity else ()):
+            for i, part in enumerate(
+                claim.parts if claim.needs == name and not claim.identity else ()
+            ):
                 with suppress(NotApplicable):
                     values[f"{claim.key}/{i}"] = units(part, result).tolist()
     return values
@@ -333,11 +397,15 @@ def _answers(work: Work) -> tuple[dict[str, Evaluation], dict[str, Outcome]]:
     alone = _evaluated(work, "baseline", first, {})
     right, of = int(alone.right(BASELINE).any(1).sum()), len(alone.right(BASELINE))
     if work.shard == WHOLE and not right:
-        why = f"it solves none of {of} problems without inserted tokens, so only a gain could be seen"
+        why = (
+            f"it solves none of {of} problems without inserted tokens, so only a gain could be seen"
+        )
         return {}, dict.fromkeys(runs, Outcome("not testable here", why))
     found: dict[str, Evaluation] = {}
     if greedy:
-        conditions = {key: one for name in greedy for key, one in work.conditions_of(runs[name]).items()}
+        conditions = {
+            key: one for name in greedy for key, one in work.conditions_of(runs[name]).items()
+        }
         found = dict.fromkeys(greedy, _evaluated(work, "answers", first, conditions))
     for name in set(runs) - set(greedy):
         options = {"samples": work.settings.samples, "temperature": 1.0}
@@ -362,16 +430,26 @@ def _evaluated(
         return share(*work.shard)
     many = None if work.fresh else _shards(work.folder, rf"{name}-\d+-of-(\d+)\.jsonl")
     parts = [share(number, many or 1) for number in range(1, (many or 1) + 1)]
-    groups = {prompt: group for part in parts for prompt, group in part.provenance.get("groups", {}).items()}
+    groups = {
+        prompt: group
+        for part in parts
+        for prompt, group in part.provenance.get("groups", {}).items()
+    }
     order = {prompt.id: place for place, prompt in enumerate(prompts)}
-    answers = sorted((a for part in parts for a in part.answers), key=lambda a: (order[a.prompt], a.sample))
+    answers = sorted(
+        (a for part in parts for a in part.answers), key=lambda a: (order[a.prompt], a.sample)
+    )
     about = {**parts[0].provenance, "groups": groups} if groups else parts[0].provenance
     return Evaluation(tuple(answers), about)
 
 
 def _shards(folder: Path, pattern: str) -> int | None:
     """Of how many shards a folder holds some."""
-    found = {int(read[1]) for path in folder.glob("*") if (read := re.fullmatch(pattern, path.name))}
+    found = {
+        int(read[1]) for path in folder.glob("*") if (read := re.fullmatch(pattern, path.name))
+    }
     if len(found) > 1:
-        raise OptionError(f"{folder} holds shards of {' and of '.join(map(str, sorted(found)))}; remove those of one")
+        raise OptionError(
+            f"{folder} holds shards of {' and of '.join(map(str, sorted(found)))}; remove those of one"
+        )
     return found.pop() if found else None

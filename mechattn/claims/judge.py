@@ -32,7 +32,9 @@ from mechattn.store.atomic_writes import check_writable, file_names, say, write_
 Models = Seq[str] | str | None
 
 
-def paper(models: Models = None, out: str | os.PathLike[str] = "out/paper", **options: Any) -> Verdicts | None:
+def paper(
+    models: Models = None, out: str | os.PathLike[str] = "out/paper", **options: Any
+) -> Verdicts | None:
     """Judge the claims of arXiv:2510.01032 for some models: :func:`judge` with the register that mechattn ships."""
     return judge(PAPER, models, out, **options)
 
@@ -75,7 +77,11 @@ def judge(
     where = executor_named(executor) if isinstance(executor, str) else executor
     checked = _checked(read, named(models), Path(out), settings, force)
     works = [replace(work, executor=where, shard=part, fresh=fresh) for work in checked]
-    _keep(Path(out), {"models": [work.name for work in works], **settings.decides(), "register": read.digest}, fresh)
+    _keep(
+        Path(out),
+        {"models": [work.name for work in works], **settings.decides(), "register": read.digest},
+        fresh,
+    )
     runs = _counts(works[0])
     plan = ["| run | what | of | random models | claims |", "|---|---|---|---|---|"]
     for name, row in runs.items():
@@ -109,25 +115,39 @@ def named(models: Models) -> tuple[str, ...]:
     return found or tuple(sorted(toy_names(), key=lambda name: name != "toy:llama"))
 
 
-def _checked(register: Register, models: Seq[str], out: Path, settings: ClaimSettings, force: bool) -> list[Work]:
+def _checked(
+    register: Register, models: Seq[str], out: Path, settings: ClaimSettings, force: bool
+) -> list[Work]:
     """Everything that can be refused without reading a weight; what remains to be done."""
     dtype_named(settings.dtype)
     check_device(settings.device)
     check_writable(out / "verdicts.json")
     check_page_place(out / "index.html", force)
     if unknown := [name for name in settings.without if name not in register.runs]:
-        raise OptionError(f"without={unknown[0]!r}: there is no such run; there is {', '.join(register.runs)}")
+        raise OptionError(
+            f"without={unknown[0]!r}: there is no such run; there is {', '.join(register.runs)}"
+        )
     source = {name: getattr(settings, name) for name in ("field", "system", "template", "seed")}
     source |= {"answer": settings.answer_field, "group": settings.group_field}
     if settings.system is None and settings.prompts not in (GENERATED, RECALL):
         source["system"] = register.about.system or None
-    problems = load_prompts(settings.prompts, limit=max(settings.limit, settings.problems), **source)
+    problems = load_prompts(
+        settings.prompts, limit=max(settings.limit, settings.problems), **source
+    )
     files, works = file_names(models), []
     for name in models:
         layers_and_heads(name)
         tokens = unloaded(name)
         conditions = conditions_for(register, name, architecture_named(name), tokens.tokenizer)
-        work = Work(name, out / files[name], register, settings, problems, conditions, executor_named("local"))
+        work = Work(
+            name,
+            out / files[name],
+            register,
+            settings,
+            problems,
+            conditions,
+            executor_named("local"),
+        )
         works.append(work)
         if any(run.prompts == "problems" for run in work.runs.values()):
             _check_length(tokens, work)
@@ -152,9 +172,13 @@ def _keep(out: Path, decides: dict[str, Any], fresh: bool) -> None:
     """Write down what a folder is for, and refuse one that is for something else."""
     place, now = out / "settings.json", json.loads(json.dumps(decides))
     try:
-        before = now if fresh or not place.exists() else json.loads(place.read_text(encoding="utf-8"))
+        before = (
+            now if fresh or not place.exists() else json.loads(place.read_text(encoding="utf-8"))
+        )
     except (OSError, ValueError) as error:
-        raise OutputError(f"{place} cannot be read ({error}); give another folder, or fresh=True (--fresh)") from None
+        raise OutputError(
+            f"{place} cannot be read ({error}); give another folder, or fresh=True (--fresh)"
+        ) from None
     if differs := ", ".join(name for name in now if before.get(name) != now[name]):
         raise OutputError(
             f"{out} holds a run with other arguments ({differs} differs): give another folder, or start again there "
@@ -183,10 +207,26 @@ def _of_model(work: Work) -> tuple[OfModel, dict[str, Result]]:
     verdicts = tuple(judged(claim, evidence) for claim in register.claims)
     gc.collect()
     model = dict(first.provenance["model"]) if first else {}
-    keep = ("architecture", "parameters", "layers", "heads", "dtype", "weights", "weights_hash", "verified")
-    about = {key: model.get(key) for key in keep} | {"files": work.folder.name, "threads": torch.get_num_threads()}
+    keep = (
+        "architecture",
+        "parameters",
+        "layers",
+        "heads",
+        "dtype",
+        "weights",
+        "weights_hash",
+        "verified",
+    )
+    about = {key: model.get(key) for key in keep} | {
+        "files": work.folder.name,
+        "threads": torch.get_num_threads(),
+    }
     deviations = [f"{provenance.name_of(work.settings.prompts)}, in place of the sources' data."]
     deviations += work.conditions.deviations
     if evidence.drawn and not evidence.draws:
-        deviations.append("Its weights cannot be redrawn, so claims that need that null cannot be told.")
-    return OfModel(name, caption, verdicts, tuple(deviations), about, name in register.about.known), results
+        deviations.append(
+            "Its weights cannot be redrawn, so claims that need that null cannot be told."
+        )
+    return OfModel(
+        name, caption, verdicts, tuple(deviations), about, name in register.about.known
+    ), results

@@ -18,7 +18,9 @@ from mechattn.stats.units import halves_of
 
 Kind = Literal["log-ratio", "share", "points", "number"]
 Range = tuple[float, float] | Callable[..., tuple[float, float]]
-Layers = Literal["all", "first", "next", "later", "early", "rest"]  # 0; 1 and 2; from 1 on; a sixth, 0 to 3 of 24
+Layers = Literal[
+    "all", "first", "next", "later", "early", "rest"
+]  # 0; 1 and 2; from 1 on; a sixth, 0 to 3 of 24
 Layer = Annotated[int, Field(ge=0, le=1000)]
 Of = TypeVar("Of", bound=Callable[..., Any])
 UNIT: dict[Kind, str] = {"log-ratio": " %", "share": " %", "points": " points", "number": ""}
@@ -36,21 +38,29 @@ class NotApplicable(OptionError):
 class Measure:
     """A named number, pure of everything but the result it is read from."""
 
-    of: Callable[..., Any]  # of(result, *conditions, **options): one float64 a prompt; of an evaluation, an estimate
+    of: Callable[
+        ..., Any
+    ]  # of(result, *conditions, **options): one float64 a prompt; of an evaluation, an estimate
     needs: tuple[str, ...]  # the analyses that the result must have; "answers" for an evaluation
     kind: Kind  # "log-ratio" is shown as a change in percent, "share" in percent
     says: str  # what it is, in a sentence
-    range: Range | None = None  # what it can take; of the same arguments where the model decides; None for a log-ratio
+    range: Range | None = (
+        None  # what it can take; of the same arguments where the model decides; None for a log-ratio
+    )
 
 
-MEASURES: dict[str, Measure] = {}  # every name that a register may use; the modules measures_* fill it
+MEASURES: dict[
+    str, Measure
+] = {}  # every name that a register may use; the modules measures_* fill it
 
 
 def measure(needs: str, kind: Kind, range: Range | None = None) -> Callable[[Of], Of]:
     """Enter a function in the table, with the first line of its docstring."""
 
     def entered(of: Of) -> Of:
-        MEASURES[of.__name__] = Measure(of, tuple(needs.split()), kind, (of.__doc__ or "").partition("\n")[0], range)
+        MEASURES[of.__name__] = Measure(
+            of, tuple(needs.split()), kind, (of.__doc__ or "").partition("\n")[0], range
+        )
         return of
 
     return entered
@@ -59,7 +69,9 @@ def measure(needs: str, kind: Kind, range: Range | None = None) -> Callable[[Of]
 def measure_named(name: str) -> Measure:
     """One of the table (OptionError where there is none)."""
     if name not in MEASURES:
-        raise OptionError(f"measure = {name!r}: there is no such measure; choose one of {', '.join(sorted(MEASURES))}")
+        raise OptionError(
+            f"measure = {name!r}: there is no such measure; choose one of {', '.join(sorted(MEASURES))}"
+        )
     return MEASURES[name]
 
 
@@ -68,7 +80,9 @@ def figure(value: float, kind: Kind, digits: int | None = None) -> str:
     if not isfinite(value):
         return "?"
     digits = (2 if kind == "number" else 1) if digits is None else digits
-    scaled = 100 * expm1(value) if kind == "log-ratio" else value if kind == "number" else 100 * value
+    scaled = (
+        100 * expm1(value) if kind == "log-ratio" else value if kind == "number" else 100 * value
+    )
     shown = round(scaled, digits) + 0.0  # no "−0.0"
     return f"{shown:{'+' if kind in ('log-ratio', 'points') else ''}.{digits}f}".replace("-", "−")
 
@@ -94,7 +108,9 @@ def by_head(result: Result, dataset: str, quantity: str, condition: str) -> np.n
 
 def blind(result: Result, dataset: str, quantity: str) -> str:
     """The name of a quantity's null: with the model's own biases where it has them (ALiBi), else uniform."""
-    return next(name for name in (f"{quantity}_blind", f"{quantity}_uniform") if name in result[dataset])
+    return next(
+        name for name in (f"{quantity}_blind", f"{quantity}_uniform") if name in result[dataset]
+    )
 
 
 def null(result: Result, dataset: str, quantity: str, condition: str) -> np.ndarray:
@@ -107,7 +123,9 @@ def null(result: Result, dataset: str, quantity: str, condition: str) -> np.ndar
 
 def places(result: Result, condition: str, segment: str) -> np.ndarray:
     """Which positions hold a segment [prompt, pos]."""
-    return np.asarray(taken(result, "sequences", "segment_index", condition).values == SEGMENTS.index(segment))
+    return np.asarray(
+        taken(result, "sequences", "segment_index", condition).values == SEGMENTS.index(segment)
+    )
 
 
 def in_layers(values: np.ndarray, layers: Layers) -> np.ndarray:
@@ -116,7 +134,14 @@ def in_layers(values: np.ndarray, layers: Layers) -> np.ndarray:
     if n < 2 and layers not in ("all", "first"):
         raise NotApplicable("the model has one layer")
     early = ceil(n / 6)
-    ends = {"all": (0, n), "first": (0, 1), "next": (1, 3), "later": (1, n), "early": (0, early), "rest": (early, n)}
+    ends = {
+        "all": (0, n),
+        "first": (0, 1),
+        "next": (1, 3),
+        "later": (1, n),
+        "early": (0, early),
+        "rest": (early, n),
+    }
     return values[:, slice(*ends[layers])]
 
 
@@ -133,10 +158,14 @@ def fall(result: Result, condition: str, to: str = BASELINE) -> np.ndarray:
 
 
 @measure(_RECEIVED, "log-ratio")
-def fall_beyond_uniform(result: Result, condition: str, to: str = BASELINE, layers: Layers = "first") -> np.ndarray:
+def fall_beyond_uniform(
+    result: Result, condition: str, to: str = BASELINE, layers: Layers = "first"
+) -> np.ndarray:
     """The fall less that of a head that is blind to content, mean over layers."""
     ours = log_ratio(*(_received(result, name) for name in (condition, to)))
-    theirs = log_ratio(*(null(result, _RECEIVED, "received_by_segment", name) for name in (condition, to)))
+    theirs = log_ratio(
+        *(null(result, _RECEIVED, "received_by_segment", name) for name in (condition, to))
+    )
     return np.asarray(in_layers(ours - theirs, layers).mean(1))
 
 
@@ -155,7 +184,11 @@ def peaks(result: Result, condition: str, to: str = BASELINE) -> np.ndarray:
     found = []
     for prompt, length in enumerate(lengths):
         keys = np.flatnonzero(question[prompt, : max(0, length - _QUERIES)])
-        one, other, null_of = ours[prompt][:, keys], theirs[prompt][:, keys], expected[prompt][:, keys]
+        one, other, null_of = (
+            ours[prompt][:, keys],
+            theirs[prompt][:, keys],
+            expected[prompt][:, keys],
+        )
         there = np.isfinite(null_of).all(0) & (one > 0).all(0) & (other > 0).all(0)
         found.append(_at_peaks(np.log(one[:, there]), np.log(other[:, there]), null_of[:, there]))
     return np.array(found)
@@ -193,7 +226,9 @@ def filler_beside_question(result: Result, condition: str) -> np.ndarray:
     for quantity in ("received_by_segment", blind(result, _RECEIVED, "received_by_segment")):
         values = taken(result, _RECEIVED, quantity, condition).isel(layer=0).astype(np.float64)
         values = values.mean("head") if "head" in values.dims else values
-        logs.append(log_ratio(*(values.sel(segment=name).values for name in ("inserted", "question"))))
+        logs.append(
+            log_ratio(*(values.sel(segment=name).values for name in ("inserted", "question")))
+        )
     return logs[0] - logs[1]
 
 
@@ -223,7 +258,9 @@ def band(result: Result, condition: str, to: str = BASELINE) -> np.ndarray:
     for name in (condition, to):
         values = _by_origin(result, name, "")
         first = places(result, BASELINE, "question").argmax(1)
-        aligned = np.stack([v[:, at : at + shortest - 1] for v, at in zip(values, first, strict=True)])
+        aligned = np.stack(
+            [v[:, at : at + shortest - 1] for v, at in zip(values, first, strict=True)]
+        )
         found.append(abs(aligned - aligned.mean(0)).mean((1, 2)))
     return log_ratio(*found)
 
@@ -231,17 +268,25 @@ def band(result: Result, condition: str, to: str = BASELINE) -> np.ndarray:
 @measure(_AFFINE, "share", POSITIVE)
 def affine_missed(result: Result, condition: str, layers: Layers = "first") -> np.ndarray:
     """‖out' − λ · out − Σσ‖ / ‖out'‖ of the question's queries, mean over heads and layers."""
-    return np.asarray(in_layers(by_head(result, _AFFINE, "relative_error", condition), layers).mean((1, 2)))
+    return np.asarray(
+        in_layers(by_head(result, _AFFINE, "relative_error", condition), layers).mean((1, 2))
+    )
 
 
 @measure(_AFFINE, "share", POSITIVE)
 def affine_identity(result: Result, condition: str) -> np.ndarray:
     """What the affine form misses in layer 0 where only the inserted keys differ: 0 but for rounding."""
     seen = taken(result, _AFFINE, "scale_at_uniform_per_prompt", condition).isel(layer=0).values
-    inserted, question = (places(result, condition, name)[:, : seen.shape[1]] for name in ("inserted", "question"))
+    inserted, question = (
+        places(result, condition, name)[:, : seen.shape[1]] for name in ("inserted", "question")
+    )
     expected = 1 - inserted.cumsum(1) / np.arange(1, seen.shape[1] + 1)
-    if not np.allclose(seen[question], expected[question], atol=1e-4):  # more than the inserted keys differs
-        raise NotApplicable("queries of layer 0 do not see all keys before them (a window, or learned sinks)")
+    if not np.allclose(
+        seen[question], expected[question], atol=1e-4
+    ):  # more than the inserted keys differs
+        raise NotApplicable(
+            "queries of layer 0 do not see all keys before them (a window, or learned sinks)"
+        )
     return affine_missed(result, condition)
 
 
@@ -251,7 +296,10 @@ def affine_explained(result: Result, condition: str, layers: Layers = "first") -
 
     All parts add up to 1, and the others are re-routing and new values: 1 − |their share|, mean over heads and layers.
     """
-    parts = [by_head(result, _AFFINE, f"change_by_{part}", condition) for part in ("rerouting", "new_values")]
+    parts = [
+        by_head(result, _AFFINE, f"change_by_{part}", condition)
+        for part in ("rerouting", "new_values")
+    ]
     return np.asarray(1 - in_layers(np.abs(parts[0] + parts[1]), layers).mean((1, 2)))
 
 
@@ -262,7 +310,8 @@ def best_affine_missed(result: Result, condition: str) -> np.ndarray:
     One a for each head, fitted on one half of the prompts and measured on the other, whose b is their own.
     """
     xx, xy, yy = (
-        in_layers(by_head(result, _AFFINE, f"fit_{name}", condition), "later") for name in ("before", "both", "after")
+        in_layers(by_head(result, _AFFINE, f"fit_{name}", condition), "later")
+        for name in ("before", "both", "after")
     )
     fitting, rest = halves_of(len(xx))
     a = xy[fitting].sum(0) / xx[fitting].sum(0)
@@ -299,6 +348,8 @@ def _received(result: Result, condition: str) -> np.ndarray:
 
 def _by_origin(result: Result, condition: str, of: str, layer: int = 0) -> np.ndarray:
     """What each original key receives [prompt, head or 1, key]."""
-    found = taken(result, _RECEIVED, f"received{of}_by_origin_per_prompt", condition).isel(layer=layer)
+    found = taken(result, _RECEIVED, f"received{of}_by_origin_per_prompt", condition).isel(
+        layer=layer
+    )
     found = found if "head" in found.dims else found.expand_dims("head")
     return found.transpose("prompt", "head", "original_key").values.astype(np.float64)

@@ -21,7 +21,13 @@ from mechattn.stats.intervals import wilson_interval
 from mechattn.stats.units import halves_of
 
 Mass = Literal[
-    "self_mass", "first_mass", "previous_mass", "duplicate_mass", "induction_mass", "self_share", "first_share"
+    "self_mass",
+    "first_mass",
+    "previous_mass",
+    "duplicate_mass",
+    "induction_mass",
+    "self_share",
+    "first_share",
 ]
 Written = Literal["head_updates", "top_target_updates"]
 _FOCUS, _SINKS, _UPDATES = "attention_focus", "attention_sinks", "head_updates"
@@ -39,7 +45,9 @@ Tries = Annotated[int, Field(ge=1, le=1000)]
 @m.measure(_FOCUS, "share", m.SHARE)
 def focus(result: Result, quantity: Mass, layers: m.Layers = "all") -> np.ndarray:
     """What heads give a target, or the share of queries whose strongest target it is; mean over layers."""
-    return np.asarray(m.in_layers(m.by_head(result, _FOCUS, quantity, BASELINE), layers).mean((1, 2)))
+    return np.asarray(
+        m.in_layers(m.by_head(result, _FOCUS, quantity, BASELINE), layers).mean((1, 2))
+    )
 
 
 @m.measure(_BOTH, "number", m.APART)
@@ -49,7 +57,9 @@ def first_and_update(result: Result) -> np.ndarray:
     A head looks at the first token if a tenth of its attention goes there; random weights have none that do, and all
     of their later heads count.
     """
-    mass, size = (_tokens(result, *of) for of in ((_FOCUS, "first_mass_at"), (_UPDATES, "magnitude_at")))
+    mass, size = (
+        _tokens(result, *of) for of in ((_FOCUS, "first_mass_at"), (_UPDATES, "magnitude_at"))
+    )
     looks = _looking(result)
     question = m.places(result, BASELINE, "question")
     rows = [
@@ -62,7 +72,9 @@ def first_and_update(result: Result) -> np.ndarray:
 @m.measure(_BOTH, "log-ratio")
 def update_at_first(result: Result) -> np.ndarray:
     """Log-ratio of a head's ‖Δ‖ / ‖h‖ at tokens whose strongest target is the first one to that at its other tokens."""
-    target, size = (_tokens(result, *of) for of in ((_FOCUS, "target_at"), (_UPDATES, "magnitude_at")))
+    target, size = (
+        _tokens(result, *of) for of in ((_FOCUS, "target_at"), (_UPDATES, "magnitude_at"))
+    )
     looks = _looking(result)
     found = []
     for prompt, asks in enumerate(m.places(result, BASELINE, "question")):
@@ -70,8 +82,12 @@ def update_at_first(result: Result) -> np.ndarray:
         there, elsewhere = at_first.sum(1), (~at_first).sum(1)
         both = (there >= _TOKENS) & (elsewhere >= _TOKENS)
         if not both.any():
-            raise m.NotApplicable(f"in prompt {prompt} no later head looks at the first token with some of its tokens")
-        means = ((updates * some).sum(1)[both] / some.sum(1)[both] for some in (at_first, ~at_first))
+            raise m.NotApplicable(
+                f"in prompt {prompt} no later head looks at the first token with some of its tokens"
+            )
+        means = (
+            (updates * some).sum(1)[both] / some.sum(1)[both] for some in (at_first, ~at_first)
+        )
         found.append(m.log_ratio(*means).mean())
     return np.array(found)
 
@@ -100,7 +116,9 @@ def sink_rate(result: Result, from_layer: m.Layer = 0) -> np.ndarray:
 def first_beyond_uniform(result: Result, from_layer: m.Layer = 0) -> np.ndarray:
     """Log-ratio of what heads from a layer on give the first token, on average, to what blind heads do."""
     ours = _from(m.by_head(result, _SINKS, "first_alpha", BASELINE).mean(-1), from_layer).mean(1)
-    return m.log_ratio(ours, _from(m.null(result, _SINKS, "first_alpha", BASELINE), from_layer).mean(1))
+    return m.log_ratio(
+        ours, _from(m.null(result, _SINKS, "first_alpha", BASELINE), from_layer).mean(1)
+    )
 
 
 @m.measure(_FOCUS, "log-ratio")
@@ -121,14 +139,19 @@ def sink_rank(result: Result) -> np.ndarray:
     """Log-ratio of the effective rank of the outputs of heads with a sink to that of the others."""
     rank, sinks = m.by_head(result, _SINKS, "output_rank", BASELINE), _sinks(result)
     if sinks.all():
-        raise m.NotApplicable("every head has a sink at the first token, so there are none to compare with")
+        raise m.NotApplicable(
+            "every head has a sink at the first token, so there are none to compare with"
+        )
     return m.log_ratio(rank[:, sinks].mean(1), rank[:, ~sinks].mean(1))
 
 
 @m.measure(_FOCUS, "share", m.APART)
 def strongest(result: Result, quantity: Mass, layers: m.Layers = "all") -> np.ndarray:
     """A quantity of one head beyond a blind head's: chosen on one half of the prompts, measured on the other."""
-    values = m.by_head(result, _FOCUS, quantity, BASELINE) - m.null(result, _FOCUS, quantity, BASELINE)[..., None]
+    values = (
+        m.by_head(result, _FOCUS, quantity, BASELINE)
+        - m.null(result, _FOCUS, quantity, BASELINE)[..., None]
+    )
     values = m.in_layers(values, layers)
     layer, head = _chosen(values)
     return np.asarray(values[halves_of(len(values))[1], layer, head])
@@ -144,16 +167,25 @@ def copies(result: Result) -> np.ndarray:
 
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Spearman's ρ over the last axis; 0 where all are alike."""
-    centred = [ranks - ranks.mean(-1, keepdims=True) for ranks in (rankdata(x, axis=-1) for x in (one, other))]
+    centred = [
+        ranks - ranks.mean(-1, keepdims=True)
+        for ranks in (rankdata(x, axis=-1) for x in (one, other))
+    ]
     norms = np.sqrt((centred[0] ** 2).sum(-1) * (centred[1] ** 2).sum(-1))
-    return np.divide((centred[0] * centred[1]).sum(-1), norms, out=np.zeros_like(norms), where=norms > 0)
+    return np.divide(
+        (centred[0] * centred[1]).sum(-1), norms, out=np.zeros_like(norms), where=norms > 0
+    )
 
 
 def _chosen(values: np.ndarray) -> tuple[int, int]:
     """The head with the largest mean over one half of the prompts."""
     if len(values) < 2:
-        raise m.NotApplicable("one prompt is too few to choose a head on others than it is measured on")
-    layer, head = np.unravel_index(values[halves_of(len(values))[0]].mean(0).argmax(), values.shape[1:])
+        raise m.NotApplicable(
+            "one prompt is too few to choose a head on others than it is measured on"
+        )
+    layer, head = np.unravel_index(
+        values[halves_of(len(values))[0]].mean(0).argmax(), values.shape[1:]
+    )
     return int(layer), int(head)
 
 
@@ -183,7 +215,9 @@ def _tokens(result: Result, dataset: str, quantity: str) -> np.ndarray:
 
 def _from(values: np.ndarray, layer: int) -> np.ndarray:
     if layer >= values.shape[1]:
-        raise m.NotApplicable(f"the model has {values.shape[1]} layers, and this is about those from {layer} on")
+        raise m.NotApplicable(
+            f"the model has {values.shape[1]} layers, and this is about those from {layer} on"
+        )
     return values[:, layer:]
 
 
@@ -211,10 +245,14 @@ def large(result: Result, condition: str) -> np.ndarray:
 @m.measure(_OF, "log-ratio")
 def classes_near_zero(result: Result, condition: str = BASELINE) -> np.ndarray:
     """Log-ratio of the share near zero at digits, operators and conjunctions (mean of those there) to the rest."""
-    classes = [_first(result, "near_zero_by_token_class", condition, token_class=name) for name in _CLASSES]
+    classes = [
+        _first(result, "near_zero_by_token_class", condition, token_class=name) for name in _CLASSES
+    ]
     there = np.isfinite(classes)
     mean = np.where(there, classes, 0.0).sum(0) / np.maximum(there.sum(0), 1)
-    return _positive(mean, _first(result, "near_zero_by_token_class", condition, token_class=_OTHER), "near_zero")
+    return _positive(
+        mean, _first(result, "near_zero_by_token_class", condition, token_class=_OTHER), "near_zero"
+    )
 
 
 def distribution_range(result: Result, one: str, other: str) -> tuple[float, float]:
@@ -222,7 +260,9 @@ def distribution_range(result: Result, one: str, other: str) -> tuple[float, flo
     change = _change(result, one)
     outward = np.where(result[_OF].bin.values[1:] > 0, change < 0, change > 0) * change
     size = np.linalg.norm(change, axis=1)
-    low, high = (_over(np.linalg.norm(part, axis=1), size).mean() for part in (change - outward, outward))
+    low, high = (
+        _over(np.linalg.norm(part, axis=1), size).mean() for part in (change - outward, outward)
+    )
     return -float(low), float(high)
 
 
@@ -230,7 +270,9 @@ def distribution_range(result: Result, one: str, other: str) -> tuple[float, flo
 def distribution_agreement(result: Result, one: str, other: str) -> np.ndarray:
     """Cosine of two conditions' changes of the cumulative distribution of activations; 0 where one changes nothing."""
     ours, theirs = _change(result, one), _change(result, other)
-    return _over((ours * theirs).sum(1), np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1))
+    return _over(
+        (ours * theirs).sum(1), np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+    )
 
 
 def attainable_agreement(result: Result, one: str, other: str) -> np.ndarray:
@@ -270,7 +312,9 @@ def _positive(ours: np.ndarray, theirs: np.ndarray, of: str) -> np.ndarray:
 
 def _change(result: Result, condition: str) -> np.ndarray:
     """Of the share of activations below each edge, from the baseline [prompt, edge]."""
-    ours, theirs = (_first(result, "histogram", name).cumsum(1)[:, :-1] for name in (condition, BASELINE))
+    ours, theirs = (
+        _first(result, "histogram", name).cumsum(1)[:, :-1] for name in (condition, BASELINE)
+    )
     return ours - theirs
 
 
@@ -282,7 +326,9 @@ def _over(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
     return np.divide(top, bottom, out=np.zeros_like(top), where=bottom > 0)
 
 
-def accuracy_range(evaluation: Evaluation, condition: str, to: str = BASELINE, k: int = 1) -> tuple[float, float]:
+def accuracy_range(
+    evaluation: Evaluation, condition: str, to: str = BASELINE, k: int = 1
+) -> tuple[float, float]:
     """A model at 99 % cannot gain more than a point."""
     _check(evaluation, to)
     n = evaluation.samples
@@ -295,24 +341,32 @@ def accuracy_apart(evaluation: Evaluation, condition: str, to: str = BASELINE) -
     """Share of problems solved less that under another condition (Newcombe's interval, McNemar's test)."""
     _check(evaluation, condition, to)
     made = evaluation.compare(condition, to)
-    value, low, high, detectable, p = (float(made[name]) for name in ("difference", "low", "high", "detectable", "p"))
+    value, low, high, detectable, p = (
+        float(made[name]) for name in ("difference", "low", "high", "detectable", "p")
+    )
     n, exact = int(made["n"]), p if units_of(evaluation, "auto").of is None else None
     levels = (float(evaluation.right(to).mean()), float(evaluation.right(condition).mean()))
     return Estimate(value, low, high, n, detectable, exact, levels, detectable_difference(n, 0.0))
 
 
 @m.measure("answers", "points", accuracy_range)
-def pass_apart(evaluation: Evaluation, condition: str, to: str = BASELINE, k: Tries = 3) -> Estimate:
+def pass_apart(
+    evaluation: Evaluation, condition: str, to: str = BASELINE, k: Tries = 3
+) -> Estimate:
     """pass@k less that under another condition."""
     _check(evaluation, condition, to)
     if evaluation.samples < k:
         raise m.NotApplicable(
             f"{evaluation.samples} answers to each problem were drawn, and pass@{k} takes {k} or more"
         )
-    each = [pass_at_k(evaluation.right(name).sum(1), evaluation.samples, k) for name in (condition, to)]
+    each = [
+        pass_at_k(evaluation.right(name).sum(1), evaluation.samples, k) for name in (condition, to)
+    ]
     values = units_of(evaluation, "auto").means(each[0] - each[1])
     alike = float(wilson_interval(0, len(values))[1])
-    made = estimated(values, least=alike if np.ptp(values) == 0 else 0.0)  # no spread is no certainty
+    made = estimated(
+        values, least=alike if np.ptp(values) == 0 else 0.0
+    )  # no spread is no certainty
     return replace(made, levels=(float(each[1].mean()), float(each[0].mean())), floor=alike)
 
 

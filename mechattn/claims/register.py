@@ -12,7 +12,14 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import AfterValidator, Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from mechattn.claims import measures_heads, rules  # noqa: F401, the first fills the table of measures
 from mechattn.claims.measures import MEASURES, Kind, Measure, measure_named
@@ -29,7 +36,9 @@ LONGEST_QUOTE = 25  # words
 
 def _named(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        raise ValueError(f"{name!r}: files are named after it, so use letters, digits, “-” and “_” alone")
+        raise ValueError(
+            f"{name!r}: files are named after it, so use letters, digits, “-” and “_” alone"
+        )
     return name
 
 
@@ -74,7 +83,9 @@ class RunSection(Section):
     layers: list[Annotated[int, Field(ge=0, le=1000)]] | None = None
     draws: Annotated[int, Field(ge=0, le=1000)] = 0  # models with random weights
     positions: Literal["prompts", "moments"] = "moments"
-    prompts: Literal["problems", "word-problems", "recall", "repeated-random"] = "problems"  # of the call, or generated
+    prompts: Literal["problems", "word-problems", "recall", "repeated-random"] = (
+        "problems"  # of the call, or generated
+    )
 
 
 class Less(Section):
@@ -117,7 +128,11 @@ class Measuring(Section):
     def attainable(self, evidence: Any) -> tuple[float, float]:
         """The smallest and the largest value that a model can show."""
         given = self.of.range
-        low, high = given(evidence, *self.conditions, **self.options) if callable(given) else given or (-inf, inf)
+        low, high = (
+            given(evidence, *self.conditions, **self.options)
+            if callable(given)
+            else given or (-inf, inf)
+        )
         if self.other is None:
             return low, high
         least, most = self.other.attainable(evidence)
@@ -144,11 +159,15 @@ class Part(Measuring):
         sets = (gains for name, gains in self.gains.items() if _letters(name) in _letters(prompts))
         gains = {_letters(name): gain for name, gain in next(sets, {}).items()}
         opposite = gains.get(_letters(model.rpartition("/")[2]), self.opposite)
-        return rules.Rule(self.side, self.line, self.margin, self.line if opposite is None else opposite)
+        return rules.Rule(
+            self.side, self.line, self.margin, self.line if opposite is None else opposite
+        )
 
     def attainable(self, evidence: Any) -> tuple[float, float]:
         """The smallest and the largest value that a model can show."""
-        return super().attainable(evidence) if self.range is None else (self.range[0], self.range[1])
+        return (
+            super().attainable(evidence) if self.range is None else (self.range[0], self.range[1])
+        )
 
 
 def _letters(name: str) -> str:
@@ -187,12 +206,16 @@ class Claim(Section):
     def _sourced(self) -> Claim:
         words, theirs = len(self.quote.split()), self.origin != "inferred"
         if not theirs and not self.says:
-            raise ValueError(f"{self.key}: an inferred claim is ours; say it in our words with says")
+            raise ValueError(
+                f"{self.key}: an inferred claim is ours; say it in our words with says"
+            )
         if theirs and not (self.quote and self.source and self.where):
             told = 'a claim of others needs a quote, its source and where; or origin = "inferred"'
             raise ValueError(f"{self.key}: {told}")
         if words > LONGEST_QUOTE:
-            raise ValueError(f"{self.key}: the quote has {words} words; quote at most {LONGEST_QUOTE}")
+            raise ValueError(
+                f"{self.key}: the quote has {words} words; quote at most {LONGEST_QUOTE}"
+            )
         return self
 
 
@@ -202,7 +225,9 @@ class Register(Section):
     about: Named = Field(alias="register")
     arms: list[Arm] = Field([])
     conditions: dict[str, Condition] = Field({})
-    runs: Annotated[dict[FileName, RunSection], Field(min_length=1)]  # in the order of their priority
+    runs: Annotated[
+        dict[FileName, RunSection], Field(min_length=1)
+    ]  # in the order of their priority
     claims: Annotated[list[Claim], Field(min_length=1)]
     _path: Path = PrivateAttr(Path())
 
@@ -214,7 +239,10 @@ class Register(Section):
     @cached_property
     def code(self) -> str:
         """The SHA-256 of the source that decides: rules, how they are applied, and every module with a measure."""
-        modules = {sys.modules[one.__module__] for one in (Measure, *(measure.of for measure in MEASURES.values()))}
+        modules = {
+            sys.modules[one.__module__]
+            for one in (Measure, *(measure.of for measure in MEASURES.values()))
+        }
         texts = sorted(inspect.getsource(module) for module in (*modules, rules))
         return hashlib.sha256("".join(texts).encode()).hexdigest()
 
@@ -224,7 +252,9 @@ def read_register(place: str | Path) -> Register:
     shipped = {path.stem: path for path in SHIPPED.glob("*.toml")}
     path = shipped.get(str(place), Path(place))
     if path.suffix != ".toml":
-        raise OptionError(f"{place} is no register: give a TOML file, or one of {', '.join(sorted(shipped))}")
+        raise OptionError(
+            f"{place} is no register: give a TOML file, or one of {', '.join(sorted(shipped))}"
+        )
     try:
         register = Register.model_validate(toml_values(path, "register"))
         _check(register)
@@ -240,7 +270,9 @@ def read_register(place: str | Path) -> Register:
 
 def _check(register: Register) -> None:
     if several := sorted(set(register.conditions) - set(made_conditions(register.conditions))):
-        raise OptionError(f"conditions.{several[0]}: give one value for each option; a register has no sweeps")
+        raise OptionError(
+            f"conditions.{several[0]}: give one value for each option; a register has no sweeps"
+        )
     for i, arm in enumerate(register.arms):
         try:
             ARM(form=arm.form, c=arm.c, p1=arm.p1)  # type: ignore[arg-type]
@@ -250,17 +282,27 @@ def _check(register: Register) -> None:
         if run.answers == bool(run.analyses):
             raise OptionError(f"runs.{name}: give analyses, or answers = true")
         if run.answers and (run.draws or run.layers):
-            raise OptionError(f"runs.{name}: random weights answer nothing, and answers have no layers: omit both")
+            raise OptionError(
+                f"runs.{name}: random weights answer nothing, and answers have no layers: omit both"
+            )
         made_analyses(run.analyses)
         _check_known(f"runs.{name}.conditions", run.conditions, register.conditions)
-    if twice := [key for key, count in Counter(claim.key for claim in register.claims).items() if count > 1]:
+    if twice := [
+        key for key, count in Counter(claim.key for claim in register.claims).items() if count > 1
+    ]:
         raise OptionError(f"claims: the key {twice[0]!r} is given twice; give each claim its own")
     for claim in register.claims:
         where = f"claims.{claim.key}"
-        _check_known(f"{where}.source", [claim.source] if claim.source else [], register.about.sources)
+        _check_known(
+            f"{where}.source", [claim.source] if claim.source else [], register.about.sources
+        )
         _check_known(f"{where}.needs", [claim.needs], register.runs)
-        drawn = [name for name, figure in FIGURES.items() if figure.report]  # which choose what they show
-        _check_known(f"{where}.figure", [claim.figure.partition(":")[0]] if claim.figure else [], drawn)
+        drawn = [
+            name for name, figure in FIGURES.items() if figure.report
+        ]  # which choose what they show
+        _check_known(
+            f"{where}.figure", [claim.figure.partition(":")[0]] if claim.figure else [], drawn
+        )
         for one in (*claim.parts, *filter(None, [claim.control])):
             for measuring in filter(None, (one, one.other)):
                 _check_measure(where, measuring, register.runs[claim.needs])
@@ -283,27 +325,39 @@ def _check_measure(where: str, measuring: Measuring, run: RunSection) -> None:
         said = f"{name} cannot be called like this: {error}; it takes {takes or 'nothing'}"
         raise OptionError(f"{where}: {said}") from None
     except ValidationError as error:
-        raise OptionError(f"{where}: {name}, {option} = {value!r}: {error.errors()[0]['msg']}") from None
-    have = {"answers"} if run.answers else {ANALYSES[section.kind]().name for section in run.analyses}
+        raise OptionError(
+            f"{where}: {name}, {option} = {value!r}: {error.errors()[0]['msg']}"
+        ) from None
+    have = (
+        {"answers"} if run.answers else {ANALYSES[section.kind]().name for section in run.analyses}
+    )
     if missing := [need for need in measuring.of.needs if need not in have]:
-        raise OptionError(f"{where}: {name} takes {missing[0]}, which its run has not got ({', '.join(have)})")
+        raise OptionError(
+            f"{where}: {name} takes {missing[0]}, which its run has not got ({', '.join(have)})"
+        )
     _check_known(f"{where}.conditions", measuring.conditions, ["baseline", *run.conditions])
 
 
 def _check_rule(where: str, part: Part) -> None:
     ranges = [part.range] if part.range else [one.of.range for one in (part, part.other) if one]
     if None in ranges and part.kind != "log-ratio":
-        raise OptionError(f"{where} has no range: give the smallest and the largest value that it can take")
+        raise OptionError(
+            f"{where} has no range: give the smallest and the largest value that it can take"
+        )
     if any(map(callable, ranges)):
         return
     low, high = (part.range[0], part.range[1]) if part.range else part.attainable(None)
     gains = [gain for of_set in part.gains.values() for gain in of_set.values()]
     for line in (part.line, part.rule_of().opposite, *gains):
         if not isfinite(line) or not low < line < high:
-            raise OptionError(f"{where}: the line {line} has to be a number within the range, {low} to {high}")
+            raise OptionError(
+                f"{where}: the line {line} has to be a number within the range, {low} to {high}"
+            )
 
 
 def _check_known(where: str, names: list[str], known: Any) -> None:
     for name in names:
         if name not in known:
-            raise OptionError(f"{where}: there is no {name!r}{near(name, known)}; there is {', '.join(known)}")
+            raise OptionError(
+                f"{where}: there is no {name!r}{near(name, known)}; there is {', '.join(known)}"
+            )

@@ -56,9 +56,13 @@ class Estimate:
     low: float
     high: float
     n: int
-    detectable: float  # how far from a line the truth has to be for its side to be told with 80 % power
+    detectable: (
+        float  # how far from a line the truth has to be for its side to be told with 80 % power
+    )
     exact: float | None = None  # two-sided p of an exact paired test of no difference
-    levels: tuple[float, float] | None = None  # the accuracies whose difference it is: the other one, and its own
+    levels: tuple[float, float] | None = (
+        None  # the accuracies whose difference it is: the other one, and its own
+    )
     floor: float = 0.0  # the least distance from a line that this n could tell, whatever the data
     skewness: float = 0.0  # of the units
 
@@ -76,8 +80,13 @@ class Estimate:
             return float(far <= 0)
         if self.exact is not None:  # of accuracies: by the normal distribution
             return float(special.ndtr(-far / width * special.ndtri(1 - ONE_SIDED)))
-        t, a = far / width * special.stdtrit(self.n - 1, 1 - ONE_SIDED), sign * self.skewness / self.n**0.5
-        return float(special.stdtr(self.n - 1, -min(t, t + a * (2 * t**2 + 1) / 6 + a**2 * t**3 / 27)))
+        t, a = (
+            far / width * special.stdtrit(self.n - 1, 1 - ONE_SIDED),
+            sign * self.skewness / self.n**0.5,
+        )
+        return float(
+            special.stdtr(self.n - 1, -min(t, t + a * (2 * t**2 + 1) / 6 + a**2 * t**3 / 27))
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,11 @@ class Chance:
         """One-sided p: further than random weights by a margin, and than one more draw would be."""
         far = sign * self.apart.value
         scale = self._scale
-        draw = float(special.stdtr(len(self.draws) - 1, -far / scale)) if scale > 0 else float(far <= 0)
+        draw = (
+            float(special.stdtr(len(self.draws) - 1, -far / scale))
+            if scale > 0
+            else float(far <= 0)
+        )
         return max(draw, self.apart.beyond(sign * margin, sign))
 
 
@@ -115,8 +128,12 @@ class Outcome:
 
     word: Word
     why: str
-    p: float | None = None  # of the tests behind both verdicts, two-sided; None where nothing was tested
-    told: tuple[float, float] | None = None  # supported from there on, contradicted from there on, with 80 % power
+    p: float | None = (
+        None  # of the tests behind both verdicts, two-sided; None where nothing was tested
+    )
+    told: tuple[float, float] | None = (
+        None  # supported from there on, contradicted from there on, with 80 % power
+    )
 
 
 def bounds(rule: Rule, chance: Chance | None) -> tuple[float, float]:
@@ -129,15 +146,29 @@ def bounds(rule: Rule, chance: Chance | None) -> tuple[float, float]:
 
 
 def undecidable(
-    rule: Rule, chance: Chance | None, attainable: tuple[float, float], floor: float = 0.0, shown: Shown = str
+    rule: Rule,
+    chance: Chance | None,
+    attainable: tuple[float, float],
+    floor: float = 0.0,
+    shown: Shown = str,
 ) -> str:
     """Why this model, at this size, can reach one verdict alone, or none; empty where it can reach both."""
     worst, best = sorted(rule.sign * end for end in attainable)
     for reach, sign, word, i in ((best, 1, "supported", 0), (worst, -1, "contradicted", 1)):
-        needed, alone = (sign * rule.sign * bounds(rule, beside)[i] + floor for beside in (chance, None))
+        needed, alone = (
+            sign * rule.sign * bounds(rule, beside)[i] + floor for beside in (chance, None)
+        )
         if sign * reach <= needed + _ROUNDING:
-            why = "random weights reach as far" if sign * reach > alone + _ROUNDING else "out of reach"
-            why = "too few values can differ" if floor and sign * reach > alone - floor + _ROUNDING else why
+            why = (
+                "random weights reach as far"
+                if sign * reach > alone + _ROUNDING
+                else "out of reach"
+            )
+            why = (
+                "too few values can differ"
+                if floor and sign * reach > alone - floor + _ROUNDING
+                else why
+            )
             end, line = rule.sign * reach, rule.sign * sign * needed
             return f"{word} would take beyond {shown(line)}, and this model can reach {shown(end)}: {why}"
     return ""
@@ -173,7 +204,10 @@ def decide(
     yes = supports <= ONE_SIDED or supports < against
     p = min(1.0, 2 * (supports if yes else against))
     if p > 1 - LEVEL:
-        for line, sign, side in ((rule.line, rule.sign, rule.side), (rule.opposite, -rule.sign, OTHER[rule.side])):
+        for line, sign, side in (
+            (rule.line, rule.sign, rule.side),
+            (rule.opposite, -rule.sign, OTHER[rule.side]),
+        ):
             if chance is not None and found.beyond(line, sign) <= ONE_SIDED:
                 why = f"the whole interval is {side} the line, but no further than random weights of the architecture"
                 return Outcome("no more than untrained", f"{why} come", p, told)
@@ -181,7 +215,12 @@ def decide(
     further = "" if chance is None else ", and further than random weights put it"
     further += ", but short of what was published" if yes and against <= ONE_SIDED else ""
     word: Word = "supported" if yes else "contradicted"
-    return Outcome(word, f"the whole interval is {rule.side if yes else OTHER[rule.side]} the line{further}", p, told)
+    return Outcome(
+        word,
+        f"the whole interval is {rule.side if yes else OTHER[rule.side]} the line{further}",
+        p,
+        told,
+    )
 
 
 def _told(rule: Rule, found: Estimate, chance: Chance | None) -> tuple[float, float]:
@@ -189,7 +228,9 @@ def _told(rule: Rule, found: Estimate, chance: Chance | None) -> tuple[float, fl
     ends = []
     for line, sign in ((rule.line, rule.sign), (rule.opposite, -rule.sign)):
         end = sign * line + found.detectable
-        if chance is not None:  # beyond a further draw the value has to be, and beyond the margin its interval
+        if (
+            chance is not None
+        ):  # beyond a further draw the value has to be, and beyond the margin its interval
             level, power = special.stdtrit(chance.apart.n - 1, [1 - ONE_SIDED, POWER])
             noise = chance.apart.detectable
             away = max(rule.margin + noise, chance.spread + noise * power / (level + power))
@@ -209,10 +250,16 @@ def together(outcomes: Seq[Outcome]) -> Outcome:
     tested = [outcome for outcome in outcomes if outcome.p is not None]
     if len(tested) < len(outcomes):  # some are no numbers, or all hold
         return next(outcome for outcome in outcomes if outcome.p is None)
-    against = min((o for o in tested if o.word == "contradicted"), key=lambda o: o.p or 0.0, default=None)
+    against = min(
+        (o for o in tested if o.word == "contradicted"), key=lambda o: o.p or 0.0, default=None
+    )
     if against is not None:
         p = min(1.0, len(outcomes) * (against.p or 0.0))
-        lost = Outcome("cannot be told", "one part is contradicted by itself, but not counted with the others", p)
+        lost = Outcome(
+            "cannot be told",
+            "one part is contradicted by itself, but not counted with the others",
+            p,
+        )
         return replace(against, p=p, told=None) if p <= 1 - LEVEL else lost
     weakest = max(tested, key=lambda o: (o.word != "supported", o.p or 0.0))
     return replace(weakest, p=max(o.p or 0.0 for o in tested), told=None)
@@ -244,7 +291,9 @@ def beside_chance(values: np.ndarray, draws: Seq[np.ndarray]) -> Chance | None:
     there = [draw for draw in draws if len(draw) == len(values) and np.isfinite(draw).all()]
     if len(there) < FEWEST_DRAWS:
         return None
-    return Chance(estimated(values - np.mean(there, axis=0)), tuple(float(draw.mean()) for draw in there))
+    return Chance(
+        estimated(values - np.mean(there, axis=0)), tuple(float(draw.mean()) for draw in there)
+    )
 
 
 @dataclass(frozen=True)
@@ -252,10 +301,16 @@ class Evidence:
     """What was measured of one model."""
 
     runs: Mapping[str, Any]  # the result or evaluation of each run that was made
-    draws: Mapping[str, Seq[np.ndarray]] = field(default_factory=dict)  # of a part, "KEY/0": each random model's [unit]
+    draws: Mapping[str, Seq[np.ndarray]] = field(
+        default_factory=dict
+    )  # of a part, "KEY/0": each random model's [unit]
     drawn: frozenset[str] = frozenset()  # the runs that random models were asked for
-    missing: Mapping[str, Outcome] = field(default_factory=dict)  # of runs that were not made: their verdict
-    model: str = ""  # its name and that of the prompts, for which a claim may have published numbers
+    missing: Mapping[str, Outcome] = field(
+        default_factory=dict
+    )  # of runs that were not made: their verdict
+    model: str = (
+        ""  # its name and that of the prompts, for which a claim may have published numbers
+    )
     prompts: str = ""
 
 
@@ -299,15 +354,23 @@ def judged(claim: Claim, evidence: Evidence) -> Judged:
 
 def _part(claim: Claim, i: int, evidence: Evidence) -> JudgedPart:
     part, of = claim.parts[i], evidence.runs[claim.needs]
-    rule, estimate, attainable = part.rule_of(evidence.model, evidence.prompts), found(part, of), part.attainable(of)
+    rule, estimate, attainable = (
+        part.rule_of(evidence.model, evidence.prompts),
+        found(part, of),
+        part.attainable(of),
+    )
     draws = evidence.draws.get(f"{claim.key}/{i}", ())
     chance = beside_chance(units(part, of), draws) if draws else None
     if claim.identity:
-        holds = rule.sign * ((estimate.high if part.side == "below" else estimate.low) - part.line) > 0
+        holds = (
+            rule.sign * ((estimate.high if part.side == "below" else estimate.low) - part.line) > 0
+        )
         why = f"{part.side} {part.line:g} by arithmetic, in any model"
         outcome = Outcome("holds" if holds else "does not hold", why)
     elif claim.compared and chance is None and claim.needs in evidence.drawn:
-        outcome = Outcome("cannot be told", "there are no random weights of this architecture to compare with")
+        outcome = Outcome(
+            "cannot be told", "there are no random weights of this architecture to compare with"
+        )
     else:
         beside, shown = chance if claim.compared else None, partial(with_unit, kind=part.kind)
         outcome = decide(rule, estimate, beside, attainable, shown)
@@ -316,7 +379,11 @@ def _part(claim: Claim, i: int, evidence: Evidence) -> JudgedPart:
 
 def found(measuring: Measuring, of: Any) -> Estimate:
     """A number with its interval."""
-    return made if isinstance(made := measuring(of), Estimate) else estimated(units_of(of, len(made)).means(made))
+    return (
+        made
+        if isinstance(made := measuring(of), Estimate)
+        else estimated(units_of(of, len(made)).means(made))
+    )
 
 
 def units(measuring: Measuring, of: Any) -> np.ndarray:

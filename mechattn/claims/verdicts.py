@@ -45,7 +45,9 @@ class OfModel:
     judged: tuple[Judged, ...]
     deviations: tuple[str, ...]  # how its run differs from the register's sources
     about: Mapping[str, Any]  # the provenance of its numbers
-    known: bool = False  # its numbers were known when the register was written: its verdicts are exploratory
+    known: bool = (
+        False  # its numbers were known when the register was written: its verdicts are exploratory
+    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,13 @@ class Verdicts:
         named = {"name": about.name, "title": about.title, "sources": about.sources}
         named |= {"digest": register.digest, "code": register.code}
         models = [
-            {"name": m.name, "caption": m.caption, "exploratory": m.known, "deviations": m.deviations, **m.about}
+            {
+                "name": m.name,
+                "caption": m.caption,
+                "exploratory": m.known,
+                "deviations": m.deviations,
+                **m.about,
+            }
             for m in self.models
         ]
         hidden = {"needs", "compared", "identity", "figure", "control", "parts"}
@@ -84,13 +92,21 @@ class Verdicts:
     def table(self) -> pd.DataFrame:
         """One row per claim and model: verdict, reason, figures, q, control, and the published figure."""
         each = [(of.name, claim) for of in self.models for claim in self.content["claims"]]
-        of_model, of_claim = ["verdict", "figures", "q", "control_words", "why"], ["published", "table"]
-        rows = [{"claim": claim["key"], "model": name, **claim["verdicts"][name], **claim} for name, claim in each]
+        of_model, of_claim = (
+            ["verdict", "figures", "q", "control_words", "why"],
+            ["published", "table"],
+        )
+        rows = [
+            {"claim": claim["key"], "model": name, **claim["verdicts"][name], **claim}
+            for name, claim in each
+        ]
         return pd.DataFrame(rows)[["claim", "model", *of_model, *of_claim]]
 
     def to_json(self) -> str:
         """The content as JSON."""
-        return json.dumps(_finite(self.content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        return (
+            json.dumps(_finite(self.content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        )
 
     def to_markdown(self) -> str:
         """Markdown tables with claims as rows and models as columns."""
@@ -101,7 +117,10 @@ class Verdicts:
 
     def _repr_html_(self) -> str:
         rows = [
-            (claim["title"], *(f"{one['verdict']}: {one['figures']}" for one in claim["verdicts"].values()))
+            (
+                claim["title"],
+                *(f"{one['verdict']}: {one['figures']}" for one in claim["verdicts"].values()),
+            )
             for claim in self.content["claims"]
         ]
         return table(rows, self.summary, ("claim", *(of.name for of in self.models)))
@@ -125,11 +144,18 @@ def markdown(stored: Mapping[str, Any]) -> str:
     lines = []
     for which, title in TABLES.items():
         if claims := [claim for claim in stored["claims"] if claim["table"] == which]:
-            lines += [f"**{title}**", "", f"| claim | {' | '.join(heads)} |", "|---" * (1 + len(names)) + "|"]
+            lines += [
+                f"**{title}**",
+                "",
+                f"| claim | {' | '.join(heads)} |",
+                "|---" * (1 + len(names)) + "|",
+            ]
             for claim in claims:
                 cells = [claim["title"] + " (exploratory)" * bool(claim["exploratory"])]
                 for one in (claim["verdicts"][name] for name in names):
-                    cells.append(f"**{one['verdict']}** {one['figures']}" if one["parts"] else one["verdict"])
+                    cells.append(
+                        f"**{one['verdict']}** {one['figures']}" if one["parts"] else one["verdict"]
+                    )
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
             lines.append("")
     name, digest = stored["register"]["name"], stored["register"]["digest"][:16]
@@ -142,13 +168,27 @@ def _verdict(one: Judged) -> dict[str, Any]:
         name = ", ".join([control.measure.replace("_", " "), *control.conditions])
         control_words = f"{name}: {with_interval(one.control, control.kind)}"
     figures = "; ".join(with_interval(part.estimate, part.part.kind) for part in one.parts)
-    found: dict[str, Any] = {"verdict": one.outcome.word, "why": one.outcome.why, "p": one.outcome.p, "q": one.q}
-    found |= {"figures": figures or one.outcome.why, "short": _short(one), "parts": [*map(_part, one.parts)]}
+    found: dict[str, Any] = {
+        "verdict": one.outcome.word,
+        "why": one.outcome.why,
+        "p": one.outcome.p,
+        "q": one.q,
+    }
+    found |= {
+        "figures": figures or one.outcome.why,
+        "short": _short(one),
+        "parts": [*map(_part, one.parts)],
+    }
     return found | {"control": one.control and asdict(one.control), "control_words": control_words}
 
 
 def _part(found: JudgedPart) -> dict[str, Any]:
-    about = {"name": found.part.name, "kind": found.part.kind, "rule": asdict(found.rule), **asdict(found.estimate)}
+    about = {
+        "name": found.part.name,
+        "kind": found.part.kind,
+        "rule": asdict(found.rule),
+        **asdict(found.estimate),
+    }
     about |= {"random": found.chance and asdict(found.chance), "attainable": found.attainable}
     about |= {"told": found.outcome.told, "verdict": found.outcome.word, "why": found.outcome.why}
     return about | {"words": part_words(found)}
@@ -169,8 +209,12 @@ def _levels(estimate: Estimate) -> str:
 
 def with_interval(estimate: Estimate, kind: Kind) -> str:
     """Such as "−30.3 % [−31.0, −29.6]"; of accuracies with their levels and the exact test."""
-    digits = 4 if kind == "share" and 0 <= estimate.high < 0.001 else None  # an error of 0 is told from one of 0.04 %
-    value, low, high = (figure(end, kind, digits) for end in (estimate.value, estimate.low, estimate.high))
+    digits = (
+        4 if kind == "share" and 0 <= estimate.high < 0.001 else None
+    )  # an error of 0 is told from one of 0.04 %
+    value, low, high = (
+        figure(end, kind, digits) for end in (estimate.value, estimate.low, estimate.high)
+    )
     words = f"{value}{UNIT[kind]} [{low}, {high}]"
     if estimate.levels is not None:
         words = f"{_levels(estimate)} % ({words})"
@@ -190,7 +234,9 @@ def line_words(part: Part) -> str:
     rule, kind = part.rule_of(), part.kind
     against = "it" if rule.opposite == rule.line else with_unit(rule.opposite, kind)
     gains = "; ".join(
-        f"{model} {with_unit(gain, kind)} ({of})" for of, some in part.gains.items() for model, gain in some.items()
+        f"{model} {with_unit(gain, kind)} ({of})"
+        for of, some in part.gains.items()
+        for model, gain in some.items()
     )
     own = f", or the gain that is published for the model and set ({gains})" if gains else ""
     line = f"supported {rule.side} {with_unit(rule.line, kind)}, contradicted {OTHER[rule.side]} {against}"
@@ -209,7 +255,10 @@ def part_words(found: JudgedPart) -> dict[str, str]:
     if found.outcome.told is not None and all(map(isfinite, found.outcome.told)):
         yes, no = (with_unit(end, kind) for end in found.outcome.told)
         told = f"supported {part.side} {yes}, contradicted {OTHER[part.side]} {no} ({told})"
-    attainable = ", ".join(f"at {w} {with_unit(end, kind)}" for w, end in ends if isfinite(end)) or "any value"
+    attainable = (
+        ", ".join(f"at {w} {with_unit(end, kind)}" for w, end in ends if isfinite(end))
+        or "any value"
+    )
     shown = f"{part.name}: {with_interval(found.estimate, kind)}"
     return {"found": shown, "attainable": attainable, "random": random, "told": told}
 
@@ -227,14 +276,30 @@ def rows(claim: Claim, register: Register) -> dict[str, str]:
     beyond = ""
     if register.runs[claim.needs].draws and claim.compared and not claim.identity:
         kinds = {"number": (1, ".2f", ""), "log-ratio": (100, ".1f", " %")}
-        each = [(part.margin, *kinds.get(part.kind, (100, ".1f", " points"))) for part in claim.parts]
-        margins = dict.fromkeys(f"{margin * scale:{digits}}{unit}" for margin, scale, digits, unit in each)
-        beyond = " and ".join(f"by {m} at least, and by more than one further draw would be" for m in margins)
+        each = [
+            (part.margin, *kinds.get(part.kind, (100, ".1f", " points"))) for part in claim.parts
+        ]
+        margins = dict.fromkeys(
+            f"{margin * scale:{digits}}{unit}" for margin, scale, digits, unit in each
+        )
+        beyond = " and ".join(
+            f"by {m} at least, and by more than one further draw would be" for m in margins
+        )
     measured = []
     for part, less in ((part, part.other) for part in claim.parts):
-        measured.append(part.of.says + (f" Less: {less.of.says}" if less and less.of is not part.of else ""))
-    found = {"of": claim.of, "published": claim.published, "measured": " ".join(dict.fromkeys(measured))}
-    found |= {"rule": "; ".join(map(line_words, claim.parts)), "beyond random weights": beyond, "null": claim.null}
+        measured.append(
+            part.of.says + (f" Less: {less.of.says}" if less and less.of is not part.of else "")
+        )
+    found = {
+        "of": claim.of,
+        "published": claim.published,
+        "measured": " ".join(dict.fromkeys(measured)),
+    }
+    found |= {
+        "rule": "; ".join(map(line_words, claim.parts)),
+        "beyond random weights": beyond,
+        "null": claim.null,
+    }
     found |= {"exploratory": claim.exploratory, "differs from the source": claim.deviation}
     return {name: words for name, words in found.items() if words}
 
@@ -249,13 +314,24 @@ def register_markdown(register: Register) -> str:
         for claim in claims:
             about = {name: one.replace("|", "\\|") for name, one in rows(claim, register).items()}
             parts += [f"#### {claim.title}", f"`{claim.key}` · {said(claim, register)}"]
-            parts.append("\n".join(["|  |  |", "|---|---|", *(f"| {name} | {one} |" for name, one in about.items())]))
+            parts.append(
+                "\n".join(
+                    [
+                        "|  |  |",
+                        "|---|---|",
+                        *(f"| {name} | {one} |" for name, one in about.items()),
+                    ]
+                )
+            )
     return "\n\n".join(parts)
 
 
 def measures_markdown() -> str:
     """Every measure that a register may name, and what it needs."""
-    each = [f"| `{name}` | {one.says} | {', '.join(one.needs)} |" for name, one in sorted(MEASURES.items())]
+    each = [
+        f"| `{name}` | {one.says} | {', '.join(one.needs)} |"
+        for name, one in sorted(MEASURES.items())
+    ]
     return "\n".join(["| measure | what it is | of |", "|---|---|---|", *each])
 
 
@@ -272,12 +348,24 @@ def write(verdicts: Verdicts, results: Seq[Results], out: Path, force: bool) -> 
         if (some := [i for i, claim in enumerate(register.claims) if table_of(claim) == which])
     ]
     models = [
-        {**vars(m), "size": m.caption.removeprefix(m.name).strip(" ()"), "counts": counted(m.judged)}
+        {
+            **vars(m),
+            "size": m.caption.removeprefix(m.name).strip(" ()"),
+            "counts": counted(m.judged),
+        }
         for m in verdicts.models
     ]
-    filled = {"answer": answer(verdicts), "models": models, "groups": groups, "register": register, **verdicts.about}
+    filled = {
+        "answer": answer(verdicts),
+        "models": models,
+        "groups": groups,
+        "register": register,
+        **verdicts.about,
+    }
     of = ", ".join(model.name for model in verdicts.models)
-    subtitle = f"{len(register.claims)} claims of {'; '.join(about.sources.values())}, judged for {of}."
+    subtitle = (
+        f"{len(register.claims)} claims of {'; '.join(about.sources.values())}, judged for {of}."
+    )
     shown = [ShownModel(next(iter(some.values()))) for some in results if some]
     title, lead = f"{about.title}, claim by claim", ("claims.html.j2", filled)
     page = About(title, subtitle, verdicts.about["command"], lead)
@@ -288,7 +376,9 @@ def answer(verdicts: Verdicts) -> str:
     """The first sentences: how many cells of the sources' own claims came out how."""
     theirs = [one for m in verdicts.models for one in m.judged if table_of(one.claim) == "stated"]
     claims, models = len(theirs) // len(verdicts.models), len(verdicts.models)
-    of = f"{claims} claims that the sources state" + (f" × {models} models" if models > 1 else " in this model")
+    of = f"{claims} claims that the sources state" + (
+        f" × {models} models" if models > 1 else " in this model"
+    )
     return f"{of}: {counted(theirs)}. A verdict is of that model on these prompts, not of the sources’ models."
 
 
@@ -300,11 +390,23 @@ def _row(verdicts: Verdicts, i: int, links: dict[tuple[int, str], str]) -> dict[
         one = verdicts.content["claims"][i]["verdicts"][model.name]
         kind, link = _KINDS.get(one["verdict"], "not"), links.get((at, claim.figure), "")
         cells.append({**one, "model": model.name, "kind": kind, "link": link})
-    made = {"key": claim.key, "title": claim.title, "published": claim.published, "exploratory": claim.exploratory}
-    return {**made, "says": said(claim, register), "about": rows(claim, register).items(), "cells": cells}
+    made = {
+        "key": claim.key,
+        "title": claim.title,
+        "published": claim.published,
+        "exploratory": claim.exploratory,
+    }
+    return {
+        **made,
+        "says": said(claim, register),
+        "about": rows(claim, register).items(),
+        "cells": cells,
+    }
 
 
-def _sections(register: Register, results: Seq[Results]) -> tuple[list[Section], dict[tuple[int, str], str]]:
+def _sections(
+    register: Register, results: Seq[Results]
+) -> tuple[list[Section], dict[tuple[int, str], str]]:
     """Figures of every model, and the address of each: by the model's number and the claim's ``figure``."""
     sections: list[Section] = []
     links: dict[tuple[int, str], str] = {}

@@ -47,11 +47,15 @@ def families(names: Iterable[str] = tuple(FAMILIES)) -> Iterator[Family]:
         try:
             model = load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer, verify=False)
         except MechattnError as error:
-            yield Family(name, FAMILIES[name][0], "", f"no: {error}", (), {a().name: "no" for a in ANALYSES})
+            yield Family(
+                name, FAMILIES[name][0], "", f"no: {error}", (), {a().name: "no" for a in ANALYSES}
+            )
             continue
         report = verify_model(model)
         has = f"{len(attention_layers(model))} of {model.cfg.n_layers}"
-        limits = tuple(f"{name}: {why}" for name, why in report.limited.items() if name not in _MINOR)
+        limits = tuple(
+            f"{name}: {why}" for name, why in report.limited.items() if name not in _MINOR
+        )
         yield Family(name, report.architecture, has, _verified(report), limits, _outcomes(model))
 
 
@@ -96,17 +100,25 @@ def as_markdown(rows: Iterable[Family]) -> str:
     lines = [_line(head), _line(["---"] * len(head))]
     for row in rows:
         said = ["yes" if outcome == "yes" else "no" for outcome in row.analyses.values()]
-        lines.append(_line([row.name, f"`{row.model_class}`", row.layers, row.verified.split(":")[0], *said]))
+        lines.append(
+            _line([row.name, f"`{row.model_class}`", row.layers, row.verified.split(":")[0], *said])
+        )
     refused = [_refused(row) for row in rows]
     counts = Counter(reason for reasons in refused for reason in reasons)
     notes = []
     for reason in (reason for reason, count in counts.items() if count >= _MANY):
-        named = ", ".join(row.name for row, reasons in zip(rows, refused, strict=True) if reason in reasons)
+        named = ", ".join(
+            row.name for row, reasons in zip(rows, refused, strict=True) if reason in reasons
+        )
         analyses = next(reasons[reason] for reasons in refused if reason in reasons)
         notes.append(f"- {', '.join(analyses)} refused: {reason}. So in {named}.")
     for row, reasons in zip(rows, refused, strict=True):
         said = [row.verified] * (":" in row.verified) + list(row.limits)
-        said += [f"{', '.join(names)} refused: {why}" for why, names in reasons.items() if counts[why] < _MANY]
+        said += [
+            f"{', '.join(names)} refused: {why}"
+            for why, names in reasons.items()
+            if counts[why] < _MANY
+        ]
         if said:
             notes.append(f"- **{row.name}**: {'; '.join(said)}.")
     return "\n".join([*lines, "", *notes])

@@ -35,17 +35,32 @@ PAPER = "2510.01032"
 
 # Options that several commands have.
 Models = Annotated[
-    list[str], typer.Option(help="A toy, a checkpoint directory or a hub name; repeat for several. Default: all toys.")
+    list[str],
+    typer.Option(
+        help="A toy, a checkpoint directory or a hub name; repeat for several. Default: all toys."
+    ),
 ]
 Source = Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')]
 Field = Annotated[str, typer.Option(help="The field of a file or dataset with the question.")]
-Device = Annotated[str | None, typer.Option(help='Torch device: "cpu", "cuda:1". Default: first GPU, if any.')]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")]
+Device = Annotated[
+    str | None, typer.Option(help='Torch device: "cpu", "cuda:1". Default: first GPU, if any.')
+]
+Dtype = Annotated[
+    str, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")
+]
 Seed = Annotated[int, typer.Option(help="The seed of all random draws.")]
-Address = Annotated[str | None, typer.Option(help="Address of a Ray cluster; by default a local one.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Workers in a cluster; by default one per GPU or core.")]
-Memory = Annotated[str, typer.Option(help="What it may take of a result that is larger than memory.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")]
+Address = Annotated[
+    str | None, typer.Option(help="Address of a Ray cluster; by default a local one.")
+]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Workers in a cluster; by default one per GPU or core.")
+]
+Memory = Annotated[
+    str, typer.Option(help="What it may take of a result that is larger than memory.")
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace an index.html that mechattn did not write.")
+]
 app = typer.Typer(
     no_args_is_help=False,
     add_completion=True,
@@ -76,24 +91,38 @@ def figures(
     prompts: Source = "word-problems",
     field: Field = "question",
     answer_field: Annotated[
-        str | None, typer.Option(help="The field with an answer to read after the question; none by default.")
+        str | None,
+        typer.Option(help="The field with an answer to read after the question; none by default."),
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(help="The text before each question; by default that of the word problems, none before others."),
+        typer.Option(
+            help="The text before each question; by default that of the word problems, none before others."
+        ),
     ] = None,
     limit: Annotated[int, typer.Option(help="The largest number of prompts.")] = 64,
     layer: Annotated[int, typer.Option(help="The layer to draw, from 0.")] = 0,
     heads: Annotated[
-        str, typer.Option(help="The heads of the second figure; those of the first are chosen by the data.")
+        str,
+        typer.Option(
+            help="The heads of the second figure; those of the first are chosen by the data."
+        ),
     ] = "2,3,4",
     text: Annotated[str, typer.Option(help="The meaningless text to repeat.")] = "/",
-    separator: Annotated[str, typer.Option(help='The text between two repetitions; "" for none.')] = " ",
+    separator: Annotated[
+        str, typer.Option(help='The text between two repetitions; "" for none.')
+    ] = " ",
     count: Annotated[
-        int, typer.Option(help="The number of inserted tokens, or the nearest that a tokenizer can make.")
+        int,
+        typer.Option(
+            help="The number of inserted tokens, or the nearest that a tokenizer can make."
+        ),
     ] = 55,
     place: Annotated[
-        str, typer.Option(help="before_question, start, middle, after_question, before_answer or random.")
+        str,
+        typer.Option(
+            help="before_question, start, middle, after_question, before_answer or random."
+        ),
     ] = "before_question",
     device: Device = None,
     dtype: Dtype = "auto",
@@ -107,7 +136,13 @@ def figures(
 
     places = {"result": str(out / "{model}.zarr"), "page": str(out / "index.html")}
     answer = {"answer": answer_field, "with_answer": True} if answer_field else {}
-    inserted = {"kind": "MeaninglessTokens", "text": text, "count": count, "place": place, "separator": separator}
+    inserted = {
+        "kind": "MeaninglessTokens",
+        "text": text,
+        "count": count,
+        "place": place,
+        "separator": separator,
+    }
     config = checked(
         {
             "model": model or sorted(toy_names(), key=lambda name: name != "toy:llama"),
@@ -119,37 +154,58 @@ def figures(
     )  # fmt: skip
 
     toys = all(name.startswith("toy:") for name in config.models)
-    takes = f"about {8 * len(config.models) + 5} s" if toys else "large models take tens of minutes on a CPU"
+    takes = (
+        f"about {8 * len(config.models) + 5} s"
+        if toys
+        else "large models take tens of minutes on a CPU"
+    )
     page = make_figures(config, _command(), force, takes)
     _say(f"Open {page} in a browser; it works offline.")
 
 
 @app.command()
 def claims(
-    register: Annotated[str, typer.Argument(help="A TOML file with claims, or a register that mechattn ships.")],
+    register: Annotated[
+        str, typer.Argument(help="A TOML file with claims, or a register that mechattn ships.")
+    ],
     model: Models = [],  # noqa: B006
-    out: Annotated[Path | None, typer.Option(help="The folder for page, JSON and Markdown; out/NAME.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder for page, JSON and Markdown; out/NAME.")
+    ] = None,
     prompts: Source = "word-problems",
     field: Field = "question",
     answer_field: Annotated[str, typer.Option(help="The field with the solution.")] = "answer",
-    group_field: Annotated[str | None, typer.Option(help="The field with what problems share.")] = None,
+    group_field: Annotated[
+        str | None, typer.Option(help="The field with what problems share.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="The text before each question.")] = None,
-    chat_template: Annotated[bool, typer.Option("--chat-template", help="Use the model's chat template.")] = False,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Use the model's chat template.")
+    ] = False,
     limit: Annotated[int, typer.Option(help="Number of prompts to measure attention on.")] = 32,
     problems: Annotated[int, typer.Option(help="Number of problems to answer.")] = 100,
-    samples: Annotated[int, typer.Option(help="Sampled answers to each of two fifths of them.")] = 4,
-    new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens; real models need 1,000 or more.")] = 90,
-    without: Annotated[str, typer.Option(help="Runs of the register to leave out, such as place,samples.")] = "",
+    samples: Annotated[
+        int, typer.Option(help="Sampled answers to each of two fifths of them.")
+    ] = 4,
+    new_tokens: Annotated[
+        int, typer.Option(help="Longest answer in tokens; real models need 1,000 or more.")
+    ] = 90,
+    without: Annotated[
+        str, typer.Option(help="Runs of the register to leave out, such as place,samples.")
+    ] = "",
     device: Device = None,
     dtype: Dtype = "auto",
     seed: Seed = 0,
     shard: Annotated[
-        str | None, typer.Option(help='"3/16" measures the third of 16 parts; afterwards run without it.')
+        str | None,
+        typer.Option(help='"3/16" measures the third of 16 parts; afterwards run without it.'),
     ] = None,
     executor: Annotated[str, typer.Option(help='"local", or "ray" for a cluster.')] = "local",
     address: Address = None,
     workers: Workers = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start again, ignoring stored parts.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start again, ignoring stored parts.")
+    ] = False,
     force: Force = False,
 ) -> None:
     """Test the claims of a register on your model, by rules that stand in it."""
@@ -159,7 +215,9 @@ def claims(
     from mechattn.jobs.executors import executor_named
 
     read = read_register(register)
-    out = out or Path("out") / ("paper" if read.about.name == register == PAPER else read.about.name)
+    out = out or Path("out") / (
+        "paper" if read.about.name == register == PAPER else read.about.name
+    )
     settings = ClaimSettings(
         prompts=prompts, field=field, answer_field=answer_field, group_field=group_field, system=system,
         template="chat" if chat_template else "plain", limit=limit, problems=problems, samples=samples,
@@ -169,7 +227,9 @@ def claims(
     where = executor_named(executor, address, workers)  # type: ignore[arg-type]
     found = judge(read, model, out, settings, shard=shard, executor=where, fresh=fresh, force=force)
     if found is None:
-        _say(f"This part is in {out}. When all parts are there, run the same command without --shard.")
+        _say(
+            f"This part is in {out}. When all parts are there, run the same command without --shard."
+        )
         return
     _say(f"{found}\n\nOpen {out / 'index.html'} in a browser; it works offline.")
 
@@ -180,8 +240,12 @@ def paper(**options: Any) -> None:
     claims(PAPER, **options)
 
 
-paper.__doc__ = "Test each claim of arXiv:2510.01032 on your model, by rules that stand in a register."
-_OPTIONS = [one for one in signature(claims, eval_str=True).parameters.values() if one.name != "register"]
+paper.__doc__ = (
+    "Test each claim of arXiv:2510.01032 on your model, by rules that stand in a register."
+)
+_OPTIONS = [
+    one for one in signature(claims, eval_str=True).parameters.values() if one.name != "register"
+]
 paper.__signature__ = signature(claims, eval_str=True).replace(parameters=_OPTIONS)  # type: ignore[attr-defined]
 app.command("paper")(paper)
 
@@ -198,8 +262,12 @@ def run_config(
     values: Annotated[
         str | None, typer.Option(help='"float16" stores single prompts\' values in half the space.')
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Compute again, ignoring stored results and chunks.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a page that mechattn did not write.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Compute again, ignoring stored results and chunks.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a page that mechattn did not write.")
+    ] = False,
 ) -> None:
     """Run a config file; write the result and, if configured, a page. Resumes where it stopped."""
     from mechattn.toml_sections import read_sections
@@ -207,16 +275,27 @@ def run_config(
     read_sections(config)  # errors in the file are reported before torch is loaded
     from mechattn.commands.run_config import run_from_config
 
-    options: dict[str, Any] = {"executor": executor, "address": address, "workers": workers, "values": values}
-    for path in run_from_config(config, sys.argv[1:], shard=shard, fresh=fresh, force=force, **options):
+    options: dict[str, Any] = {
+        "executor": executor,
+        "address": address,
+        "workers": workers,
+        "values": values,
+    }
+    for path in run_from_config(
+        config, sys.argv[1:], shard=shard, fresh=fresh, force=force, **options
+    ):
         _say(f"Wrote {path}")
 
 
 @app.command()
 def merge(
     out: Annotated[str, typer.Argument(help="The merged result: a .zarr folder.")],
-    results: Annotated[list[str], typer.Argument(help="Results of parts of the prompts, such as from --shard.")],
-    copy: Annotated[bool, typer.Option("--copy", help="Copy large results instead of referring to them.")] = False,
+    results: Annotated[
+        list[str], typer.Argument(help="Results of parts of the prompts, such as from --shard.")
+    ],
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Copy large results instead of referring to them.")
+    ] = False,
 ) -> None:
     """Merge the results of shards into one."""
     from mechattn.store.saving import merge_stored
@@ -234,7 +313,9 @@ def evaluate_config(
     served_model: Annotated[
         str | None, typer.Option(help="Name of the model on the server; by default its only model.")
     ] = None,
-    server_key: Annotated[str | None, typer.Option(help="Environment variable with the server's key.")] = None,
+    server_key: Annotated[
+        str | None, typer.Option(help="Environment variable with the server's key.")
+    ] = None,
 ) -> None:
     """Generate and grade answers under each condition; print accuracy with intervals. Resumes where it stopped."""
     from mechattn.toml_sections import read_sections
@@ -252,9 +333,13 @@ def evaluate_config(
 @app.command()
 def verify(
     model: Annotated[str, typer.Argument(help="A toy, a checkpoint directory or a hub name.")] = "",
-    families: Annotated[bool, typer.Option(help="List which analyses run on which architecture.")] = False,
+    families: Annotated[
+        bool, typer.Option(help="List which analyses run on which architecture.")
+    ] = False,
     dtype: Dtype = "auto",
-    length: Annotated[int, typer.Option(help="Tokens of the probe; to test a window, more than its width.")] = 24,
+    length: Annotated[
+        int, typer.Option(help="Tokens of the probe; to test a window, more than its width.")
+    ] = 24,
 ) -> None:
     """Verify a hooked model against the model's own attention."""
     from mechattn.errors import OptionError
@@ -277,9 +362,14 @@ def verify(
 @app.command()
 def selftest(
     models: Annotated[
-        Path | None, typer.Option(help="A folder with stories260K and llm-viz-sort; without it they are skipped.")
+        Path | None,
+        typer.Option(
+            help="A folder with stories260K and llm-viz-sort; without it they are skipped."
+        ),
     ] = None,
-    stories: Annotated[str | None, typer.Option(help="stories260K: a directory or a hub name.")] = None,
+    stories: Annotated[
+        str | None, typer.Option(help="stories260K: a directory or a hub name.")
+    ] = None,
     sort: Annotated[str | None, typer.Option(help="The directory of llm-viz-sort.")] = None,
 ) -> None:
     """Check mechattn against known answers: published activations and known heads; about a minute."""
@@ -302,18 +392,30 @@ def show(result: Annotated[str, typer.Argument(help="A stored result.")]) -> Non
 
 @app.command()
 def report(
-    results: Annotated[list[str], typer.Argument(help="Stored results; several are shown side by side.")],
+    results: Annotated[
+        list[str], typer.Argument(help="Stored results; several are shown side by side.")
+    ],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("out/report.html"),
-    layer: Annotated[int | None, typer.Option(help="The layer to draw; by default the first measured one.")] = None,
-    heads: Annotated[str, typer.Option(help="The heads, such as 2,3,4; by default chosen by the data.")] = "",
-    top: Annotated[int, typer.Option(help="Heads to choose on one half of the prompts and show on the other.")] = 3,
+    layer: Annotated[
+        int | None, typer.Option(help="The layer to draw; by default the first measured one.")
+    ] = None,
+    heads: Annotated[
+        str, typer.Option(help="The heads, such as 2,3,4; by default chosen by the data.")
+    ] = "",
+    top: Annotated[
+        int, typer.Option(help="Heads to choose on one half of the prompts and show on the other.")
+    ] = 3,
     memory: Memory = "2GiB",
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that mechattn did not write.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file that mechattn did not write.")
+    ] = False,
 ) -> None:
     """Write a page of stored results with all their figures; it opens offline."""
     from mechattn.commands.pages import report as write_report
 
-    missing = write_report(results, out, layer, _numbers(heads) if heads else None, _command(), force, top, memory)
+    missing = write_report(
+        results, out, layer, _numbers(heads) if heads else None, _command(), force, top, memory
+    )
     for words in missing:
         _say(f"Not shown: {words}", err=True)
     _say(f"Open {out} in a browser; it works offline.")
@@ -321,11 +423,15 @@ def report(
 
 @app.command()
 def export(
-    results: Annotated[list[str], typer.Argument(help="Stored results; their rows are in one table.")],
-    csv: Annotated[Path, typer.Option(help="The table of every head, from the current folder.")] = Path(
-        "out/heads.csv"
-    ),
-    netcdf: Annotated[Path | None, typer.Option(help="One NetCDF file with all arrays, in place of the table.")] = None,
+    results: Annotated[
+        list[str], typer.Argument(help="Stored results; their rows are in one table.")
+    ],
+    csv: Annotated[
+        Path, typer.Option(help="The table of every head, from the current folder.")
+    ] = Path("out/heads.csv"),
+    netcdf: Annotated[
+        Path | None, typer.Option(help="One NetCDF file with all arrays, in place of the table.")
+    ] = None,
     memory: Memory = "2GiB",
 ) -> None:
     """Write every quantity of every head, its change, its null and its q, as one CSV file; or all arrays as NetCDF."""
@@ -347,13 +453,23 @@ def _accuracies(evaluation: Any) -> str:
         "|---" * 8 + "|",
     ]
     for row in evaluation.accuracy().to_dict("records"):
-        right, ends = f"{100 * row['accuracy']:.1f} %", f"{100 * row['low']:.1f} to {100 * row['high']:.1f}"
+        right, ends = (
+            f"{100 * row['accuracy']:.1f} %",
+            f"{100 * row['low']:.1f} to {100 * row['high']:.1f}",
+        )
         compared = ["", "", ""]
         if row["condition"] != "baseline":
             c = evaluation.compare(row["condition"])
             change = f"{100 * c['difference']:+.1f} [{100 * c['low']:+.1f}, {100 * c['high']:+.1f}]"
             compared = [change, f"{c['p']:.2g}", f"{100 * c['detectable']:.1f}"]
-        cells = [row["condition"], right, ends, *compared, str(row["unread"]), str(row["unfinished"])]
+        cells = [
+            row["condition"],
+            right,
+            ends,
+            *compared,
+            str(row["unread"]),
+            str(row["unfinished"]),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -386,7 +502,9 @@ def main() -> None:
     """
     from mechattn.errors import Interrupted, MechattnError
 
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported, which reads it once
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "passive"
+    )  # before torch is imported, which reads it once
 
     try:
         app()

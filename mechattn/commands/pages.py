@@ -80,7 +80,10 @@ def report(
     check_page_place(out, force)
     results = [load_result(place, memory=memory) for place in places]
     for result in results:
-        measured, count = result.provenance["measured_layers"], int(result.provenance["model"]["heads"])
+        measured, count = (
+            result.provenance["measured_layers"],
+            int(result.provenance["model"]["heads"]),
+        )
         if layer is not None and layer not in measured:
             raise OptionError(f"layer {layer} was not measured; the result has {measured}")
         check_heads([0] if heads is None else heads, count)
@@ -89,13 +92,22 @@ def report(
     return missing
 
 
-def figures_of(result: Result, layer: int | None, heads: Seq[int] | None = None, top: int = 3) -> Figures:
+def figures_of(
+    result: Result, layer: int | None, heads: Seq[int] | None = None, top: int = 3
+) -> Figures:
     """The figures for the analyses of a result, in the order of the analyses, with their options."""
     layer = int(result.provenance["measured_layers"][0]) if layer is None else layer
     given = {"layer": layer} | heads_options(result, heads, top)
-    found = [(at, one, options) for one in FIGURES.values() for at, options in one.shown(result, given)]
+    found = [
+        (at, one, options) for one in FIGURES.values() for at, options in one.shown(result, given)
+    ]
     order = [make().name for make in ANALYSES]
-    found.sort(key=lambda each: (order.index(each[0]) if each[0] in order else len(order), each[1].compares))
+    found.sort(
+        key=lambda each: (
+            order.index(each[0]) if each[0] in order else len(order),
+            each[1].compares,
+        )
+    )
     return [(one.draw, options) for _, one, options in found]
 
 
@@ -105,11 +117,15 @@ def summary(result: Result) -> str:
     for name, dataset in result.datasets.items():
         lines.append(f"{name}: {', '.join(f'{dim} {size}' for dim, size in dataset.sizes.items())}")
         for quantity in sorted(map(str, dataset)):
-            if not quantity.endswith(("_variance", "_n")):  # stored over prompts in addition to each mean
+            if not quantity.endswith(
+                ("_variance", "_n")
+            ):  # stored over prompts in addition to each mean
                 about = dataset[quantity].attrs
                 units = f" ({about['units']})" if "units" in about else ""
                 what = f": {about['description']}" if "description" in about else ""
-                lines.append(f"  {quantity}{units} [{', '.join(map(str, dataset[quantity].dims))}]{what}")
+                lines.append(
+                    f"  {quantity}{units} [{', '.join(map(str, dataset[quantity].dims))}]{what}"
+                )
     provenance = [f"{name}: {value}" for name, value in flat(result.provenance)]
     return "\n".join([*lines, "", f"digest of the numbers: {result.digest()}", *provenance])
 
@@ -120,10 +136,14 @@ def export_csv(places: Seq[str | Path], out: Path, memory: str = MEMORY) -> tupl
         raise OptionError(f'"{out.name}" should end with .csv')
     check_writable(out)
     if out.exists():
-        with open(out, encoding="utf-8", errors="replace") if out.is_file() else StringIO() as there:
+        with (
+            open(out, encoding="utf-8", errors="replace") if out.is_file() else StringIO() as there
+        ):
             ours = there.readline().strip() == ",".join(COLUMNS)
         if not ours:
-            raise OptionError(f"{out} exists and is not a mechattn export, so it is not replaced; choose another name")
+            raise OptionError(
+                f"{out} exists and is not a mechattn export, so it is not replaced; choose another name"
+            )
     tables, missing = [], []
     for place in places:
         result = load_result(place, memory=memory)
@@ -137,7 +157,9 @@ def export_csv(places: Seq[str | Path], out: Path, memory: str = MEMORY) -> tupl
 def export_netcdf(places: Seq[str | Path], out: Path) -> Path:
     """Write all arrays of a stored result, with its provenance, to one NetCDF file, a group for each analysis."""
     if len(places) > 1:
-        raise OptionError(f"a NetCDF file holds one result, and {len(places)} are given; export each to its own file")
+        raise OptionError(
+            f"a NetCDF file holds one result, and {len(places)} are given; export each to its own file"
+        )
     if out.suffix != ".nc":
         raise OptionError(f'"{out.name}" should end with .nc')
     check_writable(out)
@@ -153,7 +175,9 @@ def export_netcdf(places: Seq[str | Path], out: Path) -> Path:
         texts = {n: v for n, v in one.variables.items() if v.dtype.kind in TEXT}
         made = {n: (v.dims, v.values.astype(object), v.attrs) for n, v in texts.items()}
         labels = {n: v for n, v in made.items() if n in one.coords}
-        datasets[f"/{name}"] = one.assign_coords(labels).assign({n: made[n] for n in made if n not in labels})
+        datasets[f"/{name}"] = one.assign_coords(labels).assign(
+            {n: made[n] for n in made if n not in labels}
+        )
     tree = xr.DataTree.from_dict(datasets)
     tree.attrs = {"provenance": json.dumps(result.provenance)}
     write_whole(out, lambda new: tree.to_netcdf(new, engine="h5netcdf"))
@@ -165,10 +189,20 @@ def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
     tables: list[pd.DataFrame] = []
     missing: list[str] = []
     for quantity in head_quantities(result):
-        reference, variable = kept(result, quantity, BASELINE, "question"), variable_of(result, quantity)
-        about = {"segment": segment_of(variable, "question"), "units": variable.attrs.get("units", "")}
+        reference, variable = (
+            kept(result, quantity, BASELINE, "question"),
+            variable_of(result, quantity),
+        )
+        about = {
+            "segment": segment_of(variable, "question"),
+            "units": variable.attrs.get("units", ""),
+        }
         for condition in result.conditions:
-            of = reference if condition == BASELINE else kept(result, quantity, condition, "question")
+            of = (
+                reference
+                if condition == BASELINE
+                else kept(result, quantity, condition, "question")
+            )
             try:
                 tables.append(_rows(of, reference, quantity, condition).assign(**about))
             except MemoryOptionError:
@@ -209,7 +243,9 @@ def make_figures(config: Config, command: str = "", force: bool = False, takes: 
     places, prompts = prepared(config, force, by_half=True)
     if takes:
         names = ", ".join(config.models)
-        say(f"{names}: {len(prompts)} prompts with and without {inserted.count} inserted tokens; {takes}.")
+        say(
+            f"{names}: {len(prompts)} prompts with and without {inserted.count} inserted tokens; {takes}."
+        )
     looked: list[_Looked] = []
     for name, place in places.items():
         hooked = load_model(name, dtype=dtype, device=config.device)
@@ -219,11 +255,15 @@ def make_figures(config: Config, command: str = "", force: bool = False, takes: 
     tokens = " or ".join(map(str, sorted({one.count for one in looked})))
     slash = f"{tokens} tokens of “{plain(inserted.text)}” ({_name(inserted)})"
     what = f"{slash}, or as many tokens of random sentences (sentence), are inserted {WHERE[inserted.place]}"
-    subtitle = f"Attention when {what}, for {len(prompts)} prompts of {name_of(config.prompts.source)}."
+    subtitle = (
+        f"Attention when {what}, for {len(prompts)} prompts of {name_of(config.prompts.source)}."
+    )
     about = About("mechattn: attention under meaningless tokens", subtitle, command)
     each = [ShownModel(one.result, one.maps) for one in looked]
     page = Path(str(config.output.page))
-    return write_page(page, about, each, [section for one in looked for section in one.sections], force)
+    return write_page(
+        page, about, each, [section for one in looked for section in one.sections], force
+    )
 
 
 def _heads(config: Config) -> list[int]:
@@ -242,7 +282,12 @@ class _Looked:
 
 
 def _looked_at(
-    hooked: HookedModel, config: Config, prompts: Seq[Prompt], inserted: MeaninglessTokens, place: Path, command: str
+    hooked: HookedModel,
+    config: Config,
+    prompts: Seq[Prompt],
+    inserted: MeaninglessTokens,
+    place: Path,
+    command: str,
 ) -> _Looked:
     """Run one model on all prompts, and on the shortest one for its maps; store the result immediately."""
     fitted = inserted.fitted(hooked)  # some tokenizers split each "/" in two
@@ -258,7 +303,10 @@ def _looked_at(
     one = min(prompts, key=lambda prompt: len(prompt.question))
     maps, views = _of_one(hooked, result, one, fitted, layer, heads, config.seed)
     options: list[dict[str, Any]] = [{"top": min(3, hooked.cfg.n_heads)}, {"heads": list(heads)}]
-    drawn = [drawn_section(received_attention, result, {"layer": layer} | some, command) for some in options]
+    drawn = [
+        drawn_section(received_attention, result, {"layer": layer} | some, command)
+        for some in options
+    ]
     title = f"{model_caption(result)}: attention received in the first prompt"
     text = view_section(received_text(result, layer, heads), title, READ_TEXT)
     return _Looked(result, maps, [prompt_section(result), *drawn, text, *views], fitted.count)

@@ -35,7 +35,9 @@ from mechattn.store.atomic_writes import check_writable, file_names
 from mechattn.store.saving import check_result_place
 from mechattn.toml_sections import Config, Figure, near, no_such_key, read_sections
 
-FIGURES: dict[str, Callable] = {name: one.draw for name, one in DECLARED.items() if one.draws_results}
+FIGURES: dict[str, Callable] = {
+    name: one.draw for name, one in DECLARED.items() if one.draws_results
+}
 
 
 def run_from_config(
@@ -55,7 +57,9 @@ def run_from_config(
     config = config.model_copy(update={} if values is None else {"values": values})
     command = command_of(words, config.paths) if words else ""
     part = parse_shard(shard)
-    where = executor_named(executor or config.executor, address or config.address, workers or config.workers)
+    where = executor_named(
+        executor or config.executor, address or config.address, workers or config.workers
+    )
     shown = _shown(config)
     places, prompts = prepared(config, force, part=part, used=not fresh)
     written: list[Path | str] = []
@@ -65,7 +69,9 @@ def run_from_config(
             job = _job(config, name, prompts, shown, command)
             made = stack.enter_context(computed(job, place, part, where, fresh))
             results.append(made.result)
-            written += [made.path if "://" in str(made.path) else Path(made.path)] if made.now else []
+            written += (
+                [made.path if "://" in str(made.path) else Path(made.path)] if made.now else []
+            )
         if config.output.page and part == WHOLE:
             figures = [(FIGURES[section.kind], section.options) for section in shown]
             written.append(results_page(results, config.output.page, figures, command, force=force))
@@ -77,7 +83,10 @@ def prepared(
 ) -> tuple[dict[str, str], list[Prompt]]:
     """Each model's place for its result, and the prompts; all is checked that can be before a model is loaded."""
     shown = _shown(config)
-    places = {name: config.output.result.replace("{model}", file) for name, file in file_names(config.models).items()}
+    places = {
+        name: config.output.result.replace("{model}", file)
+        for name, file in file_names(config.models).items()
+    }
     if config.output.page is not None:
         check_page_place(config.output.page, force)
     for place in places.values():
@@ -86,8 +95,14 @@ def prepared(
     halves = by_half or any(map(_chooses, shown))
     needed = 2 * FEWEST if halves else FEWEST  # the least for an interval, of each half
     if shown and len(prompts) < needed:
-        why = "the heads are chosen on one half and shown on the other" if halves else "it shows intervals"
-        raise OptionError(f"a page needs at least {needed} prompts, since {why}; there are only {len(prompts)}")
+        why = (
+            "the heads are chosen on one half and shown on the other"
+            if halves
+            else "it shows intervals"
+        )
+        raise OptionError(
+            f"a page needs at least {needed} prompts, since {why}; there are only {len(prompts)}"
+        )
     for name in config.models:
         check_in_model(name, config.layers, shown)
     return places, prompts
@@ -99,24 +114,37 @@ def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], c
     positions: Literal["prompts", "moments"] = "prompts" if by_half else "moments"
     options = RunOptions(config.layers, config.seed, positions, config.memory, config.engine)
     conditions = made_conditions(config.conditions, partial(tokenizer_named, model))
-    given = config.model_dump(include={"dtype", "device", "verify", "chunk", "threads", "values", "paths"})
+    given = config.model_dump(
+        include={"dtype", "device", "verify", "chunk", "threads", "values", "paths"}
+    )
     require = partial(_check_all_shown, shown)
     analyses = made_analyses(config.analyses)
-    return Job(model, prompts, conditions, analyses, options, require=require, command=command, **given)
+    return Job(
+        model, prompts, conditions, analyses, options, require=require, command=command, **given
+    )
 
 
 def evaluate_from_config(
-    path: Path, server: str | None = None, served_model: str | None = None, server_key: str | None = None
+    path: Path,
+    server: str | None = None,
+    served_model: str | None = None,
+    server_key: str | None = None,
 ) -> tuple[dict[str, Evaluation], list[Path]]:
     """Run the [evaluation] section of a config file; return each model's evaluation, and what was written."""
     config = read_config(path)
     if config.evaluation is None:
-        raise OptionError(f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"')
+        raise OptionError(
+            f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"'
+        )
     options = config.evaluation.model_dump()
     given = {"address": server, "model": served_model, "key": server_key}
-    at = (options["server"] or {}) | {name: value for name, value in given.items() if value is not None}
+    at = (options["server"] or {}) | {
+        name: value for name, value in given.items() if value is not None
+    }
     if at and "address" not in at:
-        raise OptionError("--served-model and --server-key need a server: give --server http://host:8000/v1 too")
+        raise OptionError(
+            "--served-model and --server-key need a server: give --server http://host:8000/v1 too"
+        )
     options["server"] = Server(**at) if at else None
     if at and len(config.models) > 1:
         many = f"{path} names {len(config.models)} models"
@@ -130,10 +158,14 @@ def evaluate_from_config(
     for name, place in places.items():
         model, tokenizer = name, partial(tokenizer_named, name)
         if not at:
-            model = load_model(name, dtype=dtype_named(config.dtype), device=config.device, verify=config.verify)
+            model = load_model(
+                name, dtype=dtype_named(config.dtype), device=config.device, verify=config.verify
+            )
             tokenizer = partial(getattr, model, "tokenizer")
         conditions = made_conditions(config.conditions, tokenizer)
-        found[name] = evaluate(model, prompts, conditions, seed=config.seed, **(options | {"out": place}))
+        found[name] = evaluate(
+            model, prompts, conditions, seed=config.seed, **(options | {"out": place})
+        )
     return found, list(places.values())
 
 
@@ -143,7 +175,11 @@ def _shown(config: Config) -> list[Figure]:
         return []
     if config.figures is not None:
         return config.figures
-    layer = config.layers[0] if config.layers and config.output.layer is None else config.output.layer or 0
+    layer = (
+        config.layers[0]
+        if config.layers and config.output.layer is None
+        else config.output.layer or 0
+    )
     heads = config.output.heads
     options = {"layer": layer} | ({"top": config.output.top} if heads is None else {"heads": heads})
     names = list(made_conditions(config.conditions)) or [BASELINE]
@@ -156,9 +192,14 @@ def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[Figure]) -> No
     size = layers_and_heads(name)
     if size is None:
         return
-    for layer in [*(layers or []), *(layer for section in shown for layer in _shown_layers(section))]:
+    for layer in [
+        *(layers or []),
+        *(layer for section in shown for layer in _shown_layers(section)),
+    ]:
         if not 0 <= layer < size[0]:
-            raise OptionError(f"layer {layer} is out of range: {name} has layers 0 to {size[0] - 1}")
+            raise OptionError(
+                f"layer {layer} is out of range: {name} has layers 0 to {size[0] - 1}"
+            )
     for section in shown:
         _check_shown(section, list(layers or range(size[0])), size[1])
 
@@ -172,7 +213,9 @@ def _check_shown(section: Figure, layers: list[int], heads: int) -> None:
     """Check that the layers and heads of a figure exist and are measured."""
     for layer in _shown_layers(section):
         if layer not in layers:
-            raise OptionError(f"{section.kind} shows layer = {layer}, which is not among those measured, {layers}")
+            raise OptionError(
+                f"{section.kind} shows layer = {layer}, which is not among those measured, {layers}"
+            )
     given = shown_options(section).get("heads") or []
     check_heads(([given] if isinstance(given, int) else given) or [0], heads)
 
@@ -210,16 +253,23 @@ def read_config(path: str | Path) -> Config:
 def shown_options(figure: Figure) -> dict[str, Any]:
     """The options of a figure, including defaults."""
     takes = DECLARED[figure.kind].takes
-    return {name: default for name, default in takes.items() if default is not inspect.Parameter.empty} | figure.options
+    return {
+        name: default for name, default in takes.items() if default is not inspect.Parameter.empty
+    } | figure.options
 
 
 def _check_figures(config: Config) -> None:
     """Check that each figure is known, gets valid options, and shows conditions and analyses of the run."""
-    conditions, analyses = made_conditions(config.conditions), {section.kind for section in config.analyses}
+    conditions, analyses = (
+        made_conditions(config.conditions),
+        {section.kind for section in config.analyses},
+    )
     for i, figure in enumerate(config.figures or []):
         where = f"figures[{i}]"
         if (kind := figure.kind) not in FIGURES:
-            raise OptionError(f"{where}.kind = {kind!r}: choose one of {', '.join(FIGURES)}{near(kind, FIGURES)}")
+            raise OptionError(
+                f"{where}.kind = {kind!r}: choose one of {', '.join(FIGURES)}{near(kind, FIGURES)}"
+            )
         takes = DECLARED[figure.kind].takes
         for name in figure.options:
             if name not in takes:
@@ -232,8 +282,12 @@ def _check_figures(config: Config) -> None:
         if not isinstance(names, (list, tuple)):
             raise OptionError(f"{where}.conditions = {names!r}: give a list")
         several = figure.kind == "received_attention" and isinstance(shown["layer"], list)
-        if not all(isinstance(n, int) for n in (shown["layer"] if several else [shown.get("layer") or 0])):
-            raise OptionError(f"{where}.layer = {shown['layer']!r}: give one number{', or numbers' * several}")
+        if not all(
+            isinstance(n, int) for n in (shown["layer"] if several else [shown.get("layer") or 0])
+        ):
+            raise OptionError(
+                f"{where}.layer = {shown['layer']!r}: give one number{', or numbers' * several}"
+            )
         for name in ("condition", "reading"):
             if not isinstance(shown.get(name), str | None):
                 raise OptionError(f"{where}.{name} = {shown[name]!r}: give one name")
@@ -241,21 +295,30 @@ def _check_figures(config: Config) -> None:
             raise OptionError(f"{where}.conditions = {names!r}: give names")
         for name in filter(None, [shown.get("condition"), *names]):
             if name not in (*conditions, BASELINE):
-                there = f"there is no condition {name!r}; the conditions are {', '.join(conditions)}"
+                there = (
+                    f"there is no condition {name!r}; the conditions are {', '.join(conditions)}"
+                )
                 raise OptionError(f"{where}: {there}")
         needed = _analyses_for(figure, shown, where)
         if not set(needed) & analyses:
-            raise OptionError(f"{where}: {figure.kind} shows {needed[0]}, which is not among the analyses")
+            raise OptionError(
+                f"{where}: {figure.kind} shows {needed[0]}, which is not among the analyses"
+            )
 
 
 def _analyses_for(figure: Figure, shown: Mapping[str, Any], where: str) -> list[str]:
     """The analyses of which a figure needs one."""
     one = DECLARED[figure.kind]
     if isinstance(one.needs, Mapping) and shown["reading"] not in one.needs:
-        raise OptionError(f"{where}.reading = {shown['reading']!r}: choose one of {', '.join(one.needs)}")
+        raise OptionError(
+            f"{where}.reading = {shown['reading']!r}: choose one of {', '.join(one.needs)}"
+        )
     if one.needs:
         return [kind for kind, make in ANALYSES.items() if make().name == one.analysis(shown)]
-    names = {kind: {name.removesuffix("_by_segment") for name in cls().quantities} for kind, cls in ANALYSES.items()}
+    names = {
+        kind: {name.removesuffix("_by_segment") for name in cls().quantities}
+        for kind, cls in ANALYSES.items()
+    }
     of = [kind for kind, quantities in names.items() if str(shown["quantity"]) in quantities]
     if not of:
         raise OptionError(f"{where}.quantity = {shown['quantity']!r}: no analysis measures it")

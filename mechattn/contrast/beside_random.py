@@ -23,7 +23,9 @@ from mechattn.stats.units import Units
 if TYPE_CHECKING:
     from mechattn.contrast.contrast import Contrast
 
-MARK = "random: "  # how the provenance of a model with redrawn weights starts its description of them
+MARK = (
+    "random: "  # how the provenance of a model with redrawn weights starts its description of them
+)
 
 
 def check_random(random: Any, asked: Contrast) -> None:
@@ -31,11 +33,17 @@ def check_random(random: Any, asked: Contrast) -> None:
     result, conditions = asked.result, (asked.condition, asked.to)
     draws = list(random) if isinstance(random, (list, tuple)) else None
     if draws is None or not all(hasattr(draw, "provenance") for draw in draws):
-        raise OptionError("random=…: give a list of results, as ma.run_random(model, prompts, conditions) returns")
+        raise OptionError(
+            "random=…: give a list of results, as ma.run_random(model, prompts, conditions) returns"
+        )
     if len(draws) < FEWEST_DRAWS:
-        raise OptionError(f"random holds {len(draws)} results; give at least {FEWEST_DRAWS}: run_random(…, draws=3)")
+        raise OptionError(
+            f"random holds {len(draws)} results; give at least {FEWEST_DRAWS}: run_random(…, draws=3)"
+        )
     if asked.other is not None:
-        raise OptionError("random=… belongs to one model; compare two conditions of one result, without other=…")
+        raise OptionError(
+            "random=… belongs to one model; compare two conditions of one result, without other=…"
+        )
     for number, draw in enumerate(draws):
         if why := _unlike(draw, result, conditions):
             raise OptionError(
@@ -44,7 +52,10 @@ def check_random(random: Any, asked: Contrast) -> None:
             )
     if len(kinds := sorted({_weights(draw).split(",")[0] for draw in draws})) > 1:
         raise OptionError(f"random mixes {' and '.join(kinds)}; give draws of one kind at a time")
-    hashes = [r.provenance["model"].get("weights_hash", number) for number, r in enumerate([*draws, result])]
+    hashes = [
+        r.provenance["model"].get("weights_hash", number)
+        for number, r in enumerate([*draws, result])
+    ]
     if len(set(hashes)) < len(hashes):
         raise OptionError(
             "random holds the same weights twice, or those of the result; draw each with another seed, as run_random "
@@ -55,7 +66,9 @@ def check_random(random: Any, asked: Contrast) -> None:
 class BesideRandom:
     """Gathers the changes of random models for a table whose layers are processed in blocks."""
 
-    def __init__(self, random: Seq[Result], asked: Contrast, units: Units, shown: np.ndarray) -> None:
+    def __init__(
+        self, random: Seq[Result], asked: Contrast, units: Units, shown: np.ndarray
+    ) -> None:
         self.random, self.asked, self.units, self.shown = random, asked, units, shown
         self._means: list[np.ndarray] = []
         self._draws: list[np.ndarray] = []
@@ -75,9 +88,15 @@ class BesideRandom:
         draws = np.concatenate(self._draws, axis=1)
         head = self._dims.index("head") if "head" in self._dims else None
         found = against_draws(means, draws, head, table.attrs["level"], rounding)
-        both = np.where(np.isnan(found.p), np.nan, 1.0)  # of cells that the other half of the prompts didn't choose
+        both = np.where(
+            np.isnan(found.p), np.nan, 1.0
+        )  # of cells that the other half of the prompts didn't choose
         both[cells] = np.maximum(table[f"p_{table.attrs['tested']}"], found.p[cells])
-        columns = {"null_random": found.mean[cells], "random_low": found.low[cells], "random_high": found.high[cells]}
+        columns = {
+            "null_random": found.mean[cells],
+            "random_low": found.low[cells],
+            "random_high": found.high[cells],
+        }
         columns |= {"p_random": found.p[cells], "q_random": false_discovery(both)[cells]}
         kind = _weights(self.random[0]).removeprefix(MARK).split(",")[0]
         smallest, tests = 1 / (found.compared + 1), int((~np.isnan(both)).sum())
@@ -121,7 +140,9 @@ def _unlike(draw: Result, result: Result, conditions: Seq[str]) -> str:
             return f"has a different condition named {name!r}"
         one, other = (r["sequences"].tokens.sel(condition=name).values for r in (draw, result))
         width = min(one.shape[-1], other.shape[-1])
-        padded = (one[..., width:] == -2).all() and (other[..., width:] == -2).all()  # by what else was in a run
+        padded = (one[..., width:] == -2).all() and (
+            other[..., width:] == -2
+        ).all()  # by what else was in a run
         if not padded or not np.array_equal(one[..., :width], other[..., :width]):
             return f"read other tokens with {name!r}, so its seed or tokenizer differs"
     return ""

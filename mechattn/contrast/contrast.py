@@ -11,7 +11,14 @@ import pandas as pd
 
 from mechattn.axes import BASELINE, by_head, head_named
 from mechattn.contrast import stability, table
-from mechattn.contrast.differences import Scale, aligned, check_cells, check_measured, differences, labels_of
+from mechattn.contrast.differences import (
+    Scale,
+    aligned,
+    check_cells,
+    check_measured,
+    differences,
+    labels_of,
+)
 from mechattn.contrast.quantities import Null, check_layer, slices, variable_of
 from mechattn.errors import OptionError, check_counts
 from mechattn.results.result import Result, part_of, units_of
@@ -21,7 +28,9 @@ from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
 from mechattn.stats.resolution import RESAMPLES, Resolution, random_words, resolution
 from mechattn.stats.units import Unit, check_unit
 
-FEWEST_CONDITIONS = 6  # with fewer, the interval is that of a t distribution with 4 degrees of freedom or less
+FEWEST_CONDITIONS = (
+    6  # with fewer, the interval is that of a t distribution with 4 degrees of freedom or less
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,9 @@ class Verdict:
 
     def __repr__(self) -> str:
         """The changes and counts of heads, without the mask of each head."""
-        change, null = ("{:.3f} [{:.3f}, {:.3f}]".format(*map(float, of)) for of in (self.change, self.null))
+        change, null = (
+            "{:.3f} [{:.3f}, {:.3f}]".format(*map(float, of)) for of in (self.change, self.null)
+        )
         few = "" if self.findable else ", too few to mark any"
         return (
             f"Verdict(change={change}, null={null}, {int(self.beyond.sum())} of {self.beyond.size} heads below the "
@@ -117,7 +128,9 @@ class Contrast:
             )
         for name, given, known in (("null", self.null, Null), ("scale", self.scale, Scale)):
             if given not in (*get_args(known), None):
-                raise OptionError(f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}")
+                raise OptionError(
+                    f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}"
+                )
 
     @property
     def reference(self) -> Result:
@@ -178,10 +191,16 @@ class Contrast:
         units, labels = tested[0].units, tested[0].labels
         units.refuse_below(FEWEST)
         found = crossed(np.stack([one.values[:, there] for one in tested], axis=1), self.level)
-        made = pd.DataFrame({name: values[there] for name, values in labels.items()} | found._asdict())
+        made = pd.DataFrame(
+            {name: values[there] for name, values in labels.items()} | found._asdict()
+        )
         made.insert(made.columns.get_loc("p") + 1, "q", false_discovery(made.p.to_numpy()))
         made = by_head(made.assign(n=units.n, conditions=len(given)))
-        made.attrs = {"conditions": given, "quantity": self.quantity, "segment": self.segment or "all"}
+        made.attrs = {
+            "conditions": given,
+            "quantity": self.quantity,
+            "segment": self.segment or "all",
+        }
         made.attrs |= {"unit": units.unit, "null": tested[0].null, "level": self.level}
         made.attrs |= {"family": f"{int(there.sum())} tests"}
         return made
@@ -203,14 +222,18 @@ class Contrast:
         other = self.other and self.other.sel(head=head)
         one = differences(replace(self, result=self.result.sel(head=head), other=other))
         if one.ours.ndim > 3:
-            raise OptionError(f"{self.quantity!r} has more than one number for each head and prompt")
+            raise OptionError(
+                f"{self.quantity!r} has more than one number for each head and prompt"
+            )
         check_cells(self, one.scale, one.cells.size, one.left_out)
         values = {"value": one.ours, "reference": one.theirs, "difference": one.difference}
         made = pd.DataFrame({name: of.values.reshape(-1) for name, of in values.items()})
         made.insert(0, "prompt", one.ours.prompt.values)
         if one.expected is not None:
             made["beyond"] = made.difference - one.expected.reshape(-1)
-        return made.sort_values(list(made)[-1], key=abs, ascending=False, kind="stable", ignore_index=True)
+        return made.sort_values(
+            list(made)[-1], key=abs, ascending=False, kind="stable", ignore_index=True
+        )
 
     def overall(self, layer: int | None = None) -> tuple[Interval, Interval | None]:
         """The relative change of each prompt's mean over layers and heads, and the same under the null.
@@ -224,20 +247,34 @@ class Contrast:
             OptionError: A value is not positive, so there is no ratio, or there are too few prompts.
         """
         table.check_alike(self)
-        quantity, variable, asked = self.quantity, variable_of(self.result, self.quantity), self.at_layer(layer)
+        quantity, variable, asked = (
+            self.quantity,
+            variable_of(self.result, self.quantity),
+            self.at_layer(layer),
+        )
         if variable.attrs.get("compared") == "difference":
-            raise OptionError(f"{quantity!r} is 0 in the baseline by definition, so it has no relative change")
-        cells = np.prod([n for dim, n in variable.sizes.items() if dim not in ("prompt", "condition")])
-        blocks = slices(variable.sizes["prompt"], 4 * 8 * 6 * int(cells), self.result.memory, "a prompt")
+            raise OptionError(
+                f"{quantity!r} is 0 in the baseline by definition, so it has no relative change"
+            )
+        cells = np.prod(
+            [n for dim, n in variable.sizes.items() if dim not in ("prompt", "condition")]
+        )
+        blocks = slices(
+            variable.sizes["prompt"], 4 * 8 * 6 * int(cells), self.result.memory, "a prompt"
+        )
         found = [_means(asked.part("prompt", some)) for some in blocks]
         if any(not np.array_equal(there, found[0][1]) for _, there in found):
             raise OptionError(
                 f"some prompts have no {quantity!r} in the segment {self.segment!r}; choose one that all prompts have"
             )
-        values, reference, null, null_reference = (np.concatenate(parts) for parts in zip(*(each for each, _ in found)))
+        values, reference, null, null_reference = (
+            np.concatenate(parts) for parts in zip(*(each for each, _ in found))
+        )
         if not ((values > 0).all() and (reference > 0).all()):
             check_measured(asked)
-            raise OptionError(f"{quantity!r} is not positive in every prompt, so it has no relative change")
+            raise OptionError(
+                f"{quantity!r} is not positive in every prompt, so it has no relative change"
+            )
         units = units_of(self.result, len(values), self.unit)
         units.refuse_below(FEWEST)
         of_null = relative_change(null, null_reference, units) if null.size else None
@@ -254,18 +291,24 @@ class Contrast:
         """
         change, null = self.overall()
         if null is None:
-            raise OptionError(f"{self.quantity!r} has no null in this result, and a verdict compares with it")
+            raise OptionError(
+                f"{self.quantity!r} has no null in this result, and a verdict compares with it"
+            )
         made = table.table(self, margin=margin, bootstrap_ends=False)
         variable = variable_of(self.result, self.quantity)
         at = tuple(variable.indexes[dim].get_indexer(made[dim]) for dim in ("layer", "head"))
-        signs, own, same = (np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(3))
+        signs, own, same = (
+            np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(3)
+        )
         for of, column in ((signs, "beyond"), (own, "difference")):
             of[at] = np.where(made[f"q_{column}"] < 0.05, np.sign(made[column]), 0)
         if margin is not None:
             same[at] = made.q_same < 0.05
         n, unit = int(made.n.iloc[0]), made.attrs["unit"]
         of_same = None if margin is None else same > 0
-        return Verdict(change, null, signs < 0, signs > 0, own > 0, own < 0, n, unit, margin, of_same)
+        return Verdict(
+            change, null, signs < 0, signs > 0, own > 0, own < 0, n, unit, margin, of_same
+        )
 
     def resolution(
         self, *, select: Literal["half"] | None = None, draws: int | None = None, q: float = 0.05
@@ -307,7 +350,9 @@ def _means(asked: Contrast) -> tuple[list[np.ndarray], np.ndarray]:
     """Each prompt's means over layers and heads of values, reference and their nulls; and which cells are present."""
     parts = aligned(asked, labels_of([asked]))
     if set(parts[0].dims) & {"segment", "to_segment"}:
-        raise OptionError(f"{asked.quantity!r} has more than one number per head, so a mean over heads has no meaning")
+        raise OptionError(
+            f"{asked.quantity!r} has more than one number per head, so a mean over heads has no meaning"
+        )
     over = [dim for dim in parts[0].dims if dim != "prompt"]
     made = [np.empty(0) if part is None else part.mean(over).values for part in parts]
     return made, parts[0].notnull().all("prompt").values

@@ -78,7 +78,9 @@ def differences(asked: Contrast, labels: Labels | None = None) -> Differences:
     cells = np.ones(ours.shape[1:], dtype=bool)
     for part in parts:
         if part is not None:
-            least = part.values.min(0)  # NaN if a prompt has none; a value that is 0 or negative has no ratio
+            least = part.values.min(
+                0
+            )  # NaN if a prompt has none; a value that is 0 or negative has no ratio
             cells &= least > 0 if scale == "log-ratio" else ~np.isnan(least)
     return Differences(ours, theirs, difference, expected, words, cells, scale)
 
@@ -91,22 +93,42 @@ def labels_of(blocks: Iterable[Contrast]) -> Labels:
         for result, condition in asked.sides:
             check_condition(result, condition)
         variables = [variable_of(result, asked.quantity) for result, _ in asked.sides]
-        dims = [dim for dim in FURTHER if dim in variables[0].dims and (dim != "segment" or asked.segment is None)]
+        dims = [
+            dim
+            for dim in FURTHER
+            if dim in variables[0].dims and (dim != "segment" or asked.segment is None)
+        ]
         if not dims:
             break  # and nothing is read
-        values = [chosen(variable, name, asked.segment) for variable, (_, name) in zip(variables, asked.sides)]
+        values = [
+            chosen(variable, name, asked.segment)
+            for variable, (_, name) in zip(variables, asked.sides)
+        ]
         for dim in dims:
             order[dim] = values[0][dim].values.tolist()
             sets = have.setdefault(dim, [set(), set(), set()])
             for found, one in zip(sets, values):
-                others = [other for other in one.dims if other != dim and (other != "prompt" or dim != "band")]
-                there = one.notnull()  # of a band in every prompt, as short prompts don't reach as far back
+                others = [
+                    other
+                    for other in one.dims
+                    if other != dim and (other != "prompt" or dim != "band")
+                ]
+                there = (
+                    one.notnull()
+                )  # of a band in every prompt, as short prompts don't reach as far back
                 there = (there.all("prompt") if dim == "band" else there).any(others)
                 found |= set(one[dim].values[there.values].tolist())
-                if dim == "to_segment":  # attention to what comes later is 0 in every prompt and condition
+                if (
+                    dim == "to_segment"
+                ):  # attention to what comes later is 0 in every prompt and condition
                     others = [other for other in one.dims if other != dim]
-                    sets[2] |= set(one[dim].values[(one.fillna(0) != 0).any(others).values].tolist())
-    both = {dim: ours & theirs & (read if dim == "to_segment" else ours) for dim, (ours, theirs, read) in have.items()}
+                    sets[2] |= set(
+                        one[dim].values[(one.fillna(0) != 0).any(others).values].tolist()
+                    )
+    both = {
+        dim: ours & theirs & (read if dim == "to_segment" else ours)
+        for dim, (ours, theirs, read) in have.items()
+    }
     return {dim: [label for label in order[dim] if label in both[dim]] for dim in have}
 
 
@@ -116,19 +138,31 @@ def aligned(asked: Contrast, labels: Labels) -> Four:
     made = []
     for result, condition in asked.sides:
         values, null = values_of(result, condition, quantity, segment, asked.null)
-        values = values.sel({dim: of for dim, of in labels.items() if of != values[dim].values.tolist()})
+        values = values.sel(
+            {dim: of for dim, of in labels.items() if of != values[dim].values.tolist()}
+        )
         check_present(values, quantity, segment, (result, condition), asked.sides)
         if null is not None:
-            shared = [dim for dim in null.dims if not np.array_equal(null[dim].values, values[dim].values)]
-            null = null.sel({dim: values[dim] for dim in shared}).broadcast_like(values).transpose(*values.dims)
+            shared = [
+                dim for dim in null.dims if not np.array_equal(null[dim].values, values[dim].values)
+            ]
+            null = (
+                null.sel({dim: values[dim] for dim in shared})
+                .broadcast_like(values)
+                .transpose(*values.dims)
+            )
         made.append((values, null))
     (ours, null), (theirs, their_null) = made
     for dim in ("prompt", "layer", "head"):
         if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
-            raise OptionError(f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other")
+            raise OptionError(
+                f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other"
+            )
     options = [variable_of(result, quantity).attrs.get("options") for result, _ in asked.sides]
     if options[0] != options[1]:
-        raise OptionError(f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other")
+        raise OptionError(
+            f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other"
+        )
     return ours, theirs, null, their_null
 
 
@@ -143,7 +177,11 @@ def check_cells(asked: Contrast, scale: Scale, cells: int, left_out: Seq[str]) -
     """Refuse a comparison without cells; warn of missing ones."""
     if len(left_out) == cells:
         check_measured(asked)
-        lacks = 'ratio in any cell; compare it with scale="difference"' if scale == "log-ratio" else "value in any cell"
+        lacks = (
+            'ratio in any cell; compare it with scale="difference"'
+            if scale == "log-ratio"
+            else "value in any cell"
+        )
         raise OptionError(f"{asked.quantity!r} has no {lacks}")
     if left_out:
         shown = ", ".join(left_out[:4]) + (" …" if len(left_out) > 4 else "")
@@ -170,4 +208,6 @@ def _alike(asked: Contrast) -> bool:
     """Whether two conditions differ only in which tokens they insert, so no change between them is by definition."""
     if not all(stored_condition(result, name).inserts_only for result, name in asked.sides):
         return False
-    return np.array_equal(*(result["sequences"].origin.sel(condition=name).values for result, name in asked.sides))
+    return np.array_equal(
+        *(result["sequences"].origin.sel(condition=name).values for result, name in asked.sides)
+    )

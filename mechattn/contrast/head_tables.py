@@ -40,12 +40,16 @@ def ranked_heads(
     finding, shown = (np.arange(units.n),) * 2 if select is None else halves_of(units.n)
     parts, known = [], ""
     for some in quantities.layer_blocks(result, quantity, segment):
-        values, null = quantities.values_of(part_of(result, "layer", some), condition, quantity, segment)
+        values, null = quantities.values_of(
+            part_of(result, "layer", some), condition, quantity, segment
+        )
         if more := sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"})):
             raise OptionError(
                 f"{quantity!r} does not have one number per head ({', '.join(more)}), so it cannot rank heads"
             )
-        quantities.check_present(values, quantity, segment, (result, condition), [(result, condition)])
+        quantities.check_present(
+            values, quantity, segment, (result, condition), [(result, condition)]
+        )
         each = units.means(values.values.reshape(prompts, -1))
         layer, head = np.unravel_index(np.arange(each.shape[1]), values.shape[1:])
         columns = {"layer": values.layer.values[layer], "head": values["head"].values[head]}
@@ -60,14 +64,27 @@ def ranked_heads(
         parts.append(pd.DataFrame(columns))
     table = pd.concat(parts, ignore_index=True)
     if not table.there.any():
-        raise quantities.absent(prompts, quantity, segment, (result, condition), [(result, condition)])
+        raise quantities.absent(
+            prompts, quantity, segment, (result, condition), [(result, condition)]
+        )
     if select is None:  # the other half needs no shrinking
         table.insert(3, "shrunken", shrunken(table[quantity].to_numpy(), table.error.to_numpy()))
     order = np.argsort(-np.nan_to_num(table.finding.to_numpy(), nan=-np.inf), kind="stable")
-    made = table.iloc[order[table.there.to_numpy()[order]][:top]].drop(columns=["error", "finding", "there"])
+    made = table.iloc[order[table.there.to_numpy()[order]][:top]].drop(
+        columns=["error", "finding", "there"]
+    )
     made = by_head(made.reset_index(drop=True))
-    how = "on one half of the prompts, shown on the other" if select else "on the prompts that are shown"
-    made.attrs = {"condition": condition, "segment": segment, "of": len(table), "ranked": how + known}
+    how = (
+        "on one half of the prompts, shown on the other"
+        if select
+        else "on the prompts that are shown"
+    )
+    made.attrs = {
+        "condition": condition,
+        "segment": segment,
+        "of": len(table),
+        "ranked": how + known,
+    }
     made.attrs |= {"unit": units.unit, "level": level}
     return made
 
@@ -110,16 +127,24 @@ def sink_kinds(
     given = {"value_below": value_below, "rank_below": rank_below, "rate_above": rate_above}
     for name, value in given.items():
         least, largest = most[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= largest:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not least <= value <= largest
+        ):
             upper = f" to {largest:g}" if np.isfinite(largest) else " or more"
             raise OptionError(f"{name}={value!r}: give a number, {least:g}{upper}")
     if "attention_sinks" not in result.datasets:
-        raise OptionError("this run did not measure sinks: add ma.analyses.AttentionSinks() to its analyses")
+        raise OptionError(
+            "this run did not measure sinks: add ma.analyses.AttentionSinks() to its analyses"
+        )
     quantities.check_condition(result, condition)
     data = result["attention_sinks"].sel(condition=condition)
     rows = []
     for layer, head in product(data.layer.values, data["head"].values):
-        about = {"layer": int(layer), "head": int(head)} | _sink_of(data.sel(layer=layer, head=head))
+        about = {"layer": int(layer), "head": int(head)} | _sink_of(
+            data.sel(layer=layer, head=head)
+        )
         if not about["sink_rate"] > rate_above:
             kind = "no sink"
         elif about["value_ratio"] < value_below:
@@ -143,7 +168,9 @@ def sweep_sink_kinds(
     """Count the heads with each kind of sink for every pair of thresholds; see :func:`sink_kinds`."""
     rows = []
     for value, rank in product(value_below, rank_below):
-        table = sink_kinds(result, condition, value_below=value, rank_below=rank, rate_above=rate_above)
+        table = sink_kinds(
+            result, condition, value_below=value, rank_below=rank, rate_above=rate_above
+        )
         counts = {kind: int((table.kind == kind).sum()) for kind in KINDS}
         rows.append({"value_below": value, "rank_below": rank, **counts})
     return pd.DataFrame(rows)
@@ -158,7 +185,9 @@ def _sink_of(data: xr.Dataset) -> dict[str, Any]:
     return {
         "sink_rate": float(has.mean()),
         "position": int(positions[counts.argmax()]) if has.any() else -1,
-        "value_ratio": float(found.strongest_value_ratio.median(skipna=False)) if has.any() else float("nan"),
+        "value_ratio": float(found.strongest_value_ratio.median(skipna=False))
+        if has.any()
+        else float("nan"),
         "output_rank": float(found.output_rank.median(skipna=False)) if has.any() else float("nan"),
         "massive_overlap": float(same.mean()) if massive.any() else float("nan"),
     }

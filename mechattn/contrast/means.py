@@ -30,7 +30,11 @@ def mean_over_prompts(result: Result, values: xr.DataArray, over: Seq[str] = ())
     else:
         blocks = list(in_parts(values, rest[0], result.memory)) if rest else [values]
     made = [_interval(over_units(result, part)) for part in blocks]
-    return made[0] if len(made) == 1 else Interval(*(np.concatenate(ends) for ends in zip(*made, strict=True)))
+    return (
+        made[0]
+        if len(made) == 1
+        else Interval(*(np.concatenate(ends) for ends in zip(*made, strict=True)))
+    )
 
 
 def overall_mean(result: Result, values: xr.DataArray) -> Interval:
@@ -61,7 +65,9 @@ class Positions(NamedTuple):
     n: np.ndarray
 
 
-def at_positions(dataset: xr.Dataset, quantity: str, at: dict[str, object], prompts: np.ndarray) -> Positions:
+def at_positions(
+    dataset: xr.Dataset, quantity: str, at: dict[str, object], prompts: np.ndarray
+) -> Positions:
     """A quantity at each position of one head, without those that fewer than half of the prompts, or than 10, have."""
     if len(prompts) < dataset.sizes["prompt"]:
         moments = Moments.of(dataset[f"{quantity}_per_prompt"].sel(at).isel(prompt=prompts).values)
@@ -73,7 +79,9 @@ def at_positions(dataset: xr.Dataset, quantity: str, at: dict[str, object], prom
     return Positions(position, mean, low, high, moments.n[position])
 
 
-def uniform_at_positions(dataset: xr.Dataset, quantity: str, at: dict[str, object], prompts: np.ndarray) -> np.ndarray:
+def uniform_at_positions(
+    dataset: xr.Dataset, quantity: str, at: dict[str, object], prompts: np.ndarray
+) -> np.ndarray:
     """What uniform attention would give at each position, as the mean over prompts."""
     name = quantity.replace("received", "received_uniform", 1)
     if len(prompts) < dataset.sizes["prompt"]:
@@ -82,7 +90,12 @@ def uniform_at_positions(dataset: xr.Dataset, quantity: str, at: dict[str, objec
 
 
 def choose_heads(
-    result: Result, layer: int | None, count: int, condition: str, prompts: np.ndarray, by: Ranking = "beyond"
+    result: Result,
+    layer: int | None,
+    count: int,
+    condition: str,
+    prompts: np.ndarray,
+    by: Ranking = "beyond",
 ) -> list[tuple[int, int]]:
     """The ``count`` heads, of a layer or of all, whose attention to the question is furthest from the null, by layer.
 
@@ -104,10 +117,14 @@ def choose_heads(
             "name the heads, or run at least 6 prompts"
         )
     against_null = by == "beyond" or condition == BASELINE
-    logs = np.log(half.received_by_segment / (half.received_by_segment_uniform if against_null else 1.0))
+    logs = np.log(
+        half.received_by_segment / (half.received_by_segment_uniform if against_null else 1.0)
+    )
     far = logs.sel(condition=condition)
     if condition != BASELINE:
         far = far - logs.sel(condition=BASELINE)
     score = abs(over_units(result, far.transpose("prompt", "layer", "head")).mean(0))
     chosen = np.argsort(-score, axis=None, kind="stable")[:count]
-    return sorted((int(half.layer[at // score.shape[1]]), int(at % score.shape[1])) for at in chosen)
+    return sorted(
+        (int(half.layer[at // score.shape[1]]), int(at % score.shape[1])) for at in chosen
+    )

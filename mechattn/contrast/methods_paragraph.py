@@ -20,10 +20,16 @@ def methods(result: Result, tables: Seq[pd.DataFrame]) -> str:
     """See :meth:`mechattn.results.result.Result.methods`, which explains the arguments."""
     about = result.provenance
     for number, table in enumerate(tables):
-        if not {"condition", "quantity", "family", "level", "unit"} <= set(getattr(table, "attrs", {})):
-            raise OptionError(f"table {number} has no record of how it was made; give tables from Result.compare")
+        if not {"condition", "quantity", "family", "level", "unit"} <= set(
+            getattr(table, "attrs", {})
+        ):
+            raise OptionError(
+                f"table {number} has no record of how it was made; give tables from Result.compare"
+            )
     names = {str(name) for dataset in result.datasets.values() for name in dataset}
-    nulls = sorted(words for kind, words in NULLS.items() if any(name.endswith(f"_{kind}") for name in names))
+    nulls = sorted(
+        words for kind, words in NULLS.items() if any(name.endswith(f"_{kind}") for name in names)
+    )
     sentences = [
         _model(about["model"], about["versions"], about["engine"]),
         _prompts(result),
@@ -49,7 +55,9 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
     if model["verified"]:
         left, mended = (_several(model.get(name) or []) for name in ("not_verified", "mended"))
         said = "The hooked model was verified against the model's own attention when it was loaded"
-        said += f"{f' (not checked: {left})' if left else ''}{f'; mended: {mended}' if mended else ''}"
+        said += (
+            f"{f' (not checked: {left})' if left else ''}{f'; mended: {mended}' if mended else ''}"
+        )
     return (
         f"The attention of {model['name']} ({model['parameters']:,} parameters, {model['layers']} layers of "
         f"{model['heads']} heads, {model['dtype']}{revision}) was measured {how.get(engine, engine)}, with {_and(by)}. "
@@ -76,7 +84,13 @@ def _conditions(result: Result) -> str:
         about = stored.get(name, {})
         counts = (result["sequences"].origin.sel(condition=name).values == -1).sum(-1)
         low, high = int(np.min(counts)), int(np.max(counts))
-        tokens = "no tokens" if not high else f"{low} tokens" if low == high else f"{low} to {high} tokens"
+        tokens = (
+            "no tokens"
+            if not high
+            else f"{low} tokens"
+            if low == high
+            else f"{low} to {high} tokens"
+        )
         parts.append(f"“{name}” ({about.get('written', 'unknown')}; {tokens} inserted)")
     if not parts:
         return "The prompts were read unchanged."
@@ -103,16 +117,18 @@ def _compared(table: pd.DataFrame) -> str:
     scale = f" as {table.scale.iloc[0]}s" if len(table) else ""
     tried = about["patterns"]
     patterns = "all patterns of signs" if tried is None else f"{tried:,} random patterns of signs"
-    bags = f" of {about['resampled']}, which are also what the bootstrap resamples" if "resampled" in about else ""
+    bags = (
+        f" of {about['resampled']}, which are also what the bootstrap resamples"
+        if "resampled" in about
+        else ""
+    )
     units = int(table.n.iloc[0]) if len(table) else 0
     skewed = ""
     if units >= FEWEST_FOR_ALL:
         skewed = ", bootstrap-t tests, and step-down bootstrap-t tests with p divided by their number (the largest p)"
     random = ""
     if "null_random" in about:
-        random = (
-            f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of {about['null_random']}"
-        )
+        random = f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of {about['null_random']}"
     return (
         f"“{about['condition']}” was compared with “{about['to']}” in {about['quantity']}{of}{scale}, paired by "
         f"{about['unit'].partition(' ')[0]}{n}{half}: {100 * about['level']:g} % t intervals; sign-flip tests "
@@ -126,4 +142,6 @@ def _several(value: Any) -> str:
 
 
 def _and(parts: Seq[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""
+    return (
+        parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""
+    )

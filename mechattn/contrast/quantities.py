@@ -21,9 +21,15 @@ from mechattn.stats.units import resampled
 Null = Literal["uniform", "blind"]
 Side = tuple[Result, str]  # a condition of a result
 NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
-FURTHER = ("segment", "to_segment", "band")  # dimensions that a quantity may have beside prompt, layer and head
+FURTHER = (
+    "segment",
+    "to_segment",
+    "band",
+)  # dimensions that a quantity may have beside prompt, layer and head
 _A_HEAD = {"prompt", "condition", "layer", "head"}
-_COPIES = 8  # float64 arrays [prompt, cell] in memory at the same time in a comparison: measured 4 to 6
+_COPIES = (
+    8  # float64 arrays [prompt, cell] in memory at the same time in a comparison: measured 4 to 6
+)
 _KEPT = 6  # arrays kept for resampling [unit or bag, cell], for all layers
 _SHARE = 4  # of the memory: a quantity that is kept takes at most this fraction
 
@@ -50,7 +56,9 @@ def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
         have = sorted(_quantities(result, lambda dims: {"prompt", "layer"} <= dims))
         from mechattn.analysis import ANALYSES
 
-        others = [kind.__name__ for kind in ANALYSES if not kind().quantities.keys().isdisjoint(names)]
+        others = [
+            kind.__name__ for kind in ANALYSES if not kind().quantities.keys().isdisjoint(names)
+        ]
         raise OptionError(
             f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(have)}: name one with "
             f"quantity=…{''.join(f', or run it with ma.analyses.{other}()' for other in others)}"
@@ -61,14 +69,24 @@ def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
 def head_quantities(result: Result) -> list[str]:
     """The quantities with one number per head and prompt, named as in ``result.compare``."""
     found = _quantities(result, lambda dims: _A_HEAD <= dims <= _A_HEAD | {"segment"})
-    return sorted((name for name in found if not name.endswith("_per_prompt")), key=lambda name: name != "received")
+    return sorted(
+        (name for name in found if not name.endswith("_per_prompt")),
+        key=lambda name: name != "received",
+    )
 
 
 def _quantities(result: Result, has: Callable[[set[Any]], bool]) -> list[str]:
     """The names of what was measured with such dimensions, without nulls."""
-    each = [(str(n), v) for at, data in result.datasets.items() if at != "sequences" for n, v in data.data_vars.items()]
+    each = [
+        (str(n), v)
+        for at, data in result.datasets.items()
+        if at != "sequences"
+        for n, v in data.data_vars.items()
+    ]
     nulls = tuple(f"_{kind}" for kind in NULLS)
-    found = [name for name, variable in each if has(set(variable.dims)) and not name.endswith(nulls)]
+    found = [
+        name for name, variable in each if has(set(variable.dims)) and not name.endswith(nulls)
+    ]
     return list(dict.fromkeys(name.removesuffix("_by_segment") for name in found))
 
 
@@ -90,7 +108,9 @@ def values_of(
     return values, null
 
 
-def check_present(values: xr.DataArray, quantity: str, segment: str | None, side: Side, sides: Seq[Side]) -> None:
+def check_present(
+    values: xr.DataArray, quantity: str, segment: str | None, side: Side, sides: Seq[Side]
+) -> None:
     """Refuse values of one of the sides that some prompts lack, in a cell that others have."""
     if not np.isnan(values.values.min(initial=np.inf)):
         return
@@ -106,13 +126,21 @@ def which_have(side: Side, quantity: str, segment: str | None) -> np.ndarray:
     result, condition = side
     values = in_segment(variable_of(result, quantity).sel(condition=condition), segment)
     over = [dim for dim in values.dims if dim != "prompt"]
-    return np.concatenate([part.notnull().any(over).values for part in in_parts(values, "prompt", result.memory)])
+    return np.concatenate(
+        [part.notnull().any(over).values for part in in_parts(values, "prompt", result.memory)]
+    )
 
 
-def absent(some: int, quantity: str, segment: str | None, side: Side, sides: Seq[Side]) -> OptionError:
+def absent(
+    some: int, quantity: str, segment: str | None, side: Side, sides: Seq[Side]
+) -> OptionError:
     """The error where some prompts lack a quantity in one of the sides; it says where all have it, in all sides."""
     result, condition = side
-    inserting = [name for name in result.conditions if (result["sequences"].origin.sel(condition=name) == -1).any()]
+    inserting = [
+        name
+        for name in result.conditions
+        if (result["sequences"].origin.sel(condition=name) == -1).any()
+    ]
     if segment == "inserted" and inserting and condition not in inserting:
         other = next((name for _, name in sides if name in inserting), inserting[0])
         heads = f"result.heads({quantity!r}, condition={other!r}, segment='inserted') shows what {other!r} has, and "
@@ -120,12 +148,25 @@ def absent(some: int, quantity: str, segment: str | None, side: Side, sides: Seq
             f"{condition!r} inserts no tokens, so it has no {quantity!r} in the segment 'inserted'; "
             f"{heads if quantity in head_quantities(result) else ''}result.compare takes two conditions that insert"
         )
-    variable, where, hint = variable_of(result, quantity), "", "leave these out with result.sel(prompt=…)"
+    variable, where, hint = (
+        variable_of(result, quantity),
+        "",
+        "leave these out with result.sel(prompt=…)",
+    )
     if "segment" in variable.dims:
-        names, both = variable.segment.values.tolist(), "in both conditions " if len(sides) > 1 else ""
-        there = [repr(name) for name in names if all(which_have(one, quantity, name).all() for one in sides)]
+        names, both = (
+            variable.segment.values.tolist(),
+            "in both conditions " if len(sides) > 1 else "",
+        )
+        there = [
+            repr(name)
+            for name in names
+            if all(which_have(one, quantity, name).all() for one in sides)
+        ]
         where = " in some segment" if segment is None else f" in the segment {segment!r}"
-        hint = both + (f"all have it in: {', '.join(there)}" if there else "no segment has it in all")
+        hint = both + (
+            f"all have it in: {', '.join(there)}" if there else "no segment has it in all"
+        )
     missing = f"{some} of {variable.sizes['prompt']} prompts have no {quantity!r}{where} with {condition!r}"
     return OptionError(f"{missing}; {hint}")
 
@@ -148,14 +189,18 @@ def in_segment(variable: xr.DataArray, segment: str | None) -> xr.DataArray:
     return variable.sel(segment=segment)
 
 
-def by_layer(result: Result, quantity: str, segment: str) -> tuple[xr.DataArray, xr.DataArray | None]:
+def by_layer(
+    result: Result, quantity: str, segment: str
+) -> tuple[xr.DataArray, xr.DataArray | None]:
     """The values [prompt, condition, layer, …] of a quantity with at most one number per head, unread, and its null."""
     at, name = dataset_of(result, quantity)
     null = result[at].get(f"{name}_uniform")
     values = in_segment(result[at][name], segment)
     others = set(values.dims) ^ {"prompt", "condition", "layer"}
     if others - {"head", "block"}:
-        raise OptionError(f"{quantity!r} has more than one number for each head ({', '.join(map(str, others))})")
+        raise OptionError(
+            f"{quantity!r} has more than one number for each head ({', '.join(map(str, others))})"
+        )
     return values, None if null is None else in_segment(null, segment)
 
 
@@ -190,24 +235,40 @@ def slices(count: int, each: int, memory: str, what: str, shared: int = 0) -> li
     return [slice(start, min(start + at_a_time, count)) for start in range(0, count, at_a_time)]
 
 
-def layer_blocks(result: Result, quantity: str, segment: str | None, bootstrap: int = 0, signs: int = 0) -> list[slice]:
+def layer_blocks(
+    result: Result, quantity: str, segment: str | None, bootstrap: int = 0, signs: int = 0
+) -> list[slice]:
     """The layers of a quantity in blocks for a comparison with these numbers of resamples and sign patterns."""
     variable = variable_of(result, quantity)
     sizes = {str(dim): size for dim, size in variable.sizes.items()}
     prompts, layers = sizes.pop("prompt"), sizes.get("layer", 1)
-    cells = prod(size for dim, size in sizes.items() if dim != "condition" and (segment is None or dim != "segment"))
+    cells = prod(
+        size
+        for dim, size in sizes.items()
+        if dim != "condition" and (segment is None or dim != "segment")
+    )
     each = 8 * _COPIES * prompts * cells // layers
-    each += 2 * variable.dtype.itemsize * prompts * prod(sizes.values()) // (layers * sizes.get("condition", 1))
+    each += (
+        2
+        * variable.dtype.itemsize
+        * prompts
+        * prod(sizes.values())
+        // (layers * sizes.get("condition", 1))
+    )
     shared = 0
     if signs:
-        shared = resampled(prompts) * (2 * bootstrap + max(signs, 20 * cells) // 8 + 8 * _KEPT * cells)
+        shared = resampled(prompts) * (
+            2 * bootstrap + max(signs, 20 * cells) // 8 + 8 * _KEPT * cells
+        )
     return slices(layers, each, result.memory, f"{quantity!r} of {prompts:,} prompts", shared)
 
 
 def in_parts(values: xr.DataArray, dim: str, memory: str) -> Iterator[xr.DataArray]:
     """Yield values some layers or prompts at a time."""
     count = values.sizes[dim]
-    for some in slices(count, 8 * _COPIES * values.size // max(1, count), memory, f"one {dim} of {values.name!r}"):
+    for some in slices(
+        count, 8 * _COPIES * values.size // max(1, count), memory, f"one {dim} of {values.name!r}"
+    ):
         yield values if some == slice(None) else values.isel({dim: some})
 
 

@@ -19,14 +19,25 @@ QUANTITIES = {"activations": ("mlp_activations", "change_product", "MlpActivatio
 
 
 def agreement(
-    result: Result, one: str, other: str, over: str, quantity: str, controls: Seq[str] | None, unit: Unit, level: float
+    result: Result,
+    one: str,
+    other: str,
+    over: str,
+    quantity: str,
+    controls: Seq[str] | None,
+    unit: Unit,
+    level: float,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments."""
     if quantity not in QUANTITIES:
-        raise OptionError(f"quantity={quantity!r}: choose one of {', '.join(map(repr, QUANTITIES))}")
+        raise OptionError(
+            f"quantity={quantity!r}: choose one of {', '.join(map(repr, QUANTITIES))}"
+        )
     dataset, variable, analysis = QUANTITIES[quantity]
     if dataset not in result.datasets:
-        raise OptionError(f"this result has no {dataset}; run it with analyses=[ma.analyses.{analysis}]")
+        raise OptionError(
+            f"this result has no {dataset}; run it with analyses=[ma.analyses.{analysis}]"
+        )
     product = result[dataset][variable].transpose("prompt", "layer", "condition", "other_condition")
     for name in (one, other, over, *(controls or [])):
         check_condition(result, name)
@@ -45,7 +56,11 @@ def agreement(
     tables = []
     for name, cosine in zip(others, cosines, strict=True):
         about = {"condition": one, "other": name, "layer": product.layer.values}
-        tables.append(pd.DataFrame(about | _columns(units.means(cosine), units.means(cosines[0] - cosine), level)))
+        tables.append(
+            pd.DataFrame(
+                about | _columns(units.means(cosine), units.means(cosines[0] - cosine), level)
+            )
+        )
     made = pd.concat(tables, ignore_index=True)
     made.attrs = {"over": over, "quantity": quantity, "level": level, "unit": units.unit}
     return made
@@ -61,11 +76,17 @@ def _cosine(product: xr.DataArray, one: str, other: str, over: str) -> np.ndarra
         return between(a, b) - between(a, over) - between(over, b) + between(over, over)
 
     norms = np.sqrt(apart(one, one) * apart(other, other))
-    return np.divide(apart(one, other), norms, out=np.full_like(norms, np.nan), where=norms > 0).clip(-1, 1)
+    return np.divide(
+        apart(one, other), norms, out=np.full_like(norms, np.nan), where=norms > 0
+    ).clip(-1, 1)
 
 
 def _columns(cosine: np.ndarray, apart: np.ndarray, level: float) -> dict[str, np.ndarray]:
     """The cosine of each layer, and how much lower it is than that of the two main conditions."""
-    made = dict(zip(("cosine", "cosine_low", "cosine_high"), t_interval(cosine, level), strict=True))
-    made |= dict(zip(("beyond", "beyond_low", "beyond_high"), t_interval(apart, level), strict=True))
+    made = dict(
+        zip(("cosine", "cosine_low", "cosine_high"), t_interval(cosine, level), strict=True)
+    )
+    made |= dict(
+        zip(("beyond", "beyond_low", "beyond_high"), t_interval(apart, level), strict=True)
+    )
     return made | {"n": (~np.isnan(cosine)).sum(0)}

@@ -24,7 +24,12 @@ Halves = list[tuple[np.ndarray, np.ndarray]]
 
 
 def stability(
-    asked: Contrast, top: int | None, layer: int | None, over: Seq[str] | None, splits: int, patterns: int
+    asked: Contrast,
+    top: int | None,
+    layer: int | None,
+    over: Seq[str] | None,
+    splits: int,
+    patterns: int,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.stability`, which explains the arguments."""
     names, seed = [asked.condition], asked.seed
@@ -37,15 +42,27 @@ def stability(
     units = made[0].units
     bags = Bags.drawn(units.n, seed)
     cells = int(there.sum())
-    if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 1 <= top < cells):
-        raise OptionError(f"top={top!r}: give a number of heads below {cells}, or None for those with q < 0.05")
+    if top is not None and (
+        isinstance(top, bool) or not isinstance(top, int) or not 1 <= top < cells
+    ):
+        raise OptionError(
+            f"top={top!r}: give a number of heads below {cells}, or None for those with q < 0.05"
+        )
     units.refuse_below(*Selection("half", top).fewest)
     values = {name: one.values[:, there] for name, one in zip(names, made)}
     generator = np.random.default_rng(seed)
     halves = [random_halves(bags.n if bags else units.n, generator) for _ in range(splits)]
-    table = pd.DataFrame(_rows(values, halves, lambda d: significant(d, patterns) if top is None else largest(d, top)))
+    table = pd.DataFrame(
+        _rows(
+            values, halves, lambda d: significant(d, patterns) if top is None else largest(d, top)
+        )
+    )
     selection = "q < 0.05" if top is None else f"the {top} furthest from the null"
-    table.attrs = {"quantity": asked.quantity, "segment": asked.segment or "all", "selection": selection}
+    table.attrs = {
+        "quantity": asked.quantity,
+        "segment": asked.segment or "all",
+        "selection": selection,
+    }
     table.attrs |= {"of": cells, "unit": units.unit, "splits": splits, "seed": seed}
     table.attrs |= {} if bags is None else {"resampled": bags.words}
     return table
@@ -59,14 +76,21 @@ def _rows(
     whole = {name: select(d) for name, d in values.items()}
     rows = []
     for one, other in [*((name, name) for name in values), *combinations(values, 2)]:
-        some = [(first[0], second[1]) for first, second in zip(chosen[one], chosen[other], strict=True)]
+        some = [
+            (first[0], second[1]) for first, second in zip(chosen[one], chosen[other], strict=True)
+        ]
         found = np.array([jaccard(a, b) for a, b in some])
         chance = np.array([jaccard_by_chance(int(a.sum()), int(b.sum()), len(a)) for a, b in some])
         known = found[~np.isnan(found)]
         row: dict[str, object] = dict.fromkeys(("jaccard", "low", "high", "by_chance"), np.nan)
         if known.size:
             low, high = np.quantile(known, [0.025, 0.975])
-            row = {"jaccard": known.mean(), "low": low, "high": high, "by_chance": chance[~np.isnan(chance)].mean()}
+            row = {
+                "jaccard": known.mean(),
+                "low": low,
+                "high": high,
+                "by_chance": chance[~np.isnan(chance)].mean(),
+            }
         row |= {"selected": np.mean([(a.sum() + b.sum()) / 2 for a, b in some])}
         row |= {"none_selected": 1 - known.size / len(found)}
         row |= {"on_all": np.nan if one == other else jaccard(whole[one], whole[other])}
@@ -89,7 +113,9 @@ def jaccard_by_chance(one: int, other: int, of: int) -> float:
     if not one + other:
         return float("nan")
     shared = np.arange(min(one, other) + 1)
-    return float((stats.hypergeom(of, one, other).pmf(shared) * shared / (one + other - shared)).sum())
+    return float(
+        (stats.hypergeom(of, one, other).pmf(shared) * shared / (one + other - shared)).sum()
+    )
 
 
 def largest(d: np.ndarray, count: int) -> np.ndarray:

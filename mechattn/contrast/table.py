@@ -28,10 +28,21 @@ if TYPE_CHECKING:
 # In units: of measured values, centred, some q < 0.05 in 23 % of tables of 12, 10 % of 24, 7 % of 64.
 FEWEST_TO_SELECT = 6  # prompts: of 2⁶ sign patterns, the two extreme ones give p = 0.03
 _ENDS = [f"{end}{kind}" for kind in ("", "_bootstrap", "_simultaneous") for end in ("low", "high")]
-_NAMES = {end: f"difference_{end}" for end in _ENDS} | {"p": "p_beyond", "q": "q_beyond"}  # of a table's columns
+_NAMES = {end: f"difference_{end}" for end in _ENDS} | {
+    "p": "p_beyond",
+    "q": "q_beyond",
+}  # of a table's columns
 _CHANGE = ["change", "change_low", "change_high", "change_null"]
 _TESTS = ["q_beyond", "q_difference", "n"]
-_LOGS = ["difference", "difference_low", "difference_high", "null", "beyond", "beyond_low", "beyond_high"]
+_LOGS = [
+    "difference",
+    "difference_low",
+    "difference_high",
+    "null",
+    "beyond",
+    "beyond_low",
+    "beyond_high",
+]
 _COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
 
 
@@ -64,8 +75,12 @@ class Selection:
 
     def __post_init__(self) -> None:
         check_select(self.select)
-        if self.top is not None and (isinstance(self.top, bool) or not isinstance(self.top, int) or self.top < 1):
-            raise OptionError(f"top={self.top!r}: give a number of heads, at least 1, or None for those with q < 0.05")
+        if self.top is not None and (
+            isinstance(self.top, bool) or not isinstance(self.top, int) or self.top < 1
+        ):
+            raise OptionError(
+                f"top={self.top!r}: give a number of heads, at least 1, or None for those with q < 0.05"
+            )
         if self.by not in (None, *get_args(Ranking)):
             raise OptionError(f'by={self.by!r}: give "beyond" (the null) or "difference"')
         if self.top is not None and self.select is None:
@@ -131,14 +146,18 @@ def table(
     if beside is not None:
         made = beside.table(made, np.concatenate(found.masks))
     if scores is not None and chosen.top is not None:
-        made = made.iloc[np.argsort(-scores[scores > -np.inf], kind="stable")].reset_index(drop=True)
+        made = made.iloc[np.argsort(-scores[scores > -np.inf], kind="stable")].reset_index(
+            drop=True
+        )
     return by_head(made)
 
 
 def _columns(found: _Cells) -> pd.DataFrame:
     """The columns of a table in their order: fractions and tests first, then logarithms or differences."""
     labels = [str(name) for name in found.means if name not in ("value", "reference")]
-    made = found.means.assign(**{_NAMES.get(n, n): getattr(found.numbers, n) for n in _COLUMNS}, n=found.numbers.n)
+    made = found.means.assign(
+        **{_NAMES.get(n, n): getattr(found.numbers, n) for n in _COLUMNS}, n=found.numbers.n
+    )
     order = [*labels, *_LOGS, *_TESTS]
     if found.last.expected is None:
         made = made.assign(p_beyond=np.nan, q_beyond=np.nan)
@@ -148,7 +167,9 @@ def _columns(found: _Cells) -> pd.DataFrame:
     return made[[*order, *made.columns.drop(order)]].assign(scale=found.last.scale)
 
 
-def layers_of(asked: Contrast, bootstrap: int = 0, signs: int = 0) -> Callable[[], Iterator[Differences]]:
+def layers_of(
+    asked: Contrast, bootstrap: int = 0, signs: int = 0
+) -> Callable[[], Iterator[Differences]]:
     """A function that yields the differences of a comparison, some layers at a time."""
     some = layer_blocks(asked.result, asked.quantity, asked.segment, bootstrap, signs)
     cut = [asked.part("layer", each) for each in some]
@@ -179,7 +200,11 @@ def _gone_through(
     for number, made in enumerate(blocks()):
         wanted = made.cells if masks is None else masks[number]
         expected = None if made.expected is None else units.means(made.expected)[some][:, wanted]
-        stream.add(units.means(made.difference.values)[some][:, wanted], expected, made.rounding(units, some)[wanted])
+        stream.add(
+            units.means(made.difference.values)[some][:, wanted],
+            expected,
+            made.rounding(units, some)[wanted],
+        )
         sides = {"value": made.ours.values, "reference": made.theirs.values}
         means = {name: units.means(side)[some][:, wanted].mean(0) for name, side in sides.items()}
         rows.append(pd.DataFrame(_labels(made, wanted) | means))
@@ -189,28 +214,48 @@ def _gone_through(
             see(made)
     if not any(mask.any() for mask in cells) and masks is None:
         check_cells(asked, made.scale, len(left_out), left_out)
-    return _Cells(pd.concat(rows, ignore_index=True), stream.made(), cells, left_out, made, stream.bags)
+    return _Cells(
+        pd.concat(rows, ignore_index=True), stream.made(), cells, left_out, made, stream.bags
+    )
 
 
 def _labels(made: Differences, cells: np.ndarray) -> dict[str, np.ndarray]:
     """The layer, head … of each of some cells."""
     index = np.argwhere(cells)
-    return {str(dim): made.difference[dim].values[index[:, i]] for i, dim in enumerate(made.difference.dims[1:])}
+    return {
+        str(dim): made.difference[dim].values[index[:, i]]
+        for i, dim in enumerate(made.difference.dims[1:])
+    }
 
 
 def _about(asked: Contrast, chosen: Selection, found: _Cells, units: Units) -> dict[str, Any]:
     """What a table records about its question, its null and its tests."""
     tests, n = len(found.numbers.p), found.numbers.n
     can = resolution(n, max(1, tests), resamples=asked.resamples, unit=units.unit)
-    names = sorted({str(result.provenance["model"]["name"]) for result in (asked.result, asked.reference)})
+    names = sorted(
+        {str(result.provenance["model"]["name"]) for result in (asked.result, asked.reference)}
+    )
     made = {name: getattr(asked, name) for name in ("condition", "to", "quantity")}
-    made |= {"segment": asked.segment or "all", "select": chosen.select or "none", "level": asked.level}
+    made |= {
+        "segment": asked.segment or "all",
+        "select": chosen.select or "none",
+        "level": asked.level,
+    }
     made |= {"resamples": asked.resamples, "seed": asked.seed, "models": ", ".join(names)}
     made |= {} if found.bags is None else {"resampled": found.bags.words}
     made |= {"null": found.last.null} | ({} if chosen.top is None else {"top": chosen.top})
-    made |= {"tested": "difference" if found.last.expected is None else "beyond", "left_out": found.left_out}
-    made |= {"family": f"{tests} tests: {' × '.join(map(str, found.last.difference.dims[1:]))}", "unit": units.unit}
-    made |= {"smallest_q": can.smallest_p, "resolution": str(can)}  # the smallest if all tests reach it
+    made |= {
+        "tested": "difference" if found.last.expected is None else "beyond",
+        "left_out": found.left_out,
+    }
+    made |= {
+        "family": f"{tests} tests: {' × '.join(map(str, found.last.difference.dims[1:]))}",
+        "unit": units.unit,
+    }
+    made |= {
+        "smallest_q": can.smallest_p,
+        "resolution": str(can),
+    }  # the smallest if all tests reach it
     made |= {"patterns": None if n <= EXACT else enough(asked.resamples, tests)}
     return made | {"skewed": found.numbers.skewed, "alike": alike_words(asked.result)}
 
@@ -218,7 +263,9 @@ def _about(asked: Contrast, chosen: Selection, found: _Cells, units: Units) -> d
 def _named(asked: Contrast, made: pd.DataFrame) -> dict[str, Any]:
     """The last columns, which say what the numbers are where a table is a file; a fraction is of the reference."""
     of = segment_of(variable_of(asked.result, asked.quantity), asked.segment)
-    about = {name: getattr(asked, name) for name in ("quantity", "condition", "to")} | {"segment": of}
+    about = {name: getattr(asked, name) for name in ("quantity", "condition", "to")} | {
+        "segment": of
+    }
     about |= {"change_units": "fraction"} if "change" in made else {}
     about |= {"level": asked.level, "n_of": made.attrs["unit"]}
     return {name: value for name, value in about.items() if name not in made}
@@ -227,13 +274,18 @@ def _named(asked: Contrast, made: pd.DataFrame) -> dict[str, Any]:
 def with_equivalence(table: pd.DataFrame, margin: float) -> pd.DataFrame:
     """Add q_same: whether the tested difference lies within ± margin, by two one-sided t tests (Schuirmann 1987)."""
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 < margin < np.inf:
-        raise OptionError(f"margin={margin!r}: give the largest change that counts as none, such as 0.02 (2 %)")
+        raise OptionError(
+            f"margin={margin!r}: give the largest change that counts as none, such as 0.02 (2 %)"
+        )
     relative = len(table) and table.scale.iloc[0] == "log-ratio"
     low, high = (-np.log1p(margin), np.log1p(margin)) if relative else (-margin, margin)
     name = table.attrs["tested"]
     tested, far = table[name], stats.t.ppf((1 + table.attrs["level"]) / 2, table.n - 1)
     error = (table[f"{name}_high"] - table[f"{name}_low"]) / 2 / far
-    p = np.maximum(stats.t.sf((tested - low) / error, table.n - 1), stats.t.cdf((tested - high) / error, table.n - 1))
+    p = np.maximum(
+        stats.t.sf((tested - low) / error, table.n - 1),
+        stats.t.cdf((tested - high) / error, table.n - 1),
+    )
     p = np.where(error > 0, p, np.where((low < tested) & (tested < high), 0.0, 1.0))
     made = table.assign(q_same=false_discovery(p))
     made.attrs = table.attrs | {"margin": margin}
@@ -258,7 +310,9 @@ def what_is_tested(asked: Contrast, layer: int | None = None, bags: int | None =
     found, left_out, labels = [], [], []
     for made in layers_of(asked, signs=0 if bags is None else 1)():
         d = units.means(made.difference.values - (0.0 if made.expected is None else made.expected))
-        d = np.where(made.cells, without_rounding(d, made.rounding(units)), np.nan).reshape(units.n, -1)
+        d = np.where(made.cells, without_rounding(d, made.rounding(units)), np.nan).reshape(
+            units.n, -1
+        )
         found.append(d if in_bags is None else in_bags.means(d))
         labels.append(_labels(made, np.ones_like(made.cells)))
         left_out += made.left_out
@@ -285,14 +339,18 @@ def several_tested(
 def check_alike(asked: Contrast) -> None:
     """Require the same prompts, and the same number of inserted tokens in each unless the baseline is compared."""
     one, other = asked.result, asked.reference
-    read = [{**result.provenance["prompts"], "alike": None} for result in (one, other)]  # parts say it of themselves
+    read = [
+        {**result.provenance["prompts"], "alike": None} for result in (one, other)
+    ]  # parts say it of themselves
     if one is not other and read[0] != read[1]:
         raise OptionError(
             "the two results are of different prompts, and a paired comparison needs the same ones: run both with the "
             f"same load_prompts (hashes {read[0]['hash']} and {read[1]['hash']})"
         )
     elif one is other and asked.condition == asked.to:
-        raise OptionError(f"{asked.condition!r} is compared with itself: name another condition to compare it with")
+        raise OptionError(
+            f"{asked.condition!r} is compared with itself: name another condition to compare it with"
+        )
     if not asked.matched or BASELINE in (asked.condition, asked.to):
         return
     counts = [

@@ -16,7 +16,15 @@ from torch import Tensor
 from mechattn.analysis import analysis as protocols
 from mechattn.analysis.analysis import Analysis, PairedRows, Quantity, Sums
 from mechattn.errors import ModelError, OptionError
-from mechattn.functional.attention import AnyRows, Attention, EdgeMask, Pattern, PatternRows, Rows, attention_by_rows
+from mechattn.functional.attention import (
+    AnyRows,
+    Attention,
+    EdgeMask,
+    Pattern,
+    PatternRows,
+    Rows,
+    attention_by_rows,
+)
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
@@ -30,12 +38,16 @@ Engine = Literal["auto", "streaming", "fused", "hooks"]
 Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 
 
-def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analysis] = ()) -> tuple[Forward, str]:
+def chosen_forward(
+    model: HookedModel, engine: Engine, analyses: Iterable[Analysis] = ()
+) -> tuple[Forward, str]:
     """The engine for this model, and the reason; streaming is compared with the hooks once per model before use."""
     analyses = list(analyses)
     if engine == "hooks":
         return forward_through_hooks, "asked for"
-    captured = [name for a in analyses if isinstance(a, protocols.CaptureAnalysis) for name in a.captures]
+    captured = [
+        name for a in analyses if isinstance(a, protocols.CaptureAnalysis) for name in a.captures
+    ]
     if silent := next((name for name in captured if not fires_while_streamed(name)), None):
         if engine != "auto":
             raise OptionError(
@@ -49,13 +61,21 @@ def chosen_forward(model: HookedModel, engine: Engine, analyses: Iterable[Analys
     check = facts.streaming
     if check.outcome != "passed":
         if engine != "auto":
-            raise ModelError(f'{model.cfg.model_name} cannot be streamed: {check}; choose engine="hooks" or "auto"')
+            raise ModelError(
+                f'{model.cfg.model_name} cannot be streamed: {check}; choose engine="hooks" or "auto"'
+            )
         return forward_through_hooks, f"not streamed: {check.detail}"
     return _fused_or_in_blocks(model, engine, analyses)
 
 
-def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Sequence[Analysis]) -> tuple[Forward, str]:
-    rows = [a.name for a in analyses if isinstance(a, _OF_ROWS) and not isinstance(a, protocols.WholeAnalysis)]
+def _fused_or_in_blocks(
+    model: HookedModel, engine: Engine, analyses: Sequence[Analysis]
+) -> tuple[Forward, str]:
+    rows = [
+        a.name
+        for a in analyses
+        if isinstance(a, _OF_ROWS) and not isinstance(a, protocols.WholeAnalysis)
+    ]
     if engine == "fused" and rows:
         raise OptionError(
             f'{", ".join(rows)} needs rows, which a fused kernel does not give; choose engine="streaming" or "auto", '
@@ -67,14 +87,22 @@ def _fused_or_in_blocks(model: HookedModel, engine: Engine, analyses: Sequence[A
         return forward_in_blocks, "its numbers are those of the hooks"
     check = check_fused(model)
     if check.outcome == "passed":
-        return forward_fused, "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks"
+        return (
+            forward_fused,
+            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks",
+        )
     if engine == "fused":
         raise ModelError(f'{model.cfg.model_name}: {check}; choose engine="streaming" or "auto"')
     return forward_in_blocks, f"its numbers are those of the hooks; not fused: {check.detail}"
 
 
 def forward_in_blocks(
-    model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int, fused: bool = False
+    model: HookedModel,
+    batch: Batch,
+    windows: Mapping[int, int | None],
+    see: See,
+    last: int,
+    fused: bool = False,
 ) -> None:
     """Blocks of query rows, as attention is computed; padding needs no mask, because it is on the right."""
     with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last), fused=fused):
@@ -91,16 +119,22 @@ def forward_through_hooks(
     """Each layer's whole pattern as one block, after checking that it is a pattern."""
     every = slice(0, batch.tokens.shape[1])
 
-    def whole(layer: int, pattern: Pattern, v: Float[Tensor, "batch kv_head pos d_head"] | None) -> None:
+    def whole(
+        layer: int, pattern: Pattern, v: Float[Tensor, "batch kv_head pos d_head"] | None
+    ) -> None:
         window = windows[layer] if layer in windows else hooks.attention_window(model, layer)
         hooks.check_pattern(model, layer, pattern, batch.real, window, edge_masks.get(layer))
         if layer in windows:
             pattern = pattern.float()
             see(layer, Rows(pattern, every, every, None if v is None else PatternRows(pattern, v)))
 
-    edge_masks = _edge_masks(model, batch, last)  # checked too, because some models ignore changes to their scores
+    edge_masks = _edge_masks(
+        model, batch, last
+    )  # checked too, because some models ignore changes to their scores
     looked = sorted({*windows, *edge_masks})
-    hooks.forward_with_patterns(model, batch.tokens, batch.real, looked, whole, edge_masks, batch.position_ids, last)
+    hooks.forward_with_patterns(
+        model, batch.tokens, batch.real, looked, whole, edge_masks, batch.position_ids, last
+    )
 
 
 ENGINES = {forward_in_blocks: "streaming", forward_fused: "fused", forward_through_hooks: "hooks"}
@@ -110,8 +144,12 @@ def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMa
     """The edges that are cut in each computed layer."""
     if batch.edge_mask is None:
         return {}
-    edge_masks = {layer: batch.at(layer).edge_mask for layer in hooks.attention_layers(model) if layer <= last}
-    return {n: mask.to(device_of(model.blocks[n])) for n, mask in edge_masks.items() if mask is not None}
+    edge_masks = {
+        layer: batch.at(layer).edge_mask for layer in hooks.attention_layers(model) if layer <= last
+    }
+    return {
+        n: mask.to(device_of(model.blocks[n])) for n, mask in edge_masks.items() if mask is not None
+    }
 
 
 @dataclass(frozen=True)
@@ -152,7 +190,9 @@ class PairedLayer:
         )
 
 
-def paired_layer(number: int, attention: AnyRows | None, pairs: Pairs, window: int | None) -> PairedLayer:
+def paired_layer(
+    number: int, attention: AnyRows | None, pairs: Pairs, window: int | None
+) -> PairedLayer:
     """What a layer's blocks share, made at its first block."""
     if attention is None:
         raise ModelError(
@@ -183,7 +223,9 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
         if of_rows and has_null(name, quantity):
             for kind, about in _ABOUT.items():
                 dims = tuple(dim for dim in quantity.dims if dim != "head" or kind == BLIND)
-                described = replace(quantity, dims=dims, description=f"{quantity.description}, {about}")
+                described = replace(
+                    quantity, dims=dims, description=f"{quantity.description}, {about}"
+                )
                 made.setdefault(name + kind, given.get(name + kind, described))
     return made
 
@@ -207,19 +249,26 @@ class Nulls:
     _made: dict[Any, dict[int, Values]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._wanted = [isinstance(a, _OF_ROWS) and any(starmap(has_null, a.quantities.items())) for a in self.analyses]
+        self._wanted = [
+            isinstance(a, _OF_ROWS) and any(starmap(has_null, a.quantities.items()))
+            for a in self.analyses
+        ]
 
     def of(self, number: int, layer: int, window: int | None) -> Values:
         """The nulls of all quantities of an analysis, for one layer."""
         if not self._wanted[number]:
             return {}
         found = self._values(UNIFORM, layer, window)[number]
-        may_differ = self.blind.alibi is not None or layer in self.blind.sinks  # from uniform attention
+        may_differ = (
+            self.blind.alibi is not None or layer in self.blind.sinks
+        )  # from uniform attention
         return found | self._values(BLIND, layer, window)[number] if may_differ else found
 
     def _values(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
         """The values of every analysis, cached by what determines them."""
-        sinks = layer if kind == BLIND and layer in self.blind.sinks else None  # which differ by layer
+        sinks = (
+            layer if kind == BLIND and layer in self.blind.sinks else None
+        )  # which differ by layer
         key = (kind, window, self.batch.masked_in(layer), sinks)
         if key not in self._made:
             self._made[key] = self._measured(kind, layer, window)
@@ -231,9 +280,15 @@ class Nulls:
         heads = self.blind.heads if kind == BLIND else 1
         zero = torch.zeros(len(self.batch.rows), heads, length, 1, device=self.batch.tokens.device)
         key = zero[:, :1]
-        attention = Attention(zero, key, torch.ones_like(key), 1.0, bias, window, None, here.edge_mask, sinks)
-        paired = paired_layer(layer, attention, self.pairs, window) if self.pairs is not None else None
-        started = {i: a.start(self.batch, heads) for i, a in enumerate(self.analyses) if self._wanted[i]}
+        attention = Attention(
+            zero, key, torch.ones_like(key), 1.0, bias, window, None, here.edge_mask, sinks
+        )
+        paired = (
+            paired_layer(layer, attention, self.pairs, window) if self.pairs is not None else None
+        )
+        started = {
+            i: a.start(self.batch, heads) for i, a in enumerate(self.analyses) if self._wanted[i]
+        }
 
         def see(rows: Rows) -> None:
             given = (rows.pattern, rows.queries, rows.keys, self.batch, window, attention.v)
@@ -247,10 +302,15 @@ class Nulls:
                         analysis.add_pairs(sums, paired.rows(rows))
 
         attention_by_rows(attention, see)
-        return {i: _null_values(self.analyses[i], sums, kind, here, window) for i, sums in started.items()}
+        return {
+            i: _null_values(self.analyses[i], sums, kind, here, window)
+            for i, sums in started.items()
+        }
 
 
-def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: int | None) -> Values:
+def _null_values(
+    analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: int | None
+) -> Values:
     """The nulls, named after their quantities; without a head dimension if all heads are equal."""
     given = analysis.quantities
     named = {name: q for name, q in given.items() if has_null(name, q) and name + kind not in given}
@@ -260,7 +320,9 @@ def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window
             raise ValueError(f"its values hold no {lacking[0]!r}")
     if kind == UNIFORM:  # the same in every head
         heads = {name: 1 + q.dims.index("head") for name, q in named.items() if "head" in q.dims}
-        values = {n: value.select(heads[n], 0) if n in heads else value for n, value in values.items()}
+        values = {
+            n: value.select(heads[n], 0) if n in heads else value for n, value in values.items()
+        }
     return {name + kind: values[name] for name in named}
 
 

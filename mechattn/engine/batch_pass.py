@@ -44,18 +44,29 @@ def measure_batch(
 ) -> list[LayerValues]:
     """Run the model on a batch and return the values of each analysis in each layer, on the CPU."""
     placed = batch.to(device_of(model))
-    paired = any(isinstance(analysis, (protocols.PairAnalysis, protocols.ActivationAnalysis)) for analysis in analyses)
+    paired = any(
+        isinstance(analysis, (protocols.PairAnalysis, protocols.ActivationAnalysis))
+        for analysis in analyses
+    )
     where = {layer: device_of(model.blocks[layer]) for layer in windows}
-    copies = {device: batch.to(device) for device in where.values()} | {placed.tokens.device: placed}
-    pairs = {device: pairs_of(each, BASELINE) if paired else None for device, each in copies.items()}
+    copies = {device: batch.to(device) for device in where.values()} | {
+        placed.tokens.device: placed
+    }
+    pairs = {
+        device: pairs_of(each, BASELINE) if paired else None for device, each in copies.items()
+    }
     here = {layer: (copies[device], pairs[device]) for layer, device in where.items()}
     one = _Pass(model, batch, placed, windows, here, tuple(prompt_ids))
     sums = _Sums(one, analyses, Nulls(analyses, placed, pairs[placed.tokens.device], blind))
     rows = _Rows(one, sums)
-    again = partial(measure_batch, model, batch, forward, windows, [ReceivedAttention("all")], prompt_ids, blind)
+    again = partial(
+        measure_batch, model, batch, forward, windows, [ReceivedAttention("all")], prompt_ids, blind
+    )
     try:
         with ExitStack() as stack:
-            mlps = _at_mlps(one, sums)  # made before interventions on the nonlinearities, entered after: sees results
+            mlps = _at_mlps(
+                one, sums
+            )  # made before interventions on the nonlinearities, entered after: sees results
             acting = _acting(placed, prompt_ids)
             for intervention, target in acting:
                 stack.enter_context(intervention.acting(model, lambda target=target: target))  # type: ignore[misc]
@@ -121,17 +132,24 @@ class _Sums:
     def __init__(self, one: _Pass, analyses: Sequence[Analysis], nulls: Nulls) -> None:
         self.one, self.analyses, self.nulls = one, analyses, nulls
         self.parts = [  # once, because isinstance is slow for a protocol
-            {part for part, protocol in PARTS.items() if isinstance(analysis, protocol)} for analysis in analyses
+            {part for part, protocol in PARTS.items() if isinstance(analysis, protocol)}
+            for analysis in analyses
         ]
         self.open: dict[tuple[int, int], tuple[Sums, set[str]]] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
         self.values: list[LayerValues] = [{} for _ in analyses]
-        self.finite: list[tuple[Analysis, int, Tensor]] = []  # finite rows of whose sums; read once, at the end
+        self.finite: list[
+            tuple[Analysis, int, Tensor]
+        ] = []  # finite rows of whose sums; read once, at the end
 
     @property
     def last_layer(self) -> int:
         """The last layer that has to be computed."""
-        return int(self.one.model.cfg.n_layers) - 1 if self.looking_at("final") else max(self.one.windows)
+        return (
+            int(self.one.model.cfg.n_layers) - 1
+            if self.looking_at("final")
+            else max(self.one.windows)
+        )
 
     def looking_at(self, part: str) -> list[tuple[int, Any]]:
         """The analyses that need a part, and so have its protocol, with their indices."""
@@ -140,7 +158,9 @@ class _Sums:
     def of(self, number: int, layer: int, heads: int | None = None) -> Sums:
         """The sums of an analysis."""
         if (number, layer) not in self.open:
-            made = self.analyses[number].start(self.one.here[layer][0], heads or int(self.one.model.cfg.n_heads))
+            made = self.analyses[number].start(
+                self.one.here[layer][0], heads or int(self.one.model.cfg.n_heads)
+            )
             self.open[number, layer] = made, set(self.parts[number])
         return self.open[number, layer][0]
 
@@ -164,7 +184,9 @@ class _Sums:
         del self.open[number, layer]
         analysis, window = self.analyses[number], self.one.windows[layer]
         numbers = [value for value in made.values() if value.is_floating_point()]
-        self.finite += [(analysis, layer, each.isfinite().reshape(len(each), -1).all(1)) for each in numbers]
+        self.finite += [
+            (analysis, layer, each.isfinite().reshape(len(each), -1).all(1)) for each in numbers
+        ]
         values = analysis.values(made, self.one.here[layer][0].at(layer), window)
         if not self.values[number]:
             check_values(analysis, values, self.one.placed, int(self.one.model.cfg.n_heads))
@@ -177,12 +199,18 @@ class _Sums:
         for number, analysis in enumerate(self.analyses):
             for layer in self.one.windows:
                 if layer not in self.values[number]:
-                    missing = self.open[number, layer][1] if (number, layer) in self.open else self.parts[number]
+                    missing = (
+                        self.open[number, layer][1]
+                        if (number, layer) in self.open
+                        else self.parts[number]
+                    )
                     raise ModelError(
                         f"layer {layer} has run, but {analysis.name} has not received everything it needs "
                         f"({', '.join(sorted(missing))}), so there is nothing to report"
                     )
-        _refuse_nan(self.one, self.finite, again)  # the only place in a batch that waits for the GPU
+        _refuse_nan(
+            self.one, self.finite, again
+        )  # the only place in a batch that waits for the GPU
         return self.values
 
 
@@ -206,9 +234,13 @@ class _Rows:
             return
         heads = rows.pattern.shape[1]
         if self.by_pair and layer not in self.paired:
-            self.paired[layer] = paired_layer(layer, rows.attention, cast(Pairs, one.here[layer][1]), window)
+            self.paired[layer] = paired_layer(
+                layer, rows.attention, cast(Pairs, one.here[layer][1]), window
+            )
         v = None if rows.attention is None else rows.attention.v
-        block = protocols.AttentionRows(layer, rows.pattern, rows.queries, rows.keys, one.here[layer][0], window, v)
+        block = protocols.AttentionRows(
+            layer, rows.pattern, rows.queries, rows.keys, one.here[layer][0], window, v
+        )
         for number, analysis in self.by_row:
             analysis.add(self.sums.of(number, layer, heads), block)
         if self.by_pair:
@@ -231,7 +263,9 @@ def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
     def take_final(module: Any, given: Any, out: Float[Tensor, "batch pos d_model"]) -> None:
         for number, analysis in finals:
             for layer in one.windows:
-                analysis.add_final(sums.of(number, layer), out.detach().to(one.here[layer][0].tokens.device))
+                analysis.add_final(
+                    sums.of(number, layer), out.detach().to(one.here[layer][0].tokens.device)
+                )
                 sums.seen(number, layer, "final")
 
     with ExitStack() as stack:
@@ -240,9 +274,15 @@ def _captured(one: _Pass, sums: _Sums) -> Iterator[None]:
                 held: dict[str, Tensor] = {}
                 for name in analysis.captures:
                     take = partial(_take, one, sums, (number, layer), held, name)
-                    stack.callback(named[f"blocks.{layer}.{name}"].register_forward_hook(take).remove)
+                    stack.callback(
+                        named[f"blocks.{layer}.{name}"].register_forward_hook(take).remove
+                    )
         if finals:
-            stack.callback(named[f"blocks.{sums.last_layer}.hook_resid_post"].register_forward_hook(take_final).remove)
+            stack.callback(
+                named[f"blocks.{sums.last_layer}.hook_resid_post"]
+                .register_forward_hook(take_final)
+                .remove
+            )
         yield
 
 
@@ -253,12 +293,18 @@ def _take(
     number, layer = where
     analysis: Any = sums.analyses[number]
     shape = one.placed.tokens.shape
-    flat = out.shape[:2] != shape and len(out) == shape.numel()  # OPT runs its MLP on one row of all tokens
-    out = out.detach().to(one.here[layer][0].tokens.device)  # a layer's first input comes from the layer before
+    flat = (
+        out.shape[:2] != shape and len(out) == shape.numel()
+    )  # OPT runs its MLP on one row of all tokens
+    out = out.detach().to(
+        one.here[layer][0].tokens.device
+    )  # a layer's first input comes from the layer before
     held[name] = out.unflatten(0, shape) if flat else out
     if len(held) < len(analysis.captures):
         return
-    captures = protocols.Captures(layer, dict(held), one.here[layer][0].at(layer), one.windows[layer])
+    captures = protocols.Captures(
+        layer, dict(held), one.here[layer][0].at(layer), one.windows[layer]
+    )
     held.clear()
 
     def reduce() -> None:
@@ -271,15 +317,21 @@ def _take(
 def _at_mlps(one: _Pass, sums: _Sums) -> AbstractContextManager[None]:
     """Watch every MLP inside a ``with`` block; the nonlinearities are those of the time of this call."""
     taken, tokens = sums.looking_at("mlps"), one.placed.tokens
-    minimum = {n: minimum_of(plain_nonlinearity(one.model, n)) for n in (one.windows if taken else {})}
+    minimum = {
+        n: minimum_of(plain_nonlinearity(one.model, n)) for n in (one.windows if taken else {})
+    }
 
-    def see(layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]) -> None:
+    def see(
+        layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
+    ) -> None:
         if pre.numel() != pre.shape[-1] * tokens.numel():
             raise ModelError(
                 f"the MLP of layer {layer} doesn't read every token, so its activations cannot be compared by token"
             )
         pre, post = (each.detach().reshape(*tokens.shape, pre.shape[-1]) for each in (pre, post))
-        passed = protocols.Activations(layer, pre, post, minimum[layer], *cast(tuple[Batch, Pairs], one.here[layer]))
+        passed = protocols.Activations(
+            layer, pre, post, minimum[layer], *cast(tuple[Batch, Pairs], one.here[layer])
+        )
         for number, analysis in taken:
             analysis.add_activations(sums.of(number, layer), passed)
             sums.seen(number, layer, "mlps")
@@ -297,14 +349,23 @@ def on_cpu(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = torch.cat([value.reshape(-1) for value in some.values()])
         flat = flat.to("cpu", non_blocking=flat.is_cuda)  # to pinned memory, without waiting
         parts = flat.split([value.numel() for value in some.values()])
-        made |= {name: part.view(value.shape) for (name, value), part in zip(some.items(), parts, strict=True)}
+        made |= {
+            name: part.view(value.shape)
+            for (name, value), part in zip(some.items(), parts, strict=True)
+        }
     return {name: made[name] for name in found}
 
 
-def _refuse_nan(one: _Pass, finite: Sequence[tuple[Analysis, int, Tensor]], again: Callable[[], object]) -> None:
+def _refuse_nan(
+    one: _Pass, finite: Sequence[tuple[Analysis, int, Tensor]], again: Callable[[], object]
+) -> None:
     """Refuse sums with NaN or infinity: the model's, or only those of a user's analysis if ``again`` is finite."""
     # To one device first, which waits for the copies of the others too, and only then for all of them.
-    rows = torch.stack([each.to(finite[0][2].device) for *_, each in finite]).cpu() if finite else torch.ones(1)
+    rows = (
+        torch.stack([each.to(finite[0][2].device) for *_, each in finite]).cpu()
+        if finite
+        else torch.ones(1)
+    )
     if rows.all():
         return
     at, row = (~rows).nonzero()[0].tolist()

@@ -43,11 +43,17 @@ class Collector:
     """Collects the values of one analysis by batch and layer, and makes a dataset of them."""
 
     def __init__(
-        self, analysis: Analysis, coords: dict[str, list], widths: Mapping[str, int], positions: Positions
+        self,
+        analysis: Analysis,
+        coords: dict[str, list],
+        widths: Mapping[str, int],
+        positions: Positions,
     ) -> None:
         self.analysis, self.quantities = analysis, with_nulls(analysis)
         self.coords = coords  # the prompts, conditions and layers
-        self.widths = widths  # the most positions of a sequence ("key"), and of a baseline ("original_key")
+        self.widths = (
+            widths  # the most positions of a sequence ("key"), and of a baseline ("original_key")
+        )
         self.positions = positions
         self._values: dict[str, np.ndarray] = {}  # of each prompt
         self._moments: dict[tuple[str, int, int], Moments] = {}  # by variable, condition and layer
@@ -55,12 +61,18 @@ class Collector:
     def add(self, batch: Batch, values: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Add the values of one batch, by layer; they are on the CPU."""
         prompts = np.array([prompt for prompt, _ in batch.rows])
-        conditions = np.array([self.coords["condition"].index(condition) for _, condition in batch.rows])
+        conditions = np.array(
+            [self.coords["condition"].index(condition) for _, condition in batch.rows]
+        )
         for layer, of_layer in values.items():
             at_layer = self.coords["layer"].index(layer)
             for name, value in of_layer.items():
                 per_key = "key" in self.quantities[name].dims
-                made = self._by_position(name, value.numpy(), batch) if per_key else {name: value.numpy()}
+                made = (
+                    self._by_position(name, value.numpy(), batch)
+                    if per_key
+                    else {name: value.numpy()}
+                )
                 for variable, array in made.items():
                     if per_key and self.positions != "prompts":
                         self._merge(variable, array, conditions, at_layer)
@@ -74,7 +86,9 @@ class Collector:
     def _by_position(self, name: str, array: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
         """Values of each position, and in the order of the baseline's tokens; NaN where a sequence has none."""
         dtype = np.promote_types(array.dtype, np.float32)
-        here, by_origin = (np.full((*array.shape[:-1], width), np.nan, dtype) for width in self.widths.values())
+        here, by_origin = (
+            np.full((*array.shape[:-1], width), np.nan, dtype) for width in self.widths.values()
+        )
         for row, origin in enumerate(batch.origin.numpy()):
             real, original = origin >= -1, origin >= 0
             here[row][..., : real.sum()] = array[row][..., real]
@@ -101,9 +115,14 @@ class Collector:
                 variables |= self._position_variables(name, quantity)
                 variables |= self._position_variables(name + BY_ORIGIN, quantity)
         made = xr.Dataset(variables, coords={**self.coords, "segment": list(SEGMENTS)})
-        labels: dict[str, Any] = {"to_segment": list(SEGMENTS), "other_condition": self.coords["condition"]}
+        labels: dict[str, Any] = {
+            "to_segment": list(SEGMENTS),
+            "other_condition": self.coords["condition"],
+        }
         labels |= getattr(self.analysis, "coords", {})
-        labels |= {dim: np.arange(made.sizes.get(dim, 0)) for dim in ("head", "key", "original_key")}
+        labels |= {
+            dim: np.arange(made.sizes.get(dim, 0)) for dim in ("head", "key", "original_key")
+        }
         made = made.assign_coords({dim: label for dim, label in labels.items() if dim in made.dims})
         return made.assign_attrs({"analysis": self.analysis.name})
 
@@ -111,25 +130,50 @@ class Collector:
         dim = "original_key" if name.endswith(BY_ORIGIN) else "key"
         dims = tuple(dim if d == "key" else d for d in quantity.dims)
         if self.positions == "prompts":
-            made = {f"{name}_per_prompt": ((*_OUTER, *dims), self._values[name], self._attributes(quantity))}
+            made = {
+                f"{name}_per_prompt": (
+                    (*_OUTER, *dims),
+                    self._values[name],
+                    self._attributes(quantity),
+                )
+            }
             moments = Moments.of(self._values[name])
         else:
             layers, conditions = (range(len(self.coords[dim])) for dim in ("layer", "condition"))
-            cells = [[self._moments[name, condition, layer] for layer in layers] for condition in conditions]
-            parts = ([[getattr(cell, part) for cell in row] for row in cells] for part in ("n", "mean", "m2"))
+            cells = [
+                [self._moments[name, condition, layer] for layer in layers]
+                for condition in conditions
+            ]
+            parts = (
+                [[getattr(cell, part) for cell in row] for row in cells]
+                for part in ("n", "mean", "m2")
+            )
             made, moments = {}, Moments(*map(np.array, parts))
         over = {"over": "prompts"}
-        for suffix, array in zip(MOMENTS, (moments.known_mean, moments.variance, moments.n), strict=True):
+        for suffix, array in zip(
+            MOMENTS, (moments.known_mean, moments.variance, moments.n), strict=True
+        ):
             attributes = self._attributes(quantity) | over
             if suffix:
                 attributes |= {"description": f"{suffix[1:]} over prompts of {name}"}
-                attributes |= {"units": "prompts" if suffix == "_n" else f"{quantity.units} squared"}
-            made[name + suffix] = (("condition", "layer", *dims), array.astype(np.float64), attributes)
+                attributes |= {
+                    "units": "prompts" if suffix == "_n" else f"{quantity.units} squared"
+                }
+            made[name + suffix] = (
+                ("condition", "layer", *dims),
+                array.astype(np.float64),
+                attributes,
+            )
         return made
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
-        about = {name: getattr(quantity, name) for name in ("units", "description", "compared", "no_null")}
-        return about | {"options": ", ".join(f"{key}={value!r}" for key, value in self.analysis.options.items())}
+        about = {
+            name: getattr(quantity, name)
+            for name in ("units", "description", "compared", "no_null")
+        }
+        return about | {
+            "options": ", ".join(f"{key}={value!r}" for key, value in self.analysis.options.items())
+        }
 
 
 def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
@@ -142,11 +186,17 @@ def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
         for of, key in ((name, "key"), (name + BY_ORIGIN, "original_key")):
             own = tuple(key if dim == "key" else dim for dim in quantity.dims)
             dims |= {of + suffix: ("condition", "layer", *own) for suffix in MOMENTS}
-    numbers = {name: dataset[name].dims for name in dims if name in dataset and dataset[name].dtype.kind in "fi"}
+    numbers = {
+        name: dataset[name].dims
+        for name in dims
+        if name in dataset and dataset[name].dtype.kind in "fi"
+    }
     return [name for name, wanted in dims.items() if numbers.get(name) != wanted]
 
 
-def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch, heads: int) -> None:
+def check_values(
+    analysis: Analysis, values: Mapping[str, Tensor], batch: Batch, heads: int
+) -> None:
     """Refuse values that lack a quantity, add one, or do not have the shape that their dims declare."""
     promised = analysis.quantities
     if not isinstance(values, Mapping):
@@ -154,19 +204,34 @@ def check_values(analysis: Analysis, values: Mapping[str, Tensor], batch: Batch,
             f"{analysis.name}: values() gives a {type(values).__name__}; give a dictionary with {', '.join(promised)}"
         )
     if lacking := [name for name in promised if name not in values]:
-        raise OptionError(f"{analysis.name}: values() lacks {lacking[0]!r}, which its quantities declare")
+        raise OptionError(
+            f"{analysis.name}: values() lacks {lacking[0]!r}, which its quantities declare"
+        )
     if more := [name for name in values if name not in promised]:
         have = ", ".join(map(repr, promised))
-        raise OptionError(f"{analysis.name}: values() gives {more[0]!r}, which is not one of its quantities ({have})")
-    sizes = {"head": heads, "key": batch.tokens.shape[1], "segment": len(SEGMENTS), "to_segment": len(SEGMENTS)}
+        raise OptionError(
+            f"{analysis.name}: values() gives {more[0]!r}, which is not one of its quantities ({have})"
+        )
+    sizes = {
+        "head": heads,
+        "key": batch.tokens.shape[1],
+        "segment": len(SEGMENTS),
+        "to_segment": len(SEGMENTS),
+    }
     sizes |= {dim: len(label) for dim, label in getattr(analysis, "coords", {}).items()}
     for name, quantity in promised.items():
         value = values[name]
         if not isinstance(value, Tensor):
-            raise OptionError(f"{analysis.name}: {name!r} is a {type(value).__name__}; values() must return tensors")
+            raise OptionError(
+                f"{analysis.name}: {name!r} is a {type(value).__name__}; values() must return tensors"
+            )
         wanted = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
-        if value.ndim != len(wanted) or any(w not in (None, n) for w, n in zip(wanted, value.shape)):
-            dims = ", ".join(f"{dim} {sizes[dim]}" if dim in sizes else dim for dim in quantity.dims)
+        if value.ndim != len(wanted) or any(
+            w not in (None, n) for w, n in zip(wanted, value.shape)
+        ):
+            dims = ", ".join(
+                f"{dim} {sizes[dim]}" if dim in sizes else dim for dim in quantity.dims
+            )
             raise OptionError(
                 f"{analysis.name}: {name!r} has the shape {list(value.shape)}; its dims {quantity.dims} promise "
                 f"[batch {len(batch.rows)}{', ' * bool(dims)}{dims}]"
@@ -191,7 +256,10 @@ def sequences_dataset(
         return np.array(values, dtype=object).astype(np.dtypes.StringDType())
 
     model, conditions = plan.model, list(plan.conditions)
-    dims, longest = ("prompt", "condition", "pos"), max(len(s) for made in sequences for s in made.values())
+    dims, longest = (
+        ("prompt", "condition", "pos"),
+        max(len(s) for made in sequences for s in made.values()),
+    )
     variables: dict[str, Any] = {}
     for name, (part, unit) in _OF_TOKENS.items():
         array = np.full((len(prompts), len(conditions), longest), -2, dtype=np.int32)
@@ -202,15 +270,27 @@ def sequences_dataset(
     shown = []
     for sequence in sequences[0].values():
         ids = sequence.tokens.tolist()  # control characters are escaped, as NetCDF takes no NUL
-        read = [str(t) if model.tokenizer is None else plain(model.tokenizer.decode([t])) for t in ids]
+        read = [
+            str(t) if model.tokenizer is None else plain(model.tokenizer.decode([t])) for t in ids
+        ]
         shown.append(read + [""] * (longest - len(ids)))
     variables["first_prompt_text"] = (dims[1:], texts(shown), {"units": "text"})
     if sides := sides_of(model, sequences):
         variables["rope_factors"] = (("prompt",), texts(sides), {"units": "text"})
     if all(prompt.group is not None for prompt in prompts):
-        variables["group"] = (("prompt",), texts([prompt.group for prompt in prompts]), {"units": "text"})
-    variables["place"] = (("prompt",), np.asarray(places, dtype=np.int64), {"units": "index in the whole run"})
-    made_dataset = xr.Dataset(variables, coords={"prompt": [p.id for p in prompts], "condition": conditions})
+        variables["group"] = (
+            ("prompt",),
+            texts([prompt.group for prompt in prompts]),
+            {"units": "text"},
+        )
+    variables["place"] = (
+        ("prompt",),
+        np.asarray(places, dtype=np.int64),
+        {"units": "index in the whole run"},
+    )
+    made_dataset = xr.Dataset(
+        variables, coords={"prompt": [p.id for p in prompts], "condition": conditions}
+    )
     return made_dataset.assign_attrs({"segments": ", ".join(SEGMENTS), "padding": -2})
 
 
@@ -226,8 +306,16 @@ def condition_data(condition: Condition, made: Sequence | None = None) -> dict[s
         given = inner.intervention
         acts = (*(given if isinstance(given, (tuple, list)) else (given,)), *acts)
     elif made is not None and not acts:
-        masked, unshifted, acts = made.edge_mask is not None, made.keeps_positions, made.interventions
-    marks = {"masked": masked, "unshifted": unshifted, "interventions": [_kind_and_options(act) for act in acts]}
+        masked, unshifted, acts = (
+            made.edge_mask is not None,
+            made.keeps_positions,
+            made.interventions,
+        )
+    marks = {
+        "masked": masked,
+        "unshifted": unshifted,
+        "interventions": [_kind_and_options(act) for act in acts],
+    }
     return _kind_and_options(inner) | marks | {"written": provenance.identity(condition)}
 
 
@@ -235,13 +323,20 @@ def _kind_and_options(thing: Any) -> dict[str, Any]:
     """The kind of an object and its options: the fields of a dataclass, as text if they are not plain values."""
     names = [field.name for field in fields(thing) if field.repr] if is_dataclass(thing) else []
     options = {name: getattr(thing, name) for name in names if name != "intervention"}
-    return {"kind": provenance.kind_of(thing), "options": {name: _stored(value) for name, value in options.items()}}
+    return {
+        "kind": provenance.kind_of(thing),
+        "options": {name: _stored(value) for name, value in options.items()},
+    }
 
 
 def _stored(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_stored(part) for part in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else provenance.identity(value)
+    return (
+        value
+        if value is None or isinstance(value, (bool, int, float, str))
+        else provenance.identity(value)
+    )
 
 
 def described(plan: Plan, prompts: Seq[Prompt], made: Mapping[str, Sequence]) -> dict[str, Any]:
@@ -254,7 +349,9 @@ def described(plan: Plan, prompts: Seq[Prompt], made: Mapping[str, Sequence]) ->
         "model": {
             "name": provenance.name_of(str(model.cfg.model_name)),
             **({"path": str(model.cfg.model_name)} if plan.paths else {}),
-            "architecture": str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
+            "architecture": str(
+                getattr(model.cfg, "architecture", None) or model.cfg.original_architecture
+            ),
             "parameters": hooks.count_parameters(model if facts.native is None else facts.native),
             "heads": int(model.cfg.n_heads),
             "layers": int(model.cfg.n_layers),
@@ -268,14 +365,21 @@ def described(plan: Plan, prompts: Seq[Prompt], made: Mapping[str, Sequence]) ->
             "verified": facts.verified,
             "not_verified": facts.report.not_checked if facts.report else [],
             "mended": list(facts.mended),
-            **({} if boundary is None else {"rope": f"{boundary}; of each prompt: sequences.rope_factors"}),
+            **(
+                {}
+                if boundary is None
+                else {"rope": f"{boundary}; of each prompt: sequences.rope_factors"}
+            ),
         },
         "prompts": {
             "count": len(prompts),
             "hash": provenance.set_hash(prompts),
             "template": prompts[0].template,
         },
-        "conditions": {name: condition_data(condition, made[name]) for name, condition in plan.conditions.items()},
+        "conditions": {
+            name: condition_data(condition, made[name])
+            for name, condition in plan.conditions.items()
+        },
         "analyses": {analysis.name: dict(analysis.options) for analysis in plan.analyses},
         "measured_layers": plan.layers,
         "threads": torch.get_num_threads(),

@@ -44,7 +44,9 @@ class AttentionScores:
 
     def __post_init__(self) -> None:
         if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise OptionError(f"window={self.window!r}: give a number of keys, at least 1, or None for all")
+            raise OptionError(
+                f"window={self.window!r}: give a number of keys, at least 1, or None for all"
+            )
         if self.softcap is not None and not self.softcap > 0:
             raise OptionError(f"softcap={self.softcap!r}: give a bound above 0, or None")
 
@@ -109,12 +111,16 @@ def measure(
     asking = real if counted is None else real & counted
     members = torch.stack([*(segments or {"": real}).values()], -1)
     sums = torch.zeros(2, *q.shape[:3], device=q.device, dtype=widened(q))
-    found: dict[str, list[Tensor]] = {name: [] for name in statistics if name not in ("received", "output")}
+    found: dict[str, list[Tensor]] = {
+        name: [] for name in statistics if name not in ("received", "output")
+    }
 
     def see(rows: Rows) -> None:
         if "received" in statistics:
             sums[0][..., rows.keys] += fn.column_sums(rows.pattern, asking[:, rows.queries])
-            sums[1][..., rows.queries] += fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
+            sums[1][..., rows.queries] += fn.self_attention(
+                rows.pattern, rows.queries.start, rows.keys.start
+            )
         of_block: dict[str, Tensor] = {}
         if _TOP & found.keys():
             largest, second, at = focus.top_two(rows.pattern)
@@ -126,7 +132,9 @@ def measure(
             blocks.append(of_block[name] if name in of_block else _OF_ROWS[name](rows).clone())
 
     with torch.no_grad():
-        out = attention_by_rows(scores.attention(q, k, torch.zeros_like(k[..., :1]) if v is None else v), see)
+        out = attention_by_rows(
+            scores.attention(q, k, torch.zeros_like(k[..., :1]) if v is None else v), see
+        )
     made = {name: torch.cat(blocks, 2).to(widened(q)) for name, blocks in found.items()}
     if "output" in statistics:
         made["output"] = out
@@ -134,7 +142,9 @@ def measure(
         attended = sums[0] - sums[1] * asking[:, None]
         made["received"] = fn.received_attention(attended, fn.seeing_queries(asking, scores.window))
     for name, each in made.items():
-        made[name] = each.masked_fill(~real.view(len(real), 1, -1, *[1] * (each.ndim - 3)), torch.nan)
+        made[name] = each.masked_fill(
+            ~real.view(len(real), 1, -1, *[1] * (each.ndim - 3)), torch.nan
+        )
     if "previous_mass" in made:
         made["previous_mass"][..., 0] = torch.nan
     return {name: made[name] for name in statistics}
@@ -145,7 +155,9 @@ _OF_ROWS: dict[str, Callable[[Rows], Tensor]] = {
     "entropy": lambda rows: focus.entropy(rows.pattern),
     "self_mass": lambda rows: fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start),
     "first_mass": lambda rows: rows.pattern[..., 0] * (rows.keys.start == 0),
-    "previous_mass": lambda rows: focus.looking_back(rows.pattern, 1, rows.queries.start, rows.keys.start)[0],
+    "previous_mass": lambda rows: focus.looking_back(
+        rows.pattern, 1, rows.queries.start, rows.keys.start
+    )[0],
     "distance": lambda rows: focus.mean_distance(rows.pattern, rows.queries.start, rows.keys.start),
     "half_mass_keys": lambda rows: focus.half_mass_keys(rows.pattern),
 }
@@ -155,41 +167,69 @@ def _real(q: Tensor, lengths: Any) -> Bool[Tensor, "batch pos"]:
     """The positions that are not padding, from checked lengths."""
     batch, length = q.shape[0], q.shape[2]
     made = torch.full((batch,), length) if lengths is None else torch.as_tensor(lengths)
-    if tuple(made.shape) != (batch,) or made.is_floating_point() or int(made.min()) < 1 or int(made.max()) > length:
-        raise OptionError(f"lengths={lengths!r}: give a whole number from 1 to {length} for each of {batch} sequences")
+    if (
+        tuple(made.shape) != (batch,)
+        or made.is_floating_point()
+        or int(made.min()) < 1
+        or int(made.max()) > length
+    ):
+        raise OptionError(
+            f"lengths={lengths!r}: give a whole number from 1 to {length} for each of {batch} sequences"
+        )
     return torch.arange(length, device=q.device) < made.to(q.device)[:, None]
 
 
 def _kind(given: Any) -> str:
-    return f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    return (
+        f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    )
 
 
 def _check_shapes(
-    q: Tensor, k: Tensor, v: Tensor | None, scores: AttentionScores, masks: Mapping[str, Tensor | None]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    scores: AttentionScores,
+    masks: Mapping[str, Tensor | None],
 ) -> None:
     for name, given in (("q", q), ("k", k), ("v", k if v is None else v)):
         if not isinstance(given, Tensor) or given.ndim != 4 or not given.is_floating_point():
-            raise OptionError(f"{name} is {_kind(given)}; give floating-point numbers [batch, head, pos, d_head]")
+            raise OptionError(
+                f"{name} is {_kind(given)}; give floating-point numbers [batch, head, pos, d_head]"
+            )
     batch, heads, length, width = q.shape
-    if k.shape[0] != batch or k.shape[2:] != (length, width) or not k.shape[1] or heads % k.shape[1]:
+    if (
+        k.shape[0] != batch
+        or k.shape[2:] != (length, width)
+        or not k.shape[1]
+        or heads % k.shape[1]
+    ):
         raise OptionError(
             f"q is {tuple(q.shape)} and k {tuple(k.shape)}; give [batch, head, pos, d_head] for both, with equal "
             f"numbers of positions, and a number of heads of k that divides that of q"
         )
     if v is not None and v.shape[:3] != k.shape[:3]:
-        raise OptionError(f"v is {tuple(v.shape)} and k {tuple(k.shape)}; only the last axis may differ")
+        raise OptionError(
+            f"v is {tuple(v.shape)} and k {tuple(k.shape)}; only the last axis may differ"
+        )
     for name, numbers in (("alibi", scores.alibi), ("sinks", scores.sinks)):
         if numbers is not None and tuple(numbers.shape) != (heads,):
-            raise OptionError(f"{name} is {_kind(numbers)}; give one number for each of {heads} heads")
+            raise OptionError(
+                f"{name} is {_kind(numbers)}; give one number for each of {heads} heads"
+            )
     for name, mask in masks.items():
         if mask is not None and (tuple(mask.shape) != (batch, length) or mask.dtype != torch.bool):
             raise OptionError(f"{name} is {_kind(mask)}; give torch.bool ({batch}, {length})")
 
 
-def _check_statistics(statistics: Any, v: Tensor | None, segments: Mapping[str, Tensor] | None) -> None:
+def _check_statistics(
+    statistics: Any, v: Tensor | None, segments: Mapping[str, Tensor] | None
+) -> None:
     known = get_args(Statistic)
     if isinstance(statistics, str) or not statistics or not set(statistics) <= set(known):
-        raise OptionError(f"statistics={statistics!r}: give a list of {', '.join(map(repr, known))}")
+        raise OptionError(
+            f"statistics={statistics!r}: give a list of {', '.join(map(repr, known))}"
+        )
     if "mass" in statistics and not segments:
         raise OptionError('"mass" needs segments={name: mask of its keys, torch.bool [batch, pos]}')
     if "output" in statistics and v is None:

@@ -11,11 +11,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Analysis, AnalysisBase, Captures, PairAnalysis, PairedRows, Quantity, Sums
+from mechattn.analysis.analysis import (
+    Analysis,
+    AnalysisBase,
+    Captures,
+    PairAnalysis,
+    PairedRows,
+    Quantity,
+    Sums,
+)
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.attention_rows import chosen_forward
 from mechattn.engine.batch_pass import LayerValues, measure_batch
-from mechattn.engine.request_checks import check_captures, check_side, checked_sequences, with_baseline
+from mechattn.engine.request_checks import (
+    check_captures,
+    check_side,
+    checked_sequences,
+    with_baseline,
+)
 from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.functional import head_outputs as fn
 from mechattn.interventions.ablation import HeadMeans
@@ -66,7 +79,10 @@ def record_affine(
     recorded: dict[str, dict[int, Affine]] = {}
     for prompt, batch, values in _passes(model, prompts, condition, _AffineParts(), chosen, seed):
         original = (batch.origin[1] >= 0).nonzero().flatten()
-        own = {layer: [parts[name][1, :, original] for name in ("scale", "shift")] for layer, parts in values.items()}
+        own = {
+            layer: [parts[name][1, :, original] for name in ("scale", "shift")]
+            for layer, parts in values.items()
+        }
         recorded[prompt.id] = {layer: Affine(*both) for layer, both in own.items()}
     source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
     return AffineAttention(layers=tuple(chosen), recorded=recorded, source=source)
@@ -99,13 +115,25 @@ class _AffineParts(AnalysisBase):
 
     name = "affine_parts"
     quantities: Mapping[str, Quantity] = {
-        "scale": Quantity(("head", "key"), "probability", "lambda of each query", no_null="recorded"),
-        "shift": Quantity(("head", "key", "d_head"), "value norm", "shift of each query", no_null="recorded"),
+        "scale": Quantity(
+            ("head", "key"), "probability", "lambda of each query", no_null="recorded"
+        ),
+        "shift": Quantity(
+            ("head", "key", "d_head"), "value norm", "shift of each query", no_null="recorded"
+        ),
     }
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
         inserted = rows.batch.inserted[:, rows.keys]
-        parts = fn.split(rows.pattern, rows.v, inserted, rows.aligned, rows.v_aligned, rows.baseline, rows.v_baseline)
+        parts = fn.split(
+            rows.pattern,
+            rows.v,
+            inserted,
+            rows.aligned,
+            rows.v_aligned,
+            rows.baseline,
+            rows.v_baseline,
+        )
         for name in ("scale", "shift"):
             made = getattr(parts, name)
             sums[name] = torch.cat([sums[name], made], 2) if name in sums else made
@@ -145,12 +173,20 @@ def record_keys_values(
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
     if latent := [layer for layer in chosen if is_latent(model, layer)]:
-        raise ModelError(f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer {latent[0]})")
+        raise ModelError(
+            f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer {latent[0]})"
+        )
     found: dict[str, dict[int, dict[Part, Tensor]]] = {}
-    for prompt, batch, values in _passes(model, prompts, condition, _KeysValues(), chosen, seed, segment):
+    for prompt, batch, values in _passes(
+        model, prompts, condition, _KeysValues(), chosen, seed, segment
+    ):
         where = batch.of_segment(segment)[0]
-        found[prompt.id] = {n: {part: seen[part][0, where] for part in ("k", "v")} for n, seen in values.items()}
-    return KeysValues(found, segment, f"recorded from {condition}, {len(prompts)} prompts, seed {seed}")
+        found[prompt.id] = {
+            n: {part: seen[part][0, where] for part in ("k", "v")} for n, seen in values.items()
+        }
+    return KeysValues(
+        found, segment, f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
+    )
 
 
 class _KeysValues(AnalysisBase):
@@ -159,7 +195,8 @@ class _KeysValues(AnalysisBase):
     name = "keys_values"
     captures = ("attn.hook_k", "attn.hook_v")
     quantities: Mapping[str, Quantity] = {
-        part: Quantity(("key", "width"), "value norm", "as projected", no_null="recorded") for part in ("k", "v")
+        part: Quantity(("key", "width"), "value norm", "as projected", no_null="recorded")
+        for part in ("k", "v")
     }
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
@@ -172,7 +209,10 @@ class _KeysValues(AnalysisBase):
 
 @alone
 def head_means(
-    model: Any, prompts: Prompt | str | Tensor | Seq[Prompt | str], *, layers: Iterable[int] | int | None = None
+    model: Any,
+    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    *,
+    layers: Iterable[int] | int | None = None,
 ) -> HeadMeans:
     """Record each head's mean output (before W_O) over all tokens of some prompts, for mean ablation.
 
@@ -186,7 +226,9 @@ def head_means(
     chosen = hooks.chosen_layers(model, layers)
     sums: dict[int, Tensor] = {}
 
-    def look(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+    def look(
+        layer: int, z: Float[Tensor, "batch pos head d_head"]
+    ) -> Float[Tensor, "batch pos head d_head"]:
         total = z.detach().double().sum((0, 1))
         sums[layer] = sums[layer] + total if layer in sums else total
         return z
@@ -198,4 +240,6 @@ def head_means(
         for sequence in sequences:
             hooks.forward_to(model, sequence.tokens[None].to(device_of(model)), max(chosen), [])
     tokens = sum(map(len, sequences))
-    return HeadMeans({layer: (total / tokens).float() for layer, total in sums.items()}, len(prompts))
+    return HeadMeans(
+        {layer: (total / tokens).float() for layer, total in sums.items()}, len(prompts)
+    )

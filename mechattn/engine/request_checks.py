@@ -38,7 +38,9 @@ PARTS: Mapping[str, Any] = {
 def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condition]:
     """The conditions by name, the baseline first."""
     if conditions is not None and not isinstance(conditions, Mapping):
-        raise OptionError('the conditions have no names; give a dictionary such as {"slash": MeaninglessTokens("/")}')
+        raise OptionError(
+            'the conditions have no names; give a dictionary such as {"slash": MeaninglessTokens("/")}'
+        )
     given = dict(conditions or {})
     for name, condition in given.items():
         check_name(name)
@@ -89,14 +91,18 @@ def _check_analysis(given: Any) -> None:
         )
     name = type(given).__name__
     if lacking := [part for part in _DECLARED if not hasattr(given, part)]:
-        raise OptionError(f"the analysis {name} has no {', '.join(lacking)}: an analysis has {', '.join(_DECLARED)}")
+        raise OptionError(
+            f"the analysis {name} has no {', '.join(lacking)}: an analysis has {', '.join(_DECLARED)}"
+        )
     if not any(isinstance(given, protocol) for protocol in PARTS.values()):
         raise OptionError(
             f"the analysis {name} receives no data: define add(sums, rows), or one of add_pairs, "
             f"add_activations, add_captures, add_final"
         )
     if not re.fullmatch(r"[A-Za-z_]\w*", str(given.name)):
-        raise OptionError(f"the analysis {name} has the name {given.name!r}: use letters, digits and _")
+        raise OptionError(
+            f"the analysis {name} has the name {given.name!r}: use letters, digits and _"
+        )
     for quantity, about in given.quantities.items():
         if not isinstance(about, Quantity) or isinstance(about.dims, str):
             raise OptionError(
@@ -107,13 +113,19 @@ def _check_analysis(given: Any) -> None:
 
 def check_captures(model: HookedModel, analyses: Seq[Analysis], layers: Seq[int]) -> None:
     """Refuse an analysis that captures a hook which a layer doesn't have."""
-    known = model.hook_dict if any(isinstance(analysis, protocols.CaptureAnalysis) for analysis in analyses) else {}
+    known = (
+        model.hook_dict
+        if any(isinstance(analysis, protocols.CaptureAnalysis) for analysis in analyses)
+        else {}
+    )
     for analysis in analyses:
         for name in analysis.captures if isinstance(analysis, protocols.CaptureAnalysis) else ():
             missing = [layer for layer in layers if f"blocks.{layer}.{name}" not in known]
             if missing:
                 prefix = f"blocks.{missing[0]}."
-                near = get_close_matches(name, [k.removeprefix(prefix) for k in known if k.startswith(prefix)], 1)
+                near = get_close_matches(
+                    name, [k.removeprefix(prefix) for k in known if k.startswith(prefix)], 1
+                )
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise OptionError(
                     f"{analysis.name} captures {name!r}, which layer {missing[0]} of {model.cfg.model_name} doesn't "
@@ -121,7 +133,9 @@ def check_captures(model: HookedModel, analyses: Seq[Analysis], layers: Seq[int]
                 )
 
 
-def _check_sequences(prompt: Prompt, made: dict[str, Sequence], analyses: Seq[Analysis], model: HookedModel) -> None:
+def _check_sequences(
+    prompt: Prompt, made: dict[str, Sequence], analyses: Seq[Analysis], model: HookedModel
+) -> None:
     """Refuse sequences that don't fit the model or that an analysis cannot measure."""
     check_side(prompt, made, model)
     limit, size = model.cfg.n_ctx, model.cfg.d_vocab
@@ -143,9 +157,13 @@ def _check_sequences(prompt: Prompt, made: dict[str, Sequence], analyses: Seq[An
                 f"{model.cfg.model_name} takes {limit:,}. Shorten it, or insert fewer tokens"
             )
         if len(sequence) < 2:
-            raise PromptError(f"{where} is a single token: no query comes after it, so attention cannot be measured")
+            raise PromptError(
+                f"{where} is a single token: no query comes after it, so attention cannot be measured"
+            )
         if not 0 <= int(sequence.tokens.min()) <= int(sequence.tokens.max()) < size:
-            raise PromptError(f"{where} contains a token id outside the vocabulary (0 to {size - 1})")
+            raise PromptError(
+                f"{where} contains a token id outside the vocabulary (0 to {size - 1})"
+            )
         for analysis in analyses:
             if problem := analysis.problem(sequence):
                 raise PromptError(f"{where} {problem}")
@@ -174,7 +192,10 @@ def made_sequences(
     named: Mapping[str, Condition], prompts: Seq[Prompt], model: TokenizedModel, seed: int
 ) -> list[dict[str, Sequence]]:
     """The sequence of each prompt under each condition; only a counterpart may change original tokens."""
-    made = [{name: some.apply(prompt, model, seed) for name, some in named.items()} for prompt in prompts]
+    made = [
+        {name: some.apply(prompt, model, seed) for name, some in named.items()}
+        for prompt in prompts
+    ]
     for prompt, sequences in zip(prompts, made, strict=True):
         for name, sequence in sequences.items():
             if not isinstance(sequence, Sequence):
@@ -202,7 +223,9 @@ def made_sequences(
                     'segment must be "inserted", as insert(tokenize(prompt, model), ids, at) makes it'
                 )
             for part in ("origin", "segment"):
-                if not getattr(sequence, part)[~sequence.inserted].equal(getattr(sequences[BASELINE], part)):
+                if not getattr(sequence, part)[~sequence.inserted].equal(
+                    getattr(sequences[BASELINE], part)
+                ):
                     raise ConditionError(
                         f"the condition {name!r} changes the {part} of original tokens of prompt {prompt.id}: they "
                         "keep that of the baseline, as insert(tokenize(prompt, model), ids, at) keeps it"
@@ -211,7 +234,11 @@ def made_sequences(
 
 
 def checked_sequences(
-    named: Mapping[str, Condition], prompts: Seq[Prompt], model: HookedModel, seed: int, analyses: Seq[Analysis] = ()
+    named: Mapping[str, Condition],
+    prompts: Seq[Prompt],
+    model: HookedModel,
+    seed: int,
+    analyses: Seq[Analysis] = (),
 ) -> list[dict[str, Sequence]]:
     """The sequence of each prompt under each condition, which the model can read and the analyses can measure."""
     made = made_sequences(named, prompts, model, seed)
@@ -224,20 +251,29 @@ def checked_sequences(
 
 def check_variants(model: HookedModel, sequences: list[dict[str, Sequence]]) -> None:
     """Refuse hidden tokens or kept positions in a model that supports neither."""
-    hides = sorted({name for made in sequences for name, sequence in made.items() if sequence.edge_mask})
+    hides = sorted(
+        {name for made in sequences for name, sequence in made.items() if sequence.edge_mask}
+    )
     layers = hooks.attention_layers(model)
     if hides and len(layers) < model.cfg.n_layers:
         raise OptionError(
             f"{model.cfg.model_name} has attention in {len(layers)} of {model.cfg.n_layers} layers; the other layers "
             f"would pass on tokens that attention cannot see: omit {', '.join(map(repr, hides))}"
         )
-    kept = sorted({name for made in sequences for name, sequence in made.items() if sequence.keeps_positions})
+    kept = sorted(
+        {name for made in sequences for name, sequence in made.items() if sequence.keeps_positions}
+    )
     if kept and not takes_position_ids(model):
         raise OptionError(
             f"{model.cfg.model_name} takes no position ids (its attention computes positions itself, like ALiBi, or "
             f"has none), so the original tokens cannot keep theirs: omit {', '.join(map(repr, kept))}"
         )
-    negative = {n: -int(s.position_ids.min()) for made in sequences for n, s in made.items() if s.keeps_positions}
+    negative = {
+        n: -int(s.position_ids.min())
+        for made in sequences
+        for n, s in made.items()
+        if s.keeps_positions
+    }
     if not kept or max(negative.values()) <= 0:
         return
     learned = hasattr(model, "pos_embed")
@@ -251,7 +287,9 @@ def check_variants(model: HookedModel, sequences: list[dict[str, Sequence]]) -> 
         )
 
 
-def check_interventions(model: HookedModel, ids: list[str], sequences: list[dict[str, Sequence]]) -> None:
+def check_interventions(
+    model: HookedModel, ids: list[str], sequences: list[dict[str, Sequence]]
+) -> None:
     """Refuse interventions that cannot act on this model or on their prompts."""
     found: dict[int, tuple[Any, list[tuple[str, Sequence]]]] = {}
     for prompt, made in zip(ids, sequences, strict=True):
@@ -275,7 +313,11 @@ def positions_of(sequence: Sequence) -> int:
 def sides_of(model: HookedModel, sequences: Seq[Mapping[str, Sequence]]) -> list[str]:
     """The side of the model's boundary on which each prompt lies, "short" or "long"; empty for a model without one."""
     boundary = boundary_of(model)
-    return [] if boundary is None else [boundary.side(max(map(positions_of, made.values()))) for made in sequences]
+    return (
+        []
+        if boundary is None
+        else [boundary.side(max(map(positions_of, made.values()))) for made in sequences]
+    )
 
 
 def counted_sides(sides: Seq[str]) -> str:
@@ -286,7 +328,9 @@ def counted_sides(sides: Seq[str]) -> str:
     return ", ".join(f"{side} for {count} prompts" for side, count in counts.items())
 
 
-def check_side(prompt: Prompt, made: Mapping[str, Sequence], model: HookedModel, new_tokens: int = 0) -> None:
+def check_side(
+    prompt: Prompt, made: Mapping[str, Sequence], model: HookedModel, new_tokens: int = 0
+) -> None:
     """Refuse a prompt that is not read and answered with the same RoPE frequencies under every condition."""
     boundary = boundary_of(model)
     if boundary is None:
@@ -305,7 +349,9 @@ def check_side(prompt: Prompt, made: Mapping[str, Sequence], model: HookedModel,
         return
     for condition, count in counts.items():
         left = boundary.at - count
-        hint = f"Give new_tokens={left} at most, or another prompt" if left > 0 else "Omit the prompt"
+        hint = (
+            f"Give new_tokens={left} at most, or another prompt" if left > 0 else "Omit the prompt"
+        )
         if boundary.side(count) != boundary.side(count + new_tokens):
             raise PromptError(
                 f'{where} has {count:,} positions with the condition "{condition}", and {new_tokens} new tokens are '

@@ -15,7 +15,13 @@ from tqdm.auto import tqdm
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks as checks
-from mechattn.engine.attention_rows import ENGINES, Engine, Forward, chosen_forward, forward_through_hooks
+from mechattn.engine.attention_rows import (
+    ENGINES,
+    Engine,
+    Forward,
+    chosen_forward,
+    forward_through_hooks,
+)
 from mechattn.engine.batch_pass import LayerValues, measure_batch
 from mechattn.engine.labelled_datasets import Collector, Positions, described, sequences_dataset
 from mechattn.errors import ModelError, OptionError, check_choice
@@ -90,7 +96,9 @@ def run(
         MechattnError: An argument cannot be used. Raised before the first forward pass, except for invalid attention
             (NaN, a wrong mask), which is found at the first batch with it.
     """
-    plan = make_plan(model, conditions, analyses, RunOptions(layers, seed, positions, memory, engine))
+    plan = make_plan(
+        model, conditions, analyses, RunOptions(layers, seed, positions, memory, engine)
+    )
     prompts = as_prompts(prompts)
     sequences = plan.sequences(prompts)
     return plan.calibrated(prompts).result(prompts, sequences, range(len(prompts)))
@@ -112,7 +120,9 @@ class Plan:
 
     def sequences(self, prompts: Seq[Prompt]) -> Sequences:
         """The sequence of every prompt under every condition, checked."""
-        made = checks.checked_sequences(self.conditions, prompts, self.model, self.options.seed, self.analyses)
+        made = checks.checked_sequences(
+            self.conditions, prompts, self.model, self.options.seed, self.analyses
+        )
         for prompt, sequences in zip(prompts, made, strict=True):
             checks.check_read(prompt, sequences)
         return made
@@ -121,7 +131,10 @@ class Plan:
         """Calibrate the analyses on the model; ``prompts`` are all prompts of the whole run."""
         alike = {said: len(prompts)} if (said := warn_of_likeness(prompts)) else {}
         given = (self.model, self.layers, prompts)
-        found = [each.calibrated(*given) if isinstance(each, Calibrates) else each for each in self.analyses]
+        found = [
+            each.calibrated(*given) if isinstance(each, Calibrates) else each
+            for each in self.analyses
+        ]
         checks.check_captures(self.model, found, self.layers)
         forward, why = chosen_forward(self.model, self.options.engine, found)
         return Run(replace(self, analyses=found), forward, why, blind_scores(self.model), alike)
@@ -135,7 +148,9 @@ class Run:
     forward: Forward
     why: str
     blind: BlindScores
-    alike: Mapping[str, int]  # how much the prompts of the whole run repeat each other, and how many these are
+    alike: Mapping[
+        str, int
+    ]  # how much the prompts of the whole run repeat each other, and how many these are
 
     def result(self, prompts: Seq[Prompt], sequences: Sequences, places: Seq[int]) -> Result:
         """Run the model on some prompts, at these places of the whole set, with sequences from ``Plan.sequences``."""
@@ -145,14 +160,28 @@ class Run:
         # About how many numbers are in memory at the same time for each position of a sequence.
         width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
         cost = Cost(plan.model.cfg.n_heads, width, square)
-        lengths, sides = [[len(s) for s in made.values()] for made in sequences], checks.sides_of(plan.model, sequences)
-        coords: dict[str, list] = {"prompt": ids, "condition": list(plan.conditions), "layer": plan.layers}
-        widths = {"key": max(map(max, lengths)), "original_key": max(len(made[BASELINE]) for made in sequences)}
+        lengths, sides = (
+            [[len(s) for s in made.values()] for made in sequences],
+            checks.sides_of(plan.model, sequences),
+        )
+        coords: dict[str, list] = {
+            "prompt": ids,
+            "condition": list(plan.conditions),
+            "layer": plan.layers,
+        }
+        widths = {
+            "key": max(map(max, lengths)),
+            "original_key": max(len(made[BASELINE]) for made in sequences),
+        }
         collectors = [Collector(a, coords, widths, options.positions) for a in plan.analyses]
         halved = []
         batches = batch_plan(lengths, cost, options.memory, sides)
-        for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):  # one of several chunks goes
-            measured, too_large = in_halves(indices, lambda some: self._measured(some, sequences, ids))
+        for indices in tqdm(
+            batches, desc="prompts", unit="batch", delay=2, leave=None
+        ):  # one of several chunks goes
+            measured, too_large = in_halves(
+                indices, lambda some: self._measured(some, sequences, ids)
+            )
             halved += [{"prompts": size, "first": ids[indices[0]]} for size in too_large]
             for batch, values in measured:
                 for collector, by_layer in zip(collectors, values, strict=True):
@@ -165,14 +194,18 @@ class Run:
         about |= {"memory": options.memory, "positions": options.positions, "halved": halved}
         return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})
 
-    def _measured(self, indices: Seq[int], sequences: Sequences, ids: list[str]) -> tuple[Batch, list[LayerValues]]:
+    def _measured(
+        self, indices: Seq[int], sequences: Sequences, ids: list[str]
+    ) -> tuple[Batch, list[LayerValues]]:
         """The batch of some prompts, and the values of each analysis."""
         plan = self.plan
         rows = [(index, name) for index in indices for name in sequences[index]]
         pad = getattr(plan.model.tokenizer, "pad_token_id", None) or 0
         batch = pad_right([sequences[index][name] for index, name in rows], rows, pad)
         windows = {layer: hooks.attention_window(plan.model, layer) for layer in plan.layers}
-        return batch, measure_batch(plan.model, batch, self.forward, windows, plan.analyses, ids, self.blind)
+        return batch, measure_batch(
+            plan.model, batch, self.forward, windows, plan.analyses, ids, self.blind
+        )
 
 
 def make_plan(
@@ -186,7 +219,9 @@ def make_plan(
     """The arguments of ``run`` except the prompts, checked; ``paths`` records a checkpoint's full path."""
     model = as_hooked(model)
     chosen = hooks.chosen_layers(model, options.layers)
-    return Plan(model, checks.with_baseline(conditions), checks.with_names(analyses), chosen, options, paths)
+    return Plan(
+        model, checks.with_baseline(conditions), checks.with_names(analyses), chosen, options, paths
+    )
 
 
 def run_random(
@@ -230,7 +265,14 @@ def run_random(
     check_draw(kind, seed)
     model = as_hooked(model)
     return [
-        run(random_weights(model, kind, seed + i), prompts, conditions, analyses, seed=seed, **options)
+        run(
+            random_weights(model, kind, seed + i),
+            prompts,
+            conditions,
+            analyses,
+            seed=seed,
+            **options,
+        )
         for i in range(draws)
     ]
 
@@ -249,7 +291,9 @@ class Cost:
 
     heads: int  # attention heads per layer
     width: int  # numbers in memory at the same time for each position: residual stream, MLP, projections
-    square: bool  # whether a layer's whole pattern is in memory (hooks), or blocks of rows (streaming)
+    square: (
+        bool  # whether a layer's whole pattern is in memory (hooks), or blocks of rows (streaming)
+    )
 
     def of(self, length: int) -> int:
         """Bytes for one sequence."""
@@ -257,7 +301,9 @@ class Cost:
         return 4 * (attention + length * self.width)
 
 
-def batch_plan(lengths: Seq[Seq[int]], cost: Cost, memory: str, sides: Seq[str] = ()) -> list[list[int]]:
+def batch_plan(
+    lengths: Seq[Seq[int]], cost: Cost, memory: str, sides: Seq[str] = ()
+) -> list[list[int]]:
     """Group prompts of similar length so that one layer of a batch fits the budget."""
     budget = memory_bytes(memory)
     batches: list[list[int]] = []
@@ -275,7 +321,9 @@ def batch_plan(lengths: Seq[Seq[int]], cost: Cost, memory: str, sides: Seq[str] 
     return batches
 
 
-def in_halves(indices: Seq[int], measure: Callable[[Seq[int]], Fitting]) -> tuple[list[Fitting], list[int]]:
+def in_halves(
+    indices: Seq[int], measure: Callable[[Seq[int]], Fitting]
+) -> tuple[list[Fitting], list[int]]:
     """Measure some prompts together; if they don't fit in memory, each half of them, and so on."""
     measured, too_large, waiting = [], [], [list(indices)]
     while waiting:

@@ -112,25 +112,42 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
         content = path.read_bytes()
         lines = content.rstrip(b"\n").split(b"\n")
         about = json.loads(lines[0])["provenance"]
-        if not (isinstance(about, dict) and all(isinstance(about.get(n, {}), dict) for n in ("conditions", "groups"))):
+        if not (
+            isinstance(about, dict)
+            and all(isinstance(about.get(n, {}), dict) for n in ("conditions", "groups"))
+        ):
             raise ValueError("its provenance, conditions or groups are not by name")
-    except (OSError, ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        IndexError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         reason = "its first line has no provenance" if isinstance(error, KeyError) else error
-        raise OutputError(f"{path} is not an evaluation: {reason}; give another name, or move the file") from None
+        raise OutputError(
+            f"{path} is not an evaluation: {reason}; give another name, or move the file"
+        ) from None
     found: dict[Key, GradedAnswer] = {}
     for number, line in enumerate(lines[1:], 2):
         try:
             row = json.loads(line)
             fields = {**row, "tokens": tuple(row["tokens"])}
             for name, kind in _KINDS.items():
-                if not isinstance(fields[name], kind) or isinstance(fields[name], bool) != (kind is bool):
+                if not isinstance(fields[name], kind) or isinstance(fields[name], bool) != (
+                    kind is bool
+                ):
                     raise TypeError(f"its {name} is {fields[name]!r:.40}")
             if not all(type(token) is int for token in fields["tokens"]):
                 raise TypeError(f"its tokens is {fields['tokens']!r:.40}")
             made = GradedAnswer(**fields)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
-            if number == len(lines) and not content.endswith(b"\n"):  # a run was killed while it wrote this line
+            if number == len(lines) and not content.endswith(
+                b"\n"
+            ):  # a run was killed while it wrote this line
                 break
             raise OutputError(f"line {number} of {path} is not an answer: {reason}") from None
         found[made.prompt, made.condition, made.sample] = made

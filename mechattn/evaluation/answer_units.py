@@ -43,27 +43,46 @@ def units_of(evaluation: Evaluation, unit: Unit) -> Units:
     return units
 
 
-def compared(evaluation: Evaluation, condition: str, to: str, other: Evaluation, unit: Unit) -> dict[str, float]:
+def compared(
+    evaluation: Evaluation, condition: str, to: str, other: Evaluation, unit: Unit
+) -> dict[str, float]:
     """See :meth:`mechattn.evaluation.evaluation.Evaluation.compare`, which explains the arguments."""
     if evaluation._problems() != other._problems():
-        raise OptionError("the two evaluations have different problems, but a comparison is by problem")
+        raise OptionError(
+            "the two evaluations have different problems, but a comparison is by problem"
+        )
     first, second = evaluation.right(condition), other.right(to)
     place = {prompt: i for i, prompt in enumerate(other._problems())}
-    second = second[[place[prompt] for prompt in evaluation._problems()]]  # a file may hold them in another order
+    second = second[
+        [place[prompt] for prompt in evaluation._problems()]
+    ]  # a file may hold them in another order
     units = units_of(evaluation, unit)
     if units.of is None and first.shape[1] == second.shape[1] == 1:
         return asdict(paired_accuracy(first[:, 0], second[:, 0]))
     d = units.means(first.mean(1) - second.mean(1))
     made, interval = paired(d, bootstrap_ends=False), share_difference(d)
-    ends = {"difference": float(made.difference), "low": float(interval.low), "high": float(interval.high)}
+    ends = {
+        "difference": float(made.difference),
+        "low": float(interval.low),
+        "high": float(interval.high),
+    }
     found = ends | {"p": float(made.p_flip)}
     if first.shape[1] == second.shape[1] == 1:
-        found |= {"only_first": int((first & ~second).sum()), "only_second": int((~first & second).sum())}
+        found |= {
+            "only_first": int((first & ~second).sum()),
+            "only_second": int((~first & second).sum()),
+        }
     return found | {"n": made.n, "detectable": deviation(d) * detectable_size(len(d))}
 
 
 def mediation(
-    evaluation: Evaluation, total: str, through: Mapping[str, str], resamples: int, seed: int, level: float, unit: Unit
+    evaluation: Evaluation,
+    total: str,
+    through: Mapping[str, str],
+    resamples: int,
+    seed: int,
+    level: float,
+    unit: Unit,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.evaluation.evaluation.Evaluation.mediation`, which explains the arguments."""
     units = units_of(evaluation, unit)
@@ -82,39 +101,70 @@ def mediation(
             low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
         change = [float(end) for end in share_difference(part, level)]
         rows.append([path, name, *change, share, float(low), float(high)])
-    columns = ["path", "condition", "change", "change_low", "change_high", "share", "share_low", "share_high"]
+    columns = [
+        "path",
+        "condition",
+        "change",
+        "change_low",
+        "change_high",
+        "share",
+        "share_low",
+        "share_high",
+    ]
     made = pd.DataFrame(rows, columns=columns)
     ends = {"low": float(whole_change.low), "high": float(whole_change.high)}
-    made.attrs = {"total": float(whole_change.estimate), **ends, "of": total, "n": len(base), "unit": units.unit}
+    made.attrs = {
+        "total": float(whole_change.estimate),
+        **ends,
+        "of": total,
+        "n": len(base),
+        "unit": units.unit,
+    }
     return made
 
 
 def follows(
-    evaluation: Evaluation, condition: str, donors: Mapping[str, str], without: str, level: float, unit: Unit
+    evaluation: Evaluation,
+    condition: str,
+    donors: Mapping[str, str],
+    without: str,
+    level: float,
+    unit: Unit,
 ) -> dict[str, Any]:
     """See :meth:`mechattn.evaluation.evaluation.Evaluation.follows`, which explains the arguments."""
     if evaluation.samples > 1:
-        raise OptionError(f"{evaluation.samples} answers per problem: follows needs one answer per problem (samples=1)")
+        raise OptionError(
+            f"{evaluation.samples} answers per problem: follows needs one answer per problem (samples=1)"
+        )
     for name in (without, condition):
         evaluation.right(name)  # raises an error if answers are missing
     each = {(a.prompt, a.condition): a.answer for a in evaluation.answers}
-    own, made = ({p: each[p, name] for p in evaluation._problems()} for name in (without, condition))
+    own, made = (
+        {p: each[p, name] for p in evaluation._problems()} for name in (without, condition)
+    )
     strangers = [prompt for prompt in own if donors.get(prompt, prompt) not in own]
     if strangers:
         raise OptionError(
             f"the donor of prompt {strangers[0]} is not among the answered problems; give "
             "KeysValues.from_other_prompts().donors of the same prompts"
         )
-    apart = [p for p in own if None not in (own[p], own[donors.get(p, p)]) and own[p] != own[donors.get(p, p)]]
+    apart = [
+        p
+        for p in own
+        if None not in (own[p], own[donors.get(p, p)]) and own[p] != own[donors.get(p, p)]
+    ]
     if not apart:
         raise OptionError(
             f"under {without!r} no prompt's answer differs from its donor's, so they cannot be distinguished"
         )
     units = units_of(evaluation._of(apart), unit)
     followed = np.array([made[p] == own[donors[p]] for p in apart], float)
-    others = [[own[q] for q in own if q not in (p, donors[p]) and own[q] is not None] for p in apart]
+    others = [
+        [own[q] for q in own if q not in (p, donors[p]) and own[q] is not None] for p in apart
+    ]
     chance = [
-        float(np.mean([made[p] == answer for answer in some])) if some else np.nan for p, some in zip(apart, others)
+        float(np.mean([made[p] == answer for answer in some])) if some else np.nan
+        for p, some in zip(apart, others)
     ]
     share = share_interval(units.means(followed), level)
     found = {"followed": float(share.estimate), "low": float(share.low), "high": float(share.high)}
@@ -155,18 +205,28 @@ def trend(
         OptionError: There are fewer than three conditions, one does not exist, or ``compare`` refuses the options.
     """
     if not isinstance(measured, Result) and not hasattr(measured, "answers"):
-        raise OptionError(f"measured is of type {type(measured).__name__}: give a result of ma.run or ma.evaluate")
+        raise OptionError(
+            f"measured is of type {type(measured).__name__}: give a result of ma.run or ma.evaluate"
+        )
     names = [conditions] if isinstance(conditions, str) else list(conditions)
     if len(set(names)) < 3 or len(set(names)) != len(names):
-        raise OptionError(f"conditions={names}: give at least three names, each once, in the order of their dose")
+        raise OptionError(
+            f"conditions={names}: give at least three names, each once, in the order of their dose"
+        )
     if unknown := [name for name in names if name not in measured.conditions]:
         there = ", ".join(map(repr, measured.conditions))
         raise OptionError(f"there is no condition {unknown[0]!r}; the conditions are {there}")
     if not isinstance(measured, Result):
         units = units_of(measured, unit)
-        return trend_of(np.stack([units.means(measured.right(n).mean(1)) for n in names], 1), resamples, seed)
+        return trend_of(
+            np.stack([units.means(measured.right(n).mean(1)) for n in names], 1), resamples, seed
+        )
     if BASELINE in names:
-        raise OptionError('"baseline" has no change from itself; name the other conditions, in the order of their dose')
-    asked = [Contrast(measured, name, quantity=quantity, segment=segment, unit=unit) for name in names]
+        raise OptionError(
+            '"baseline" has no change from itself; name the other conditions, in the order of their dose'
+        )
+    asked = [
+        Contrast(measured, name, quantity=quantity, segment=segment, unit=unit) for name in names
+    ]
     each = [what_is_tested(one, layer).values for one in asked]
     return trend_of(np.stack([np.nanmean(one, 1) for one in each], 1), resamples, seed)

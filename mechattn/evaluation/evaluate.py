@@ -105,7 +105,9 @@ def evaluate(
             came = _generated(reader, native, _batches(todo, batch, sides), how)
         elif todo:
             before = file.about.get("probe")
-            there = stack.enter_context(served(server, reader, prompts, sequences, how, batch, before))
+            there = stack.enter_context(
+                served(server, reader, prompts, sequences, how, batch, before)
+            )
             file.note("probe", there.probe.about)
             came = there.answered(todo)
         try:
@@ -117,7 +119,12 @@ def evaluate(
         if server is not None and todo:
             file.note("probe", file.about["probe"])
     about |= {"probe": file.about["probe"]} if "probe" in file.about else {}
-    ordered = [file.answers[p.id, name, sample] for name in named for p in prompts for sample in range(how.samples)]
+    ordered = [
+        file.answers[p.id, name, sample]
+        for name in named
+        for p in prompts
+        for sample in range(how.samples)
+    ]
     return Evaluation(tuple(ordered), about)
 
 
@@ -153,7 +160,9 @@ def baseline_noise(
         OptionError: A repetition has the same batch size or dtype as the first run.
     """
     if taken := sorted({"out", "conditions", "server"} & set(options)):
-        raise OptionError(f"{taken[0]}=… cannot be given: only the baseline is answered, again in each repetition")
+        raise OptionError(
+            f"{taken[0]}=… cannot be given: only the baseline is answered, again in each repetition"
+        )
     model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     other_dtype = other_dtype or ("bfloat16" if dtype == "float32" else "float32")
@@ -162,17 +171,28 @@ def baseline_noise(
         raise OptionError(f"{same} in both runs shows no noise; choose another value")
     known = getattr(torch, other_dtype, None)
     if not isinstance(known, torch.dtype) or not known.is_floating_point:
-        raise OptionError(f"other_dtype={other_dtype!r}: give the name of a dtype, such as 'bfloat16'")
+        raise OptionError(
+            f"other_dtype={other_dtype!r}: give the name of a dtype, such as 'bfloat16'"
+        )
     made = [evaluate(model, prompts, batch=size, **options) for size in (batch, other_batch)]
-    twin = load_model(copy.deepcopy(generate.native_of(model)).to(known), tokenizer=model.tokenizer, verify=False)
+    twin = load_model(
+        copy.deepcopy(generate.native_of(model)).to(known), tokenizer=model.tokenizer, verify=False
+    )
     made.append(evaluate(twin, prompts, batch=batch, **options))
-    names = f"{dtype}, batch {batch}", f"{dtype}, batch {other_batch}", f"{other_dtype}, batch {batch}"
+    names = (
+        f"{dtype}, batch {batch}",
+        f"{dtype}, batch {other_batch}",
+        f"{other_dtype}, batch {batch}",
+    )
     rows: list[dict[str, Any]] = []
     for name, again in zip(names, made, strict=True):
         compared, right = again.compare(BASELINE, other=made[0]), again.right(BASELINE)
         shown = {key: compared[key] for key in ("difference", "low", "high", "p", "n")}
         texts = [a.text != b.text for a, b in zip(again.answers, made[0].answers, strict=True)]
-        shares = {"flipped": float((right != made[0].right(BASELINE)).mean()), "texts": sum(texts) / len(texts)}
+        shares = {
+            "flipped": float((right != made[0].right(BASELINE)).mean()),
+            "texts": sum(texts) / len(texts),
+        }
         rows.append({"repetition": name, "accuracy": float(right.mean()), **shown, **shares})
     return pd.DataFrame(rows)
 
@@ -184,7 +204,9 @@ def _generated(
     for some in tqdm(batches, desc="answers", unit="batch", delay=2):
         asked = [request for _, _, request in some]
         written = answers(native, asked, how.new_tokens, end, how.temperature, how.seed)
-        texts = [model.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in written]
+        texts = [
+            model.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in written
+        ]
         yield list(zip(some, written, texts, strict=True))
 
 
@@ -196,7 +218,9 @@ def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list
     return [part[i : i + batch] for part in parts.values() for i in range(0, len(part), batch)]
 
 
-def _graded(prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
+def _graded(
+    prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader
+) -> GradedAnswer:
     solution = str(prompt.solution)
     both = vars(answer) | vars(generate.grade(text, solution, grader))
     return GradedAnswer(prompt.id, name, asked.sample, text, solution=solution, **both)
@@ -217,14 +241,20 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
             )
         kind = generate.grader_for(prompt.solution)
         if grader == "number" and kind == "math":
-            raise PromptError(f'the solution of prompt {prompt.id} does not end in a number; use grader="math"')
+            raise PromptError(
+                f'the solution of prompt {prompt.id} does not end in a number; use grader="math"'
+            )
         if kind == "math":
             generate.check_grader("math")
 
 
 @alone
 def _checked_sides(
-    model: Any, native: Any, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int
+    model: Any,
+    native: Any,
+    prompts: Seq[Prompt],
+    sequences: Seq[Mapping[str, Sequence]],
+    new_tokens: int,
 ) -> dict[str, str]:
     """The side of the model's boundary on which each prompt lies; checks all prompts before a token is generated."""
     for made in sequences:

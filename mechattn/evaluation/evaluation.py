@@ -59,9 +59,13 @@ class Evaluation:
     provenance: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        right = ", ".join(f"{name} {100 * self.right(name).mean():.1f} %" for name in self.conditions)
+        right = ", ".join(
+            f"{name} {100 * self.right(name).mean():.1f} %" for name in self.conditions
+        )
         problems = len({answer.prompt for answer in self.answers})
-        return f"Evaluation({problems} problems × {len(self.conditions)} conditions; right: {right})"
+        return (
+            f"Evaluation({problems} problems × {len(self.conditions)} conditions; right: {right})"
+        )
 
     @property
     def conditions(self) -> list[str]:
@@ -97,7 +101,9 @@ class Evaluation:
         (answers that hit the limit), tokens (mean length).
         """
         units, names = units_of(self, unit), self.conditions
-        made = self._intervals((({"condition": name}, self.right(name).mean(1)) for name in names), level, unit)
+        made = self._intervals(
+            (({"condition": name}, self.right(name).mean(1)) for name in names), level, unit
+        )
         each = [[a for a in self.answers if a.condition == name] for name in names]
         table = made.rename(columns={"estimate": "accuracy"}).assign(
             n=units.n,
@@ -109,7 +115,12 @@ class Evaluation:
         return table
 
     def compare(
-        self, condition: str, to: str = BASELINE, *, other: Evaluation | None = None, unit: Unit = "auto"
+        self,
+        condition: str,
+        to: str = BASELINE,
+        *,
+        other: Evaluation | None = None,
+        unit: Unit = "auto",
     ) -> dict[str, float]:
         """Compare the accuracy of two conditions on the same problems, as a difference.
 
@@ -147,7 +158,9 @@ class Evaluation:
         names = [name for name in self.conditions if name != to]
         if not names:
             raise OptionError(f"there is no condition other than {to!r} to compare with it")
-        table = pd.DataFrame([{"condition": name, "to": to, **self.compare(name, to, unit=unit)} for name in names])
+        table = pd.DataFrame(
+            [{"condition": name, "to": to, **self.compare(name, to, unit=unit)} for name in names]
+        )
         table.insert(table.columns.get_loc("p") + 1, "q", false_discovery(table.p.to_numpy()))
         return table
 
@@ -169,17 +182,27 @@ class Evaluation:
         names = [name for name in conditions or self.conditions if name != BASELINE]
         groups = self.provenance.get("groups", {})
         group_of = {prompt: groups.get(prompt, prompt) for prompt in self._problems()}
-        problems = sorted(group_of, key=lambda name: hashlib.sha256(group_of[name].encode("utf-8", "replace")).digest())
+        problems = sorted(
+            group_of,
+            key=lambda name: hashlib.sha256(group_of[name].encode("utf-8", "replace")).digest(),
+        )
         units = Units.grouped([group_of[prompt] for prompt in problems])
         if not names or units.n < 2:
-            raise OptionError("best needs at least one condition other than the baseline, and at least two problems")
+            raise OptionError(
+                "best needs at least one condition other than the baseline, and at least two problems"
+            )
         half, other = (self._of([problems[i] for i in some]) for some in units.halves())
         chosen = max(sorted(names), key=lambda name: half.right(name).mean())
         found = {"condition": chosen, "chosen_on": float(half.right(chosen).mean())}
-        shown = {"accuracy": float(other.right(chosen).mean()), "baseline": float(other.right(BASELINE).mean())}
+        shown = {
+            "accuracy": float(other.right(chosen).mean()),
+            "baseline": float(other.right(BASELINE).mean()),
+        }
         return found | shown | other.compare(chosen)
 
-    def pass_at_k(self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
+    def pass_at_k(
+        self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto"
+    ) -> pd.DataFrame:
         """The probability that one of k answers is right, by condition and k, with an interval over problems.
 
         ``unit`` as for :meth:`accuracy`.
@@ -187,9 +210,13 @@ class Evaluation:
         Raises:
             OptionError: k is larger than the number of samples.
         """
-        return self._by_samples(k, lambda name, k: pass_at_k(self.right(name).sum(1), self.samples, k), level, unit)
+        return self._by_samples(
+            k, lambda name, k: pass_at_k(self.right(name).sum(1), self.samples, k), level, unit
+        )
 
-    def best_of(self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
+    def best_of(
+        self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto"
+    ) -> pd.DataFrame:
         """The probability that the likeliest of k answers is right, by condition and k, with an interval.
 
         The likeliest answer has the highest mean log-probability of its tokens (``GradedAnswer.logprob``), which needs
@@ -202,7 +229,9 @@ class Evaluation:
         def values(name: str, k: int) -> np.ndarray:
             score = self._each(name, lambda answer: answer.logprob)
             if np.isnan(score).any():
-                raise OptionError("some answers have no log-probabilities: they come from a server that reports none")
+                raise OptionError(
+                    "some answers have no log-probabilities: they come from a server that reports none"
+                )
             return best_of_k(self.right(name), score, k)
 
         return self._by_samples(k, values, level, unit)
@@ -220,14 +249,20 @@ class Evaluation:
             for a in self.answers:
                 if a.condition == name:
                     by_prompt.setdefault(a.prompt, []).append(a.tokens)
-            return np.array([distinct_ngrams(by_prompt[p], n) for p in self._problems() if p in by_prompt])
+            return np.array(
+                [distinct_ngrams(by_prompt[p], n) for p in self._problems() if p in by_prompt]
+            )
 
-        return self._intervals((({"condition": name, "n": n}, values(name)) for name in self.conditions), level, unit)
+        return self._intervals(
+            (({"condition": name, "n": n}, values(name)) for name in self.conditions), level, unit
+        )
 
     def _each(self, condition: str, value: Callable[[GradedAnswer], float]) -> np.ndarray:
         """Apply a function to each answer of a condition [problem, sample]."""
         found = {(a.prompt, a.sample): value(a) for a in self.answers if a.condition == condition}
-        wanted = [[(prompt, sample) for sample in range(self.samples)] for prompt in self._problems()]
+        wanted = [
+            [(prompt, sample) for sample in range(self.samples)] for prompt in self._problems()
+        ]
         missing = sum(key not in found for row in wanted for key in row)
         if missing:
             raise OptionError(
@@ -237,16 +272,24 @@ class Evaluation:
         return np.array([[found[key] for key in row] for row in wanted], dtype=float)
 
     def _by_samples(
-        self, k: int | Sequence[int], values: Callable[[str, int], np.ndarray], level: float, unit: Unit
+        self,
+        k: int | Sequence[int],
+        values: Callable[[str, int], np.ndarray],
+        level: float,
+        unit: Unit,
     ) -> pd.DataFrame:
         several: list[Any] = [k] if isinstance(k, (int, float, str)) else list(k)
         for each in several:
             if isinstance(each, bool) or not isinstance(each, int):
                 raise OptionError(f"k={each!r}: give whole numbers of answers")
         asked = ((name, each) for name in self.conditions for each in several)
-        return self._intervals((({"condition": name, "k": k}, values(name, k)) for name, k in asked), level, unit)
+        return self._intervals(
+            (({"condition": name, "k": k}, values(name, k)) for name, k in asked), level, unit
+        )
 
-    def _intervals(self, rows: Iterable[tuple[dict[str, Any], np.ndarray]], level: float, unit: Unit) -> pd.DataFrame:
+    def _intervals(
+        self, rows: Iterable[tuple[dict[str, Any], np.ndarray]], level: float, unit: Unit
+    ) -> pd.DataFrame:
         """A row for each array of values over problems, with an interval within 0 and 1."""
         units, made = units_of(self, unit), []
         for names, values in rows:
@@ -281,7 +324,13 @@ class Evaluation:
         return mediation(self, total, through, resamples, seed, level, unit)
 
     def follows(
-        self, condition: str, donors: Mapping[str, str], without: str, *, level: float = 0.95, unit: Unit = "auto"
+        self,
+        condition: str,
+        donors: Mapping[str, str],
+        without: str,
+        *,
+        level: float = 0.95,
+        unit: Unit = "auto",
     ) -> dict[str, Any]:
         """The fraction of problems that, with a transplant, get their donor's answer instead of their own.
 
@@ -303,16 +352,24 @@ class Evaluation:
         """
         return follows(self, condition, donors, without, level, unit)
 
-    def answered(self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0) -> list[Prompt]:
+    def answered(
+        self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0
+    ) -> list[Prompt]:
         """The prompts with the token ids of their generated answers in the segment "answer", for analysis in one pass.
 
         All conditions of such a run read the same answer, so differences are due to attention and not to the text.
         """
-        found = {a.prompt: a for a in self.answers if a.condition == condition and a.sample == sample and a.tokens}
+        found = {
+            a.prompt: a
+            for a in self.answers
+            if a.condition == condition and a.sample == sample and a.tokens
+        }
         missing = [p.id for p in prompts if p.id not in found]
         if missing:
             raise OptionError(f"prompt {missing[0]} has no answer under {condition!r}; omit it")
-        return [replace(p, answer=found[p.id].text, answer_tokens=found[p.id].tokens) for p in prompts]
+        return [
+            replace(p, answer=found[p.id].text, answer_tokens=found[p.id].tokens) for p in prompts
+        ]
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a table with one row per answer."""
@@ -327,14 +384,18 @@ class Evaluation:
         path = Path(path)
         check_writable(path)
         if not _replaceable(path):
-            raise OutputError(f"{path} exists and is not an evaluation; give another name, or move the file")
+            raise OutputError(
+                f"{path} exists and is not an evaluation; give another name, or move the file"
+            )
         text = as_lines([{"provenance": self.provenance}, *map(asdict, self.answers)])
         write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
 
     def _of(self, problems: Sequence[str]) -> Evaluation:
         """The evaluation of some problems only, in their order."""
         place = {prompt: i for i, prompt in enumerate(problems)}
-        some = sorted((a for a in self.answers if a.prompt in place), key=lambda answer: place[answer.prompt])
+        some = sorted(
+            (a for a in self.answers if a.prompt in place), key=lambda answer: place[answer.prompt]
+        )
         return Evaluation(tuple(some), self.provenance)
 
     def _problems(self) -> dict[str, str]:

@@ -26,7 +26,9 @@ from mechattn.prompts.token_sequences import PADDING, Sequence
 
 Grader = Literal["auto", "number", "math"]
 _MARK = re.compile(r"\\boxed|####|(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?", re.IGNORECASE)
-_NUMBER = re.compile(r"[-+−]?\s*(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
+_NUMBER = re.compile(
+    r"[-+−]?\s*(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?"
+)
 _FRACTION = re.compile(r"([-+−]?)\s*\\[dt]?frac\s*\{\s*([-+−]?\d+)\s*\}\s*\{\s*(\d+)\s*\}")
 
 
@@ -60,7 +62,9 @@ def sampling_of(options: SamplingOptions, seed: int) -> Sampling:
     if temperature is None:
         temperature = 0.0 if samples == 1 else 1.0
     if not 0 <= temperature < float("inf"):
-        raise OptionError(f"temperature={temperature!r}: give 0 for the likeliest token, or a number above 0")
+        raise OptionError(
+            f"temperature={temperature!r}: give 0 for the likeliest token, or a number above 0"
+        )
     if temperature == 0 and samples > 1:
         raise OptionError(
             f"samples={samples} with temperature=0 gives the same answer {samples} times; give a temperature above 0"
@@ -91,7 +95,9 @@ def native_of(model: HookedModel) -> Any:
     facts = facts_of(model)
     if facts is None or facts.native is None:
         why = facts.why_not_native if facts else "it has not gone through load_model"
-        raise ModelError(f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({why})")
+        raise ModelError(
+            f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({why})"
+        )
     if "past_key_values" not in inspect.signature(facts.native.forward).parameters:
         raise ModelError(
             f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but has another cache, "
@@ -102,7 +108,12 @@ def native_of(model: HookedModel) -> Any:
 
 @alone
 def answers(
-    model: Any, asked: Seq[Request], new_tokens: int, end: frozenset[int], temperature: float = 0.0, seed: int = 0
+    model: Any,
+    asked: Seq[Request],
+    new_tokens: int,
+    end: frozenset[int],
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[Answer]:
     """Generate one answer for each sequence, all in one batch, padded on the left."""
     from transformers import DynamicCache
@@ -116,16 +127,24 @@ def answers(
     tokens = batch.tokens
     with torch.no_grad(), batch.acting(model):
         for step in range(new_tokens):
-            read = dict(input_ids=tokens, attention_mask=batch.mask(step), position_ids=batch.position_ids(step))
+            read = dict(
+                input_ids=tokens,
+                attention_mask=batch.mask(step),
+                position_ids=batch.position_ids(step),
+            )
             out = model(**read, past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits = out.logits[:, -1].float()
             following = logits.argmax(-1)
             if temperature > 0:  # the one at a keyed random point of the cumulative distribution
                 at = zip(asked, batch.lengths + step, strict=True)
-                keys = [token_keys(seed, [a.prompt], p.view(1, 1), a.sample, "answer") for a, p in at]
+                keys = [
+                    token_keys(seed, [a.prompt], p.view(1, 1), a.sample, "answer") for a, p in at
+                ]
                 cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
                 point = keyed_uniform(torch.cat(keys), 1)[:, 0].double() * cumulative[:, -1:]
-                following = torch.searchsorted(cumulative, point).clamp(max=logits.shape[-1] - 1)[:, 0]
+                following = torch.searchsorted(cumulative, point).clamp(max=logits.shape[-1] - 1)[
+                    :, 0
+                ]
             written.append(following)
             likely.append(logits.gather(-1, following[:, None])[:, 0] - logits.logsumexp(-1))
             open_ &= ~torch.isin(following, torch.tensor(sorted(end), device=device))
@@ -153,11 +172,16 @@ class _Padded:
         self.lengths = torch.tensor([len(s) for s in sequences], device=device)
 
         def padded(parts: list[Shaped[Tensor, " _"]], value: int) -> Shaped[Tensor, "batch pos"]:
-            rows = [torch.cat([part.new_full((self.longest - len(part),), value), part]) for part in parts]
+            rows = [
+                torch.cat([part.new_full((self.longest - len(part),), value), part])
+                for part in parts
+            ]
             return torch.stack(rows).to(device)
 
         self.tokens: Int[Tensor, "batch pos"] = padded([s.tokens for s in sequences], 0)
-        self.real: Bool[Tensor, "batch pos"] = padded([torch.ones(len(s), dtype=torch.bool) for s in sequences], 0)
+        self.real: Bool[Tensor, "batch pos"] = padded(
+            [torch.ones(len(s), dtype=torch.bool) for s in sequences], 0
+        )
         self._ids: Int[Tensor, "batch pos"] = padded([s.position_ids for s in sequences], 0)
         origin = [torch.where(s.inserted, -1 - torch.arange(len(s)), s.origin) for s in sequences]
         self._origin: Int[Tensor, "batch pos"] = padded(origin, -1 - self.longest)
@@ -165,11 +189,20 @@ class _Padded:
         self.cut = None  # blind queries, the keys that they don't see, and whether generated tokens are blind too
         if any(s.edge_mask for s in sequences):
             no = [torch.zeros(len(s), dtype=torch.bool) for s in sequences]
-            cut = [(s.edge_mask.queries, s.edge_mask.keys) if s.edge_mask else (n, n) for s, n in zip(sequences, no)]
-            later = torch.tensor([bool(s.edge_mask and s.edge_mask.later) for s in sequences], device=device)
+            cut = [
+                (s.edge_mask.queries, s.edge_mask.keys) if s.edge_mask else (n, n)
+                for s, n in zip(sequences, no)
+            ]
+            later = torch.tensor(
+                [bool(s.edge_mask and s.edge_mask.later) for s in sequences], device=device
+            )
             self.cut = padded([q for q, _ in cut], 0), padded([k for _, k in cut], 0), later
         # Position ids with gaps need a mask: without one, transformers treats them as several packed sequences.
-        self.plain = bool(self.real.all()) and self.cut is None and not any(s.keeps_positions for s in sequences)
+        self.plain = (
+            bool(self.real.all())
+            and self.cut is None
+            and not any(s.keeps_positions for s in sequences)
+        )
         self.step = 0
 
     def position_ids(self, step: int) -> Int[Tensor, "batch pos"]:
@@ -220,7 +253,13 @@ class _Padded:
                     stack.enter_context(intervention.acting(model, target(rows)))
             if read_first(each for several, _ in found.values() for each in several):
                 mask, ids = self.mask(0), self.position_ids(0)
-                model(input_ids=self.tokens, attention_mask=mask, position_ids=ids, use_cache=False, logits_to_keep=1)
+                model(
+                    input_ids=self.tokens,
+                    attention_mask=mask,
+                    position_ids=ids,
+                    use_cache=False,
+                    logits_to_keep=1,
+                )
             yield
 
 
@@ -229,7 +268,9 @@ def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> No
     if sequence.edge_mask is None:
         return
     if sequence.edge_mask.layers is not None:
-        raise OptionError(f"{name!r} cuts edges in some layers only, which works in run but not in evaluate")
+        raise OptionError(
+            f"{name!r} cuts edges in some layers only, which works in run but not in evaluate"
+        )
     config = getattr(model.config, "text_config", model.config)
     kind = getattr(config, "model_type", "")
     if not PARTICULARS.get(kind, Particulars()).masks_edges:
@@ -260,7 +301,9 @@ class Grade:
 def check_grader(grader: str) -> None:
     """Refuse a grader that doesn't exist, or whose package is not installed."""
     if grader not in get_args(Grader):
-        raise OptionError(f"grader={grader!r}: choose one of {', '.join(map(repr, get_args(Grader)))}")
+        raise OptionError(
+            f"grader={grader!r}: choose one of {', '.join(map(repr, get_args(Grader)))}"
+        )
     if grader == "math":
         _math_verify()
 
@@ -303,7 +346,11 @@ def final_number(text: str, marked: bool = True) -> Fraction | None:
     if marked:
         return None
     bare = text.strip().strip("$").strip()
-    return _first_number(bare) if _NUMBER.fullmatch(bare.rstrip("%")) or _FRACTION.fullmatch(bare) else None
+    return (
+        _first_number(bare)
+        if _NUMBER.fullmatch(bare.rstrip("%")) or _FRACTION.fullmatch(bare)
+        else None
+    )
 
 
 def _first_number(text: str) -> Fraction | None:

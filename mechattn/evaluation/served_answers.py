@@ -33,7 +33,10 @@ Key = tuple[str, str, int]  # a prompt's id, the name of a condition, and the nu
 T = TypeVar("T")
 ANSWERS, TOKENS = 16, 32
 ALIKE = 0.9  # the least share of answers that are the local model's: on the toys bfloat16 has 1, 30 % noise .75 at most
-ITSELF, WORSE = 0.6, 0.2  # the same against the server itself, at first; and how many fewer are alike later
+ITSELF, WORSE = (
+    0.6,
+    0.2,
+)  # the same against the server itself, at first; and how many fewer are alike later
 LOGPROB = 0.05  # the largest mean difference in nats; on the toys bfloat16 gives 0.005, 8 bits 0.016, 4 bits 0.35
 _TIE = 0.5  # nats between the two likeliest tokens: rounding may exchange them
 _EVERY, _MOST = 256, 8  # one probe within so many answers, and the most of them in a run
@@ -82,7 +85,10 @@ class Served:
         asked = ((one, self._asked(one, new_tokens)) for one in todo)
         doubtful: dict[Key, tuple[Answer, str]] = {}
         for one, reply in self.connection.replies(asked):
-            logprobs, text = torch.tensor(reply.logprobs or [torch.nan], dtype=torch.float64), reply.text
+            logprobs, text = (
+                torch.tensor(reply.logprobs or [torch.nan], dtype=torch.float64),
+                reply.text,
+            )
             answer = Answer(reply.tokens, reply.stopped, float(logprobs.mean()))
             if reply.tells_ids:
                 answer = until_end(list(reply.tokens), logprobs, self.model.end)
@@ -103,10 +109,14 @@ class Served:
         ids = tuple(wanted.sequence.tokens.tolist())
         room = min(self.model.cfg.n_ctx, self.connection.longest or self.model.cfg.n_ctx) - len(ids)
         # The same under each condition, as without a server; 31 bits, which every server takes.
-        key = f"{self.sampling.seed} {wanted.sample} {prompt.id}".encode("utf-8", "backslashreplace")
+        key = f"{self.sampling.seed} {wanted.sample} {prompt.id}".encode(
+            "utf-8", "backslashreplace"
+        )
         seed = int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
         sent = ids if self.texts is None else self.texts[prompt.id, name]
-        return Asked(sent, len(ids), min(new_tokens, room), self.model, self.sampling.temperature, seed)
+        return Asked(
+            sent, len(ids), min(new_tokens, room), self.model, self.sampling.temperature, seed
+        )
 
 
 @contextmanager
@@ -122,7 +132,13 @@ def served(
     """A connection to a server that serves the model, as it did ``before`` if a run is resumed."""
     with connected(server, at_once) as connection:
         if connection.longest is not None:
-            check_room(prompts, sequences, sampling.new_tokens, connection.longest, f"the server at {server.address}")
+            check_room(
+                prompts,
+                sequences,
+                sampling.new_tokens,
+                connection.longest,
+                f"the server at {server.address}",
+            )
         ids = tuple(next(iter(sequences[0].values())).tokens.tolist())
         texts: dict[tuple[str, str], str] | None = None
         try:
@@ -156,7 +172,11 @@ def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
 
 
 def check_room(
-    prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], new_tokens: int, longest: int, who: str
+    prompts: Seq[Prompt],
+    sequences: Seq[Mapping[str, Sequence]],
+    new_tokens: int,
+    longest: int,
+    who: str,
 ) -> None:
     """Refuse prompts that are too long with their answers."""
     for prompt, made in zip(prompts, sequences, strict=True):
@@ -187,7 +207,9 @@ class Known:
         mine, text = self.text.rstrip("�"), text.rstrip("�")  # which is half a character
         if text == mine or not self.steps:
             return text == mine
-        apart = next((i for i, step in enumerate(self.steps) if not text.startswith(step)), len(self.steps))
+        apart = next(
+            (i for i, step in enumerate(self.steps) if not text.startswith(step)), len(self.steps)
+        )
         return self.gaps[apart - 1] < _TIE
 
 
@@ -208,9 +230,21 @@ class Probe:
         figures = {"alike": same / len(pairs), "alike_low": low, "alike_high": high}
         for of, told in (
             ("prompts", [(known.prompt_logprobs, reply.prompt_logprobs) for known, reply in pairs]),
-            ("answers", [(known.logprobs, reply.logprobs) for known, reply in pairs if known.text == reply.text]),
+            (
+                "answers",
+                [
+                    (known.logprobs, reply.logprobs)
+                    for known, reply in pairs
+                    if known.text == reply.text
+                ],
+            ),
         ):
-            far = [abs(a - b) for mine, theirs in told if mine and theirs for a, b in zip(mine, theirs, strict=False)]
+            far = [
+                abs(a - b)
+                for mine, theirs in told
+                if mine and theirs
+                for a, b in zip(mine, theirs, strict=False)
+            ]
             if far:
                 return {**figures, "logprob_difference": sum(far) / len(far), "logprobs_of": of}
         return {**figures, "logprob_difference": None, "logprobs_of": None}
@@ -221,8 +255,14 @@ class Probe:
         far = figures["logprob_difference"] or 0.0
         if not self.connection.server.verify or (figures["alike"] >= least and far <= LOGPROB):
             return None
-        alike, low, high = (round(100 * figures[name]) for name in ("alike", "alike_low", "alike_high"))
-        logprobs = f", log-probabilities of {figures['logprobs_of']} are {far:.3f} nats apart" if far else ""
+        alike, low, high = (
+            round(100 * figures[name]) for name in ("alike", "alike_low", "alike_high")
+        )
+        logprobs = (
+            f", log-probabilities of {figures['logprobs_of']} are {far:.3f} nats apart"
+            if far
+            else ""
+        )
         return (
             f"against {self.about['against']}: {alike} % [{low}, {high}] of {len(self.asked)} greedy answers are alike"
             f"{logprobs} (at least {100 * least:.0f} %, at most {LOGPROB} nats)"
@@ -238,7 +278,9 @@ class Probe:
 def stretches(todo: Seq[T], seed: int) -> list[Seq[T]]:
     """What is asked for between two probes: the ends are drawn by seed, one in each part of the run."""
     parts, draw = min(_MOST, -(-len(todo) // _EVERY)), random.Random(f"{seed} probe")
-    ends = [draw.randrange(*part) for part in pairwise(i * len(todo) // parts for i in range(parts + 1))]
+    ends = [
+        draw.randrange(*part) for part in pairwise(i * len(todo) // parts for i in range(parts + 1))
+    ]
     return [todo[slice(*some)] for some in pairwise([0, *ends, len(todo)])]
 
 
@@ -254,12 +296,24 @@ def probed(
     longest = min(model.cfg.n_ctx, connection.longest or model.cfg.n_ctx)
     asked = []
     for prompt, name, sequence in some:
-        sent, length = tuple(sequence.tokens.tolist()) if texts is None else texts[prompt, name], len(sequence)
-        asked.append(Asked(sent, length, min(TOKENS, longest - length), model, prompt_logprobs=True))
+        sent, length = (
+            tuple(sequence.tokens.tolist()) if texts is None else texts[prompt, name],
+            len(sequence),
+        )
+        asked.append(
+            Asked(sent, length, min(TOKENS, longest - length), model, prompt_logprobs=True)
+        )
     first = connection.all(asked)
     known, against = _here(model, some, asked)
-    found: dict[str, Any] = {"model": name_of(connection.model), "sent": "token ids" if texts is None else "text"}
-    found |= {"answers": len(some), "against": against, "counted": all(reply.counted for reply in first)}
+    found: dict[str, Any] = {
+        "model": name_of(connection.model),
+        "sent": "token ids" if texts is None else "text",
+    }
+    found |= {
+        "answers": len(some),
+        "against": against,
+        "counted": all(reply.counted for reply in first),
+    }
     found |= {"texts": [reply.text for reply in first], "again": []}
     known = known or [Known(reply.text, reply.logprobs, reply.prompt_logprobs) for reply in first]
     probe = Probe(connection, asked, known, found)
@@ -270,7 +324,9 @@ def probed(
         found["same_seed"] = _same_seed(connection, asked, found["texts"])
     if before is None:
         return probe
-    return replace(probe, about={**before, "again": [*before.get("again", []), {"since": 0, **figures}]})
+    return replace(
+        probe, about={**before, "again": [*before.get("again", []), {"since": 0, **figures}]}
+    )
 
 
 def _check(probe: Probe, before: Mapping[str, Any] | None) -> None:
@@ -289,15 +345,23 @@ def _check(probe: Probe, before: Mapping[str, Any] | None) -> None:
         )
 
 
-def some_of(prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], seed: int) -> list[tuple[str, str, Sequence]]:
+def some_of(
+    prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]], seed: int
+) -> list[tuple[str, str, Sequence]]:
     """The sequences for a probe: prompts in an order drawn by seed, with each condition in turn."""
     names, order = list(sequences[0]), list(range(len(prompts)))
     random.Random(seed).shuffle(order)
-    pairs = [(at, names[(i + turn) % len(names)]) for turn in range(len(names)) for i, at in enumerate(order)]
+    pairs = [
+        (at, names[(i + turn) % len(names)])
+        for turn in range(len(names))
+        for i, at in enumerate(order)
+    ]
     return [(prompts[at].id, name, sequences[at][name]) for at, name in pairs[:ANSWERS]]
 
 
-def _here(model: UnloadedModel, some: Seq[tuple[str, str, Sequence]], asked: Seq[Asked]) -> tuple[list[Known], str]:
+def _here(
+    model: UnloadedModel, some: Seq[tuple[str, str, Sequence]], asked: Seq[Asked]
+) -> tuple[list[Known], str]:
     """The local model's answers, if it is loaded, and a description of what the server is compared with."""
     try:
         native = None if model.loaded is None else native_of(model.loaded)
@@ -305,9 +369,13 @@ def _here(model: UnloadedModel, some: Seq[tuple[str, str, Sequence]], asked: Seq
         native = None
     if native is None:
         return [], "a second run of itself"
-    made = answers(native, [Request(prompt, sequence, 0) for prompt, _, sequence in some], TOKENS, model.end)
+    made = answers(
+        native, [Request(prompt, sequence, 0) for prompt, _, sequence in some], TOKENS, model.end
+    )
     known = [
-        _known(native, model.tokenizer, sequence.tokens.tolist(), list(answer.tokens[: one.new_tokens]))
+        _known(
+            native, model.tokenizer, sequence.tokens.tolist(), list(answer.tokens[: one.new_tokens])
+        )
         for (_, _, sequence), answer, one in zip(some, made, asked, strict=True)
     ]
     dtype = str(next(native.parameters()).dtype).removeprefix("torch.")
@@ -324,7 +392,9 @@ def _known(native: Any, tokenizer: Any, prompt: list[int], answer: list[int]) ->
     split = len(prompt) - 1
     gaps = tuple((-likely[split:].topk(2).values.diff()[:, 0]).tolist())
     steps = [tokenizer.decode(answer[:i], skip_special_tokens=True) for i in range(len(answer) + 1)]
-    return Known(steps[-1], told[split:], told[:split], tuple(step.rstrip("�") for step in steps), gaps)
+    return Known(
+        steps[-1], told[split:], told[:split], tuple(step.rstrip("�") for step in steps), gaps
+    )
 
 
 def _same_seed(connection: Connection, asked: Seq[Asked], greedy: Seq[str]) -> float:

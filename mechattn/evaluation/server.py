@@ -18,12 +18,19 @@ from urllib.request import getproxies, proxy_bypass
 from mechattn.errors import OptionError, ServerError, warn
 
 _SHORT = 8  # characters: a shorter key may stand in an answer by chance
-_WAITS = 0.5, 8.0, 60.0  # seconds: the first, which doubles; the longest; and the longest for which a server may ask
+_WAITS = (
+    0.5,
+    8.0,
+    60.0,
+)  # seconds: the first, which doubles; the longest; and the longest for which a server may ask
 _LONGEST_REASON = 300  # characters
 _HINTS = {
     401: '. It needs a key: put it into an environment variable, and name the variable: key="SERVER_KEY"',
     404: '. Is the address right ("http://host:8000/v1"), and does it have the model?',
-    **dict.fromkeys(range(300, 400), ". Prompts and key go only to the address that you give: give the other one"),
+    **dict.fromkeys(
+        range(300, 400),
+        ". Prompts and key go only to the address that you give: give the other one",
+    ),
 }
 
 
@@ -53,10 +60,16 @@ class Server:
         if self.model is not None and (not isinstance(self.model, str) or not self.model.strip()):
             raise OptionError(f"model={self.model!r}: give the model's name on the server")
         seconds = self.timeout
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+        if (
+            isinstance(seconds, bool)
+            or not isinstance(seconds, (int, float))
+            or not 0 < seconds < float("inf")
+        ):
             raise OptionError(f"timeout={seconds!r}: give a number of seconds")
         if find_spec("httpx2") is None or find_spec("anyio") is None:
-            raise OptionError('requests to a server need the package httpx2: pip install "mechattn[server]"')
+            raise OptionError(
+                'requests to a server need the package httpx2: pip install "mechattn[server]"'
+            )
         _check_key(self.key)
         object.__setattr__(self, "address", self.address.rstrip("/"))
 
@@ -73,7 +86,9 @@ class Server:
         """Refuse a reply that repeats the key, before any of it is shown or stored."""
         key = self.secret
         if key and len(key) >= _SHORT and (key in reply or json.dumps(key)[1:-1] in reply):
-            raise ServerError(f"the server at {self.address} repeats the key in its reply, which is therefore not kept")
+            raise ServerError(
+                f"the server at {self.address} repeats the key in its reply, which is therefore not kept"
+            )
 
 
 class Garbled(Exception):
@@ -92,7 +107,10 @@ def client(server: Server) -> Any:
 
     try:
         return httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {server.secret or 'none'}", "Accept-Encoding": "identity"},
+            headers={
+                "Authorization": f"Bearer {server.secret or 'none'}",
+                "Accept-Encoding": "identity",
+            },
             verify=httpx2.create_ssl_context(),  # SSL_CERT_FILE too
             proxy=_proxy(server),
             trust_env=False,
@@ -117,11 +135,15 @@ def _proxy(server: Server) -> str | None:
     if here or not proxy or proxy_bypass(at.netloc):
         return None
     reads = ", which can read prompts and key" if at.scheme == "http" else ""
-    warn(f"requests to {server.address} go through the environment's proxy {proxy.rpartition('@')[2]}{reads}")
+    warn(
+        f"requests to {server.address} go through the environment's proxy {proxy.rpartition('@')[2]}{reads}"
+    )
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
-async def exchanged(client: Any, server: Server, path: str, body: Any, most: int, seconds: float, retries: int) -> Any:
+async def exchanged(
+    client: Any, server: Server, path: str, body: Any, most: int, seconds: float, retries: int
+) -> Any:
     """The JSON that a server replies, within limits of bytes and seconds; asked again if busy, slow or cut off."""
     from anyio import fail_after, sleep
     from httpx2 import InvalidURL, RequestError
@@ -141,8 +163,14 @@ async def exchanged(client: Any, server: Server, path: str, body: Any, most: int
         else:
             if status == 200:
                 return _parsed(content, server)
-            said = f"go to {headers['location']}" if "location" in headers else content.decode("utf-8", "replace")
-            said = " ".join(server.without_key(said).split())[:_LONGEST_REASON] + _HINTS.get(status, "")
+            said = (
+                f"go to {headers['location']}"
+                if "location" in headers
+                else content.decode("utf-8", "replace")
+            )
+            said = " ".join(server.without_key(said).split())[:_LONGEST_REASON] + _HINTS.get(
+                status, ""
+            )
             failed = refused = Refused(f"the server at {server.address} answers {status}: {said}")
             refused.status = status
             if status not in (408, 429) and status < 500:
@@ -155,17 +183,29 @@ async def exchanged(client: Any, server: Server, path: str, body: Any, most: int
     raise failed
 
 
-async def _once(client: Any, server: Server, path: str, body: Any, most: int) -> tuple[int, Mapping[str, str], bytes]:
+async def _once(
+    client: Any, server: Server, path: str, body: Any, most: int
+) -> tuple[int, Mapping[str, str], bytes]:
     """A reply's status, headers and content, which is read piece by piece."""
-    sent = {} if body is None else {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
-    async with client.stream("GET" if body is None else "POST", server.address + path, **sent) as reply:
+    sent = (
+        {}
+        if body is None
+        else {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
+    )
+    async with client.stream(
+        "GET" if body is None else "POST", server.address + path, **sent
+    ) as reply:
         if reply.headers.get("Content-Encoding", "identity") != "identity":
-            raise ServerError(f"the server at {server.address} compresses its replies, although it is asked not to")
+            raise ServerError(
+                f"the server at {server.address} compresses its replies, although it is asked not to"
+            )
         content = bytearray()
         async for piece in reply.aiter_raw():
             content += piece
             if len(content) > most:
-                raise ServerError(f"the server at {server.address} replies with more than {most:,} bytes, too many")
+                raise ServerError(
+                    f"the server at {server.address} replies with more than {most:,} bytes, too many"
+                )
         return reply.status_code, reply.headers, bytes(content)
 
 
@@ -206,9 +246,13 @@ def _check_key(name: str | None) -> None:
             'name: export SERVER_KEY=…, then key="SERVER_KEY"'
         )
     if not os.environ.get(name, "").strip():
-        hint = "export it" if len(name) < 24 else "if this is the key itself, put it into a variable"
+        hint = (
+            "export it" if len(name) < 24 else "if this is the key itself, put it into a variable"
+        )
         shown = name if len(name) < 24 else f"{name[:4]}…"
-        raise OptionError(f"key={shown!r}: there is no such environment variable, or it is empty; {hint}")
+        raise OptionError(
+            f"key={shown!r}: there is no such environment variable, or it is empty; {hint}"
+        )
     if not re.fullmatch(r"[!-~]+", os.environ[name].strip()):
         raise OptionError(
             f"key={name!r}: the key in this environment variable holds a space, a line break or a character "

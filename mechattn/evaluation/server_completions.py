@@ -26,8 +26,13 @@ _LONGEST_LIST = 2**22  # bytes of a list of models
 # vLLM and SGLang take missing options from the checkpoint's generation_config.json, so every option is sent.
 _PLAIN = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logprobs": 1}
 _BESIDE_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
-_BYTES, _BYTES_A_TOKEN = 2**16, 2**10  # vLLM writes about 180 bytes a token: text, id, log-probability, alternatives
-_TOKENS_A_TOKEN = 3  # in its text again, at most: a byte that is no character is read as the three of "�"
+_BYTES, _BYTES_A_TOKEN = (
+    2**16,
+    2**10,
+)  # vLLM writes about 180 bytes a token: text, id, log-probability, alternatives
+_TOKENS_A_TOKEN = (
+    3  # in its text again, at most: a byte that is no character is read as the three of "�"
+)
 _UNLIKELY = 1e6  # nats
 
 
@@ -93,7 +98,9 @@ class Connection:
                 running[self.portal.start_task_soon(self._reply, one)] = name
             if not running:
                 break
-            done, _ = wait(running, None if failed is None else self.server.timeout, FIRST_COMPLETED)
+            done, _ = wait(
+                running, None if failed is None else self.server.timeout, FIRST_COMPLETED
+            )
             if not done:  # requests in progress when one fails may fail just as slowly
                 break
             for future in done:
@@ -117,7 +124,13 @@ class Connection:
         for attempt in range(_GARBLED + 1):
             try:
                 data = await exchanged(
-                    self.client, self.server, "/completions", body, asked.most, self.server.timeout, _RETRIES
+                    self.client,
+                    self.server,
+                    "/completions",
+                    body,
+                    asked.most,
+                    self.server.timeout,
+                    _RETRIES,
                 )
                 return reply_of(data, asked, self.model, self.server)
             except Garbled as error:
@@ -134,7 +147,10 @@ def connected(server: Server, at_once: int) -> Iterator[Connection]:
     """A connection inside a ``with`` block; requests in progress are dropped if the block raises."""
     from anyio.from_thread import start_blocking_portal
 
-    made, log = client(server), logging.getLogger("httpcore2.http11")  # where headers that a server sends are logged
+    made, log = (
+        client(server),
+        logging.getLogger("httpcore2.http11"),
+    )  # where headers that a server sends are logged
     hides = lambda record: not server.secret or server.secret not in record.getMessage()  # noqa: E731
     log.addFilter(hides)
     with start_blocking_portal() as portal:
@@ -143,7 +159,9 @@ def connected(server: Server, at_once: int) -> Iterator[Connection]:
             if server.model is None and len(there) != 1:
                 names = ", ".join(repr(name[:200]) for name in islice(there, 10))
                 some = f"it has {names}" if there else "it lists none"
-                raise ServerError(f"which model of the server at {server.address}? {some}: give model=…")
+                raise ServerError(
+                    f"which model of the server at {server.address}? {some}: give model=…"
+                )
             model = server.model or next(iter(there))
             yield Connection(server, made, portal, model, there.get(model), at_once)
         finally:
@@ -154,9 +172,18 @@ def connected(server: Server, at_once: int) -> Iterator[Connection]:
 async def _models(client: Any, server: Server) -> dict[str, int | None]:
     """The models that a server lists, and how many tokens each takes; none from a server without a list."""
     try:
-        listed = await exchanged(client, server, "/models", None, _LONGEST_LIST, min(_HELLO, server.timeout), 1)
-        limits = {one["id"]: one.get("max_model_len") for one in listed["data"] if isinstance(one["id"], str)}
-        return {name: limit if type(limit) is int and limit > 0 else None for name, limit in limits.items()}
+        listed = await exchanged(
+            client, server, "/models", None, _LONGEST_LIST, min(_HELLO, server.timeout), 1
+        )
+        limits = {
+            one["id"]: one.get("max_model_len")
+            for one in listed["data"]
+            if isinstance(one["id"], str)
+        }
+        return {
+            name: limit if type(limit) is int and limit > 0 else None
+            for name, limit in limits.items()
+        }
     except Refused as error:
         if error.status < 400 or error.status in (401, 403):
             raise
@@ -172,10 +199,17 @@ def reply_of(data: Any, asked: Asked, model: str, server: Server) -> Reply:
     if len(data["choices"]) != 1 or not isinstance(data["choices"][0], dict):
         raise Garbled(f"it has {len(data['choices'])} choices, but one was requested")
     choice = data["choices"][0]
-    if not isinstance(choice.get("text"), str) or choice.get("finish_reason") not in ("stop", "length"):
-        raise Garbled(f"it was not finished: finish_reason is {str(choice.get('finish_reason'))[:40]!r}")
+    if not isinstance(choice.get("text"), str) or choice.get("finish_reason") not in (
+        "stop",
+        "length",
+    ):
+        raise Garbled(
+            f"it was not finished: finish_reason is {str(choice.get('finish_reason'))[:40]!r}"
+        )
     said = data.get("model")
-    if isinstance(said, str) and said != model and not said.startswith(f"{model}@"):  # and a revision
+    if (
+        isinstance(said, str) and said != model and not said.startswith(f"{model}@")
+    ):  # and a revision
         other = server.without_key(said)[:200]
         raise ServerError(
             f"the server at {server.address} answers as {other!r}, but {model!r} was asked for. If that is the "
@@ -186,28 +220,42 @@ def reply_of(data: Any, asked: Asked, model: str, server: Server) -> Reply:
     ids = _ids(choice.get("token_ids"), asked)
     if ids is not None and server.key is not None:  # its text has been checked
         server.check_hides_key(asked.reader.tokenizer.decode(list(ids)))
-    tokens = asked.reader.tokenizer(choice["text"], add_special_tokens=False)["input_ids"] if ids is None else ids
+    tokens = (
+        asked.reader.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
+        if ids is None
+        else ids
+    )
     counts = [usage.get("completion_tokens"), len(tokens) // _TOKENS_A_TOKEN, len(ids or ())]
     if (most := max(count for count in counts if type(count) is int)) > asked.new_tokens:
         raise ServerError(
             f"the server at {server.address} has generated {most:,} tokens where {asked.new_tokens:,} were allowed"
         )
     logprobs = choice["logprobs"] if isinstance(choice.get("logprobs"), dict) else {}
-    numbers, of_prompt = _numbers(logprobs.get("token_logprobs")), _of_prompt(choice.get("prompt_logprobs"), asked)
+    numbers, of_prompt = (
+        _numbers(logprobs.get("token_logprobs")),
+        _of_prompt(choice.get("prompt_logprobs"), asked),
+    )
     stopped = choice["finish_reason"] == "stop"
-    return Reply(choice["text"], tuple(tokens), ids is not None, numbers, stopped, counted, of_prompt)
+    return Reply(
+        choice["text"], tuple(tokens), ids is not None, numbers, stopped, counted, of_prompt
+    )
 
 
 def _check_read(said: Any, ids: Any, asked: Asked, server: Server) -> bool:
     """Whether the server says what it has read; refuses other tokens than were sent, and a server that doesn't say."""
-    count, read = said if type(said) is int else None, None if isinstance(asked.prompt, str) else _ids(ids, asked)
+    count, read = (
+        said if type(said) is int else None,
+        None if isinstance(asked.prompt, str) else _ids(ids, asked),
+    )
     if count is not None and count != asked.read:
         raise ServerError(
             f"the server at {server.address} has read {count} tokens of a prompt that has {asked.read}: it adds a BOS "
             "token or a template, cuts prompts short, or has another tokenizer, so its answers are not to this prompt"
         )
     if read is not None and read != asked.prompt:
-        raise ServerError(f"the server at {server.address} has read other tokens than those of the prompt")
+        raise ServerError(
+            f"the server at {server.address} has read other tokens than those of the prompt"
+        )
     if count is None and read is None and server.verify:
         raise ServerError(
             f"the server at {server.address} says neither how many tokens it has read (usage.prompt_tokens) nor which, "
@@ -222,21 +270,32 @@ def _of_prompt(given: Any, asked: Asked) -> tuple[float, ...] | None:
     if not isinstance(given, list) or isinstance(asked.prompt, str) or len(given) != asked.read:
         return None
     try:
-        return _numbers([one[str(token)]["logprob"] for one, token in zip(given[1:], asked.prompt[1:], strict=True)])
+        return _numbers(
+            [
+                one[str(token)]["logprob"]
+                for one, token in zip(given[1:], asked.prompt[1:], strict=True)
+            ]
+        )
     except (KeyError, TypeError):
         return None
 
 
 def _ids(given: Any, asked: Asked) -> tuple[int, ...] | None:
     """Token ids, if there are some; they must be of the model's vocabulary."""
-    size = asked.reader.cfg.d_vocab * (1 if asked.reader.loaded else 2)  # a model may have more ids than its tokenizer
-    if given is not None and not (isinstance(given, list) and all(type(i) is int and 0 <= i < size for i in given)):
+    size = asked.reader.cfg.d_vocab * (
+        1 if asked.reader.loaded else 2
+    )  # a model may have more ids than its tokenizer
+    if given is not None and not (
+        isinstance(given, list) and all(type(i) is int and 0 <= i < size for i in given)
+    ):
         raise Garbled(f"its token ids are not whole numbers below {size:,}")
     return None if given is None else tuple(given)
 
 
 def _numbers(given: Any) -> tuple[float, ...] | None:
-    if not isinstance(given, list) or not all(type(one) in (int, float) and abs(one) < _UNLIKELY for one in given):
+    if not isinstance(given, list) or not all(
+        type(one) in (int, float) and abs(one) < _UNLIKELY for one in given
+    ):
         return None
     return tuple(map(float, given)) or None
 
@@ -282,7 +341,10 @@ def _first_difference(tokenizer: Any, ids: list[int]) -> str:
     """The first place where the text's tokens differ from the intended ones."""
     bos = getattr(tokenizer, "bos_token_id", None)
     got = list(tokenizer(_decoded(tokenizer, ids[1:] if ids[:1] == [bos] else ids))["input_ids"])
-    at = next((i for i, (a, b) in enumerate(zip(ids, got, strict=False)) if a != b), min(len(ids), len(got)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(ids, got, strict=False)) if a != b),
+        min(len(ids), len(got)),
+    )
     tokens = [some[at] if at < len(some) else None for some in (ids, got)]
     shown = ["the end" if id is None else f"{_decoded(tokenizer, [id])!r} ({id})" for id in tokens]
     return f"at position {at} {shown[0]} becomes {shown[1]}"

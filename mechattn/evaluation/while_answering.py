@@ -83,7 +83,9 @@ class WhileAnswering:
         """
         rows = []
         for name in self.conditions:
-            flow, null = (self._to(part[name], to).mean((1, 2)) for part in (self.flow, self.uniform))
+            flow, null = (
+                self._to(part[name], to).mean((1, 2)) for part in (self.flow, self.uniform)
+            )
             row: dict[str, Any] = {"condition": name}
             for said, which in (("right", self.right[name]), ("wrong", ~self.right[name])):
                 some = which & ~np.isnan(flow)
@@ -94,7 +96,9 @@ class WhileAnswering:
                     f"{said}_low": np.nan if made is None else float(made.low[0]),
                     f"{said}_high": np.nan if made is None else float(made.high[0]),
                     f"{said}_uniform": float(null[some].mean()) if some.any() else np.nan,
-                    f"{said}_tokens": float(self.tokens[name][some].mean()) if some.any() else np.nan,
+                    f"{said}_tokens": float(self.tokens[name][some].mean())
+                    if some.any()
+                    else np.nan,
                     f"{said}_n": int(some.sum()),
                 }
             found = self._matched(name, flow[:, None], null[:, None], level)
@@ -115,22 +119,35 @@ class WhileAnswering:
             )
         flow, null = (self._to(part[condition], to) for part in (self.flow, self.uniform))
         heads = flow.shape[2]
-        found = self._matched(condition, flow.reshape(len(flow), -1), null.reshape(len(null), -1), level)
+        found = self._matched(
+            condition, flow.reshape(len(flow), -1), null.reshape(len(null), -1), level
+        )
         if np.isnan(found["beyond"]).all():
-            within = "" if self.units.of is None else f", both from one group, in at least {FEWEST} groups"
+            within = (
+                ""
+                if self.units.of is None
+                else f", both from one group, in at least {FEWEST} groups"
+            )
             raise OptionError(
                 f"{found['pairs'][0]} pairs of a right and a wrong answer of about the same length under "
                 f"{condition!r}: at least {FEWEST} are needed{within}; evaluate more problems"
             )
-        places = {"layer": np.repeat(self.layers, heads), "head": np.tile(np.arange(heads), len(self.layers))}
-        return pd.DataFrame({**places, **found}).sort_values("q_beyond", kind="stable", ignore_index=True)
+        places = {
+            "layer": np.repeat(self.layers, heads),
+            "head": np.tile(np.arange(heads), len(self.layers)),
+        }
+        return pd.DataFrame({**places, **found}).sort_values(
+            "q_beyond", kind="stable", ignore_index=True
+        )
 
     def _to(self, flow: np.ndarray, to: str) -> np.ndarray:
         if to not in SEGMENTS:
             raise OptionError(f"to={to!r}: choose one of {', '.join(map(repr, SEGMENTS))}")
         return flow[..., SEGMENTS.index(to)]
 
-    def _matched(self, name: str, flow: np.ndarray, null: np.ndarray, level: float) -> dict[str, np.ndarray]:
+    def _matched(
+        self, name: str, flow: np.ndarray, null: np.ndarray, level: float
+    ) -> dict[str, np.ndarray]:
         """Right minus wrong, over pairs of about the same length [cell]."""
         there = ~np.isnan(flow).any(1)
         right = self.right[name]
@@ -144,16 +161,36 @@ class WhileAnswering:
             return missing | {"pairs": np.full(flow.shape[1], len(pairs))}
         of_flow, of_null = (units.means(of[first] - of[second]) for of in (flow, null))
         made = paired(of_flow, of_null, level, bootstrap_ends=False)
-        tests = {"p_beyond": made.p, "q_beyond": made.q, "pairs": np.full(flow.shape[1], len(pairs))}
+        tests = {
+            "p_beyond": made.p,
+            "q_beyond": made.q,
+            "pairs": np.full(flow.shape[1], len(pairs)),
+        }
         return {each: getattr(made, each) for each in names} | tests
 
     def _units(self, some: np.ndarray) -> Units:
         """The units of some prompts, by their places."""
-        return Units(len(some)) if self.units.of is None else Units.grouped(self.units.of[some].astype(str).tolist())
+        return (
+            Units(len(some))
+            if self.units.of is None
+            else Units.grouped(self.units.of[some].astype(str).tolist())
+        )
 
     def __str__(self) -> str:
-        first = f"{self.about}: attention of {self.queries} to the question, mean over heads and layers"
-        columns = ["condition", "right", "right_n", "wrong", "wrong_n", "pairs", "difference", "beyond", "p_beyond"]
+        first = (
+            f"{self.about}: attention of {self.queries} to the question, mean over heads and layers"
+        )
+        columns = [
+            "condition",
+            "right",
+            "right_n",
+            "wrong",
+            "wrong_n",
+            "pairs",
+            "difference",
+            "beyond",
+            "p_beyond",
+        ]
         return f"{first}\n{self.table()[columns].to_string(index=False, float_format=lambda x: f'{x:.3g}')}"
 
 
@@ -209,20 +246,33 @@ def while_answering(
     lacking = [name for name in named if name not in evaluation.conditions]
     if lacking:
         have = ", ".join(map(repr, evaluation.conditions))
-        raise OptionError(f"the condition {lacking[0]!r} was not evaluated; the evaluation has {have}")
+        raise OptionError(
+            f"the condition {lacking[0]!r} was not evaluated; the evaluation has {have}"
+        )
     unknown = {prompt.id for prompt in prompts} - {answer.prompt for answer in evaluation.answers}
     if unknown:
-        raise OptionError(f"prompt {min(unknown)} was not evaluated; give the prompts of the evaluation")
+        raise OptionError(
+            f"prompt {min(unknown)} was not evaluated; give the prompts of the evaluation"
+        )
     measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed)
-    made = [_measured(measure, evaluation, prompts, name, condition) for name, condition in named.items()]
-    flow, uniform, right, tokens, read = (dict(zip(named, part, strict=True)) for part in zip(*made, strict=True))
+    made = [
+        _measured(measure, evaluation, prompts, name, condition)
+        for name, condition in named.items()
+    ]
+    flow, uniform, right, tokens, read = (
+        dict(zip(named, part, strict=True)) for part in zip(*made, strict=True)
+    )
     units = units_of(evaluation._of([prompt.id for prompt in prompts]), "auto")
     name = str(model.cfg.model_name)
     return WhileAnswering(flow, uniform, right, tokens, read[BASELINE], units, name, predicting)
 
 
 def _measured(
-    measure: Callable[..., Result], evaluation: Evaluation, prompts: Seq[Prompt], name: str, condition: Condition
+    measure: Callable[..., Result],
+    evaluation: Evaluation,
+    prompts: Seq[Prompt],
+    name: str,
+    condition: Condition,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
     """Flow and null [prompt layer head segment], whether right and how long [prompt], and the layers."""
     answers = {a.prompt: a for a in evaluation.answers if a.condition == name and a.sample == 0}
@@ -231,14 +281,20 @@ def _measured(
     written = [p for p in prompts if answers[p.id].tokens]
     if not written:
         raise OptionError(f"no answer under {name!r} has any token, so there is nothing to measure")
-    result = measure(evaluation.answered(written, name), {} if name == BASELINE else {name: condition})
+    result = measure(
+        evaluation.answered(written, name), {} if name == BASELINE else {name: condition}
+    )
     data = result["segment_flow"].sel(condition=name, segment="answer")
     index = np.flatnonzero(tokens)
     found = []
     for variable in (data.flow, data.flow_uniform.broadcast_like(data.flow)):
-        values = variable.transpose("prompt", "layer", "head", "to_segment").values.astype(np.float64)
+        values = variable.transpose("prompt", "layer", "head", "to_segment").values.astype(
+            np.float64
+        )
         every = np.full((len(prompts), *values.shape[1:]), np.nan)
-        absent = np.isnan(values).all((0, 1, 2))  # in every prompt; a segment that one prompt lacks receives 0 there
+        absent = np.isnan(values).all(
+            (0, 1, 2)
+        )  # in every prompt; a segment that one prompt lacks receives 0 there
         every[index] = np.where(absent, np.nan, np.nan_to_num(values))
         found.append(every)
     return found[0], found[1], right, tokens, tuple(int(layer) for layer in data.layer.values)

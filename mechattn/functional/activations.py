@@ -107,7 +107,9 @@ def redistribute(
     if strength == 0:
         return x
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    flat = rearrange(x, "... channel -> 1 (... channel)" if scope == "tensor" else "... channel -> (...) channel")
+    flat = rearrange(
+        x, "... channel -> 1 (... channel)" if scope == "tensor" else "... channel -> (...) channel"
+    )
     rows, drawn = flat.to(wide), uniform.reshape(flat.shape).to(wide)
     sizes = rows.abs().sort(-1).values
     if form == "gemma":
@@ -133,18 +135,27 @@ def as_control(change: Channels, uniform: Channels, control: Control) -> Channel
     """
     if control == "random_direction":
         direction = (2 * uniform - 1).to(change.dtype)
-        return direction * (change.norm(dim=-1, keepdim=True) / direction.norm(dim=-1, keepdim=True))
+        return direction * (
+            change.norm(dim=-1, keepdim=True) / direction.norm(dim=-1, keepdim=True)
+        )
     if control == "random_channels":
         return change.gather(-1, uniform.argsort(stable=True, dim=-1))
     return torch.where(uniform < 0.5, -change, change)
 
 
-def _count(sizes: Float[Tensor, "row entry"], c: float, shares: tuple[float, float]) -> Int[Tensor, " row"]:
+def _count(
+    sizes: Float[Tensor, "row entry"], c: float, shares: tuple[float, float]
+) -> Int[Tensor, " row"]:
     """The number of entries to move in each row, from the sorted absolute values."""
     n = sizes.shape[-1]
     middle = (n - 1) // 2
     median = sizes[:, middle : middle + 1]
-    mad = (sizes - median).abs().kthvalue(middle + 1, dim=-1, keepdim=True).values.clamp(min=_LEAST_MAD)
+    mad = (
+        (sizes - median)
+        .abs()
+        .kthvalue(middle + 1, dim=-1, keepdim=True)
+        .values.clamp(min=_LEAST_MAD)
+    )
     share = (sizes <= KAPPA * c * mad).sum(-1).double() / n
     return (share.clamp(*shares) * n).round().long()
 
@@ -164,7 +175,11 @@ def _percentile(x: Float[Tensor, "row entry"], percent: float) -> Float[Tensor, 
     position = percent / 100 * (x.shape[-1] - 1)
     low = int(position)
     high = min(low + 1, x.shape[-1] - 1)
-    largest = x.topk(x.shape[-1] - low, -1).values.flip(-1) if low > _HIGH * x.shape[-1] else x.sort(-1).values[:, low:]
+    largest = (
+        x.topk(x.shape[-1] - low, -1).values.flip(-1)
+        if low > _HIGH * x.shape[-1]
+        else x.sort(-1).values[:, low:]
+    )
     return torch.lerp(largest[:, :1], largest[:, high - low : high - low + 1], position - low)
 
 
@@ -173,11 +188,18 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def token_keys(
-    seed: int, prompts: Sequence[str], positions: Int[Tensor, "row pos"], layer: int, purpose: str = ""
+    seed: int,
+    prompts: Sequence[str],
+    positions: Int[Tensor, "row pos"],
+    layer: int,
+    purpose: str = "",
 ) -> Int[Tensor, "row pos"]:
     """A key for each token of some rows, from the seed, the row's prompt, the position, the layer and a purpose."""
     words = [f"{seed} {layer} {purpose} {prompt}".encode() for prompt in prompts]
-    hashes = [int.from_bytes(hashlib.blake2b(w, digest_size=8).digest(), "little", signed=True) for w in words]
+    hashes = [
+        int.from_bytes(hashlib.blake2b(w, digest_size=8).digest(), "little", signed=True)
+        for w in words
+    ]
     rows = torch.tensor(hashes, dtype=torch.long, device=positions.device)
     return _mix(rows[:, None] + positions.long() * _GOLDEN)
 

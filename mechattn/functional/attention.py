@@ -34,10 +34,14 @@ class EdgeMask:
 
     queries: Bool[Tensor, "*batch pos"]  # the queries that are blind to the keys
     keys: Bool[Tensor, "*batch pos"]
-    layers: tuple[int, ...] | None = None  # for one sequence: the layers where these edges are cut; None for all
+    layers: tuple[int, ...] | None = (
+        None  # for one sequence: the layers where these edges are cut; None for all
+    )
     later: bool = True  # for one sequence: whether tokens generated after it are blind too
 
-    def unseen(self, queries: Int[Tensor, "batch query"], keys: slice) -> Bool[Tensor, "batch query key"]:
+    def unseen(
+        self, queries: Int[Tensor, "batch query"], keys: slice
+    ) -> Bool[Tensor, "batch query key"]:
         """The keys at these positions that each of the queries doesn't see."""
         positions = torch.arange(self.keys.shape[1], device=queries.device)[keys]
         cut = self.queries.gather(1, queries).unsqueeze(2) & self.keys[:, keys].unsqueeze(1)
@@ -65,8 +69,12 @@ class Attention:
     k: Float[Tensor, "batch kv_head pos d_head"]
     v: Float[Tensor, "batch kv_head pos d_value"]
     scale: float  # the factor of the scores, usually 1 / √d_head
-    bias: Float[Tensor, "#batch head pos"] | None = None  # added to the scores of each key (ALiBi), already scaled
-    window: int | None = None  # the number of keys that a query sees, including its own; None for all
+    bias: Float[Tensor, "#batch head pos"] | None = (
+        None  # added to the scores of each key (ALiBi), already scaled
+    )
+    window: int | None = (
+        None  # the number of keys that a query sees, including its own; None for all
+    )
     softcap: float | None = None  # the bound of soft-capped scores
     edge_mask: EdgeMask | None = None  # edges that are cut
     # The score of each head's learned sink, which keeps its share of every row to itself
@@ -85,14 +93,18 @@ class Attention:
         q, k, v = (part[sequences] for part in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, bias=bias, edge_mask=edge_mask)
 
-    def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
+    def rows(
+        self, queries: Int[Tensor, "batch query"], keys: int
+    ) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys, all that they can see."""
         heads, width = self.q.shape[1], self.q.shape[3]
         wide, index = widened(self.q), queries[:, None, :, None].expand(-1, heads, -1, width)
         asked = self.q.gather(2, index).to(wide) * self.scale
         together = "batch (kv_head group) query d -> batch kv_head (group query) d"
         grouped = rearrange(asked, together, kv_head=self.k.shape[1])
-        scores = grouped @ rearrange(self.k[:, :, :keys].to(wide), "batch kv_head key d -> batch kv_head d key")
+        scores = grouped @ rearrange(
+            self.k[:, :, :keys].to(wide), "batch kv_head key d -> batch kv_head d key"
+        )
         scores = rearrange(scores, _APART, query=queries.shape[1])
         _cap_and_bias(self, scores, slice(0, keys))
         distance = queries[:, :, None] - torch.arange(keys, device=queries.device)
@@ -117,7 +129,9 @@ class PatternRows:
         """The same for some sequences of the batch."""
         return PatternRows(self.pattern[sequences], self.v[sequences])
 
-    def rows(self, queries: Int[Tensor, "batch query"], keys: int) -> Float[Tensor, "batch head query {keys}"]:
+    def rows(
+        self, queries: Int[Tensor, "batch query"], keys: int
+    ) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys."""
         index = queries[:, None, :, None].expand(-1, self.pattern.shape[1], -1, keys)
         return self.pattern[..., :keys].gather(2, index)
@@ -133,10 +147,14 @@ class Rows:
     pattern: Pattern  # attention probabilities, float32 or better; 0 for unseen keys
     queries: slice  # the positions of these rows
     keys: slice  # the positions of the keys; none of these rows sees the others
-    attention: AnyRows | None = None  # the source of other rows and of the values; None if not requested
+    attention: AnyRows | None = (
+        None  # the source of other rows and of the values; None if not requested
+    )
 
 
-def mix(pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"]) -> Float[Tensor, "batch head query d_head"]:
+def mix(
+    pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"]
+) -> Float[Tensor, "batch head query d_head"]:
     """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``."""
     together = "batch (kv_head group) query key -> batch kv_head (group query) key"
     mixed = rearrange(pattern, together, kv_head=v.shape[1]) @ v.to(pattern.dtype)
@@ -148,14 +166,22 @@ def attention_by_rows(
 ) -> Float[Tensor, "batch head pos d_value"]:
     """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows; no [query, key] matrix is stored."""
     # The inner loop of every run. Plain torch, because one buffer has three shapes and must not be copied.
-    q, k, v, wide, window = attention.q, attention.k, attention.v, widened(attention.q), attention.window
+    q, k, v, wide, window = (
+        attention.q,
+        attention.k,
+        attention.v,
+        widened(attention.q),
+        attention.window,
+    )
     batch, heads, length, width = q.shape
     groups = heads // k.shape[1]
     n = batch * k.shape[1]
     queries = q.reshape(n, groups, length, width)
     keys = k.reshape(n, length, width).transpose(1, 2).to(wide).contiguous()
     values = v.reshape(n, length, -1).to(wide)
-    out = q.new_empty(batch, length, heads, values.shape[-1])  # in the layout that the model needs, to avoid a copy
+    out = q.new_empty(
+        batch, length, heads, values.shape[-1]
+    )  # in the layout that the model needs, to avoid a copy
     longest = min(length, window + block) if window else length
     buffer = keys.new_empty(n * groups * min(block, length) * longest)
     future = _future(block, wide, q.device)
@@ -166,13 +192,21 @@ def attention_by_rows(
         count = end - first
         # The heads of a group are stacked as rows of one product, so their shared keys are read once and not repeated.
         s = buffer[: n * groups * rows * count].view(n, groups * rows, count)
-        by_head, positions = s.view(batch, heads, rows, count), torch.arange(start, end, device=q.device)
+        by_head, positions = (
+            s.view(batch, heads, rows, count),
+            torch.arange(start, end, device=q.device),
+        )
         asked = queries[:, :, start:end].to(wide) * attention.scale
         torch.bmm(asked.reshape(n, groups * rows, width), keys[:, :, first:end], out=s)
         _cap_and_bias(attention, by_head, slice(first, end))
-        by_head[..., start - first :] += future[:rows, :rows]  # all other keys are before the block: no mask needed
+        by_head[..., start - first :] += future[
+            :rows, :rows
+        ]  # all other keys are before the block: no mask needed
         if window and end > window:
-            hidden = torch.arange(first, min(first + rows, end), device=q.device) <= positions[:, None] - window
+            hidden = (
+                torch.arange(first, min(first + rows, end), device=q.device)
+                <= positions[:, None] - window
+            )
             by_head[..., : hidden.shape[1]].masked_fill_(hidden, _MASKED)
         if attention.edge_mask is not None:
             unseen = attention.edge_mask.unseen(positions.expand(batch, -1), slice(first, end))
@@ -182,7 +216,9 @@ def attention_by_rows(
         torch.softmax(s, -1, out=s)
         if left is not None:
             by_head.mul_(left)
-        out[:, start:end] = torch.bmm(s, values[:, first:end]).view(batch, heads, rows, -1).transpose(1, 2)
+        out[:, start:end] = (
+            torch.bmm(s, values[:, first:end]).view(batch, heads, rows, -1).transpose(1, 2)
+        )
         if see is not None:
             see(Rows(by_head, slice(start, end), slice(first, end), attention))
     return out.transpose(1, 2)
@@ -202,7 +238,9 @@ def _cap_and_bias(attention: Attention, scores: Pattern, keys: slice) -> None:
         scores += attention.bias[:, :, None, keys]
 
 
-def _left_by_sinks(scores: Pattern, sinks: Float[Tensor, " head"]) -> Float[Tensor, "batch head query 1"]:
+def _left_by_sinks(
+    scores: Pattern, sinks: Float[Tensor, " head"]
+) -> Float[Tensor, "batch head query 1"]:
     """The fraction of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
     return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks[:, None, None])
 
@@ -211,7 +249,9 @@ def for_each_head(
     x: Float[Tensor, "batch kv_head pos *d_head"], heads: int
 ) -> Float[Tensor, "batch {heads} pos *d_head"]:
     """Repeat the tensor of each key-value head for its query heads: head h reads ``h // (head / kv_head)``."""
-    return repeat(x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=heads // x.shape[1])
+    return repeat(
+        x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=heads // x.shape[1]
+    )
 
 
 def alibi_slopes(heads: int) -> Float[Tensor, " head"]:
@@ -253,10 +293,14 @@ def score_parts(
     return content, bias, rest[..., None]
 
 
-def centred(part: Float[Tensor, "#batch head #query key"], visible: Bool[Tensor, "#batch 1 query key"]) -> Pattern:
+def centred(
+    part: Float[Tensor, "#batch head #query key"], visible: Bool[Tensor, "#batch 1 query key"]
+) -> Pattern:
     """A part minus its mean over the keys that the query sees, which the softmax ignores."""
     part = part.expand(*part.shape[:2], *visible.shape[2:])
-    return part - (part * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
+    return part - (part * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(
+        min=1
+    )
 
 
 def ranked_target(
@@ -279,13 +323,17 @@ class Fused:
     """A layer's attention from a fused kernel, and the sums over queries that can be computed from it."""
 
     out: Float[Tensor, "batch head pos d_value"]  # ``Σ_k A[q, k] v[k]``
-    lse: Float[Tensor, "batch head pos"]  # ``log Σ_k exp(score[q, k])``, including a learned sink; float32 at least
+    lse: Float[
+        Tensor, "batch head pos"
+    ]  # ``log Σ_k exp(score[q, k])``, including a learned sink; float32 at least
     own: Float[Tensor, "batch head pos"]  # ``A[q, q]``
     q: Float[Tensor, "batch head pos d"]  # queries, with one more coordinate if there is ALiBi
     k: Float[Tensor, "batch head pos d"]  # keys for each query head, likewise
     scale: float  # the factor of the scores
 
-    def column_sums(self, weights: Float[Tensor, "batch pos group"]) -> Float[Tensor, "batch head pos group"]:
+    def column_sums(
+        self, weights: Float[Tensor, "batch pos group"]
+    ) -> Float[Tensor, "batch head pos group"]:
         """``Σ_q A[q, k] w[q, group]`` over the queries q ≥ k, for groups of queries.
 
         ``A[q, k] = exp(scale · q·k − lse[q])``, so in a causal call with time reversed, keys ``[k, 1]`` as queries and
@@ -295,13 +343,18 @@ class Fused:
         """
         back = weights.flip(1)[:, None].expand(-1, self.q.shape[1], -1, -1)
         if self.q.dtype in _HALF:
-            calls = [self._reversed_call(each.log().clamp(min=_NOTHING), each[..., None]) for each in back.unbind(-1)]
+            calls = [
+                self._reversed_call(each.log().clamp(min=_NOTHING), each[..., None])
+                for each in back.unbind(-1)
+            ]
             return torch.stack([lse.exp() for _, lse in calls], -1).flip(2)
         calls = [self._reversed_call(None, some) for some in back.split(self.q.shape[-1], -1)]
         return torch.cat([mean * lse.exp()[..., None] for mean, lse in calls], -1).flip(2)
 
     def _reversed_call(
-        self, log_weight: Float[Tensor, "batch head pos"] | None, values: Float[Tensor, "batch head pos group"]
+        self,
+        log_weight: Float[Tensor, "batch head pos"] | None,
+        values: Float[Tensor, "batch head pos group"],
     ) -> tuple[Float[Tensor, "batch head pos group"], Float[Tensor, "batch head pos"]]:
         """The causal call with time reversed; arguments and results are in the usual order."""
         added = -self.lse.flip(2) if log_weight is None else log_weight - self.lse.flip(2)
@@ -349,12 +402,20 @@ def _kernel(
 ) -> tuple[Float[Tensor, "batch head pos d_v"], Float[Tensor, "batch head pos"]]:  # fmt: skip
     """Causal attention and its log-sum-exp: flash attention, or on a GPU in float32 the memory-efficient kernel."""
     width = -(-max(q.shape[-1], v.shape[-1]) // _MULTIPLE) * _MULTIPLE
-    q, k, wide_v = (torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in (q, k, v))
+    q, k, wide_v = (
+        torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in (q, k, v)
+    )
     aten, length = torch.ops.aten, q.shape[2]
     if q.device.type != "cuda":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, wide_v, 0.0, True, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, wide_v, 0.0, True, scale=scale
+        )
     elif q.dtype in _HALF:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, wide_v, 0.0, True, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(
+            q, k, wide_v, 0.0, True, scale=scale
+        )
     else:
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, wide_v, None, True, 0.0, True, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, wide_v, None, True, 0.0, True, scale=scale
+        )
     return out[..., : v.shape[-1]], lse[..., :length]

@@ -15,7 +15,9 @@ Squares = Float[Tensor, "*batch query key"]
 PerQuery = Float[Tensor, "*batch query"]
 PerHead = Float[Tensor, "batch head query"]
 _CHUNK = 64  # keys
-_PIECE = 2**18  # elements; beyond this the logarithms leave the CPU's cache, which is four times as slow
+_PIECE = (
+    2**18
+)  # elements; beyond this the logarithms leave the CPU's cache, which is four times as slow
 
 
 def top_two(pattern: Squares) -> tuple[PerQuery, PerQuery, Int[Tensor, "*batch query"]]:
@@ -30,9 +32,13 @@ def top_two(pattern: Squares) -> tuple[PerQuery, PerQuery, Int[Tensor, "*batch q
         first, at = pattern.max(-1)
     else:
         even, rest = pattern.split([chunks * _CHUNK, pattern.shape[-1] - chunks * _CHUNK], -1)
-        first, chunk = rearrange(even, "... (chunk key) -> ... chunk key", key=_CHUNK).amax(-1).max(-1)
+        first, chunk = (
+            rearrange(even, "... (chunk key) -> ... chunk key", key=_CHUNK).amax(-1).max(-1)
+        )
         start = chunk.unsqueeze(-1) * _CHUNK
-        at = chunk * _CHUNK + pattern.gather(-1, start + torch.arange(_CHUNK, device=pattern.device)).argmax(-1)
+        at = chunk * _CHUNK + pattern.gather(
+            -1, start + torch.arange(_CHUNK, device=pattern.device)
+        ).argmax(-1)
         if rest.shape[-1]:
             last, last_at = rest.max(-1)
             at = torch.where(last > first, last_at + chunks * _CHUNK, at)
@@ -49,7 +55,9 @@ def entropy(pattern: Squares) -> PerQuery:
     tiny = torch.finfo(pattern.dtype).tiny
     squares = rearrange(pattern, "... query key -> (...) query key")
     pieces = squares.split(max(1, _PIECE // max(1, squares[0].numel())))
-    return torch.cat([-torch.linalg.vecdot(p, p.clamp(min=tiny).log_()) for p in pieces]).view(pattern.shape[:-1])
+    return torch.cat([-torch.linalg.vecdot(p, p.clamp(min=tiny).log_()) for p in pieces]).view(
+        pattern.shape[:-1]
+    )
 
 
 def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) -> PerQuery:
@@ -59,7 +67,9 @@ def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) ->
     return queries * pattern.sum(-1) - pattern @ keys.to(pattern.dtype)
 
 
-def looking_back(pattern: Pattern, back: int, first_query: int = 0, first_key: int = 0) -> tuple[PerHead, slice]:
+def looking_back(
+    pattern: Pattern, back: int, first_query: int = 0, first_key: int = 0
+) -> tuple[PerHead, slice]:
     """``A[q, q − back]`` of each query, 0 if that key is not in this block; and the keys that are, in order."""
     offset = first_query - first_key - back
     found = pattern.diagonal(offset, -2, -1)
@@ -98,7 +108,11 @@ def repeated_mass(
 
 def masked_mass(pattern: Pattern, there: Bool[Tensor, "batch query key"]) -> PerHead:
     """Each query's attention to some keys, computed with a mask over all keys: for a GPU, to avoid a sync."""
-    return einsum(pattern, there.to(pattern.dtype), "batch head query key, batch query key -> batch head query")
+    return einsum(
+        pattern,
+        there.to(pattern.dtype),
+        "batch head query key, batch query key -> batch head query",
+    )
 
 
 def looked_up_mass(pattern: Pattern, there: Bool[Tensor, "batch query key"]) -> PerHead:
@@ -113,7 +127,9 @@ def has_repeat(tokens: Tokens, after: int = 0) -> Marked:
     """Which queries have an earlier occurrence p of their own token with ``p + after < q``."""
     places = torch.arange(tokens.shape[-1], device=tokens.device)
     ordered, order = tokens.sort(dim=-1, stable=True)
-    is_new = torch.cat([torch.ones_like(ordered[:, :1], dtype=torch.bool), ordered[:, 1:] != ordered[:, :-1]], -1)
+    is_new = torch.cat(
+        [torch.ones_like(ordered[:, :1], dtype=torch.bool), ordered[:, 1:] != ordered[:, :-1]], -1
+    )
     start = torch.where(is_new, places, 0).cummax(-1).values
     first = torch.empty_like(order).scatter_(-1, order, order.gather(-1, start))
     return first + after < places
@@ -134,7 +150,9 @@ def band_mass(
     queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
     edges = torch.tensor(band_edges(bands), device=pattern.device)
     up_to = torch.nn.functional.pad(pattern.cumsum(-1, dtype=widened(pattern)), (1, 0))
-    ends: Int[Tensor, "query edge"] = (queries[:, None] - edges + 1 - first_key).clamp(0, pattern.shape[-1])
+    ends: Int[Tensor, "query edge"] = (queries[:, None] - edges + 1 - first_key).clamp(
+        0, pattern.shape[-1]
+    )
     at = up_to.gather(-1, ends.expand(*pattern.shape[:-1], len(edges)))
     return (at[..., :-1] - at[..., 1:]).to(pattern.dtype)
 
@@ -145,4 +163,6 @@ def near_best(pattern: Squares, shares: Sequence[float]) -> Float[Tensor, "*batc
     In scores these are the keys at most ``g = −log share`` below the best, ``#{k : max s − s[k] ≤ g}``.
     """
     best = pattern.amax(-1, keepdim=True)
-    return torch.stack([(pattern >= share * best).sum(-1) for share in shares], -1).to(widened(pattern))
+    return torch.stack([(pattern >= share * best).sum(-1) for share in shares], -1).to(
+        widened(pattern)
+    )

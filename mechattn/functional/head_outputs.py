@@ -27,14 +27,18 @@ def output_factor(w_o: Weights) -> Factor:
     return torch.linalg.qr(rearrange(w_o, "head d_head d_model -> head d_model d_head"), mode="r").R
 
 
-def update_norm(z: Float[Tensor, "batch pos head d_head"], factor: Factor) -> Float[Tensor, "batch head pos"]:
+def update_norm(
+    z: Float[Tensor, "batch pos head d_head"], factor: Factor
+) -> Float[Tensor, "batch head pos"]:
     """``‖Δ‖`` of each head's update ``Δ = z W_O[h]``, from :func:`output_factor`."""
     by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head")
     return (by_head @ rearrange(factor, "head rank d_head -> head d_head rank")).norm(dim=-1)
 
 
 def update_product(
-    z: Float[Tensor, "batch pos head d_head"], w_o: Weights, direction: Float[Tensor, "batch pos d_model"]
+    z: Float[Tensor, "batch pos head d_head"],
+    w_o: Weights,
+    direction: Float[Tensor, "batch pos d_model"],
 ) -> Float[Tensor, "batch head pos"]:
     """``⟨direction, Δ⟩ = z · (W_O[h] direction)`` of each head's update; no [pos, head, d_model] is built."""
     seen = direction @ rearrange(w_o, "head d_head d_model -> d_model (head d_head)")
@@ -43,20 +47,26 @@ def update_product(
 
 
 def orientation(
-    product: Float[Tensor, "*batch pos"], size: Float[Tensor, "*batch pos"], stream: Float[Tensor, "*#batch pos"]
+    product: Float[Tensor, "*batch pos"],
+    size: Float[Tensor, "*batch pos"],
+    stream: Float[Tensor, "*#batch pos"],
 ) -> Float[Tensor, "*batch pos"]:
     """``cos = ⟨resid, Δ⟩ / (‖resid‖ ‖Δ‖)``, within −1 and 1; NaN for an update of 0."""
     return (product / (size * stream)).clamp(-1, 1)
 
 
-def counts_in_bins(value: PerPart, edges: Edges, counted: Marked) -> Float[Tensor, "batch part bin"]:
+def counts_in_bins(
+    value: PerPart, edges: Edges, counted: Marked
+) -> Float[Tensor, "batch part bin"]:
     """The number of counted tokens below the first edge, between each two edges, and at or above the last.
 
     Bin i holds ``edges[i − 1] ≤ value < edges[i]``. Counts of several prompts can be added.
     """
     at = torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
     made = value.new_zeros((*value.shape[:-1], len(edges) + 1))
-    return made.scatter_add_(-1, at, (counted[:, None] & ~value.isnan()).to(made.dtype).expand(value.shape))
+    return made.scatter_add_(
+        -1, at, (counted[:, None] & ~value.isnan()).to(made.dtype).expand(value.shape)
+    )
 
 
 def counts_in_pairs_of_bins(
@@ -113,7 +123,9 @@ def split(
     """Split each query's output into four parts, from the same query with and without inserted tokens."""
     to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
     scale = 1 - to_inserted.sum(-1)
-    scale = torch.where(scale < 1e-3, aligned.sum(-1), scale)  # 1 minus a sum near 1 has lost its digits
+    scale = torch.where(
+        scale < 1e-3, aligned.sum(-1), scale
+    )  # 1 minus a sum near 1 has lost its digits
     return Split(
         output=mix(pattern, v),
         before=mix(baseline, v_baseline),

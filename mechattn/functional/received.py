@@ -14,7 +14,9 @@ PerKey = Float[Tensor, "batch head key"]
 Counted = Bool[Tensor, "batch query"]
 
 
-def visible_keys(queries: Int[Tensor, " query"], keys: int, window: int | None = None) -> Bool[Tensor, "query key"]:
+def visible_keys(
+    queries: Int[Tensor, " query"], keys: int, window: int | None = None
+) -> Bool[Tensor, "query key"]:
     """Which keys each query can see: the keys not after it and, in a windowed layer, the last ``window`` of these."""
     distance = queries[:, None] - torch.arange(keys, device=queries.device)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -29,7 +31,9 @@ def column_sums(pattern: Pattern, counted: Counted) -> PerKey:
     return (counted[:, None, None, :].to(pattern.dtype) @ pattern).squeeze(-2)
 
 
-def self_attention(pattern: Pattern, first_query: int = 0, first_key: int = 0) -> Float[Tensor, "batch head query"]:
+def self_attention(
+    pattern: Pattern, first_query: int = 0, first_key: int = 0
+) -> Float[Tensor, "batch head query"]:
     """``A[q, q]`` of each query; a view. The pattern's first row and first key are at these positions."""
     return pattern.diagonal(first_query - first_key, -2, -1)
 
@@ -59,11 +63,16 @@ def visible_counts(
 
 
 def seeing_queries(
-    counted: Counted, window: int | None = None, include_self: bool = False, edge_mask: EdgeMask | None = None
+    counted: Counted,
+    window: int | None = None,
+    include_self: bool = False,
+    edge_mask: EdgeMask | None = None,
 ) -> Float[Tensor, "batch key"]:
     """The number of counted queries that can see each key: the denominator of :func:`received_attention`."""
     sums = _sums_over_seeing(counted.double(), window, include_self)
-    if edge_mask is not None:  # blind queries don't see these keys; other queries, and each token itself, still do
+    if (
+        edge_mask is not None
+    ):  # blind queries don't see these keys; other queries, and each token itself, still do
         others = _sums_over_seeing(counted & ~edge_mask.queries, window, include_self)
         own = counted & edge_mask.queries & include_self
         sums = torch.where(edge_mask.keys, others + own, sums)
@@ -80,14 +89,18 @@ def received_attention(sums: PerKey, queries: Float[Tensor, "batch key"]) -> Per
     return torch.where(queries > 0, 1.0, torch.nan)[:, None] * sums / queries.clamp(min=1)[:, None]
 
 
-def segment_mean(received: PerKey, member: Bool[Tensor, "batch segment key"]) -> Float[Tensor, "batch head segment"]:
+def segment_mean(
+    received: PerKey, member: Bool[Tensor, "batch segment key"]
+) -> Float[Tensor, "batch head segment"]:
     """Mean of a per-key quantity over the keys of each segment, keys with NaN left out; NaN for an empty segment."""
     segments = member.to(received.dtype).mT
     known = ~received.isnan()
     return (received.nan_to_num() @ segments) / (known.to(received.dtype) @ segments)
 
 
-def near_sums(pattern: Pattern, counted: Counted, gap: int, first_query: int = 0, first_key: int = 0) -> PerKey:
+def near_sums(
+    pattern: Pattern, counted: Counted, gap: int, first_query: int = 0, first_key: int = 0
+) -> PerKey:
     """Attention that each key gets from the counted queries less than ``gap`` positions later, its own included.
 
     ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]``; :func:`column_sums` minus this is the attention from further
@@ -125,7 +138,9 @@ def value_norms(
     return every.norm(dim=-1), written.norm(dim=-1)
 
 
-def kurtosis_over_keys(value: PerKey, counted: Bool[Tensor, "batch key"]) -> Float[Tensor, "batch head"]:
+def kurtosis_over_keys(
+    value: PerKey, counted: Bool[Tensor, "batch key"]
+) -> Float[Tensor, "batch head"]:
     """``mean (x − mean)⁴ / variance²`` over the counted keys: 3 if normal, large where a few keys stand out.
 
     NaN if all are equal.
@@ -152,4 +167,8 @@ def massive(
         count.append((size > bound).sum().float())
         top.append(size.max() / median)
         at.append(size.amax(-1).argmax().float())
-    return {"massive_count": torch.stack(count), "massive_ratio": torch.stack(top), "massive_position": torch.stack(at)}
+    return {
+        "massive_count": torch.stack(count),
+        "massive_ratio": torch.stack(top),
+        "massive_position": torch.stack(at),
+    }

@@ -10,4 +10,6 @@ from mechattn.interventions.recorded import Transplant as Transplant
 
 def __dir__() -> list[str]:
     """The interventions; not the files that they are in."""
-    return sorted(name for name, thing in globals().items() if callable(thing) and not name.startswith("_"))
+    return sorted(
+        name for name, thing in globals().items() if callable(thing) and not name.startswith("_")
+    )

@@ -32,7 +32,9 @@ class HeadMeans:
 
     def __repr__(self) -> str:
         made = digest(self.by_layer[layer] for layer in sorted(self.by_layer))
-        return f"HeadMeans(of {self.prompts} prompts, layers {sorted(self.by_layer)}, digest={made})"
+        return (
+            f"HeadMeans(of {self.prompts} prompts, layers {sorted(self.by_layer)}, digest={made})"
+        )
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,26 @@ class HeadAblation:
                     f"head {head} is out of range: {model.cfg.model_name} has heads 0 to {model.cfg.n_heads - 1}"
                 )
             if self.means is not None and layer not in self.means.by_layer:
-                raise OptionError(f"the means cover layers {sorted(self.means.by_layer)}, not layer {layer}")
+                raise OptionError(
+                    f"the means cover layers {sorted(self.means.by_layer)}, not layer {layer}"
+                )
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Replace the output of these heads."""
 
-        def ablate(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+        def ablate(
+            layer: int, z: Float[Tensor, "batch pos head d_head"]
+        ) -> Float[Tensor, "batch pos head d_head"]:
             z, rows = z.clone(), target().rows.to(z.device)
             for head in (head for n, head in self.heads if n == layer):
-                z[rows, :, head] = 0.0 if self.means is None else self.means.by_layer[layer][head].to(z)
+                z[rows, :, head] = (
+                    0.0 if self.means is None else self.means.by_layer[layer][head].to(z)
+                )
             return z
 
-        return changing_z(model, {layer: partial(ablate, layer) for layer in sorted({n for n, _ in self.heads})})
+        return changing_z(
+            model, {layer: partial(ablate, layer) for layer in sorted({n for n, _ in self.heads})}
+        )
 
     on = on
 
@@ -107,7 +117,9 @@ class Knockout:
             given = _several(value) if isinstance(value, (str, tuple)) else (value,)
             unknown = [segment for segment in given if segment not in SEGMENTS]
             if unknown or not given:
-                raise OptionError(f"{name}={value!r}: choose among {', '.join(map(repr, SEGMENTS))}")
+                raise OptionError(
+                    f"{name}={value!r}: choose among {', '.join(map(repr, SEGMENTS))}"
+                )
 
     def marked(self, sequence: Tokens) -> Tokens:
         """Return the sequence with these edges cut.
@@ -125,7 +137,9 @@ class Knockout:
 
         queries, keys = members(self.queries), members(self.keys)
         if not (queries & (keys.cumsum(0) - keys.long() > 0)).any():
-            raise OptionError(f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys} here")
+            raise OptionError(
+                f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys} here"
+            )
         later = "answer" in _several(self.queries)
         layers = (self.layers,) if isinstance(self.layers, int) else self.layers
         return replace(sequence, edge_mask=EdgeMask(queries, keys, layers, later))

@@ -65,9 +65,13 @@ class ARM:
         if not (_is_number(self.p1) and 0 <= self.p1 <= 100):
             raise OptionError(f"p1={self.p1!r}: give a percentile, 0 to 100, such as 99.5")
         if 0 < self.p1 <= 1:
-            raise OptionError(f"p1={self.p1!r}: give a percentile such as {100 * self.p1:g}, not a fraction")
+            raise OptionError(
+                f"p1={self.p1!r}: give a percentile such as {100 * self.p1:g}, not a fraction"
+            )
         if not _is_number(self.strength):
-            raise OptionError(f"strength={self.strength!r}: give a number; 1 applies the whole change")
+            raise OptionError(
+                f"strength={self.strength!r}: give a number; 1 applies the whole change"
+            )
         if not self.which or not all(isinstance(n, int) and n >= 0 for n in self.which):
             raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")
 
@@ -96,18 +100,28 @@ class ARM:
                 at_once = max(1, _ENTRIES // every[0].numel())
                 for first in range(0, len(rows), at_once):
                     some = slice(first, first + at_once)
-                    every[rows[some]] = self._moved(every[rows[some]], layer, now.prompts[some], positions[some])
+                    every[rows[some]] = self._moved(
+                        every[rows[some]], layer, now.prompts[some], positions[some]
+                    )
             return every.reshape(post.shape)
 
         return at_nonlinearity(model, dict.fromkeys(self.which, see))
 
     def _moved(
-        self, x: Float[Tensor, "row pos d_mlp"], layer: int, prompts: Sequence[str], positions: Int[Tensor, "row pos"]
+        self,
+        x: Float[Tensor, "row pos d_mlp"],
+        layer: int,
+        prompts: Sequence[str],
+        positions: Int[Tensor, "row pos"],
     ) -> Float[Tensor, "row pos d_mlp"]:
         def drawn(purpose: str) -> Float[Tensor, "row pos d_mlp"]:
-            return fn.keyed_uniform(fn.token_keys(self.seed, prompts, positions, layer, purpose), x.shape[-1])
+            return fn.keyed_uniform(
+                fn.token_keys(self.seed, prompts, positions, layer, purpose), x.shape[-1]
+            )
 
-        made = fn.redistribute(x, drawn("arm"), self.c, self.p1, self.form, self.scope, self.strength)
+        made = fn.redistribute(
+            x, drawn("arm"), self.c, self.p1, self.form, self.scope, self.strength
+        )
         if self.control is None:
             return made
         wide = torch.promote_types(x.dtype, torch.float32)

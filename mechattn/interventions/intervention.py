@@ -33,7 +33,9 @@ def digest(tensors: Iterable[Tensor]) -> str:
     """A short hash of some tensors, for the recorded description of an intervention."""
     made = hashlib.sha256()
     for tensor in tensors:
-        made.update(repr(tuple(tensor.shape)).encode() + tensor.detach().cpu().double().numpy().tobytes())
+        made.update(
+            repr(tuple(tensor.shape)).encode() + tensor.detach().cpu().double().numpy().tobytes()
+        )
     return made.hexdigest()[:12]
 
 
@@ -79,7 +81,9 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
         inner = getattr(model, "original_model", None) or model
         forward = inner.forward
 
-        def noting(*given: Any, **named: Any) -> Any:  # replaces forward itself, because some callers call it directly
+        def noting(
+            *given: Any, **named: Any
+        ) -> Any:  # replaces forward itself, because some callers call it directly
             positions[:] = [_positions(inner, given, named)]
             return forward(*given, **named)
 
@@ -89,7 +93,9 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
                 raise OptionError(
                     f"{len(prompts)} prompt ids were given, but the model reads {len(now)} rows: give one for each row"
                 )
-            return Target(torch.arange(len(now), device=now.device), tuple(prompts) or ("",) * len(now), now)
+            return Target(
+                torch.arange(len(now), device=now.device), tuple(prompts) or ("",) * len(now), now
+            )
 
         with attribute_set(inner, "forward", noting), intervention.acting(model, target):
             yield
@@ -97,7 +103,11 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
 
 def _positions(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Int[Tensor, "row pos"]:
     """The positions of the tokens of a forward pass, counted after its cache and without padding on the left."""
-    by_name = [named[name] for name in ("input_ids", "input", "inputs_embeds") if named.get(name) is not None]
+    by_name = [
+        named[name]
+        for name in ("input_ids", "input", "inputs_embeds")
+        if named.get(name) is not None
+    ]
     tokens = (by_name or given)[0]
     if not isinstance(tokens, Tensor):  # a HookedTransformer also takes text
         tokens = model.to_tokens(tokens)
@@ -107,6 +117,12 @@ def _positions(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Int
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask.long().cumsum(-1)[:, -tokens.shape[1] :] - 1
     past = 0
-    for cache in (named[name] for name in ("past_key_values", "past_kv_cache") if named.get(name) is not None):
-        past = int(cache.get_seq_length() if hasattr(cache, "get_seq_length") else cache[0].past_keys.shape[1])
+    for cache in (
+        named[name] for name in ("past_key_values", "past_kv_cache") if named.get(name) is not None
+    ):
+        past = int(
+            cache.get_seq_length()
+            if hasattr(cache, "get_seq_length")
+            else cache[0].past_keys.shape[1]
+        )
     return (past + torch.arange(tokens.shape[1], device=tokens.device)).expand(len(tokens), -1)

@@ -18,7 +18,13 @@ from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice
 from mechattn.interventions.intervention import Target, digest, on
 from mechattn.model.hooks import attention_layers, blocks_of
-from mechattn.model.patch.keys_values_z import Part, changing_keys_values, changing_z, check_layers, heads_of
+from mechattn.model.patch.keys_values_z import (
+    Part,
+    changing_keys_values,
+    changing_z,
+    check_layers,
+    heads_of,
+)
 from mechattn.prompts.token_sequences import Sequence as Tokens
 
 Parts = Literal["both", "scale", "shift"]
@@ -74,7 +80,9 @@ class AffineAttention:
         heads = heads_of(model)
         if self.recorded is None:
             if isinstance(self.scale, Tensor) and self.scale.shape != (heads,):
-                raise OptionError(f"scale has the shape {tuple(self.scale.shape)}; give a number, or {heads} numbers")
+                raise OptionError(
+                    f"scale has the shape {tuple(self.scale.shape)}; give a number, or {heads} numbers"
+                )
             if self.shift is not None and self.shift.shape[0] != heads:
                 raise OptionError(
                     f"shift has the shape {tuple(self.shift.shape)}; give [head d_head], with {heads} heads"
@@ -90,16 +98,24 @@ class AffineAttention:
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Scale and shift the output of these tokens."""
 
-        def affine(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+        def affine(
+            layer: int, z: Float[Tensor, "batch pos head d_head"]
+        ) -> Float[Tensor, "batch pos head d_head"]:
             z, now = z.clone(), target()
-            for row, prompt, positions in zip(now.rows.tolist(), now.prompts, now.positions.to(z.device), strict=True):
+            for row, prompt, positions in zip(
+                now.rows.tolist(), now.prompts, now.positions.to(z.device), strict=True
+            ):
                 z[row] = self._applied(z[row], layer, prompt, positions)
             return z
 
         return changing_z(model, {layer: partial(affine, layer) for layer in self.which})
 
     def _applied(
-        self, z: Float[Tensor, "pos head d_head"], layer: int, prompt: str, positions: Int[Tensor, " pos"]
+        self,
+        z: Float[Tensor, "pos head d_head"],
+        layer: int,
+        prompt: str,
+        positions: Int[Tensor, " pos"],
     ) -> Float[Tensor, "pos head d_head"]:
         """The output of one sequence; tokens that were not recorded, such as generated ones, do not change."""
         there = positions >= 0
@@ -155,10 +171,16 @@ class KeysValues:
             OptionError: Only one prompt was recorded.
         """
         if len(self.of) < 2:
-            raise OptionError("only one prompt was recorded, so there is no other prompt to take keys and values from")
+            raise OptionError(
+                "only one prompt was recorded, so there is no other prompt to take keys and values from"
+            )
         order = random.Random(f"donors {seed}").sample(sorted(self.of), len(self.of))
-        donors = dict(zip(order, [*order[1:], order[0]], strict=True))  # a ring, so no prompt gets its own
-        return replace(self, donors=donors, source=f"{self.source}, each from another prompt (seed {seed})")
+        donors = dict(
+            zip(order, [*order[1:], order[0]], strict=True)
+        )  # a ring, so no prompt gets its own
+        return replace(
+            self, donors=donors, source=f"{self.source}, each from another prompt (seed {seed})"
+        )
 
     def donor(self, prompt: str) -> str:
         """The prompt whose keys and values this prompt gets."""
@@ -170,7 +192,9 @@ class KeysValues:
         return tuple(next(iter(self.of.values())))
 
     def __repr__(self) -> str:
-        made = digest(part for one in self.of.values() for layer in one.values() for part in layer.values())
+        made = digest(
+            part for one in self.of.values() for layer in one.values() for part in layer.values()
+        )
         return f"KeysValues({self.segment!r}, {self.source}, digest={made})"
 
 
@@ -204,10 +228,14 @@ class Transplant:
                 f"optionally with .from_other_prompts()"
             )
         if self.from_.segment != self.segment:
-            raise OptionError(f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}")
+            raise OptionError(
+                f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}"
+            )
         missing = [layer for layer in self.which if layer not in self.from_.layers]
         if missing or not self.which:
-            raise OptionError(f"layers={self.layers!r}: the recorded layers are {list(self.from_.layers)}")
+            raise OptionError(
+                f"layers={self.layers!r}: the recorded layers are {list(self.from_.layers)}"
+            )
 
     @property
     def recorded(self) -> KeysValues:
@@ -231,10 +259,14 @@ class Transplant:
                 f"{model.cfg.model_name} has attention in {len(attending)} of {model.cfg.n_layers} layers; the other "
                 f"layers pass on these tokens' content whatever their keys and values are"
             )
-        missing = [prompt for prompt in prompts if self.recorded.donor(prompt) not in self.recorded.of]
+        missing = [
+            prompt for prompt in prompts if self.recorded.donor(prompt) not in self.recorded.of
+        ]
         if missing or not prompts:
             what = f"prompt {missing[0]!r} was not recorded" if missing else "name the prompts"
-            raise OptionError(f"{what}: a Transplant acts only on the prompts that record_keys_values recorded")
+            raise OptionError(
+                f"{what}: a Transplant acts only on the prompts that record_keys_values recorded"
+            )
 
     def check_sequence(self, prompt: str, sequence: Tokens) -> None:
         """Refuse a sequence whose segment has another length than the recorded one."""
@@ -254,23 +286,36 @@ class Transplant:
         def places(like: Float[Tensor, "batch pos ..."]) -> Bool[Tensor, "batch pos"]:
             now = target()
             if now.segments is None:
-                raise OptionError("a Transplant needs the segment of each token: use it in run or evaluate")
+                raise OptionError(
+                    "a Transplant needs the segment of each token: use it in run or evaluate"
+                )
             made = torch.zeros(like.shape[:2], dtype=torch.bool, device=like.device)
-            made[now.rows.to(like.device)] = (now.segments == SEGMENTS.index(self.segment)).to(like.device)
+            made[now.rows.to(like.device)] = (now.segments == SEGMENTS.index(self.segment)).to(
+                like.device
+            )
             return made  # without any token while an answer is generated
 
         def exchanged(layer: int, part: Part, shown: Float[Tensor, "batch pos width"]) -> Tensor:
             where = places(shown)
             if layer not in first or not where.any():
                 return shown
-            given = [self.recorded.of[self.recorded.donor(prompt)][layer][part] for prompt in target().prompts]
+            given = [
+                self.recorded.of[self.recorded.donor(prompt)][layer][part]
+                for prompt in target().prompts
+            ]
             return shown.masked_scatter(where[..., None], torch.cat(given).to(shown))
 
         def kept(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Tensor:
             where = places(z)
-            return z.masked_scatter(where[..., None, None], first.setdefault(layer, z[where])) if where.any() else z
+            return (
+                z.masked_scatter(where[..., None, None], first.setdefault(layer, z[where]))
+                if where.any()
+                else z
+            )
 
-        outputs = {layer: partial(kept, layer) for layer in range(min(self.which), len(blocks_of(model)))}
+        outputs = {
+            layer: partial(kept, layer) for layer in range(min(self.which), len(blocks_of(model)))
+        }
         with (
             changing_keys_values(model, {layer: partial(exchanged, layer) for layer in self.which}),
             changing_z(model, outputs),

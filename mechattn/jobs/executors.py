@@ -40,13 +40,19 @@ class Executor(Protocol):
         ...
 
 
-def executor_named(name: ExecutorName, address: str | None = None, workers: int | None = None) -> Executor:
+def executor_named(
+    name: ExecutorName, address: str | None = None, workers: int | None = None
+) -> Executor:
     """Return the executor with a given name."""
     if name not in get_args(ExecutorName):
-        raise OptionError(f"executor={name!r}: choose one of {', '.join(map(repr, get_args(ExecutorName)))}")
+        raise OptionError(
+            f"executor={name!r}: choose one of {', '.join(map(repr, get_args(ExecutorName)))}"
+        )
     if name == "ray":
         return Ray(address, workers)
-    if given := [name for name, value in (("address", address), ("workers", workers)) if value is not None]:
+    if given := [
+        name for name, value in (("address", address), ("workers", workers)) if value is not None
+    ]:
         raise OptionError(f'{given[0]} is for a cluster: add executor="ray", or omit it')
     return Local()
 
@@ -69,14 +75,20 @@ class Local:
 class Ray:
     """One actor per GPU (or per core if there are no GPUs), each of which gets its next chunk when it finishes one."""
 
-    address: str | None = None  # "auto", "ray://host:10001"; else one is started here that no other machine can reach
-    workers: int | None = None  # the number of actors; by default that of the GPUs, or cores, of the cluster
+    address: str | None = (
+        None  # "auto", "ray://host:10001"; else one is started here that no other machine can reach
+    )
+    workers: int | None = (
+        None  # the number of actors; by default that of the GPUs, or cores, of the cluster
+    )
 
     def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
         """Yield each chunk's number and packed result as they arrive; all prompts are checked before that."""
         ray = self._connected()
         has, job = ray.cluster_resources(), replace(job, threads=job.threads or 1)
-        room = self.workers or int(has.get("GPU", 0)) or int(has.get("CPU", 1)) // (job.threads or 1)
+        room = (
+            self.workers or int(has.get("GPU", 0)) or int(has.get("CPU", 1)) // (job.threads or 1)
+        )
         actors = _Actors(ray, job, max(1, min(room, len(chunks))))
         try:
             for _ in actors.each("check", chunks):
@@ -101,7 +113,9 @@ class Ray:
             ray.init(address=self.address, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
-            raise OptionError(f"there is no Ray cluster at address={self.address!r}: {reason}") from None
+            raise OptionError(
+                f"there is no Ray cluster at address={self.address!r}: {reason}"
+            ) from None
         return ray
 
 
@@ -112,7 +126,9 @@ class _Actors:
     ray: Any
     job: Job
     count: int
-    busy: dict[Any, tuple[Any, int | None]] = field(default_factory=dict)  # by pending result; None: loading the model
+    busy: dict[Any, tuple[Any, int | None]] = field(
+        default_factory=dict
+    )  # by pending result; None: loading the model
     idle: list[Any] = field(default_factory=list)
     lost: Counter[int | None] = field(default_factory=Counter)
 
@@ -153,7 +169,10 @@ class _Actors:
 
     def _start(self) -> None:
         threads = self.job.threads or 1
-        options: dict[str, Any] = {"num_cpus": 1 if self.gpu else threads, "num_gpus": 1 if self.gpu else 0}
+        options: dict[str, Any] = {
+            "num_cpus": 1 if self.gpu else threads,
+            "num_gpus": 1 if self.gpu else 0,
+        }
         environment = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
         made = self.ray.remote(_Actor).options(**options, max_restarts=0, runtime_env=environment)
         actor = made.remote(self.stored)
@@ -188,12 +207,16 @@ def _start_alone(options: Mapping[str, Any]) -> Any:
     with _set(_ONE_MACHINE | _token()):
         import ray
 
-        constants = ray._private.ray_constants  # of a Ray that was imported earlier and has read its environment
+        constants = (
+            ray._private.ray_constants
+        )  # of a Ray that was imported earlier and has read its environment
         before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
         try:
             ray.init(address="local", include_dashboard=False, **options)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise OptionError(f"no Ray cluster can be started here: {str(error).splitlines()[0]}") from error
+            raise OptionError(
+                f"no Ray cluster can be started here: {str(error).splitlines()[0]}"
+            ) from error
         finally:
             constants.ENABLE_RAY_CLUSTER = before
     address = ray.util.get_node_ip_address()
@@ -208,8 +231,13 @@ def _start_alone(options: Mapping[str, Any]) -> Any:
 
 def _token() -> dict[str, str]:
     """A token for this cluster only, unless the user has configured tokens."""
-    mode = {} if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules else {"RAY_AUTH_MODE": "token"}
-    has = any(os.environ.get(name) for name in _TOKENS) or (Path.home() / ".ray" / "auth_token").exists()
+    mode = (
+        {} if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules else {"RAY_AUTH_MODE": "token"}
+    )
+    has = (
+        any(os.environ.get(name) for name in _TOKENS)
+        or (Path.home() / ".ray" / "auth_token").exists()
+    )
     return mode if has else mode | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 

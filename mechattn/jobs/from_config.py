@@ -36,15 +36,25 @@ def made_conditions(
 ) -> dict[str, kinds.Condition]:
     """Build the conditions of a file; a sweep gives several, named after their values."""
     # Of each section without a count: what its text can reach; a control takes the first condition's.
-    open_ones = {name: section for name, section in sections.items() if "count" not in section.options and tokenizer}
+    open_ones = {
+        name: section
+        for name, section in sections.items()
+        if "count" not in section.options and tokenizer
+    }
     found: dict[str, int] = {}
     for name, section in open_ones.items():
         if tokenizer and section.kind == "MeaninglessTokens":
             default = kinds.MeaninglessTokens()
-            text, separator = (section.options.get(key, getattr(default, key)) for key in ("text", "separator"))
+            text, separator = (
+                section.options.get(key, getattr(default, key)) for key in ("text", "separator")
+            )
             if isinstance(text, str) and text and isinstance(separator, str):
                 found[name] = fillers.nearest_count(tokenizer(), text, separator, default.count)
-    counted = [name for name, section in open_ones.items() if found and "count" in _keys(CONDITIONS[section.kind])]
+    counted = [
+        name
+        for name, section in open_ones.items()
+        if found and "count" in _keys(CONDITIONS[section.kind])
+    ]
     counts = dict.fromkeys(counted, next(iter(found.values()), 0)) | found
     made: dict[str, kinds.Condition] = {}
     for name, section in sections.items():
@@ -64,7 +74,13 @@ def _varied(section: Condition, count: int | None, where: str) -> dict[str, kind
         raise OptionError(f"{where}.{empty[0]} = []: give at least one value")
     fixed = {key: value for key, value in options.items() if key not in swept}
     for values in product(*swept.values()):
-        made = _made(CONDITIONS, section.kind, fixed | dict(zip(swept, values, strict=True)), where, Condition)
+        made = _made(
+            CONDITIONS,
+            section.kind,
+            fixed | dict(zip(swept, values, strict=True)),
+            where,
+            Condition,
+        )
     if section.kind == "Baseline" and section.intervention is None:
         raise OptionError(f'{where}: the "Baseline" is always run; give this one an intervention')
     made = made.masked() if section.masked else made
@@ -80,12 +96,18 @@ def made_analyses(sections: Seq[AnalysisSection]) -> list[Analysis]:
 
 
 def _made(
-    known: Mapping[str, Any], kind: str, options: Mapping[str, Any], where: str, section: type[Condition] | None = None
+    known: Mapping[str, Any],
+    kind: str,
+    options: Mapping[str, Any],
+    where: str,
+    section: type[Condition] | None = None,
 ) -> Any:
     """Build a dataclass of a given kind from its options, after checking their names and types."""
     cls = known.get(kind)
     if cls is None:
-        raise OptionError(f"{where}.kind = {kind!r}: choose one of {', '.join(known)}{near(kind, known)}")
+        raise OptionError(
+            f"{where}.kind = {kind!r}: choose one of {', '.join(known)}{near(kind, known)}"
+        )
     have = _keys(cls)
     for name in options:
         if name not in have:

@@ -32,7 +32,9 @@ from mechattn.store.result_bytes import packed
 
 CHUNK = 64  # prompts
 _THREADS = 1024  # with many more, such as 100,000, the process ends with a segmentation fault
-_AHEAD = 16  # chunks whose checked sequences are kept until they are measured; later ones are rebuilt
+_AHEAD = (
+    16  # chunks whose checked sequences are kept until they are measured; later ones are rebuilt
+)
 LARGE = 2**30  # bytes of per-prompt values, from which on the size is said
 VALUES, POSITIONS, MOMENTS, TOKENS = (
     "each prompt's values", "each prompt's positions", "moments by position", "the tokens that were read",
@@ -74,7 +76,9 @@ class Job:
     verify: bool = True
     chunk: int = CHUNK
     threads: int | None = None
-    require: Callable[[Any, list[int]], None] | None = field(default=None, repr=False, compare=False)
+    require: Callable[[Any, list[int]], None] | None = field(
+        default=None, repr=False, compare=False
+    )
     command: str = field(default="", compare=False)
     paths: bool = field(default=False, compare=False)
     values: Literal["float32", "float16"] = "float32"
@@ -89,7 +93,9 @@ class Job:
             )
         check_counts(chunk=self.chunk, threads=1 if self.threads is None else self.threads)
         if self.threads is not None and self.threads > _THREADS:
-            raise OptionError(f"threads={self.threads}: give at most {_THREADS:,}; more than there are cores is slower")
+            raise OptionError(
+                f"threads={self.threads}: give at most {_THREADS:,}; more than there are cores is slower"
+            )
         if self.values not in ("float32", "float16"):
             raise OptionError(f'values={self.values!r}: choose "float32" or "float16"')
         object.__setattr__(self, "prompts", tuple(as_prompts(self.prompts)))
@@ -103,7 +109,9 @@ class Job:
     def decides(self) -> dict[str, Any]:
         """Everything that determines the numbers, as text that can be compared with that of a later run."""
         own = ("model", "dtype", "verify", "chunk", "threads")
-        groups = [prompt.group for prompt in self.prompts]  # stored with the numbers, which they do not change
+        groups = [
+            prompt.group for prompt in self.prompts
+        ]  # stored with the numbers, which they do not change
         return {
             **{name: repr(getattr(self, name)) for name in own},
             **{name: repr(value) for name, value in vars(self.options).items()},
@@ -111,7 +119,9 @@ class Job:
             **({"groups": provenance.digest(groups)} if any(groups) else {}),
             **({} if self.values == "float32" else {"values": self.values}),
             "weights": stored_hash(self.model),
-            "conditions": {name: identity(condition) for name, condition in (self.conditions or {}).items()},
+            "conditions": {
+                name: identity(condition) for name, condition in (self.conditions or {}).items()
+            },
             "analyses": identity(self.analyses),
             "versions": provenance.versions(),
         }
@@ -127,8 +137,12 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.model = load_model(job.model, dtype=dtype_named(job.dtype), device=job.device, verify=job.verify)
-        self.plan = make_plan(self.model, job.conditions, job.analyses, job.options, paths=job.paths)
+        self.model = load_model(
+            job.model, dtype=dtype_named(job.dtype), device=job.device, verify=job.verify
+        )
+        self.plan = make_plan(
+            self.model, job.conditions, job.analyses, job.options, paths=job.paths
+        )
         if job.require is not None:
             job.require(self.model, self.plan.layers)
         self._checked: dict[int, Sequences] = {}
@@ -173,7 +187,12 @@ def stored_bytes(
     positions: str,
 ) -> dict[str, int]:  # fmt: skip
     """The bytes of the arrays in memory, by kind."""
-    sizes = {"head": heads, "segment": len(SEGMENTS), "to_segment": len(SEGMENTS), "other_condition": conditions}
+    sizes = {
+        "head": heads,
+        "segment": len(SEGMENTS),
+        "to_segment": len(SEGMENTS),
+        "other_condition": conditions,
+    }
     longest = length + inserted
     found = dict.fromkeys((VALUES, MOMENTS, POSITIONS), 0)
     for analysis in analyses:
@@ -181,9 +200,15 @@ def stored_bytes(
         for name, quantity in with_nulls(analysis).items():
             if name.endswith(BLIND):  # only in models with ALiBi or learned sinks
                 continue
-            cells = conditions * layers * prod(sizes.get(dim, longest) for dim in quantity.dims if dim != "key")
+            cells = (
+                conditions
+                * layers
+                * prod(sizes.get(dim, longest) for dim in quantity.dims if dim != "key")
+            )
             if "key" not in quantity.dims:
-                wide = 8 if "other_condition" in quantity.dims else 4  # products of changes are summed in float64
+                wide = (
+                    8 if "other_condition" in quantity.dims else 4
+                )  # products of changes are summed in float64
                 found[VALUES] += wide * prompts * cells
                 continue
             found[MOMENTS] += 3 * 8 * cells * (longest + length)
@@ -201,19 +226,30 @@ def foretold(job: Job) -> int | None:
     if size is None:
         return None
     given = job.options.layers
-    layers = len(given) if isinstance(given, (list, tuple, range)) else size[0] if given is None else 1
+    layers = (
+        len(given) if isinstance(given, (list, tuple, range)) else size[0] if given is None else 1
+    )
     conditions, inserted = with_baseline(job.conditions), 0
     for condition in conditions.values():
         while hasattr(condition, "condition"):  # a variant of another condition
             condition = condition.condition
-        count, text = getattr(condition, "count", 0), getattr(condition, "text", "")  # of those that say
-        inserted = max(inserted, count if isinstance(count, int) and count else len(str(text)) // _LETTERS)
-    lengths = [len(p.tokens) or len(p.system + p.question + p.answer) // _LETTERS for p in job.prompts]
+        count, text = (
+            getattr(condition, "count", 0),
+            getattr(condition, "text", ""),
+        )  # of those that say
+        inserted = max(
+            inserted, count if isinstance(count, int) and count else len(str(text)) // _LETTERS
+        )
+    lengths = [
+        len(p.tokens) or len(p.system + p.question + p.answer) // _LETTERS for p in job.prompts
+    ]
     found = stored_bytes(
         with_names(job.analyses), layers, size[1], len(job.prompts), len(conditions), max(lengths, default=0),
         inserted, job.options.positions,
     )  # fmt: skip
-    return (found[VALUES] + found[POSITIONS]) // (1 if job.values == "float32" else 2) + found[TOKENS]
+    return (found[VALUES] + found[POSITIONS]) // (1 if job.values == "float32" else 2) + found[
+        TOKENS
+    ]
 
 
 def announced(job: Job, path: str | Path) -> str | None:

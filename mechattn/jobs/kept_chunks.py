@@ -69,7 +69,9 @@ class Parts:
         for path, (number, _) in self.chunks().items():
             if number == chunk:
                 return unpacked(path)
-        raise OutputError(f"chunk {chunk} is no longer in {self.folder}; run the same command again")
+        raise OutputError(
+            f"chunk {chunk} is no longer in {self.folder}; run the same command again"
+        )
 
     @property
     def store(self) -> Store:
@@ -96,11 +98,19 @@ class Parts:
         with suppress(OSError):
             if (self.folder / _STORE).is_dir() and not _strangers(self.folder):
                 shutil.rmtree(self.folder / _STORE)
-            ours = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name) and path.name != _STORE]
-            for path in sorted(ours, key=lambda path: (path.name == _LOCK, path.name == _JOB)):  # these two last
+            ours = [
+                path
+                for path in self.folder.iterdir()
+                if _OURS.fullmatch(path.name) and path.name != _STORE
+            ]
+            for path in sorted(
+                ours, key=lambda path: (path.name == _LOCK, path.name == _JOB)
+            ):  # these two last
                 path.unlink(missing_ok=True)
             if left := _strangers(self.folder):
-                say(f"{self.folder} was not deleted: it holds {named(left)}, which mechattn did not write")
+                say(
+                    f"{self.folder} was not deleted: it holds {named(left)}, which mechattn did not write"
+                )
             else:
                 self.folder.rmdir()
 

@@ -71,7 +71,9 @@ def run_job(
 
 
 @contextmanager
-def computed(job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False) -> Iterator[Computed]:
+def computed(
+    job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False
+) -> Iterator[Computed]:
     """Yield the stored result of a job; its chunks are deleted if the ``with`` block ends without an error."""
     path = shard_place(path, shard)
     check_result_place(path, used=not fresh)
@@ -152,11 +154,16 @@ class ChunkStore:
 
     def finish(self, path: str | Path) -> None:
         """Write the metadata once all chunks are written, read all back, and give the store its final name."""
-        receipt, store = merge_results([self.parts.read(chunk) for chunk in self.chunks]), self.parts.store
+        receipt, store = (
+            merge_results([self.parts.read(chunk) for chunk in self.chunks]),
+            self.parts.store,
+        )
         with explained(f"nothing more can be written to {self.parts.folder}"):
             finish(store, receipt, {"job": self.job.fingerprint})
         if bad := unlike(store, attributes_of(store.place)[OBJECTS]):
-            raise OutputError(f"what was just written cannot be read back: {bad[0]} is damaged or missing")
+            raise OutputError(
+                f"what was just written cannot be read back: {bad[0]} is damaged or missing"
+            )
         place = as_place(path)
         if isinstance(place, Path):
             move_whole(Path(store.place), place)
@@ -171,8 +178,12 @@ def _compute(store: ChunkStore, executor: Executor) -> None:
     if not todo:
         return
     before = done[:1]
-    hidden = {"disable": True} if len(chunks) == 1 else {}  # otherwise the environment's TQDM_DISABLE decides
-    with tqdm(total=len(chunks), initial=len(done), desc="chunks", unit="chunk", delay=2, **hidden) as bar:
+    hidden = (
+        {"disable": True} if len(chunks) == 1 else {}
+    )  # otherwise the environment's TQDM_DISABLE decides
+    with tqdm(
+        total=len(chunks), initial=len(done), desc="chunks", unit="chunk", delay=2, **hidden
+    ) as bar:
         for chunk, content in executor.parts(store.job, todo):
             receipt = store.write(chunk, content)
             if before:
@@ -194,7 +205,9 @@ def _stored(job: Job, path: str | Path, chunks: list[int]) -> Result | None:
         return None
     if found.provenance.get("job") != job.fingerprint:
         return None
-    if found["sequences"].place.values.tolist() != [at for chunk in chunks for at in job.chunks[chunk]]:
+    if found["sequences"].place.values.tolist() != [
+        at for chunk in chunks for at in job.chunks[chunk]
+    ]:
         return None
     if isinstance(place := as_place(path), Path):
         sweep(place)
@@ -206,22 +219,31 @@ def _mend(job: Job, path: str | Path, chunks: Seq[int], compute: Compute) -> Non
     place = as_place(path)
     try:
         about = attributes_of(place)
-        same = about.get("mechattn_schema") == SCHEMA and json.loads(about["provenance"])["job"] == job.fingerprint
+        same = (
+            about.get("mechattn_schema") == SCHEMA
+            and json.loads(about["provenance"])["job"] == job.fingerprint
+        )
         objects, cut = dict(about[OBJECTS]), tuple(f"{name}/c/" for name in about["by_prompt"])
     except (OSError, ValueError, LookupError, TypeError):
         return
     if not same:
         return
-    named = {name: re.fullmatch(r".+/c/(\d{1,9})/.+", name) for name in objects if name.startswith(cut)}
+    named = {
+        name: re.fullmatch(r".+/c/(\d{1,9})/.+", name) for name in objects if name.startswith(cut)
+    }
     if any(found is None or int(found[1]) >= len(chunks) for found in named.values()):
         return  # nothing of ours; load_result names it
     bad = unlike(Store(place), {name: objects[name] for name in named})
     if numbers := sorted({int(found[1]) for name in bad if (found := named[name])}):
-        say(f"{bad[0]} at {path} is damaged or missing; computing {len(numbers)} of {len(chunks)} chunks again")
+        say(
+            f"{bad[0]} at {path} is damaged or missing; computing {len(numbers)} of {len(chunks)} chunks again"
+        )
         for chunk, content in compute(job, [chunks[number] for number in numbers]):
             _written(job, Store(place), chunks.index(chunk), content, objects)
 
 
-def _written(job: Job, store: Store, number: int, content: bytes, known: dict[str, str] | None = None) -> Result:
+def _written(
+    job: Job, store: Store, number: int, content: bytes, known: dict[str, str] | None = None
+) -> Result:
     size = min(job.chunk, len(job.prompts))
     return write_chunk(store, number, unpacked(content), size, job.values == "float16", known)

@@ -56,11 +56,16 @@ class SelfTest:
     def summary(self) -> str:
         """The numbers of answers that passed, failed, and were not tried."""
         counts = Counter(answer.outcome for answer in self.answers)
-        return ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "not tried"))
+        return ", ".join(
+            f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "not tried")
+        )
 
     def __str__(self) -> str:
         lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
-        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in one.cells) + " |" for one in self.answers]
+        lines += [
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in one.cells) + " |"
+            for one in self.answers
+        ]
         return "\n".join([*lines, "", self.summary])
 
     def _repr_html_(self) -> str:
@@ -72,6 +77,14 @@ def tried(model: str, known: str, found: str, passed: bool, source: str) -> Know
     return KnownAnswer(model, known, found, "passed" if passed else "failed", source)
 
 
-def compared(model: str, known: str, difference: float, tolerance: float, source: str) -> KnownAnswer:
+def compared(
+    model: str, known: str, difference: float, tolerance: float, source: str
+) -> KnownAnswer:
     """A known answer that passes if a difference is within a tolerance."""
-    return tried(model, f"{known}, to {tolerance:g}", f"{difference:.1e} apart", difference <= tolerance, source)
+    return tried(
+        model,
+        f"{known}, to {tolerance:g}",
+        f"{difference:.1e} apart",
+        difference <= tolerance,
+        source,
+    )

@@ -31,9 +31,18 @@ TOKEN, POSITION, FIRST, SECOND, OUT, JUNK = (slice(SIZE * i, SIZE * (i + 1)) for
 _WIDTH, _HEADS = 6 * SIZE, 6
 _D_HEAD = 2 * _WIDTH // _HEADS
 _EPS = 1e4  # so large that a layer norm only scales
-_SHARP, _GAIN, _NOISE = 12.0, 5.0, 0.02  # a match's score, a logit, and the deviation of the noise on all weights
+_SHARP, _GAIN, _NOISE = (
+    12.0,
+    5.0,
+    0.02,
+)  # a match's score, a logit, and the deviation of the noise on all weights
 _NAMES, _END = 8, SIZE - 1
-METHODS: Mapping[str, int | None] = {"exact": None, "EAP": 1, "EAP-IG, 5 steps": 5, "EAP-IG, 20 steps": 20}
+METHODS: Mapping[str, int | None] = {
+    "exact": None,
+    "EAP": 1,
+    "EAP-IG, 5 steps": 5,
+    "EAP-IG, 20 steps": 20,
+}
 _PROMPTS = 6
 
 
@@ -64,7 +73,9 @@ class KnownCircuit:
 
     name: str  # what it computes
     heads: Mapping[tuple[int, int], Written]  # with the decoys, by layer and head
-    true: frozenset[tuple[str, str]]  # edges by which what differs between a prompt's versions reaches the answer
+    true: frozenset[
+        tuple[str, str]
+    ]  # edges by which what differs between a prompt's versions reaches the answer
     prompts: Callable[[int, int], list[Prompt]]  # makes a number of pairs with a seed
 
     @property
@@ -79,7 +90,10 @@ class KnownCircuit:
 
 def known_circuits() -> list[KnownCircuit]:
     """Induction, also with a constant or a further step, and a circuit that inhibits the repeated of two names."""
-    same, before = torch.eye(SIZE), torch.eye(SIZE).roll(-1, 1)  # before: the query's position matches the one before
+    same, before = (
+        torch.eye(SIZE),
+        torch.eye(SIZE).roll(-1, 1),
+    )  # before: the query's position matches the one before
     previous, token = Look(POSITION, POSITION, before), Look(TOKEN, TOKEN, same)
     duplicate = [token, Look(POSITION, POSITION, same, -2 * _SHARP)]
     induct, further = Look(TOKEN, FIRST, same), Look(TOKEN, SECOND, same)
@@ -87,10 +101,19 @@ def known_circuits() -> list[KnownCircuit]:
     ends[_END, 1:3] = 1.0  # the last token looks at the two names
     astray, back = torch.zeros(SIZE, SIZE), torch.zeros(SIZE, SIZE)
     astray[:, 0] = back[0, 0] = 1.0  # every token looks at the start, unless a constant prevents it
-    held = [induct, Look(TOKEN, POSITION, astray, 2 * _SHARP), Look(SECOND, POSITION, back, -2 * _SHARP)]
+    held = [
+        induct,
+        Look(TOKEN, POSITION, astray, 2 * _SHARP),
+        Look(SECOND, POSITION, back, -2 * _SHARP),
+    ]
     mover = [Look(TOKEN, POSITION, ends), Look(SECOND, TOKEN, same, -_SHARP)]
     note, out, junk = (TOKEN, FIRST), (TOKEN, OUT), (TOKEN, JUNK)
-    two_layers = {("embedding", "L0H0.v"), ("L0H0", "L1H0.k"), ("embedding", "L1H0.v"), ("L1H0", "logits")}
+    two_layers = {
+        ("embedding", "L0H0.v"),
+        ("L0H0", "L1H0.k"),
+        ("embedding", "L1H0.v"),
+        ("L1H0", "logits"),
+    }
     return [
         KnownCircuit(
             "induction, two layers",
@@ -126,7 +149,9 @@ def known_circuits() -> list[KnownCircuit]:
     ]  # fmt: skip
 
 
-def _decoys(looks: Mapping[int, Sequence[Sequence[Look]]], junk: tuple[slice, slice]) -> dict[tuple[int, int], Written]:
+def _decoys(
+    looks: Mapping[int, Sequence[Sequence[Look]]], junk: tuple[slice, slice]
+) -> dict[tuple[int, int], Written]:
     """In each layer heads that attend in these ways and write where nothing reads, and as many that write nothing."""
     made: dict[tuple[int, int], Written] = {}
     for layer, ways in looks.items():
@@ -196,9 +221,19 @@ def _sequences(count: int, seed: int, step: int) -> list[Prompt]:
         own = draw.sample(range(SIZE - 1), 8)
         last = own[draw.randrange(1, 8 - step)]
         other = own
-        while not 1 <= other.index(last) <= 7 - step or _after(other, last, step) == _after(own, last, step):
+        while not 1 <= other.index(last) <= 7 - step or _after(other, last, step) == _after(
+            own, last, step
+        ):
             other = draw.sample(own, 8)
-        made.append(_pair(index, (*own, last), (*other, last), _after(own, last, step), _after(other, last, step)))
+        made.append(
+            _pair(
+                index,
+                (*own, last),
+                (*other, last),
+                _after(own, last, step),
+                _after(other, last, step),
+            )
+        )
     return made
 
 
@@ -218,11 +253,17 @@ def _names(count: int, seed: int) -> list[Prompt]:
     return made
 
 
-def _pair(index: int, own: tuple[int, ...], other: tuple[int, ...], answer: int, wrong: int) -> Prompt:
-    return Prompt(tokens=own, counterpart=other, answer_tokens=(answer,), other_answer=(wrong,), id=str(index))
+def _pair(
+    index: int, own: tuple[int, ...], other: tuple[int, ...], answer: int, wrong: int
+) -> Prompt:
+    return Prompt(
+        tokens=own, counterpart=other, answer_tokens=(answer,), other_answer=(wrong,), id=str(index)
+    )
 
 
-def scores_of(circuit: KnownCircuit, method: str, seed: int = 0, prompts: int = _PROMPTS) -> dict[str, float]:
+def scores_of(
+    circuit: KnownCircuit, method: str, seed: int = 0, prompts: int = _PROMPTS
+) -> dict[str, float]:
     """How well a method tells the true edges, and the true heads, from all others.
 
     AUROC: the probability that a true one has a larger score than another; precision (and recall) of as many edges as
@@ -233,7 +274,9 @@ def scores_of(circuit: KnownCircuit, method: str, seed: int = 0, prompts: int = 
     if steps is None:
         with showing_edges(model):
             made, _ = pairs_of(model, pairs, Counterpart(), "answers", "noising", 0)
-            found = np.mean([EdgePair(model, graph, pair).exact(graph.edges) for pair in made], axis=0)
+            found = np.mean(
+                [EdgePair(model, graph, pair).exact(graph.edges) for pair in made], axis=0
+            )
     else:
         effect = edges(model, pairs, Counterpart(), steps=steps).effects.effect
         found = effect.mean("prompt").values[graph.exists]
@@ -256,17 +299,30 @@ def auroc(scores: np.ndarray, true: np.ndarray) -> float:
     return float(mannwhitneyu(scores[true], scores[~true]).statistic / (true.sum() * (~true).sum()))
 
 
-def without(circuit: KnownCircuit, head: tuple[int, int], mean: bool, seed: int = 0, prompts: int = 16) -> float:
+def without(
+    circuit: KnownCircuit, head: tuple[int, int], mean: bool, seed: int = 0, prompts: int = 16
+) -> float:
     """How far the logit difference falls, as a fraction of itself, with a head's output set to 0 or to its mean."""
     model, pairs = circuit.model(seed), circuit.prompts(2 * prompts, seed)
-    means = head_means(model, [Prompt(tokens=p.tokens, id=p.id) for p in pairs[prompts:]]) if mean else None
+    means = (
+        head_means(model, [Prompt(tokens=p.tokens, id=p.id) for p in pairs[prompts:]])
+        if mean
+        else None
+    )
     tried = pairs[:prompts]
 
     def difference() -> float:
         with torch.no_grad():
             logits = [model(torch.tensor([pair.tokens]))[0, -1] for pair in tried]
         pairs_of_logits = zip(logits, tried, strict=True)
-        return float(np.mean([float(x[p.answer_tokens[0]] - x[int(p.other_answer[0])]) for x, p in pairs_of_logits]))
+        return float(
+            np.mean(
+                [
+                    float(x[p.answer_tokens[0]] - x[int(p.other_answer[0])])
+                    for x, p in pairs_of_logits
+                ]
+            )
+        )
 
     before = difference()
     with on(HeadAblation((head,), means), model):
@@ -284,8 +340,6 @@ def found_circuits() -> Iterator[KnownAnswer]:
             yield tried(f"hand-made: {circuit.name}", known, words, passed, "written by hand")
     constant = known_circuits()[1]
     zero, mean = (without(constant, (0, 5), to_mean) for to_mean in (False, True))
-    known = (
-        "a head that always writes the same: set to 0 the effect falls by more than half, set to its mean by under 1 %"
-    )
+    known = "a head that always writes the same: set to 0 the effect falls by more than half, set to its mean by under 1 %"
     words, passed = f"by {zero:.0%} and {mean:.1%}", zero > 0.5 and abs(mean) < 0.01
     yield tried(f"hand-made: {constant.name}", known, words, passed, "written by hand")

@@ -30,7 +30,11 @@ HEADS = {  # handmade, each with the measure that is exactly 1 for it
     (0, 3): ("uniform", "entropy_share"),
     (1, 0): ("induction", "induction_mass"),
 }
-_TOKEN, _POSITION, _BEFORE = 0, VOCABULARY, VOCABULARY + POSITIONS  # the slices of the residual stream, each one-hot
+_TOKEN, _POSITION, _BEFORE = (
+    0,
+    VOCABULARY,
+    VOCABULARY + POSITIONS,
+)  # the slices of the residual stream, each one-hot
 _SHARP = 60.0  # the score of a match, far above all others
 _PROMPTS = 24
 
@@ -41,7 +45,10 @@ def handmade_heads() -> Iterator[KnownAnswer]:
     tokens, _ = repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
     by_engine = [_focus(hooked, tokens, engine) for engine in ("streaming", "hooks")]
     for (layer, head), (name, measure) in HEADS.items():
-        away = max(float(abs(values[measure].sel(layer=layer, head=head) - 1).max()) for values in by_engine)
+        away = max(
+            float(abs(values[measure].sel(layer=layer, head=head) - 1).max())
+            for values in by_engine
+        )
         known = f"{layer}.{head} is the {name} head: {measure} 1"
         yield compared("hand-made GPT-2", known, away, 1e-5, "written by hand")
 
@@ -66,7 +73,13 @@ def trained_heads(steps: int = STEPS) -> Iterator[KnownAnswer]:
     untrained = _hooked(copying_model(0, steps=0))
     tokens, _ = repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
     found, words = induction_heads(untrained, tokens)
-    yield tried("the same, not trained", "no induction head is found", words, not found, "nothing was learned")
+    yield tried(
+        "the same, not trained",
+        "no induction head is found",
+        words,
+        not found,
+        "nothing was learned",
+    )
 
 
 def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tuple[int, int]], str]:
@@ -75,7 +88,10 @@ def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tupl
     mass, null = values.induction_mass, values.induction_mass_uniform
     tested = paired((mass - null).transpose("prompt", "layer", "head").values, bootstrap_ends=False)
     means = mass.mean("prompt").transpose("layer", "head").values
-    found = [(int(i), int(j)) for i, j in zip(*((means > 0.5) & (tested.q < 0.05)).nonzero(), strict=True)]
+    found = [
+        (int(i), int(j))
+        for i, j in zip(*((means > 0.5) & (tested.q < 0.05)).nonzero(), strict=True)
+    ]
     if not found:
         return [], f"none; the largest mass is {means.max():.2f}"
     p, q = (max(numbers[head] for head in found) for numbers in (tested.p, tested.q))
@@ -84,7 +100,10 @@ def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tupl
 
 
 def _copied(
-    model: HookedModel, tokens: torch.Tensor, foreseen: torch.Tensor, ablated: list[tuple[int, int]] | None = None
+    model: HookedModel,
+    tokens: torch.Tensor,
+    foreseen: torch.Tensor,
+    ablated: list[tuple[int, int]] | None = None,
 ) -> float:
     """The fraction of tokens that are predicted, with the outputs of some heads set to zero."""
     without = on(HeadAblation(tuple(ablated)), model) if ablated else nullcontext()
@@ -102,11 +121,15 @@ def _hooked(model: Any) -> HookedModel:
     return load_model(model, tokenizer=lettered_tokenizer(VOCABULARY))
 
 
-def repeated_spans(count: int, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def repeated_spans(
+    count: int, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [count, 1 + LENGTH], and which of them can be predicted."""
     tokens = torch.full((count, 1 + LENGTH), VOCABULARY - 1)
     foreseen = torch.ones(count, 1 + LENGTH, dtype=torch.bool)
-    for row, span in enumerate(torch.randint(SHORTEST, LONGEST + 1, (count,), generator=generator).tolist()):
+    for row, span in enumerate(
+        torch.randint(SHORTEST, LONGEST + 1, (count,), generator=generator).tolist()
+    ):
         drawn = torch.randperm(VOCABULARY - 1, generator=generator)[:span]
         tokens[row, 1:] = drawn.repeat(LENGTH // span + 1)[:LENGTH]
         foreseen[row, : span + 2] = False
@@ -152,7 +175,9 @@ def _matrix(attention: Any, which: str, head: int) -> torch.Tensor:
     return attention.c_attn.weight[:, start : start + D_HEAD]
 
 
-def _look(attention: Any, head: int, query: int, key: int, size: int, sharp: float, at: int = 0) -> None:
+def _look(
+    attention: Any, head: int, query: int, key: int, size: int, sharp: float, at: int = 0
+) -> None:
     """Set the scores to ``sharp`` where two one-hot vectors of the residual stream agree."""
     same = torch.eye(size)
     _matrix(attention, "q", head)[query : query + size, at : at + size] = sharp * D_HEAD**0.5 * same
@@ -162,10 +187,14 @@ def _look(attention: Any, head: int, query: int, key: int, size: int, sharp: flo
 def _previous_token(attention: Any, head: int) -> None:
     _look(attention, head, _POSITION, _POSITION, POSITIONS, _SHARP)
     query = _matrix(attention, "q", head)
-    query[_POSITION : _POSITION + POSITIONS] = query[_POSITION : _POSITION + POSITIONS].roll(-1, dims=1)
+    query[_POSITION : _POSITION + POSITIONS] = query[_POSITION : _POSITION + POSITIONS].roll(
+        -1, dims=1
+    )
     tokens = torch.eye(VOCABULARY)
     _matrix(attention, "v", head)[_TOKEN : _TOKEN + VOCABULARY, :VOCABULARY] = tokens
-    attention.c_proj.weight[head * D_HEAD : head * D_HEAD + VOCABULARY, _BEFORE : _BEFORE + VOCABULARY] = tokens
+    attention.c_proj.weight[
+        head * D_HEAD : head * D_HEAD + VOCABULARY, _BEFORE : _BEFORE + VOCABULARY
+    ] = tokens
 
 
 def _duplicate_token(attention: Any, head: int) -> None:
@@ -200,11 +229,15 @@ def copying_model(seed: int = 0, steps: int = STEPS) -> Any:
         optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.01)
         if not steps:
             return model.eval()
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 3e-3, total_steps=steps, pct_start=0.1
+        )
         for _ in range(steps):
             tokens, foreseen = repeated_spans(BATCH)
             logits = model(tokens).logits[:, :-1]
-            loss = torch.nn.functional.cross_entropy(logits[foreseen[:, 1:]], tokens[:, 1:][foreseen[:, 1:]])
+            loss = torch.nn.functional.cross_entropy(
+                logits[foreseen[:, 1:]], tokens[:, 1:][foreseen[:, 1:]]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

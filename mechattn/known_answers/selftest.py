@@ -51,11 +51,15 @@ def selftest(
         ModelError: ``models`` is not a folder.
     """
     if models is not None and not Path(models).is_dir():
-        raise ModelError(f"there is no folder of models at {models}; it should hold {STORIES} and {SORT}")
+        raise ModelError(
+            f"there is no folder of models at {models}; it should hold {STORIES} and {SORT}"
+        )
     if models is not None:
         stories, sort = stories or str(Path(models) / STORIES), sort or str(Path(models) / SORT)
     answers = []
-    for answer in chain(sorting(sort), story(stories), handmade_heads(), trained_heads(), found_circuits()):
+    for answer in chain(
+        sorting(sort), story(stories), handmade_heads(), trained_heads(), found_circuits()
+    ):
         answers.append(answer)
         if say is not None:
             say(answer)
@@ -76,9 +80,20 @@ def story(place: str | None) -> Iterator[KnownAnswer]:
             tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
             text = model.tokenizer.decode(tokens[1:])
     text = text.lstrip()
-    same = next((i for i, (a, b) in enumerate(zip(text, _TEXT)) if a != b), min(len(text), len(_TEXT)))
-    passed, differs = same == len(_TEXT), f"{same} characters are the same, then {text[same:][:20]!r}"
-    yield tried(STORIES, known, f"{len(tokens) - 1} tokens, the same" if passed else differs, passed, _STORIES_BY)
+    same = next(
+        (i for i, (a, b) in enumerate(zip(text, _TEXT)) if a != b), min(len(text), len(_TEXT))
+    )
+    passed, differs = (
+        same == len(_TEXT),
+        f"{same} characters are the same, then {text[same:][:20]!r}",
+    )
+    yield tried(
+        STORIES,
+        known,
+        f"{len(tokens) - 1} tokens, the same" if passed else differs,
+        passed,
+        _STORIES_BY,
+    )
 
 
 def sorting(place: str | None) -> Iterator[KnownAnswer]:
@@ -98,7 +113,13 @@ def sorting(place: str | None) -> Iterator[KnownAnswer]:
     yield tried(SORT, sorts, f"{right} of {len(letters)}", right == len(letters), _SORT_BY)
     stored = Path(str(place)) / _ACTIVATIONS
     if not stored.exists():
-        yield KnownAnswer(SORT, "its activations", f"there is no {_ACTIVATIONS} in its folder", "not tried", _SORT_BY)
+        yield KnownAnswer(
+            SORT,
+            "its activations",
+            f"there is no {_ACTIVATIONS} in its folder",
+            "not tried",
+            _SORT_BY,
+        )
         return
     yield from _activations(model, json.loads(stored.read_text()))
 
@@ -107,13 +128,24 @@ def _activations(model: Any, stored: dict[str, Any]) -> Iterator[KnownAnswer]:
     """Activations of layer 0 and logits, on three sequences; values above 1 are relative to the largest."""
     with torch.no_grad():
         logits, cache = model.run_with_cache(torch.tensor(_array(stored["idx"]).astype(int)))
-    names = {name: f"blocks.0.attn.hook_{name}" for name in ("q", "k", "v", "attn_scores", "pattern", "z")}
+    names = {
+        name: f"blocks.0.attn.hook_{name}"
+        for name in ("q", "k", "v", "attn_scores", "pattern", "z")
+    }
     ours = {name: cache[hook].double().numpy() for name, hook in names.items()}
     for name in ("q", "k", "v"):
         ours[name] = ours[name].swapaxes(1, 2)
     ours["z"] = ours["z"].reshape(*ours["z"].shape[:2], -1)
     ours["logits"] = logits.double().numpy()
-    theirs = {"q": "q", "k": "k", "v": "v", "attn_scores": "att", "pattern": "attSm", "z": "y", "logits": "lm_head"}
+    theirs = {
+        "q": "q",
+        "k": "k",
+        "v": "v",
+        "attn_scores": "att",
+        "pattern": "attSm",
+        "z": "y",
+        "logits": "lm_head",
+    }
     for name, key in theirs.items():
         expected = _array(stored[key])
         seen = np.isfinite(expected)  # scores of later tokens are −∞ there
@@ -124,7 +156,11 @@ def _activations(model: Any, stored: dict[str, Any]) -> Iterator[KnownAnswer]:
 
 
 def _array(stored: dict[str, Any]) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(stored["data"]), "<f4").reshape(stored["shape"]).astype(np.float64)
+    return (
+        np.frombuffer(base64.b64decode(stored["data"]), "<f4")
+        .reshape(stored["shape"])
+        .astype(np.float64)
+    )
 
 
 def _lacking(place: str | None) -> str | None:

@@ -30,11 +30,17 @@ class Particulars:
     # The ALiBi slopes, given the configuration and the number of heads; by default those of Press et al. if
     # TransformerLens reports ALiBi.
     slopes: Callable[[Any, int], Float[Tensor, " head"] | None] | None = None
-    alibi_in_bfloat16: bool = False  # are slopes, positions and products rounded to bfloat16, and scaled like q·k?
+    alibi_in_bfloat16: bool = (
+        False  # are slopes, positions and products rounded to bfloat16, and scaled like q·k?
+    )
     # The fields with the kind of each layer ("" where all layers that attend are alike) and the width of a window.
     layer_kinds: tuple[str, str] = ("layer_types", "sliding_window")
-    logit_factor: Callable[[Any], float] | None = None  # of the logits after W_U, given the configuration
-    uses_mask: bool = False  # does the model itself modify the causal mask, which must then be a tensor?
+    logit_factor: Callable[[Any], float] | None = (
+        None  # of the logits after W_U, given the configuration
+    )
+    uses_mask: bool = (
+        False  # does the model itself modify the causal mask, which must then be a tensor?
+    )
     masks_edges: bool = True  # does it accept a mask of edges during generation?
     fault: Fault | None = None  # of the hooked model, which ``mend`` corrects
 
@@ -48,7 +54,11 @@ def _mpt_scale(config: Any, layer: int, usual: float) -> float:
 
 
 def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
-    return mpt_slopes(heads, float(config.attn_config.alibi_bias_max)) if config.attn_config.alibi else None
+    return (
+        mpt_slopes(heads, float(config.attn_config.alibi_bias_max))
+        if config.attn_config.alibi
+        else None
+    )
 
 
 _DIVIDED_LOGITS = Particulars(logit_factor=lambda config: 1 / config.logits_scaling)
@@ -56,15 +66,25 @@ _DIVIDED_LOGITS = Particulars(logit_factor=lambda config: 1 / config.logits_scal
 # By the model_type of the configuration.
 PARTICULARS: Mapping[str, Particulars] = {
     "bloom": Particulars(masks_edges=False),
-    **dict.fromkeys(("cohere", "cohere2"), Particulars(logit_factor=lambda config: config.logit_scale)),
+    **dict.fromkeys(
+        ("cohere", "cohere2"), Particulars(logit_factor=lambda config: config.logit_scale)
+    ),
     "falcon": Particulars(alibi_in_bfloat16=True, masks_edges=False, fault="alibi counted twice"),
-    **dict.fromkeys(("flex_olmo", "olmo", "olmo2", "olmo3"), Particulars(fault="rotated in float32")),
+    **dict.fromkeys(
+        ("flex_olmo", "olmo", "olmo2", "olmo3"), Particulars(fault="rotated in float32")
+    ),
     "gpt2": Particulars(score_scale=_gpt2_scale),
-    "gpt_neo": Particulars(score_scale=lambda *_: 1.0, layer_kinds=("attention_layers", "window_size")),
+    "gpt_neo": Particulars(
+        score_scale=lambda *_: 1.0, layer_kinds=("attention_layers", "window_size")
+    ),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _DIVIDED_LOGITS),
     "granitemoehybrid": replace(_DIVIDED_LOGITS, fault="an empty rotary embedding"),
-    "mpt": Particulars(score_scale=_mpt_scale, slopes=_mpt_slopes, uses_mask=True, masks_edges=False),
-    "recurrent_gemma": Particulars(layer_kinds=("", "attention_window_size")),  # all layers with attention are the same
+    "mpt": Particulars(
+        score_scale=_mpt_scale, slopes=_mpt_slopes, uses_mask=True, masks_edges=False
+    ),
+    "recurrent_gemma": Particulars(
+        layer_kinds=("", "attention_window_size")
+    ),  # all layers with attention are the same
 }
 
 
@@ -101,19 +121,30 @@ def mend(model: Any) -> tuple[str, ...]:
     fault, dtype = particulars_of(model).fault, next(model.parameters()).dtype
     rotary = getattr(model, "rotary_emb", None)
     if fault == "rotated in float32" and dtype in (torch.bfloat16, torch.float16):
-        for point in (getattr(block.attn, f"hook_rot_{part}", None) for block in model.blocks for part in "qk"):
+        for point in (
+            getattr(block.attn, f"hook_rot_{part}", None) for block in model.blocks for part in "qk"
+        ):
             if point is not None:
                 point.register_forward_hook(lambda module, given, rotated: rotated.to(dtype))
     elif fault == "alibi counted twice" and config_of(model).alibi:
         for block in model.blocks:
             if not hasattr(block.attn, "_mechattn_alibi_once"):
-                block.attn._reconstruct_attention = _without_second_alibi(block.attn._reconstruct_attention)
+                block.attn._reconstruct_attention = _without_second_alibi(
+                    block.attn._reconstruct_attention
+                )
                 block.attn._mechattn_alibi_once = True
-    elif fault == "an empty rotary embedding" and rotary is not None and rotary.original_component is None:
+    elif (
+        fault == "an empty rotary embedding"
+        and rotary is not None
+        and rotary.original_component is None
+    ):
         for module in original_of(model).modules():
             if module._modules.get("rotary_emb") is rotary:
                 module._modules["rotary_emb"] = None  # so that the model does not try to use it
-        for cfg in (model.cfg, *(block.attn.config for block in model.blocks if hasattr(block, "attn"))):
+        for cfg in (
+            model.cfg,
+            *(block.attn.config for block in model.blocks if hasattr(block, "attn")),
+        ):
             cfg.positional_embedding_type = "none"
     else:
         return ()
@@ -133,19 +164,47 @@ def _without_second_alibi(reconstruct: Callable[..., Any]) -> Callable[..., Any]
 
 
 _WINDOW = 8
-_NEO = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": _WINDOW}
+_NEO = {
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": _WINDOW,
+}
 _SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _POSITIONS = {"max_position_embeddings": 256}
 _PLAIN = {**_SIZE, **_POSITIONS, "intermediate_size": 128}
 _GROUPED = {**_PLAIN, "num_key_value_heads": 2}
 _WIDE = {**_GROUPED, "head_dim": 16}
 _ALTERNATING = {"sliding_window": _WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-_FALCON = {**_SIZE, "alibi": True, "new_decoder_architecture": False, "multi_query": False, "parallel_attn": False}
-_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+_FALCON = {
+    **_SIZE,
+    "alibi": True,
+    "new_decoder_architecture": False,
+    "multi_query": False,
+    "parallel_attn": False,
+}
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_ROUTED = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_ROUTED = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 _LINEAR = {
-    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
     "layer_types": ["linear_attention", "full_attention"],
 }
 
@@ -156,7 +215,10 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Mixtral": ("MixtralConfig", {**_WIDE, "num_local_experts": 4, "sliding_window": None}),
     "Qwen2": ("Qwen2Config", _GROUPED),
     "Qwen3": ("Qwen3Config", _WIDE),
-    "Qwen3-MoE": ("Qwen3MoeConfig", {**_WIDE, **_EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+    "Qwen3-MoE": (
+        "Qwen3MoeConfig",
+        {**_WIDE, **_EXPERTS, "num_experts": 4, "norm_topk_prob": True},
+    ),
     "Qwen3-Next (hybrid)": (
         "Qwen3NextConfig",
         {**_WIDE, **_EXPERTS, **_LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 32},
@@ -166,13 +228,22 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Gemma 3": ("Gemma3TextConfig", {**_WIDE, **_ALTERNATING, "query_pre_attn_scalar": 16}),
     "BLOOM": ("BloomConfig", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "Falcon-RW (ALiBi)": ("FalconConfig", {**_FALCON, "bias": True}),
-    "Falcon (RoPE)": ("FalconConfig", {**_FALCON, "alibi": False, "multi_query": True, "parallel_attn": True}),
+    "Falcon (RoPE)": (
+        "FalconConfig",
+        {**_FALCON, "alibi": False, "multi_query": True, "parallel_attn": True},
+    ),
     "MPT": ("MptConfig", {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}),
     "GPT-2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     "GPT-Neo": ("GPTNeoConfig", {**_POSITIONS, **_NEO, "hidden_size": 64}),
     "GPT-NeoX": ("GPTNeoXConfig", _PLAIN),
-    "GPT-J": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256}),
-    "GPT-OSS": ("GptOssConfig", {**_WIDE, **_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "GPT-J": (
+        "GPTJConfig",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
+    ),
+    "GPT-OSS": (
+        "GptOssConfig",
+        {**_WIDE, **_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "OPT": ("OPTConfig", {**_SIZE, **_POSITIONS, "ffn_dim": 128, "word_embed_proj_dim": 64}),
     "Phi": ("PhiConfig", _PLAIN),
     "Phi-3": ("Phi3Config", {**_GROUPED, "pad_token_id": 0}),
@@ -183,8 +254,14 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Granite": ("GraniteConfig", _GROUPED),
     "StableLM": ("StableLmConfig", _GROUPED),
     "StarCoder2": ("Starcoder2Config", _GROUPED),
-    "DeepSeek-V3 (latent attention)": ("DeepseekV3Config", {**_PLAIN, **_LATENT, **_EXPERTS, **_ROUTED}),
-    "Mamba (no attention)": ("MambaConfig", {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}),
+    "DeepSeek-V3 (latent attention)": (
+        "DeepseekV3Config",
+        {**_PLAIN, **_LATENT, **_EXPERTS, **_ROUTED},
+    ),
+    "Mamba (no attention)": (
+        "MambaConfig",
+        {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+    ),
 }
 
 
@@ -197,7 +274,9 @@ def tiny_model(family: str, vocabulary: int, seed: int = 0, **settings: Any) -> 
     name, usual = FAMILIES[family]
     if not hasattr(transformers, name):
         raise ModelError(f"transformers {transformers.__version__} has no {name}")
-    return random_model(getattr(transformers, name)(vocab_size=vocabulary, **{**usual, **settings}), seed)
+    return random_model(
+        getattr(transformers, name)(vocab_size=vocabulary, **{**usual, **settings}), seed
+    )
 
 
 def random_model(config: Any, seed: int = 0) -> Any:

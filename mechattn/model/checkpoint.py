@@ -26,7 +26,9 @@ from mechattn.errors import ModelError
 from mechattn.hub_access import asked_once, may_be_on_hub
 
 PREFIX = "toy:"
-RELAY = "toy:relay"  # different from the others: it recalls, and passes what it recalls through filler
+RELAY = (
+    "toy:relay"  # different from the others: it recalls, and passes what it recalls through filler
+)
 NO_LIMIT = 2**31
 _TOYS = Path(__file__).parent.parent / "toys"
 _LONGEST_REASON = 300  # characters: some errors list every architecture
@@ -42,7 +44,9 @@ def toy_names() -> list[str]:
 def toy_folder(name: str) -> Path:
     """The folder with the weights of a toy."""
     if name not in (*toy_names(), RELAY):
-        raise ModelError(f"there is no toy {name!r}; the toys are {', '.join(toy_names())} and {RELAY}")
+        raise ModelError(
+            f"there is no toy {name!r}; the toys are {', '.join(toy_names())} and {RELAY}"
+        )
     return _TOYS / name.removeprefix(PREFIX)
 
 
@@ -61,10 +65,20 @@ def model_place(name: str) -> str:
             f"the directory {place} has no config.json, so it is not a checkpoint; save one with save_pretrained"
         )
     if not os.path.isdir(place) and not may_be_on_hub(place):
-        what = "a file, not the directory of a checkpoint" if os.path.exists(place) else "not a directory here"
-        raise ModelError(f"there is no model {name!r}: it is {what}, and models on the hub are named owner/name")
+        what = (
+            "a file, not the directory of a checkpoint"
+            if os.path.exists(place)
+            else "not a directory here"
+        )
+        raise ModelError(
+            f"there is no model {name!r}: it is {what}, and models on the hub are named owner/name"
+        )
     # A bare name may be an alias in TransformerLens ("gpt2", "neox"), which would hide the directory.
-    return os.path.join(os.curdir, place) if os.path.isdir(place) and not os.path.dirname(place) else place
+    return (
+        os.path.join(os.curdir, place)
+        if os.path.isdir(place) and not os.path.dirname(place)
+        else place
+    )
 
 
 def tokenizer_named(name: str) -> Any:
@@ -83,7 +97,9 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
     """The tokenizer of a checkpoint; None for a directory without one (transformers would make an empty one)."""
     from transformers import AutoTokenizer
 
-    if os.path.isdir(place) and not any(next(Path(place).glob(kind), None) for kind in _TOKENIZER_FILES):
+    if os.path.isdir(place) and not any(
+        next(Path(place).glob(kind), None) for kind in _TOKENIZER_FILES
+    ):
         return None
     try:
         return AutoTokenizer.from_pretrained(place, **remote)
@@ -103,7 +119,9 @@ def lettered_tokenizer(size: int) -> Any:
         more, last = divmod(number, len(ascii_lowercase))
         return (letters(more - 1) if more else "") + ascii_lowercase[last]
 
-    made = Tokenizer(models.WordLevel({letters(number): number for number in range(size)}, unk_token="a"))
+    made = Tokenizer(
+        models.WordLevel({letters(number): number for number in range(size)}, unk_token="a")
+    )
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
@@ -124,13 +142,19 @@ def config_of_place(place: str, **remote: Any) -> Any:
     except Exception as error:
         refuse_own_code(error, place)
         if Path(place).is_dir():
-            raise ModelError(f"transformers cannot read {place}/config.json: {reason(error)}") from error
+            raise ModelError(
+                f"transformers cannot read {place}/config.json: {reason(error)}"
+            ) from error
         raise ModelError(
             f"there is no model {place!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not a checkpoint directory "
             f"here, and loading it from the hub failed ({reason(error)})"
         ) from error
     text = config.get_text_config(decoder=True)
-    for part, most in (("num_hidden_layers", _LAYERS), ("hidden_size", _WIDTH), ("vocab_size", _WIDTH)):
+    for part, most in (
+        ("num_hidden_layers", _LAYERS),
+        ("hidden_size", _WIDTH),
+        ("vocab_size", _WIDTH),
+    ):
         size = getattr(text, part, None)
         if isinstance(size, int) and not 1 <= size <= most:
             raise ModelError(
@@ -148,13 +172,17 @@ def text_config(name: str) -> Any:
 
 def architecture_named(name: str) -> str:
     """The class of a model by its config, such as "Qwen2ForCausalLM"; empty if not stated there."""
-    return next(iter(config_of_place(model_place(name), trust_remote_code=False).architectures or ()), "")
+    return next(
+        iter(config_of_place(model_place(name), trust_remote_code=False).architectures or ()), ""
+    )
 
 
 def layers_and_heads(name: str) -> tuple[int, int] | None:
     """The numbers of layers and heads, from a model's config, before its weights are read; None if not stated there."""
     config = text_config(name)
-    layers, heads = (getattr(config, part, None) for part in ("num_hidden_layers", "num_attention_heads"))
+    layers, heads = (
+        getattr(config, part, None) for part in ("num_hidden_layers", "num_attention_heads")
+    )
     return (layers, heads) if isinstance(layers, int) and isinstance(heads, int) else None
 
 
@@ -178,7 +206,9 @@ class UnloadedModel:
     loaded: Any = None  # the hooked model, if one was given
 
 
-def unloaded_tokenizer(tokenizer: Any, name: str, longest: int = NO_LIMIT, settings: Any = None) -> UnloadedModel:
+def unloaded_tokenizer(
+    tokenizer: Any, name: str, longest: int = NO_LIMIT, settings: Any = None
+) -> UnloadedModel:
     """A tokenizer as an unloaded model with a name, a context length and generation settings."""
     sizes = Sizes(name, len(tokenizer), longest, prepends_bos(tokenizer))
     return UnloadedModel(tokenizer, sizes, end_tokens(settings, tokenizer))
@@ -194,7 +224,9 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
 def reason(error: Exception) -> str:
     """An error's class and the first line of its text, shortened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = textwrap.shorten(lines[0], _LONGEST_REASON, placeholder=" …").rstrip(".") if lines else ""
+    said = (
+        textwrap.shorten(lines[0], _LONGEST_REASON, placeholder=" …").rstrip(".") if lines else ""
+    )
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
@@ -205,7 +237,9 @@ _lock = Lock()
 
 
 @contextmanager
-def as_trusted(trust_remote_code: bool | None, pickled_weights: bool, name: str = "") -> Iterator[None]:
+def as_trusted(
+    trust_remote_code: bool | None, pickled_weights: bool, name: str = ""
+) -> Iterator[None]:
     """Inside a ``with`` block, this thread treats a checkpoint as the user allowed, without asking on the terminal."""
     with _lock:
         _wrap_once()
@@ -244,27 +278,46 @@ def _wrap_once() -> None:
     from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
 
     def around(given: Callable[..., Any], allowed: Callable[..., Any]) -> Callable[..., Any]:
-        return wraps(given)(lambda *arguments, **options: allowed(given, _forbidden.get(), *arguments, **options))
+        return wraps(given)(
+            lambda *arguments, **options: allowed(given, _forbidden.get(), *arguments, **options)
+        )
 
     loads: Any = PreTrainedModel.__dict__["from_pretrained"].__func__
     PreTrainedModel.from_pretrained = classmethod(around(loads, _without_pickles))  # type: ignore[method-assign,assignment]
     for name in ("get_cached_module_file", "get_class_in_module"):  # copies the code and runs it
-        setattr(dynamic_module_utils, name, around(getattr(dynamic_module_utils, name), _without_code))
+        setattr(
+            dynamic_module_utils, name, around(getattr(dynamic_module_utils, name), _without_code)
+        )
     for module in (dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto):
-        module.resolve_trust_remote_code = around(module.resolve_trust_remote_code, _without_a_question)  # type: ignore[attr-defined]
+        module.resolve_trust_remote_code = around(
+            module.resolve_trust_remote_code, _without_a_question
+        )  # type: ignore[attr-defined]
 
 
-def _without_pickles(given: Callable[..., Any], forbidden: _Said, *arguments: Any, **options: Any) -> Any:
-    return given(*arguments, **(options | ({"use_safetensors": True} if "pickles" in (forbidden or ()) else {})))
+def _without_pickles(
+    given: Callable[..., Any], forbidden: _Said, *arguments: Any, **options: Any
+) -> Any:
+    return given(
+        *arguments,
+        **(options | ({"use_safetensors": True} if "pickles" in (forbidden or ()) else {})),
+    )
 
 
-def _without_code(given: Callable[..., Any], forbidden: _Said, *arguments: Any, **options: Any) -> Any:
+def _without_code(
+    given: Callable[..., Any], forbidden: _Said, *arguments: Any, **options: Any
+) -> Any:
     if "code" in (forbidden or ()):
-        raise ModelError("the checkpoint has its own code, which is run only with trust_remote_code=True")
+        raise ModelError(
+            "the checkpoint has its own code, which is run only with trust_remote_code=True"
+        )
     return given(*arguments, **options)
 
 
 def _without_a_question(
     given: Callable[..., Any], forbidden: _Said, trust: bool | None, *arguments: Any, **options: Any
 ) -> Any:
-    return given("code" not in forbidden if trust is None and forbidden is not None else trust, *arguments, **options)
+    return given(
+        "code" not in forbidden if trust is None and forbidden is not None else trust,
+        *arguments,
+        **options,
+    )

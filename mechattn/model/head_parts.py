@@ -28,7 +28,9 @@ def as_mixed(
 def clip_of(model: HookedModel, layer: int) -> float | None:
     """The bound at which a layer clips queries, keys and values after their hooks (some OLMo, MPT); usually None."""
     module = attention_module(model, layer)
-    limit = getattr(module, "clip_qkv", None) or getattr(getattr(module, "config", None), "clip_qkv", None)
+    limit = getattr(module, "clip_qkv", None) or getattr(
+        getattr(module, "config", None), "clip_qkv", None
+    )
     return float(limit) if limit else None
 
 
@@ -44,8 +46,12 @@ def norms_of_output(model: HookedModel, layer: int) -> Iterator[tuple[str, nn.Mo
     for name, part in [] if module is None else module.named_children():
         norm = unwrapped(part)
         weight = getattr(norm, "weight", None)
-        normed = "norm" in type(norm).__name__.lower() and weight is not None and weight.numel() == width
-        if normed and not name.startswith(("q", "k", "v")):  # those are norms of queries, keys and values
+        normed = (
+            "norm" in type(norm).__name__.lower() and weight is not None and weight.numel() == width
+        )
+        if normed and not name.startswith(
+            ("q", "k", "v")
+        ):  # those are norms of queries, keys and values
             yield name, norm
 
 
@@ -59,11 +65,15 @@ def attention_module(model: HookedModel, layer: int) -> Any:
     return getattr(getattr(model.blocks[layer], "attn", None), "original_component", None)
 
 
-def split_heads(shown: Float[Tensor, "batch pos *rest"], heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
+def split_heads(
+    shown: Float[Tensor, "batch pos *rest"], heads: int
+) -> Float[Tensor, "batch pos {heads} d_head"]:
     """Queries, keys, values or z of each head, however a bridge splits the last dimensions."""
     if shown.ndim == 4 and shown.shape[2] == heads:
         return shown
-    return rearrange(shown.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads)
+    return rearrange(
+        shown.flatten(2), "batch pos (head d_head) -> batch pos head d_head", head=heads
+    )
 
 
 def kv_heads_of(model: HookedModel) -> int:
@@ -94,7 +104,9 @@ def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_h
         raise TypeError(f"the output projection is a {type(linear).__name__}")
     with weights_here(linear):
         weight = linear.weight.detach()
-    return rearrange(weight, "d_model (head d_head) -> head d_head d_model", head=int(model.cfg.n_heads))
+    return rearrange(
+        weight, "d_model (head d_head) -> head d_head d_model", head=int(model.cfg.n_heads)
+    )
 
 
 def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
@@ -102,7 +114,9 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
     packed = getattr(original_of(model), "is_quantized", False)
     quantised = "its weights are quantised: load it unquantised" if packed else ""
     if why := limit_of(model, "heads"):
-        raise ModelError(f"{model.cfg.model_name}: {quantised or why}; so heads have no separate updates")
+        raise ModelError(
+            f"{model.cfg.model_name}: {quantised or why}; so heads have no separate updates"
+        )
     if norm := norm_before_output(model, layer):
         raise ModelError(
             f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}), so each head's "
@@ -111,9 +125,13 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
     try:
         w_o = output_projection(model, layer)
     except Exception as error:  # an adapter that does not declare its output weights
-        raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head ({quantised or error})") from None
+        raise ModelError(
+            f"layer {layer} of {model.cfg.model_name} has no W_O by head ({quantised or error})"
+        ) from None
     if not w_o.is_floating_point():
-        raise ModelError(f"layer {layer} of {model.cfg.model_name} has no W_O by head (it is stored as {w_o.dtype})")
+        raise ModelError(
+            f"layer {layer} of {model.cfg.model_name} has no W_O by head (it is stored as {w_o.dtype})"
+        )
     if w_o.ndim != 3 or len(w_o) != model.cfg.n_heads:
         raise ModelError(
             f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} is not [head, d_head, d_model], so heads "
@@ -139,6 +157,8 @@ def score_biases(
             found = getattr(attention, name, None)
         if found is None:
             return torch.zeros(heads, int(model.cfg.d_head), device=device_of(attention))
-        return rearrange(found.detach().flatten(), "(head d_head) -> head d_head", head=heads).float()
+        return rearrange(
+            found.detach().flatten(), "(head d_head) -> head d_head", head=heads
+        ).float()
 
     return bias("b_Q", int(model.cfg.n_heads)), bias("b_K", kv_heads_of(model))

@@ -26,10 +26,14 @@ class HookedModel(Protocol):
     cfg: Any
     tokenizer: Any
 
-    def run_with_hooks(self, *inputs: Any, fwd_hooks: list[tuple[str, Callable[..., Any]]], **options: Any) -> Any:
+    def run_with_hooks(
+        self, *inputs: Any, fwd_hooks: list[tuple[str, Callable[..., Any]]], **options: Any
+    ) -> Any:
         """A forward pass with functions at named hooks, which are removed afterwards."""
 
-    if TYPE_CHECKING:  # not checked at run time: isinstance does not see submodules, and rebuilds hook_dict
+    if (
+        TYPE_CHECKING
+    ):  # not checked at run time: isinstance does not see submodules, and rebuilds hook_dict
         blocks: Sequence[Any]  # each with its hooks by name
 
         @property
@@ -77,15 +81,21 @@ _boots = 0
 class ModelFacts:
     """What is known about a model: how it was made, mended and verified; kept on the model object."""
 
-    weights: str = "as given, perhaps processed"  # or "raw"; the default warns that they may have been folded
-    native: Any = None  # a copy without hooks that shares the parameters; None if there cannot be one
+    weights: str = (
+        "as given, perhaps processed"  # or "raw"; the default warns that they may have been folded
+    )
+    native: Any = (
+        None  # a copy without hooks that shares the parameters; None if there cannot be one
+    )
     why_not_native: str = ""
     mended: tuple[str, ...] = ()  # a sentence for each correction
     to_verify: bool = True  # False if the user turned verification off
     probe_logits: Tensor | None = None  # the native logits when the model was loaded
     report: Report | None = None  # the last verification
     boots: int = -1  # how many models the process had made at that time
-    streaming: Check | None = None  # whether row blocks give the hooks' numbers; None if not tried yet
+    streaming: Check | None = (
+        None  # whether row blocks give the hooks' numbers; None if not tried yet
+    )
     hashed: tuple[object, str] | None = None  # what was hashed of the weights, and the last hash
 
     @property
@@ -125,7 +135,9 @@ def boots() -> int:
 Function = TypeVar("Function", bound=Callable[..., Any])
 making = RLock()  # of any model, as transformers and accelerate modify torch while they make one
 _LONG = 10.0  # seconds of waiting before a warning
-_locks = WeakIdKeyDictionary()  # by the configuration and the first parameter, so no lock is pickled or copied
+_locks = (
+    WeakIdKeyDictionary()
+)  # by the configuration and the first parameter, so no lock is pickled or copied
 _finding = Lock()
 
 
@@ -161,7 +173,9 @@ def _locks_of(model: Any) -> list[Any]:
         return []
     shared = (config_of(model) or getattr(model, "config", None), next(model.parameters(), None))
     with _finding:
-        return [_locks.setdefault(thing, RLock()) for thing in shared if type(thing).__weakrefoffset__]
+        return [
+            _locks.setdefault(thing, RLock()) for thing in shared if type(thing).__weakrefoffset__
+        ]
 
 
 def _forget() -> None:

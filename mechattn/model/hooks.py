@@ -23,7 +23,9 @@ from mechattn.model.head_parts import as_mixed, positions_first
 from mechattn.model.hooked import HookedModel, attribute_set, config_of, original_of, unwrapped
 from mechattn.model.several_devices import weights_here
 
-_COMPUTED_TWICE = "_hf_autograd_forward_with_hooks"  # the transformers norm, and the values of its two hooks
+_COMPUTED_TWICE = (
+    "_hf_autograd_forward_with_hooks"  # the transformers norm, and the values of its two hooks
+)
 Hooks = list[tuple[str, Callable]]  # functions, each with the name of the hook where it is called
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
 
@@ -56,7 +58,9 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
         if layer not in have:
             all_between = have == list(range(have[0], have[-1] + 1))
             said = f"{have[0]} to {have[-1]}" if all_between else ", ".join(map(str, have))
-            raise OptionError(f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers {said}")
+            raise OptionError(
+                f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers {said}"
+            )
     if not chosen:
         raise OptionError("layers=[] selects no layers; omit it for all layers")
     return sorted({int(layer) for layer in chosen})
@@ -66,7 +70,9 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
     """The largest number of keys that a query of this layer can see, including its own; None for full attention."""
     config = config_of(model)
     source, names = (
-        (model.cfg, ("attn_types", "window_size")) if config is None else (config, particulars_of(model).layer_kinds)
+        (model.cfg, ("attn_types", "window_size"))
+        if config is None
+        else (config, particulars_of(model).layer_kinds)
     )
     kinds, window = (getattr(source, name, None) for name in names)
     if kinds is None:
@@ -75,7 +81,9 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
         return None
     if kinds[layer] in ("sliding_attention", "local") and window:
         return int(window)
-    raise ModelError(f"layer {layer} has {kinds[layer]!r}, and mechattn does not know which keys its queries see")
+    raise ModelError(
+        f"layer {layer} has {kinds[layer]!r}, and mechattn does not know which keys its queries see"
+    )
 
 
 def check_pattern(
@@ -123,12 +131,16 @@ def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
 def has_sinks(model: HookedModel) -> bool:
     """Whether a layer has learned sinks, whatever their name."""
     modules = [unwrapped(block.attn) for block in model.blocks if hasattr(block, "attn")]
-    return any("sinks" in name for module in modules for name, _ in module.named_parameters(recurse=False))
+    return any(
+        "sinks" in name for module in modules for name, _ in module.named_parameters(recurse=False)
+    )
 
 
 def count_parameters(model: Any) -> int:
     """Number of distinct parameters; a tied embedding counts once."""
-    return sum(p.numel() for p in {id(p): p for p in (original_of(model) or model).parameters()}.values())
+    return sum(
+        p.numel() for p in {id(p): p for p in (original_of(model) or model).parameters()}.values()
+    )
 
 
 def forward_with_patterns(
@@ -152,9 +164,15 @@ def forward_with_patterns(
         def reduce(pattern: Pattern, hook: Any) -> None:
             if (v := values.pop(layer, None)) is not None:
                 v = positions_first(model, layer, v)
-                fits = v.ndim == 4 and v.shape[1] == pattern.shape[-1] and pattern.shape[1] % v.shape[2] == 0
+                fits = (
+                    v.ndim == 4
+                    and v.shape[1] == pattern.shape[-1]
+                    and pattern.shape[1] % v.shape[2] == 0
+                )
                 by_head = "batch pos kv_head d_head -> batch kv_head pos d_head"
-                v = rearrange(as_mixed(model, layer, v), by_head) if fits else None  # None if of another layout
+                v = (
+                    rearrange(as_mixed(model, layer, v), by_head) if fits else None
+                )  # None if of another layout
             see(layer, pattern.detach(), v)
 
         name = f"blocks.{layer}.attn.hook_v"
@@ -166,7 +184,14 @@ def forward_with_patterns(
     ]
     mask = {} if bool(real.all()) else {"attention_mask": real.long()}
     looking = [pair for layer in layers for pair in hook(layer)]
-    forward_to(model, tokens, max(layers) if last is None else last, [*cutting, *looking], position_ids, **mask)
+    forward_to(
+        model,
+        tokens,
+        max(layers) if last is None else last,
+        [*cutting, *looking],
+        position_ids,
+        **mask,
+    )
 
 
 def _unseen(edge_mask: EdgeMask) -> Bool[Tensor, "batch query key"]:
@@ -180,12 +205,19 @@ def _hide(unseen: Bool[Tensor, "batch 1 query key"], scores: Pattern, hook: Any)
 
 
 def forward_to(
-    model: HookedModel, tokens: Tokens, last: int, fwd_hooks: Hooks, position_ids: Tokens | None = None, **options: Any
+    model: HookedModel,
+    tokens: Tokens,
+    last: int,
+    fwd_hooks: Hooks,
+    position_ids: Tokens | None = None,
+    **options: Any,
 ) -> None:
     """A forward pass that computes nothing after layer ``last`` and logits of one position, and keeps no cache."""
     if position_ids is not None:
         # Without a mask, transformers treats position ids with gaps as several packed sequences and separates them.
-        options = {"attention_mask": torch.ones_like(tokens)} | options | {"position_ids": position_ids}
+        options = (
+            {"attention_mask": torch.ones_like(tokens)} | options | {"position_ids": position_ids}
+        )
     options |= keeping_nothing(model)
     if last < model.cfg.n_layers - 1:
         options["stop_at_layer"] = last + 1
@@ -204,8 +236,13 @@ def logits_and_values(
     """The logits of a pass, and the values at the hooks of these names."""
     seen: dict[str, Tensor] = {}
     with torch.no_grad():
-        keep = [(name, lambda value, hook, name=name: seen.update({name: value.detach()})) for name in names]
-        logits = model.run_with_hooks(tokens, fwd_hooks=keep, return_type="logits", **keeping_nothing(model))
+        keep = [
+            (name, lambda value, hook, name=name: seen.update({name: value.detach()}))
+            for name in names
+        ]
+        logits = model.run_with_hooks(
+            tokens, fwd_hooks=keep, return_type="logits", **keeping_nothing(model)
+        )
     return logits, seen
 
 
@@ -250,7 +287,12 @@ def norms_once(model: Any) -> Iterator[None]:
     """Inside a ``with`` block, compute a bridge's norms once, with the model's own module, to the same numbers."""
     # Those of the model, its blocks and their parts; deeper ones are not searched for, to save time.
     parts = [model, *model.blocks, *(part for block in model.blocks for part in block.children())]
-    norms = [module for part in parts for module in part.children() if hasattr(type(module), _COMPUTED_TWICE)]
+    norms = [
+        module
+        for part in parts
+        for module in part.children()
+        if hasattr(type(module), _COMPUTED_TWICE)
+    ]
     with ExitStack() as stack:
         for norm in norms:
             once = partial(_once, norm, getattr(norm, _COMPUTED_TWICE))

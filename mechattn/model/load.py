@@ -17,14 +17,26 @@ from mechattn.hub_access import asked_once
 from mechattn.model import checkpoint
 from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason
-from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, count_boot, facts_of, making, remember
+from mechattn.model.hooked import (
+    HookedModel,
+    ModelFacts,
+    alone,
+    boots,
+    count_boot,
+    facts_of,
+    making,
+    remember,
+)
 from mechattn.model.several_devices import WRAPPED, device_of, dispatched_like
 from mechattn.model.verify.checks import check_model, check_streaming
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report
 
 Dtype = torch.dtype | Literal["auto"]
 Made = TypeVar("Made")
-_PATCHED = ("transformers.models.gemma2.modeling_gemma2", "transformers.models.gemma3.modeling_gemma3")
+_PATCHED = (
+    "transformers.models.gemma2.modeling_gemma2",
+    "transformers.models.gemma3.modeling_gemma3",
+)
 
 
 @alone
@@ -69,13 +81,18 @@ def load_model(
     """
     if hasattr(model, "hook_dict") and hasattr(model, "cfg"):
         if tokenizer is not None or dtype != "auto" or device is not None or options:
-            raise OptionError("a hooked model is used unchanged; set tokenizer, dtype and device where it is made")
+            raise OptionError(
+                "a hooked model is used unchanged; set tokenizer, dtype and device where it is made"
+            )
         return _verified(model, verify)
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
     check_device(device)
     if isinstance(model, torch.nn.Module):
-        with making, as_trusted(trust_remote_code=checkpoint.is_of_own_code(model), pickled_weights=True):
+        with (
+            making,
+            as_trusted(trust_remote_code=checkpoint.is_of_own_code(model), pickled_weights=True),
+        ):
             made = _from_object(model, tokenizer, dtype, device, options)
     elif isinstance(model, (str, Path)):
         own_code, place = options.get("trust_remote_code"), checkpoint.model_place(str(model))
@@ -95,11 +112,17 @@ def check_device(device: str | torch.device | None) -> None:
     try:
         kind, number = torch.device(device).type, torch.device(device).index or 0
     except (RuntimeError, TypeError):
-        raise OptionError(f'device={device!r} is not a torch device: give "cpu", "cuda", "cuda:1" or "mps"') from None
-    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind)
+        raise OptionError(
+            f'device={device!r} is not a torch device: give "cpu", "cuda", "cuda:1" or "mps"'
+        ) from None
+    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(
+        kind
+    )
     if kind == "meta" or (there is not None and number >= there):
         found = "none" if not there else ", ".join(f"{kind}:{i}" for i in range(there))
-        raise OptionError(f"device={str(device)!r} is not on this machine ({kind} devices here: {found})")
+        raise OptionError(
+            f"device={str(device)!r} is not on this machine ({kind} devices here: {found})"
+        )
 
 
 def as_hooked(model: Any) -> Any:
@@ -160,14 +183,22 @@ def unloaded(model: Any) -> UnloadedModel:
             settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
         except OSError:  # there are no generation settings
             settings = None
-        return checkpoint.unloaded_tokenizer(checkpoint.tokenizer_named(name), name, longest, settings)
+        return checkpoint.unloaded_tokenizer(
+            checkpoint.tokenizer_named(name), name, longest, settings
+        )
     if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
-        return checkpoint.unloaded_tokenizer(model, str(getattr(model, "name_or_path", "") or type(model).__name__))
+        return checkpoint.unloaded_tokenizer(
+            model, str(getattr(model, "name_or_path", "") or type(model).__name__)
+        )
     hooked = load_model(model)
     if getattr(hooked, "tokenizer", None) is None:
-        raise ModelError(f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)")
+        raise ModelError(
+            f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)"
+        )
     settings = getattr((facts_of(hooked) or ModelFacts()).native, "generation_config", None)
-    return UnloadedModel(hooked.tokenizer, hooked.cfg, checkpoint.end_tokens(settings, hooked.tokenizer), hooked)
+    return UnloadedModel(
+        hooked.tokenizer, hooked.cfg, checkpoint.end_tokens(settings, hooked.tokenizer), hooked
+    )
 
 
 def _known_or_met(model: Any) -> ModelFacts:
@@ -202,24 +233,36 @@ def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> M
         ) from error
 
 
-def _from_name(name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
+def _from_name(
+    name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]
+) -> Any:
     is_toy = name.startswith(checkpoint.PREFIX)
     place = checkpoint.model_place(name)
-    remote = {"trust_remote_code": False} | {k: options[k] for k in ("revision", "trust_remote_code") if k in options}
+    remote = {"trust_remote_code": False} | {
+        k: options[k] for k in ("revision", "trust_remote_code") if k in options
+    }
     config = checkpoint.config_of_place(place, **remote)
     if dtype == "auto":
         stored = torch.float32 if is_toy else getattr(config, "dtype", None)
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     if tokenizer is None:
-        tokenizer = checkpoint.load_tokenizer(name) if is_toy else checkpoint.tokenizer_of(place, **remote)
+        tokenizer = (
+            checkpoint.load_tokenizer(name) if is_toy else checkpoint.tokenizer_of(place, **remote)
+        )
     return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
 
 
-def _from_object(hf_model: Any, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]) -> Any:
+def _from_object(
+    hf_model: Any, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]
+) -> Any:
     if not hasattr(hf_model, "config"):
-        raise ModelError(f"a {type(hf_model).__name__} is not a transformers model: it has no config")
+        raise ModelError(
+            f"a {type(hf_model).__name__} is not a transformers model: it has no config"
+        )
     if tokenizer is None:
-        raise ModelError("a model object has no tokenizer; pass one to load_model(model, tokenizer=…)")
+        raise ModelError(
+            "a model object has no tokenizer; pass one to load_model(model, tokenizer=…)"
+        )
     hf_model.config.architectures = [type(hf_model).__name__]
     name = getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
     placed = getattr(hf_model, "is_quantized", False) or getattr(hf_model, "hf_device_map", None)
@@ -240,11 +283,15 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     try:
         with classes_left_alone():
             # TransformerLens looks for a tokenizer if given none, so a model without one is given a stand-in.
-            stand_in = checkpoint.lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
+            stand_in = (
+                checkpoint.lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
+            )
             bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:
-        raise ModelError(f"TransformerLens cannot load {shown!r} as a hooked model: {reason(error)}") from error
+        raise ModelError(
+            f"TransformerLens cannot load {shown!r} as a hooked model: {reason(error)}"
+        ) from error
     # The given object itself: the public setter would make a copy that always prepends BOS.
     bridge._tokenizer = tokenizer
     bridge.cfg.default_prepend_bos = checkpoint.prepends_bos(tokenizer)
@@ -260,13 +307,19 @@ def _native_twin(bridge: Any) -> tuple[Any | None, str]:
     if hooked is None:
         return None, f"a {type(bridge).__name__} has no transformers model behind it"
     if getattr(bridge, "_weights_processed", False):
-        return None, "its weights were processed (folded or centred) in place, so the original weights are gone"
+        return (
+            None,
+            "its weights were processed (folded or centred) in place, so the original weights are gone",
+        )
     if getattr(hooked, "is_quantized", False):
         return None, "its weights are quantised, and a second model cannot share them"
     try:
         return _rebuilt(hooked), ""
     except Exception as error:
-        return None, f"it cannot be rebuilt from its configuration ({type(error).__name__}: {error})"
+        return (
+            None,
+            f"it cannot be rebuilt from its configuration ({type(error).__name__}: {error})",
+        )
 
 
 def _rebuilt(hooked: Any) -> Any:
@@ -278,12 +331,19 @@ def _rebuilt(hooked: Any) -> Any:
     with init_empty_weights(include_buffers=False):
         twin = type(hooked)(config)
     wanted = set(twin.state_dict())
-    named = [*hooked.named_buffers(remove_duplicate=False), *hooked.named_parameters(remove_duplicate=False)]
+    named = [
+        *hooked.named_buffers(remove_duplicate=False),
+        *hooked.named_parameters(remove_duplicate=False),
+    ]
     # Under the names that parameters had before TransformerLens wrapped their modules.
     shared = {WRAPPED.sub("", name): tensor for name, tensor in named}
-    twin.load_state_dict({name: shared[name] for name in wanted & set(shared)}, strict=False, assign=True)
+    twin.load_state_dict(
+        {name: shared[name] for name in wanted & set(shared)}, strict=False, assign=True
+    )
     twin.tie_weights()
-    if without := [name for name, tensor in twin.named_parameters() if tensor.is_meta and name not in shared]:
+    if without := [
+        name for name, tensor in twin.named_parameters() if tensor.is_meta and name not in shared
+    ]:
         raise LookupError(f"the hooked model has no parameter named {without[0]}")
     device = device_of(hooked)
     for name, buffer in twin.named_buffers():
@@ -297,7 +357,10 @@ def classes_left_alone() -> Iterator[None]:
     from transformers.utils import logging
 
     modules: list[Any] = [importlib.import_module(name) for name in _PATCHED]
-    before, shown = [module.eager_attention_forward for module in modules], logging.is_progress_bar_enabled()
+    before, shown = (
+        [module.eager_attention_forward for module in modules],
+        logging.is_progress_bar_enabled(),
+    )
     logging.disable_progress_bar()  # which transformers shows even for a toy of one megabyte
     try:
         yield

@@ -32,7 +32,9 @@ class Scores:
     b_q: Float[Tensor, "head d_head"]
     b_k: Float[Tensor, "kv_head d_head"]
     scale: float
-    slopes: Float[Tensor, " head"] | None = None  # None without ALiBi; in Falcon multiplied by the scale as well
+    slopes: Float[Tensor, " head"] | None = (
+        None  # None without ALiBi; in Falcon multiplied by the scale as well
+    )
     rounded: bool = False  # whether slopes, positions and products are rounded to bfloat16 (Falcon)
 
     def alibi(self, keys: int) -> Float[Tensor, "1 head 1 key"]:
@@ -43,12 +45,19 @@ class Scores:
         positions = torch.arange(keys, device=device)
         if not self.rounded:
             return (self.slopes[:, None] * positions)[None, :, None]
-        return (self.slopes.bfloat16()[:, None] * positions.bfloat16()).float()[None, :, None] * self.scale
+        return (self.slopes.bfloat16()[:, None] * positions.bfloat16()).float()[
+            None, :, None
+        ] * self.scale
 
     def parts(
-        self, q: Float[Tensor, "batch query head d_head"], k: Float[Tensor, "batch key kv_head d_head"]
+        self,
+        q: Float[Tensor, "batch query head d_head"],
+        k: Float[Tensor, "batch key kv_head d_head"],
     ) -> tuple[
-        Pattern, Float[Tensor, "batch head 1 key"], Float[Tensor, "1 head 1 key"], Float[Tensor, "batch head query 1"]
+        Pattern,
+        Float[Tensor, "batch head 1 key"],
+        Float[Tensor, "1 head 1 key"],
+        Float[Tensor, "batch head query 1"],
     ]:
         """Content, bias, alibi, rest."""
         by_head = "batch pos head d_head -> batch head pos d_head"
@@ -63,7 +72,9 @@ class BlindScores:
 
     heads: int = 1  # in a layer
     alibi: Scores | None = None  # how scores are computed in a model with ALiBi
-    sinks: Mapping[int, Float[Tensor, " head"]] = field(default_factory=dict)  # each head's score, by layer
+    sinks: Mapping[int, Float[Tensor, " head"]] = field(
+        default_factory=dict
+    )  # each head's score, by layer
 
     def scores(
         self, layer: int, keys: int, blind: bool
@@ -78,7 +89,9 @@ class BlindScores:
 def blind_scores(model: HookedModel) -> BlindScores:
     """What a model adds to its scores; ALiBi only if it reproduces the model's pattern on a few tokens."""
     layers = hooks.attention_layers(model)
-    found = {layer: sinks for layer in layers if (sinks := hooks.sinks_of(model, layer)) is not None}
+    found = {
+        layer: sinks for layer in layers if (sinks := hooks.sinks_of(model, layer)) is not None
+    }
     alibi = None
     if layers and _slopes(model) is not None:
         with suppress(ModelError):  # another kind of bias: only the uniform null is known
@@ -91,7 +104,11 @@ def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
     heads, special = int(model.cfg.n_heads), particulars_of(model).slopes
     if special is not None:
         return special(config_of(model), heads)
-    return alibi_slopes(heads) if str(getattr(model.cfg, "positional_embedding_type", "")) == "alibi" else None
+    return (
+        alibi_slopes(heads)
+        if str(getattr(model.cfg, "positional_embedding_type", "")) == "alibi"
+        else None
+    )
 
 
 def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
@@ -103,7 +120,9 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
             f"content; ScoreDecomposition is defined for ALiBi (Falcon-RW, BLOOM, MPT) and for models without "
             f"position terms in their scores (GPT-2, OPT, GPT-Neo)"
         )
-    if clip := next((limit for layer in layers if (limit := clip_of(model, layer)) is not None), None):
+    if clip := next(
+        (limit for layer in layers if (limit := clip_of(model, layer)) is not None), None
+    ):
         raise ModelError(
             f"{name} clips queries and keys at ±{clip:g} after projection, so its scores are not a sum of parts"
         )
@@ -114,7 +133,9 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
         scale = score_scale(model, layer, b_q.shape[-1])
         made[layer] = Scores(b_q, b_k, scale, here, particulars_of(model).alibi_in_bfloat16)
     for layer, error in _errors(model, made).items():
-        if error > (1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 2e-2):
+        if error > (
+            1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 2e-2
+        ):
             raise ModelError(
                 f"{name}, layer {layer}: softmax of scale · q·k{'' if slopes is None else ' + ALiBi'} is not "
                 f"the pattern (largest difference {error:.2g}), so the parts of its scores are unknown"
@@ -128,13 +149,17 @@ def _errors(model: HookedModel, made: dict[int, Scores]) -> dict[int, float]:
     of_layer = {n: (f"blocks.{n}.{Q}", f"blocks.{n}.{K}", hooks.pattern_hook(n)) for n in made}
     names = [name for named in of_layer.values() for name in named]
     if lacking := [name for name in names if name not in model.hook_dict]:
-        raise ModelError(f"{model.cfg.model_name} has no {lacking[0]}, so its scores cannot be decomposed")
+        raise ModelError(
+            f"{model.cfg.model_name} has no {lacking[0]}, so its scores cannot be decomposed"
+        )
     _, seen = hooks.logits_and_values(model, tokens, names)
     found = {}
     for layer, scores in made.items():
         q, k, pattern = (seen[name].float() for name in of_layer[layer])
         total = sum(scores.parts(q, k))
-        visible = visible_keys(torch.arange(16, device=pattern.device), 16, hooks.attention_window(model, layer))
+        visible = visible_keys(
+            torch.arange(16, device=pattern.device), 16, hooks.attention_window(model, layer)
+        )
         own = total.masked_fill(~visible, -torch.inf).softmax(-1)  # type: ignore[union-attr]
         found[layer] = float((own - pattern).abs().max())
     return found
@@ -173,8 +198,13 @@ def boundary_of(model: Any) -> Boundary | None:
     # The RoPE settings, for all layers or for each kind, under the new name or the old one.
     settings = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     given = [each for each in settings if isinstance(each, Mapping)]
-    scalings = [*given, *(each for whole in given for each in whole.values() if isinstance(each, Mapping))]
-    found = {boundary for scaling in scalings if (boundary := _boundary(scaling, config)) is not None}
+    scalings = [
+        *given,
+        *(each for whole in given for each in whole.values() if isinstance(each, Mapping)),
+    ]
+    found = {
+        boundary for scaling in scalings if (boundary := _boundary(scaling, config)) is not None
+    }
     if len(found) > 1:
         several = ", ".join(f"{each.at:,}" for each in sorted(found, key=lambda each: each.at))
         raise ModelError(
@@ -202,7 +232,9 @@ def takes_position_ids(model: HookedModel) -> bool:
         return False
     ids = torch.arange(_SHIFT, device=device_of(model))
     try:
-        return not torch.equal(*_patterns_at(model, hooks.attention_layers(model)[-1], [ids, 3 * ids]))
+        return not torch.equal(
+            *_patterns_at(model, hooks.attention_layers(model)[-1], [ids, 3 * ids])
+        )
     except (TypeError, ValueError):
         return False
 
@@ -213,7 +245,9 @@ def takes_negative_ids(model: HookedModel) -> bool:
     shifted = [ids, ids + _SHIFT, ids - _SHIFT]
     try:
         with _NoNegativeRow():
-            first, *others = _patterns_at(model, hooks.attention_layers(model)[0], shifted, layers - 1)
+            first, *others = _patterns_at(
+                model, hooks.attention_layers(model)[0], shifted, layers - 1
+            )
     except (_NegativeRow, TypeError, ValueError, IndexError, RuntimeError):
         return False
     rounding = 1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.1
@@ -221,7 +255,10 @@ def takes_negative_ids(model: HookedModel) -> bool:
 
 
 def _patterns_at(
-    model: HookedModel, layer: int, position_ids: Sequence[Int[Tensor, " pos"]], last: int | None = None
+    model: HookedModel,
+    layer: int,
+    position_ids: Sequence[Int[Tensor, " pos"]],
+    last: int | None = None,
 ) -> list[Float[Tensor, "1 head query key"]]:
     """A layer's pattern of the same few tokens at each of these positions, from a pass up to the layer ``last``."""
     tokens = torch.arange(5, 5 + len(position_ids[0]), device=position_ids[0].device)[None]
@@ -232,7 +269,9 @@ def _patterns_at(
 
     for ids in position_ids:
         real = torch.ones_like(tokens)
-        hooks.forward_with_patterns(model, tokens, real, [layer], see, position_ids=ids[None], last=last)
+        hooks.forward_with_patterns(
+            model, tokens, real, [layer], see, position_ids=ids[None], last=last
+        )
     return seen
 
 
@@ -245,8 +284,16 @@ class _NoNegativeRow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in _LOOKUPS:
-            given = [each for arg in args[1:] for each in (arg if isinstance(arg, (list, tuple)) else [arg])]
+            given = [
+                each
+                for arg in args[1:]
+                for each in (arg if isinstance(arg, (list, tuple)) else [arg])
+            ]
             for index in given:
-                if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and (index < 0).any():
+                if (
+                    isinstance(index, Tensor)
+                    and index.dtype in (torch.int32, torch.int64)
+                    and (index < 0).any()
+                ):
                     raise _NegativeRow
         return func(*args, **(kwargs or {}))

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from mechattn.model.hooked import original_of
 
-WRAPPED = re.compile(r"\._?original_component")  # in the name of a module that TransformerLens has wrapped
+WRAPPED = re.compile(
+    r"\._?original_component"
+)  # in the name of a module that TransformerLens has wrapped
 
 
 def device_of(part: Any) -> torch.device:
@@ -21,7 +23,11 @@ def device_of(part: Any) -> torch.device:
     for module in (original_of(part) or part).modules():
         if (parameter := next(module.parameters(recurse=False), None)) is None:
             continue
-        return torch.device(_hook_of(module).execution_device) if parameter.is_meta else parameter.device
+        return (
+            torch.device(_hook_of(module).execution_device)
+            if parameter.is_meta
+            else parameter.device
+        )
     return torch.device("cpu")
 
 
@@ -49,13 +55,17 @@ def dispatched_like(twin: Any, model: Any) -> Any:
     """The twin, with its activations moved and its weights brought from where they are offloaded as the model's are."""
     from accelerate.hooks import add_hook_to_module
 
-    hooks = {WRAPPED.sub("", name): vars(part).get("_hf_hook") for name, part in model.named_modules()}
+    hooks = {
+        WRAPPED.sub("", name): vars(part).get("_hf_hook") for name, part in model.named_modules()
+    }
     for name, part in twin.named_modules():
         if (hook := hooks.get(name)) is not None:
             add_hook_to_module(part, _copied(hook))
         elif any(parameter.is_meta for parameter in part.parameters(recurse=False)):
             bringing = (each for each in hooks.values() if getattr(each, "offload", False))
-            of_all = next(each for each in bringing if hasattr(each.weights_map, "dataset"))  # not of one module
+            of_all = next(
+                each for each in bringing if hasattr(each.weights_map, "dataset")
+            )  # not of one module
             add_hook_to_module(part, _copied(of_all, name))
     return twin
 
@@ -75,4 +85,6 @@ def _copied(hook: Any, name: str = "") -> Any:
 def _hook_of(module: Any) -> Any:
     """The hook of accelerate that places a module's weights."""
     hook = vars(module)["_hf_hook"]
-    return next((each for each in getattr(hook, "hooks", ()) if getattr(each, "offload", False)), hook)
+    return next(
+        (each for each in getattr(hook, "hooks", ()) if getattr(each, "offload", False)), hook
+    )

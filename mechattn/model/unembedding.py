@@ -54,7 +54,9 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
 
     ones = torch.ones(int(model.cfg.d_model), device=device)
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(_TRIED, len(ones), generator=generator) * torch.logspace(-1, 2, _TRIED)[:, None]
+    drawn = (
+        torch.randn(_TRIED, len(ones), generator=generator) * torch.logspace(-1, 2, _TRIED)[:, None]
+    )
     x = wide(drawn.to(device, dtype))
     if torch.equal(called(x), x):
         return FrozenNorm(wide(ones), centres=False, eps=0.0, scales=False)
@@ -62,7 +64,9 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     signs[1::2] = -1
     shown = called(torch.stack([signs, 0 * signs, ones]))
     named = [getattr(unwrapped(norm), each, None) for each in ("eps", "variance_epsilon")]
-    eps = next((float(each) for each in named if each is not None), float(getattr(model.cfg, "eps", 1e-5)))
+    eps = next(
+        (float(each) for each in named if each is not None), float(getattr(model.cfg, "eps", 1e-5))
+    )
     gamma = (shown[0] - shown[1]) * signs * (1 + eps) ** 0.5
     centres = bool((shown[2] - shown[1]).abs().max() < 1e-2 * gamma.abs().max())
     made = FrozenNorm(gamma, centres, eps)
@@ -90,7 +94,9 @@ class Unembedding:
     def direction(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """``f γ · (W_U[:, token] − mean over the vocabulary)``, minus its own mean if the norm centres."""
         there = tokens.to(self.w_u.device)  # where W_U lies, with the final norm
-        return self.norm.toward(self.factor * (wide(self.w_u.T[there]) - self.mean)).to(tokens.device)
+        return self.norm.toward(self.factor * (wide(self.w_u.T[there]) - self.mean)).to(
+            tokens.device
+        )
 
     def scale(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
         """σ of the final norm."""
@@ -118,9 +124,16 @@ def unembedding(model: HookedModel) -> Unembedding:
     found = frozen_norm(model, norm, "its final norm")
     factor, w_u = particulars_of(model).logit_factor, w_u.detach()
     config = config_of(model)  # of a bridge; a HookedTransformer has its cap in cfg
-    source, name = (model.cfg, "output_logits_soft_cap") if config is None else (config, "final_logit_softcapping")
+    source, name = (
+        (model.cfg, "output_logits_soft_cap")
+        if config is None
+        else (config, "final_logit_softcapping")
+    )
     cap = getattr(source, name, None) or 0.0
-    norm, scale = replace(found, gamma=found.gamma.to(w_u.device)), 1.0 if factor is None else float(factor(config))
+    norm, scale = (
+        replace(found, gamma=found.gamma.to(w_u.device)),
+        1.0 if factor is None else float(factor(config)),
+    )
     made = Unembedding(w_u, wide(w_u).mean(1), norm, scale, float(cap) if cap > 0 else None)
     _check_direct(model, made)
     return made

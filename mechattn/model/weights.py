@@ -69,7 +69,9 @@ def check_draw(kind: str, seed: int) -> None:
             "matrix permuted)"
         )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise OptionError(f"seed={seed!r}: give a whole number from 0 to 2^63 − 1, as torch takes no other")
+        raise OptionError(
+            f"seed={seed!r}: give a whole number from 0 to 2^63 − 1, as torch takes no other"
+        )
 
 
 def _drawn(native: Any, kind: Kind, seed: int) -> Any:
@@ -103,7 +105,10 @@ def weights_hash(model: Any) -> str:
     stored = source.state_dict()
     tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
     # A tensor made in inference mode does not count how often it was written to.
-    now = [(t.data_ptr(), 0 if t.is_inference() else t._version, _sample(t, _FEW)) for t in tensors.values()]
+    now = [
+        (t.data_ptr(), 0 if t.is_inference() else t._version, _sample(t, _FEW))
+        for t in tensors.values()
+    ]
     if facts.hashed is None or facts.hashed[0] != now:
         made = hashlib.sha256()
         for name, values in tensors.items():
@@ -119,7 +124,9 @@ def stored_hash(name: str) -> str | None:
         if not Path(name).is_dir():
             return None
         made = hashlib.sha256()
-        for path in sorted(path for path in Path(name).iterdir() if path.suffix in _STORED and path.is_file()):
+        for path in sorted(
+            path for path in Path(name).iterdir() if path.suffix in _STORED and path.is_file()
+        ):
             size = path.stat().st_size
             made.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
             with open(path, "rb") as stored:
@@ -133,7 +140,9 @@ def stored_hash(name: str) -> str | None:
 
 def revision(model: Any) -> str | None:
     """The hub commit that the weights come from; None for a directory, a toy or a model object."""
-    found = getattr(getattr((facts_of(model) or ModelFacts()).native, "config", None), "_commit_hash", None)
+    found = getattr(
+        getattr((facts_of(model) or ModelFacts()).native, "config", None), "_commit_hash", None
+    )
     return None if found is None else str(found)
 
 

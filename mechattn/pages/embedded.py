@@ -18,7 +18,9 @@ from mechattn.render.html_views import Script, in_script, view_script
 Kind = Literal["f4", "f2", "u2"]
 Packed = dict[str, Any]
 EXACT = 250_000  # numbers: larger arrays are stored in half precision
-SCALE = 1024.0  # factor for half precision, which keeps all eleven bits for probabilities down to 6e-8
+SCALE = (
+    1024.0  # factor for half precision, which keeps all eleven bits for probabilities down to 6e-8
+)
 # Each module comes after those that it imports.
 MODULES = (
     "data", "drawing", "words", "heads_map", "curves", "patterns", "room", "scatter", "thumbnails", "heads_table",
@@ -63,7 +65,9 @@ def joined(modules: dict[str, str]) -> str:
     for name, text in modules.items():
         exported = [found[2] for found in _EXPORT.finditer(text)]
         body = _EXPORT.sub(r"\1 \2", _IMPORT.sub(r"const \1 = \2Module;", text))
-        parts.append(f"const {name}Module = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();")
+        parts.append(
+            f"const {name}Module = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();"
+        )
     return "\n".join(parts)
 
 
@@ -71,7 +75,9 @@ def joined(modules: dict[str, str]) -> str:
 def page_script() -> str:
     """The page's own script, with the colours of the figures."""
     text = joined({name: template(f"{name}.js") for name in MODULES})
-    return text.replace("/*COLOURS*/ {}", in_script(json.dumps({"figures": _dark(), "map": _map()})))
+    return text.replace(
+        "/*COLOURS*/ {}", in_script(json.dumps({"figures": _dark(), "map": _map()}))
+    )
 
 
 @cache
@@ -91,5 +97,9 @@ def _map() -> dict[str, list[str]]:
 
 def _dark() -> dict[str, str]:
     """The replacement for each colour of the figures on a dark background, including faint ones."""
-    faints = {faint(a).rsplit(",", 1)[0]: faint(b).rsplit(",", 1)[0] for a, b in DARK.items() if len(a) == len(b) == 7}
+    faints = {
+        faint(a).rsplit(",", 1)[0]: faint(b).rsplit(",", 1)[0]
+        for a, b in DARK.items()
+        if len(a) == len(b) == 7
+    }
     return DARK | faints

@@ -46,13 +46,17 @@ class ShownModel:
     def verdicts(self) -> dict[str, Verdict | OptionError]:
         """The verdict on each condition, or why there is none; empty if received attention was not measured."""
         found: dict[str, Verdict | OptionError] = {}
-        for name in self.result.conditions[1:] if "received_attention" in self.result.datasets else []:
+        for name in (
+            self.result.conditions[1:] if "received_attention" in self.result.datasets else []
+        ):
             try:
                 with explained([self.result]):
                     found[name] = self.result.verdict(name)
             except MemoryOptionError:
                 raise
-            except OptionError as error:  # too few prompts for an interval, or a prompt without a question
+            except (
+                OptionError
+            ) as error:  # too few prompts for an interval, or a prompt without a question
                 found[name] = error
         return found
 
@@ -124,7 +128,11 @@ def changes(models: Seq[ShownModel]) -> list[Change]:
 def premise(models: Seq[ShownModel]) -> str:
     """What has to be known of the toys' training before their numbers are read; empty beside any other model."""
     names = {str(shown.result.provenance["model"]["name"]) for shown in models}
-    return PREMISE if names & set(TRAINED_WITH_FILLER) and all(name.startswith("toy:") for name in names) else ""
+    return (
+        PREMISE
+        if names & set(TRAINED_WITH_FILLER) and all(name.startswith("toy:") for name in names)
+        else ""
+    )
 
 
 def picture(rows: Seq[Change]) -> Picture | None:
@@ -132,9 +140,16 @@ def picture(rows: Seq[Change]) -> Picture | None:
     drawn = [row.verdict for row in rows if row.verdict is not None]
     if not drawn:
         return None
-    ends = np.array([(v.change.low, v.change.high, v.null.estimate, 0.0) for v in drawn], dtype=float)
-    reach, steps = float(ends.max() - ends.min()), (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-    step = next((step for step in steps if reach / step <= 6), 10.0)  # at most six marks cover the axis
+    ends = np.array(
+        [(v.change.low, v.change.high, v.null.estimate, 0.0) for v in drawn], dtype=float
+    )
+    reach, steps = (
+        float(ends.max() - ends.min()),
+        (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+    )
+    step = next(
+        (step for step in steps if reach / step <= 6), 10.0
+    )  # at most six marks cover the axis
     start, end = np.floor(ends.min() / step) * step, np.ceil(ends.max() / step) * step
     end = max(end, start + step)
 
@@ -153,7 +168,10 @@ def picture(rows: Seq[Change]) -> Picture | None:
         place = (low, round(high - low, 3), at(v.change.estimate), at(v.null.estimate))
         marks.append(Mark(model, row.condition, *place, *words))
     places = np.arange(start, end + step / 2, step)
-    ticks = [(at(value), percent(value).replace(".0", "") if abs(value) > step / 2 else "0") for value in places]
+    ticks = [
+        (at(value), percent(value).replace(".0", "") if abs(value) > step / 2 else "0")
+        for value in places
+    ]
     says = "; ".join(
         f"{row.model}, {row.condition}: {percent_words(row.verdict.change)}, uniform attention "
         f"{percent(row.verdict.null.estimate)}"
@@ -173,14 +191,21 @@ def sentence(rows: Seq[Change]) -> str:
         found.setdefault(row.condition, []).extend([row.verdict] if row.verdict is not None else [])
     name, *others = found
     here, control = found[name], found[others[0]] if len(others) == 1 else []
-    amount, who = _amount([v.change for v in here]), "" if len(here) == 1 else f", in {len(here)} models"
+    amount, who = (
+        _amount([v.change for v in here]),
+        "" if len(here) == 1 else f", in {len(here)} models",
+    )
     first = f"the attention that each token of the question receives on average changes by {amount}{who}{_unsure(here)}"
     if amount.endswith(("less", "more")):
         first = f"each token of the question receives on average {amount} attention than without it{who}"
     null = _amount([v.null for v in here])
     would = "be" if null.endswith(("less", "more")) else "change by"
     of_control = _amount([v.change for v in control]) if control else ""
-    how = f"is {of_control} than without it" if of_control.endswith(("less", "more")) else f"changes by {of_control}"
+    how = (
+        f"is {of_control} than without it"
+        if of_control.endswith(("less", "more"))
+        else f"changes by {of_control}"
+    )
     beside = f" With “{others[0]}”, attention to the question {how}." if control else ""
     beside = _against(drawn) or beside
     return f"With “{name}”, {first}. If heads attended uniformly, it would {would} {null}; {_beside(here)}.{beside}"
@@ -192,10 +217,15 @@ def _against(rows: Seq[Change]) -> str:
     if not found:
         return ""
     changes = [change for *_, change in found]
-    more, less = sum(bool(change.low > 0) for change in changes), sum(bool(change.high < 0) for change in changes)
+    more, less = (
+        sum(bool(change.low > 0) for change in changes),
+        sum(bool(change.high < 0) for change in changes),
+    )
     said = percent_words(changes[0])
     if len(found) > 1:
-        low, high = (percent(end([float(change.estimate) for change in changes])) for end in (min, max))
+        low, high = (
+            percent(end([float(change.estimate) for change in changes])) for end in (min, max)
+        )
         counts = {"more": more, "less": less, "no clear difference": len(found) - more - less}
         said = f"{low} to {high} ({', '.join(f'{word} in {count}' for word, count in counts.items() if count)} of "
         said += f"{len(found)} models)"
@@ -205,8 +235,14 @@ def _against(rows: Seq[Change]) -> str:
 
 def _amount(found: Seq[Interval]) -> str:
     """How much more or less; with signs if the direction differs or an interval holds 0."""
-    shown = list(dict.fromkeys(percent(v) for v in sorted((float(change.estimate) for change in found), key=abs)))
-    words = shown[0] if len(shown) == 1 else f"{shown[0].removesuffix(chr(0xA0) + '%')} to {shown[-1]}"
+    shown = list(
+        dict.fromkeys(
+            percent(v) for v in sorted((float(change.estimate) for change in found), key=abs)
+        )
+    )
+    words = (
+        shown[0] if len(shown) == 1 else f"{shown[0].removesuffix(chr(0xA0) + '%')} to {shown[-1]}"
+    )
     if all(change.high < 0 for change in found):
         return f"{words.replace('−', '')} less"
     if all(change.low > 0 for change in found):
@@ -246,7 +282,9 @@ def verdict_sentences(shown: ShownModel) -> list[str]:
     model, result = model_caption(shown.result), shown.result
     if shown.without_verdict:
         return [f"{model}: {shown.without_verdict}."]
-    found = {name: verdict for name, verdict in shown.verdicts.items() if isinstance(verdict, Verdict)}
+    found = {
+        name: verdict for name, verdict in shown.verdicts.items() if isinstance(verdict, Verdict)
+    }
     said = []
     for name, verdict in found.items():
         control = matched_control(result, name)
@@ -290,8 +328,14 @@ def strip_words(result: Result) -> str:
     verified = "verified" if model["verified"] else "not verified"
     parts = [model_caption(result), f"{model['dtype']} on {model['device']}", verified]
     prompts = about["prompts"]
-    parts += [f"{prompts['count']} prompts ({prompts['hash']})", f"seed {about['seed']}", f"engine {about['engine']}"]
-    parts += [f"{name} {about['versions'][name]}" for name in ("mechattn", "transformer-lens", "torch")]
+    parts += [
+        f"{prompts['count']} prompts ({prompts['hash']})",
+        f"seed {about['seed']}",
+        f"engine {about['engine']}",
+    ]
+    parts += [
+        f"{name} {about['versions'][name]}" for name in ("mechattn", "transformer-lens", "torch")
+    ]
     return " · ".join([*parts, time_words(result)])
 
 
@@ -311,7 +355,11 @@ def explained(results: Seq[Result]) -> Iterator[None]:
     except Exception as error:
         for result in results:
             for analysis in (make() for make in ANALYSES):
-                missing = lacking(result[analysis.name], analysis) if analysis.name in result.datasets else []
+                missing = (
+                    lacking(result[analysis.name], analysis)
+                    if analysis.name in result.datasets
+                    else []
+                )
                 if missing:
                     raise OptionError(
                         f"{analysis.name} lacks {', '.join(missing[:4])}: the result was stored by another version, or "
@@ -324,5 +372,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Flatten nested values into table rows."""
     rows: list[tuple[str, str]] = []
     for name, value in values.items():
-        rows += flat(value, f"{prefix}{name} ") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
+        rows += (
+            flat(value, f"{prefix}{name} ")
+            if isinstance(value, Mapping)
+            else [(f"{prefix}{name}", str(value))]
+        )
     return rows

@@ -49,7 +49,13 @@ CONCEPTS = {
     "attention-sinks": ("attention_sinks",),
     "affine-shift": ("affine_shift",),
     "segment-flow": ("segment_flow",),
-    "head-updates": ("head_updates", "top_target_updates", "block_updates", "direct_logits", "segment_logits"),
+    "head-updates": (
+        "head_updates",
+        "top_target_updates",
+        "block_updates",
+        "direct_logits",
+        "segment_logits",
+    ),
     "mlp-activations": ("mlp_activations",),
 }
 
@@ -110,7 +116,9 @@ def heads_options(result: Result, heads: Seq[int] | None, top: int) -> dict[str,
         return {"heads": listed}
     if "received_per_prompt" in result.datasets.get("received_attention", {}):
         return {"top": number}
-    return {"heads": range(min(number, int(result.provenance["model"]["heads"])))}  # a list is what a reader named
+    return {
+        "heads": range(min(number, int(result.provenance["model"]["heads"])))
+    }  # a list is what a reader named
 
 
 def browse(result: Result, maps: Result | None = None, *, live: bool = True) -> View | Browser:
@@ -138,7 +146,11 @@ def browse(result: Result, maps: Result | None = None, *, live: bool = True) -> 
 
 
 def write_page(
-    path: str | Path, about: About, models: Seq[ShownModel], sections: Seq[Section], force: bool = False
+    path: str | Path,
+    about: About,
+    models: Seq[ShownModel],
+    sections: Seq[Section],
+    force: bool = False,
 ) -> Path:
     """Write one HTML file that makes no network requests; its content security policy forbids them."""
     parts = _parts(about, models, sections)
@@ -150,7 +162,12 @@ def write_page(
 def _environment() -> Any:
     from jinja2 import Environment, PackageLoader
 
-    return Environment(loader=PackageLoader("mechattn.pages"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return Environment(
+        loader=PackageLoader("mechattn.pages"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dict[str, Any]:
@@ -169,7 +186,9 @@ def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dic
         "version": __version__,
         "style": template("page.css"),
         "script": page_script(),
-        "packed_scripts": [(name, packed_script(name)) for name, wanted in needed.items() if wanted],
+        "packed_scripts": [
+            (name, packed_script(name)) for name, wanted in needed.items() if wanted
+        ],
         "data": instrument(data),
         "tables": plain_tables(data),
         "answer": sentence(rows),
@@ -205,7 +224,9 @@ def results_page(
     """Write a page for several results, with each figure once per result, or once if it compares models."""
     for result in results:
         check_memory(result)
-    of_many = [one for one in figures if "results" in inspect.signature(one[0]).parameters]  # models side by side
+    of_many = [
+        one for one in figures if "results" in inspect.signature(one[0]).parameters
+    ]  # models side by side
     of_one = [one for one in figures if one not in of_many]
     sections: list[Section] = []
     for result in results:
@@ -220,7 +241,11 @@ def results_page(
 def _first_shown(figures: Figures) -> tuple[int, int] | None:
     """The first layer and head that are named for a figure of received attention; None if none is."""
     for draw, options in figures:
-        if draw is received_attention and isinstance(options.get("heads"), list) and options["heads"]:
+        if (
+            draw is received_attention
+            and isinstance(options.get("heads"), list)
+            and options["heads"]
+        ):
             return int(np.atleast_1d(options["layer"])[0]), int(options["heads"][0])
     return None
 
@@ -234,7 +259,9 @@ def _subtitle(results: Seq[Result]) -> str:
     return " ".join([f"{of}, {', '.join(map(str, counts))} prompts.", *alike])
 
 
-def _drawn(figures: Figures, of: Result | Seq[Result], command: str, missing: list[str] | None) -> Iterator[Section]:
+def _drawn(
+    figures: Figures, of: Result | Seq[Result], command: str, missing: list[str] | None
+) -> Iterator[Section]:
     for draw, options in figures:
         try:
             with explained([of] if isinstance(of, Result) else of):
@@ -253,7 +280,9 @@ def prompt_section(result: Result, condition: str | None = None) -> Section:
     condition = result.shown_condition(condition)
     title = f"{model_caption(result)}: one prompt as the model reads it, condition “{condition}”"
     first = result["sequences"].sel(condition=condition)
-    coded = zip(first.first_prompt_text.values, first.segment_index.isel(prompt=0).values, strict=True)
+    coded = zip(
+        first.first_prompt_text.values, first.segment_index.isel(prompt=0).values, strict=True
+    )
     tokens = [(visible(str(text)), SEGMENTS[code]) for text, code in coded if code >= 0]
     return Section(title, "The first of the prompts.", tokens=tokens)
 
@@ -269,7 +298,10 @@ def drawn_section(
     figure.update_layout(title_text=under.removesuffix("</sup>"), title_font_size=13)
     if draw is received_attention:
         how = "heads chosen by the data" if options.get("heads") is None else "heads chosen by hand"
-        shown, layers = of[0].shown_condition(options.get("condition")), np.atleast_1d(options["layer"]).tolist()
+        shown, layers = (
+            of[0].shown_condition(options.get("condition")),
+            np.atleast_1d(options["layer"]).tolist(),
+        )
         title += f", layer {', '.join(map(str, layers))}, {how}, condition “{shown}”"
         notes = [_received_note(of[0], alone=shown == BASELINE)]
         top = options.get("top")
@@ -302,7 +334,9 @@ def _received_note(result: Result, alone: bool) -> str:
     )
     if alone:
         lines = "Blue: the unchanged prompts; dotted: uniform attention."
-        beside = "A key's value falls with its position by definition, as fewer tokens come after it"
+        beside = (
+            "A key's value falls with its position by definition, as fewer tokens come after it"
+        )
     return (
         f"Received attention of a key is the mean attention that {which} after it pay to it{self_too}. {lines} Bands "
         f"are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few prompts have are hidden. "
@@ -320,12 +354,20 @@ def _made_rows(result: Result, command: str = "") -> list[tuple[str, str]]:
     about, model = result.provenance, result.provenance["model"]
     rows = [("model", model_caption(result)), ("architecture", model["architecture"])]
     rows += [
-        (name, str(model[name])) for name in ("revision", "weights", "dtype", "verified") if model.get(name) is not None
+        (name, str(model[name]))
+        for name in ("revision", "weights", "dtype", "verified")
+        if model.get(name) is not None
     ]
     rows += [("prompts", f"{about['prompts']['count']}, hash {about['prompts']['hash']}")]
     rows += [(f"condition {name}", made["written"]) for name, made in about["conditions"].items()]
-    rows += [("seed", str(about["seed"])), ("engine", about["engine"]), ("made", time_words(result))]
-    rows += [("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))]
+    rows += [
+        ("seed", str(about["seed"])),
+        ("engine", about["engine"]),
+        ("made", time_words(result)),
+    ]
+    rows += [
+        ("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+    ]
     return rows + [("command", command)] * bool(command)
 
 
@@ -334,7 +376,8 @@ def citation(title: str, results: Seq[Result]) -> str:
     about = results[0].provenance
     version, year = about["versions"]["mechattn"], time_words(results[0])[:4]
     of = "; ".join(
-        f"{model_caption(r)}, {r.provenance['prompts']['count']} prompts, seed {r.provenance['seed']}" for r in results
+        f"{model_caption(r)}, {r.provenance['prompts']['count']} prompts, seed {r.provenance['seed']}"
+        for r in results
     )
     return (
         f"{title}. {of}. Made with mechattn {version}, transformer-lens {about['versions']['transformer-lens']}.\n\n"

@@ -49,14 +49,27 @@ def model_data(shown: ShownModel) -> dict[str, Any]:
     result, start = shown.result, shown.start
     maps = result if shown.maps is None else shown.maps
     names = head_quantities(result)
-    layers = sorted({int(layer) for data in result.datasets.values() if "layer" in data for layer in data.layer.values})
+    layers = sorted(
+        {
+            int(layer)
+            for data in result.datasets.values()
+            if "layer" in data
+            for layer in data.layer.values
+        }
+    )
     heads = int(result.provenance["model"]["heads"]) if names else 0
     model = {"conditions": result.conditions, "layers": layers, "heads": heads}
-    by_position = {name: data for name, data in result.datasets.items() if name in ("sequences", NAME)}
-    on_map = replace(result, datasets={name: _of_layers(data, layers) for name, data in by_position.items()})
+    by_position = {
+        name: data for name, data in result.datasets.items() if name in ("sequences", NAME)
+    }
+    on_map = replace(
+        result, datasets={name: _of_layers(data, layers) for name, data in by_position.items()}
+    )
     found = _every_quantity(result, names, layers, heads)
     return model | {
-        "start": start if start and start[0] in layers and start[1] < heads else None,  # else that which differs most
+        "start": start
+        if start and start[0] in layers and start[1] < heads
+        else None,  # else that which differs most
         "quantities": [quantity for quantity in found if quantity["values"]],
         "lacking": {q["name"]: next(iter(q["missing"].values())) for q in found if not q["values"]},
         "curves": head_curves(on_map),
@@ -65,7 +78,9 @@ def model_data(shown: ShownModel) -> dict[str, Any]:
     }
 
 
-def _every_quantity(result: Result, names: Seq[str], layers: list[int], heads: int) -> list[dict[str, Any]]:
+def _every_quantity(
+    result: Result, names: Seq[str], layers: list[int], heads: int
+) -> list[dict[str, Any]]:
     """Each quantity's values; two at a time, each within half of the memory, as numpy lets both compute at once."""
     half = replace(result, memory=f"{memory_bytes(result.memory) // 2**11}KiB")
     with warnings.catch_warnings():
@@ -80,7 +95,11 @@ def _every_quantity(result: Result, names: Seq[str], layers: list[int], heads: i
 
 def _of_layers(data: xr.Dataset, layers: list[int]) -> xr.Dataset:
     """Extend a dataset to all layers of the map, with missing values for layers that were not measured."""
-    return data.reindex(layer=layers) if "layer" in data.dims and data.layer.values.tolist() != layers else data
+    return (
+        data.reindex(layer=layers)
+        if "layer" in data.dims and data.layer.values.tolist() != layers
+        else data
+    )
 
 
 def check_memory(result: Result) -> None:
@@ -110,7 +129,9 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
         try:
             made["values"][condition] = _values(of, quantity, condition, layers, heads)
             if condition != BASELINE:
-                made["changes"][condition] = _changes(of, reference, quantity, condition, layers, heads)
+                made["changes"][condition] = _changes(
+                    of, reference, quantity, condition, layers, heads
+                )
         except MemoryOptionError:
             raise
         except OptionError as error:
@@ -118,7 +139,9 @@ def head_values(result: Result, quantity: str, layers: list[int], heads: int) ->
     return made
 
 
-def _values(of: Result, quantity: str, condition: str, layers: list[int], heads: int) -> dict[str, Any]:
+def _values(
+    of: Result, quantity: str, condition: str, layers: list[int], heads: int
+) -> dict[str, Any]:
     """Means over prompts with their intervals, and those under uniform attention."""
     table = of.heads(quantity, None, condition=condition)
     table = table.assign(half=table.high - table[quantity])
@@ -131,13 +154,25 @@ def _changes(
     of: Result, reference: Result, quantity: str, condition: str, layers: list[int], heads: int
 ) -> dict[str, Any]:
     """Changes from the baseline with their intervals, the null's change, and the change beyond it."""
-    table = of_contrast(Contrast(of, condition, quantity=quantity, other=reference), bootstrap_ends=False)
-    table = table.assign(half=table.difference_high - table.difference, beyond_half=table.beyond_high - table.beyond)
+    table = of_contrast(
+        Contrast(of, condition, quantity=quantity, other=reference), bootstrap_ends=False
+    )
+    table = table.assign(
+        half=table.difference_high - table.difference, beyond_half=table.beyond_high - table.beyond
+    )
     table = table.assign(q=table[f"q_{table.attrs['tested']}"])
     found = {name: _square(table, name, layers, heads) for name in _CHANGES}
-    about = {"scale": str(table.scale.iloc[0]), "against": table.attrs["null"], "n": int(table.n.iloc[0])}
+    about = {
+        "scale": str(table.scale.iloc[0]),
+        "against": table.attrs["null"],
+        "n": int(table.n.iloc[0]),
+    }
     tested = f", tested by {table.attrs['resampled']}" if "resampled" in table.attrs else ""
-    return found | about | {"unit": table.attrs["unit"] + tested, "known": bool(table.null.notna().any())}
+    return (
+        found
+        | about
+        | {"unit": table.attrs["unit"] + tested, "known": bool(table.null.notna().any())}
+    )
 
 
 def _square(table: Any, column: str, layers: list[int], heads: int) -> dict[str, Any] | None:
@@ -155,14 +190,20 @@ def head_curves(result: Result) -> dict[str, Any]:
     """Received attention of every head by original position in each condition, with its intervals and its null."""
     dataset = result.datasets.get(NAME)
     if dataset is None or "received_by_origin_variance" not in dataset:
-        return {"missing": "The run did not measure received attention by position (ma.ReceivedAttention())."}
+        return {
+            "missing": "The run did not measure received attention by position (ma.ReceivedAttention())."
+        }
     dims = ("condition", "layer", "head")
     prompts = dataset.sizes["prompt"]
     at = (*dims, "original_key")
     mean, half = _means(dataset, "received_by_origin", at, prompts)
     keys = int(np.flatnonzero(np.isfinite(mean).any((0, 1, 2))).max(initial=0)) + 1
     n = np.nan_to_num(dataset["received_by_origin_n"].transpose(*at).values).max(2)
-    null = dataset["received_uniform_by_origin"].transpose("condition", "layer", "original_key").values[..., :keys]
+    null = (
+        dataset["received_uniform_by_origin"]
+        .transpose("condition", "layer", "original_key")
+        .values[..., :keys]
+    )
     kind = kind_for(mean[..., :keys].size)
     return {
         "mean": packed(mean[..., :keys], kind),
@@ -171,16 +212,24 @@ def head_curves(result: Result) -> dict[str, Any]:
         "null": packed(null),
         "segments": _segments(result, BASELINE, keys),
         "question": _question(result),
-        "inserted": {name: _inserted(result, name, prompts) for name in result.conditions if name != BASELINE},
+        "inserted": {
+            name: _inserted(result, name, prompts) for name in result.conditions if name != BASELINE
+        },
         "prompts": prompts,
         "bands": f"pointwise 95 % intervals over prompts{band_words(result)}",
     }
 
 
-def _means(dataset: xr.Dataset, quantity: str, dims: tuple[str, ...], prompts: int) -> tuple[np.ndarray, np.ndarray]:
+def _means(
+    dataset: xr.Dataset, quantity: str, dims: tuple[str, ...], prompts: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Means, and the half-widths of their intervals relative to them; NaN where too few prompts have a position."""
-    parts = {quantity + end: dataset[quantity + end].transpose(*dims) for end in ("", "_variance", "_n")}
-    flat = {name: ("cell", np.asarray(part, dtype=np.float64).ravel()) for name, part in parts.items()}
+    parts = {
+        quantity + end: dataset[quantity + end].transpose(*dims) for end in ("", "_variance", "_n")
+    }
+    flat = {
+        name: ("cell", np.asarray(part, dtype=np.float64).ravel()) for name, part in parts.items()
+    }
     every = np.arange(prompts)
     found = at_positions(xr.Dataset(flat, {"prompt": every}), quantity, {}, every)
     made = np.full((2, *parts[quantity].shape), np.nan)
@@ -199,7 +248,9 @@ def _inserted(result: Result, condition: str, prompts: int) -> dict[str, Any] | 
     if where[-1] - where[0] + 1 != len(where):
         return None
     dataset = result[NAME].isel(key=slice(int(where[0]), int(where[-1]) + 1))
-    mean, half = _means(dataset.sel(condition=condition), "received", ("layer", "head", "key"), prompts)
+    mean, half = _means(
+        dataset.sel(condition=condition), "received", ("layer", "head", "key"), prompts
+    )
     null = dataset["received_uniform"].sel(condition=condition).transpose("layer", "key").values
     kind = kind_for(mean.size)
     numbers = {"mean": packed(mean, kind), "half": packed(half, kind), "null": packed(null)}
@@ -237,17 +288,30 @@ def head_texts(result: Result) -> dict[str, Any]:
     for name in result.conditions:
         texts = prompt_tokens(result, name, 0)
         codes = sequences.segment_index.sel(condition=name).isel(prompt=0).values[: len(texts)]
-        tokens[name] = [[visible(text), SEGMENTS[code]] for text, code in zip(texts, codes, strict=True)]
+        tokens[name] = [
+            [visible(text), SEGMENTS[code]] for text, code in zip(texts, codes, strict=True)
+        ]
     made: dict[str, Any] = {"tokens": tokens}
     dataset: Any = result.datasets.get(NAME, {})
-    one = "received" in dataset and dataset["received"].sizes.get("prompt", sequences.sizes["prompt"]) == 1
+    one = (
+        "received" in dataset
+        and dataset["received"].sizes.get("prompt", sequences.sizes["prompt"]) == 1
+    )
     if "received_per_prompt" not in dataset and not one:
         why = 'The text is not coloured: the run has not kept single prompts\' positions (positions="prompts").'
         return made | {"missing": why}
-    each = dataset["received_per_prompt"].isel(prompt=0) if "received_per_prompt" in dataset else dataset["received"]
+    each = (
+        dataset["received_per_prompt"].isel(prompt=0)
+        if "received_per_prompt" in dataset
+        else dataset["received"]
+    )
     made["received"] = {}
     for name in result.conditions:
-        values = each.sel(condition=name).transpose("layer", "head", "key").values[..., : len(tokens[name])]
+        values = (
+            each.sel(condition=name)
+            .transpose("layer", "head", "key")
+            .values[..., : len(tokens[name])]
+        )
         made["received"][name] = packed(values, kind_for(values.size * len(tokens)))
     return made
 
@@ -266,14 +330,24 @@ def head_patterns(result: Result) -> dict[str, Any]:
         for name in result.conditions:
             tokens = prompt_tokens(result, name, prompt)
             low = np.tril_indices(len(tokens))
-            square = maps.isel(prompt=prompt).sel(condition=name).transpose("layer", "head", "query", "target")
+            square = (
+                maps.isel(prompt=prompt)
+                .sel(condition=name)
+                .transpose("layer", "head", "query", "target")
+            )
             left -= square.sizes["layer"] * square.sizes["head"] * len(low[0])
             if left < 0:
                 break
             values = np.round(65535 * square.values[..., low[0], low[1]].astype(np.float64))
-            inserted = int((result["sequences"].origin.sel(condition=name).isel(prompt=prompt) == -1).sum())
+            inserted = int(
+                (result["sequences"].origin.sel(condition=name).isel(prompt=prompt) == -1).sum()
+            )
             shown_tokens = [visible(text) for text in tokens]
-            of_conditions[name] = {"tokens": shown_tokens, "inserted": inserted, "rows": packed(values, "u2")}
+            of_conditions[name] = {
+                "tokens": shown_tokens,
+                "inserted": inserted,
+                "rows": packed(values, "u2"),
+            }
         if of_conditions:
             shown.append(of_conditions)
     layers = [int(layer) for layer in maps.layer.values]

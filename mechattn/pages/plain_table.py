@@ -47,14 +47,23 @@ def _table(model: Mapping[str, Any]) -> PlainTable:
     heads = [head_name(layer, head) for layer in model["layers"] for head in range(model["heads"])]
     order = np.argsort(-np.nan_to_num(abs(by), nan=-1.0), kind="stable")[:HEADS]
     rows = [(heads[i], *(column[i] for column in columns.values())) for i in order]
-    number = f"{len(heads)} heads" if len(rows) == len(heads) else f"the first {len(rows)} of {len(heads)} heads"
+    number = (
+        f"{len(heads)} heads"
+        if len(rows) == len(heads)
+        else f"the first {len(rows)} of {len(heads)} heads"
+    )
     caption = f"{model['name']}: {quantity['words']}, condition “{shown}”, {number}, ranked by “{by_words}”"
     return PlainTable(caption, ["head", *columns], rows)
 
 
-def _changes(model: Mapping[str, Any], change: Mapping[str, Any]) -> tuple[dict[str, list[str]], np.ndarray, str]:
+def _changes(
+    model: Mapping[str, Any], change: Mapping[str, Any]
+) -> tuple[dict[str, list[str]], np.ndarray, str]:
     """The columns of a change, as in the page's own table, and what they are ranked by, with its name."""
-    of = {name: _of_heads(model, change[name]) for name in ("difference", "half", "null", "beyond", "beyond_half", "q")}
+    of = {
+        name: _of_heads(model, change[name])
+        for name in ("difference", "half", "null", "beyond", "beyond_half", "q")
+    }
     relative = change["scale"] == "log-ratio"
     amount = _relative if relative else _signed
     by, words = of["difference"], "change"
@@ -64,7 +73,9 @@ def _changes(model: Mapping[str, Any], change: Mapping[str, Any]) -> tuple[dict[
         columns["under uniform attention"] = _written(of["null"], amount)
         by, words = of["beyond"], "× uniform" if relative else "less that of uniform"
         columns[words] = _written(by, _times if relative else _signed, of["beyond_half"])
-    columns[f"q, against {'uniform' if uniform else 'no change'}"] = _written(of["q"], "{:.2g}".format)
+    columns[f"q, against {'uniform' if uniform else 'no change'}"] = _written(
+        of["q"], "{:.2g}".format
+    )
     return columns, by, words
 
 

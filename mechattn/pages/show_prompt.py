@@ -86,7 +86,11 @@ def explore(
         MechattnError: The prompt is too long, a layer or head is out of range, or there are too many heads.
     """
     model = as_hooked(model)
-    chosen, of_layer, (name, conditions) = chosen_layers(model, layers), _heads(model, heads), _named(condition)
+    chosen, of_layer, (name, conditions) = (
+        chosen_layers(model, layers),
+        _heads(model, heads),
+        _named(condition),
+    )
     html_views.check_count(len(chosen), len(of_layer))
     analyses: list[Analysis] = [AttentionMap(max_tokens)]
     note = ""
@@ -101,11 +105,19 @@ def explore(
 
 def _heads(model: Any, heads: Seq[int] | int | None) -> list[int]:
     """The heads as a list, all by default."""
-    chosen = [heads] if isinstance(heads, int) else list(range(model.cfg.n_heads) if heads is None else heads)
+    chosen = (
+        [heads]
+        if isinstance(heads, int)
+        else list(range(model.cfg.n_heads) if heads is None else heads)
+    )
     check_heads(chosen, model.cfg.n_heads)
     return chosen
 
 
 def _named(condition: Condition | None) -> tuple[str, dict[str, Condition]]:
     """The name of the condition that is shown, and the conditions of the run."""
-    return (BASELINE, {}) if condition is None else (name := type(condition).__name__, {name: condition})
+    return (
+        (BASELINE, {})
+        if condition is None
+        else (name := type(condition).__name__, {name: condition})
+    )

@@ -50,11 +50,17 @@ class Browser(anywidget.AnyWidget):
 
     @traitlets.validate("selected", "prompt")
     def _known(self, proposal: Any) -> Any:
-        value, model, count = proposal["value"], self.result.provenance["model"], self.maps["sequences"].sizes["prompt"]
+        value, model, count = (
+            proposal["value"],
+            self.result.provenance["model"],
+            self.maps["sequences"].sizes["prompt"],
+        )
         if proposal["trait"].name == "prompt":
             if not 0 <= value < count:
                 raise OptionError(f"prompt={value}: choose one of 0 to {count - 1}")
-        elif value and not ((at := self._at(value)) and at[0] < model["layers"] and at[1] < model["heads"]):
+        elif value and not (
+            (at := self._at(value)) and at[0] < model["layers"] and at[1] < model["heads"]
+        ):
             raise OptionError(f'selected={value!r}: give a head of {model["name"]} such as "L0H2"')
         return value
 
@@ -88,14 +94,18 @@ class Browser(anywidget.AnyWidget):
 
     def _asked(self) -> Contrast:
         if self.condition == BASELINE:
-            raise OptionError("the baseline is shown, and nothing is compared: set .condition to another one")
+            raise OptionError(
+                "the baseline is shown, and nothing is compared: set .condition to another one"
+            )
         return Contrast(self.result, self.condition, quantity=self.quantity)
 
     def pattern(self, model: Any) -> View:
         """Return ``ma.pattern`` of the selected head on the selected prompt, without inserted tokens."""
         one = self.maps["sequences"].sel(condition=BASELINE).isel(prompt=self.prompt)
         ids = one.tokens.values[one.origin.values >= -1]
-        return pattern(model, Prompt(tokens=tuple(ids.tolist())), (at := self._chosen())[0], [at[1]])
+        return pattern(
+            model, Prompt(tokens=tuple(ids.tolist())), (at := self._chosen())[0], [at[1]]
+        )
 
     def page(self) -> str:
         """Return the page as a complete HTML document."""

@@ -29,13 +29,17 @@ WORDS: Mapping[str, str] = {
 }
 
 
-def answer_logprob(logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Float[Tensor, " row"]:
+def answer_logprob(
+    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
+) -> Float[Tensor, " row"]:
     """Log-probability of the reference answer, ``Σ_t log p(answer_t | all before)``, in nats."""
     taken = answer.expand(len(logits), -1)[..., None]
     return logits.log_softmax(-1).gather(-1, taken)[..., 0].sum(-1)
 
 
-def answer_margin(logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Float[Tensor, " row"]:
+def answer_margin(
+    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
+) -> Float[Tensor, " row"]:
     """Margin of the reference answer, ``mean_t (logit[answer_t] − max over all other tokens)``, in logits.
 
     Above 0 if greedy decoding would give the answer.
@@ -63,16 +67,26 @@ def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
         )
     text = isinstance(prompt.other_answer, str)
     changed: dict[str, Any] = {"answer" if text else "answer_tokens": prompt.other_answer}
-    own, other = (tokenize(one, model) for one in (prompt, replace(prompt, **{"answer_tokens": ()} | changed)))
+    own, other = (
+        tokenize(one, model) for one in (prompt, replace(prompt, **{"answer_tokens": ()} | changed))
+    )
     tokens, others = (one.tokens[one.of_segment("answer")] for one in (own, other))
     shorter = min(len(tokens), len(others))
     if tokens[:shorter].equal(others[:shorter]):
-        same = "are the same tokens" if len(tokens) == len(others) else "begin with the same tokens, and one ends there"
-        raise PromptError(f"both answers of {prompt.where} {same}, so no logits tell them apart; give other answers")
+        same = (
+            "are the same tokens"
+            if len(tokens) == len(others)
+            else "begin with the same tokens, and one ends there"
+        )
+        raise PromptError(
+            f"both answers of {prompt.where} {same}, so no logits tell them apart; give other answers"
+        )
     return others
 
 
-def divergence(logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Float[Tensor, " row"]:
+def divergence(
+    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
+) -> Float[Tensor, " row"]:
     """KL divergence from the baseline, ``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``, in nats."""
     expected = baseline.log_softmax(-1)
     return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1).mean(-1)
@@ -90,10 +104,14 @@ def metric_of(metric: Metric) -> tuple[Measured, str]:
     """The function of a metric, and its description."""
     if callable(metric):
         own = metric
-        return lambda logits, answer, baseline: own(logits, answer), getattr(metric, "__name__", "a function")
+        return lambda logits, answer, baseline: own(logits, answer), getattr(
+            metric, "__name__", "a function"
+        )
     if metric not in get_args(Named):
         known = ", ".join(map(repr, get_args(Named)))
-        raise OptionError(f"metric={metric!r}: choose one of {known}, or give a function of logits and answer")
+        raise OptionError(
+            f"metric={metric!r}: choose one of {known}, or give a function of logits and answer"
+        )
     return _NAMED[metric], WORDS[metric]
 
 
@@ -105,5 +123,7 @@ def measured_by(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[M
     return [partial(_between, other_answer(prompt, model)) for prompt in prompts]
 
 
-def _between(other: Int[Tensor, " other"], logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Tensor:
+def _between(
+    other: Int[Tensor, " other"], logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
+) -> Tensor:
     return answer_difference(logits, answer, other)

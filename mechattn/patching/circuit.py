@@ -36,7 +36,17 @@ from mechattn.stats.units import halves_of
 Ablation = Literal["counterpart", "mean", "resample"]
 # From orders of edges to the metric with the first of each [unit order size].
 Carried = Callable[[Sequence[np.ndarray]], np.ndarray]
-_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of all edges: those of arXiv:2504.13151
+_SHARES = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+)  # of all edges: those of arXiv:2504.13151
 _DRAWS = 3  # of random circuits
 _ENOUGH = 0.85  # of the effect, for the circuit that is shown if no size is named
 
@@ -71,7 +81,11 @@ class Circuit:
             OptionError: It does not rank the edges of this model, or the curve has such a column.
         """
         effect = scores.effects.effect if isinstance(scores, Patching) else None
-        if effect is None or effect.shape[1:] != self.graph.exists.shape or {*effect.dims[1:]} != {"writer", "reader"}:
+        if (
+            effect is None
+            or effect.shape[1:] != self.graph.exists.shape
+            or {*effect.dims[1:]} != {"writer", "reader"}
+        ):
             raise OptionError(
                 f"{name!r} does not rank the edges of this model: give what ma.edges(…) returns for it, or for its "
                 "architecture with other weights"
@@ -79,7 +93,9 @@ class Circuit:
         if name in self.curve:
             raise OptionError(f"the curve has a column {name!r} already; give another name")
         assert self._carried is not None
-        return replace(self, curve=self.curve.assign(**{name: _shares(self._carried([_ranked(scores)]))[0]}))
+        return replace(
+            self, curve=self.curve.assign(**{name: _shares(self._carried([_ranked(scores)]))[0]})
+        )
 
     @property
     def areas(self) -> dict[str, float]:
@@ -87,7 +103,10 @@ class Circuit:
         share = self.curve.share.values
         found = {}
         for column in self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore"):
-            values, name = self.curve[column].values, "" if column == "faithfulness" else f"_{column}"
+            values, name = (
+                self.curve[column].values,
+                "" if column == "faithfulness" else f"_{column}",
+            )
             found[f"CPR{name}"] = float(np.trapezoid(values, share))
             found[f"CMD{name}"] = float(np.trapezoid(abs(1 - values), share))
         return found
@@ -103,7 +122,9 @@ class Circuit:
         """The smallest size on the curve with at least this faithfulness."""
         return int(self.curve.edges[self.curve.faithfulness >= faithfulness].min())
 
-    def kept(self, size: int | None = None, q: float | None = None) -> Bool[np.ndarray, "writer reader"]:
+    def kept(
+        self, size: int | None = None, q: float | None = None
+    ) -> Bool[np.ndarray, "writer reader"]:
         """The edges of the circuit that lie on a way from the embedding to the logits.
 
         Args:
@@ -113,7 +134,9 @@ class Circuit:
         if q is not None:
             table = self.edges.table()
             kept = np.zeros(self.graph.exists.shape, dtype=bool)
-            for writer, reader in table.loc[table[f"q_{table.attrs['tested']}"] < q, ["writer", "reader"]].values:
+            for writer, reader in table.loc[
+                table[f"q_{table.attrs['tested']}"] < q, ["writer", "reader"]
+            ].values:
                 kept[self.graph.writers.index(writer), self.graph.readers.index(reader)] = True
         else:
             kept = _first(self.graph, _ranked(self.edges), self.size() if size is None else size)
@@ -122,7 +145,10 @@ class Circuit:
     def table(self, size: int | None = None, q: float | None = None) -> pd.DataFrame:
         """The scores of the circuit's edges, as ``Patching.table`` has them, the largest first."""
         kept, made = self.kept(size, q), self.edges.table(top=int(self.graph.exists.sum()))
-        writers, readers = map(self.graph.writers.index, made.writer), map(self.graph.readers.index, made.reader)
+        writers, readers = (
+            map(self.graph.writers.index, made.writer),
+            map(self.graph.readers.index, made.reader),
+        )
         return made[kept[list(writers), list(readers)]].reset_index(drop=True)
 
     def save(self, path: str | Path, size: int | None = None, q: float | None = None) -> Path:
@@ -132,12 +158,19 @@ class Circuit:
         named: dict[str, Any] = {}
         for writer, reader in self.graph.edges:
             for name in readers[reader]:
-                found = {"score": float(scores[writer, reader]), "in_graph": bool(kept[writer, reader])}
+                found = {
+                    "score": float(scores[writer, reader]),
+                    "in_graph": bool(kept[writer, reader]),
+                }
                 named[f"{_theirs(self.graph, self.graph.writers[writer], 0)[0]}->{name}"] = found
         nodes = {}
         for name, some in zip(self.graph.writers, kept, strict=True):
             nodes[_theirs(self.graph, name, 0)[0]] = {"in_graph": bool(some.any())}
-        made = {"cfg": self.about["cfg"], "nodes": nodes | {"logits": {"in_graph": True}}, "edges": named}
+        made = {
+            "cfg": self.about["cfg"],
+            "nodes": nodes | {"logits": {"in_graph": True}},
+            "edges": named,
+        }
         Path(path).write_text(json.dumps(made))
         return Path(path)
 
@@ -204,13 +237,18 @@ def circuit(
     orders = [order, *(generator.permutation(len(order)) for _ in range(_DRAWS))]
     with showing_edges(model):
         first, second = (
-            [EdgePair(model, graph, pair) for pair in pairs_of(model, half, condition, metric, "noising", seed)[0]]
+            [
+                EdgePair(model, graph, pair)
+                for pair in pairs_of(model, half, condition, metric, "noising", seed)[0]
+            ]
             for half in (ranking, reporting)
         )
         instead = None if ablation == "counterpart" else [one.runs()[2] for one in first]
 
     def carried(orders: Sequence[np.ndarray]) -> np.ndarray:
-        kept = torch.from_numpy(np.stack([_first(graph, some, size) for some, size in product(orders, numbers)]))
+        kept = torch.from_numpy(
+            np.stack([_first(graph, some, size) for some, size in product(orders, numbers)])
+        )
         draws = deepcopy(generator)
         with holding(model), showing_edges(model):
             found = np.stack([_measured(one, kept, instead, ablation, draws) for one in second])
@@ -219,7 +257,11 @@ def circuit(
     curve = _curve(carried(orders))
     curve.insert(0, "share", [size / len(order) for size in numbers])
     curve.insert(0, "edges", numbers)
-    cfg = {"n_layers": int(model.cfg.n_layers), "n_heads": int(model.cfg.n_heads), "d_model": int(model.cfg.d_model)}
+    cfg = {
+        "n_layers": int(model.cfg.n_layers),
+        "n_heads": int(model.cfg.n_heads),
+        "d_model": int(model.cfg.d_model),
+    }
     about = dict(scores.about) | {
         "ablation": ablation,
         "ranked_on": scores.units.words,
@@ -233,19 +275,30 @@ def circuit(
 def _sizes(graph: Graph, sizes: Sequence[int] | None) -> list[int]:
     count = int(graph.exists.sum())
     given = [round(share * count) for share in _SHARES] if sizes is None else list(sizes)
-    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= count for size in given):
+    if not all(
+        isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= count
+        for size in given
+    ):
         raise OptionError(f"sizes={sizes!r}: give numbers of edges, from 0 to {count}")
     return sorted({0, *given, count})
 
 
 def _measured(
-    one: EdgePair, kept: Tensor, instead: Sequence[Tensor] | None, ablation: Ablation, generator: np.random.Generator
+    one: EdgePair,
+    kept: Tensor,
+    instead: Sequence[Tensor] | None,
+    ablation: Ablation,
+    generator: np.random.Generator,
 ) -> np.ndarray:
     """The metric of a prompt with each set of edges kept."""
     own, _, mine, put = one.runs()
     if instead is not None and ablation == "mean":
         same = all(len(each) == len(mine) for each in instead)
-        mean = torch.stack(list(instead)).mean(0) if same else torch.cat(list(instead)).mean(0).expand_as(mine)
+        mean = (
+            torch.stack(list(instead)).mean(0)
+            if same
+            else torch.cat(list(instead)).mean(0).expand_as(mine)
+        )
         put = mean.to(mine)
     elif instead is not None:
         other = instead[int(generator.integers(len(instead)))]
@@ -281,10 +334,16 @@ def _first(graph: Graph, order: np.ndarray, size: int) -> Bool[np.ndarray, "writ
     return kept
 
 
-def _connected(graph: Graph, kept: Bool[np.ndarray, "writer reader"]) -> Bool[np.ndarray, "writer reader"]:
+def _connected(
+    graph: Graph, kept: Bool[np.ndarray, "writer reader"]
+) -> Bool[np.ndarray, "writer reader"]:
     """Only edges from a writer that something reaches, to a reader from which something goes on."""
-    into = np.array([[name.partition(".")[0] == writer for writer in graph.writers] for name in graph.readers])
-    for name in (name for name in graph.readers if name.endswith((".k", ".v"))):  # shared by several heads
+    into = np.array(
+        [[name.partition(".")[0] == writer for writer in graph.writers] for name in graph.readers]
+    )
+    for name in (
+        name for name in graph.readers if name.endswith((".k", ".v"))
+    ):  # shared by several heads
         into[graph.readers.index(name)] = [name in shared for shared in _shared_by(graph)]
     while True:
         reached = np.array([(kept[:, into[:, i]]).any() for i in range(len(graph.writers))])
@@ -304,7 +363,9 @@ def _shared_by(graph: Graph) -> list[list[str]]:
             made.append([])
             continue
         layer, head = found
-        heads, own = (place.stop - place.start for place in (graph.places[part, layer] for part in "qk"))
+        heads, own = (
+            place.stop - place.start for place in (graph.places[part, layer] for part in "qk")
+        )
         made.append([f"L{layer}H{head * own // heads}.{part}" for part in "kv"])
     return made
 

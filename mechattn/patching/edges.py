@@ -29,7 +29,10 @@ from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.results.result import MEMORY, memory_bytes
 
 _CHECKED = 4  # prompts on which attribution is compared with patching
-_CLOSE, _COARSE = 1e-3, 5e-2  # of two runs' difference, to which the writers' must add up; and in half precision
+_CLOSE, _COARSE = (
+    1e-3,
+    5e-2,
+)  # of two runs' difference, to which the writers' must add up; and in half precision
 
 
 @alone
@@ -82,15 +85,25 @@ def edges(
     _check_memory(model, graph, pairs, memory)
     with showing_edges(model):
         ones = [EdgePair(model, graph, pair) for pair in pairs]
-        found = [one.attributed(steps, seed + i) for i, one in enumerate(tqdm(ones, desc="edges", delay=2))]
+        found = [
+            one.attributed(steps, seed + i)
+            for i, one in enumerate(tqdm(ones, desc="edges", delay=2))
+        ]
         made = {name: np.stack([each[name] for each in found]) for name in found[0]}
         dims = ("prompt", "writer", "reader")
         data: xr.Dataset = xr.Dataset(
             {name: (dims[: each.ndim], each) for name, each in made.items()},
-            {"prompt": [p.id for p in prompts], "writer": list(graph.writers), "reader": list(graph.readers)},
+            {
+                "prompt": [p.id for p in prompts],
+                "writer": list(graph.writers),
+                "reader": list(graph.readers),
+            },
         )
         method = "attributed (first order)" if steps == 1 else f"attributed ({steps} steps)"
-        about = about_of(model, prompts, condition, metric, direction, seed) | {"method": method, "steps": steps}
+        about = about_of(model, prompts, condition, metric, direction, seed) | {
+            "method": method,
+            "steps": steps,
+        }
         patching = Patching(data, units_of(prompts), about)
         sample = checked_sample(patching, seed)
         edges_there = graph.edges
@@ -101,7 +114,9 @@ def edges(
 def _check_memory(model: HookedModel, graph: Graph, pairs: Sequence[Pair], memory: str) -> None:
     """Refuse a graph whose gradients don't fit."""
     longest = max(len(one) for pair in pairs for one in (pair.receiver, pair.donor))
-    held = 3 * len(graph.writers) + 3 * len(graph.readers)  # two runs and a step; the inputs, their gradients, the sums
+    held = 3 * len(graph.writers) + 3 * len(
+        graph.readers
+    )  # two runs and a step; the inputs, their gradients, the sums
     needed = 8 * longest * held * int(model.cfg.d_model)
     if needed > memory_bytes(memory):
         raise OptionError(
@@ -129,9 +144,14 @@ class EdgePair:
             return x
 
         with torch.no_grad():
-            runs = [run_edges(self.model, self.graph, one, 1, keep) for one in (pair.receiver, pair.donor)]
+            runs = [
+                run_edges(self.model, self.graph, one, 1, keep)
+                for one in (pair.receiver, pair.donor)
+            ]
         (own, mine), (other, theirs) = runs
-        here, there = (places_of(one, pair.origins).to(device) for one in (pair.receiver, pair.donor))
+        here, there = (
+            places_of(one, pair.origins).to(device) for one in (pair.receiver, pair.donor)
+        )
         put = mine[0].clone()
         put[here] = theirs[0, there]
         moved = last[1][there] - last[0][here]
@@ -157,9 +177,13 @@ class EdgePair:
         for name, each in (("effect", step), ("random", random)):
             scores = torch.einsum("pwd,prd->wr", each, by_input).cpu().numpy()
             made[name] = np.where(self.graph.exists, scores, np.nan)
-        return made | {"whole": np.array(float(self.pair.measure(other, base) - self.pair.measure(own, base)))}
+        return made | {
+            "whole": np.array(float(self.pair.measure(other, base) - self.pair.measure(own, base)))
+        }
 
-    def _gradients(self, steps: int, mine: Tensor, put: Tensor, base: Tensor) -> Float[Tensor, "pos reader d_model"]:
+    def _gradients(
+        self, steps: int, mine: Tensor, put: Tensor, base: Tensor
+    ) -> Float[Tensor, "pos reader d_model"]:
         """The gradient of the metric with respect to what each reader reads, averaged over the steps."""
         added: dict[tuple[str, int], Tensor] = {}
 
@@ -168,12 +192,22 @@ class EdgePair:
             return x + added[place]
 
         at = torch.zeros(1) if steps == 1 else (torch.arange(steps) + 0.5) / steps
-        total = torch.zeros(len(mine), len(self.graph.readers), mine.shape[-1], dtype=torch.float64, device=mine.device)
+        total = torch.zeros(
+            len(mine),
+            len(self.graph.readers),
+            mine.shape[-1],
+            dtype=torch.float64,
+            device=mine.device,
+        )
         for some in at.split(max(1, 2**11 // len(mine))):
             embedded = partial(torch.add, other=some.to(mine)[:, None, None] * (put - mine)[:, 0])
-            logits, _ = run_edges(self.model, self.graph, self.pair.receiver, len(some), reading, embedded, True)
+            logits, _ = run_edges(
+                self.model, self.graph, self.pair.receiver, len(some), reading, embedded, True
+            )
             value = self.pair.measure(logits, base).sum()
-            for place, each in zip(added, torch.autograd.grad(value, list(added.values())), strict=True):
+            for place, each in zip(
+                added, torch.autograd.grad(value, list(added.values())), strict=True
+            ):
                 total[:, self.graph.places[place]] += each.double().sum(0) / steps
         return total
 
@@ -186,7 +220,9 @@ class EdgePair:
         base = other if self.pair.denoising else own
         return self.with_edges(kept, put, base) - float(self.pair.measure(own, base))
 
-    def with_edges(self, kept: Bool[Tensor, "row writer reader"], put: Tensor, base: Tensor) -> np.ndarray:
+    def with_edges(
+        self, kept: Bool[Tensor, "row writer reader"], put: Tensor, base: Tensor
+    ) -> np.ndarray:
         """The metric with only some edges as they are; all others carry what ``put`` has."""
         found = []
         for some in kept.split(max(1, 2**12 // len(put))):

@@ -52,7 +52,9 @@ class Patching:
         """What a row of the table is: "layer" and "head", "layer", or "set"; and "segment"."""
         return [str(dim) for dim in self.effects.effect.dims[1:]]
 
-    def table(self, top: int | None = None, select: Literal["half"] | None = None, level: float = 0.95) -> pd.DataFrame:
+    def table(
+        self, top: int | None = None, select: Literal["half"] | None = None, level: float = 0.95
+    ) -> pd.DataFrame:
         """One row for each head, layer or set, in order; with ``top`` or ``select``, the largest effect first.
 
         ``effect`` with its interval and ``q_effect`` (tests of ``Result.compare``, Benjamini-Hochberg over all rows,
@@ -86,19 +88,33 @@ class Patching:
         finding, shown = halves_of(self.units.n) if half else (np.arange(self.units.n),) * 2
         effect, cells = self._cells("effect")
         ranked = half or top is not None
-        order = np.argsort(-abs(effect[finding].mean(0)), kind="stable") if ranked else np.arange(len(cells))
+        order = (
+            np.argsort(-abs(effect[finding].mean(0)), kind="stable")
+            if ranked
+            else np.arange(len(cells))
+        )
         order = order[:top] if half else order
         controls = [name for name in CONTROLS if name in self.effects]
         values = {name: self._cells(name)[0][shown][:, order] for name in ("effect", *controls)}
         beyond = values["effect"] - values["random"]
         found, further = t_interval(values["effect"], level), t_interval(beyond, level)
-        rises = self.about["metric"] == WORDS["kl"] and self.about["direction"] == "noising"  # whatever is patched
-        share = ratio_interval(values["effect"], self.units.means(self.effects.whole.values)[shown], level)
-        columns: dict[str, Any] = {label: [cells[i][at] for i in order] for at, label in enumerate(self.labels)}
+        rises = (
+            self.about["metric"] == WORDS["kl"] and self.about["direction"] == "noising"
+        )  # whatever is patched
+        share = ratio_interval(
+            values["effect"], self.units.means(self.effects.whole.values)[shown], level
+        )
+        columns: dict[str, Any] = {
+            label: [cells[i][at] for i in order] for at, label in enumerate(self.labels)
+        }
         columns |= _with_ends("effect", found)
-        tests, of_beyond = (paired(d, None, bootstrap_ends=False) for d in (values["effect"], beyond))
+        tests, of_beyond = (
+            paired(d, None, bootstrap_ends=False) for d in (values["effect"], beyond)
+        )
         columns |= {"q_effect": np.nan if rises else tests.q, "q_beyond_random": of_beyond.q}
-        columns |= _with_ends("share", share) | {name: np.nanmean(values[name], 0) for name in controls}
+        columns |= _with_ends("share", share) | {
+            name: np.nanmean(values[name], 0) for name in controls
+        }
         columns |= _with_ends("beyond_random", further) | {"n": len(beyond)}
         made = pd.DataFrame(columns)[:top]
         slot = next((label for label in self.labels if label in ("segment", "position")), None)
@@ -115,7 +131,10 @@ class Patching:
         """The requested values [unit cell], and the labels of each cell."""
         there = ~np.isnan(self.effects.effect.values).any(0)
         labels = [self.effects[dim].values.tolist() for dim in self.labels]
-        cells = [tuple(label[i] for label, i in zip(labels, at, strict=True)) for at in np.argwhere(there)]
+        cells = [
+            tuple(label[i] for label, i in zip(labels, at, strict=True))
+            for at in np.argwhere(there)
+        ]
         return self.units.means(self.effects[name].values[:, there]), cells
 
     @property
@@ -138,14 +157,23 @@ class Patching:
         for i, (prompt, values) in enumerate(zip(self.effects.prompt.values, exact, strict=False)):
             for cell, value in zip(sample, values, strict=True):
                 labels = dict(zip(self.labels, cells[cell], strict=True))
-                rows.append({"prompt": str(prompt), **labels, "exact": value, "attributed": attributed[i, cell]})
+                rows.append(
+                    {
+                        "prompt": str(prompt),
+                        **labels,
+                        "exact": value,
+                        "attributed": attributed[i, cell],
+                    }
+                )
         return replace(self, checked=pd.DataFrame(rows))
 
     def __str__(self) -> str:
         about = self.about
         lines = [f"{about['metric']}; {about['direction']}, {about['method']}, {self.units.words}"]
         if self.units.n < FEWEST:
-            return "\n".join([*lines, f"no interval from fewer than {FEWEST}: .effects has the numbers"])
+            return "\n".join(
+                [*lines, f"no interval from fewer than {FEWEST}: .effects has the numbers"]
+            )
         mean, low, high = self.whole
         table = self.table(top=_SHOWN if {"head", "reader"} & set(self.labels) else None)
         tested = f"q of {table.attrs['tested']}, over {table.attrs['family']}"

@@ -22,9 +22,16 @@ from mechattn.prompts.token_sequences import Sequence
 
 Written = Float[Tensor, "row pos writer d_model"]
 # Receives a reading place (such as ("q", 3)), what the readers there read, and a function for what was written before.
-Reading = Callable[[tuple[str, int], Float[Tensor, "row pos reader d_model"], Callable[[], Written]], Tensor]
+Reading = Callable[
+    [tuple[str, int], Float[Tensor, "row pos reader d_model"], Callable[[], Written]], Tensor
+]
 # What showing edges needs; TransformerLens refuses the first beside the third.
-_SWITCHES = {"use_attn_in": False, "use_attn_result": True, "use_split_qkv_input": True, "use_hook_mlp_in": True}
+_SWITCHES = {
+    "use_attn_in": False,
+    "use_attn_result": True,
+    "use_split_qkv_input": True,
+    "use_hook_mlp_in": True,
+}
 
 
 @dataclass(frozen=True)
@@ -32,9 +39,13 @@ class Graph:
     """A model's writers (embedding, heads, MLPs), readers (q, k, v of heads, MLPs, logits), and edges between them."""
 
     writers: tuple[str, ...]  # "embedding", "L0H1", "L0MLP"
-    readers: tuple[str, ...]  # "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits"
+    readers: tuple[
+        str, ...
+    ]  # "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits"
     exists: Bool[np.ndarray, "writer reader"]  # which writers come before which readers
-    places: dict[tuple[str, int], slice]  # the readers of each reading place, in the order of a forward pass
+    places: dict[
+        tuple[str, int], slice
+    ]  # the readers of each reading place, in the order of a forward pass
 
     def before(self, place: tuple[str, int]) -> int:
         """How many writers come before a reading place."""
@@ -85,7 +96,10 @@ def _no_inputs(model: HookedModel) -> ModelError:
 
 def has_mlp(model: HookedModel, layer: int) -> bool:
     """Whether a layer has an MLP that TransformerLens shows."""
-    return f"blocks.{layer}.hook_mlp_in" in model.hook_dict and f"blocks.{layer}.hook_mlp_out" in model.hook_dict
+    return (
+        f"blocks.{layer}.hook_mlp_in" in model.hook_dict
+        and f"blocks.{layer}.hook_mlp_out" in model.hook_dict
+    )
 
 
 @contextmanager
@@ -112,7 +126,9 @@ def run_edges(
     gradients: bool = False,
 ) -> tuple[Float[Tensor, "row answer d_vocab"], Written]:
     """Logits before the answer and what every writer writes; ``reading`` and ``embedded`` may replace what is read."""
-    written: dict[str, Tensor] = {}  # by the name of the first writer, as a parallel MLP may come before the heads
+    written: dict[
+        str, Tensor
+    ] = {}  # by the name of the first writer, as a parallel MLP may come before the heads
 
     def all_written() -> Tensor:
         return torch.cat([written[name] for name in graph.writers if name in written], 2)
@@ -124,7 +140,11 @@ def run_edges(
 
     def reads(place: tuple[str, int], module: Any, given: Any, x: Tensor) -> Tensor:
         assert reading is not None
-        made = reading(place, x if x.ndim == 4 else x[:, :, None], lambda: all_written()[:, :, : graph.before(place)])
+        made = reading(
+            place,
+            x if x.ndim == 4 else x[:, :, None],
+            lambda: all_written()[:, :, : graph.before(place)],
+        )
         return made.reshape(x.shape)
 
     with ExitStack() as stack:

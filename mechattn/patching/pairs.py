@@ -49,7 +49,12 @@ class Pair:
 
 
 def pairs_of(
-    model: HookedModel, prompts: Seq[Prompt], condition: Condition, metric: Metric, direction: Direction, seed: int
+    model: HookedModel,
+    prompts: Seq[Prompt],
+    condition: Condition,
+    metric: Metric,
+    direction: Direction,
+    seed: int,
 ) -> tuple[list[Pair], list[Mapping[str, Sequence]]]:
     """The pairs of all prompts, and their sequences under "condition" and the baseline; refused if not patchable."""
     check_choice(Direction, direction=direction)
@@ -58,16 +63,25 @@ def pairs_of(
     check_sequences(model, prompts, sequences)
     denoising = direction == "denoising"
     made = []
-    for prompt, given, measured in zip(prompts, sequences, measured_by(metric, prompts, model), strict=True):
+    for prompt, given, measured in zip(
+        prompts, sequences, measured_by(metric, prompts, model), strict=True
+    ):
         both = (given["condition"], given[BASELINE])
         origin = given["condition"].origin
         shared = origin[origin >= 0].sort().values
-        made.append(Pair(prompt.id, *(both if denoising else both[::-1]), shared, measured, denoising))
+        made.append(
+            Pair(prompt.id, *(both if denoising else both[::-1]), shared, measured, denoising)
+        )
     return made, list(sequences)
 
 
 def about_of(
-    model: HookedModel, prompts: Seq[Prompt], condition: Condition, metric: Metric, direction: Direction, seed: int
+    model: HookedModel,
+    prompts: Seq[Prompt],
+    condition: Condition,
+    metric: Metric,
+    direction: Direction,
+    seed: int,
 ) -> dict[str, Any]:
     """What was patched, as data."""
     return {

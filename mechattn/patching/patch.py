@@ -24,7 +24,16 @@ from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import CONTROLS, Patching, checked_sample
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
-from mechattn.patching.patched_runs import Part, Run, Where, Z, patched_logits, read, read_with_gradients, restartable
+from mechattn.patching.patched_runs import (
+    Part,
+    Run,
+    Where,
+    Z,
+    patched_logits,
+    read,
+    read_with_gradients,
+    restartable,
+)
 from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.patching.sites import Sites, Target, target_in
 from mechattn.prompts.conditions import Condition
@@ -95,7 +104,9 @@ def patch(
     pairs, sequences = pairs_of(model, prompts, condition, metric, direction, seed)
     slots = _slots(target, prompts, sequences)
     ones = [_Prompt(model, target, slots, pair, seed) for pair in pairs]
-    others = _others({pair.id: (len(pair.origins), tuple(pair.answer.tolist())) for pair in pairs}, seed)
+    others = _others(
+        {pair.id: (len(pair.origins), tuple(pair.answer.tolist())) for pair in pairs}, seed
+    )
     found = []
     steps = tqdm(ones, desc="patching", unit="prompt", delay=2)
     for one, other in zip(steps, others, strict=True):
@@ -105,7 +116,9 @@ def patch(
         "part": target.part,
         "heads": list(target.heads),
     }
-    made = Patching(_dataset(found, [p.id for p in prompts], target, slots), units_of(prompts), about)
+    made = Patching(
+        _dataset(found, [p.id for p in prompts], target, slots), units_of(prompts), about
+    )
     if not target.attributed:
         return made
     sample = checked_sample(made, seed)
@@ -146,7 +159,9 @@ class _Prompt:
             def measure(made: Run) -> Float[Tensor, " row"]:
                 return pair.measure(made.logits, source.logits if pair.denoising else made.logits)
 
-            run, by_z = read_with_gradients(self.model, pair.receiver, target.layers, pair.origins, measure)
+            run, by_z = read_with_gradients(
+                self.model, pair.receiver, target.layers, pair.origins, measure
+            )
         else:
             run = restartable(self.model, self.read(pair.receiver), target.layers)
         base = source if pair.denoising else run
@@ -156,7 +171,9 @@ class _Prompt:
             for name, given in (("effect", source), ("other_prompt", stranger))
             if given is not None
         }
-        values["random"] = {where: self._random(run, where, step) for where, step in values["effect"].items()}
+        values["random"] = {
+            where: self._random(run, where, step) for where, step in values["effect"].items()
+        }
         cells = self.cells(run)
         made = {"other_prompt": np.full(len(cells), np.nan), "whole": np.array(after - before)}
         for name, given in values.items():
@@ -172,13 +189,24 @@ class _Prompt:
         run, source = self.read(self.pair.receiver), self.read(self.pair.donor)
         base = source if self.pair.denoising else run
         cells = [self.cells(run)[i] for i in sample]
-        given = {where: _aligned(run, source, where, self.target.part) for heads, _ in cells for where in heads}
-        return self._patched(run, base, given, cells) - float(self.pair.measure(run.logits, base.logits))
+        given = {
+            where: _aligned(run, source, where, self.target.part)
+            for heads, _ in cells
+            for where in heads
+        }
+        return self._patched(run, base, given, cells) - float(
+            self.pair.measure(run.logits, base.logits)
+        )
 
-    def _patched(self, run: Run, base: Run, given: Mapping[Where, Z], cells: Seq[tuple[Any, Tensor]]) -> np.ndarray:
+    def _patched(
+        self, run: Run, base: Run, given: Mapping[Where, Z], cells: Seq[tuple[Any, Tensor]]
+    ) -> np.ndarray:
         """The metric with each cell patched, a batch of them at a time."""
         put = [
-            [(where, run.places[some], given[where][some.to(given[where].device)]) for where in heads]
+            [
+                (where, run.places[some], given[where][some.to(given[where].device)])
+                for where in heads
+            ]
             for heads, some in cells
         ]
         rows = max(1, min(_ROWS, _TOKENS // len(run.sequence)))
@@ -194,17 +222,25 @@ class _Prompt:
         purpose = f"a random direction of head {head}"
         keys = token_keys(self.seed, [self.pair.id], torch.arange(len(own))[None], layer, purpose)
         draw = keyed_uniform(keys[0], own.shape[-1]).to(own.device)
-        if self.target.part == "pattern":  # a token sees at least as many keys as have probabilities above 0
-            back = run.places.to(own.device)[:, None] - torch.arange(own.shape[-1], device=own.device)
+        if (
+            self.target.part == "pattern"
+        ):  # a token sees at least as many keys as have probabilities above 0
+            back = run.places.to(own.device)[:, None] - torch.arange(
+                own.shape[-1], device=own.device
+            )
             unseen = (back < 0) | (back >= (attention_window(self.model, layer) or own.shape[-1]))
             order = draw.masked_fill(unseen, 2.0).argsort(-1)
-            return torch.zeros_like(value).scatter(-1, order, value.sort(-1, descending=True).values)
+            return torch.zeros_like(value).scatter(
+                -1, order, value.sort(-1, descending=True).values
+            )
         draw = torch.special.ndtri(draw.clamp(min=2**-25)).to(own)
         step = (value - own).norm(dim=-1, keepdim=True)
         return own + step * draw / draw.norm(dim=-1, keepdim=True)
 
 
-def _slots(target: Target, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]) -> list[Any]:
+def _slots(
+    target: Target, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]
+) -> list[Any]:
     """The segments that every prompt has, or its positions; None for all original tokens at once."""
     if target.by is None:
         return [None]
@@ -230,17 +266,25 @@ def _others(known: Mapping[str, tuple[int, Seq[int]]], seed: int) -> list[int | 
     for own, (length, answer) in known.items():
         longer = sorted(other for other in ids if other != own and known[other][0] >= length)
         some = [other for other in longer if known[other][1] != answer] or longer
-        drawn.append(ids.index(random.Random(f"other prompt {seed} {own}").choice(some)) if some else None)
+        drawn.append(
+            ids.index(random.Random(f"other prompt {seed} {own}").choice(some)) if some else None
+        )
     return drawn
 
 
-def _aligned(run: Run, source: Run, where: Where, part: Part = "z") -> Float[Tensor, "original d_head"]:
+def _aligned(
+    run: Run, source: Run, where: Where, part: Part = "z"
+) -> Float[Tensor, "original d_head"]:
     """A head's output in another run at the receiver's original tokens; from the end, after a shared beginning."""
     layer, head = where
     own = run.z[layer][run.places.to(run.z[layer].device), head]
     ours, theirs = (each.sequence.tokens[each.places] for each in (run, source))
-    after = int((ours == theirs[: len(ours)]).long().cumprod(0).sum())  # all, if it is the same prompt
-    chosen = torch.cat([source.places[:after], source.places[after + len(theirs) - len(ours) :]]).to(own.device)
+    after = int(
+        (ours == theirs[: len(ours)]).long().cumprod(0).sum()
+    )  # all, if it is the same prompt
+    chosen = torch.cat(
+        [source.places[:after], source.places[after + len(theirs) - len(ours) :]]
+    ).to(own.device)
     given = source.z[layer][chosen, head]
     if part != "pattern":
         return given
@@ -250,7 +294,11 @@ def _aligned(run: Run, source: Run, where: Where, part: Part = "z") -> Float[Ten
 
 
 def _attributed(
-    run: Run, by_z: Mapping[int, Z], given: Mapping[Where, Z], heads: Seq[Where], some: Bool[Tensor, " original"]
+    run: Run,
+    by_z: Mapping[int, Z],
+    given: Mapping[Where, Z],
+    heads: Seq[Where],
+    some: Bool[Tensor, " original"],
 ) -> float:
     """The first-order effect of one head at some of the original tokens."""
     (layer, head) = heads[0]
@@ -260,12 +308,17 @@ def _attributed(
     return float((by_z[layer][places, head].double() * step).sum())
 
 
-def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], target: Target, slots: Seq[Any]) -> xr.Dataset:
+def _dataset(
+    found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], target: Target, slots: Seq[Any]
+) -> xr.Dataset:
     """The effects by layer and head, layer, or set, and segment or position; NaN for heads that were not requested."""
     by: dict[str, list[Any]] = {} if target.by is None else {target.by: list(slots)}
     layers, heads = (sorted({where[i] for where in target.heads}) for i in (0, 1))
     labels: dict[str, list[Any]] = {"layer": layers} | ({} if target.of_layers else {"head": heads})
-    at: tuple[list[int], ...] = ([layers.index(n) for n, _ in target.heads], [heads.index(h) for _, h in target.heads])
+    at: tuple[list[int], ...] = (
+        [layers.index(n) for n, _ in target.heads],
+        [heads.index(h) for _, h in target.heads],
+    )
     if target.together:
         labels, at = {"set": [_set_name(target)]}, ([0],)
     sizes = [len(label) for label in labels.values()]
@@ -281,5 +334,11 @@ def _dataset(found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], target: Ta
 
 
 def _set_name(target: Target) -> str:
-    names = [f"L{layer}" if target.of_layers else f"L{layer}H{head}" for layer, head in target.heads]
-    return " + ".join(names) if len(names) <= 8 else f"{len(names)} {'layers' if target.of_layers else 'heads'}"
+    names = [
+        f"L{layer}" if target.of_layers else f"L{layer}H{head}" for layer, head in target.heads
+    ]
+    return (
+        " + ".join(names)
+        if len(names) <= 8
+        else f"{len(names)} {'layers' if target.of_layers else 'heads'}"
+    )

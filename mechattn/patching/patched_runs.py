@@ -27,7 +27,9 @@ Part = Literal["z", "q", "k", "v", "pattern", "resid_post", "attn_out", "mlp_out
 OF_LAYER = ("resid_post", "attn_out", "mlp_out")  # parts without heads
 Z = Float[Tensor, "pos head d_head"]
 Where = tuple[int, int]  # layer, head
-Change = tuple[Where, Int[Tensor, " some"], Float[Tensor, "some d_head"]]  # a head, positions, and what to put there
+Change = tuple[
+    Where, Int[Tensor, " some"], Float[Tensor, "some d_head"]
+]  # a head, positions, and what to put there
 
 
 @dataclass(frozen=True)
@@ -60,46 +62,69 @@ def places_of(sequence: Sequence, origins: Int[Tensor, " shared"]) -> Int[Tensor
 
 
 @contextmanager
-def changing(model: HookedModel, part: Part, layers: Mapping[int, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+def changing(
+    model: HookedModel, part: Part, layers: Mapping[int, Callable[[Tensor], Tensor]]
+) -> Iterator[None]:
     """Replace a part of each layer [batch pos head d_head] by a function of it during forward passes."""
     with ExitStack() as stack:
         if part == "z":
             stack.enter_context(changing_z(model, layers))
         elif part in ("k", "v"):
-            values = {n: partial(_only, part, change, kv_heads_of(model)) for n, change in layers.items()}
+            values = {
+                n: partial(_only, part, change, kv_heads_of(model)) for n, change in layers.items()
+            }
             stack.enter_context(changing_keys_values(model, values))
         elif part == "q":
             for layer, change in layers.items():
                 put = partial(_by_head, change, int(model.cfg.n_heads))
-                stack.callback(model.hook_dict[f"blocks.{layer}.attn.hook_q"].register_forward_hook(put).remove)
+                stack.callback(
+                    model.hook_dict[f"blocks.{layer}.attn.hook_q"].register_forward_hook(put).remove
+                )
         else:
             name, shape, by_head = _HOOKS[part]
             for layer, change in layers.items():
                 put = partial(_reshaped, change, f"{shape} -> {by_head}", f"{by_head} -> {shape}")
-                stack.callback(model.hook_dict[name.format(layer)].register_forward_hook(put).remove)
+                stack.callback(
+                    model.hook_dict[name.format(layer)].register_forward_hook(put).remove
+                )
         yield
 
 
 # Hooks whose values have other axes than [batch pos head d_head], and those axes in that order.
 _HOOKS = {
     "pattern": ("blocks.{}.attn.hook_pattern", "batch head query key", "batch query head key"),
-    **{part: ("blocks.{}.hook_" + part, "batch pos d_model", "batch pos 1 d_model") for part in OF_LAYER},
+    **{
+        part: ("blocks.{}.hook_" + part, "batch pos d_model", "batch pos 1 d_model")
+        for part in OF_LAYER
+    },
 }
 
 
-def _only(part: Part, change: Callable[[Tensor], Tensor], heads: int, which: str, shown: Tensor) -> Tensor:
+def _only(
+    part: Part, change: Callable[[Tensor], Tensor], heads: int, which: str, shown: Tensor
+) -> Tensor:
     return change(split_heads(shown, heads)).reshape(shown.shape) if which == part else shown
 
 
-def _reshaped(change: Callable[[Tensor], Tensor], there: str, back: str, module: Any, given: Any, x: Tensor) -> Tensor:
+def _reshaped(
+    change: Callable[[Tensor], Tensor], there: str, back: str, module: Any, given: Any, x: Tensor
+) -> Tensor:
     return rearrange(change(rearrange(x, there)), back)
 
 
-def _by_head(change: Callable[[Tensor], Tensor], heads: int, module: Any, given: Any, x: Tensor) -> Tensor:
+def _by_head(
+    change: Callable[[Tensor], Tensor], heads: int, module: Any, given: Any, x: Tensor
+) -> Tensor:
     return change(split_heads(x, heads)).reshape(x.shape)
 
 
-def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part, origins: Int[Tensor, " shared"]) -> Run:
+def read(
+    model: HookedModel,
+    sequence: Sequence,
+    layers: Seq[int],
+    part: Part,
+    origins: Int[Tensor, " shared"],
+) -> Run:
     """Run a sequence without patching."""
     seen: dict[int, Z] = {}
     blocks: list[Any] = []
@@ -107,12 +132,16 @@ def read(model: HookedModel, sequence: Sequence, layers: Seq[int], part: Part, o
     def returned(module: Any, given: Any, out: Any) -> None:
         blocks.append(out)
 
-    def keep(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+    def keep(
+        layer: int, z: Float[Tensor, "batch pos head d_head"]
+    ) -> Float[Tensor, "batch pos head d_head"]:
         seen[layer] = z[0].detach()
         return z
 
     with ExitStack() as stack:
-        stack.enter_context(changing(model, part, {layer: partial(keep, layer) for layer in layers}))
+        stack.enter_context(
+            changing(model, part, {layer: partial(keep, layer) for layer in layers})
+        )
         for block in blocks_of(model):
             stack.callback(block.register_forward_hook(returned).remove)
         logits = logits_of(model, sequence, 1)
@@ -128,7 +157,9 @@ def restartable(model: HookedModel, run: Run, layers: Iterable[int]) -> Run:
 
     try:
         return replace(run, restarts=all(same(layer) for layer in sorted(set(layers) - {0})))
-    except Exception:  # a block misses what an earlier one leaves it, such as shared keys: start at the first
+    except (
+        Exception
+    ):  # a block misses what an earlier one leaves it, such as shared keys: start at the first
         return run
 
 
@@ -155,7 +186,9 @@ def logits_of(
     device = device_of(model)
     tokens = sequence.tokens.to(device).expand(rows, -1)
     options: dict[str, Any] = dict(keeping_nothing(model))
-    if sequence.position_ids is not None and not torch.equal(sequence.position_ids, torch.arange(len(sequence))):
+    if sequence.position_ids is not None and not torch.equal(
+        sequence.position_ids, torch.arange(len(sequence))
+    ):
         options["position_ids"] = sequence.position_ids.to(device).expand(rows, -1)
         options["attention_mask"] = torch.ones_like(tokens)
     with torch.set_grad_enabled(gradients):
@@ -180,7 +213,9 @@ def patched_logits(
 
     first = min(of_layer, default=0) if run.restarts else 0
     with (
-        changing(model, part, {layer: partial(change, changes) for layer, changes in of_layer.items()}),
+        changing(
+            model, part, {layer: partial(change, changes) for layer, changes in of_layer.items()}
+        ),
         _starting_at(model, first, run.blocks, len(put)),
     ):
         return logits_of(model, run.sequence, len(put))
@@ -204,10 +239,16 @@ def read_with_gradients(
         return out.detach().requires_grad_()
 
     with ExitStack() as stack:
-        stack.callback(model.hook_dict[f"blocks.{min(layers)}.hook_resid_pre"].register_forward_hook(begin).remove)
+        stack.callback(
+            model.hook_dict[f"blocks.{min(layers)}.hook_resid_pre"]
+            .register_forward_hook(begin)
+            .remove
+        )
         stack.enter_context(changing_z(model, {layer: partial(keep, layer) for layer in layers}))
         logits = logits_of(model, sequence, 1, gradients=True)
     value = metric(Run(sequence, {}, logits, origins))[0]
     found = torch.autograd.grad(value, [outputs[layer] for layer in layers])
-    run = Run(sequence, {layer: z[0].detach() for layer, z in outputs.items()}, logits.detach(), origins)
+    run = Run(
+        sequence, {layer: z[0].detach() for layer, z in outputs.items()}, logits.detach(), origins
+    )
     return run, {layer: each[0] for layer, each in zip(layers, found, strict=True)}

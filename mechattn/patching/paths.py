@@ -24,7 +24,16 @@ from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import Patching
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
-from mechattn.patching.patched_runs import Run, Where, changing, logits_of, patched_logits, places_of, read, restartable
+from mechattn.patching.patched_runs import (
+    Run,
+    Where,
+    changing,
+    logits_of,
+    patched_logits,
+    places_of,
+    read,
+    restartable,
+)
 from mechattn.patching.refusals import Direction
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -84,10 +93,16 @@ def paths(
     named = _paths_in(model, between)
     prompts = as_prompts(prompts)
     pairs, _ = pairs_of(model, prompts, condition, metric, direction, seed)
-    rows = [_effects(model, pair, named, seed + i) for i, pair in enumerate(tqdm(pairs, desc="paths", delay=2))]
+    rows = [
+        _effects(model, pair, named, seed + i)
+        for i, pair in enumerate(tqdm(pairs, desc="paths", delay=2))
+    ]
     found = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     effects = xr.Dataset(
-        {name: (("prompt", "path") if each.ndim == 2 else ("prompt",), each) for name, each in found.items()},
+        {
+            name: (("prompt", "path") if each.ndim == 2 else ("prompt",), each)
+            for name, each in found.items()
+        },
         {"prompt": [p.id for p in prompts], "path": [path.name for path in named]},
     )
     about = about_of(model, prompts, condition, metric, direction, seed) | {"method": "patched"}
@@ -103,7 +118,9 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
         start, (receiver, _, part) = head_named(both[0]), str(both[1]).partition(".")
         end = head_named(receiver)
         if start is None or (both[1] != "logits" and (end is None or part not in counts)):
-            raise OptionError(f'{one!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"')
+            raise OptionError(
+                f'{one!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"'
+            )
         for where, count in ((start, counts["q"]), (end, counts.get(part, 0))):
             if where is not None and (where[0] not in layers or where[1] >= count):
                 raise OptionError(
@@ -111,17 +128,25 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
                     f"{', '.join(map(str, layers))}"
                 )
         if end is not None and end[0] <= start[0]:
-            raise OptionError(f"{one!r}: nothing passes from layer {start[0]} to layer {end[0]}; name a later layer")
+            raise OptionError(
+                f"{one!r}: nothing passes from layer {start[0]} to layer {end[0]}; name a later layer"
+            )
         made.append(Path(start, end, part or None, f"{both[0]} → {both[1]}"))  # type: ignore[arg-type]
     if not made:
-        raise OptionError(f'between={between!r}: give paths such as [("L0H1", "L1H0.k"), ("L1H0", "logits")]')
+        raise OptionError(
+            f'between={between!r}: give paths such as [("L0H1", "L1H0.k"), ("L1H0", "logits")]'
+        )
     return made
 
 
-def _effects(model: HookedModel, pair: Pair, named: Sequence[Path], seed: int) -> dict[str, np.ndarray]:
+def _effects(
+    model: HookedModel, pair: Pair, named: Sequence[Path], seed: int
+) -> dict[str, np.ndarray]:
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     layers = attention_layers(model)
-    own, other = (read(model, one, layers, "z", pair.origins) for one in (pair.receiver, pair.donor))
+    own, other = (
+        read(model, one, layers, "z", pair.origins) for one in (pair.receiver, pair.donor)
+    )
     own = restartable(model, own, (path.receiver[0] for path in named if path.receiver))
     base = (other if pair.denoising else own).logits
     before = float(pair.measure(own.logits, base))
@@ -133,12 +158,19 @@ def _effects(model: HookedModel, pair: Pair, named: Sequence[Path], seed: int) -
         drawn = torch.randn(mine.shape, generator=generator, dtype=torch.float64).to(mine)
         step = (theirs - mine).norm(dim=-1, keepdim=True) * drawn / drawn.norm(dim=-1, keepdim=True)
         given["effect"][layer, head], given["random"][layer, head] = theirs, mine + step
-    made = {name: _patched(model, pair, named, own, each, base) - before for name, each in given.items()}
+    made = {
+        name: _patched(model, pair, named, own, each, base) - before for name, each in given.items()
+    }
     return made | {"whole": np.array(float(pair.measure(other.logits, base)) - before)}
 
 
 def _patched(
-    model: HookedModel, pair: Pair, named: Sequence[Path], own: Run, given: Mapping[Where, Output], base: Tensor
+    model: HookedModel,
+    pair: Pair,
+    named: Sequence[Path],
+    own: Run,
+    given: Mapping[Where, Output],
+    base: Tensor,
 ) -> np.ndarray:
     """The metric with each path patched: one row of two passes for each."""
     here = places_of(pair.receiver, pair.origins)
@@ -156,14 +188,26 @@ def _patched(
         return x
 
     with ExitStack() as stack:
-        stack.enter_context(changing(model, "z", {layer: partial(frozen, layer) for layer in own.z}))
+        stack.enter_context(
+            changing(model, "z", {layer: partial(frozen, layer) for layer in own.z})
+        )
         for part in {path.part for path in named if path.part}:
             layers = {path.receiver[0] for path in named if path.receiver and path.part == part}
-            stack.enter_context(changing(model, part, {layer: partial(keep, part, layer) for layer in layers}))
-        made = pair.measure(logits_of(model, pair.receiver, len(named)), base).double().cpu().numpy()
+            stack.enter_context(
+                changing(model, part, {layer: partial(keep, part, layer) for layer in layers})
+            )
+        made = (
+            pair.measure(logits_of(model, pair.receiver, len(named)), base).double().cpu().numpy()
+        )
     everywhere = torch.arange(len(pair.receiver))
     for part in {path.part for path in named if path.part}:
-        ends = {row: path.receiver for row, path in enumerate(named) if path.receiver and path.part == part}
+        ends = {
+            row: path.receiver
+            for row, path in enumerate(named)
+            if path.receiver and path.part == part
+        }
         put = [[(to, everywhere, seen[part, to[0]][row, :, to[1]])] for row, to in ends.items()]
-        made[list(ends)] = pair.measure(patched_logits(model, own, put, part), base).double().cpu().numpy()
+        made[list(ends)] = (
+            pair.measure(patched_logits(model, own, put, part), base).double().cpu().numpy()
+        )
     return made

@@ -31,14 +31,20 @@ def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:
         )
 
 
-def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]) -> None:
+def check_sequences(
+    model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]
+) -> None:
     """Refuse prompts without an answer, conditions that do more than insert, and sequences too long for the model."""
     if len(prompts) < 2:
-        raise OptionError("one prompt: give at least two, as the control uses another prompt's output")
+        raise OptionError(
+            "one prompt: give at least two, as the control uses another prompt's output"
+        )
     for prompt, made in zip(prompts, sequences, strict=True):
         changed = made["condition"]
         if not changed.inserted.any() and not changed.counterpart:
-            raise OptionError(f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same")
+            raise OptionError(
+                f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same"
+            )
         if not changed.of_segment("answer").any():
             raise PromptError(
                 f"{prompt.where} has no reference answer for the model to read: use load_prompts(…, with_answer=True), "
@@ -57,7 +63,9 @@ def check_sequences(model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Map
         check_side(prompt, dict(made), model)
     check_variants(model, [dict(made) for made in sequences])
     conditions = [made["condition"] for made in sequences]
-    before = [bool(each.inserted[int(each.of_segment("answer").nonzero()[0]) - 1]) for each in conditions]
+    before = [
+        bool(each.inserted[int(each.of_segment("answer").nonzero()[0]) - 1]) for each in conditions
+    ]
     if any(before):
         warn(
             f"in {sum(before)} of {len(prompts)} prompts the token right before the answer is an inserted one: it "

@@ -79,7 +79,9 @@ def target_in(model: HookedModel, at: Any, together: bool) -> Target:
     if sites.part in OF_LAYER:
         heads = [(layer, 0) for layer in chosen_layers(model, where)]
     else:
-        heads = _heads(model, where, kv_heads_of(model) if sites.part in ("k", "v") else int(model.cfg.n_heads))
+        heads = _heads(
+            model, where, kv_heads_of(model) if sites.part in ("k", "v") else int(model.cfg.n_heads)
+        )
     if sites.part == "pattern" and not _patterns_act(model):
         raise ModelError(
             f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing the pattern "
@@ -97,10 +99,17 @@ def _heads(model: HookedModel, heads: Any, count: int) -> list[Where]:
     given = [head_named(one) or one for one in heads] if isinstance(heads, (tuple, list)) else []
     if not given or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in given):
         parts = ", ".join(map(repr, get_args(Part)))
-        raise OptionError(f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], "all", or one of {parts}')
+        raise OptionError(
+            f'at={heads!r}: give heads such as [(1, 4)] or ["L1H4"], "all", or one of {parts}'
+        )
     for layer, head in given:
-        if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in (layer, head)):
-            raise OptionError(f"at={heads!r}: ({layer!r}, {head!r}) is not two whole numbers; give such as [(1, 4)]")
+        if not all(
+            isinstance(number, Integral) and not isinstance(number, bool)
+            for number in (layer, head)
+        ):
+            raise OptionError(
+                f"at={heads!r}: ({layer!r}, {head!r}) is not two whole numbers; give such as [(1, 4)]"
+            )
         if layer not in layers or not 0 <= head < count:
             raise OptionError(
                 f"there is no head {head} in layer {layer}: {model.cfg.model_name} has heads 0 to {count - 1} in "
@@ -120,7 +129,9 @@ def _patterns_act(model: HookedModel) -> bool:
         return z
 
     def to_oneself(pattern: Tensor) -> Tensor:
-        return torch.eye(pattern.shape[1], device=pattern.device, dtype=pattern.dtype)[None, :, None].expand_as(pattern)
+        return torch.eye(pattern.shape[1], device=pattern.device, dtype=pattern.dtype)[
+            None, :, None
+        ].expand_as(pattern)
 
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TransformerLens warns of the same

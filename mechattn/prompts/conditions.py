@@ -82,7 +82,9 @@ class Variant:
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The same tokens, marked as hidden or with kept position ids."""
-        made = replace(self.condition.apply(prompt, model, seed), keeps_positions=self.keeps_positions)
+        made = replace(
+            self.condition.apply(prompt, model, seed), keeps_positions=self.keeps_positions
+        )
         if self.hides:
             made = replace(made, edge_mask=EdgeMask(~made.inserted, made.inserted))
         return _intervened(made, self.interventions)
@@ -120,7 +122,9 @@ class Insertion:
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         if not is_dataclass(cls):
-            raise ConditionError(f"{cls.__name__} is no dataclass: write @dataclass(frozen=True) above the class")
+            raise ConditionError(
+                f"{cls.__name__} is no dataclass: write @dataclass(frozen=True) above the class"
+            )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -128,7 +132,9 @@ class Insertion:
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the token ids to insert into this prompt."""
-        raise ConditionError(f"{type(self).__name__} has no filler: define filler(self, prompt, model, seed=0)")
+        raise ConditionError(
+            f"{type(self).__name__} has no filler: define filler(self, prompt, model, seed=0)"
+        )
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """Return the prompt's tokens with the filler's token ids inserted.
@@ -137,7 +143,9 @@ class Insertion:
             ConditionError: The filler has not exactly ``count`` tokens, or the place doesn't exist in this prompt.
         """
         sequence = tokenize(prompt, model)
-        made = insert(sequence, self.filler(prompt, model, seed), self._at(sequence, prompt, model, seed))
+        made = insert(
+            sequence, self.filler(prompt, model, seed), self._at(sequence, prompt, model, seed)
+        )
         if self.count is not None and (count := len(made) - len(sequence)) != self.count:
             raise ConditionError(
                 f"{type(self).__name__}: filler gives {count} tokens for prompt {prompt.id}, and count={self.count}"
@@ -182,11 +190,15 @@ class MeaninglessTokens(Insertion):
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise OptionError(f"text={self.text!r}, count={self.count!r}: give a text and a whole number of tokens")
+            raise OptionError(
+                f"text={self.text!r}, count={self.count!r}: give a text and a whole number of tokens"
+            )
         if not self.text:
             raise OptionError('text="": give the text to repeat, such as "/"')
         if HALVES.search(self.text + str(self.separator)):
-            raise OptionError(f"text={self.text!r} holds half of a surrogate pair, which is not valid text")
+            raise OptionError(
+                f"text={self.text!r} holds half of a surrogate pair, which is not valid text"
+            )
         super().__post_init__()
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
@@ -200,7 +212,9 @@ class MeaninglessTokens(Insertion):
             ConditionError: No count within ten of ``count`` can be reached.
         """
         tokenizer = require_tokenizer(model)
-        return replace(self, count=fillers.nearest_count(tokenizer, self.text, self.separator, self.count))
+        return replace(
+            self, count=fillers.nearest_count(tokenizer, self.text, self.separator, self.count)
+        )
 
 
 @dataclass(frozen=True)
@@ -219,11 +233,17 @@ class Text(Insertion):
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text or HALVES.search(self.text):
-            raise OptionError(f'text={self.text!r}: give the text to insert, such as " Take your time."')
+            raise OptionError(
+                f'text={self.text!r}: give the text to insert, such as " Take your time."'
+            )
         if self.after is not None and (not isinstance(self.after, str) or not self.after):
-            raise OptionError(f"after={self.after!r}: give a text that every prompt contains, or omit it")
+            raise OptionError(
+                f"after={self.after!r}: give a text that every prompt contains, or omit it"
+            )
         if self.after is not None and self.place is not None:
-            raise OptionError(f"place={self.place!r} and after={self.after!r}: give only one of the two")
+            raise OptionError(
+                f"place={self.place!r} and after={self.after!r}: give only one of the two"
+            )
         check_choice(Place, place=self.place or "before_question")
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
@@ -277,7 +297,9 @@ class RandomTokens(Insertion):
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the drawn tokens."""
         draw = random.Random(f"tokens {seed} {prompt.id} {self.draw}")
-        return fillers.random_tokens(require_tokenizer(model), int(model.cfg.d_vocab), self.count, draw)
+        return fillers.random_tokens(
+            require_tokenizer(model), int(model.cfg.d_vocab), self.count, draw
+        )
 
 
 @dataclass(frozen=True)
@@ -359,7 +381,11 @@ class RepeatQuestion(Insertion):
     place: Place = "after_question"
 
     def __post_init__(self) -> None:
-        if isinstance(self.times, bool) or not isinstance(self.times, int) or not 1 <= self.times <= MOST:
+        if (
+            isinstance(self.times, bool)
+            or not isinstance(self.times, int)
+            or not 1 <= self.times <= MOST
+        ):
             raise OptionError(
                 f"times={self.times!r}: give a whole number from 1 to {MOST:,}; the baseline is always run"
             )
@@ -381,7 +407,9 @@ def _intervened(sequence: Sequence, interventions: tuple[Any, ...]) -> Sequence:
     """Apply interventions that mark the sequence; the others are kept for the forward pass."""
     for intervention in interventions:
         if isinstance(intervention, type):
-            raise OptionError(f"intervention={intervention.__name__}: give an instance, such as ARM(), with brackets")
+            raise OptionError(
+                f"intervention={intervention.__name__}: give an instance, such as ARM(), with brackets"
+            )
         if isinstance(intervention, Marks):
             sequence = intervention.marked(sequence)
         elif callable(getattr(intervention, "acting", None)):

@@ -46,7 +46,9 @@ class Counterpart:
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The tokens of the other version, each with its partner in the prompt."""
         version = self._version(prompt)
-        changed: dict[str, Any] = {"question": version} if isinstance(version, str) else {"tokens": tuple(version)}
+        changed: dict[str, Any] = (
+            {"question": version} if isinstance(version, str) else {"tokens": tuple(version)}
+        )
         own, other = (tokenize(one, model) for one in (prompt, replace(prompt, **changed)))
         if own.tokens.equal(other.tokens):
             raise ConditionError(
@@ -101,7 +103,9 @@ def _pairs(own: Seq[int], other: Seq[int], from_the_end: bool) -> Iterator[tuple
     if len(own) == len(other):
         yield from zip(range(len(own)), range(len(other)), strict=True)
         return
-    for kind, first, end, begin, stop in SequenceMatcher(None, own, other, autojunk=False).get_opcodes():
+    for kind, first, end, begin, stop in SequenceMatcher(
+        None, own, other, autojunk=False
+    ).get_opcodes():
         if kind == "equal" or (kind == "replace" and (from_the_end or end - first == stop - begin)):
             count = min(end - first, stop - begin)
             yield from zip(range(end - count, end), range(stop - count, stop), strict=True)

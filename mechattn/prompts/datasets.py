@@ -79,7 +79,11 @@ def load_prompts(
     prompts = []
     for index, row in enumerate(rows):
         text = _text(row, field, source, index)
-        answer = _text(row, answer_field, source, index, "answer") if with_answer else row.get(answer_field)
+        answer = (
+            _text(row, answer_field, source, index, "answer")
+            if with_answer
+            else row.get(answer_field)
+        )
         prompts.append(
             Prompt(
                 question=text,
@@ -89,7 +93,9 @@ def load_prompts(
                 id=str(index),
                 group=None if group_field is None else _group(row, group_field, source, index),
                 solution=None if (known := row.get("solution", answer)) is None else str(known),
-                counterpart=_text(row, counterpart, source, index, "counterpart") if counterpart else "",
+                counterpart=_text(row, counterpart, source, index, "counterpart")
+                if counterpart
+                else "",
                 other_answer=_text(row, other, source, index, "other_answer") if other else "",
             )
         )
@@ -120,11 +126,15 @@ def check_limit(limit: Any, generated: bool = True) -> None:
         raise OptionError(f"limit={limit}: at most {MOST:,} prompts are generated")
 
 
-def _generated(source: str, split: str, limit: int | None, seed: int, names: tuple[str, str]) -> list[dict[str, Any]]:
+def _generated(
+    source: str, split: str, limit: int | None, seed: int, names: tuple[str, str]
+) -> list[dict[str, Any]]:
     """Word problems or recall questions as rows, with the question and the answer under these names."""
     if split not in ("train", "test"):
         raise OptionError(f'split={split!r}: generated prompts have "train" and "test"')
-    made: Iterator[Any] = (word_problems if source == GENERATED else recall_questions)(split, seed=seed)  # type: ignore[arg-type]
+    made: Iterator[Any] = (word_problems if source == GENERATED else recall_questions)(
+        split, seed=seed
+    )  # type: ignore[arg-type]
     question, answer = names
     return [
         ({"template": p.template} if source == GENERATED else {})
@@ -150,7 +160,9 @@ def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
 def _text(row: dict[str, Any], field: str, source: str, index: int, option: str = "field") -> str:
     text = _field(row, field, source, index, option)
     if not isinstance(text, str) or not text.strip():
-        raise PromptError(f"prompt {index} of {source} has no text in field {field!r}: {_short(text)}")
+        raise PromptError(
+            f"prompt {index} of {source} has no text in field {field!r}: {_short(text)}"
+        )
     if HALVES.search(text):
         raise PromptError(
             f"prompt {index} of {source} holds half of a surrogate pair (\\ud800 …), which is not valid text"
@@ -170,7 +182,10 @@ def _group(row: dict[str, Any], field: str, source: str, index: int) -> str:
 def _field(row: dict[str, Any], field: str, source: str, index: int, option: str) -> Any:
     if field not in row:
         names = [_short(name) for name in row]
-        have = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "none"
+        have = (
+            ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+            or "none"
+        )
         raise PromptError(
             f"prompt {index} of {source} has no field {field!r}; its fields are {have}. Name the field with {option}=…"
         )
@@ -224,7 +239,9 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
     if "/" not in name and (near := get_close_matches(name, [GENERATED, RECALL], 1, 0.7)):
-        raise PromptError(f"no prompts at {name!r}: did you mean {near[0]!r}? (The hub was not queried.)")
+        raise PromptError(
+            f"no prompts at {name!r}: did you mean {near[0]!r}? (The hub was not queried.)"
+        )
     import datasets
 
     try:
@@ -237,7 +254,9 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
             f'no prompts at {name!r}: it is not "word-problems", not a file here, and loading it from the hub failed '
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'})"
         ) from error
-    return [dict(row) for row in (rows if limit is None else rows.select(range(min(limit, len(rows)))))]
+    return [
+        dict(row) for row in (rows if limit is None else rows.select(range(min(limit, len(rows)))))
+    ]
 
 
 SHORTEST, LONGEST = 25, 50
@@ -281,7 +300,9 @@ def repeated_random(
     for index in range(limit):
         draw = random.Random(f"repeated {seed} {index}")
         tokens = _distinct(model, draw.randint(shortest, longest), draw)
-        made.append(Prompt(tokens=(*([] if bos is None else [bos]), *tokens * times), id=str(index)))
+        made.append(
+            Prompt(tokens=(*([] if bos is None else [bos]), *tokens * times), id=str(index))
+        )
     return made
 
 
@@ -295,4 +316,6 @@ def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[in
         found |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
         if len(found) >= count:
             return list(found)[:count]
-    raise OptionError(f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter span")
+    raise OptionError(
+        f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter span"
+    )

@@ -27,7 +27,16 @@ _VERBS = (
     "watches", "follows", "remembers", "carries", "paints", "leaves", "finds", "describes", "crosses", "visits",
     "repairs", "admires", "forgets", "hears", "draws", "keeps",
 )  # fmt: skip
-_PREPOSITIONS = ("behind", "near", "under", "beyond", "beside", "above", "across from", "in front of")
+_PREPOSITIONS = (
+    "behind",
+    "near",
+    "under",
+    "beyond",
+    "beside",
+    "above",
+    "across from",
+    "in front of",
+)
 _ADVERBS = ("slowly", "often", "quietly", "never", "always", "gladly", "rarely", "carefully")
 _CONJUNCTIONS = ("and", "while", "because", "although", "until", "before")
 
@@ -36,15 +45,21 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
     """The fewest repetitions of a text that give exactly ``count`` tokens."""
 
     def encode(repetitions: int) -> list[int]:
-        return tokenizer(separator.join([text] * repetitions), add_special_tokens=False)["input_ids"]
+        return tokenizer(separator.join([text] * repetitions), add_special_tokens=False)[
+            "input_ids"
+        ]
 
     low, high = 1, count + 1
-    while len(encode(high)) < count and high < _MOST * count:  # a token may hold several repetitions
+    while (
+        len(encode(high)) < count and high < _MOST * count
+    ):  # a token may hold several repetitions
         high *= 2
     while low < high:  # the length grows with the repetitions: find the first that is long enough
         middle = (low + high) // 2
         low, high = (middle + 1, high) if len(encode(middle)) < count else (low, middle)
-    tokens = next((made for made in map(encode, range(low, low + 4)) if len(made) == count), encode(low))
+    tokens = next(
+        (made for made in map(encode, range(low, low + 4)) if len(made) == count), encode(low)
+    )
     if len(tokens) != count:
         pieces = [tokenizer.decode([token]) for token in encode(2)]
         near = sorted({len(encode(max(1, low - 1))), len(tokens)})
@@ -90,11 +105,15 @@ def counted(tokenizer: Any, room: int) -> list[int]:
     """As many whole numbers of "1 2 3 …" as ``room`` tokens hold; a ``ConditionError`` if they hold none."""
 
     def encode(last: int) -> list[int]:
-        return tokenizer(" ".join(map(str, range(1, last + 1))), add_special_tokens=False)["input_ids"]
+        return tokenizer(" ".join(map(str, range(1, last + 1))), add_special_tokens=False)[
+            "input_ids"
+        ]
 
     last = bisect_right(range(1, room + 1), room, key=lambda last: len(encode(last)))
     if not last:
-        raise ConditionError("counting needs room for a number and its line breaks; give a larger count")
+        raise ConditionError(
+            "counting needs room for a number and its line breaks; give a larger count"
+        )
     return encode(last)
 
 
@@ -137,7 +156,9 @@ def check_run(count: int, place: str) -> None:
     if isinstance(count, bool) or not isinstance(count, int):
         raise OptionError(f"count={count!r}: give a whole number of tokens")
     if count < 1:
-        raise OptionError(f"count={count}: insert at least one token; the baseline is always run too")
+        raise OptionError(
+            f"count={count}: insert at least one token; the baseline is always run too"
+        )
     if count > MOST:
         raise OptionError(f"count={count}: insert at most {MOST:,} tokens")
     check_choice(Place, place=place)
@@ -175,5 +196,7 @@ def behind(marker: str, sequence: Sequence, prompt: Prompt, tokenizer: Any) -> i
     low, high = 1, len(tokens)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if marker in tokenizer.decode(tokens[:middle]) else (middle + 1, high)
+        low, high = (
+            (low, middle) if marker in tokenizer.decode(tokens[:middle]) else (middle + 1, high)
+        )
     return low

@@ -23,7 +23,20 @@ LARGEST = 999
 MOST_PEOPLE = 6  # in a recall question
 
 _HE = ("Tom", "Ben", "Omar", "Luca", "Ravi", "Sam", "Noah", "Ivan", "Hugo", "Eli", "Adam", "Finn")
-_SHE = ("Anna", "Mia", "Sara", "Lena", "Zoe", "Ines", "Ruth", "Tara", "Nora", "Emma", "Yuki", "Leila")
+_SHE = (
+    "Anna",
+    "Mia",
+    "Sara",
+    "Lena",
+    "Zoe",
+    "Ines",
+    "Ruth",
+    "Tara",
+    "Nora",
+    "Emma",
+    "Yuki",
+    "Leila",
+)
 PEOPLE = _HE + _SHE
 _COUNTED = (
     "apples", "marbles", "books", "stickers", "pencils", "shells", "coins", "cards", "eggs", "cookies", "stamps",
@@ -33,7 +46,18 @@ _MEASURED = (
     "liters of water", "kilograms of rice", "meters of rope", "grams of sugar", "cups of flour", "liters of paint",
     "meters of cloth", "bags of sand",
 )  # fmt: skip
-_PLACES = ("garden", "kitchen", "box", "park", "school", "shop", "street", "attic", "library", "market")
+_PLACES = (
+    "garden",
+    "kitchen",
+    "box",
+    "park",
+    "school",
+    "shop",
+    "street",
+    "attic",
+    "library",
+    "market",
+)
 _DAYS = ("On Monday", "On Friday", "The next day", "Later", "In the evening", "After lunch", "Then")
 _TIMES_WORDS = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
 
@@ -94,7 +118,12 @@ class _Story:
     def apply(self, sign: str, operand: int) -> int:
         """Work out one step, write it down, and return the value that it started from."""
         before = self.value
-        self.value = {"+": before + operand, "-": before - operand, "*": before * operand, "÷": before // operand}[sign]
+        self.value = {
+            "+": before + operand,
+            "-": before - operand,
+            "*": before * operand,
+            "÷": before // operand,
+        }[sign]
         self.sums.append(f"{before} {sign} {operand} = {self.value}.")
         self.chain += f"{sign}{operand}"
         return before
@@ -113,7 +142,9 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
         rng.choice(_possible_steps(story))(story)
     last = _finish(story)
     question = " ".join([*story.sentences, last])
-    if rng.random() < 0.1:  # a second way to write the marks, so that " ?" and " /" are ordinary tokens too
+    if (
+        rng.random() < 0.1
+    ):  # a second way to write the marks, so that " ?" and " /" are ordinary tokens too
         question = question.replace("?", " ?")
     if rng.random() < 0.5:
         question = question.replace("/", " / ")
@@ -121,7 +152,9 @@ def generate_problem(rng: random.Random, steps: int) -> Problem:
     return Problem(question, answer, story.value, steps, story.chain, template)
 
 
-def word_problems(split: Split, steps: tuple[int, ...] = (1, 2, 3, 4, 5), seed: int = 0) -> Iterator[Problem]:
+def word_problems(
+    split: Split, steps: tuple[int, ...] = (1, 2, 3, 4, 5), seed: int = 0
+) -> Iterator[Problem]:
     """An endless stream of problems of one split: the same arguments give the same stream."""
     rng = random.Random(f"word-problems {split} {seed}")
     every = (generate_problem(rng, rng.choice(steps)) for _ in count())

@@ -26,7 +26,12 @@ _FEWEST_WORDS = 6
 
 
 def pairs(
-    model: TokenizedModel, source: str, limit: int = 64, *, span: tuple[int, int] = (SHORTEST, LONGEST), seed: int = 0
+    model: TokenizedModel,
+    source: str,
+    limit: int = 64,
+    *,
+    span: tuple[int, int] = (SHORTEST, LONGEST),
+    seed: int = 0,
 ) -> list[Prompt]:
     """Make pairs of prompts: each has a ``counterpart`` of as many tokens, an answer, and the counterpart's answer.
 
@@ -62,7 +67,10 @@ def pairs(
         make, words = _indirect_object, _alike(tokenizer, [f" {name}" for name in PEOPLE])
     else:
         make, words = _greater_than, _alike(tokenizer, [f"{n:02}" for n in range(12, 88)])
-    made = [Prompt(id=str(index), template="joined", **make(draw, words)) for index, draw in enumerate(draws)]
+    made = [
+        Prompt(id=str(index), template="joined", **make(draw, words))
+        for index, draw in enumerate(draws)
+    ]
     _check_lengths(tokenizer, made)
     return made
 
@@ -73,7 +81,12 @@ def _indirect_object(draw: random.Random, words: Sequence[str]) -> dict[str, Any
     place, thing = draw.choice(_PLACES), draw.choice(_THINGS)
     first = scene.format(*draw.sample([one, two], 2), place)
     question, counterpart = (f"{first} {act.format(0, 0, 0, giver, thing)}" for giver in (two, one))
-    return {"question": question, "counterpart": counterpart, "answer": f" {one}", "other_answer": f" {two}"}
+    return {
+        "question": question,
+        "counterpart": counterpart,
+        "answer": f" {one}",
+        "other_answer": f" {two}",
+    }
 
 
 def _greater_than(draw: random.Random, words: Sequence[str]) -> dict[str, Any]:
@@ -84,7 +97,12 @@ def _greater_than(draw: random.Random, words: Sequence[str]) -> dict[str, Any]:
     lasted = f"The {event} lasted from the year {century}"
     question, counterpart = (f"{lasted}{year} to the year {century}" for year in (end, start))
     after = draw.choice([number for number in words if number[0] > end[0]])
-    return {"question": question, "counterpart": counterpart, "answer": after, "other_answer": lower}
+    return {
+        "question": question,
+        "counterpart": counterpart,
+        "answer": after,
+        "other_answer": lower,
+    }
 
 
 def _shuffled(model: TokenizedModel, prompt: Prompt, draw: random.Random) -> Prompt:
@@ -111,7 +129,9 @@ def _alike(tokenizer: Any, words: Sequence[str]) -> list[str]:
     usual = Counter(sizes.values()).most_common(1)[0][0]
     some = [word for word in words if sizes[word] == usual]
     if len(some) < _FEWEST_WORDS:
-        rest = ", ".join(f"{word.strip()!r} ({size})" for word, size in sizes.items() if size != usual)
+        rest = ", ".join(
+            f"{word.strip()!r} ({size})" for word, size in sizes.items() if size != usual
+        )
         raise PromptError(
             f"only {len(some)} words are {usual} tokens with this tokenizer; other numbers of tokens: {rest}"
         )
@@ -121,7 +141,9 @@ def _alike(tokenizer: Any, words: Sequence[str]) -> list[str]:
 def _check_lengths(tokenizer: Any, made: Sequence[Prompt]) -> None:
     """Refuse versions of other lengths, which a tokenizer that looks at neighbouring words could make."""
     for prompt in made:
-        sizes = [len(tokenizer(text)["input_ids"]) for text in (prompt.question, prompt.counterpart)]
+        sizes = [
+            len(tokenizer(text)["input_ids"]) for text in (prompt.question, prompt.counterpart)
+        ]
         if sizes[0] != sizes[1]:
             raise PromptError(
                 f'the versions of prompt {prompt.id} are {sizes[0]} and {sizes[1]} tokens: "{prompt.question}" and '

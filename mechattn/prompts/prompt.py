@@ -17,7 +17,9 @@ from mechattn.markup import plain
 
 Template = Literal["plain", "chat", "joined"]
 MOST = 1_000_000  # generated prompts, inserted tokens, samples: far beyond any use, and still a list in memory
-HALVES = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs, which neither tokenizers nor files accept
+HALVES = re.compile(
+    "[\ud800-\udfff]"
+)  # halves of surrogate pairs, which neither tokenizers nor files accept
 _FEWEST = 4  # prompts; with fewer, intervals are wide in any case
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _NAME = re.compile(r"\b[A-Z]\w*")
@@ -50,7 +52,9 @@ class Prompt:
     id: str = "0"
     solution: str | None = None
     tokens: tuple[int, ...] = ()
-    group: str | None = field(default=None, repr=False)  # not part of the prompts' hash: nothing measured depends on it
+    group: str | None = field(
+        default=None, repr=False
+    )  # not part of the prompts' hash: nothing measured depends on it
     answer_tokens: tuple[int, ...] = ()
     counterpart: str | tuple[int, ...] = ""
     other_answer: str | tuple[int, ...] = ""
@@ -60,19 +64,37 @@ class Prompt:
         if not self.question.strip() and not self.tokens:
             raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
         if plain(str(self.id)) != str(self.id):
-            raise PromptError(f"the id {self.id!r} contains control characters; give every prompt a printable id")
+            raise PromptError(
+                f"the id {self.id!r} contains control characters; give every prompt a printable id"
+            )
         if self.group is not None and (not isinstance(self.group, str) or not self.group.strip()):
-            raise PromptError(f"prompt {self.id} has group={self.group!r}; give the name of its group, or None")
-        if self.group is not None and (plain(self.group) != self.group or HALVES.search(self.group)):
+            raise PromptError(
+                f"prompt {self.id} has group={self.group!r}; give the name of its group, or None"
+            )
+        if self.group is not None and (
+            plain(self.group) != self.group or HALVES.search(self.group)
+        ):
             raise PromptError(
                 f"the group {self.group!r} of prompt {self.id} contains characters that cannot be printed"
             )
         if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
-            raise PromptError(f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid text")
+            raise PromptError(
+                f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid text"
+            )
         others = [one for one in (self.counterpart, self.other_answer) if not isinstance(one, str)]
-        for token in (*self.tokens, *self.answer_tokens, *(token for one in others for token in one)):
-            if isinstance(token, bool) or not isinstance(token, Integral) or not -(2**63) <= token < 2**63:
-                raise PromptError(f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers")
+        for token in (
+            *self.tokens,
+            *self.answer_tokens,
+            *(token for one in others for token in one),
+        ):
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, Integral)
+                or not -(2**63) <= token < 2**63
+            ):
+                raise PromptError(
+                    f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers"
+                )
 
     @property
     def excerpt(self) -> str:
@@ -93,7 +115,9 @@ def as_prompts(prompts: Prompt | str | Tensor | Sequence[Prompt | str]) -> list[
     if isinstance(prompts, Tensor):
         return _from_tokens(prompts)
     if not isinstance(prompts, Iterable):
-        raise PromptError(f"prompts={prompts!r}: give a text, a list of texts or prompts, or a tensor of token ids")
+        raise PromptError(
+            f"prompts={prompts!r}: give a text, a list of texts or prompts, or a tensor of token ids"
+        )
     made = [p if isinstance(p, Prompt) else _from_text(i, p) for i, p in enumerate(prompts)]
     if not made:
         raise PromptError("there are no prompts; give at least one")
@@ -101,7 +125,9 @@ def as_prompts(prompts: Prompt | str | Tensor | Sequence[Prompt | str]) -> list[
         made = [replace(prompt, id=str(i)) for i, prompt in enumerate(made)]
     repeated = [name for name, count in Counter(prompt.id for prompt in made).items() if count > 1]
     if repeated:
-        raise PromptError(f"several prompts have the id {min(repeated)!r}; give every prompt its own")
+        raise PromptError(
+            f"several prompts have the id {min(repeated)!r}; give every prompt its own"
+        )
     if not any(prompt.group for prompt in made):
         return made
     return [p if p.group else replace(p, group=f"prompt {p.id} alone") for p in made]
@@ -110,14 +136,23 @@ def as_prompts(prompts: Prompt | str | Tensor | Sequence[Prompt | str]) -> list[
 def _from_text(index: int, text: object) -> Prompt:
     if not isinstance(text, str):
         given = f"of type {type(text).__name__}"
-        raise PromptError(f"prompt {index} is {given}; give a text, a Prompt, or a tensor of token ids")
+        raise PromptError(
+            f"prompt {index} is {given}; give a text, a Prompt, or a tensor of token ids"
+        )
     if text.endswith((".jsonl", ".json", ".csv", ".parquet")) and not text.count(" "):
-        raise PromptError(f"prompt {index} is {text!r}, the name of a file: load_prompts({text!r}) reads its prompts")
+        raise PromptError(
+            f"prompt {index} is {text!r}, the name of a file: load_prompts({text!r}) reads its prompts"
+        )
     return Prompt(text, id=str(index))
 
 
 def _from_tokens(tokens: Tensor) -> list[Prompt]:
-    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == bool_ or not tokens.numel():
+    if (
+        tokens.ndim != 2
+        or tokens.is_floating_point()
+        or tokens.dtype == bool_
+        or not tokens.numel()
+    ):
         raise PromptError(
             f"token ids came as a {tokens.dtype} tensor of shape {tuple(tokens.shape)}; "
             "give a non-empty integer tensor [batch, pos], every row as long as its prompt (one prompt: tokens[None])"
@@ -128,7 +163,9 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
 def warn_of_likeness(prompts: Sequence[Prompt]) -> str:
     """Warn if at least half of the prompts repeat another one, apart from numbers and names; what was said, or ""."""
     if said := _likeness(prompts):
-        warn(f"{said}. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group=…)")
+        warn(
+            f"{said}. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group=…)"
+        )
     return said
 
 
@@ -146,7 +183,9 @@ def _likeness(prompts: Sequence[Prompt]) -> str:
         said, many = f"{len(prompts)} prompts are {few} ({_most(texts)})", len(prompts) / len(texts)
     elif len(shapes) <= len(prompts) / 2:
         few = "one template" if len(shapes) == 1 else f"{len(shapes)} templates"
-        said = f"{len(prompts)} prompts follow {few}, apart from numbers and names ({_most(shapes)})"
+        said = (
+            f"{len(prompts)} prompts follow {few}, apart from numbers and names ({_most(shapes)})"
+        )
         many = len(prompts) / len(shapes)
     else:
         return ""

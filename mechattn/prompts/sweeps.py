@@ -30,9 +30,13 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
     have: list[str] = [field.name for field in fields(condition)] if is_dataclass(condition) else []
     for name, values in options.items():
         if name not in have:
-            raise OptionError(f"{type(condition).__name__} has no option {name!r} to vary; it has {', '.join(have)}")
+            raise OptionError(
+                f"{type(condition).__name__} has no option {name!r} to vary; it has {', '.join(have)}"
+            )
         if isinstance(values, str) or not isinstance(values, Iterable):
-            raise OptionError(f"{name}={values!r}: give a list of values, such as count=[10, 25, 40]")
+            raise OptionError(
+                f"{name}={values!r}: give a list of values, such as count=[10, 25, 40]"
+            )
     options = {name: list(values) for name, values in options.items()}
     if not options or not all(options.values()):
         raise OptionError("give an option to vary with its values, such as count=[10, 25, 40]")

@@ -91,12 +91,19 @@ class Sequence:
 
     def _repr_html_(self) -> str:
         decode = self.decode or (lambda ids: str(ids[0]))
-        texts = [(decode([token]), SEGMENTS[code]) for token, code in zip(self.tokens.tolist(), self.segment.tolist())]
+        texts = [
+            (decode([token]), SEGMENTS[code])
+            for token, code in zip(self.tokens.tolist(), self.segment.tolist())
+        ]
         return markup.tokens(texts, f"{self._said()}:")
 
     def _said(self) -> str:
         inserted, changed = int(self.inserted.sum()), int(self.of_segment("changed").sum())
-        said = f"{inserted} without a partner, {changed} changed" if self.counterpart else f"{inserted} inserted"
+        said = (
+            f"{inserted} without a partner, {changed} changed"
+            if self.counterpart
+            else f"{inserted} inserted"
+        )
         return f"{len(self)} tokens, {said}"
 
 
@@ -107,17 +114,25 @@ def baseline_sequence(
 
     The first of ``segments`` may be "bos", which is no segment: its only token is always the first.
     """
-    codes = torch.tensor([SEGMENTS.index(name) for name in ("first", *segments[1:])], dtype=torch.long)
+    codes = torch.tensor(
+        [SEGMENTS.index(name) for name in ("first", *segments[1:])], dtype=torch.long
+    )
     token_ids = torch.tensor(list(tokens), dtype=torch.long)
-    return Sequence(token_ids, torch.arange(len(tokens)), codes, decode=decode, first_part=segments[0])
+    return Sequence(
+        token_ids, torch.arange(len(tokens)), codes, decode=decode, first_part=segments[0]
+    )
 
 
 def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
     """Return the sequence with ``filler`` inserted before position ``at``; original tokens do not change."""
     if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(sequence):
-        raise ConditionError(f"at={at!r}: give a position from 0 to {len(sequence)}, the end of this sequence")
+        raise ConditionError(
+            f"at={at!r}: give a position from 0 to {len(sequence)}, the end of this sequence"
+        )
     if isinstance(filler, str) or not all(isinstance(token, int) for token in filler):
-        raise ConditionError(f"filler={filler!r}: give token ids; tokenizer(text, add_special_tokens=False) makes them")
+        raise ConditionError(
+            f"filler={filler!r}: give token ids; tokenizer(text, add_special_tokens=False) makes them"
+        )
 
     def spliced(old: Int[Tensor, " old"], new: Int[Tensor, " new"]) -> Int[Tensor, " longer"]:
         return torch.cat([old[:at], new, old[at:]])
@@ -172,7 +187,10 @@ class Batch:
 
     def members(self) -> Bool[Tensor, "batch segment pos"]:
         """Membership of every position in every segment, in the order of ``SEGMENTS``."""
-        return self.segment[:, None, :] == torch.arange(len(SEGMENTS), device=self.segment.device)[:, None]
+        return (
+            self.segment[:, None, :]
+            == torch.arange(len(SEGMENTS), device=self.segment.device)[:, None]
+        )
 
     def masked_in(self, layer: int) -> tuple[bool, ...]:
         """Which rows have edges cut in a layer; empty if there is nothing to cut."""
@@ -184,14 +202,19 @@ class Batch:
         """The batch as one layer reads it, without edges that are cut only in other layers."""
         if self.edge_mask is None or all(layers is None for layers in self.edge_mask_layers):
             return self
-        here = torch.tensor(self.masked_in(layer)).to(self.tokens.device).unsqueeze(1) & self.edge_mask.keys
+        here = (
+            torch.tensor(self.masked_in(layer)).to(self.tokens.device).unsqueeze(1)
+            & self.edge_mask.keys
+        )
         return replace(self, edge_mask=replace(self.edge_mask, keys=here) if here.any() else None)
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
         names = ("tokens", "origin", "segment", "lengths", "position_ids", "edge_mask")
         given = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: value.to(device) for name, value in given.items() if value is not None})
+        return replace(
+            self, **{name: value.to(device) for name, value in given.items() if value is not None}
+        )
 
 
 PADDING = -2
@@ -209,8 +232,12 @@ def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: i
     padded = partial(pad_sequence, batch_first=True)
     edge_mask = None
     if any(s.edge_mask for s in sequences):
-        masks = [s.edge_mask or EdgeMask(*torch.zeros(2, len(s), dtype=torch.bool)) for s in sequences]
-        edge_mask = EdgeMask(padded([mask.queries for mask in masks]), padded([mask.keys for mask in masks]))
+        masks = [
+            s.edge_mask or EdgeMask(*torch.zeros(2, len(s), dtype=torch.bool)) for s in sequences
+        ]
+        edge_mask = EdgeMask(
+            padded([mask.queries for mask in masks]), padded([mask.keys for mask in masks])
+        )
     kept = any(s.keeps_positions for s in sequences)
     return Batch(
         tokens=padded([s.tokens for s in sequences], padding_value=pad_token),
@@ -231,10 +258,18 @@ class Pairs:
 
     batch: Batch
     baseline: Int[Tensor, " pair"]  # the row of each sequence's baseline
-    place: Int[Tensor, "pair original"]  # the position of each original token in the sequence; 0 where there is none
-    original: Bool[Tensor, "pair original"]  # which original tokens exist, by position in the baseline
-    segment: Int[Tensor, "pair original"]  # the segment of each, by its index in ``SEGMENTS``; −2 where there is none
-    reach: tuple[int, ...]  # for each position, the number of original tokens up to it, in the pair with the most
+    place: Int[
+        Tensor, "pair original"
+    ]  # the position of each original token in the sequence; 0 where there is none
+    original: Bool[
+        Tensor, "pair original"
+    ]  # which original tokens exist, by position in the baseline
+    segment: Int[
+        Tensor, "pair original"
+    ]  # the segment of each, by its index in ``SEGMENTS``; −2 where there is none
+    reach: tuple[
+        int, ...
+    ]  # for each position, the number of original tokens up to it, in the pair with the most
 
 
 def pairs_of(batch: Batch, baseline: str) -> Pairs:
@@ -249,6 +284,9 @@ def pairs_of(batch: Batch, baseline: str) -> Pairs:
     place[pair, origin[pair, position]] = position
     original[pair, origin[pair, position]] = True
     segment = batch.segment.cpu().gather(1, place).masked_fill(~original, PADDING)
-    own, reach = torch.tensor([first[prompt] for prompt, _ in batch.rows]), tuple(exists.cumsum(-1).amax(0).tolist())
+    own, reach = (
+        torch.tensor([first[prompt] for prompt, _ in batch.rows]),
+        tuple(exists.cumsum(-1).amax(0).tolist()),
+    )
     own, place, original, segment = (each.to(device) for each in (own, place, original, segment))
     return Pairs(batch, own, place, original, segment, reach)

@@ -38,13 +38,19 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
     """The baseline sequence of a prompt: BOS exactly once (if the model uses one), each token in its segment."""
     if answer := prompt.answer_tokens:
         read = tokenize(replace(prompt, answer="", answer_tokens=()), model)
-        segments = [read.first_part, *(SEGMENTS[code] for code in read.segment[1:].tolist()), *["answer"] * len(answer)]
+        segments = [
+            read.first_part,
+            *(SEGMENTS[code] for code in read.segment[1:].tolist()),
+            *["answer"] * len(answer),
+        ]
         return baseline_sequence([*read.tokens.tolist(), *answer], segments, read.decode)
     if prompt.tokens:
         bos = own_bos(model)
         _refuse_padding(prompt, model.tokenizer)
         _refuse_other_bos(prompt, model, bos)
-        segments = ["bos" if i == 0 and t == bos else "question" for i, t in enumerate(prompt.tokens)]
+        segments = [
+            "bos" if i == 0 and t == bos else "question" for i, t in enumerate(prompt.tokens)
+        ]
         return baseline_sequence(prompt.tokens, segments, getattr(model.tokenizer, "decode", None))
     tokenizer = require_tokenizer(model)
     text, spans = _chat(prompt, tokenizer) if prompt.template == "chat" else _plain(prompt)
@@ -110,7 +116,11 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
 def _plain(prompt: Prompt) -> tuple[str, Spans]:
     text, spans = "", []
     between = "" if prompt.template == "joined" else "\n"
-    for segment, part in (("system", prompt.system), ("question", prompt.question), ("answer", prompt.answer)):
+    for segment, part in (
+        ("system", prompt.system),
+        ("question", prompt.question),
+        ("answer", prompt.answer),
+    ):
         if part:
             spans.append((segment, len(text), len(text) + len(part)))
             text += part + between
@@ -124,7 +134,9 @@ def _chat(prompt: Prompt, tokenizer: Any) -> tuple[str, Spans]:
     messages = [{"role": "system", "content": prompt.system}, user] if prompt.system else [user]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:  # some templates refuse a system role; the system text then starts the user's turn
+    except (
+        Exception
+    ):  # some templates refuse a system role; the system text then starts the user's turn
         text = _without_system(prompt, tokenizer)
     spans: Spans = []
     start = 0
@@ -146,10 +158,17 @@ def _chat(prompt: Prompt, tokenizer: Any) -> tuple[str, Spans]:
 
 
 def _without_system(prompt: Prompt, tokenizer: Any) -> str:
-    user = {"role": "user", "content": f"{prompt.system}\n\n{prompt.question}" if prompt.system else prompt.question}
+    user = {
+        "role": "user",
+        "content": f"{prompt.system}\n\n{prompt.question}" if prompt.system else prompt.question,
+    }
     try:
-        text: str = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program from the checkpoint and may fail in any way
+        text: str = tokenizer.apply_chat_template(
+            [user], tokenize=False, add_generation_prompt=True
+        )
+    except (
+        Exception
+    ) as error:  # a template is a program from the checkpoint and may fail in any way
         raise ModelError(
             f"the chat template of this tokenizer fails on prompt {prompt.id} ({type(error).__name__}: {error}); use "
             'template="plain"'
@@ -188,5 +207,8 @@ def vocabulary_classes(tokenizer: Any, size: int) -> Int[Tensor, " d_vocab"]:
     if tokenizer is None:
         return torch.full((size,), other)
     known = min(size, len(tokenizer))
-    made = [TOKEN_CLASSES.index(token_class(text)) for text in tokenizer.batch_decode([[i] for i in range(known)])]
+    made = [
+        TOKEN_CLASSES.index(token_class(text))
+        for text in tokenizer.batch_decode([[i] for i in range(known)])
+    ]
     return torch.tensor(made + [other] * (size - known))

@@ -36,4 +36,6 @@ from mechattn.render.words import verdict_words as verdict_words
 
 def __dir__() -> list[str]:
     """The functions; not the files that they are in."""
-    return sorted(name for name, thing in globals().items() if callable(thing) and not name.startswith("_"))
+    return sorted(
+        name for name, thing in globals().items() if callable(thing) and not name.startswith("_")
+    )

@@ -18,13 +18,25 @@ from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import COLOURS, WITH
 from mechattn.render.figure_declaration import figure as declare
-from mechattn.render.words import count_words, mean_words, model_caption, number_words, percent_words, says
+from mechattn.render.words import (
+    count_words,
+    mean_words,
+    model_caption,
+    number_words,
+    percent_words,
+    says,
+)
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
 NAME = "mlp_activations"
 _POINTS: dict[str, Any] = {"marker": dict(size=7), "hovertemplate": "%{customdata}: %{y:.3g}"}
-_METRICS = {"near_zero": "near-zero share", "l1": "L1 norm", "l2": "L2 norm", "gini": "Gini coefficient"}
+_METRICS = {
+    "near_zero": "near-zero share",
+    "l1": "L1 norm",
+    "l2": "L2 norm",
+    "gini": "Gini coefficient",
+}
 
 
 @declare(NAME, report=[{}])
@@ -63,18 +75,29 @@ def activation_histogram(
     figure.update_yaxes(title_text="share of activations", col=1)
     figure.update_xaxes(title_text="activation after the nonlinearity")
     note = "bands: pointwise 95 % intervals; dotted: near-zero threshold"
-    draw.title(figure, "activations of the MLP", f"layer {layer}, question tokens; {_n(results)}; {note}", 480, top=150)
+    draw.title(
+        figure,
+        "activations of the MLP",
+        f"layer {layer}, question tokens; {_n(results)}; {note}",
+        480,
+        top=150,
+    )
     parts = []
     for result in results:
         share = result[NAME].near_zero_by_segment.sel(layer=layer, segment="question")
-        words = [f"{name} {mean_words(result, share.sel(condition=name))}" for name in [BASELINE, *names]]
+        words = [
+            f"{name} {mean_words(result, share.sel(condition=name))}" for name in [BASELINE, *names]
+        ]
         parts.append(f"{model_caption(result)}: {'; '.join(words)}.")
     return says(figure, "Near-zero share:", *parts)
 
 
 @declare(NAME, compares=True, report=[{}])
 def activation_metrics(
-    results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0, segment: str = "question"
+    results: Seq[Result] | Result,
+    conditions: Seq[str] | None = None,
+    layer: int = 0,
+    segment: str = "question",
 ) -> go.Figure:
     """Plot the changes of near-zero share, L1, L2 and Gini coefficient from the baseline, with 95 % intervals.
 
@@ -85,24 +108,39 @@ def activation_metrics(
         segment: The segment of the tokens.
     """
     results, names = _checked(results, conditions, layer)
-    figure, captions = draw.panels(list(_METRICS.values()), horizontal_spacing=0.05), [*map(model_caption, results)]
+    figure, captions = (
+        draw.panels(list(_METRICS.values()), horizontal_spacing=0.05),
+        [*map(model_caption, results)],
+    )
     for column, metric in enumerate(_METRICS, 1):
-        asked = [[Contrast(r, name, quantity=metric, segment=segment) for name in names] for r in results]
+        asked = [
+            [Contrast(r, name, quantity=metric, segment=segment) for name in names] for r in results
+        ]
         found = [[one.overall(layer)[0] for one in of_result] for of_result in asked]
-        series = [(caption, 100 * np.array(changes).T) for caption, changes in zip(captions, found, strict=True)]
+        series = [
+            (caption, 100 * np.array(changes).T)
+            for caption, changes in zip(captions, found, strict=True)
+        ]
         draw.side_by_side(figure, names, series, COLOURS[1:], column=column, **_POINTS)
         draw.rule(figure, y=0, column=column)
         if metric == "near_zero":
-            said = [[f"{n} {percent_words(one)}" for n, one in zip(names, of, strict=True)] for of in found]
+            said = [
+                [f"{n} {percent_words(one)}" for n, one in zip(names, of, strict=True)]
+                for of in found
+            ]
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
     note = f"layer {layer}, {segment} tokens; {_n(results)}; bars: 95 % t intervals of the log-ratio of prompts' means"
     draw.title(figure, "changes of the MLP's activations", note, 520, top=130)
-    parts = [f"{caption}: {'; '.join(words)}." for caption, words in zip(captions, said, strict=True)]
+    parts = [
+        f"{caption}: {'; '.join(words)}." for caption, words in zip(captions, said, strict=True)
+    ]
     return says(figure, "Change of the near-zero share:", *parts)
 
 
 @declare(NAME)
-def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0) -> go.Figure:
+def near_zero_by_class(
+    results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0
+) -> go.Figure:
     """Plot the share of near-zero activations by token class: digits, operators, conjunctions and others.
 
     Args:
@@ -117,8 +155,13 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
         there = (at.notnull().all("condition").sum("prompt") >= 3).values
         classes = at.token_class.values[there]
         known = at.transpose("prompt", "condition", "token_class")[:, :, there]
-        series = [(name, mean_over_prompts(result, known.sel(condition=name))) for name in [BASELINE, *names]]
-        draw.side_by_side(figure, classes, series, COLOURS, column=column, apart=0.8 / len(series), **_POINTS)
+        series = [
+            (name, mean_over_prompts(result, known.sel(condition=name)))
+            for name in [BASELINE, *names]
+        ]
+        draw.side_by_side(
+            figure, classes, series, COLOURS, column=column, apart=0.8 / len(series), **_POINTS
+        )
         counts = at.sel(condition=BASELINE).notnull().sum("prompt").values[there]
         labels = [f"{label}<br>n = {count}" for label, count in zip(classes, counts, strict=True)]
         figure.update_xaxes(ticktext=labels, row=1, col=column)
@@ -128,14 +171,22 @@ def near_zero_by_class(results: Seq[Result] | Result, conditions: Seq[str] | Non
     at = results[0][NAME].near_zero_by_token_class.sel(layer=layer)
     parts = []
     for kind in classes:
-        known = {name: at.sel(condition=name, token_class=kind).dropna("prompt") for name in [BASELINE, *names[:1]]}
-        parts.append(f"{kind}: {', '.join(f'{name} {mean_words(results[0], of)}' for name, of in known.items())}")
+        known = {
+            name: at.sel(condition=name, token_class=kind).dropna("prompt")
+            for name in [BASELINE, *names[:1]]
+        }
+        parts.append(
+            f"{kind}: {', '.join(f'{name} {mean_words(results[0], of)}' for name, of in known.items())}"
+        )
     return says(figure, f"Near-zero share, {model_caption(results[0])}.", "; ".join(parts) + ".")
 
 
 @declare(NAME, compares=True, report=[{}])
 def agreement(
-    results: Seq[Result] | Result, condition: str, conditions: Seq[str] | None = None, layer: int = 0
+    results: Seq[Result] | Result,
+    condition: str,
+    conditions: Seq[str] | None = None,
+    layer: int = 0,
 ) -> go.Figure:
     """Plot the cosine between the changes that conditions make in the question's activations.
 
@@ -148,12 +199,17 @@ def agreement(
     results, names = _checked(results, conditions, layer)
     others = [name for name in names if name != condition]
     if not others:
-        raise OptionError(f"there is no condition to compare with {condition!r}; run at least one more")
+        raise OptionError(
+            f"there is no condition to compare with {condition!r}; run at least one more"
+        )
     figure, series, said = draw.panels(), [], []
     for result in results:
         table = result.agreement(condition, others[0], controls=others[1:])
         made = table.loc[table.layer == layer, ["cosine", "cosine_low", "cosine_high"]].to_numpy()
-        said += [f"cosine with {w} {number_words(Interval(*row))}" for w, row in zip(others, made, strict=True)]
+        said += [
+            f"cosine with {w} {number_words(Interval(*row))}"
+            for w, row in zip(others, made, strict=True)
+        ]
         series.append((model_caption(result), made.T))
     draw.side_by_side(figure, others, series, COLOURS[1:], **_POINTS)
     draw.rule(figure, y=0)
@@ -165,10 +221,16 @@ def agreement(
 
 def _panels(results: Seq[Result], **options: Any) -> go.Figure:
     """One panel per model, side by side."""
-    return draw.panels([model_caption(r).replace(" (", "<br>(") for r in results], horizontal_spacing=0.06, **options)
+    return draw.panels(
+        [model_caption(r).replace(" (", "<br>(") for r in results],
+        horizontal_spacing=0.06,
+        **options,
+    )
 
 
-def _checked(results: Seq[Result] | Result, conditions: Seq[str] | None, layer: int) -> tuple[list[Result], list[str]]:
+def _checked(
+    results: Seq[Result] | Result, conditions: Seq[str] | None, layer: int
+) -> tuple[list[Result], list[str]]:
     """The results as a list, and the conditions other than the baseline, which all results must have."""
     made = [results] if isinstance(results, Result) else list(results)
     if not made:
@@ -197,7 +259,10 @@ def _n(results: Seq[Result]) -> str:
 
 Reading = Literal["mixed", "top_target"]
 READINGS = {"mixed": "head_updates", "top_target": "top_target_updates"}
-_AXIS = {"magnitude": "‖update‖ / ‖residual stream‖", "orientation": "cosine of update and residual stream"}
+_AXIS = {
+    "magnitude": "‖update‖ / ‖residual stream‖",
+    "orientation": "cosine of update and residual stream",
+}
 _HEAT: dict[str, Any] = {"colorscale": draw.SEQUENTIAL, "reversescale": True, "zmin": 0}
 _RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
 
@@ -243,7 +308,9 @@ def update_histogram(
         )  # fmt: skip
     uniform = np.log10(1 / heads) if quantity == "magnitude" else 0.0
     draw.rule(figure, **_RULE, x=uniform)
-    figure.update_xaxes(title_text=_AXIS[quantity], **draw.reach(figure, "x", uniform, quantity == "magnitude"))
+    figure.update_xaxes(
+        title_text=_AXIS[quantity], **draw.reach(figure, "x", uniform, quantity == "magnitude")
+    )
     figure.update_yaxes(title_text="head", **draw.steps(heads))
     return _finished(figure, result, condition, reading, f"{quantity} of head updates", counts, 480)
 
@@ -269,7 +336,10 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     for layer in counts.layer.values:
         every = counts.sel(layer=layer).transpose("orientation_bin", "magnitude_bin").values
         z = every[1:, 1:-1]
-        words = [[f"magnitude {m}, orientation {o}" for m in _ranges(sizes)[1:-1]] for o in _ranges(turns)[1:]]
+        words = [
+            [f"magnitude {m}, orientation {o}" for m in _ranges(sizes)[1:-1]]
+            for o in _ranges(turns)[1:]
+        ]
         figure.add_heatmap(
             x=np.log10(_middles(sizes)[1:-1]), y=_middles(turns)[1:],
             z=_positive(100 * z / max(1, every.sum())),
@@ -281,11 +351,21 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
     draw.rule(figure, **_RULE, x=uniform)
     figure.update_xaxes(title_text=_AXIS["magnitude"], **draw.reach(figure, "x", uniform, True))
     figure.update_yaxes(title_text=_AXIS["orientation"], **draw.reach(figure, "y", 0.0))
-    return _finished(figure, result, condition, reading, "orientation against magnitude of head updates", counts, 560)
+    return _finished(
+        figure,
+        result,
+        condition,
+        reading,
+        "orientation against magnitude of head updates",
+        counts,
+        560,
+    )
 
 
 @declare(READINGS)
-def update_by_position(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
+def update_by_position(
+    result: Result, condition: str = BASELINE, reading: Reading = "mixed"
+) -> go.Figure:
     """Plot the mean magnitude of every head's update by position, with a slider for the layer (R. Claus, figure 10).
 
     Positions are hidden if fewer than half of the prompts have them: late positions come only from long prompts.
@@ -301,7 +381,9 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
     dataset = _dataset(result, reading, condition)
     name = f"{_prefix(reading)}magnitude_at"
     if name not in dataset:
-        raise OptionError("the updates of single tokens were not kept: measure HeadUpdates(per_query=True)")
+        raise OptionError(
+            "the updates of single tokens were not kept: measure HeadUpdates(per_query=True)"
+        )
     values, n = dataset[name], dataset[f"{name}_n"]
     prompts = result["sequences"].sizes["prompt"]
     texts = None
@@ -315,7 +397,8 @@ def update_by_position(result: Result, condition: str = BASELINE, reading: Readi
         many = n.sel(layer=layer).transpose("head", "key").values
         head, key = np.nonzero(np.isfinite(y) & (many >= prompts / 2))
         words = [
-            f"head {h}, position {k}" + (f", n = {int(many[h, k])}" if texts is None else f" “{texts[k]}”")
+            f"head {h}, position {k}"
+            + (f", n = {int(many[h, k])}" if texts is None else f" “{texts[k]}”")
             for h, k in zip(head, key, strict=True)
         ]
         figure.add_scattergl(
@@ -364,14 +447,24 @@ def _ranges(edges: np.ndarray) -> np.ndarray:
 
 
 def _finished(
-    figure: go.Figure, result: Result, condition: str, reading: str, what: str, values: xr.DataArray, height: int
+    figure: go.Figure,
+    result: Result,
+    condition: str,
+    reading: str,
+    what: str,
+    values: xr.DataArray,
+    height: int,
 ) -> go.Figure:
     """Set the title, a slider with one step per layer, and the sentence on the question's tokens."""
     note = f"{condition}; {count_words(result)}"
     note += "; only the part from the strongest target" if reading == "top_target" else ""
     layers, title = values.layer.values.tolist(), f"{model_caption(result)}: {what}"
-    draw.by_layer_slider(figure, layers, lambda layer: f"{title}<br><sup>layer {layer}; {note}</sup>", height)
+    draw.by_layer_slider(
+        figure, layers, lambda layer: f"{title}<br><sup>layer {layer}; {note}</sup>", height
+    )
     dataset, prefix = _dataset(result, reading, condition).sel(segment="question"), _prefix(reading)
-    size, turn = (mean_words(result, dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation"))
+    size, turn = (
+        mean_words(result, dataset[f"{prefix}{name}"]) for name in ("magnitude", "orientation")
+    )
     means = f"magnitude {size} of the residual stream's norm, cosine with it {turn}"
     return says(figure, f"Question tokens, mean over layers and heads: {means}.")

@@ -48,13 +48,17 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
     if over:
         names = [name for name in names if f"{over}=" in name]
         if not names:
-            raise OptionError(f"no condition is named {over}=…; evaluate with conditions=ma.sweep(…)")
+            raise OptionError(
+                f"no condition is named {over}=…; evaluate with conditions=ma.sweep(…)"
+            )
         values = [name.split(f"{over}=")[1].split(",")[0] for name in names]
         numeric = all(value.lstrip("-").replace(".", "", 1).isdigit() for value in values)
         x = ([0.0] * len(start) + [float(v) for v in values]) if numeric else [*start, *values]
         names = [*start, *names]
         figure.update_xaxes(title_text="inserted tokens" if over == "count" else over)
-    series = [(model, table.set_index("condition").reindex(names)) for model, table in tables.items()]
+    series = [
+        (model, table.set_index("condition").reindex(names)) for model, table in tables.items()
+    ]
     if over:
         for (model, rows), colour in zip(series, cycle(COLOURS), strict=False):
             _points(figure, x, rows, model, colour, mode="lines+markers", customdata=names)
@@ -94,9 +98,15 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
     rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
     z = [[cells.get((row, column), np.nan) for column in columns] for row in rows]
     base = 100 * float(table.set_index("condition").accuracy[BASELINE])
-    reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))  # differences due to chance get no colour
+    reach = max(
+        _LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base)))
+    )  # differences due to chance get no colour
     figure = draw.panels()
-    marks = dict(title="%", tickvals=[t for t in (base - reach, base, base + reach) if 0 <= t <= 100], tickformat=".0f")
+    marks = dict(
+        title="%",
+        tickvals=[t for t in (base - reach, base, base + reach) if 0 <= t <= 100],
+        tickformat=".0f",
+    )
     figure.add_heatmap(
         z=z, x=columns, y=rows, colorscale=draw.DIVERGING, zmin=base - reach, zmax=base + reach, colorbar=marks,
         texttemplate="%{z:.1f}",
@@ -119,10 +129,15 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
     Raises:
         OptionError: There are no tables.
     """
-    names, figure = _conditions(tables), draw.panels(list(tables), shared_yaxes=True, horizontal_spacing=0.05)
+    names, figure = (
+        _conditions(tables),
+        draw.panels(list(tables), shared_yaxes=True, horizontal_spacing=0.05),
+    )
     for column, table in enumerate(tables.values(), 1):
         tried = sorted(set(table.k))
-        shown = [(name, table[table.condition == name].set_index("k").reindex(tried)) for name in names]
+        shown = [
+            (name, table[table.condition == name].set_index("k").reindex(tried)) for name in names
+        ]
         draw.side_by_side(
             figure, [str(k) for k in tried], [(name, _percents(rows, "estimate")) for name, rows in shown], COLOURS,
             column=column, apart=0.1, mode="lines+markers", hovertemplate="k = %{customdata}: %{y:.1f} %",
@@ -170,7 +185,10 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     titles = [f"attention to the {to} (%)", "right minus wrong,<br>beyond uniform (points)"]
     figure = draw.panels(titles, shared_yaxes=True, column_widths=[0.6, 0.4])
     places = np.arange(len(table))
-    for said, symbol, colour, away in (("right", "circle", THIRD, -0.12), ("wrong", "circle-open", WITH, 0.12)):
+    for said, symbol, colour, away in (
+        ("right", "circle", THIRD, -0.12),
+        ("wrong", "circle-open", WITH, 0.12),
+    ):
         *shown, null = (100 * table[f"{said}{end}"] for end in ("", "_low", "_high", "_uniform"))
         draw.points(
             figure, places + away, shown, f"{said} answers", colour, column=1, sideways=True, meta=["n", "tokens"],
@@ -189,10 +207,18 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
         hovertemplate="%{x:+.2f} points<br>%{customdata[0]} pairs, p = %{customdata[1]:.2g}<extra></extra>",
     )  # fmt: skip
     draw.rule(figure, x=0, colour="#444", column=2)
-    labels = [f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()]
+    labels = [
+        f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()
+    ]
     figure.update_yaxes(tickvals=list(places), ticktext=labels, autorange="reversed", row=1, col=1)
     note = "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform attention"
-    draw.title(figure, f"{measured.about}: attention of {measured.queries}", note, 260 + 60 * len(table), top=150)
+    draw.title(
+        figure,
+        f"{measured.about}: attention of {measured.queries}",
+        note,
+        260 + 60 * len(table),
+        top=150,
+    )
     return says(figure, _said(table))
 
 
@@ -224,10 +250,14 @@ def dose_curves(
     Raises:
         OptionError: No condition is named after the option, or the evaluation and the result have different conditions.
     """
-    ours, theirs = ({n for n in names if f"{over}=" in n} for names in (answers.condition, result.conditions))
+    ours, theirs = (
+        {n for n in names if f"{over}=" in n} for names in (answers.condition, result.conditions)
+    )
     if ours != theirs:
         apart = sorted(ours ^ theirs)[0]
-        raise OptionError(f"{apart!r} was {'run' if apart in theirs else 'evaluated'} but not the other; give both")
+        raise OptionError(
+            f"{apart!r} was {'run' if apart in theirs else 'evaluated'} but not the other; give both"
+        )
     titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
     figure = draw.panels(titles, 2, shared_xaxes=True, vertical_spacing=0.12)
     upper = accuracy({"right answers": answers}, over)
@@ -238,11 +268,16 @@ def dose_curves(
     figure.update_xaxes(title_text=lower.layout.xaxis.title.text, row=2, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
     note = "bars: 95 %, over problems above, over prompts below; dotted: uniform attention"
-    draw.title(figure, f"{model_caption(result)}: answers and attention by {over}", note, 640, top=150)
+    draw.title(
+        figure, f"{model_caption(result)}: answers and attention by {over}", note, 640, top=150
+    )
     said = [
-        f"{what}: ρ = {t.rho:+.2f} [{t.low:+.2f}, {t.high:+.2f}], p = {t.p:.2g}" for what, t in (trends or {}).items()
+        f"{what}: ρ = {t.rho:+.2f} [{t.low:+.2f}, {t.high:+.2f}], p = {t.p:.2g}"
+        for what, t in (trends or {}).items()
     ]
-    return says(figure, f"Trends within prompts. {'; '.join(said)}." if said else "", said_by(lower))
+    return says(
+        figure, f"Trends within prompts. {'; '.join(said)}." if said else "", said_by(lower)
+    )
 
 
 def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
@@ -266,7 +301,13 @@ def _n(tables: Seq[pd.DataFrame]) -> str:
     """The number of problems, or of groups of problems, that the tables are over."""
     counts = sorted({int(table.n.iloc[0]) for table in tables})
     units = {table.attrs.get("unit", "prompts") for table in tables}
-    what = "problems" if units == {"prompts"} else units.pop() if len(units) == 1 else "problems or groups of them"
+    what = (
+        "problems"
+        if units == {"prompts"}
+        else units.pop()
+        if len(units) == 1
+        else "problems or groups of them"
+    )
     return f"{', '.join(map(str, counts))} {what}"
 
 
@@ -276,5 +317,7 @@ def _said(table: pd.DataFrame) -> str:
     for row in table.itertuples():
         ends = f"{100 * row.beyond:+.2f} points [{100 * row.beyond_low:+.2f}, {100 * row.beyond_high:+.2f}]"
         said = f"{ends} in {row.pairs} pairs, p = {row.p_beyond:.2g}"
-        parts.append(f"{row.condition}: {f'{row.pairs} pairs, too few to compare' if np.isnan(row.beyond) else said}")
+        parts.append(
+            f"{row.condition}: {f'{row.pairs} pairs, too few to compare' if np.isnan(row.beyond) else said}"
+        )
     return f"Right minus wrong, beyond uniform attention. {'; '.join(parts)}."

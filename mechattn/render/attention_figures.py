@@ -72,13 +72,17 @@ def received_attention(
     """
     dataset, condition = result[NAME], result.shown_condition(condition)
     alone = condition == BASELINE
-    layers: list[Any] = list(layer) if isinstance(layer, (list, tuple, range, np.ndarray)) else [layer]
+    layers: list[Any] = (
+        list(layer) if isinstance(layer, (list, tuple, range, np.ndarray)) else [layer]
+    )
     shown, how = np.arange(dataset.sizes["prompt"]), "chosen by hand"
     for one in layers:
         if one is not None:
             check_layer(one, dataset)
     listed, top = listed_or_chosen(heads, top)
-    Selection("half" if top else None, top, by if top or by != "beyond" else None)  # refuses what compare refuses
+    Selection(
+        "half" if top else None, top, by if top or by != "beyond" else None
+    )  # refuses what compare refuses
     if top is not None:
         units = units_of(result, len(shown))
         units.refuse_below(2 * FEWEST, " for two halves", instead="")
@@ -88,10 +92,16 @@ def received_attention(
         how = f"with the largest {largest} in the other half of the prompts"
     of_layers: dict[int, list[int]] = {}
     for one in layers or [layer]:
-        some = _listed(listed, one, dataset) if top is None else choose_heads(result, one, top, condition, chosen, by)
+        some = (
+            _listed(listed, one, dataset)
+            if top is None
+            else choose_heads(result, one, top, condition, chosen, by)
+        )
         for at, head in some:
             of_layers.setdefault(at, []).append(head)
-    base = _Line("received_by_origin", BASELINE, "baseline" if alone else f"without {condition}", WITHOUT)
+    base = _Line(
+        "received_by_origin", BASELINE, "baseline" if alone else f"without {condition}", WITHOUT
+    )
     aligned = _Line("received_by_origin", condition, f"with {condition}", WITH)
     rows = [[base]] if alone else [[base, aligned], [aligned._replace(quantity="received")]]
     panels = [
@@ -106,8 +116,12 @@ def received_attention(
     over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
     over += f"; dotted: uniform attention; heads {how}{where}"
     over += "; each panel has its own vertical scale" * (len(panels) > 1)
-    draw.title(figure, f"{model_caption(result)}: received attention", over, 400 if alone else 640, 125)
-    return says(figure, *(_in_words(result, condition, *of, shown, one_based) for of in of_layers.items()))
+    draw.title(
+        figure, f"{model_caption(result)}: received attention", over, 400 if alone else 640, 125
+    )
+    return says(
+        figure, *(_in_words(result, condition, *of, shown, one_based) for of in of_layers.items())
+    )
 
 
 def _listed(heads: Seq[int | str], layer: int | None, dataset: xr.Dataset) -> list[tuple[int, int]]:
@@ -116,20 +130,33 @@ def _listed(heads: Seq[int | str], layer: int | None, dataset: xr.Dataset) -> li
         return [(layer, head) for head in check_heads(heads, dataset.sizes["head"], layer)]
     named = list(filter(None, map(head_named, heads)))
     if len(named) < len(heads) or not named:
-        raise OptionError(f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]')
+        raise OptionError(
+            f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]'
+        )
     for at in {at for at, _ in named}:
         check_layer(at, dataset)
         check_heads([head for of, head in named if of == at], dataset.sizes["head"])
     return named
 
 
-def _in_words(result: Result, condition: str, layer: int, heads: Seq[int], prompts: np.ndarray, one_based: bool) -> str:
+def _in_words(
+    result: Result,
+    condition: str,
+    layer: int,
+    heads: Seq[int],
+    prompts: np.ndarray,
+    one_based: bool,
+) -> str:
     """The sentence on a layer; empty if there is no change to report."""
     listed = ", ".join(str(head + one_based) for head in heads)
     which = f"layer {layer + one_based} {f'heads {listed} (mean)' if len(heads) > 1 else f'head {listed}'}"
     of = f"Attention received by the question's tokens in {which}"
     if condition == BASELINE:
-        at = result[NAME].sel(condition=BASELINE, layer=layer, segment="question").isel(prompt=prompts)
+        at = (
+            result[NAME]
+            .sel(condition=BASELINE, layer=layer, segment="question")
+            .isel(prompt=prompts)
+        )
         mean = mean_words(result, at.received_by_segment.sel(head=list(heads)))
         uniform = float(at.received_by_segment_uniform.mean())
         return f"{of}: {mean}, {len(prompts)} prompts; uniform attention would give {uniform:.3g}."
@@ -146,7 +173,9 @@ def _inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
     return int(where[0]), int(where[-1])
 
 
-def _shade(figure: go.Figure, span: tuple[int, int] | None, words: str, row: int, column: int | str) -> None:
+def _shade(
+    figure: go.Figure, span: tuple[int, int] | None, words: str, row: int, column: int | str
+) -> None:
     """Shade inserted positions, if all prompts have them at the same place."""
     if span is None:
         return
@@ -196,7 +225,9 @@ def received_by_model(
     results = [results] if isinstance(results, Result) else list(results)
     chosen = [heads] * len(results) if isinstance(heads, int) else list(heads)
     if len(chosen) != len(results):
-        raise OptionError(f"heads={chosen} for {len(results)} models: give one head per model, or one for all")
+        raise OptionError(
+            f"heads={chosen} for {len(results)} models: give one head per model, or one for all"
+        )
     panels = []
     for result, head in zip(results, chosen, strict=True):
         check_layer(layer, result[NAME])
@@ -204,7 +235,9 @@ def received_by_model(
         where = f"{model_caption(result)}<br>layer {layer + one_based} head {head + one_based}"
         panels.append(_Panel(result, layer, head, where))
     colours = zip(conditions, (WITH, THIRD), strict=False)
-    figure = _by_position(panels, [[_Line("received", name, name, colour) for name, colour in colours]])
+    figure = _by_position(
+        panels, [[_Line("received", name, name, colour) for name, colour in colours]]
+    )
     for column, result in enumerate(results, 1):
         for span in {_inserted_span(result, name) for name in conditions}:
             _shade(figure, span, "inserted", 1, column)
@@ -220,10 +253,15 @@ def received_by_model(
     return says(figure, "Change of the attention received by the question's tokens.", *said)
 
 
-def _by_position(panels: list[_Panel], rows: list[list[_Line]], shown: np.ndarray | None = None) -> go.Figure:
+def _by_position(
+    panels: list[_Panel], rows: list[list[_Line]], shown: np.ndarray | None = None
+) -> go.Figure:
     """A column for each head, with rows of lines over positions, their bands and uniform attention."""
     titles = [panel.title for panel in panels] + [""] * len(panels) * (len(rows) - 1)
-    figure, named = draw.panels(titles, len(rows), vertical_spacing=0.16, horizontal_spacing=0.06), set()
+    figure, named = (
+        draw.panels(titles, len(rows), vertical_spacing=0.16, horizontal_spacing=0.06),
+        set(),
+    )
     for column, panel in enumerate(panels, 1):
         dataset = panel.result[NAME]
         prompts = np.arange(dataset.sizes["prompt"]) if shown is None else shown
@@ -234,29 +272,41 @@ def _by_position(panels: list[_Panel], rows: list[list[_Line]], shown: np.ndarra
                     panel.result.condition(name)
                 where: dict[str, object] = {"condition": name, "layer": panel.layer}
                 found = at_positions(dataset, quantity, where | {"head": panel.head}, prompts)
-                draw.line_and_band(figure, found, label, colour, column=column, row=row, legend=label not in named)
+                draw.line_and_band(
+                    figure, found, label, colour, column=column, row=row, legend=label not in named
+                )
                 null = uniform_at_positions(dataset, quantity, where, prompts)[found.at]
                 here.append(found)
                 drawn.append((found.at, null, f"uniform, {label}", colour))
                 named.add(label)
             at, null, *_ = drawn[0]
-            if len(drawn) > 1 and all(len(one) == len(null) and np.allclose(one, null) for _, one, *_ in drawn):
+            if len(drawn) > 1 and all(
+                len(one) == len(null) and np.allclose(one, null) for _, one, *_ in drawn
+            ):
                 drawn = [(at, null, "uniform attention", WITHOUT)]  # one line would hide the others
             for at, null, label, colour in drawn:
-                style = dict(legendgroup=label, hovertemplate="%{y:.4f}", showlegend=label not in named)
+                style = dict(
+                    legendgroup=label, hovertemplate="%{y:.4f}", showlegend=label not in named
+                )
                 draw.dotted(figure, at, null, label, colour, column=column, row=row, **style)
                 named.add(label)
             here = [found for found in here if len(found.at) > 1 and found.at[0] == 0]
             first = max((found.mean[0] for found in here), default=0.0)
-            if here and first > 2 * max(found.mean[1:].max() for found in here):  # as a sink sets the scale of the axis
-                segment = int(panel.result["sequences"].segment_index.sel(condition=lines[0].condition)[0, 0])
+            if here and first > 2 * max(
+                found.mean[1:].max() for found in here
+            ):  # as a sink sets the scale of the axis
+                segment = int(
+                    panel.result["sequences"].segment_index.sel(condition=lines[0].condition)[0, 0]
+                )
                 figure.add_annotation(
                     x=0, y=first, text=f"position 0 ({SEGMENTS[segment]})", xanchor="left", xshift=8, showarrow=False,
                     row=row, col=column,
                 )  # fmt: skip
     for row, of in enumerate(rows, 1):
         whole = of[0].quantity == "received"
-        figure.update_xaxes(title_text="position in the sequence" if whole else "original token position", row=row)
+        figure.update_xaxes(
+            title_text="position in the sequence" if whole else "original token position", row=row
+        )
     figure.update_yaxes(title_text="attention received<br>(probability)", col=1)
     figure.update_yaxes(rangemode="tozero")
     return figure.update_layout(hovermode="x unified")
@@ -290,9 +340,17 @@ def change_map(
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     known = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"
     known &= to == BASELINE or bool((table.null.abs() > ROUNDING).any())
-    column, what = ("beyond", "relative to uniform attention") if known else ("difference", "change")
+    column, what = (
+        ("beyond", "relative to uniform attention") if known else ("difference", "change")
+    )
     low, high, q = f"{column}_low", f"{column}_high", table[f"q_{column}"]
-    columns = {"shown": column, "change": "difference", "q": f"q_{column}", "low": low, "high": high}
+    columns = {
+        "shown": column,
+        "change": "difference",
+        "q": f"q_{column}",
+        "low": low,
+        "high": high,
+    }
     hover = f"{what} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
     bar = f"change of {quantity_words(quantity, segment)}{' beyond uniform attention' * known} ({table.scale.iloc[0]})"
@@ -321,7 +379,9 @@ def _map_words(table: pd.DataFrame, column: str, versus: str) -> str:
     far = table.iloc[int(np.nanargmax(table[column].abs()))]
     sure = f"{int((table[f'q_{column}'] < 0.05).sum())} of {len(table)} heads"
     if table.scale.iloc[0] == "log-ratio":
-        value, low, high, null = map(percent, (far.change, far.change_low, far.change_high, far.change_null))
+        value, low, high, null = map(
+            percent, (far.change, far.change_low, far.change_high, far.change_null)
+        )
     else:
         parts = (far.difference, far.difference_low, far.difference_high, far.null)
         value, low, high, null = (f"{part:+.3f}".replace("-", "−") for part in parts)
@@ -331,8 +391,12 @@ def _map_words(table: pd.DataFrame, column: str, versus: str) -> str:
         '(select="half" avoids this)'
     ) * (len(table) > 1)  # fmt: skip
     if column == "beyond":
-        times = f" ({np.exp(far.beyond):.2f} × uniform)" if table.scale.iloc[0] == "log-ratio" else ""
-        found = f"{sure} differ from uniform attention at q < 0.05. The largest difference is in {head}"
+        times = (
+            f" ({np.exp(far.beyond):.2f} × uniform)" if table.scale.iloc[0] == "log-ratio" else ""
+        )
+        found = (
+            f"{sure} differ from uniform attention at q < 0.05. The largest difference is in {head}"
+        )
         return f"{found}, under uniform attention {null}{times}{picked}."
     null = "" if versus else f"; {table.attrs['null']}"
     return f"{sure} changed{versus} at q < 0.05{null}. The largest change is in {head}{picked}."

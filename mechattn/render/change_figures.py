@@ -16,7 +16,15 @@ from mechattn.render import draw
 from mechattn.render.attention_figures import NAME
 from mechattn.render.draw import OTHERS, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import figure as declare
-from mechattn.render.words import beside_null, count_words, heads_words, model_caption, percent, quantity_words, says
+from mechattn.render.words import (
+    beside_null,
+    count_words,
+    heads_words,
+    model_caption,
+    percent,
+    quantity_words,
+    says,
+)
 from mechattn.results.result import Result
 
 
@@ -56,11 +64,21 @@ def changes(
     for (words, named), colour in zip(lines.items(), cycle((WITH, *OTHERS)), strict=False):
         found = [Contrast(result, n, to, quantity, segment).overall(layer) for n in named.values()]
         numeric = bool(over) and all(value.lstrip("-").isdigit() for value in named)
-        start = [(0.0, 0.0, 0.0)] * (numeric and to == BASELINE)  # nothing inserted, so nothing changed
+        start = [(0.0, 0.0, 0.0)] * (
+            numeric and to == BASELINE
+        )  # nothing inserted, so nothing changed
         x = [0] * len(start) + list(map(int, named) if numeric else named)
         ends = 100 * np.array([*start, *(change for change, _ in found)], dtype=np.float64).T
         label = words or (quantity if over else "measured")
-        draw.points(figure, x, ends, label, colour, mode=mode, hovertemplate="%{x}: %{y:.1f} %<extra></extra>")
+        draw.points(
+            figure,
+            x,
+            ends,
+            label,
+            colour,
+            mode=mode,
+            hovertemplate="%{x}: %{y:.1f} %<extra></extra>",
+        )
         nulls = [null for _, null in found if null is not None]
         if len(nulls) == len(found):
             y = [0.0] * len(start) + [100 * float(null.estimate) for null in nulls]
@@ -70,13 +88,19 @@ def changes(
             else:
                 marker = dict(symbol="line-ew", size=18, line=dict(width=2, color=WITHOUT))
                 figure.add_scatter(x=x, y=y, mode=mode, name=null_name, marker=marker)
-        shown = list(zip(named.values(), found, strict=True))[-1 if over else 0 :]  # of a sweep the last
+        shown = list(zip(named.values(), found, strict=True))[
+            -1 if over else 0 :
+        ]  # of a sweep the last
         said.append("; ".join(f"{name}: {beside_null(*change)}" for name, change in shown) + ".")
-    where = "mean over layers and heads" if layer is None else f"mean over the heads of layer {layer}"
+    where = (
+        "mean over layers and heads" if layer is None else f"mean over the heads of layer {layer}"
+    )
     note = f"{where}; n = {count_words(result)}; bars: 95 % t intervals of the log-ratio of each prompt's mean"
     what = quantity_words(quantity, segment) + f" relative to “{to}”" * (to != BASELINE)
     draw.rule(figure, y=0)
-    draw.title(figure, f"{model_caption(result)}: change of {what}{f', by {over}' * bool(over)}", note, 440)
+    draw.title(
+        figure, f"{model_caption(result)}: change of {what}{f', by {over}' * bool(over)}", note, 440
+    )
     figure.update_yaxes(title_text=f"change of {what} (%)", nticks=8)
     figure.update_xaxes(title_text="inserted tokens" if over == "count" else over or None)
     return says(figure, *said)
@@ -92,12 +116,16 @@ def _swept(names: Seq[str], option: str) -> dict[str, dict[str, str]]:
             others = ", ".join(part for part in parts if part not in swept)
             lines.setdefault(others, {})[swept[0].removeprefix(f"{option}=")] = name
     if not lines:
-        raise OptionError(f"no condition of this result is named {option}=…; run it with conditions=ma.sweep(…)")
+        raise OptionError(
+            f"no condition of this result is named {option}=…; run it with conditions=ma.sweep(…)"
+        )
     return lines
 
 
 @declare(NAME, compares=True)
-def verdicts(results: Seq[Result] | Result, condition: str | None = None, segment: str = "question") -> go.Figure:
+def verdicts(
+    results: Seq[Result] | Result, condition: str | None = None, segment: str = "question"
+) -> go.Figure:
     """Plot the change of a segment's attention in several models beside what uniform attention would do, one row each.
 
     The number is that of ``result.verdict``: the change of the mean over all layers and heads, with its 95 % interval.
@@ -116,18 +144,26 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
     names = [result.condition(condition) for result in results]
     found = [result.verdict(name, segment) for result, name in zip(results, names, strict=True)]
     words = _rows(results, names)
-    change, null = (100 * np.array(of, dtype=np.float64) for of in zip(*((one.change, one.null) for one in found)))
+    change, null = (
+        100 * np.array(of, dtype=np.float64)
+        for of in zip(*((one.change, one.null) for one in found))
+    )
     figure, rows = draw.panels(), np.arange(len(found))
     for row, value in enumerate(change[:, 0]):
         line = dict(color=faint(WITH, 0.35), width=14)
-        figure.add_scatter(x=[0, value], y=[row, row], mode="lines", line=line, showlegend=False, hoverinfo="skip")
+        figure.add_scatter(
+            x=[0, value], y=[row, row], mode="lines", line=line, showlegend=False, hoverinfo="skip"
+        )
     draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True)
     figure.add_scatter(
         x=null[:, 0], y=rows, name="if every head attended uniformly", mode="markers",
         marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3),
     )  # fmt: skip
     low, high = min(0, change.min(), null.min()), max(0, change.max(), null.max())
-    for ends, shift in ((change, 17), (null, -17)):  # above or below what they say, clear of the rule at 0
+    for ends, shift in (
+        (change, 17),
+        (null, -17),
+    ):  # above or below what they say, clear of the rule at 0
         for row, value in enumerate(ends[:, 0].round(3)):
             near = abs(value) < 0.2 * (high - low)
             anchor = ("left" if value > 0 else "right") if near else "center"
@@ -137,14 +173,24 @@ def verdicts(results: Seq[Result] | Result, condition: str | None = None, segmen
     one = f" with “{names[0]}”" if len(set(names)) == 1 else ""
     counts = " or ".join(dict.fromkeys(map(count_words, results)))
     note = f"mean over all layers and heads; {counts}"
-    draw.title(figure, f"Change of {quantity_words('received', segment)}{one}", note, 200 + 64 * len(found), top=120)
-    room = [(0.22 if end else 0.06) * (high - low) for end in (low, high)]  # for the words at the outermost points
+    draw.title(
+        figure,
+        f"Change of {quantity_words('received', segment)}{one}",
+        note,
+        200 + 64 * len(found),
+        top=120,
+    )
+    room = [
+        (0.22 if end else 0.06) * (high - low) for end in (low, high)
+    ]  # for the words at the outermost points
     what = "change of attention<br>received (%)"
     figure.update_xaxes(nticks=8, title_text=what, range=[low - room[0], high + room[1]])
     labels = [word.replace(" (", "<br>(", 1) for word in words]
     figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(found) - 0.5, -0.8])
     pairs = zip(words, found, strict=True)
-    return says(figure, *(f"{row}: {beside_null(v.change, v.null)}. {heads_words(v)}." for row, v in pairs))
+    return says(
+        figure, *(f"{row}: {beside_null(v.change, v.null)}. {heads_words(v)}." for row, v in pairs)
+    )
 
 
 def _inserted(result: Result, condition: str) -> str:
@@ -163,5 +209,6 @@ def _rows(results: Seq[Result], conditions: Seq[str]) -> list[str]:
     if len(set(counts)) > 1:  # what takes more tokens takes more attention
         words = [f"{row}, {count}" for row, count in zip(words, counts, strict=True)]
     return [
-        f"{row}, result {words[: i + 1].count(row)}" if words.count(row) > 1 else row for i, row in enumerate(words)
+        f"{row}, result {words[: i + 1].count(row)}" if words.count(row) > 1 else row
+        for i, row in enumerate(words)
     ]

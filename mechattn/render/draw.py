@@ -17,7 +17,9 @@ from mechattn.axes import BASELINE
 from mechattn.contrast.means import Positions
 
 # Okabe and Ito (2008), "Color universal design"; contrast of at least 3 to 1 on white and on a dark background.
-WITHOUT = "#0072b2"  # blue, what is compared with: without the inserted tokens, or uniform attention
+WITHOUT = (
+    "#0072b2"  # blue, what is compared with: without the inserted tokens, or uniform attention
+)
 WITH = "#d55e00"  # vermilion: with them
 THIRD = "#009e73"  # green: a control
 OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
@@ -35,7 +37,9 @@ GREY = "#888"
 _HEADING, _SMALL_PRINT = 72, 110  # letters of a line, which fit into the 700 pixels of a notebook
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-LAYOUT = dict(template="plotly_white", font=dict(family=FONT, size=13), hoverlabel=dict(font_family=FONT))
+LAYOUT = dict(
+    template="plotly_white", font=dict(family=FONT, size=13), hoverlabel=dict(font_family=FONT)
+)
 MARGIN = dict(l=70, r=20, t=90, b=60)
 LAYOUT["margin"] = MARGIN
 
@@ -69,7 +73,11 @@ def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> d
     ends = np.array([null, *np.concatenate(filled)])
     low, high = ends.min() - step, ends.max() + step
     half = range(-8, 5)  # half decades
-    ticks = dict(tickvals=[t / 2 for t in half], ticktext=[f"{10.0 ** (t / 2):.1g}" for t in half]) if decades else {}
+    ticks = (
+        dict(tickvals=[t / 2 for t in half], ticktext=[f"{10.0 ** (t / 2):.1g}" for t in half])
+        if decades
+        else {}
+    )
     return dict(range=[low, high], **ticks)
 
 
@@ -91,10 +99,16 @@ def points(
 ) -> None:  # fmt: skip
     """Points, or a line through them, with their intervals (estimate, low, high) as bars."""
     middle, low, high = (np.asarray(end, dtype=np.float64) for end in estimates)
-    bars = dict(type="data", array=high - middle, arrayminus=middle - low, symmetric=False, color=colour)
+    bars = dict(
+        type="data", array=high - middle, arrayminus=middle - low, symmetric=False, color=colour
+    )
     bars |= dict(thickness=1.5, width=5)  # wider than the point, which would hide a short one
     axes = dict(x=middle, y=x, error_x=bars) if sideways else dict(x=x, y=middle, error_y=bars)
-    style = {"mode": "markers"} | style | {"marker": dict(color=colour, size=6) | style.get("marker", {})}
+    style = (
+        {"mode": "markers"}
+        | style
+        | {"marker": dict(color=colour, size=6) | style.get("marker", {})}
+    )
     figure.add_scatter(**axes, name=name, **at(column), **style)
 
 
@@ -106,8 +120,20 @@ def side_by_side(
     series = list(series)
     for i, ((name, estimates), colour) in enumerate(zip(series, cycle(colours), strict=False)):
         place = np.arange(len(words)) + apart * (i - (len(series) - 1) / 2)
-        legend: dict[str, Any] = dict(legendgroup=name, showlegend=column in (None, 1)) if grouped else {}
-        points(figure, place, estimates, name, colour, column, customdata=list(words), **legend, **style)
+        legend: dict[str, Any] = (
+            dict(legendgroup=name, showlegend=column in (None, 1)) if grouped else {}
+        )
+        points(
+            figure,
+            place,
+            estimates,
+            name,
+            colour,
+            column,
+            customdata=list(words),
+            **legend,
+            **style,
+        )
     figure.update_xaxes(tickvals=list(range(len(words))), ticktext=list(words), **at(column))
 
 
@@ -143,7 +169,9 @@ def dotted(
 ) -> None:  # fmt: skip
     """A dotted line, which is a null in every figure."""
     line = dict(color=colour, dash="dot", width=1.3)
-    figure.add_scatter(**{"x": x, "y": y, "name": name, "mode": "lines", "line": line} | at(column, row) | style)
+    figure.add_scatter(
+        **{"x": x, "y": y, "name": name, "mode": "lines", "line": line} | at(column, row) | style
+    )
 
 
 def rule(
@@ -156,18 +184,29 @@ def rule(
 
 
 def head_map(
-    table: pd.DataFrame, columns: Mapping[str, str], name: str, unit: str, hover: str, across: str = "head"
+    table: pd.DataFrame,
+    columns: Mapping[str, str],
+    name: str,
+    unit: str,
+    hover: str,
+    across: str = "head",
 ) -> go.Figure:
     """Heads by layer in orange and blue: a dot where q < 0.05, the others faded.
 
     The first of the columns, which are given by their labels, is the colour; the others are there on hover.
     """
-    wide = {label: table.pivot(index="layer", columns=across, values=column) for label, column in columns.items()}
+    wide = {
+        label: table.pivot(index="layer", columns=across, values=column)
+        for label, column in columns.items()
+    }
     if across != "head":  # in the table's order
         wide = {label: cells[list(dict.fromkeys(table[across]))] for label, cells in wide.items()}
     (_, shown), *others = wide.items()
     reach = float(np.nanmax(abs(shown.values))) or 1.0
-    figure, bar = panels(), dict(title=dict(text="<br>".join(wrap(unit, 24, break_on_hyphens=False)), side="right"))
+    figure, bar = (
+        panels(),
+        dict(title=dict(text="<br>".join(wrap(unit, 24, break_on_hyphens=False)), side="right")),
+    )
     figure.add_heatmap(
         z=shown.values, x=shown.columns, y=shown.index, zmin=-reach, zmax=reach, colorscale=DIVERGING, name=name,
         meta=[label for label, _ in others], customdata=np.dstack([cells.values for _, cells in others]),
@@ -179,11 +218,17 @@ def head_map(
         marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
     )  # fmt: skip
     unsure = np.where((wide["q"] >= 0.05).values, 0.0, np.nan)
-    faded: dict[str, Any] = dict(colorscale=[[0, FADED], [1, FADED]], showscale=False, hoverinfo="skip")
+    faded: dict[str, Any] = dict(
+        colorscale=[[0, FADED], [1, FADED]], showscale=False, hoverinfo="skip"
+    )
     figure.add_heatmap(x=shown.columns, y=shown.index, z=unsure, name="faded", **faded)
     square = dict(symbol="square", size=9, color=FADED, line=dict(color=GREY, width=1))
-    figure.add_scatter(x=[None], y=[None], mode="markers", name="faded: q ≥ 0.05", marker=square, showlegend=True)
-    figure.update_xaxes(title_text=across, **(steps(len(shown.columns)) if across == "head" else {}))
+    figure.add_scatter(
+        x=[None], y=[None], mode="markers", name="faded: q ≥ 0.05", marker=square, showlegend=True
+    )
+    figure.update_xaxes(
+        title_text=across, **(steps(len(shown.columns)) if across == "head" else {})
+    )
     figure.update_yaxes(title_text="layer", autorange="reversed", **steps(len(shown)))
     return figure
 
@@ -193,25 +238,42 @@ def title(figure: go.Figure, heading: str, note: str, height: int, top: int | No
     large, small = wrap(heading, _HEADING), wrap(note, _SMALL_PRINT)
     more = 17 * (len(small) - 1) + 22 * (len(large) - 1)
     height += more
-    layout: dict[str, Any] = LAYOUT | {"height": height, "margin": MARGIN | {"t": MARGIN["t"] + more}}
+    layout: dict[str, Any] = LAYOUT | {
+        "height": height,
+        "margin": MARGIN | {"t": MARGIN["t"] + more},
+    }
     if top is not None:
         row = dict(
-            orientation="h", x=0.03, xref="container", y=1 - (66 + more) / height, yref="container", yanchor="top"
+            orientation="h",
+            x=0.03,
+            xref="container",
+            y=1 - (66 + more) / height,
+            yref="container",
+            yanchor="top",
         )
         layout |= {"title": dict(x=0.03, y=1 - 20 / height, yanchor="top"), "legend": row}
         layout |= {"margin": dict(l=80, r=20, t=top + more, b=60)}
-    figure.update_layout(**layout, title_text=f"{'<br>'.join(large)}<br><sup>{'<br>'.join(small)}</sup>")
+    figure.update_layout(
+        **layout, title_text=f"{'<br>'.join(large)}<br><sup>{'<br>'.join(small)}</sup>"
+    )
 
 
-def by_layer_slider(figure: go.Figure, layers: Seq[int], words: Callable[[int], str], height: int) -> None:
+def by_layer_slider(
+    figure: go.Figure, layers: Seq[int], words: Callable[[int], str], height: int
+) -> None:
     """A slider that shows one trace, and its title, for each layer."""
     steps = []
     for number, (layer, trace) in enumerate(zip(layers, figure.data, strict=True)):
         trace.visible = number == 0
-        args = [{"visible": [i == number for i in range(len(layers))]}, {"title.text": words(layer)}]
+        args = [
+            {"visible": [i == number for i in range(len(layers))]},
+            {"title.text": words(layer)},
+        ]
         steps.append(dict(method="update", label=str(layer), args=args))
     slider = dict(steps=steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
-    figure.update_layout(**LAYOUT | {"height": height, "title_text": words(layers[0]), "sliders": [slider]})
+    figure.update_layout(
+        **LAYOUT | {"height": height, "title_text": words(layers[0]), "sliders": [slider]}
+    )
 
 
 def map_height(table: pd.DataFrame) -> int:

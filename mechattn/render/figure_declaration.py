@@ -18,7 +18,9 @@ from mechattn.errors import OptionError
 from mechattn.results.result import Result
 
 Draw = TypeVar("Draw", bound=Callable)
-_MARKUP = re.compile(r"<(?!(?:br|/?sup|/?extra)>)")  # every "<" except in tags that our own titles and hovers use
+_MARKUP = re.compile(
+    r"<(?!(?:br|/?sup|/?extra)>)"
+)  # every "<" except in tags that our own titles and hovers use
 _OURS = ("template", "meta")  # the template, and metadata that plotly doesn't draw
 
 
@@ -27,25 +29,37 @@ class Declared:
     """A figure: the function that draws it, and what it needs."""
 
     draw: Callable
-    needs: str | Mapping[str, str]  # the dataset that it shows, by its reading if a mapping; "" if the quantity decides
+    needs: (
+        str | Mapping[str, str]
+    )  # the dataset that it shows, by its reading if a mapping; "" if the quantity decides
     compares: bool  # whether it needs a condition other than the baseline
-    report: Seq[Mapping[str, Any]]  # with which options a report shows it, besides layer, condition and heads
+    report: Seq[
+        Mapping[str, Any]
+    ]  # with which options a report shows it, besides layer, condition and heads
 
     @property
     def takes(self) -> Mapping[str, Any]:
         """The options that it takes, with their defaults."""
-        return {p.name: p.default for p in list(inspect.signature(self.draw).parameters.values())[1:]}
+        return {
+            p.name: p.default for p in list(inspect.signature(self.draw).parameters.values())[1:]
+        }
 
     @property
     def draws_results(self) -> bool:
         """Whether it draws results, and not an evaluation or patching."""
         return next(iter(inspect.signature(self.draw).parameters)) in ("result", "results")
 
-    def shown(self, result: Result, given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def shown(
+        self, result: Result, given: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The datasets and options with which a report shows it; none if the result lacks what it needs."""
         if self.compares and result.shown_condition() == BASELINE:
             return
-        named = {"condition": result.shown_condition(), "conditions": result.conditions[1:], **given}
+        named = {
+            "condition": result.shown_condition(),
+            "conditions": result.conditions[1:],
+            **given,
+        }
         wanted = [  # a figure whose condition or layer is None by default chooses for each result
             name
             for name, default in self.takes.items()
@@ -62,7 +76,9 @@ class Declared:
         if self.needs:
             return self.analysis(options) if self.analysis(options) in result.datasets else None
         names = {options["quantity"], f"{options['quantity']}_by_segment"}
-        return next((name for name, dataset in result.datasets.items() if names & set(dataset)), None)
+        return next(
+            (name for name, dataset in result.datasets.items() if names & set(dataset)), None
+        )
 
     def analysis(self, options: Mapping[str, Any]) -> str:
         """The dataset that it shows with these options; "" if ``quantity`` decides."""
@@ -73,7 +89,10 @@ FIGURES: dict[str, Declared] = {}
 
 
 def figure(
-    needs: str | Mapping[str, str] = "", *, compares: bool = False, report: Seq[Mapping[str, Any]] = ()
+    needs: str | Mapping[str, str] = "",
+    *,
+    compares: bool = False,
+    report: Seq[Mapping[str, Any]] = (),
 ) -> Callable[[Draw], Draw]:
     """Declare a figure (see :class:`Declared`), for reports, config files and the gallery; its names are escaped."""
 
@@ -120,20 +139,28 @@ def _escaped(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple, np.ndarray)):
         parts = [_escaped(one) for one in value]
-        return parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value
+        return (
+            parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value
+        )
     return value
 
 
-def listed_or_chosen(heads: Seq[int | str] | None, top: int | None) -> tuple[list[int | str], int | None]:
+def listed_or_chosen(
+    heads: Seq[int | str] | None, top: int | None
+) -> tuple[list[int | str], int | None]:
     """The named heads, or the number of heads to choose."""
     if (heads is None) == (top is None):
-        raise OptionError(f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3")
+        raise OptionError(
+            f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3"
+        )
     if top is not None:
         if isinstance(top, bool) or not isinstance(top, int) or top < 1:
             raise OptionError(f"top={top!r}: give a number of heads, at least 1")
         return [], top
     if not isinstance(heads, (list, tuple, range, np.ndarray)):
-        raise OptionError(f"heads={heads!r}: give a list, such as [0, 3], or top=… for a number of heads")
+        raise OptionError(
+            f"heads={heads!r}: give a list, such as [0, 3], or top=… for a number of heads"
+        )
     return list(heads), None
 
 
@@ -143,10 +170,14 @@ def check_heads(heads: Seq[int | str], count: int, layer: int | None = None) -> 
     for given in heads:
         of, head = head_named(given) or (layer, given)
         if isinstance(head, bool) or not isinstance(head, (int, np.integer)):
-            raise OptionError(f'heads holds {head!r}; give whole numbers, from 0, such as heads=[0, 3], or ["L1H2"]')
+            raise OptionError(
+                f'heads holds {head!r}; give whole numbers, from 0, such as heads=[0, 3], or ["L1H2"]'
+            )
         if of != layer:
             shown = "all layers show the same heads" if layer is None else f"layer {layer} is shown"
-            raise OptionError(f"heads holds {given!r}, but {shown}; give heads of that layer, such as [0, 3]")
+            raise OptionError(
+                f"heads holds {given!r}, but {shown}; give heads of that layer, such as [0, 3]"
+            )
         if not 0 <= head < count:
             raise OptionError(f"head {head} is out of range: heads are 0 to {count - 1}")
         found.append(int(head))

@@ -79,12 +79,21 @@ def pattern(
         f"{model_caption(result)}, layer {layer}: attention between original tokens, “{condition}” minus the "
         f"baseline; orange: more, blue: less, at most {reach:.2f}"
     )
-    colours = {"minValue": -reach, "maxValue": reach, "negativeColor": WITHOUT, "positiveColor": WITH}
+    colours = {
+        "minValue": -reach,
+        "maxValue": reach,
+        "negativeColor": WITHOUT,
+        "positiveColor": WITH,
+    }
     return _heads_view(change, tokens, layer, heads, caption, **colours)
 
 
 def received_text(
-    result: Result, layer: int, heads: Seq[int] | None = None, condition: str | None = None, prompt: int = 0
+    result: Result,
+    layer: int,
+    heads: Seq[int] | None = None,
+    condition: str | None = None,
+    prompt: int = 0,
 ) -> View:
     """Show one prompt's text coloured by received attention, without and with the inserted tokens.
 
@@ -104,9 +113,13 @@ def received_text(
     condition, dataset = result.shown_condition(condition), result["received_attention"]
     name = "received_per_prompt"
     if name not in dataset and dataset.sizes["prompt"] > 1:
-        raise OptionError('the result has only means over prompts; run with positions="prompts" to see one prompt')
+        raise OptionError(
+            'the result has only means over prompts; run with positions="prompts" to see one prompt'
+        )
     _check(layer=(layer, dataset.layer.values), prompt=(prompt, range(dataset.sizes["prompt"])))
-    heads = check_heads(range(dataset.sizes["head"]) if heads is None else heads, dataset.sizes["head"], layer)
+    heads = check_heads(
+        range(dataset.sizes["head"]) if heads is None else heads, dataset.sizes["head"], layer
+    )
     received = dataset[name].isel(prompt=prompt) if name in dataset else dataset["received"]
     received = received.sel(layer=layer).isel(head=heads).mean("head")
     lines = []
@@ -115,14 +128,23 @@ def received_text(
         lines.append((of, tokens, received.sel(condition=of).values[: len(tokens)]))
     every = np.concatenate([values for _, _, values in lines])
     top = float(np.sort(every[np.isfinite(every)])[-2:].min())
-    which = f"heads {', '.join(map(str, heads))}" if len(heads) < dataset.sizes["head"] else "all heads"
+    which = (
+        f"heads {', '.join(map(str, heads))}" if len(heads) < dataset.sizes["head"] else "all heads"
+    )
     of_what = f"{model_caption(result)}, layer {layer}, mean of {which}"
-    body = "".join(_text(f"{of_what}: attention received, “{of}”", tokens, values, top) for of, tokens, values in lines)
+    body = "".join(
+        _text(f"{of_what}: attention received, “{of}”", tokens, values, top)
+        for of, tokens, values in lines
+    )
     return View(body, 130 + 24 * sum(len(tokens) // 12 + 1 for _, tokens, _ in lines), None)
 
 
 def explorer(
-    result: Result, condition: str = "baseline", prompt: int = 0, heads: Seq[int] | None = None, note: str = ""
+    result: Result,
+    condition: str = "baseline",
+    prompt: int = 0,
+    heads: Seq[int] | None = None,
+    note: str = "",
 ) -> View:
     """Draw figures 1 to 3 of R. Claus, "Attention Focus Plots", for one prompt, with controls for layer, head and rank.
 
@@ -148,7 +170,10 @@ def explorer(
     maps = maps.isel(head=chosen)
     _check(condition=(condition, result.conditions), prompt=(prompt, range(maps.sizes["prompt"])))
     check_count(maps.sizes["layer"], maps.sizes["head"])
-    here, tokens = maps.sel(condition=condition).isel(prompt=prompt), prompt_tokens(result, condition, prompt)
+    here, tokens = (
+        maps.sel(condition=condition).isel(prompt=prompt),
+        prompt_tokens(result, condition, prompt),
+    )
     length = len(tokens)
     square = here.values[..., :length, :length].reshape(-1, length, length)
     low = np.tril_indices(length)
@@ -194,13 +219,23 @@ def _text(caption: str, tokens: Seq[str], values: np.ndarray, top: float) -> str
     return f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption>{text}</figure>'
 
 
-def _map(result: Result, layer: int, heads: Seq[int], condition: str, prompt: int) -> tuple[np.ndarray, list[str]]:
+def _map(
+    result: Result, layer: int, heads: Seq[int], condition: str, prompt: int
+) -> tuple[np.ndarray, list[str]]:
     """The map [head, query, key] of one prompt, and its tokens."""
     dataset = result["attention_map"]
     prompts = range(dataset.sizes["prompt"])
-    _check(layer=(layer, dataset.layer.values), condition=(condition, result.conditions), prompt=(prompt, prompts))
+    _check(
+        layer=(layer, dataset.layer.values),
+        condition=(condition, result.conditions),
+        prompt=(prompt, prompts),
+    )
     heads = check_heads(heads, dataset.sizes["head"], layer)
-    maps = dataset.attention.sel(layer=layer, condition=condition).isel(prompt=prompt, head=heads).values
+    maps = (
+        dataset.attention.sel(layer=layer, condition=condition)
+        .isel(prompt=prompt, head=heads)
+        .values
+    )
     tokens = prompt_tokens(result, condition, prompt)
     return maps[:, : len(tokens), : len(tokens)], tokens
 
@@ -208,7 +243,9 @@ def _map(result: Result, layer: int, heads: Seq[int], condition: str, prompt: in
 def _check(**asked: tuple[Any, Any]) -> None:
     for name, (value, known) in asked.items():
         if value not in list(known):
-            raise OptionError(f"{name} {value!r} is not in this result; it has {', '.join(map(str, known))}")
+            raise OptionError(
+                f"{name} {value!r} is not in this result; it has {', '.join(map(str, known))}"
+            )
 
 
 def _heads_view(
@@ -217,7 +254,9 @@ def _heads_view(
     """Maps [head, query, key], and the line of script with which circuitsvis draws them."""
     properties = {
         "attention": [[[round(float(a), DIGITS) for a in row] for row in head] for head in maps],
-        "attentionHeadNames": [head_name(*(head_named(head) or (layer, int(head)))) for head in heads],
+        "attentionHeadNames": [
+            head_name(*(head_named(head) or (layer, int(head)))) for head in heads
+        ],
         "tokens": tokens,
         **colours,
         "maskUpperTri": True,
@@ -230,7 +269,9 @@ def _heads_view(
     )
 
 
-def _parts(result: Result, condition: str, prompt: int, length: int, heads: list[int]) -> dict[str, str] | None:
+def _parts(
+    result: Result, condition: str, prompt: int, length: int, heads: list[int]
+) -> dict[str, str] | None:
     """Bias and ALiBi of every key; the rest of the score is content."""
     if "score_decomposition" not in result.datasets:
         return None
@@ -238,8 +279,12 @@ def _parts(result: Result, condition: str, prompt: int, length: int, heads: list
     for name in ("bias", "alibi"):
         variable = result["score_decomposition"].get(f"{name}_of_key_per_prompt")
         if variable is None:
-            raise OptionError('the score parts of single prompts were not kept: run with positions="prompts"')
-        values = variable.sel(condition=condition).isel(prompt=prompt, head=heads).values[..., :length]
+            raise OptionError(
+                'the score parts of single prompts were not kept: run with positions="prompts"'
+            )
+        values = (
+            variable.sel(condition=condition).isel(prompt=prompt, head=heads).values[..., :length]
+        )
         found[name] = _packed(values, "<f4")
     return found
 
@@ -342,13 +387,17 @@ def view_script(script: Script = "circuitsvis") -> str:
     else:
         import circuitsvis
 
-        text = (Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js").read_text(encoding="utf-8")
+        text = (Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js").read_text(
+            encoding="utf-8"
+        )
     return text.replace("</script", "<\\/script")
 
 
 def in_script(json_text: str) -> str:
     """JSON that is safe in a script element, whatever tokens it contains."""
-    return json_text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return (
+        json_text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    )
 
 
 def prompt_tokens(result: Result, condition: str, prompt: int) -> list[str]:

@@ -40,7 +40,10 @@ _AFFINE = "affine_shift"
 
 @declare(report=[{"quantity": "self_share"}, {"quantity": "first_share"}])
 def heads_by_layer(
-    result: Result, quantity: str = "self_share", segment: str = "question", conditions: Seq[str] | None = None
+    result: Result,
+    quantity: str = "self_share",
+    segment: str = "question",
+    conditions: Seq[str] | None = None,
 ) -> go.Figure:
     """Plot one number per head by layer, one panel per condition: a strip of points, sorted within each layer.
 
@@ -66,13 +69,22 @@ def heads_by_layer(
         draw.rule(figure, y=0, column=column)
         if null is not None:
             _null_line(figure, result, null.sel(condition=name), colour, column)
-    note = _note(variable, segment, null, f"n = {count_words(result)}; a point per head, sorted within each layer")
+    note = _note(
+        variable,
+        segment,
+        null,
+        f"n = {count_words(result)}; a point per head, sorted within each layer",
+    )
     draw.title(figure, f"{model_caption(result)}: {_words(quantity)}, every head", note, 460)
     return _with_axes(figure, result, quantity, variable, null, names)
 
 
-@declare(report=[{"quantity": name} for name in ("span_mass", "block_magnitude", "shift_rank_one_share")])
-def by_layer(result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None) -> go.Figure:
+@declare(
+    report=[{"quantity": name} for name in ("span_mass", "block_magnitude", "shift_rank_one_share")]
+)
+def by_layer(
+    result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None
+) -> go.Figure:
     """Plot the mean over heads by layer, one line per condition, with 95 % intervals and the uniform null (dotted).
 
     Args:
@@ -86,8 +98,12 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
     """
     names = _names(result, conditions)
     variable, null = values_by_layer(result, quantity, segment)
-    found = {name: in_parts(variable.sel(condition=name), "prompt", result.memory) for name in names}
-    names = [name for name, parts in found.items() if any(bool(part.notnull().any()) for part in parts)]
+    found = {
+        name: in_parts(variable.sel(condition=name), "prompt", result.memory) for name in names
+    }
+    names = [
+        name for name, parts in found.items() if any(bool(part.notnull().any()) for part in parts)
+    ]
     panels = [str(b) for b in variable.block.values] if "block" in variable.dims else [None]
     figure = draw.panels([p or "" for p in panels], horizontal_spacing=0.08)
     for column, panel in enumerate(panels, 1):
@@ -97,13 +113,17 @@ def by_layer(result: Result, quantity: str, segment: str = "question", condition
             if null is not None:
                 _null_line(figure, result, null.sel(condition=name), colour, column)
     heads = "mean over heads; " if "head" in variable.dims else ""
-    note = _note(variable, segment, null, f"{heads}n = {count_words(result)}; bands: 95 % intervals")
+    note = _note(
+        variable, segment, null, f"{heads}n = {count_words(result)}; bands: 95 % intervals"
+    )
     draw.title(figure, f"{model_caption(result)}: {_words(quantity)} by layer", note, 440)
     return _with_axes(figure, result, quantity, variable, null, names)
 
 
 @declare(_AFFINE, compares=True, report=[{}])
-def scale_by_layer(result: Result, condition: str | None = None, segment: str = "question") -> go.Figure:
+def scale_by_layer(
+    result: Result, condition: str | None = None, segment: str = "question"
+) -> go.Figure:
     """Plot λ of every head by layer, its mean, and uniform attention's λ; on the right, the error of the affine form.
 
     Thin lines are heads, sorted within each layer so as not to cross. Bars: 95 % t intervals of the mean over heads.
@@ -117,7 +137,9 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
     at = result[_AFFINE].sel(condition=condition, segment=segment)
     layers = at.layer.values
     figure = draw.panels(["attention left to the original keys (λ)", "what λ · output + Σσ misses"])
-    heads = np.sort(mean_over_prompts(result, at.scale.transpose("prompt", "layer", "head")).estimate, axis=1)
+    heads = np.sort(
+        mean_over_prompts(result, at.scale.transpose("prompt", "layer", "head")).estimate, axis=1
+    )
     for line in heads.T:
         figure.add_scatter(x=layers, y=line, row=1, col=1, mode="lines", showlegend=False, hoverinfo="skip",
                            line=dict(width=0.7, color=faint(WITH, 0.45)))  # fmt: skip
@@ -129,7 +151,13 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
     figure.update_xaxes(title_text="layer", **draw.steps(len(layers)))
     figure.update_yaxes(rangemode="tozero")
     words = f"{condition}, {segment} queries, n = {count_words(result)}"
-    draw.title(figure, f"{model_caption(result)}: the affine reading", f"{words}; bars: 95 % intervals", 470, top=150)
+    draw.title(
+        figure,
+        f"{model_caption(result)}: the affine reading",
+        f"{words}; bars: 95 % intervals",
+        470,
+        top=150,
+    )
     return says(
         figure,
         f"Means over layers and heads with “{condition}”: λ = {mean_words(result, at.scale)}, "
@@ -138,14 +166,25 @@ def scale_by_layer(result: Result, condition: str | None = None, segment: str = 
     )
 
 
-def _bars(figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int | None) -> None:
+def _bars(
+    figure: go.Figure,
+    result: Result,
+    values: xr.DataArray,
+    name: str,
+    colour: str,
+    column: int | None,
+) -> None:
     """Means over prompts and heads, by layer, with t intervals."""
     made = mean_over_prompts(result, values, ["head"] if "head" in values.dims else [])
     line = dict(color=colour, width=2)
-    draw.points(figure, values.layer.values, made, name, colour, column, mode="lines+markers", line=line)
+    draw.points(
+        figure, values.layer.values, made, name, colour, column, mode="lines+markers", line=line
+    )
 
 
-def _null_line(figure: go.Figure, result: Result, null: xr.DataArray, colour: str, column: int) -> None:
+def _null_line(
+    figure: go.Figure, result: Result, null: xr.DataArray, colour: str, column: int
+) -> None:
     """The value under uniform attention in each layer, dotted."""
     mean = mean_over_prompts(result, null).estimate
     style: dict[str, Any] = dict(showlegend=False, hovertemplate="uniform: %{y:.3f}<extra></extra>")
@@ -154,12 +193,24 @@ def _null_line(figure: go.Figure, result: Result, null: xr.DataArray, colour: st
 
 def _note(variable: xr.DataArray, segment: str, null: xr.DataArray | None, words: str) -> str:
     """The small print: the segment, what is shown, and the null or why there is none."""
-    of, why = f"{segment} tokens; " if "segment" in variable.coords else "", variable.attrs.get("no_null")
-    return of + words + ("; dotted: uniform attention" if null is not None else f"; no null: {why}" * bool(why))
+    of, why = (
+        f"{segment} tokens; " if "segment" in variable.coords else "",
+        variable.attrs.get("no_null"),
+    )
+    return (
+        of
+        + words
+        + ("; dotted: uniform attention" if null is not None else f"; no null: {why}" * bool(why))
+    )
 
 
 def _with_axes(
-    figure: go.Figure, result: Result, quantity: str, variable: xr.DataArray, null: xr.DataArray | None, names: Seq[str]
+    figure: go.Figure,
+    result: Result,
+    quantity: str,
+    variable: xr.DataArray,
+    null: xr.DataArray | None,
+    names: Seq[str],
 ) -> go.Figure:
     """The figure with titles of its axes, and its sentence: the mean of each condition with its null."""
 
@@ -168,7 +219,9 @@ def _with_axes(
             return ""
         return f" (uniform attention: {mean_words(result, null.sel(condition=name)).partition(' ')[0]})"
 
-    parts = [f"{name} {mean_words(result, variable.sel(condition=name))}{beside(name)}" for name in names]
+    parts = [
+        f"{name} {mean_words(result, variable.sel(condition=name))}{beside(name)}" for name in names
+    ]
     over = " and ".join(f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition"))
     what, units = str(variable.name).removesuffix("_by_segment"), variable.attrs["units"]
     figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
@@ -176,12 +229,22 @@ def _with_axes(
     return says(figure, f"{what} ({units}), mean over {over}: {'; '.join(parts)}.")
 
 
-def _line(figure: go.Figure, result: Result, values: xr.DataArray, words: str, colour: str, column: int) -> None:
+def _line(
+    figure: go.Figure, result: Result, values: xr.DataArray, words: str, colour: str, column: int
+) -> None:
     """A line over layers with its band."""
     over = ["head"] if "head" in values.dims else []
     mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
     x, units = values.layer.values, values.attrs["units"]
-    draw.ribbon(figure, x, draw.within(low, units), draw.within(high, units), colour, column=column, legendgroup=words)
+    draw.ribbon(
+        figure,
+        x,
+        draw.within(low, units),
+        draw.within(high, units),
+        colour,
+        column=column,
+        legendgroup=words,
+    )
     figure.add_scatter(
         x=x, y=mean, customdata=np.stack([low, high], -1), name=words, legendgroup=words, showlegend=column == 1,
         meta=["low", "high"], mode="lines+markers", line=dict(color=colour), row=1, col=column,
@@ -202,14 +265,21 @@ def _words(quantity: str) -> str:
     return _WORDS.get(quantity, quantity.replace("_", " "))
 
 
-def _strips(figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int) -> None:
+def _strips(
+    figure: go.Figure, result: Result, values: xr.DataArray, name: str, colour: str, column: int
+) -> None:
     """A point for each head beside its layer, the largest on the left."""
     mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
     order = np.argsort(mean, axis=1)[:, ::-1]
     here = np.arange(len(order))[:, None], order
     beside = np.linspace(-0.3, 0.3, order.shape[1]) if order.shape[1] > 1 else np.zeros(1)
     layers = values.layer.values[:, None]
-    where = [np.broadcast_to(layers, order.shape), values["head"].values[order], low[here], high[here]]
+    where = [
+        np.broadcast_to(layers, order.shape),
+        values["head"].values[order],
+        low[here],
+        high[here],
+    ]
     figure.add_scatter(
         x=(layers + beside).ravel(), y=mean[here].ravel(), customdata=np.stack(where, -1).reshape(-1, 4),
         mode="markers", showlegend=False, row=1, col=column, name=name, meta=["layer", "head", "low", "high"],

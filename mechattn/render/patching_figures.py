@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 _POINTS = 9  # of an arc
 _WIDEST = 7.0
-_ASIDE = {"q": -0.15, "v": 0.15}  # where an edge enters a head, so that its three inputs are told apart
+_ASIDE = {
+    "q": -0.15,
+    "v": 0.15,
+}  # where an edge enters a head, so that its three inputs are told apart
 
 
 @declare("circuit")
@@ -53,13 +56,21 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
                         line=dict(width=1.5, color=["#444" if name in used else GREY for name in places])),
         )
     )  # fmt: skip
-    drawn.update_xaxes(title_text="head", showgrid=False, zeroline=False, tickvals=list(range(heads)))
+    drawn.update_xaxes(
+        title_text="head", showgrid=False, zeroline=False, tickvals=list(range(heads))
+    )
     ticks = ["embedding", *map(str, range(layers)), "logits"]
-    drawn.update_yaxes(title_text="layer", tickvals=list(range(-1, layers + 1)), ticktext=ticks, showgrid=False)
+    drawn.update_yaxes(
+        title_text="layer", tickvals=list(range(-1, layers + 1)), ticktext=ticks, showgrid=False
+    )
     asked = len(table) if q is not None else circuit.size() if size is None else size
     faithful = circuit.curve.iloc[(circuit.curve.edges - asked).abs().argmin()]
     interval = f"[{faithful.low:.0%}, {faithful.high:.0%}]"
-    interval = interval if np.isfinite(faithful.low) else "(without an interval, as that of the whole effect holds 0)"
+    interval = (
+        interval
+        if np.isfinite(faithful.low)
+        else "(without an interval, as that of the whole effect holds 0)"
+    )
     note = (
         f"{circuit.about['metric']}; {len(table)} of {int(circuit.graph.exists.sum())} edges, "
         f"{circuit.about['method']}; ranked on {circuit.about['ranked_on']}"
@@ -111,19 +122,24 @@ def patching_map(patching: Patching) -> go.Figure:
         OptionError: The effects are not of heads, or of layers by segment.
     """
     if patching.labels[0] != "layer" or len(patching.labels) != 2:
-        raise OptionError(f"a map needs heads or layers in rows and columns; these are by {patching.labels}")
+        raise OptionError(
+            f"a map needs heads or layers in rows and columns; these are by {patching.labels}"
+        )
     across, table = patching.labels[1], patching.table()
     known = bool(table.share.notna().all())
-    hover = "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
-    hover += "; %{customdata[3]:.1%} of the whole effect" * known + "<br>random direction %{customdata[4]:.3g}"
+    hover = (
+        "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
+    )
+    hover += (
+        "; %{customdata[3]:.1%} of the whole effect" * known
+        + "<br>random direction %{customdata[4]:.3g}"
+    )
     q = f"q_{table.attrs['tested']}"
     columns = {"effect": "effect", "low": "effect_low", "high": "effect_high", "q": q}
     columns |= {"share": "share", "random": "random"}
     about, whole = patching.about, number_words(patching.whole)
     figure = draw.head_map(table, columns, "effect", _effect_on(patching), hover, across)
-    note = (
-        f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; whole effect {whole}"
-    )
+    note = f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; whole effect {whole}"
     heading = f"{about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, draw.map_height(table), top=110)
     at = int(np.nanargmax(table.effect.abs()))
@@ -138,7 +154,9 @@ def patching_map(patching: Patching) -> go.Figure:
 
 
 @declare("patching")
-def patching_effects(patching: Patching, top: int | None = 12, select: Literal["half"] | None = None) -> go.Figure:
+def patching_effects(
+    patching: Patching, top: int | None = 12, select: Literal["half"] | None = None
+) -> go.Figure:
     """Plot patching effects as points with 95 % intervals beside both controls, the largest first.
 
     Filled points differ from 0 and from a random direction of the same norm (both q < 0.05, and an interval without 0).
@@ -154,7 +172,11 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
     """
     table = patching.table(top, select).iloc[::-1]
     where = [_cell_words(cell) for cell in table[patching.labels].to_dict("records")]
-    q, figure, rows = table[["q_effect", "q_beyond_random"]].max(axis=1), draw.panels(), np.arange(len(table))
+    q, figure, rows = (
+        table[["q_effect", "q_beyond_random"]].max(axis=1),
+        draw.panels(),
+        np.arange(len(table)),
+    )
     sure = (q < 0.05) & (table.effect_low * table.effect_high > 0)
     names = (
         "differs from 0 and from random (q < 0.05)",
@@ -164,7 +186,9 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
         ends = table.loc[some, ["effect", "effect_low", "effect_high"]].values.T
         marker = dict(color=fill, line=dict(color=WITH, width=1.6), size=8)
         more = dict(customdata=q[some], hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}")
-        draw.points(figure, rows[some], ends, f"effect: {name}", WITH, None, True, marker=marker, **more)
+        draw.points(
+            figure, rows[some], ends, f"effect: {name}", WITH, None, True, marker=marker, **more
+        )
     shown = [0.0, *table.effect_low, *table.effect_high, *table.random]
     far_off, lower = 0.5 * (max(shown) - min(shown)), rows - 0.36
     inner = min(shown) - far_off, max(shown) + far_off
@@ -173,7 +197,9 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
         x=table.random, y=lower, name="random direction of the same norm", mode="markers",
         marker=mark | dict(symbol="x-thin-open", color=GREY),
     )  # fmt: skip
-    if "other_prompt" in table and (other := table.other_prompt).notna().any():  # far off: at the edge, with its number
+    if (
+        "other_prompt" in table and (other := table.other_prompt).notna().any()
+    ):  # far off: at the edge, with its number
         far = [other < inner[0], other > inner[1]]
         shown += other.clip(*inner).dropna().tolist()
         symbol = np.select(far, ["triangle-left-open", "triangle-right-open"], "diamond-open")
@@ -190,8 +216,12 @@ def patching_effects(patching: Patching, top: int | None = 12, select: Literal["
     note += f"bars: 95 % intervals; whole effect {whole}"
     draw.title(figure, f"{about['model']}: patching effects", note, 190 + 30 * len(table), top=120)
     room = 0.05 * (max(shown) - min(shown))
-    figure.update_xaxes(title_text=_effect_on(patching), range=[min(shown) - room, max(shown) + room])
-    figure.update_yaxes(tickvals=rows, ticktext=where, zeroline=False, range=[-0.8, len(table) - 0.4])
+    figure.update_xaxes(
+        title_text=_effect_on(patching), range=[min(shown) - room, max(shown) + room]
+    )
+    figure.update_yaxes(
+        tickvals=rows, ticktext=where, zeroline=False, range=[-0.8, len(table) - 0.4]
+    )
     found = f"{int(sure.sum())} of {len(table)} rows differ from 0 and from a random direction (q < 0.05)"
     skewed = table.attrs["skewed"]
     return says(figure, f"{found}{f'; {skewed}' * bool(skewed)}.")

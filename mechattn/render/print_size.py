@@ -25,7 +25,9 @@ _PIXELS = 96  # pixels per inch, as in SVG and PDF
 _POINTS = 8
 _SIZE = _POINTS * _PIXELS / 72  # of letters, in pixels
 _LINE = 1.45 * _SIZE
-_TITLE = 1.2  # the size of a title's letters, of the text's; plotly draws its small print at 0.7 of that
+_TITLE = (
+    1.2  # the size of a title's letters, of the text's; plotly draws its small print at 0.7 of that
+)
 _ROW = 19.0  # of a legend, in pixels: plotly gives none less
 _LETTER = 0.58  # the mean width of a letter, of its height
 _FORMATS = (".pdf", ".svg", ".png")
@@ -49,14 +51,18 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     made, width = go.Figure(figure), _MILLIMETRES[column] / 25.4 * _PIXELS
     heading = _heading(figure, width, title)
     made.layout.sliders = None
-    made.update_annotations(font_size=_SIZE).update_shapes(opacity=1)  # the template of print fades shapes
+    made.update_annotations(font_size=_SIZE).update_shapes(
+        opacity=1
+    )  # the template of print fades shapes
     axis = dict(title_standoff=4, title_font_size=_SIZE, tickfont_size=0.9 * _SIZE)
     made.update_xaxes(**axis).update_yaxes(**axis)
     bar = dict(thickness=9, title_font_size=_SIZE, tickfont_size=0.9 * _SIZE)
     made.update_traces(colorbar=bar | {"nticks": 5}, selector=dict(type="heatmap"))
     made.update_traces(marker_colorbar=bar, selector=dict(type="scattergl"))
     _lay_out(made, width, heading, column == "single")
-    tall = (made.layout.height - _LINE * len(heading)) / _PIXELS * 25.4  # a title stands in for the caption
+    tall = (
+        (made.layout.height - _LINE * len(heading)) / _PIXELS * 25.4
+    )  # a title stands in for the caption
     if tall > _PAGE:
         raise OptionError(
             f"{len(_panels(made))} panels below each other are {tall:.0f} mm tall, but a page has {_PAGE}: draw fewer, "
@@ -90,14 +96,18 @@ def _heading(figure: go.Figure, width: float, title: bool) -> list[str]:
     """The lines of the title, or of its small print alone where that is a slider's caption."""
     heading, note = _title(figure)
     if title:
-        return _lines(heading, width / _TITLE) + [f"<sup>{line}</sup>" for line in _lines(note, width / _TITLE / 0.7)]
+        return _lines(heading, width / _TITLE) + [
+            f"<sup>{line}</sup>" for line in _lines(note, width / _TITLE / 0.7)
+        ]
     return _lines(note.partition(";")[0], width) if figure.layout.sliders else []
 
 
 def _lines(text: str, width: float) -> list[str]:
     """The text in lines that fit, besides those that it has."""
     most = max(8, int(width / (_LETTER * _SIZE)))
-    return [line for part in text.split("<br>") for line in wrap(part, most, break_long_words=False)]
+    return [
+        line for part in text.split("<br>") for line in wrap(part, most, break_long_words=False)
+    ]
 
 
 def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) -> None:
@@ -110,7 +120,9 @@ def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) ->
     for x, _, notes in panels:
         for note in notes:
             note.text = "<br>".join(_lines(note.text, _across(x, width, stacked)))
-    tall, above = _stacked(panels) if stacked else (max(155.0, 0.72 * screen - 75), _titles_above(panels))
+    tall, above = (
+        _stacked(panels) if stacked else (max(155.0, 0.72 * screen - 75), _titles_above(panels))
+    )
     for x, y in [(x, y) for x, y, _ in panels] or [(made.layout.xaxis, made.layout.yaxis)]:
         high = tall * ((y.domain[1] - y.domain[0]) if y.domain else 1)
         for axis, long in ((x, _across(x, width, stacked)), (y, high)):
@@ -153,33 +165,57 @@ def _across(axis: Any, width: float, stacked: bool) -> float:
 
 def _panels(figure: go.Figure) -> list[tuple[Any, Any, list[Any]]]:
     """The axes of each panel and the titles over it, from left to right, and in a column from top to bottom."""
-    axes = [(x, figure.layout[f"yaxis{x.anchor[1:]}"]) for x in figure.select_xaxes() if x.domain and x.anchor]
+    axes = [
+        (x, figure.layout[f"yaxis{x.anchor[1:]}"])
+        for x in figure.select_xaxes()
+        if x.domain and x.anchor
+    ]
     notes = [note for note in figure.layout.annotations if note.xref == note.yref == "paper"]
 
     def over(x: Any, y: Any) -> list[Any]:
-        return [n for n in notes if x.domain[0] < n.x < x.domain[1] and abs(n.y - y.domain[1]) < 1e-6]
+        return [
+            n for n in notes if x.domain[0] < n.x < x.domain[1] and abs(n.y - y.domain[1]) < 1e-6
+        ]
 
-    return sorted(((x, y, over(x, y)) for x, y in axes), key=lambda of: (of[0].domain[0], -of[1].domain[0]))
+    return sorted(
+        ((x, y, over(x, y)) for x, y in axes), key=lambda of: (of[0].domain[0], -of[1].domain[0])
+    )
 
 
 def _titles_above(panels: list[tuple[Any, Any, list[Any]]]) -> float:
     """The height of the titles over the uppermost panels."""
-    lines = [note.text.count("<br>") + 1 for _, y, notes in panels if y.domain[1] > 0.99 for note in notes]
+    lines = [
+        note.text.count("<br>") + 1
+        for _, y, notes in panels
+        if y.domain[1] > 0.99
+        for note in notes
+    ]
     return _LINE * max(lines, default=0)
 
 
 def _stacked(panels: list[tuple[Any, Any, list[Any]]]) -> tuple[float, float]:
     """Put the panels below each other, each with its own labels; their height together, and that of the first title."""
-    first = {y.domain: y for _, y, _ in reversed(panels)}  # the leftmost of a row has the row's labels
-    high = max(min(190.0, max(85.0, 510 / len(panels))), *(30.0 * len(y.ticktext or ()) for _, y, _ in panels))
+    first = {
+        y.domain: y for _, y, _ in reversed(panels)
+    }  # the leftmost of a row has the row's labels
+    high = max(
+        min(190.0, max(85.0, 510 / len(panels))),
+        *(30.0 * len(y.ticktext or ()) for _, y, _ in panels),
+    )
     above = [_LINE * sum(note.text.count("<br>") + 1 for note in notes) for *_, notes in panels]
-    below = [_LINE * (1 + any("<br>" in t for t in x.ticktext or ()) + bool(x.title.text)) + 8 for x, _, _ in panels]
+    below = [
+        _LINE * (1 + any("<br>" in t for t in x.ticktext or ()) + bool(x.title.text)) + 8
+        for x, _, _ in panels
+    ]
     total = high * len(panels) + sum(above[1:]) + sum(below[:-1])
     end = total
     for (x, y, notes), over, under in zip(panels, [0.0, *above[1:]], below, strict=True):
         of = first[y.domain]
         y.update(
-            title_text=y.title.text or of.title.text, tickvals=of.tickvals, ticktext=of.ticktext, showticklabels=True
+            title_text=y.title.text or of.title.text,
+            tickvals=of.tickvals,
+            ticktext=of.ticktext,
+            showticklabels=True,
         )
         end -= over
         x.domain, y.domain = (0, 1), (max(0.0, (end - high) / total), end / total)
@@ -195,7 +231,9 @@ def _legend_rows(figure: go.Figure, width: float) -> int:
     names = [
         str(trace.name)
         for trace in figure.data
-        if trace.name and (trace.showlegend or (trace.showlegend is None and not alone)) and trace.type != "heatmap"
+        if trace.name
+        and (trace.showlegend or (trace.showlegend is None and not alone))
+        and trace.type != "heatmap"
     ]
     if not names or figure.layout.showlegend is False:
         return 0
@@ -211,33 +249,59 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
     Args:
         figure: A figure of ``mechattn.render``.
     """
-    titles = {(x.anchor, y.anchor): " ".join(note.text for note in notes) for x, y, notes in _panels(figure)}
+    titles = {
+        (x.anchor, y.anchor): " ".join(note.text for note in notes)
+        for x, y, notes in _panels(figure)
+    }
     parts, order = [], ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
     for trace in figure.data:
         x, y, given = np.asarray(trace.x), np.asarray(trace.y), trace.to_plotly_json()
-        if trace.name in (None, "faded") or given.get("fill") == "toself" or not pd.notna(np.atleast_1d(x)).any():
+        if (
+            trace.name in (None, "faded")
+            or given.get("fill") == "toself"
+            or not pd.notna(np.atleast_1d(x)).any()
+        ):
             continue
-        part: dict[str, Any] = {"panel": titles.get((trace.yaxis, trace.xaxis), ""), "series": trace.name}
+        part: dict[str, Any] = {
+            "panel": titles.get((trace.yaxis, trace.xaxis), ""),
+            "series": trace.name,
+        }
         if trace.type == "heatmap":
             x, y = (cells.ravel() for cells in np.meshgrid(x, y))
-            part |= {"z_is": trace.colorbar.title.text, "z": np.asarray(trace.z, dtype=np.float64).ravel()}
+            part |= {
+                "z_is": trace.colorbar.title.text,
+                "z": np.asarray(trace.z, dtype=np.float64).ravel(),
+            }
         for kind, at in (("x", x), ("y", y)):
             axis = figure.layout[f"{kind}axis{(trace[f'{kind}axis'] or kind)[1:]}"]
             if bars := given.get(f"error_{kind}"):
-                part |= {"low": at - np.asarray(bars["arrayminus"]), "high": at + np.asarray(bars["array"])}
+                part |= {
+                    "low": at - np.asarray(bars["arrayminus"]),
+                    "high": at + np.asarray(bars["array"]),
+                }
             words = np.array(() if axis.ticktext is None else axis.ticktext, dtype=object)
             if len(words) and list(axis.tickvals) == list(range(len(words))):
                 at = words[np.rint(at.astype(np.float64)).astype(int).clip(0, len(words) - 1)]
             part |= {f"{kind}_is": axis.title.text, kind: at}
-        if isinstance(trace.meta, (list, tuple)):  # the ends of a band, or a number that is drawn at the edge
-            named = dict(zip(trace.meta, np.asarray(trace.customdata).reshape(len(x), -1).T, strict=False))
-            part |= {name: named[name] for name in ("x", "low", "high") if name in named and trace.type != "heatmap"}
+        if isinstance(
+            trace.meta, (list, tuple)
+        ):  # the ends of a band, or a number that is drawn at the edge
+            named = dict(
+                zip(trace.meta, np.asarray(trace.customdata).reshape(len(x), -1).T, strict=False)
+            )
+            part |= {
+                name: named[name]
+                for name in ("x", "low", "high")
+                if name in named and trace.type != "heatmap"
+            }
         parts.append(pd.DataFrame(part))
     made = pd.concat(parts, ignore_index=True).reindex(columns=order).dropna(axis=1, how="all")
     return made.map(lambda cell: _plain(cell) if isinstance(cell, str) else cell)
 
 
-def write_image(figure: go.Figure, path: str | Path, column: Column = "double", *, title: bool = False) -> Path:
+def write_image(
+    figure: go.Figure, path: str | Path, column: Column = "double", *, title: bool = False
+) -> Path:
     """Write a figure for a paper as PDF, SVG or PNG (300 dots per inch).
 
     Args:
@@ -289,7 +353,9 @@ def _drawn(figure: go.Figure, path: Path) -> None:
         if error is not None:
             raise error
         return
-    raise OutputError(f"Chromium has not drawn {path} within {2 * _PATIENCE} s, in two attempts: try again")
+    raise OutputError(
+        f"Chromium has not drawn {path} within {2 * _PATIENCE} s, in two attempts: try again"
+    )
 
 
 def _attempt(figure: go.Figure, path: Path, scale: float, ended: Queue[Exception | None]) -> None:

@@ -94,7 +94,9 @@ def change_words(
 
 def beside_null(change: Interval, null: Interval | None) -> str:
     """A relative change with its interval, and that under uniform attention."""
-    return percent_words(change) + ("" if null is None else f" (uniform attention: {percent(null.estimate)})")
+    return percent_words(change) + (
+        "" if null is None else f" (uniform attention: {percent(null.estimate)})"
+    )
 
 
 def band_words(result: Result) -> str:
@@ -142,11 +144,17 @@ def verdict_words(
     condition = result.condition(condition)
     apart = None if to is None else result.verdict(condition, segment, to=to).change
     other = None if to is None or apart is None else (to, result.verdict(to, segment), apart)
-    return stated(result, condition, result.verdict(condition, segment, margin=margin), segment, other)
+    return stated(
+        result, condition, result.verdict(condition, segment, margin=margin), segment, other
+    )
 
 
 def stated(
-    result: Result, condition: str, verdict: Verdict, segment: str, other: tuple[str, Verdict, Interval] | None
+    result: Result,
+    condition: str,
+    verdict: Verdict,
+    segment: str,
+    other: tuple[str, Verdict, Interval] | None,
 ) -> str:
     """The sentences of a verdict; beside that of another condition, and the relative difference between both."""
     beside, sizes, null = "", result["received_attention"].sizes, percent(verdict.null.estimate)
@@ -176,7 +184,9 @@ def _many(sizes: Mapping[Any, int], dim: str) -> str:
 def heads_words(verdict: Verdict) -> str:
     """How many heads differ from uniform attention, and in which direction their own attention changes."""
     null, size = round(float(verdict.null.estimate), 5), verdict.above.size
-    up = verdict.rises | (~verdict.falls & (null > 0))  # what does neither for sure is said to go the null's way
+    up = verdict.rises | (
+        ~verdict.falls & (null > 0)
+    )  # what does neither for sure is said to go the null's way
     down = verdict.falls | (~verdict.rises & (null < 0))
     kinds = {  # of heads above and below what uniform attention would do
         "lose less": verdict.above & ~up,
@@ -196,7 +206,13 @@ def heads_words(verdict: Verdict) -> str:
         verb, _, how = words.partition(" ")
         all_heads = f"All {size} heads" if size > 1 else "The only head"
         who = str(count) if said else all_heads if count == size else f"{count} of {size} heads"
-        than = "" if said else " than uniform attention would" if how else f", where uniform attention would {would}"
+        than = (
+            ""
+            if said
+            else " than uniform attention would"
+            if how
+            else f", where uniform attention would {would}"
+        )
         said.append(f"{who} {verb}{'s' * (count == 1)}{' ' * bool(how)}{how}{than}")
     return f"{', '.join(said)} (q < 0.05)"
 
@@ -205,5 +221,7 @@ def _part(result: Result, heads: Seq[int] | None, prompts: np.ndarray | None) ->
     """The result restricted to some heads and prompts."""
     wanted = {"head": None if heads is None else list(heads), "prompt": prompts}
     chosen = {dim: at for dim, at in wanted.items() if at is not None}
-    made = {name: data.isel(chosen, missing_dims="ignore") for name, data in result.datasets.items()}
+    made = {
+        name: data.isel(chosen, missing_dims="ignore") for name, data in result.datasets.items()
+    }
     return replace(result, datasets=made)

@@ -17,7 +17,9 @@ from xarray.backends import BackendArray
 from xarray.core import indexing
 
 TEXT = "TUO"  # dtype kinds of text
-SOURCES = "sources"  # in the encoding of an array that is read on demand: the places that it is read from
+SOURCES = (
+    "sources"  # in the encoding of an array that is read on demand: the places that it is read from
+)
 _BLOCK = 64 * 2**20  # bytes hashed at a time, of arrays that are not in memory
 Key = tuple[int | slice, ...]
 
@@ -25,11 +27,15 @@ Key = tuple[int | slice, ...]
 class LazyArray(BackendArray):
     """An array of a known shape whose blocks are read by a function, pickled with it, and not kept."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Key], np.ndarray]) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Key], np.ndarray]
+    ) -> None:
         self.shape, self.dtype, self.read = shape, np.dtype(dtype), read
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
-        return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.BASIC, self.read)
+        return indexing.explicit_indexing_adapter(
+            key, self.shape, indexing.IndexingSupport.BASIC, self.read
+        )
 
 
 def lazy_variable(array: LazyArray, dims: Seq[Any], attrs: Mapping[Any, Any]) -> xr.Variable:
@@ -57,17 +63,23 @@ def _lazy(result: Any) -> Iterator[xr.Variable]:
     return (variable for variable in every if not variable._in_memory)
 
 
-def stacked(arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: Any) -> LazyArray:
+def stacked(
+    arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: Any
+) -> LazyArray:
     """Stack arrays along their first dimension, reorder the rows, and pad each array to a shape."""
     dtype = np.result_type(*(array.dtype for array in arrays))
-    return LazyArray(shape, dtype, partial(_read_stacked, arrays, shape, order, np.array(fill, dtype)))
+    return LazyArray(
+        shape, dtype, partial(_read_stacked, arrays, shape, order, np.array(fill, dtype))
+    )
 
 
 def _read_stacked(
     arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: np.ndarray, key: Key
 ) -> np.ndarray:
     rows, end = np.atleast_1d(order[key[0]]), 0
-    spans = [slice(part, part + 1) if isinstance(part, (int, np.integer)) else part for part in key[1:]]
+    spans = [
+        slice(part, part + 1) if isinstance(part, (int, np.integer)) else part for part in key[1:]
+    ]
     sizes = [len(range(*span.indices(size))) for span, size in zip(spans, shape[1:])]
     made = np.full((len(rows), *sizes), fill, fill.dtype)
     for array in arrays:
@@ -77,10 +89,14 @@ def _read_stacked(
         if not len(at) or any(begin >= size for begin, size in zip(begins, array.shape[1:])):
             continue  # it ends before this block begins
         some = rows[at] - start
-        values = array[(slice(int(some.min()), int(some.max()) + 1), *spans)].values[some - some.min()]
+        values = array[(slice(int(some.min()), int(some.max()) + 1), *spans)].values[
+            some - some.min()
+        ]
         target: Any = (at, *(slice(0, size) for size in values.shape[1:]))
         made[target] = values
-    return made.squeeze(tuple(axis for axis, part in enumerate(key) if isinstance(part, (int, np.integer))))
+    return made.squeeze(
+        tuple(axis for axis, part in enumerate(key) if isinstance(part, (int, np.integer)))
+    )
 
 
 def digest(datasets: Mapping[str, xr.Dataset]) -> str:
@@ -123,16 +139,27 @@ def plain_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:
 def _hashed(datasets: Mapping[str, xr.Dataset], numbers: Callable[[np.ndarray], np.ndarray]) -> str:
     made = hashlib.blake2b(digest_size=16)
     for name in sorted(datasets):
-        for label, variable in sorted(datasets[name].variables.items(), key=lambda item: str(item[0])):
+        for label, variable in sorted(
+            datasets[name].variables.items(), key=lambda item: str(item[0])
+        ):
             text = variable.dtype.kind in TEXT
             kind = "text" if text else variable.dtype.newbyteorder("<").str
-            parts = [name, str(label), variable.dims, variable.shape, kind, plain_attributes(variable.attrs)]
+            parts = [
+                name,
+                str(label),
+                variable.dims,
+                variable.shape,
+                kind,
+                plain_attributes(variable.attrs),
+            ]
             made.update(json.dumps(parts, sort_keys=True).encode())
             if text:
                 made.update(json.dumps([str(one) for one in variable.values.flat]).encode())
             else:
                 for block in blocks_of(variable):
                     made.update(numbers(block).data)
-        made.update(json.dumps([name, plain_attributes(datasets[name].attrs)], sort_keys=True).encode())
+        made.update(
+            json.dumps([name, plain_attributes(datasets[name].attrs)], sort_keys=True).encode()
+        )
         made.update(numbers(np.zeros(1, np.int8)).data)
     return made.hexdigest()

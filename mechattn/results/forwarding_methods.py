@@ -122,7 +122,11 @@ class Questions:
         return asked.table(select=select, top=top, by=by, random=random, margin=margin)
 
     def across(
-        self, conditions: Seq[str], to: str = BASELINE, quantity: str = "received", **options: Unpack[Options]
+        self,
+        conditions: Seq[str],
+        to: str = BASELINE,
+        quantity: str = "received",
+        **options: Unpack[Options],
     ) -> pd.DataFrame:
         """Test whether a change holds for other conditions than those that were run, such as other fillers.
 
@@ -171,7 +175,9 @@ class Questions:
         Raises:
             OptionError: :meth:`compare` refuses the options, or q is not a probability.
         """
-        return self._contrast(condition, quantity=quantity, **options).resolution(select=select, draws=draws, q=q)
+        return self._contrast(condition, quantity=quantity, **options).resolution(
+            select=select, draws=draws, q=q
+        )
 
     def heads(
         self,
@@ -207,7 +213,14 @@ class Questions:
         from mechattn.contrast.head_tables import ranked_heads
 
         return ranked_heads(
-            self._result, quantity, top, condition=condition, segment=segment, select=select, unit=unit, level=level
+            self._result,
+            quantity,
+            top,
+            condition=condition,
+            segment=segment,
+            select=select,
+            unit=unit,
+            level=level,
         )
 
     def stability(
@@ -312,7 +325,13 @@ class Questions:
         save_result(self._result, path)
 
     def page(
-        self, path: str | Path, layer: int = 0, heads: Seq[int] | None = None, force: bool = False, *, top: int = 3
+        self,
+        path: str | Path,
+        layer: int = 0,
+        heads: Seq[int] | None = None,
+        force: bool = False,
+        *,
+        top: int = 3,
     ) -> Path:
         """Write a page that opens offline: how attention changed, a map of all heads, figures and provenance.
 

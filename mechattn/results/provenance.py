@@ -32,9 +32,25 @@ if TYPE_CHECKING:
 Provenance = Mapping[str, Any]
 
 _PACKAGES = ("mechattn", "transformer-lens", "transformers", "torch")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, Enum, os.PathLike, np.generic)
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(...),
+    range,
+    slice,
+    Enum,
+    os.PathLike,
+    np.generic,
+)
 _WRITE_REPR = ("dataclasses", "reprlib")  # the modules that generate a dataclass's __repr__
-_NOTHING: Mapping[str, Any] = dict(kind="", options={}, masked=False, unshifted=False, interventions=(), written="")
+_NOTHING: Mapping[str, Any] = dict(
+    kind="", options={}, masked=False, unshifted=False, interventions=(), written=""
+)
 
 
 def versions() -> dict[str, str]:
@@ -52,7 +68,9 @@ def name_of(place: str) -> str:
     """The publishable part of a place: the last part of a path, since the rest may reveal a user name."""
     if "://" in place:
         return without_secrets(place)
-    if stored := re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", place):  # the hub's cache
+    if stored := re.search(
+        r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", place
+    ):  # the hub's cache
         return f"{stored[1]}/{stored[2]}"
     parts = [part for part in re.split(r"[/\\]", place) if part]
     is_path = place.startswith(("/", "\\", "~", ".")) or place[1:2] == ":" or len(parts) > 2
@@ -81,7 +99,10 @@ def set_hash(parts: Iterable[object]) -> str:
 
     ``Σ hash(part) mod 2^64``, with repeated parts counted; it is no protection against forgery.
     """
-    each = (hashlib.sha256(repr(part).encode("utf-8", "backslashreplace")).digest()[:8] for part in parts)
+    each = (
+        hashlib.sha256(repr(part).encode("utf-8", "backslashreplace")).digest()[:8]
+        for part in parts
+    )
     return f"{sum(int.from_bytes(one, 'big') for one in each) % 2**64:016x}"
 
 
@@ -109,7 +130,9 @@ class StoredCondition:
     @property
     def inserts_only(self) -> bool:
         """Whether it only inserts tokens."""
-        return self.kind not in ("", "Baseline") and not (self.masked or self.unshifted or self.interventions)
+        return self.kind not in ("", "Baseline") and not (
+            self.masked or self.unshifted or self.interventions
+        )
 
 
 def stored_condition(result: Result, name: str) -> StoredCondition:
@@ -127,7 +150,11 @@ def matched_control(result: Result, condition: str) -> str | None:
 
     origin = result["sequences"].origin
     others = [name for name in result.conditions if name != condition and is_sentence(name)]
-    alike = [n for n in others if (origin.sel(condition=n).values == origin.sel(condition=condition).values).all()]
+    alike = [
+        n
+        for n in others
+        if (origin.sel(condition=n).values == origin.sel(condition=condition).values).all()
+    ]
     return alike[0] if alike and not is_sentence(condition) else None
 
 
@@ -144,16 +171,24 @@ def identity(value: Any, within: tuple[int, ...] = ()) -> str:
         made = [identity(one, within) for one in value]
         if isinstance(value, Set):
             return f"{{{', '.join(sorted(made))}}}"
-        return f"[{', '.join(made)}]" if isinstance(value, list) else f"({', '.join(made)}{',' * (len(made) == 1)})"
+        return (
+            f"[{', '.join(made)}]"
+            if isinstance(value, list)
+            else f"({', '.join(made)}{',' * (len(made) == 1)})"
+        )
     if inspect.isroutine(value):
         return _function(value, within)
     if isinstance(value, type):
         return _named(value)
     if not hasattr(value, "__array__"):
         return _object(value, within)
-    plain = value.detach().cpu() if hasattr(value, "detach") else value  # an array of numpy or torch
+    plain = (
+        value.detach().cpu() if hasattr(value, "detach") else value
+    )  # an array of numpy or torch
     values = np.asarray(plain.double() if hasattr(plain, "double") else plain)
-    content = hashlib.sha256(values.tobytes() if values.dtype != object else repr(values.tolist()).encode())
+    content = hashlib.sha256(
+        values.tobytes() if values.dtype != object else repr(values.tolist()).encode()
+    )
     kind, dtype = type(value).__name__, getattr(plain, "dtype", values.dtype)
     return f"{kind}({dtype}, {values.shape}, {content.hexdigest()[:12]})"
 
@@ -173,7 +208,11 @@ def _function(function: Any, within: tuple[int, ...]) -> str:
     """A function, with everything it captures: its object, its defaults, its closure."""
     inner = getattr(function, "__func__", function)
     around = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
-    held = [getattr(function, "__self__", None), *(getattr(inner, "__defaults__", None) or ()), *around]
+    held = [
+        getattr(function, "__self__", None),
+        *(getattr(inner, "__defaults__", None) or ()),
+        *around,
+    ]
     held = [one for one in held if one is not None and not inspect.ismodule(one)]
     return f"{_named(inner)}({', '.join(identity(one, within) for one in held)})"
 
@@ -200,7 +239,9 @@ def _named(kind: Any) -> str:
     name = getattr(kind, "__qualname__", type(kind).__qualname__)
     parts = kind.__mro__ if isinstance(kind, type) else (kind,)
     foreign = [part for part in parts if not is_ours(part) and part.__module__ != "builtins"]
-    made = hashlib.sha256("".join(map(_source, foreign)).encode("utf-8", "backslashreplace")).hexdigest()
+    made = hashlib.sha256(
+        "".join(map(_source, foreign)).encode("utf-8", "backslashreplace")
+    ).hexdigest()
     return f"{name}[source {made[:12]}]" if foreign else name
 
 
@@ -210,4 +251,9 @@ def _source(kind: Any) -> str:
         return inspect.getsource(kind)
     except (OSError, TypeError):
         inner = vars(kind).values() if isinstance(kind, type) else ()
-        return "".join([str(getattr(kind, "__qualname__", "")), *map(_source, filter(inspect.isfunction, inner))])
+        return "".join(
+            [
+                str(getattr(kind, "__qualname__", "")),
+                *map(_source, filter(inspect.isfunction, inner)),
+            ]
+        )

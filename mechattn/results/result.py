@@ -37,7 +37,9 @@ class Result(Questions):
 
     def __getitem__(self, name: str) -> xr.Dataset:
         if name not in self.datasets:
-            raise OptionError(f"this result has no {name!r}; it has {', '.join(map(repr, self.datasets))}")
+            raise OptionError(
+                f"this result has no {name!r}; it has {', '.join(map(repr, self.datasets))}"
+            )
         return self.datasets[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -64,8 +66,12 @@ class Result(Questions):
             labels = {**labels, "layer": pair[0], "head": pair[1]}
         known = {str(dim) for data in self.datasets.values() for dim in data.dims}
         if strange := sorted(set(labels) - known):
-            raise OptionError(f"this result has no dimension {strange[0]!r}; it has {', '.join(sorted(known))}")
-        wanted = {dim: of if isinstance(of, slice) or np.ndim(of) else [of] for dim, of in labels.items()}
+            raise OptionError(
+                f"this result has no dimension {strange[0]!r}; it has {', '.join(sorted(known))}"
+            )
+        wanted = {
+            dim: of if isinstance(of, slice) or np.ndim(of) else [of] for dim, of in labels.items()
+        }
         made = {}
         for name, data in self.datasets.items():
             try:
@@ -88,7 +94,11 @@ class Result(Questions):
         Raises:
             OptionError: There is no such condition.
         """
-        return BASELINE if name == BASELINE or [name, *self.conditions] == [None, BASELINE] else self.condition(name)
+        return (
+            BASELINE
+            if name == BASELINE or [name, *self.conditions] == [None, BASELINE]
+            else self.condition(name)
+        )
 
     def condition(self, name: str | None = None) -> str:
         """The condition to compare with the baseline; by default the first that isn't the baseline.
@@ -97,12 +107,18 @@ class Result(Questions):
             OptionError: There is no such condition, or only the baseline.
         """
         if name == BASELINE:
-            raise OptionError("the baseline is what others are compared with; name another condition")
+            raise OptionError(
+                "the baseline is what others are compared with; name another condition"
+            )
         others = [condition for condition in self.conditions if condition != BASELINE]
         if not others:
-            raise OptionError("this result has only the baseline; run it with a condition such as MeaninglessTokens()")
+            raise OptionError(
+                "this result has only the baseline; run it with a condition such as MeaninglessTokens()"
+            )
         if name not in (None, *others):
-            raise OptionError(f"there is no condition {name!r}; the result has {', '.join(map(repr, others))}")
+            raise OptionError(
+                f"there is no condition {name!r}; the result has {', '.join(map(repr, others))}"
+            )
         return name or others[0]
 
     def digest(self) -> str:
@@ -124,7 +140,9 @@ class Result(Questions):
         name = name or next((each for each in self.datasets if each != "sequences"), "sequences")
         dataset = self[name]
         if quantity is not None and quantity not in dataset:
-            raise OptionError(f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}")
+            raise OptionError(
+                f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}"
+            )
         by_segment = [v for v in dataset if "segment" in dataset[v].dims] or list(dataset)
         return dataset[quantity or by_segment].to_dataframe().dropna(how="all").reset_index()
 
@@ -132,20 +150,36 @@ class Result(Questions):
         about, model, sizes = self.provenance, self.provenance["model"], self["sequences"].sizes
         units = units_of(self, sizes["prompt"])
         rows = [
-            ("model", f"{model['name']}, {model['layers']} layers × {model['heads']} heads, {model['dtype']}"),
+            (
+                "model",
+                f"{model['name']}, {model['layers']} layers × {model['heads']} heads, {model['dtype']}",
+            ),
             ("verified", model["verified"]),
             ("prompts", sizes["prompt"]),
             *([] if units.of is None else [("groups", units.n)]),
-            *((f"condition {name}", about["conditions"].get(name, {}).get("written", "")) for name in self.conditions),
-            *((name, ", ".join(map(str, d))) for name, d in self.datasets.items() if name != "sequences"),
+            *(
+                (f"condition {name}", about["conditions"].get(name, {}).get("written", ""))
+                for name in self.conditions
+            ),
+            *(
+                (name, ", ".join(map(str, d)))
+                for name, d in self.datasets.items()
+                if name != "sequences"
+            ),
             ("seed", about.get("seed", "")),
         ]
         return table(rows, "Result")
 
     def __repr__(self) -> str:
-        model, prompts, names = self.provenance["model"]["name"], self["sequences"].sizes["prompt"], self.conditions
+        model, prompts, names = (
+            self.provenance["model"]["name"],
+            self["sequences"].sizes["prompt"],
+            self.conditions,
+        )
         of = f"{prompts} prompts × {len(names)} conditions ({', '.join(names)})"
-        return shown(f"Result({model}: {of}; {', '.join(name for name in self.datasets if name != 'sequences')})")
+        return shown(
+            f"Result({model}: {of}; {', '.join(name for name in self.datasets if name != 'sequences')})"
+        )
 
 
 def memory_bytes(memory: str) -> int:
@@ -160,7 +194,10 @@ def part_of(result: Result, dim: str, some: slice | np.ndarray) -> Result:
     """The result for some layers or prompts only, without reading any values."""
     if isinstance(some, slice) and some == slice(None):
         return result
-    cut = {name: one.isel({dim: some}) if dim in one.dims else one for name, one in result.datasets.items()}
+    cut = {
+        name: one.isel({dim: some}) if dim in one.dims else one
+        for name, one in result.datasets.items()
+    }
     return replace(result, datasets=cut)
 
 
@@ -176,7 +213,13 @@ def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
 def alike_words(result: Result) -> str:
     """How much the prompts repeat each other, as a sentence; empty if they do not, or if groups take account of it."""
     said, n = result.provenance["prompts"].get("alike", {}), result["sequences"].sizes["prompt"]
-    of = "" if set(said.values()) <= {n} else "In the whole run, " if max(said.values()) > n else "In parts of it, "
+    of = (
+        ""
+        if set(said.values()) <= {n}
+        else "In the whole run, "
+        if max(said.values()) > n
+        else "In parts of it, "
+    )
     return f"{of}{'; '.join(said)}." if said else ""
 
 
@@ -191,7 +234,10 @@ def units_in(result: Result, values: xr.DataArray) -> Units:
 
 def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Units:
     """The units of two results of the same prompts, which must have the same groups."""
-    groups = [r["sequences"].group.values.tolist() if "group" in r["sequences"] else None for r in (result, other)]
+    groups = [
+        r["sequences"].group.values.tolist() if "group" in r["sequences"] else None
+        for r in (result, other)
+    ]
     if unit == "auto" and groups[0] != groups[1]:
         raise OptionError(
             "the prompts have different groups in the two results; run both with the same prompts, or give "

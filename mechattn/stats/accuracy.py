@@ -71,9 +71,15 @@ def mcnemar_mid_p(only_first: int, only_second: int) -> float:
     return float(min(1.0, 2 * stats.binom.cdf(least, n, 0.5) - stats.binom.pmf(least, n, 0.5)))
 
 
-def _newcombe(both: int, only_first: int, only_second: int, n: int, level: float) -> tuple[float, float]:
+def _newcombe(
+    both: int, only_first: int, only_second: int, n: int, level: float
+) -> tuple[float, float]:
     """Newcombe's method 10 (Statistics in Medicine 1998): Wilson's intervals, with the correlation of the answers."""
-    neither, first, second = n - both - only_first - only_second, both + only_first, both + only_second
+    neither, first, second = (
+        n - both - only_first - only_second,
+        both + only_first,
+        both + only_second,
+    )
     margins = first * (n - first) * second * (n - second)
     covariance: float = both * neither - only_first * only_second
     if covariance > 0:
@@ -87,7 +93,9 @@ def _newcombe(both: int, only_first: int, only_second: int, n: int, level: float
     return float(p1 - p2 - below), float(p1 - p2 + above)
 
 
-def detectable_difference(n: int, disagreement: float, power: float = 0.8, level: float = 0.95) -> float:
+def detectable_difference(
+    n: int, disagreement: float, power: float = 0.8, level: float = 0.95
+) -> float:
     """The smallest difference in accuracy that McNemar's test detects with a given power.
 
     ``n d² = (z(level) √ψ + z(power) √(ψ − d²))²`` with ψ the share of problems on which the two disagree; if it is
@@ -97,7 +105,9 @@ def detectable_difference(n: int, disagreement: float, power: float = 0.8, level
         OptionError: The disagreement is not a share between 0 and 1.
     """
     if not 0 <= disagreement <= 1:
-        raise OptionError(f"disagreement={disagreement}: give the share of problems on which the answers differ")
+        raise OptionError(
+            f"disagreement={disagreement}: give the share of problems on which the answers differ"
+        )
     alpha, beta = stats.norm.ppf((1 + level) / 2), stats.norm.ppf(power)
 
     def short(d: float) -> float:
@@ -141,12 +151,16 @@ def best_of_k(right: np.ndarray, score: np.ndarray, k: int) -> np.ndarray:
     samples = right.shape[1]
     _check_k(k, samples)
     ranked = np.take_along_axis(right, np.argsort(-score, axis=1, kind="stable"), 1)
-    return ranked @ (special.comb(samples - 1 - np.arange(samples), k - 1) / special.comb(samples, k))
+    return ranked @ (
+        special.comb(samples - 1 - np.arange(samples), k - 1) / special.comb(samples, k)
+    )
 
 
 def _check_k(k: int, samples: int) -> None:
     if not 1 <= k <= samples:
-        raise OptionError(f"k={k} with {samples} answers per problem: give k from 1 to the number of answers")
+        raise OptionError(
+            f"k={k} with {samples} answers per problem: give k from 1 to the number of answers"
+        )
 
 
 def distinct_ngrams(answers: Sequence[Sequence[int]], n: int) -> float:
@@ -177,11 +191,15 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     sure = away / (away + _FEW)
     measured = min(1.0, float(known.var(ddof=1)) / spread) if n > 1 and spread > 0 else 1.0
     ratio = 1.0 if single else sure * measured + 1 - sure
-    far = stats.norm.ppf((1 + level) / 2) if single or n < 2 else stats.t.ppf((1 + level) / 2, n - 1)
+    far = (
+        stats.norm.ppf((1 + level) / 2) if single or n < 2 else stats.t.ppf((1 + level) / 2, n - 1)
+    )
     trials = n / ratio
     centre = (mean + far**2 / (2 * trials)) / (1 + far**2 / trials)
     half = far / (1 + far**2 / trials) * np.sqrt(spread / trials + far**2 / (4 * trials**2))
-    return Interval(np.array(mean), np.clip(centre - half, 0, mean), np.clip(centre + half, mean, 1))
+    return Interval(
+        np.array(mean), np.clip(centre - half, 0, mean), np.clip(centre + half, mean, 1)
+    )
 
 
 def share_difference(d: np.ndarray, level: float = 0.95) -> Interval:
@@ -192,7 +210,9 @@ def share_difference(d: np.ndarray, level: float = 0.95) -> Interval:
     """
     plain, n = t_interval(d, level), len(d)
     half = stats.t.ppf((1 + level) / 2, n - 1) * deviation(d) / np.sqrt(n)
-    return Interval(plain.estimate, np.clip(plain.estimate - half, -1, 1), np.clip(plain.estimate + half, -1, 1))
+    return Interval(
+        plain.estimate, np.clip(plain.estimate - half, -1, 1), np.clip(plain.estimate + half, -1, 1)
+    )
 
 
 def deviation(d: np.ndarray) -> float:

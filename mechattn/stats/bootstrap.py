@@ -14,7 +14,9 @@ _ROWS, _COLUMNS = 2000, 100  # resamples and cells in memory at a time
 _PILOT, _FAR = 500, 3  # a t this many times as far out as any t* of so many resamples is beyond all
 
 _NUMBERS = 2**23  # numbers in memory at a time if there are many prompts
-Counts = list[np.ndarray]  # how often each prompt is in each resample [resample, prompt], in blocks of resamples
+Counts = list[
+    np.ndarray
+]  # how often each prompt is in each resample [resample, prompt], in blocks of resamples
 
 
 def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
@@ -40,7 +42,11 @@ def resample_sequentially(n: int, resamples: int, generator: np.random.Generator
     enough = int(n * (1 - np.exp(-1))) + 1
     made = []
     for rows in _blocks(resamples):
-        counts, distinct, live = np.zeros((rows, n), dtype=np.uint8), np.zeros(rows, dtype=int), np.arange(rows)
+        counts, distinct, live = (
+            np.zeros((rows, n), dtype=np.uint8),
+            np.zeros(rows, dtype=int),
+            np.arange(rows),
+        )
         while live.size:
             prompt = generator.integers(n, size=live.size)
             distinct[live] += counts[live, prompt] == 0
@@ -101,7 +107,11 @@ class Tails:
 
 
 def tails(
-    d: np.ndarray, t: np.ndarray, counts: Counts, dtype: type[np.floating] = np.float64, extremes: bool = True
+    d: np.ndarray,
+    t: np.ndarray,
+    counts: Counts,
+    dtype: type[np.floating] = np.float64,
+    extremes: bool = True,
 ) -> Tails:
     """Compare the t of each column of d [prompt, cell] with resamples of all columns.
 
@@ -112,25 +122,36 @@ def tails(
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
     resamples, cells = sum(map(len, counts)), d.shape[1]
-    order = np.argsort(abs(t), kind="stable")  # the nearest first, so that the extremes are of cells no further out
+    order = np.argsort(
+        abs(t), kind="stable"
+    )  # the nearest first, so that the extremes are of cells no further out
     order = order[~np.isnan(t[order])]
     spreads = (_smallest_for_p(len(d), len(order)), *[_SMALLEST_SPREAD] * extremes)
     largest, smallest = np.zeros((2, len(spreads), resamples))
     alone, family = np.zeros(cells), np.full((len(spreads), cells), 2 / (1 + resamples))
-    reach = max((abs(drawn).max() for _, drawn in _drawn(d, order, [counts[0][:_PILOT]], dtype)), default=0.0)
+    reach = max(
+        (abs(drawn).max() for _, drawn in _drawn(d, order, [counts[0][:_PILOT]], dtype)),
+        default=0.0,
+    )
     near = abs(t) <= _FAR * reach
-    for some, of_cells in _drawn(d, order if extremes else order[near[order]], counts, dtype, spreads):
+    for some, of_cells in _drawn(
+        d, order if extremes else order[near[order]], counts, dtype, spreads
+    ):
         for cell, of_cell in zip(some, of_cells, strict=True):
             np.maximum(largest, of_cell, out=largest)
             np.minimum(smallest, of_cell, out=smallest)
             if not near[cell]:
                 continue
             side, furthest = (1, largest) if t[cell] > 0 else (-1, smallest)
-            alone[cell] = min(1.0, 2 * np.count_nonzero(side * of_cell[0] >= abs(t[cell])) / resamples)
+            alone[cell] = min(
+                1.0, 2 * np.count_nonzero(side * of_cell[0] >= abs(t[cell])) / resamples
+            )
             any_out = np.count_nonzero(side * furthest >= abs(t[cell]), axis=1)
             family[:, cell] = np.minimum(1.0, 2 * (1 + any_out) / (1 + resamples))
     family[:, order[::-1]] = np.maximum.accumulate(family[:, order[::-1]], axis=1)
-    return Tails(largest[-1], smallest[-1], np.maximum(alone, family[0] / max(1, len(order))), family[-1])
+    return Tails(
+        largest[-1], smallest[-1], np.maximum(alone, family[0] / max(1, len(order))), family[-1]
+    )
 
 
 def _smallest_for_p(n: int, cells: int) -> float:
@@ -156,11 +177,16 @@ def _drawn(
 
 def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tuple[float, float]:
     """The t of the lower and the upper end of simultaneous intervals."""
-    return float(np.quantile(largest, (1 + level) / 2)), float(np.quantile(smallest, (1 - level) / 2))
+    return float(np.quantile(largest, (1 + level) / 2)), float(
+        np.quantile(smallest, (1 - level) / 2)
+    )
 
 
 def _studentised(
-    d: np.ndarray, counts: Counts, dtype: type[np.floating], spreads: tuple[float, ...] = (_SMALLEST_SPREAD,)
+    d: np.ndarray,
+    counts: Counts,
+    dtype: type[np.floating],
+    spreads: tuple[float, ...] = (_SMALLEST_SPREAD,),
 ) -> np.ndarray:
     """t* [cell, spread, resample] for each smallest spread; 0 in cells without spread.
 

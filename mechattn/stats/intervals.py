@@ -64,7 +64,9 @@ class Moments:
     def from_statistics(cls, n: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> Moments:
         """Restore moments from stored statistics: NaN is the mean of no values, or the variance of fewer than two."""
         n = n.astype(np.float64)
-        return cls(n, np.where(n > 0, mean, 0.0), np.where(n > 1, variance, 0.0) * np.maximum(n - 1, 0))
+        return cls(
+            n, np.where(n > 0, mean, 0.0), np.where(n > 1, variance, 0.0) * np.maximum(n - 1, 0)
+        )
 
     def merge(self, other: Moments) -> Moments:
         """The moments of both sets of observations combined; the last axis is padded to the longer one."""
@@ -91,7 +93,9 @@ class Moments:
 
     def interval(self, level: float = 0.95) -> Interval:
         """The t interval for the mean; its ends are NaN below 3 observations."""
-        half = stats.t.ppf((1 + level) / 2, np.maximum(self.n, 2) - 1) * np.sqrt(self.variance / np.maximum(self.n, 1))
+        half = stats.t.ppf((1 + level) / 2, np.maximum(self.n, 2) - 1) * np.sqrt(
+            self.variance / np.maximum(self.n, 1)
+        )
         half = np.where(self.n >= FEWEST, half, np.nan)
         return Interval(self.known_mean, self.known_mean - half, self.known_mean + half)
 
@@ -153,13 +157,19 @@ def shrunken(estimate: np.ndarray, error: np.ndarray) -> np.ndarray:
     mean, noise = estimate[there].mean(), error**2
     spread = max(0.0, float(estimate[there].var(ddof=1) - noise[there].mean()))
     total = spread + noise
-    return mean + np.divide(spread, total, out=np.ones_like(total), where=total > 0) * (estimate - mean)
+    return mean + np.divide(spread, total, out=np.ones_like(total), where=total > 0) * (
+        estimate - mean
+    )
 
 
-def relative_change(values: np.ndarray, baseline: np.ndarray, units: Units | None = None) -> Interval:
+def relative_change(
+    values: np.ndarray, baseline: np.ndarray, units: Units | None = None
+) -> Interval:
     """Geometric-mean relative change over prompts (first axis) with a 95 % t interval of the log-ratio.
 
     ``exp(mean log(value / baseline)) − 1``; if units are groups, the mean over groups of each group's mean.
     """
     ratio = np.log(values / baseline)
-    return Interval(*(np.expm1(end) for end in t_interval(ratio if units is None else units.means(ratio))))
+    return Interval(
+        *(np.expm1(end) for end in t_interval(ratio if units is None else units.means(ratio)))
+    )

@@ -18,7 +18,9 @@ from mechattn.stats.units import Bags
 FEWEST_FOR_BOOTSTRAP = 20
 FEWEST_IF_SKEWED = 96  # below, false findings among skewed differences are more than 5 % (docs/concepts/intervals.md)
 VERY_SKEWED = 5  # lognormal, σ = 2, 96 prompts: some q < 0.05 in 43 % of tables without an effect
-FEWEST_FOR_ALL = 10  # a sequential resample then holds seven prompts; coverage was measured from here on
+FEWEST_FOR_ALL = (
+    10  # a sequential resample then holds seven prompts; coverage was measured from here on
+)
 ROUNDING = 1e-5  # of a log-ratio: how much two float32 computations of the same number may differ
 _CHUNK = 2000
 _KEPT = 2**26  # bytes of draws kept for the next table
@@ -108,11 +110,17 @@ def paired(
     difference = np.asarray(difference, dtype=np.float64)
     cells = difference.shape[1:]
     d = difference.reshape(len(difference), -1)
-    expected = None if null is None else np.broadcast_to(np.asarray(null, dtype=np.float64), difference.shape)
+    expected = (
+        None
+        if null is None
+        else np.broadcast_to(np.asarray(null, dtype=np.float64), difference.shape)
+    )
     stream = PairedStream(len(d), level, resamples, seed, bootstrap_ends)
     stream.add(d, None if expected is None else expected.reshape(d.shape), rounding)
     made = stream.made()
-    shaped = {of.name: getattr(made, of.name).reshape(cells) for of in fields(made) if of.name != "n"}
+    shaped = {
+        of.name: getattr(made, of.name).reshape(cells) for of in fields(made) if of.name != "n"
+    }
     return Paired(n=len(d), **shaped)
 
 
@@ -127,7 +135,9 @@ class PairedStream:
     NaN.
     """
 
-    def __init__(self, n: int, level: float, resamples: int, seed: int, bootstrap_ends: bool = True) -> None:
+    def __init__(
+        self, n: int, level: float, resamples: int, seed: int, bootstrap_ends: bool = True
+    ) -> None:
         self.n, self.level, self.resamples, self.seed = n, level, resamples, seed
         self.bootstrap_ends = bootstrap_ends
         self.bags = Bags.drawn(n, seed)
@@ -136,7 +146,9 @@ class PairedStream:
 
     def add(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray | float) -> None:
         """Add some cells [unit, cell] with their values under the null; None if no null is known."""
-        tested = without_rounding(d - (np.zeros(d.shape) if expected is None else expected), rounding)
+        tested = without_rounding(
+            d - (np.zeros(d.shape) if expected is None else expected), rounding
+        )
         unknown = np.full(d.shape[1], np.nan if expected is None else 0.0)
         null = np.zeros(d.shape[1]) if expected is None else expected.mean(0)
         null = np.where(abs(null) <= rounding, 0.0, null)
@@ -152,7 +164,10 @@ class PairedStream:
         made = {"none": none, "unknown": unknown, "difference": ends["mean"]}
         made |= {"null": null + unknown, "beyond": mean + unknown}
         made["effect_size"] = np.divide(mean, deviation, out=nan.copy(), where=varies)
-        made |= {"skewness": np.divide(cubes, cubed, out=nan, where=varies), "detectable": deviation}
+        made |= {
+            "skewness": np.divide(cubes, cubed, out=nan, where=varies),
+            "detectable": deviation,
+        }
         made |= ends | {f"beyond_{name}": end for name, end in beyond.items()}
         made |= {"beyond_low": beyond["low"] + unknown, "beyond_high": beyond["high"] + unknown}
         bags = (lambda values: values) if self.bags is None else self.bags.means
@@ -160,14 +175,21 @@ class PairedStream:
 
     def made(self) -> Paired:
         """The statistics of all cells, in the order in which they were added."""
-        made = {name: np.concatenate([part[name] for part in self._parts], axis=-1) for name in self._parts[0]}
+        made = {
+            name: np.concatenate([part[name] for part in self._parts], axis=-1)
+            for name in self._parts[0]
+        }
         d, tested = made.pop("resampled"), made.pop("tested")
         patterns = enough(self.resamples, d.shape[1])
         few = len(d) * (2 * self.resamples + patterns // 8) <= _KEPT
         draws = (_kept_draws if few else _draws)(len(d), self.resamples, patterns, self.seed)
         beyond, found = self._ends("beyond_", tested, made, draws)
         p, p_flip = self._p(tested, made["beyond_mean"], found, draws)
-        made["p_family"] = np.maximum(p, found.family) if found and self.bootstrap_ends else np.full(p.shape, np.nan)
+        made["p_family"] = (
+            np.maximum(p, found.family)
+            if found and self.bootstrap_ends
+            else np.full(p.shape, np.nan)
+        )
         unknown, none, p_difference = made.pop("unknown"), made.pop("none"), p
         if np.array_equal(d, tested):
             made |= {name: beyond[f"beyond_{name}"] for name in _ENDS}
@@ -175,7 +197,9 @@ class PairedStream:
             ends, of_difference = self._ends("", d, made, draws)
             made |= ends
             if not np.isnan(unknown).all():
-                p_difference = np.where(none, 1.0, self._p(d, made["mean"], of_difference, draws)[0])
+                p_difference = np.where(
+                    none, 1.0, self._p(d, made["mean"], of_difference, draws)[0]
+                )
                 p_difference = np.where(np.isnan(unknown), p, p_difference)
         made |= {name: end + unknown for name, end in beyond.items()}
         for name in ("mean", "deviation", "beyond_mean", "beyond_deviation"):
@@ -193,7 +217,9 @@ class PairedStream:
             return p_flip, p_flip
         return np.maximum(p_flip, found.p), p_flip
 
-    def _ends(self, of: str, d: np.ndarray, made: Columns, draws: Draws) -> tuple[Columns, bootstrap.Tails | None]:
+    def _ends(
+        self, of: str, d: np.ndarray, made: Columns, draws: Draws
+    ) -> tuple[Columns, bootstrap.Tails | None]:
         """The ends of bootstrap intervals around the units' means, NaN if there are few units; and the tests."""
         mean, error = made[f"{of}mean"], made[f"{of}deviation"] / np.sqrt(self.n)
         own_low, own_high, low, high = (np.full(mean.shape, np.nan) for _ in range(4))
@@ -202,12 +228,19 @@ class PairedStream:
             upper, lower = bootstrap.t_quantiles(d, draws.plain, self.level, self._dtype)
             own_low, own_high = mean - upper * error, mean - lower * error
         if draws.sequential and mean.size:
-            t = np.divide(mean, error, out=np.where(mean == 0, 0.0, np.copysign(np.inf, mean)), where=error > 0)
+            t = np.divide(
+                mean,
+                error,
+                out=np.where(mean == 0, 0.0, np.copysign(np.inf, mean)),
+                where=error > 0,
+            )
             found = bootstrap.tails(d, t, draws.sequential, self._dtype, self.bootstrap_ends)
             if self.bootstrap_ends:
                 most, least = bootstrap.of_extremes(found.largest, found.smallest, self.level)
                 low, high = mean - most * error, mean - least * error
-                low = np.minimum(low, np.fmin(made[f"{of}low"], own_low))  # at least the pointwise one
+                low = np.minimum(
+                    low, np.fmin(made[f"{of}low"], own_low)
+                )  # at least the pointwise one
                 high = np.maximum(high, np.fmax(made[f"{of}high"], own_high))
         ends = (own_low, own_high, low, high)
         return {f"{of}{name}": end for name, end in zip(_ENDS, ends, strict=True)}, found
@@ -224,7 +257,9 @@ class Draws(NamedTuple):
 def _draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
     generator = np.random.default_rng(seed)
     plain = bootstrap.resample(n, resamples, generator) if n >= FEWEST_FOR_BOOTSTRAP else []
-    sequential = bootstrap.resample_sequentially(n, resamples, generator) if n >= FEWEST_FOR_ALL else []
+    sequential = (
+        bootstrap.resample_sequentially(n, resamples, generator) if n >= FEWEST_FOR_ALL else []
+    )
     return Draws(plain, sequential, list(drawn_signs(n, patterns, generator)))
 
 
@@ -247,7 +282,9 @@ def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUN
     return difference
 
 
-def flipped(d: np.ndarray, signs: Iterable[np.ndarray], dtype: type[np.floating] = np.float64) -> np.ndarray:
+def flipped(
+    d: np.ndarray, signs: Iterable[np.ndarray], dtype: type[np.floating] = np.float64
+) -> np.ndarray:
     """Two-sided p of mean 0 for each column of d [prompt, cell]: the fraction of sign patterns with as large a mean.
 
     Below 13 prompts all patterns are tried; with more, ``(1 + count) / (1 + resamples)`` of random patterns. The test
@@ -257,7 +294,9 @@ def flipped(d: np.ndarray, signs: Iterable[np.ndarray], dtype: type[np.floating]
     tried, count = sum(map(len, signs)), np.zeros(d.shape[1])
     some = np.flatnonzero(~_beyond_all(d, tried))
     part = (d if len(some) == d.shape[1] else d[:, some]).astype(dtype, copy=False)
-    slack = 1e-12 if dtype is np.float64 else 1e-5  # equal means count, although summed in another order
+    slack = (
+        1e-12 if dtype is np.float64 else 1e-5
+    )  # equal means count, although summed in another order
     observed = abs(d.mean(0))[some] * (1 - slack)
     for packed in signs if len(some) else []:
         for rows in bootstrap.row_blocks(len(packed), len(d)):
@@ -283,7 +322,10 @@ def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Itera
         return
     for start in range(0, resamples, _CHUNK):
         rows = min(_CHUNK, resamples - start)
-        bits = [generator.choice([-1.0, 1.0], (r.stop - r.start, n)) < 0 for r in bootstrap.row_blocks(rows, n)]
+        bits = [
+            generator.choice([-1.0, 1.0], (r.stop - r.start, n)) < 0
+            for r in bootstrap.row_blocks(rows, n)
+        ]
         yield np.concatenate([np.packbits(some, axis=1) for some in bits])
 
 

@@ -39,8 +39,14 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     of_unit, of_condition = d.mean(1) - mean, d.mean(0) - mean
     rest = d - mean - of_unit[:, None] - of_condition[None]
     freedom = units - 1, conditions - 1, (units - 1) * (conditions - 1)
-    squares = conditions * (of_unit**2).sum(0), units * (of_condition**2).sum(0), (rest**2).sum((0, 1))
-    ms_unit, ms_condition, ms_rest = (square / df for square, df in zip(squares, freedom, strict=True))
+    squares = (
+        conditions * (of_unit**2).sum(0),
+        units * (of_condition**2).sum(0),
+        (rest**2).sum((0, 1)),
+    )
+    ms_unit, ms_condition, ms_rest = (
+        square / df for square, df in zip(squares, freedom, strict=True)
+    )
     unit = np.maximum(0.0, (ms_unit - ms_rest) / conditions)
     condition = np.maximum(0.0, (ms_condition - ms_rest) / units)
     variance = unit / units + condition / conditions + ms_rest / (units * conditions)
@@ -60,7 +66,15 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     new = stats.t.ppf((1 + level) / 2, np.nan_to_num(new_df, nan=1.0)) * np.sqrt(expected)
     p = np.where(variance > 0, p, np.where(mean == 0, 1.0, 0.0))
     return Crossed(
-        mean, mean - half, mean + half, p, np.sqrt(condition), np.sqrt(unit), np.sqrt(ms_rest), mean - new, mean + new
+        mean,
+        mean - half,
+        mean + half,
+        p,
+        np.sqrt(condition),
+        np.sqrt(unit),
+        np.sqrt(ms_rest),
+        mean - new,
+        mean + new,
     )
 
 
@@ -75,7 +89,11 @@ class AgainstDraws(NamedTuple):
 
 
 def against_draws(
-    found: np.ndarray, draws: np.ndarray, head: int | None, level: float = 0.95, rounding: np.ndarray | float = 0.0
+    found: np.ndarray,
+    draws: np.ndarray,
+    head: int | None,
+    level: float = 0.95,
+    rounding: np.ndarray | float = 0.0,
 ) -> AgainstDraws:
     """Test whether a model's heads could come from another random model.
 
@@ -98,10 +116,14 @@ def against_draws(
     far = random[rank - 1] if 0 < rank <= len(random) else np.inf
     with np.errstate(invalid="ignore"):
         half = np.maximum(far * s, rounding)
-    return AgainstDraws(mean, mean - half, mean + half, np.where(np.isfinite(z), p, np.nan), len(random))
+    return AgainstDraws(
+        mean, mean - half, mean + half, np.where(np.isfinite(z), p, np.nan), len(random)
+    )
 
 
-def _z(values: np.ndarray, draws: np.ndarray, over: tuple[int, ...], rounding: np.ndarray) -> np.ndarray:
+def _z(
+    values: np.ndarray, draws: np.ndarray, over: tuple[int, ...], rounding: np.ndarray
+) -> np.ndarray:
     """The distance of values from the mean of the draws, in standard deviations."""
     mean, s = _moments(draws, over)
     away = abs(values - mean)

@@ -63,7 +63,9 @@ class Resolution:
         if self.together is None:
             return f"{among} no p can pass q < {self.level:g} (smallest p {self.smallest_p:.2g}); {more}"
         if self.together > 1:
-            alone = f"{among} no p can pass q < {self.level:g} alone (smallest p {self.smallest_p:.2g})"
+            alone = (
+                f"{among} no p can pass q < {self.level:g} alone (smallest p {self.smallest_p:.2g})"
+            )
             return f"{alone}: {self.together} tests must reach it together, or use {self.fewest} {unit}"
         return f"{among} one test alone passes q < {self.level:g} in {100 * self.chance:.0f} % of draws at most; {more}"
 
@@ -97,10 +99,14 @@ def resolution(
     needed = floor(tests * p / level) + 1
     together, alone = needed if needed <= tests else None, chance(n, tests, level, patterns)
     fewest, detectable = _fewest(tests, level, patterns), detectable_size(n, tests, level)
-    return Resolution(n, unit, tests, level, p, min(1.0, tests * p), together, alone, fewest, detectable)
+    return Resolution(
+        n, unit, tests, level, p, min(1.0, tests * p), together, alone, fewest, detectable
+    )
 
 
-def power(heads: int, *, effect: float | None = None, prompts: int | None = None, sure: float = 0.8) -> float:
+def power(
+    heads: int, *, effect: float | None = None, prompts: int | None = None, sure: float = 0.8
+) -> float:
     """Plan a comparison: how surely q < 0.05 finds one head, what it finds, or how many prompts it takes.
 
     ``P(|T| > t(1 − 0.05 / (2 heads), prompts − 1))`` for noncentral T with ``effect · √prompts``: one head with an
@@ -121,8 +127,12 @@ def power(heads: int, *, effect: float | None = None, prompts: int | None = None
     check_counts(heads=heads)
     if prompts is not None:
         check_counts(3, prompts=prompts)
-    if effect is not None and not (isinstance(effect, (int, float)) and 0.01 <= abs(effect) < np.inf):
-        raise OptionError(f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01, such as 0.5")
+    if effect is not None and not (
+        isinstance(effect, (int, float)) and 0.01 <= abs(effect) < np.inf
+    ):
+        raise OptionError(
+            f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01, such as 0.5"
+        )
     if not isinstance(sure, float) or not 0 < sure < 1:
         raise OptionError(f"sure={sure!r}: give a probability such as 0.8")
     if effect is None and prompts is None:
@@ -150,10 +160,14 @@ def _fewest(tests: int, level: float, patterns: int) -> int:
 
 def chance(n: int, tests: int, level: float, patterns: int) -> float:
     """The probability that a test whose differences all have one sign has q below the level by itself."""
-    extreme = 2.0 ** (1 - n)  # the fraction of patterns with as large a mean: all signs kept, or all flipped
+    extreme = 2.0 ** (
+        1 - n
+    )  # the fraction of patterns with as large a mean: all signs kept, or all flipped
     if n <= EXACT:
         return float(tests * extreme < level)
-    hits = ceil(level * (1 + patterns) / tests) - 2  # the most allowed: tests · (1 + hits) / (1 + patterns) < level
+    hits = (
+        ceil(level * (1 + patterns) / tests) - 2
+    )  # the most allowed: tests · (1 + hits) / (1 + patterns) < level
     return float(stats.binom.cdf(hits, patterns, extreme))
 
 
@@ -165,7 +179,9 @@ def power_of(effect: float, n: int, tests: int = 1, level: float = 0.05) -> floa
     """
     reach = chance(n, tests, level, enough(RESAMPLES, tests))
     far, shift = stats.t.ppf(1 - level / (2 * tests), n - 1), effect * np.sqrt(n)
-    wrong = np.nan_to_num(stats.nct.cdf(-far, n - 1, shift))  # SciPy gives NaN for what is below 1e-20
+    wrong = np.nan_to_num(
+        stats.nct.cdf(-far, n - 1, shift)
+    )  # SciPy gives NaN for what is below 1e-20
     return reach * float(stats.nct.sf(far, n - 1, shift) + wrong)
 
 
@@ -179,4 +195,6 @@ def detectable_size(n: int, tests: int = 1, level: float = 0.05, sure: float = 0
     most = 2.0
     while power_of(most, n, tests, level) < sure:
         most *= 2
-    return float(optimize.brentq(lambda effect: power_of(effect, n, tests, level) - sure, 0.0, most))
+    return float(
+        optimize.brentq(lambda effect: power_of(effect, n, tests, level) - sure, 0.0, most)
+    )

@@ -41,7 +41,12 @@ def trend(values: np.ndarray, resamples: int = 9999, seed: int = 0) -> Trend:
     Source: E. B. Page, "Ordered hypotheses for multiple treatments", 1963.
     """
     values = np.asarray(values, dtype=np.float64)
-    if values.ndim != 2 or values.shape[1] < 3 or len(values) < FEWEST or not np.isfinite(values).all():
+    if (
+        values.ndim != 2
+        or values.shape[1] < 3
+        or len(values) < FEWEST
+        or not np.isfinite(values).all()
+    ):
         raise OptionError(
             f"values {list(values.shape)}: a trend needs at least three doses and {FEWEST} units, and a number for each"
         )

@@ -21,7 +21,9 @@ class Units:
     """The units of replication of a set of prompts, in order of first appearance."""
 
     prompts: int
-    of: np.ndarray | None = None  # the unit of each prompt, counted from 0; None if every prompt is its own unit
+    of: np.ndarray | None = (
+        None  # the unit of each prompt, counted from 0; None if every prompt is its own unit
+    )
 
     @classmethod
     def grouped(cls, groups: Seq[str]) -> Units:
@@ -43,7 +45,11 @@ class Units:
     @property
     def words(self) -> str:
         """The units in words, such as "24 groups of 96 prompts"."""
-        return f"{self.prompts} prompts" if self.of is None else f"{self.n} groups of {self.prompts} prompts"
+        return (
+            f"{self.prompts} prompts"
+            if self.of is None
+            else f"{self.n} groups of {self.prompts} prompts"
+        )
 
     @property
     def inflation(self) -> float:
@@ -74,7 +80,10 @@ class Units:
         return np.flatnonzero(first), np.flatnonzero(~first)
 
     def refuse_below(
-        self, fewest: int, why: str = "", instead: str = ', or unit="prompt", which uses single prompts'
+        self,
+        fewest: int,
+        why: str = "",
+        instead: str = ', or unit="prompt", which uses single prompts',
     ) -> None:
         """Refuse fewer units than an interval or test needs; ``instead`` is what to do other than adding groups."""
         if self.n >= fewest:
@@ -95,7 +104,9 @@ def halves_of(n: int) -> tuple[np.ndarray, np.ndarray]:
 def check_unit(unit: str) -> None:
     """Refuse an unknown unit."""
     if unit not in get_args(Unit):
-        raise OptionError(f'unit={unit!r}: choose "auto" (groups where prompts have them) or "prompt"')
+        raise OptionError(
+            f'unit={unit!r}: choose "auto" (groups where prompts have them) or "prompt"'
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +127,9 @@ class Bags:
         count = resampled(n)
         sizes = np.full(count, n // count)
         sizes[: n - sizes.sum()] += 1
-        order = np.random.default_rng([seed, 1]).permutation(n)  # a stream other than that of the resamples
+        order = np.random.default_rng([seed, 1]).permutation(
+            n
+        )  # a stream other than that of the resamples
         return cls(order, np.concatenate([[0], np.cumsum(sizes)[:-1]]))
 
     @property
@@ -133,7 +146,9 @@ class Bags:
     def means(self, values: np.ndarray) -> np.ndarray:
         """The mean of each bag's units, for values [unit, …]."""
         ends = np.append(self.starts, len(self.order))
-        sums = sparse.csr_array((np.ones(len(self.order)), self.order, ends), shape=(self.n, len(self.order)))
+        sums = sparse.csr_array(
+            (np.ones(len(self.order)), self.order, ends), shape=(self.n, len(self.order))
+        )
         made: np.ndarray = sums @ values.reshape(len(values), -1)
         made /= np.diff(ends)[:, None]
         return made.reshape(self.n, *values.shape[1:])

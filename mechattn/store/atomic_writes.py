@@ -53,8 +53,12 @@ def file_names(models: Iterable[str]) -> dict[str, str]:
 def check_name(path: str | Path) -> None:
     """Refuse names that no file system accepts, before trying."""
     text = str(path)
-    if re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):  # those between stand for bytes that are not UTF-8
-        raise OutputError(f"{text!r:.80} contains a NUL or half of a surrogate pair, which no file name may; remove it")
+    if re.search(
+        "[\0\ud800-\udc7f\udd00-\udfff]", text
+    ):  # those between stand for bytes that are not UTF-8
+        raise OutputError(
+            f"{text!r:.80} contains a NUL or half of a surrogate pair, which no file name may; remove it"
+        )
     stored = text.encode("utf-8", "surrogatepass")
     if len(stored) > _PATH or max(map(len, stored.split(b"/"))) > _NAME:
         raise OutputError(
@@ -68,9 +72,13 @@ def check_writable(path: str | Path) -> None:
     path = Path(os.path.realpath(path))
     folder = path.parent
     if path.is_symlink():
-        raise OutputError(f"{path} is a link that leads back to itself; choose another name, or delete the link")
+        raise OutputError(
+            f"{path} is a link that leads back to itself; choose another name, or delete the link"
+        )
     if inside := [parent for parent in path.parents if parent.suffix == ".zarr"]:
-        raise OutputError(f"{path} is in {inside[0]}, a folder for a stored result only; choose another place")
+        raise OutputError(
+            f"{path} is in {inside[0]}, a folder for a stored result only; choose another place"
+        )
     if path.suffix != ".zarr" and path.is_dir():
         raise OutputError(f"{path} is a folder; name a file in it")
     try:
@@ -105,7 +113,9 @@ def move_whole(new: Path, path: Path) -> None:
         with _beside(path) as folder:
             _rename(new, path, folder)
     except OSError as error:
-        raise OutputError(f"{new} could not be renamed to {path}: {error.strerror or error}") from error
+        raise OutputError(
+            f"{new} could not be renamed to {path}: {error.strerror or error}"
+        ) from error
     sweep(path)
 
 
@@ -154,7 +164,9 @@ def recover(path: Path) -> None:
                 if alone and not os.path.lexists(path):
                     os.replace(new if new.exists() else folder / _OLD, path)
                     flush([path.parent])
-                    say(f"the result of {path} was found complete in {folder}, where a killed process had left it")
+                    say(
+                        f"the result of {path} was found complete in {folder}, where a killed process had left it"
+                    )
                     _remove(folder, path)
         except OSError as error:
             raise OutputError(
@@ -218,7 +230,9 @@ def _is_ours(folder: Path, path: Path) -> bool:
         return False
     if not held <= {_MARKER, _LOCK}:
         with suppress(ValueError, RecursionError):
-            return bool(json.loads((folder / _MARKER).read_text(encoding="utf-8")) == {"writes": path.name})
+            return bool(
+                json.loads((folder / _MARKER).read_text(encoding="utf-8")) == {"writes": path.name}
+            )
         return False
     return True  # killed before it wrote anything, or after it had deleted everything
 
@@ -229,7 +243,10 @@ def _locked(folder: Path, wait: float) -> Iterator[bool]:
     lock = FileLock(folder / _LOCK, timeout=wait)
     try:
         lock.acquire()
-    except (Timeout, NotImplementedError):  # locked by another process, or a file system without locks
+    except (
+        Timeout,
+        NotImplementedError,
+    ):  # locked by another process, or a file system without locks
         yield False
         return
     try:
@@ -242,7 +259,10 @@ def _remove(folder: Path, path: Path) -> None:
     """Delete the folder, its marker last, unless it contains the only copy of a result."""
     if (folder / _OLD).exists() and not os.path.lexists(path):
         return
-    for entry in (_OLD, f"new{path.suffix}"):  # in this order: a new one next to an old one is complete
+    for entry in (
+        _OLD,
+        f"new{path.suffix}",
+    ):  # in this order: a new one next to an old one is complete
         if (folder / entry).is_dir():
             shutil.rmtree(folder / entry)
         else:

@@ -30,7 +30,9 @@ COMPLETE = "complete"
 MANIFEST = "manifest"  # of a folder that is read as the merge of the results it names
 _HERE = ("file://", "local://")  # fsspec's names for this machine
 _NAMED = 4  # files listed in a message
-_OF_A_RUN = re.compile(r"zarr\.json|[^/]+/(zarr\.json)?|[^/]+/[^/]+/(zarr\.json|c(/\d+)*/?)?", re.DOTALL)
+_OF_A_RUN = re.compile(
+    r"zarr\.json|[^/]+/(zarr\.json)?|[^/]+/[^/]+/(zarr\.json|c(/\d+)*/?)?", re.DOTALL
+)
 
 
 def is_address(path: str | Path) -> bool:
@@ -49,7 +51,13 @@ def as_place(path: str | Path) -> str | Path:
 def is_beside(name: str) -> bool:
     """Whether a name leads to nothing but what is next to a place, or in a folder next to it."""
     path = PurePosixPath(name)
-    return bool(name) and "://" not in name and "\\" not in name and not path.is_absolute() and ".." not in path.parts
+    return (
+        bool(name)
+        and "://" not in name
+        and "\\" not in name
+        and not path.is_absolute()
+        and ".." not in path.parts
+    )
 
 
 def beside(place: str | Path, name: str) -> str | Path:
@@ -102,7 +110,9 @@ class Store:
         """The first bytes of some objects."""
         if isinstance(self.place, str):
             at, n = [f"{self.root}/{name}" for name in names], len(names)
-            return list(filesystem(self.place).cat_ranges(at, [0] * n, [count] * n, on_error="raise"))
+            return list(
+                filesystem(self.place).cat_ranges(at, [0] * n, [count] * n, on_error="raise")
+            )
         made = []
         for name in names:
             with open(self.place / name, "rb") as stored:
@@ -114,7 +124,11 @@ class Store:
         if isinstance(self.place, str):
             files, root = filesystem(self.place), f"{self.root}/"
             return [str(name).removeprefix(root) for name in files.find(self.root)]
-        return [name for name in files_in(self.place) if not name.endswith("/")] if self.place.is_dir() else []
+        return (
+            [name for name in files_in(self.place) if not name.endswith("/")]
+            if self.place.is_dir()
+            else []
+        )
 
     def sizes(self) -> dict[str, int]:
         """The size of each object in bytes; refuses anything but plain files, and names with control characters."""
@@ -146,7 +160,9 @@ class Store:
         """Mark an address as being written by mechattn, delete everything else there, and return the mark."""
         who = os.urandom(8).hex()
         about = {"mechattn_schema": SCHEMA, BEGUN: who}
-        self.put(ROOT, json.dumps({"zarr_format": 3, "node_type": "group", "attributes": about}).encode())
+        self.put(
+            ROOT, json.dumps({"zarr_format": 3, "node_type": "group", "attributes": about}).encode()
+        )
         others = [name for name in self.names() if name != ROOT]
         try:
             if others:
@@ -196,7 +212,9 @@ def check_ours(store: Store) -> None:
     files = files_in(place) if isinstance(place, Path) else store.names()
     root = _attributes(store, files)
     if "mechattn_schema" not in root:
-        raise OutputError(f"{place} exists and is not a stored result; choose another name, or move it away")
+        raise OutputError(
+            f"{place} exists and is not a stored result; choose another name, or move it away"
+        )
     listed = root.get(OBJECTS)
     ours = {ROOT, *(listed if isinstance(listed, dict) else ())}
     ours |= {name[: at + 1] for name in ours for at, letter in enumerate(name) if letter == "/"}

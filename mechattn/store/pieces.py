@@ -42,7 +42,9 @@ REGIONS = "regions"  # next to the objects in the provenance of a receipt; a fin
 class Region:
     """How an array is cut."""
 
-    dims: tuple[str, ...]  # if the first is "prompt" and there are others, it is cut, else it is one piece
+    dims: tuple[
+        str, ...
+    ]  # if the first is "prompt" and there are others, it is cut, else it is one piece
     shape: tuple[int, ...]
     dtype: str  # such as "float32"; or "text"
     chunk: int  # prompts in a piece
@@ -54,9 +56,14 @@ class Region:
         """The shape of a piece."""
         if self.dims[:1] != ("prompt",) or len(self.dims) < 2:
             return tuple(max(1, size) for size in self.shape)
-        sizes = {dim: self.width if dim in GROW else size for dim, size in zip(self.dims, self.shape)}
+        sizes = {
+            dim: self.width if dim in GROW else size for dim, size in zip(self.dims, self.shape)
+        }
         sizes |= {"prompt": self.chunk}
-        made, each = sizes | {dim: 1 for dim in ("segment", "condition") if dim in sizes}, np.dtype(self.dtype).itemsize
+        made, each = (
+            sizes | {dim: 1 for dim in ("segment", "condition") if dim in sizes},
+            np.dtype(self.dtype).itemsize,
+        )
         for dim in ("segment", "condition"):
             if dim in sizes and each * prod(made.values()) < LEAST:
                 made[dim] = sizes[dim]
@@ -95,7 +102,9 @@ def region_of(variable: xr.Variable, chunk: int, half: bool = False, width: int 
     """The region of a variable; ``half`` stores floating-point numbers in 16 bits."""
     dtype = "text" if variable.dtype.kind in TEXT else variable.dtype.newbyteorder("=").name
     dtype = "float16" if half and variable.dtype.kind == "f" else dtype
-    return Region(tuple(map(str, variable.dims)), variable.shape, dtype, chunk, variable.attrs, width)
+    return Region(
+        tuple(map(str, variable.dims)), variable.shape, dtype, chunk, variable.attrs, width
+    )
 
 
 def encoded(values: np.ndarray, region: Region, number: int = 0) -> Iterator[tuple[str, bytes]]:
@@ -105,7 +114,10 @@ def encoded(values: np.ndarray, region: Region, number: int = 0) -> Iterator[tup
     array[...] = values.astype(np.dtypes.StringDType()) if region.dtype == "text" else values
     for name in [name for name in made if name.startswith("x/c")]:
         _, _, *rest = name.split("/")
-        yield "/".join(["c", *([str(number + int(rest[0])), *rest[1:]] if rest else [])]), made.pop(name).to_bytes()
+        yield (
+            "/".join(["c", *([str(number + int(rest[0])), *rest[1:]] if rest else [])]),
+            made.pop(name).to_bytes(),
+        )
 
 
 def checksum(content: bytes) -> bytes:
@@ -134,8 +146,14 @@ def write_chunk(
             variable = dataset[label].variable
             region = region_of(variable, chunk, half, width)
             values = variable.values
-            if half and (abs(values) > np.finfo(np.float16).max).any() and variable.dtype.kind == "f":
-                raise OptionError(f'{label} is too large for values="float16"; omit it to keep float32')
+            if (
+                half
+                and (abs(values) > np.finfo(np.float16).max).any()
+                and variable.dtype.kind == "f"
+            ):
+                raise OptionError(
+                    f'{label} is too large for values="float16"; omit it to keep float32'
+                )
             for at, content in encoded(values, region, number):
                 path = f"{name}/{label}/{at}"
                 objects[path] = content[-CHECKSUM:].hex()
@@ -154,7 +172,11 @@ def write_chunk(
 
 def unlike(store: Store, objects: Mapping[str, str]) -> list[str]:
     """The names of objects that are missing or differ from what was written."""
-    return [name for name, known in objects.items() if object_digest(name, store.get(name) or b"") != known]
+    return [
+        name
+        for name, known in objects.items()
+        if object_digest(name, store.get(name) or b"") != known
+    ]
 
 
 def finish(
@@ -165,7 +187,9 @@ def finish(
     count = receipt["sequences"].sizes["prompt"]
     regions = {}
     for name, known in receipt.provenance[REGIONS].items():
-        regions[name] = Region(**{**known, "dims": tuple(known["dims"]), "shape": (count, *known["shape"][1:])})
+        regions[name] = Region(
+            **{**known, "dims": tuple(known["dims"]), "shape": (count, *known["shape"][1:])}
+        )
     made: dict[str, Any] = {}
     root = zarr.create_group(MemoryStore(made), zarr_format=3)
 
@@ -191,12 +215,21 @@ def finish(
         if name != ROOT:
             put(name, made[name].to_bytes())
     for name in store.names():
-        if name not in objects and name != ROOT:  # the root marks an address as ours, and is written last
+        if (
+            name not in objects and name != ROOT
+        ):  # the root marks an address as ours, and is written last
             store.remove(name)
     check()
-    provenance = {name: value for name, value in receipt.provenance.items() if name not in (OBJECTS, REGIONS)}
+    provenance = {
+        name: value for name, value in receipt.provenance.items() if name not in (OBJECTS, REGIONS)
+    }
     text = json.dumps(provenance | dict(about))
-    attrs = {"mechattn_schema": SCHEMA, "provenance": text, "by_prompt": sorted(regions), OBJECTS: objects}
+    attrs = {
+        "mechattn_schema": SCHEMA,
+        "provenance": text,
+        "by_prompt": sorted(regions),
+        OBJECTS: objects,
+    }
     write_root(store, {**attrs, "digest": seal_of(attrs), COMPLETE: True})
 
 
@@ -210,12 +243,17 @@ def copied(result: Result, store: Store, check: Callable[[], object] = lambda: N
     """Write a result into a store a chunk at a time, so that it never has to fit in memory; ``check`` comes last."""
     count = result["sequences"].sizes["prompt"]
     chunk = min(chunk_of(result), count)
-    longest = max([size for one in result.datasets.values() for dim, size in one.sizes.items() if dim in GROW] + [1])
+    longest = max(
+        [size for one in result.datasets.values() for dim, size in one.sizes.items() if dim in GROW]
+        + [1]
+    )
     objects: dict[str, str] = {}
     regions: dict[str, Any] = {}
     for start in range(0, count, chunk):
         part = part_of(result, "prompt", slice(start, start + chunk))
-        made = write_chunk(store, start // chunk, part, chunk, False, width=min(WIDTH, longest)).provenance
+        made = write_chunk(
+            store, start // chunk, part, chunk, False, width=min(WIDTH, longest)
+        ).provenance
         objects |= made[OBJECTS]
         regions = made[REGIONS]
     rest = {n: one.drop_vars(written_of(one)) for n, one in result.datasets.items()}
@@ -229,7 +267,9 @@ def chunk_of(result: Result) -> int:
     return found if isinstance(found, int) and found > 0 else 64
 
 
-def _fill(name: str, region: Region, objects: Mapping[str, str], put: Callable[[str, bytes], None]) -> None:
+def _fill(
+    name: str, region: Region, objects: Mapping[str, str], put: Callable[[str, bytes], None]
+) -> None:
     """Write the positions beyond the longest prompt of a chunk: an object that is not there is one that was lost."""
     lost = [f"{name}/{at}" for at in region.names() if f"{name}/{at}" not in objects]
     if lost:

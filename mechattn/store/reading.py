@@ -75,12 +75,16 @@ def read_result(path: str | Path, memory: str = MEMORY, lazy: bool | None = None
     try:
         result = _read(place, path)
         if not (lazy_bytes(result) > share if lazy is None else lazy):
-            result = replace(result, datasets={name: one.load() for name, one in result.datasets.items()})
+            result = replace(
+                result, datasets={name: one.load() for name, one in result.datasets.items()}
+            )
         return replace(result, memory=memory)
     except OutputError:
         raise
     except Exception as error:  # files, codecs and the network have their own errors
-        raise read_errors(path, error) from (None if isinstance(place, str) else error)  # it may contain a password
+        raise read_errors(path, error) from (
+            None if isinstance(place, str) else error
+        )  # it may contain a password
 
 
 def _read(place: str | Path, path: str | Path) -> Result:
@@ -99,7 +103,9 @@ def _read(place: str | Path, path: str | Path) -> Result:
     if schema is None:
         raise OutputError(f"{path} is not a result of mechattn: it has no schema")
     if schema != SCHEMA:
-        raise OutputError(f"the result at {path} has schema {schema}; this version of mechattn reads schema {SCHEMA}")
+        raise OutputError(
+            f"the result at {path} has schema {schema}; this version of mechattn reads schema {SCHEMA}"
+        )
     if not attrs.get(COMPLETE):  # written last at an address, where renaming is not possible
         raise OutputError(f"the result at {path} is incomplete; write it again")
     if MANIFEST in attrs:
@@ -107,16 +113,22 @@ def _read(place: str | Path, path: str | Path) -> Result:
     try:
         about = json.loads(attrs["provenance"])
     except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise OutputError(f"the result at {path} lacks its provenance ({error!r}): it is damaged") from None
+        raise OutputError(
+            f"the result at {path} lacks its provenance ({error!r}): it is damaged"
+        ) from None
     if not isinstance(attrs.get(OBJECTS), dict):
         raise OutputError(f"the result at {path} is damaged: it lists no objects; {_REDO}")
     regions = zarr_checks.check_folder(store, sizes, attrs[OBJECTS], path)
     if seal_of(attrs) != attrs.get("digest"):
-        raise OutputError(f"the result at {path} is damaged: its provenance or its listing was changed; {_REDO}")
+        raise OutputError(
+            f"the result at {path} is damaged: its provenance or its listing was changed; {_REDO}"
+        )
     zarr_checks.check_provenance(about, path)
     listed = Listed(store, attrs[OBJECTS], regions, attrs["digest"], path)
     with xr.open_datatree(listed, **_OPEN) as tree:  # type: ignore[arg-type]
-        datasets = {str(name): _dataset(node.to_dataset(), place) for name, node in tree.children.items()}
+        datasets = {
+            str(name): _dataset(node.to_dataset(), place) for name, node in tree.children.items()
+        }
     zarr_checks.check_datasets(datasets, about, path)
     return Result(_in_order(datasets, about), about)
 
@@ -128,12 +140,16 @@ def _merged(parts: Any, place: str | Path) -> Result:
         where = beside(place, name)
         result, now = read_result(where, lazy=True), attributes_of(as_place(where))
         if now.get(MANIFEST) is not None or str(now.get("digest")) != known:
-            raise OutputError(f"{where} was changed after it became part of {place}: merge the results again")
+            raise OutputError(
+                f"{where} was changed after it became part of {place}: merge the results again"
+            )
         found.append(result)
     try:
         return merge_results(found)
     except OptionError as error:
-        raise OutputError(f"the results named by {place} do not belong to one run: {error}") from None
+        raise OutputError(
+            f"the results named by {place} do not belong to one run: {error}"
+        ) from None
 
 
 def manifest_parts(parts: Any, place: str | Path) -> Iterator[tuple[str, str]]:
@@ -163,10 +179,14 @@ def _dataset(stored: xr.Dataset, place: str | Path) -> xr.Dataset:
     return dataset
 
 
-def _in_order(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> dict[str, xr.Dataset]:
+def _in_order(
+    datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]
+) -> dict[str, xr.Dataset]:
     """As the run had its analyses, quantities by their names: Zarr lists both in another order each time."""
     made = {}
-    for name in dict.fromkeys([*(name for name in about["analyses"] if name in datasets), *sorted(datasets)]):
+    for name in dict.fromkeys(
+        [*(name for name in about["analyses"] if name in datasets), *sorted(datasets)]
+    ):
         of = datasets[name]  # with all its coordinates: those of no quantity too
         by_name = {label: of.variables[label] for label in sorted(of.data_vars, key=str)}
         made[name] = of.drop_vars(list(by_name)).assign(by_name)
@@ -178,7 +198,9 @@ def read_errors(where: object, error: Exception) -> MechattnError:
     if isinstance(error, MechattnError):
         return error
     reason = str(error).splitlines()[0] if str(error) else "no reason given"
-    return OutputError(f"the result at {where} cannot be read ({type(error).__name__}: {reason}); {_REDO}")
+    return OutputError(
+        f"the result at {where} cannot be read ({type(error).__name__}: {reason}); {_REDO}"
+    )
 
 
 class Listed(MemoryStore):
@@ -188,14 +210,22 @@ class Listed(MemoryStore):
     """
 
     def __init__(
-        self, store: Store, objects: Mapping[str, str], regions: Mapping[str, Region], sealed: object, where: object
+        self,
+        store: Store,
+        objects: Mapping[str, str],
+        regions: Mapping[str, Region],
+        sealed: object,
+        where: object,
     ) -> None:
         self.objects = {ROOT: "", **objects}
         super().__init__(self.objects, read_only=True)  # type: ignore[arg-type]
         self.store, self.regions, self.sealed, self.where = store, regions, sealed, where
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Listed) and (self.store, self.sealed) == (other.store, other.sealed)
+        return isinstance(other, Listed) and (self.store, self.sealed) == (
+            other.store,
+            other.sealed,
+        )
 
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
@@ -215,15 +245,21 @@ class Listed(MemoryStore):
             content = self.store.get(key)
             if key == ROOT:
                 return content or b""
-            why: str | None = "it is missing" if content is None else "it is not what was written here"
+            why: str | None = (
+                "it is missing" if content is None else "it is not what was written here"
+            )
             if content is not None and object_digest(key, content) == self.objects[key]:
                 if not key.startswith(f"{_SEGMENTS}/c"):
                     return content
                 dtype = np.dtype(self.regions[_SEGMENTS].dtype)
-                if (why := zarr_checks.segments_problem(np.frombuffer(content[:-CHECKSUM], dtype))) is None:
+                if (
+                    why := zarr_checks.segments_problem(np.frombuffer(content[:-CHECKSUM], dtype))
+                ) is None:
                     return content
         except Exception as error:  # files and the network have their own errors
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
         if attributes_of(self.store.place).get("digest") != self.sealed:
-            raise OutputError(f"the result at {self.where} was replaced or deleted after it was opened: load it again")
+            raise OutputError(
+                f"the result at {self.where} was replaced or deleted after it was opened: load it again"
+            )
         raise OutputError(zarr_checks.damaged(self.where, key, self.regions, str(why)))

@@ -31,7 +31,10 @@ def packed(result: Result) -> bytes:
     header = {"mechattn_packed": _FORMAT, "provenance": result.provenance, "datasets": datasets}
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as out:
-        for name, content in (("header", json.dumps(header).encode()), *((str(i), a) for i, a in enumerate(arrays))):
+        for name, content in (
+            ("header", json.dumps(header).encode()),
+            *((str(i), a) for i, a in enumerate(arrays)),
+        ):
             out.writestr(zipfile.ZipInfo(name), content)
     return made.getvalue()
 
@@ -48,7 +51,10 @@ def unpacked(stored: bytes | Path) -> Result:
             header = json.loads(file.read("header"))
             if header["mechattn_packed"] != _FORMAT:
                 raise OutputError(f"{where} was written by another version of mechattn")
-            datasets = {name: _unpacked_dataset(one, file, later) for name, one in header["datasets"].items()}
+            datasets = {
+                name: _unpacked_dataset(one, file, later)
+                for name, one in header["datasets"].items()
+            }
         return Result(datasets, header["provenance"])
     except Exception as error:  # zip, JSON and xarray have their own errors
         raise read_errors(where, error) from error
@@ -57,7 +63,12 @@ def unpacked(stored: bytes | Path) -> Result:
 def _packed_dataset(dataset: xr.Dataset, arrays: list[bytes]) -> dict[str, Any]:
     variables = {}
     for name, variable in dataset.variables.items():
-        about = {"dims": variable.dims, "shape": variable.shape, "attrs": variable.attrs, "at": len(arrays)}
+        about = {
+            "dims": variable.dims,
+            "shape": variable.shape,
+            "attrs": variable.attrs,
+            "at": len(arrays),
+        }
         if variable.dtype.kind in TEXT:
             arrays.append(json.dumps([str(text) for text in variable.values.flat]).encode())
             variables[name] = about | {"dtype": "text"}
@@ -68,12 +79,16 @@ def _packed_dataset(dataset: xr.Dataset, arrays: list[bytes]) -> dict[str, Any]:
     return {"variables": variables, "coords": list(dataset.coords), "attrs": dataset.attrs}
 
 
-def _unpacked_dataset(about: dict[str, Any], stored: zipfile.ZipFile, later: Path | None = None) -> xr.Dataset:
+def _unpacked_dataset(
+    about: dict[str, Any], stored: zipfile.ZipFile, later: Path | None = None
+) -> xr.Dataset:
     made: dict[str, Any] = {}
     for name, one in about["variables"].items():
         alone = one["dtype"] != "text" and "prompt" not in one["dims"] and len(one["dims"]) > 1
         if later is not None and alone and stored.getinfo(str(one["at"])).file_size > _LARGE:
-            lazy = LazyArray(tuple(one["shape"]), np.dtype(one["dtype"]), partial(_read_later, one, later))
+            lazy = LazyArray(
+                tuple(one["shape"]), np.dtype(one["dtype"]), partial(_read_later, one, later)
+            )
             made[name] = lazy_variable(lazy, one["dims"], one["attrs"])
             continue
         content = stored.read(str(one["at"]))

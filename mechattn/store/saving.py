@@ -55,10 +55,14 @@ def check_result_place(path: str | Path, *, used: bool = False) -> None:
     if (there := Path(os.path.realpath(place))).exists():
         try:
             if not there.is_dir():
-                raise OutputError(f"{there} exists and is not a stored result; choose another name, or move it away")
+                raise OutputError(
+                    f"{there} exists and is not a stored result; choose another name, or move it away"
+                )
             check_ours(Store(there))
         except OSError as error:
-            raise OutputError(f"{there} exists and cannot be inspected: {error.strerror or error}") from None
+            raise OutputError(
+                f"{there} exists and cannot be inspected: {error.strerror or error}"
+            ) from None
         if used:
             return
     check_writable(place)
@@ -97,7 +101,9 @@ def save_manifest(path: str | Path, places: Seq[str | Path]) -> None:
     """Write a manifest, which names stored results and is read as their merge, in place of a copy of them."""
     place, parts = as_place(path), []
     for name in [name for one in places for name in _names(path, one)]:
-        parts.append({"name": name, "digest": str(attributes_of(as_place(beside(path, name))).get("digest"))})
+        parts.append(
+            {"name": name, "digest": str(attributes_of(as_place(beside(path, name))).get("digest"))}
+        )
     about = {"mechattn_schema": SCHEMA, COMPLETE: True, OBJECTS: {}, MANIFEST: parts}
     if isinstance(place, str):
         store = Store(place)
@@ -117,7 +123,11 @@ def merge_stored(out: str, places: Seq[str], copy: bool = False) -> Result:
     merged = merge_results([read_result(place, lazy=True) for place in places])
     _check_target(out, lazy_sources(merged))  # what a manifest names, too
     there = filesystem(out).exists(out) if is_address(out) else os.path.lexists(as_place(out))
-    if there and not _holds_nothing_else(out, places) and not is_part(read_result(out, lazy=True), merged):
+    if (
+        there
+        and not _holds_nothing_else(out, places)
+        and not is_part(read_result(out, lazy=True), merged)
+    ):
         raise OptionError(
             f"{out} exists and is not a merge of {named(places)}: its content would be lost. The first "
             "name is the target (mechattn merge TARGET RESULT…); name a new one, or delete this one first"
@@ -143,7 +153,11 @@ def _check_read_back(result: Result, place: str | Path) -> None:
     try:
         same = digest(read_result(place, lazy=True).datasets) == digest(result.datasets)
     except OutputError as error:
-        also = "" if isinstance(place, Path) else " (perhaps another process was writing there at the same time)"
+        also = (
+            ""
+            if isinstance(place, Path)
+            else " (perhaps another process was writing there at the same time)"
+        )
         raise OutputError(f"what was just written cannot be read back{also}: {error}") from error
     if not same:
         raise OutputError(f"what was just written to {place} reads back with other numbers")
@@ -165,7 +179,9 @@ def _check_address(address: str, used: bool) -> None:
         raise OutputError(f"{address}: {error}") from None  # fsspec says which package to install
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise OutputError(f"nothing can be written to {address} ({reason}); choose another place") from None
+        raise OutputError(
+            f"nothing can be written to {address} ({reason}); choose another place"
+        ) from None
 
 
 def _holds_nothing_else(out: str, places: Seq[str]) -> bool:
@@ -185,7 +201,11 @@ def _holds_nothing_else(out: str, places: Seq[str]) -> bool:
 def _names(out: str | Path, place: str | Path) -> list[str]:
     """The names of a result, or of those in a manifest, relative to the folder of the new manifest."""
     if (parts := attributes_of(as_place(place)).get(MANIFEST)) is not None:
-        return [name for of, _ in manifest_parts(parts, place) for name in _names(out, beside(place, of))]
+        return [
+            name
+            for of, _ in manifest_parts(parts, place)
+            for name in _names(out, beside(place, of))
+        ]
     if is_address(out):
         folder = str(out).rstrip("/").rpartition("/")[0]
         name = str(place).rstrip("/").removeprefix(f"{folder}/")
@@ -202,7 +222,9 @@ def _names(out: str | Path, place: str | Path) -> list[str]:
 
 def _check_target(out: str, read: Iterable[str | Path]) -> None:
     if _real(out) in map(_real, read):
-        raise OptionError(f"{out} is both a result to merge and the target; name a new target first")
+        raise OptionError(
+            f"{out} is both a result to merge and the target; name a new target first"
+        )
 
 
 def _real(place: str | Path) -> str:

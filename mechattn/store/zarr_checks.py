@@ -51,7 +51,9 @@ def check_folder(
     found: dict[str, list[str]] = defaultdict(list)
     metadata = [name for name in objects if name.rpartition("/")[2] == ROOT]
     if len(metadata) > _ARRAYS:
-        raise OutputError(f"the result at {where} has {len(metadata):,} arrays; mechattn writes at most {_ARRAYS:,}")
+        raise OutputError(
+            f"the result at {where} has {len(metadata):,} arrays; mechattn writes at most {_ARRAYS:,}"
+        )
     for name in objects:
         if not name.endswith(f"/{ROOT}"):
             array, _, _ = name.rpartition("/c/")
@@ -91,7 +93,9 @@ def check_provenance(about: Any, where: object) -> None:
         raise OutputError(f"the result at {where} lacks {lacks}: it is damaged") from None
 
 
-def check_datasets(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any], where: object) -> None:
+def check_datasets(
+    datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any], where: object
+) -> None:
     """Refuse datasets that don't belong together."""
     if problem := _problem(datasets, about):
         raise OutputError(f"the result at {where} is damaged: {problem}")
@@ -105,16 +109,27 @@ def segments_problem(found: np.ndarray) -> str | None:
 
 
 def _check_objects(
-    store: Store, sizes: Mapping[str, int], array: str, names: list[str], regions: Mapping[str, Region], where: object
+    store: Store,
+    sizes: Mapping[str, int],
+    array: str,
+    names: list[str],
+    regions: Mapping[str, Region],
+    where: object,
 ) -> None:
     """Refuse an array that lacks an object, has another one, or one of another size."""
     region = regions.get(array)
-    if region and prod(-(-size // part) for size, part in zip(region.shape, region.piece)) > len(names):
-        raise OutputError(f"the result at {where} is damaged: it has {len(names)} objects of {array}, which needs more")
+    if region and prod(-(-size // part) for size, part in zip(region.shape, region.piece)) > len(
+        names
+    ):
+        raise OutputError(
+            f"the result at {where} is damaged: it has {len(names)} objects of {array}, which needs more"
+        )
     wanted = {f"{array}/{at}" for at in region.names()} if region else set()
     if region is None or not wanted.issuperset(names):
         stranger = next(name for name in names if name not in wanted)
-        raise OutputError(f"the result at {where} is damaged: {stranger} belongs to none of its arrays")
+        raise OutputError(
+            f"the result at {where} is damaged: {stranger} belongs to none of its arrays"
+        )
     texts, count = region.dtype == "text", prod(region.piece)
     size = CHECKSUM + (_LENGTH * (1 + count) if texts else count * np.dtype(region.dtype).itemsize)
     for name in names:
@@ -122,8 +137,12 @@ def _check_objects(
         if have is None or have < size or (have > size and not texts):
             why = "it is missing" if have is None else f"{have:,} of {size:,} bytes"
             raise OutputError(damaged(where, name, regions, why))
-    if texts and any(int.from_bytes(head, "little") != count for head in store.heads(names, _LENGTH)):
-        raise OutputError(f"the result at {where} is damaged: {array} has another number of texts than it declares")
+    if texts and any(
+        int.from_bytes(head, "little") != count for head in store.heads(names, _LENGTH)
+    ):
+        raise OutputError(
+            f"the result at {where} is damaged: {array} has another number of texts than it declares"
+        )
 
 
 def _checked(store: Store, sizes: Mapping[str, int], name: str, where: object, check: Any) -> Any:
@@ -135,8 +154,12 @@ def _checked(store: Store, sizes: Mapping[str, int], name: str, where: object, c
             raise ValueError(f"it does not have Zarr's format {FORMAT}")
         return check(about)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-        reason = f"that mechattn writes: {f'it lacks {error}' if isinstance(error, KeyError) else error}"
-        raise OutputError(f"{name} in the result at {where} is not in the format {reason}") from None
+        reason = (
+            f"that mechattn writes: {f'it lacks {error}' if isinstance(error, KeyError) else error}"
+        )
+        raise OutputError(
+            f"{name} in the result at {where} is not in the format {reason}"
+        ) from None
 
 
 def _attributes(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +182,10 @@ def _region(about: Mapping[str, Any]) -> Region | None:
     codecs = [codec["name"] for codec in about["codecs"]]
     if codecs != ["vlen-utf8" if kind == "string" else "bytes", "crc32c"]:
         raise ValueError(f"it is stored with the codecs {codecs}")
-    if kind != "string" and about["codecs"][0].get("configuration", {}).get("endian", "little") != "little":
+    if (
+        kind != "string"
+        and about["codecs"][0].get("configuration", {}).get("endian", "little") != "little"
+    ):
         raise ValueError("its numbers are stored in another order")
     if grid["name"] != "regular" or about["chunk_key_encoding"] != _KEYS:
         raise ValueError("it is divided differently")
@@ -173,7 +199,9 @@ def _region(about: Mapping[str, Any]) -> Region | None:
 
 
 def _sizes(values: Any) -> list[int]:
-    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
+    if not isinstance(values, list) or not all(
+        type(value) is int and 0 <= value < 2**63 for value in values
+    ):
         raise ValueError(f"{values!r} is not a shape")
     return values
 
@@ -251,14 +279,21 @@ def _problem(datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> st
         found = sequences.get(name)
         if found is None or found.dims != ("prompt", "condition", "pos") or found.dtype.kind != "i":
             return f"its sequences have no {name}"
-    if "first_prompt_text" not in sequences or sequences.first_prompt_text.dims != ("condition", "pos"):
+    if "first_prompt_text" not in sequences or sequences.first_prompt_text.dims != (
+        "condition",
+        "pos",
+    ):
         return "its sequences have no first_prompt_text"
     if "group" in sequences and sequences.group.dims != ("prompt",):
         return "its sequences have groups without the dimension prompt"
     for name, dataset in datasets.items():
         for dim in set(labels) & set(dataset.dims):
             have = dataset[dim].values if dim in dataset.coords else np.empty(0)
-            if (have.tolist() if have.dtype.kind in "iu" else [str(value) for value in have]) != labels[str(dim)]:
+            if (
+                have.tolist() if have.dtype.kind in "iu" else [str(value) for value in have]
+            ) != labels[str(dim)]:
                 return f"{name} has other {dim}s"
     indices = sequences.segment_index
-    return segments_problem(indices.values) if indices.variable._in_memory else None  # or when they are read
+    return (
+        segments_problem(indices.values) if indices.variable._in_memory else None
+    )  # or when they are read

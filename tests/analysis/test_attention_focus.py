@@ -15,7 +15,13 @@ from mechattn.functional import focus as fn
 def three_heads(tokenizer):
     """GPT-2 with one layer: head 0 looks at the token before, head 1 at the first, head 2 at itself."""
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=96, n_layer=1, n_head=3, n_positions=32, attn_pdrop=0, resid_pdrop=0
+        vocab_size=len(tokenizer),
+        n_embd=96,
+        n_layer=1,
+        n_head=3,
+        n_positions=32,
+        attn_pdrop=0,
+        resid_pdrop=0,
     )
     model = GPT2LMHeadModel(config).eval()
     with torch.no_grad():
@@ -78,7 +84,9 @@ def test_identical_tokens_and_very_short_passages(toy):
     total = data.self_share + data.first_share + data.previous_share
     assert np.isfinite(total).all()
     assert np.isfinite(result["head_updates"].magnitude.sel(segment="question")).all()
-    short = ma.run(toy, torch.tensor([[1, 7]]), analyses=ma.analyses.AttentionFocus())["attention_focus"]
+    short = ma.run(toy, torch.tensor([[1, 7]]), analyses=ma.analyses.AttentionFocus())[
+        "attention_focus"
+    ]
     two = short.sel(segment="question").isel(prompt=0, condition=0)
     np.testing.assert_allclose(two.self_mass + two.first_mass, 1, atol=1e-5)
     with pytest.raises(ma.MechattnError, match="is a single token"):
@@ -93,8 +101,13 @@ def test_uniform_entropy_is_one_in_every_layer(three_heads):
     with torch.no_grad():
         native.transformer.h[0].attn.c_attn.weight[:, :192] = 0
     model = ma.load_model(native, tokenizer=three_heads.tokenizer)
-    prompts = [ma.Prompt("Tom has 3 apples.", id="0"), ma.Prompt("Tom has 3 apples and 2 pears, how many?", id="1")]
-    data = ma.run(model, prompts, analyses=ma.analyses.AttentionFocus(half_mass=True))["attention_focus"]
+    prompts = [
+        ma.Prompt("Tom has 3 apples.", id="0"),
+        ma.Prompt("Tom has 3 apples and 2 pears, how many?", id="1"),
+    ]
+    data = ma.run(model, prompts, analyses=ma.analyses.AttentionFocus(half_mass=True))[
+        "attention_focus"
+    ]
     here = data.sel(segment="question", condition="baseline")
     np.testing.assert_allclose(here.entropy_share, 1, atol=1e-5)
     np.testing.assert_allclose(here.concentration, 0, atol=1e-6)

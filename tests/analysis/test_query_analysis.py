@@ -18,7 +18,10 @@ class Reach(ma.analyses.QueryAnalysis):
     def of_queries(self, rows):
         query = torch.arange(rows.queries.start, rows.queries.stop)
         key = torch.arange(rows.keys.start, rows.keys.stop)
-        return {"reach": (rows.pattern * (query[:, None] - key)).sum(-1), "top": rows.pattern.amax(-1)}
+        return {
+            "reach": (rows.pattern * (query[:, None] - key)).sum(-1),
+            "top": rows.pattern.amax(-1),
+        }
 
 
 @pytest.fixture(scope="module")
@@ -43,23 +46,37 @@ def test_means_over_segments_are_those_of_whole_patterns(toy, prompts, result, c
                 "top": pattern.amax(-1)[:, question].mean(-1),
             }
             for name, expected in slow.items():
-                found = result["reach"][name].isel(prompt=i).sel(condition=condition, layer=layer, segment="question")
-                torch.testing.assert_close(torch.tensor(found.values).double(), expected, rtol=1e-5, atol=1e-6)
+                found = (
+                    result["reach"][name]
+                    .isel(prompt=i)
+                    .sel(condition=condition, layer=layer, segment="question")
+                )
+                torch.testing.assert_close(
+                    torch.tensor(found.values).double(), expected, rtol=1e-5, atol=1e-6
+                )
 
 
 def test_it_is_the_distance_of_attention_focus_but_for_the_first_query(toy, prompts, result):
-    focus = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens(count=7)}, ma.analyses.AttentionFocus())
+    focus = ma.run(
+        toy, prompts, {"slash": ma.MeaninglessTokens(count=7)}, ma.analyses.AttentionFocus()
+    )
     ours = result["reach"].reach.sel(segment="question")
     theirs = focus["attention_focus"].distance.sel(segment="question")
     assert abs(ours / theirs - 1).max() < 1e-4
 
 
 def test_its_null_is_that_of_uniform_attention(prompts, result):
-    at = result["reach"].reach_uniform.sel(condition="baseline", layer=0, segment="question").isel(prompt=0)
+    at = (
+        result["reach"]
+        .reach_uniform.sel(condition="baseline", layer=0, segment="question")
+        .isel(prompt=0)
+    )
     segment = result["sequences"].segment_index.sel(condition="baseline").isel(prompt=0).values
     where = (segment == 4).nonzero()[0]
     assert float(at) == pytest.approx((where / 2).mean(), rel=1e-5)
-    assert result.compare("slash", quantity="reach", resamples=99).attrs["null"] == "uniform attention"
+    assert (
+        result.compare("slash", quantity="reach", resamples=99).attrs["null"] == "uniform attention"
+    )
 
 
 class Previous(ma.analyses.QueryAnalysis):
@@ -80,7 +97,9 @@ class Previous(ma.analyses.QueryAnalysis):
 
 def test_a_number_that_some_queries_do_not_have(toy, prompts):
     analyses = [Previous(), ma.analyses.AttentionFocus(per_query=True)]
-    result = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens(count=7)}, analyses, positions="prompts")
+    result = ma.run(
+        toy, prompts[:3], {"slash": ma.MeaninglessTokens(count=7)}, analyses, positions="prompts"
+    )
     ours, theirs = result["previous"], result["attention_focus"]
     for name, expected in (
         ("masked", theirs.previous_mass),
@@ -89,12 +108,17 @@ def test_a_number_that_some_queries_do_not_have(toy, prompts):
     ):
         xr.testing.assert_allclose(ours[name], expected)
     assert ours.masked.sel(segment="first").isnull().all()
-    assert (ours.unmasked.sel(segment="first") == 0).all(), "negative control: without the mask it counts"
+    assert (ours.unmasked.sel(segment="first") == 0).all(), (
+        "negative control: without the mask it counts"
+    )
 
 
 def test_options_are_the_fields_of_a_dataclass():
     assert Reach().options == {}
-    assert ma.analyses.AttentionFocus(per_query=True).options == {"half_mass": False, "per_query": True}
+    assert ma.analyses.AttentionFocus(per_query=True).options == {
+        "half_mass": False,
+        "per_query": True,
+    }
     assert ma.analyses.AttentionSinks().options["massive"] == [100.0, 1000.0]
 
 
@@ -110,12 +134,21 @@ def test_without_of_queries(toy):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda rows: {"x": rows.pattern.sum()}, r"'x' as \[\], not as \[batch, head, query\] = \[\d+, \d+, \d+\]"),
-        (lambda rows: {"x": rows.pattern.sum(-1)[0]}, r"'x' as \[8, \d+\], not as \[batch, head, query\]"),
+        (
+            lambda rows: {"x": rows.pattern.sum()},
+            r"'x' as \[\], not as \[batch, head, query\] = \[\d+, \d+, \d+\]",
+        ),
+        (
+            lambda rows: {"x": rows.pattern.sum(-1)[0]},
+            r"'x' as \[8, \d+\], not as \[batch, head, query\]",
+        ),
         (lambda rows: {"x": rows.pattern.sum(-1)[:1]}, r"'x' as \[1, 8, \d+\], not as"),
         (lambda rows: {"x": rows.pattern}, r"'x' as \[2, 8, \d+, \d+\], not as"),
         (lambda rows: {"x": 1.0}, r"'x' as float, not as"),
-        (lambda rows: {"y": rows.pattern.sum(-1)}, r"of_queries gives \['y'\], and numbers declares \['x'\]"),
+        (
+            lambda rows: {"y": rows.pattern.sum(-1)},
+            r"of_queries gives \['y'\], and numbers declares \['x'\]",
+        ),
         (lambda rows: {}, r"of_queries gives \[\], and numbers declares \['x'\]"),
     ],
 )

@@ -36,15 +36,27 @@ OWN = Quantity(("head",), "probability", "attention to the own key")
 @pytest.mark.parametrize(
     ("quantities", "values", "message"),
     [
-        ({"own": OWN}, lambda own: {}, "own_key: values.. lacks 'own', which its quantities declare"),
+        (
+            {"own": OWN},
+            lambda own: {},
+            "own_key: values.. lacks 'own', which its quantities declare",
+        ),
         (
             {"own": OWN},
             lambda own: {"own": own, "more": own},
             "gives 'more', which is not one of its quantities .'own'.",
         ),
-        ({"own": OWN}, lambda own: {"own": own.sum(-1)}, r"'own' has the shape \[4\]; its dims .*\[batch 4, head 8\]"),
+        (
+            {"own": OWN},
+            lambda own: {"own": own.sum(-1)},
+            r"'own' has the shape \[4\]; its dims .*\[batch 4, head 8\]",
+        ),
         ({"own": OWN}, lambda own: {"own": own[:2]}, r"'own' has the shape \[2, 8\]; its dims"),
-        ({"own": OWN}, lambda own: {"own": own.numpy()}, "'own' is a ndarray; values.. must return tensors"),
+        (
+            {"own": OWN},
+            lambda own: {"own": own.numpy()},
+            "'own' is a ndarray; values.. must return tensors",
+        ),
         (
             {"own": Quantity(("head", "segment"), "probability", "own")},
             lambda own: {"own": own[..., None].expand(-1, -1, 5)},
@@ -81,7 +93,8 @@ def test_nan_of_ones_own_analysis_is_told_from_the_models(checkpoint, analysis, 
     model = ma.load_model(str(checkpoint))
     for analyses in ([analysis], [ma.ReceivedAttention(), analysis]):
         with pytest.raises(
-            OptionError, match=r"the analysis surprise gives NaN or infinity in layer 0 for prompt 0 .*fin"
+            OptionError,
+            match=r"the analysis surprise gives NaN or infinity in layer 0 for prompt 0 .*fin",
         ):
             ma.run(model, "Tom has 3 apples.", analyses=analyses, engine=engine)
     with torch.no_grad():
@@ -96,7 +109,10 @@ def test_an_analysis_that_cannot_be_measured_on_a_blind_head_says_what_to_do(toy
     """It takes the values' width for granted, which is 1 there."""
 
     def wide(no_null):
-        made = own_key({"own": Quantity(("head",), "probability", "own", no_null=no_null)}, lambda own: {"own": own})
+        made = own_key(
+            {"own": Quantity(("head",), "probability", "own", no_null=no_null)},
+            lambda own: {"own": own},
+        )
 
         def add(sums, rows):
             rows.v[..., toy.cfg.d_head - 1]
@@ -106,9 +122,12 @@ def test_an_analysis_that_cannot_be_measured_on_a_blind_head_says_what_to_do(toy
         return made
 
     with pytest.raises(
-        MechattnError, match=r"own_key cannot be measured on the rows of a content-blind head.*no_null="
+        MechattnError,
+        match=r"own_key cannot be measured on the rows of a content-blind head.*no_null=",
     ):
         ma.run(toy, prompts[:2], analyses=wide(""))
-    result = ma.run(toy, prompts[:3], {"a": ma.MeaninglessTokens("/", 5)}, wide("it needs the values"))
+    result = ma.run(
+        toy, prompts[:3], {"a": ma.MeaninglessTokens("/", 5)}, wide("it needs the values")
+    )
     assert "own_uniform" not in result["own_key"]
     assert result.compare("a", quantity="own").attrs["null"].startswith("no null is known")

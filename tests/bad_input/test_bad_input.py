@@ -10,7 +10,14 @@ import torch
 import mechattn as ma
 from mechattn.commands.pages import make_figures
 from mechattn.commands.run_config import run_from_config
-from mechattn.errors import ConditionError, ModelError, OptionError, OutputError, PromptError, PromptTooLong
+from mechattn.errors import (
+    ConditionError,
+    ModelError,
+    OptionError,
+    OutputError,
+    PromptError,
+    PromptTooLong,
+)
 from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer
 from mechattn.model.load import dtype_named
@@ -29,7 +36,9 @@ def test_unknown_toy_lists_the_toys(name):
 
 
 def test_unknown_model_says_what_was_tried():
-    with pytest.raises(ModelError, match=r"no model 'no/such-model'.*toy:llama.*loading it from the hub failed"):
+    with pytest.raises(
+        ModelError, match=r"no model 'no/such-model'.*toy:llama.*loading it from the hub failed"
+    ):
         ma.load_model("no/such-model")
 
 
@@ -43,10 +52,13 @@ def test_directory_without_tokenizer(checkpoint, tmp_path):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     model = ma.load_model(str(tmp_path))
     with pytest.raises(
-        ModelError, match=r"no tokenizer; pass one to load_model\(model, tokenizer=…\), or give token ids"
+        ModelError,
+        match=r"no tokenizer; pass one to load_model\(model, tokenizer=…\), or give token ids",
     ):
         ma.run(model, "Tom has 3 apples.")
-    with pytest.raises(ModelError, match="or give token ids: as prompts, and as filler by an Insertion of your own"):
+    with pytest.raises(
+        ModelError, match="or give token ids: as prompts, and as filler by an Insertion of your own"
+    ):
         ma.run(model, torch.tensor([[1, 5, 6, 7]]), {"random": ma.conditions.RandomTokens(3)})
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="no tokenizer that can be loaded"):
@@ -68,7 +80,9 @@ def test_a_thing_that_is_no_model(thing):
 
 def test_a_prompt_that_is_too_long_says_which_and_how_long(no_forward):
     prompts = ["Tom has 3 apples.", "word " * 1200]
-    with pytest.raises(PromptTooLong, match=r'prompt 1 \("word.*1,\d\d\d tokens with the condition.*takes 1,024'):
+    with pytest.raises(
+        PromptTooLong, match=r'prompt 1 \("word.*1,\d\d\d tokens with the condition.*takes 1,024'
+    ):
         ma.run(no_forward, prompts)
 
 
@@ -105,9 +119,13 @@ def test_a_model_that_is_not_itself_is_refused_with_the_figures():
     """One head's output goes to another head's place behind the hooks."""
     tokenizer = load_tokenizer("toy:llama")
     hooked = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer, verify=False)
-    hooked.blocks[1].attn.o.original_component.register_forward_pre_hook(lambda _, args: (args[0].roll(16, -1),))
+    hooked.blocks[1].attn.o.original_component.register_forward_pre_hook(
+        lambda _, args: (args[0].roll(16, -1),)
+    )
     elsewhere = hooked.__class__.__new__(hooked.__class__)
-    elsewhere.__dict__ = {k: v for k, v in hooked.__dict__.items() if k != "_mechattn"}  # as if made by other code
+    elsewhere.__dict__ = {
+        k: v for k, v in hooked.__dict__.items() if k != "_mechattn"
+    }  # as if made by other code
     said = r"(?s)not the model itself.*logits failed: .* where .* is expected.*heads failed in layer 1.*verify=False"
     with pytest.raises(ModelError, match=said):
         ma.run(elsewhere, "Tom has 3 apples.")
@@ -136,13 +154,17 @@ def test_an_option_that_transformer_lens_does_not_take():
 
 
 def test_a_family_that_is_none():
-    with pytest.raises(ModelError, match="there is no family 'Lama'; the families are Llama, Mistral"):
+    with pytest.raises(
+        ModelError, match="there is no family 'Lama'; the families are Llama, Mistral"
+    ):
         tiny_model("Lama", 100)
 
 
 def test_token_ids_that_begin_otherwise_than_the_models_texts(no_forward, monkeypatch):
     bos = no_forward.tokenizer.bos_token_id
-    with pytest.raises(PromptError, match=r"begin with 7, but this model reads text after a BOS token"):
+    with pytest.raises(
+        PromptError, match=r"begin with 7, but this model reads text after a BOS token"
+    ):
         ma.run(no_forward, torch.tensor([[7, 8, 9]]))
     monkeypatch.setattr(no_forward.cfg, "default_prepend_bos", False)
     with pytest.raises(PromptError, match=r"begin with the BOS token .*reads text without one"):
@@ -196,21 +218,29 @@ def test_answers_that_are_not_there(tmp_path):
         ma.load_prompts(str(path), with_answer=True)
     assert ma.load_prompts(str(path))[0].solution is None
     assert ma.load_prompts(str(path), answer="sol")[0].solution == "4"
-    with pytest.raises(OptionError, match=r"answer_field=…: load_prompts has no such option; .* field, answer, group"):
+    with pytest.raises(
+        OptionError,
+        match=r"answer_field=…: load_prompts has no such option; .* field, answer, group",
+    ):
         ma.load_prompts(str(path), answer_field="sol")
 
 
 def test_the_subset_of_a_dataset_follows_a_colon(monkeypatch):
     asked = []
     monkeypatch.setattr("mechattn.prompts.datasets.asked_once", lambda name: nullcontext())
-    monkeypatch.setattr("datasets.load_dataset", lambda *of, split: asked.append((*of, split)) or [{"question": "2?"}])
+    monkeypatch.setattr(
+        "datasets.load_dataset",
+        lambda *of, split: asked.append((*of, split)) or [{"question": "2?"}],
+    )
     assert ma.load_prompts("some/problems:hard", split="train")[0].question == "2?"
     assert asked == [("some/problems", "hard", "train")]
     with pytest.raises(PromptError, match="there is no file of prompts at"):
         ma.load_prompts("C:/problems/hard")
 
 
-@pytest.mark.parametrize(("output", "message"), [("r1", r"end with"), ("taken.zarr", "is not a stored result")])
+@pytest.mark.parametrize(
+    ("output", "message"), [("r1", r"end with"), ("taken.zarr", "is not a stored result")]
+)
 def test_a_place_for_the_result_is_checked_before_the_work(tmp_path, monkeypatch, output, message):
     monkeypatch.setattr("mechattn.commands.run_config.load_prompts", None)
     (tmp_path / "taken.zarr").mkdir()
@@ -380,7 +410,11 @@ def test_files_that_are_not_there_or_not_text(tmp_path):
 def test_an_output_that_cannot_be_written_is_found_before_the_work(no_forward, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OutputError, match="nothing can be written"):
-        make_figures(figures_config(tmp_path / "file" / "figures", ["no/such-model"], "word-problems", 4, 0, [0]))
+        make_figures(
+            figures_config(
+                tmp_path / "file" / "figures", ["no/such-model"], "word-problems", 4, 0, [0]
+            )
+        )
 
 
 def test_saving_over_something_else(slash_result, tmp_path):
@@ -404,20 +438,34 @@ def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypa
         make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", 8, 0, [9]))
 
 
-def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_loaded(tmp_path, monkeypatch):
+def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_loaded(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("mechattn.commands.pages.load_model", None)
     monkeypatch.setattr("mechattn.commands.run_config.computed", None)
     both = ["toy:gemma3", "toy:llama"]
     with pytest.raises(OptionError, match="layer 5 is out of range: toy:llama has layers 0 to 3"):
         make_figures(figures_config(tmp_path, both, "word-problems", 8, 5, [0]))
     with pytest.raises(ModelError, match="no model 'no/such-model'"):
-        make_figures(figures_config(tmp_path, ["toy:llama", "no/such-model"], "word-problems", 8, 0, [0]))
-    config = {"model": both, "prompts": {"source": "word-problems", "limit": 8}, "conditions": {"slash": {}}}
-    config["output"] = {"result": str(tmp_path / "{model}.zarr"), "page": str(tmp_path / "page.html")}
+        make_figures(
+            figures_config(tmp_path, ["toy:llama", "no/such-model"], "word-problems", 8, 0, [0])
+        )
+    config = {
+        "model": both,
+        "prompts": {"source": "word-problems", "limit": 8},
+        "conditions": {"slash": {}},
+    }
+    config["output"] = {
+        "result": str(tmp_path / "{model}.zarr"),
+        "page": str(tmp_path / "page.html"),
+    }
     for change, message in (
         ({"layers": [0, 5]}, "layer 5 is out of range: toy:llama has layers 0 to 3"),
         ({"output": config["output"] | {"heads": [8]}}, "head 8 is out of range"),
-        ({"layers": [0], "output": config["output"] | {"layer": 1}}, r"not among those measured, \[0\]"),
+        (
+            {"layers": [0], "output": config["output"] | {"layer": 1}},
+            r"not among those measured, \[0\]",
+        ),
     ):
         (tmp_path / "config.toml").write_text(_toml(config | change))
         with pytest.raises(OptionError, match=message):
@@ -428,7 +476,10 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
     ("change", "message"),
     [
         ({"modl": "toy:llama"}, "modl: there is no such key"),
-        ({"prompts": {"source": "word-problems", "lmit": 3}}, r"prompts\.lmit: there is no such key"),
+        (
+            {"prompts": {"source": "word-problems", "lmit": 3}},
+            r"prompts\.lmit: there is no such key",
+        ),
         ({"output": {}}, r"output\.result: is missing"),
         ({"conditions": {"x": {"count": "many"}}}, r"conditions\.x\.count"),
         (
@@ -437,19 +488,38 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
         ),
         ({"conditions": {"x": {"kind": "RandomSentense"}}}, r"did you mean 'RandomSentence'"),
         ({"conditions": {"x": {"count": 0}}}, r"count=0: insert at least one"),
-        ({"conditions": {"x": {"place": ["start", "end"]}}}, r"conditions\.x\.place: Input should be"),
-        ({"analyses": [{"kind": "AffineShift", "queries": "all"}]}, r"analyses\[0\]\.queries: there is no such key"),
+        (
+            {"conditions": {"x": {"place": ["start", "end"]}}},
+            r"conditions\.x\.place: Input should be",
+        ),
+        (
+            {"analyses": [{"kind": "AffineShift", "queries": "all"}]},
+            r"analyses\[0\]\.queries: there is no such key",
+        ),
         ({"figures": [{"kind": "chnage_map"}]}, r"did you mean 'change_map'"),
-        ({"figures": [{"kind": "change_map", "layr": 1}]}, r"figures\[0\]\.layr: there is no such key"),
-        ({"figures": [{"kind": "change_map", "condition": "dash"}]}, r"no condition 'dash'; the conditions are slash"),
-        ({"figures": [{"kind": "scale_by_layer"}]}, r"shows AffineShift, which is not among the analyses"),
+        (
+            {"figures": [{"kind": "change_map", "layr": 1}]},
+            r"figures\[0\]\.layr: there is no such key",
+        ),
+        (
+            {"figures": [{"kind": "change_map", "condition": "dash"}]},
+            r"no condition 'dash'; the conditions are slash",
+        ),
+        (
+            {"figures": [{"kind": "scale_by_layer"}]},
+            r"shows AffineShift, which is not among the analyses",
+        ),
         ({"figures": [{"kind": "by_layer"}]}, r"by_layer needs quantity"),
         ({"model": ["toy:llama", "toy:qwen2"]}, r'2 models need "\{model\}" in output\.result'),
         ({"model": []}, r"give at least one model"),
     ],
 )
 def test_config_files(tmp_path, change, message):
-    config = {"model": "toy:llama", "prompts": {"source": "word-problems"}, "output": {"result": "r.zarr"}} | change
+    config = {
+        "model": "toy:llama",
+        "prompts": {"source": "word-problems"},
+        "output": {"result": "r.zarr"},
+    } | change
     path = tmp_path / "config.toml"
     path.write_text(_toml(config))
     with pytest.raises(OptionError, match=message):
@@ -459,7 +529,9 @@ def test_config_files(tmp_path, change, message):
 def test_a_sweep_beyond_the_context_is_found_before_the_work(toy, monkeypatch):
     monkeypatch.setattr("mechattn.engine.run.measure_batch", None)
     conditions = ma.sweep(ma.MeaninglessTokens("/"), count=[10, 1100])
-    with pytest.raises(PromptTooLong, match=r'condition "count=1100" \(1100 inserted\).*takes 1,024'):
+    with pytest.raises(
+        PromptTooLong, match=r'condition "count=1100" \(1100 inserted\).*takes 1,024'
+    ):
         ma.run(toy, ["Tom has 3 apples.", "Mia has 2.", "Eli has 5."], conditions)
 
 
@@ -470,7 +542,10 @@ def test_a_sweep_beyond_the_context_is_found_before_the_work(toy, monkeypatch):
         (lambda: ma.conditions.RandomTokens("55"), "count='55': give a whole number"),
         (lambda: ma.conditions.RepeatedWord(" "), "give a word"),
         (lambda: ma.conditions.ShuffledSentence(place="end"), "place='end': choose one of"),
-        (lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]), "RandomTokens has no option 'text' to vary"),
+        (
+            lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]),
+            "RandomTokens has no option 'text' to vary",
+        ),
         (lambda: ma.sweep(ma.conditions.RandomTokens()), "give an option to vary"),
         (lambda: ma.sweep(ma.conditions.RandomTokens(), count=[10, -1]), "count=-1"),
     ],
@@ -514,7 +589,9 @@ def test_config_file_that_is_not_there_or_not_toml(tmp_path):
 
 
 def _toml(values, prefix=""):
-    plain = [f"{key} = {_inline(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    plain = [
+        f"{key} = {_inline(value)}" for key, value in values.items() if not isinstance(value, dict)
+    ]
     tables = [
         f"[{prefix}{key}]\n{_toml(value, prefix + key + '.')}"
         for key, value in values.items()
@@ -531,10 +608,13 @@ def _inline(value):
     return json.dumps(value)
 
 
-@pytest.mark.parametrize("given", ["received_attention", ma.ReceivedAttention, [ma.ReceivedAttention], [3]])
+@pytest.mark.parametrize(
+    "given", ["received_attention", ma.ReceivedAttention, [ma.ReceivedAttention], [3]]
+)
 def test_what_is_no_analysis(no_forward, given):
     with pytest.raises(
-        OptionError, match=r"which is not an analysis; give an instance such as ma\.ReceivedAttention\(\)"
+        OptionError,
+        match=r"which is not an analysis; give an instance such as ma\.ReceivedAttention\(\)",
     ):
         ma.run(no_forward, "Tom has 3 apples.", analyses=given)
 
@@ -571,12 +651,27 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
             lambda toy, r: ma.interventions.HeadAblation((1, 4)),
             r"heads=\(1, 4\): give a tuple of \(layer, head\) pairs",
         ),
-        (lambda toy, r: ma.interventions.HeadAblation(((1, 2.5),)), r"give a tuple of \(layer, head\) pairs"),
-        (lambda toy, r: ma.render.received_attention(r, 0, [1.5]), "heads holds 1.5; give whole numbers"),
-        (lambda toy, r: ma.render.received_attention(r, 0, [True]), "heads holds True; give whole numbers"),
-        (lambda toy, r: ma.render.received_attention(r, "0", [1]), "layer='0': give one whole number"),
+        (
+            lambda toy, r: ma.interventions.HeadAblation(((1, 2.5),)),
+            r"give a tuple of \(layer, head\) pairs",
+        ),
+        (
+            lambda toy, r: ma.render.received_attention(r, 0, [1.5]),
+            "heads holds 1.5; give whole numbers",
+        ),
+        (
+            lambda toy, r: ma.render.received_attention(r, 0, [True]),
+            "heads holds True; give whole numbers",
+        ),
+        (
+            lambda toy, r: ma.render.received_attention(r, "0", [1]),
+            "layer='0': give one whole number",
+        ),
         (lambda toy, r: ma.pattern(toy, "Tom has 3 apples.", 0, [1.5]), "heads holds 1.5"),
-        (lambda toy, r: ma.load_prompts("word-problem"), "did you mean 'word-problems'.*hub was not queried"),
+        (
+            lambda toy, r: ma.load_prompts("word-problem"),
+            "did you mean 'word-problems'.*hub was not queried",
+        ),
         (lambda toy, r: ma.render.activation_metrics(r), "there is no other condition"),
         (lambda toy, r: ma.verify_model(toy)["logit"], "no check 'logit'; it has logits, "),
         (lambda toy, r: ma.load_model("toy:llama", n_devices=2), "n_devices=2 requires CUDA"),
@@ -588,7 +683,9 @@ def test_a_path_in_the_place_of_a_result(toy, tmp_path):
 )
 def test_what_a_user_may_well_type(toy, call, message):
     texts = ["Tom has 3 apples.", "A farmer has 12 cows."]
-    result = ma.run(toy, texts, analyses=[ma.ReceivedAttention(), ma.analyses.MlpActivations()], layers=[0])
+    result = ma.run(
+        toy, texts, analyses=[ma.ReceivedAttention(), ma.analyses.MlpActivations()], layers=[0]
+    )
     with pytest.raises(ma.MechattnError, match=message):
         call(toy, result)
 
@@ -612,6 +709,8 @@ def test_a_question_repeated_half_a_time(times):
 
 @pytest.mark.parametrize("token", [10**30, True, 1.5, "a"])
 def test_a_token_id_that_is_no_whole_number(token):
-    with pytest.raises(PromptError, match=f"prompt a holds the token id {token!r:.40}; give whole numbers"):
+    with pytest.raises(
+        PromptError, match=f"prompt a holds the token id {token!r:.40}; give whole numbers"
+    ):
         ma.Prompt(id="a", tokens=(1, 2, token))
     assert ma.Prompt(tokens=(np.int64(1), 2)).tokens == (1, 2)

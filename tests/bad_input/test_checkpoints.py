@@ -33,7 +33,9 @@ def pickled(checkpoint, tmp_path):
 
 
 def test_pickled_weights_are_refused_unless_asked_for(pickled, checkpoint):
-    with pytest.raises(ModelError, match=r"safetensors.*is a pickle, which can run code.*pickled_weights=True"):
+    with pytest.raises(
+        ModelError, match=r"safetensors.*is a pickle, which can run code.*pickled_weights=True"
+    ):
         ma.load_model(str(pickled))
     loaded = ma.load_model(str(pickled), pickled_weights=True)
     tokens = torch.tensor([[1, 5, 9, 2]])
@@ -54,7 +56,10 @@ def test_code_of_a_checkpoint_is_not_run_unless_asked_for(checkpoint, tmp_path):
     folder = tmp_path / "own"
     shutil.copytree(checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    config |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
     with pytest.raises(ModelError, match=r"trust_remote_code|from the hub failed"):
@@ -67,5 +72,7 @@ def test_a_configuration_that_transformers_refuses_is_not_called_missing(checkpo
     shutil.copytree(checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "no_such_type"}))
-    with pytest.raises(ModelError, match=r"transformers cannot read .*odd/config\.json: .*no_such_type"):
+    with pytest.raises(
+        ModelError, match=r"transformers cannot read .*odd/config\.json: .*no_such_type"
+    ):
         ma.load_model(folder)

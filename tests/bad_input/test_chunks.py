@@ -11,7 +11,10 @@ from tests.figures_config import figures_config
 
 
 def test_a_job_names_its_model(toy, prompts, tmp_path):
-    with pytest.raises(ModelError, match=r"a job names its model.* but a TransformerBridge was given.* or use ma\.run"):
+    with pytest.raises(
+        ModelError,
+        match=r"a job names its model.* but a TransformerBridge was given.* or use ma\.run",
+    ):
         ma.Job(toy, prompts)
     assert ma.Job(tmp_path, prompts).model == str(tmp_path)
 
@@ -36,7 +39,9 @@ def test_a_line_that_is_not_utf8_or_far_too_long_is_named(tmp_path):
     path = tmp_path / "p.jsonl"
     good = b'{"question": "Tom has 3 apples."}\n'
     path.write_bytes(good * 2 + '{"question": "é"}\n'.encode("latin-1") + good)
-    with pytest.raises(PromptError, match=r"line 3 of .*p\.jsonl is not UTF-8 text .*save the file as UTF-8"):
+    with pytest.raises(
+        PromptError, match=r"line 3 of .*p\.jsonl is not UTF-8 text .*save the file as UTF-8"
+    ):
         ma.load_prompts(str(path))
     assert len(ma.load_prompts(str(path), limit=2)) == 2
     path.write_bytes(good + b'{"question": "' + b"x" * 10_000_000 + b'"}\n' + good)
@@ -78,7 +83,9 @@ def test_keys_of_a_config(tmp_path, keys, message):
         run_from_config(path)
 
 
-@pytest.mark.parametrize("keys", ["condition = ['slash']", "reading = []", "reading = {}", "condition = {a = 1}"])
+@pytest.mark.parametrize(
+    "keys", ["condition = ['slash']", "reading = []", "reading = {}", "condition = {a = 1}"]
+)
 def test_a_list_where_a_figure_takes_one_name(tmp_path, keys):
     path = tmp_path / "config.toml"
     path.write_text(
@@ -98,12 +105,16 @@ def test_a_config_can_ablate_heads(tmp_path):
     assert "heads=((0, 1),)" in repr(made_conditions(read_config(path).conditions)["off"])
 
 
-@pytest.mark.parametrize("models", [["A/ckpt", "B/ckpt"], ["A/ckpt", "B/Ckpt/"], ["toy:llama", "x/toy-llama"]])
+@pytest.mark.parametrize(
+    "models", [["A/ckpt", "B/ckpt"], ["A/ckpt", "B/Ckpt/"], ["toy:llama", "x/toy-llama"]]
+)
 def test_models_whose_files_have_one_name_are_found_when_the_config_is_read(tmp_path, models):
     path = tmp_path / "config.toml"
     text = f"model = {models}\n[prompts]\nsource = 'word-problems'\n[output]\nresult = '{{model}}.zarr'\n"
     path.write_text(text)
-    message = rf"config\.toml: the models '{models[0]}' and '{models[1]}' would both write to files named"
+    message = (
+        rf"config\.toml: the models '{models[0]}' and '{models[1]}' would both write to files named"
+    )
     for read in (read_config, run_from_config):
         with pytest.raises(OptionError, match=message):
             read(path)

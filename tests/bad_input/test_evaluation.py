@@ -24,7 +24,11 @@ def some():
         ({"temperature": -1}, OptionError, "temperature=-1"),
         ({"grader": "exact"}, OptionError, "grader='exact'"),
         ({"new_tokens": 2000}, PromptTooLong, "2000 new ones are allowed"),
-        ({"conditions": {"x": SLASH.under(ma.interventions.Knockout(layers=1))}}, OptionError, "in some layers only"),
+        (
+            {"conditions": {"x": SLASH.under(ma.interventions.Knockout(layers=1))}},
+            OptionError,
+            "in some layers only",
+        ),
         (
             {"conditions": {"x": ma.Baseline(intervention=ma.interventions.ARM(layers=9))}},
             ModelError,
@@ -52,17 +56,29 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
         ({"server": 8000}, r"address=8000: give an address"),
         ({"server": "ftp://host/v1"}, r"give an address such as"),
         ({"server": "http://host:99999/v1"}, r"give an address such as"),
-        ({"server": ADDRESS, "new_tokens": 2000}, r"2000 new ones are allowed; toy:llama takes 1,024"),
         (
-            {"server": ADDRESS, "conditions": {"x": ma.Baseline(intervention=ma.interventions.ARM())}},
+            {"server": ADDRESS, "new_tokens": 2000},
+            r"2000 new ones are allowed; toy:llama takes 1,024",
+        ),
+        (
+            {
+                "server": ADDRESS,
+                "conditions": {"x": ma.Baseline(intervention=ma.interventions.ARM())},
+            },
             r"'x' intervenes \(ARM\), which needs",
         ),
         (
             {"server": ADDRESS, "conditions": {"x": SLASH.under(ma.interventions.Knockout())}},
             r"'x' hides tokens .*takes no mask",
         ),
-        ({"server": ADDRESS, "conditions": {"x": SLASH.masked()}}, r"'x' hides tokens from others \(\.masked\(\)"),
-        ({"server": ADDRESS, "conditions": {"x": SLASH.unshifted()}}, r"'x' keeps positions \(\.unshifted\(\)\)"),
+        (
+            {"server": ADDRESS, "conditions": {"x": SLASH.masked()}},
+            r"'x' hides tokens from others \(\.masked\(\)",
+        ),
+        (
+            {"server": ADDRESS, "conditions": {"x": SLASH.unshifted()}},
+            r"'x' keeps positions \(\.unshifted\(\)\)",
+        ),
         ({"server": ADDRESS, "conditions": {"baseline": SLASH}}, r"changes the prompt"),
     ],
 )
@@ -112,8 +128,15 @@ def test_the_package_that_asks_is_named(some, monkeypatch):
 
 def test_no_model_is_read_for_a_server(some, monkeypatch):
     load = importlib.import_module("mechattn.model.load")
-    monkeypatch.setattr(load, "load_model", lambda *args, **options: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        load, "load_model", lambda *args, **options: pytest.fail("a model was loaded")
+    )
     with pytest.raises(ModelError, match="there is no toy 'toy:lama'"):
         ma.evaluate("toy:lama", some, server=ADDRESS)
     with pytest.raises(OptionError, match="intervenes"):
-        ma.evaluate("toy:llama", some, {"x": ma.Baseline(intervention=ma.interventions.ARM())}, server=ADDRESS)
+        ma.evaluate(
+            "toy:llama",
+            some,
+            {"x": ma.Baseline(intervention=ma.interventions.ARM())},
+            server=ADDRESS,
+        )

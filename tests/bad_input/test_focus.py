@@ -12,7 +12,9 @@ from mechattn.analysis.analysis import Quantity
 from mechattn.errors import MechattnError, ModelError, OptionError, PromptError
 from mechattn.model.architectures import tiny_model
 
-PROMPT = ma.Prompt("Tom has 3 apples and 2 pears. How many fruits does Tom have?", "Count.", id="0", solution="5")
+PROMPT = ma.Prompt(
+    "Tom has 3 apples and 2 pears. How many fruits does Tom have?", "Count.", id="0", solution="5"
+)
 EVERY = (
     ma.analyses.AttentionFocus,
     ma.analyses.HeadUpdates,
@@ -32,7 +34,9 @@ def test_too_short_for_sinks_and_for_a_rank(no_forward):
     with pytest.raises(PromptError, match="has 3 tokens; a sink must be seen by 16"):
         ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.analyses.AttentionSinks())
     with pytest.raises(PromptError, match="too few for a target of rank 2"):
-        ma.run(no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.analyses.ScoreDecomposition(rank=2))
+        ma.run(
+            no_forward, torch.tensor([[1, 5, 6]]), analyses=ma.analyses.ScoreDecomposition(rank=2)
+        )
 
 
 def test_all_identical_tokens(toy):
@@ -99,7 +103,9 @@ def test_logits_that_are_made_in_a_way_that_is_not_known(tokenizer, family, chan
     plain = tiny_model(family, len(tokenizer))
     change(plain)
     model = ma.load_model(plain, tokenizer=tokenizer, verify=False)
-    with pytest.raises(ModelError, match=r"are not W_U · norm\(residual stream\), even with a factor or cap"):
+    with pytest.raises(
+        ModelError, match=r"are not W_U · norm\(residual stream\), even with a factor or cap"
+    ):
         ma.run(model, PROMPT, analyses=ma.analyses.DirectLogits())
 
 
@@ -107,7 +113,9 @@ def test_a_norm_after_attention_that_is_none(tokenizer, monkeypatch):
     """A part of what a tanh is given adds nothing of its own to what it gives."""
     model = ma.load_model(tiny_model("Gemma 3", len(tokenizer)), tokenizer=tokenizer)
     monkeypatch.setitem(vars(model.blocks[1].ln1_post), "forward", torch.tanh)
-    with pytest.raises(ModelError, match=r"the norm after attention of layer 1 is not a norm of the form γ · x / σ"):
+    with pytest.raises(
+        ModelError, match=r"the norm after attention of layer 1 is not a norm of the form γ · x / σ"
+    ):
         ma.run(model, PROMPT, analyses=ma.analyses.DirectLogits())
 
 
@@ -158,7 +166,9 @@ class _Misspelt:
     name: str = "misspelt"
     captures: tuple[str, ...] = ("hook_resid_pree",)
     options: Mapping[str, object] = field(default_factory=dict)
-    quantities: Mapping[str, Quantity] = field(default_factory=lambda: {"norm": Quantity((), "norm", "a norm")})
+    quantities: Mapping[str, Quantity] = field(
+        default_factory=lambda: {"norm": Quantity((), "norm", "a norm")}
+    )
 
     def problem(self, sequence):
         return None
@@ -174,5 +184,7 @@ class _Misspelt:
 
 
 def test_a_misspelt_hook_is_refused(no_forward):
-    with pytest.raises(OptionError, match=r"layer 0 of .* doesn't have \(did you mean 'hook_resid_pre'\?\)"):
+    with pytest.raises(
+        OptionError, match=r"layer 0 of .* doesn't have \(did you mean 'hook_resid_pre'\?\)"
+    ):
         ma.run(no_forward, PROMPT, analyses=_Misspelt())

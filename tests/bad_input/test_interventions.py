@@ -23,7 +23,10 @@ PROMPT = "Tom has 3 apples."
         (lambda: ma.interventions.ARM(p1=101), "p1=101: give a percentile, 0 to 100"),
         (lambda: ma.interventions.ARM(p1=-1), "p1=-1"),
         (lambda: ma.interventions.ARM(strength=float("inf")), "strength=inf"),
-        (lambda: ma.interventions.ARM(p1=0.85), "p1=0.85: give a percentile such as 85, not a fraction"),
+        (
+            lambda: ma.interventions.ARM(p1=0.85),
+            "p1=0.85: give a percentile such as 85, not a fraction",
+        ),
         (
             lambda: ma.interventions.ARM(p1=0.995, form="gemma"),
             "p1=0.995: give a percentile such as 99.5, not a fraction",
@@ -33,19 +36,31 @@ PROMPT = "Tom has 3 apples."
             lambda: ma.interventions.ARM(form="published"),
             "form='published': choose one of 'paper', 'released_llama', 'released_qwen2', 'gemma'",
         ),
-        (lambda: ma.interventions.ARM(scope="batch"), "scope='batch': choose one of 'token', 'tensor'"),
+        (
+            lambda: ma.interventions.ARM(scope="batch"),
+            "scope='batch': choose one of 'token', 'tensor'",
+        ),
         (lambda: ma.interventions.ARM(control="noise"), "control='noise'"),
         (lambda: ma.interventions.ARM(layers=()), r"layers=\(\)"),
         (lambda: ma.interventions.ARM(layers=-1), "layers=-1"),
-        (lambda: ma.interventions.Knockout("questions"), "queries='questions': choose among 'first'"),
+        (
+            lambda: ma.interventions.Knockout("questions"),
+            "queries='questions': choose among 'first'",
+        ),
         (lambda: ma.interventions.Knockout(keys=()), r"keys=\(\): choose among"),
         (lambda: ma.interventions.AffineAttention(parts="all"), "parts='all'"),
         (
             lambda: ma.analyses.MlpActivations("percentile"),
             "rule='percentile': choose one of 'quantile', 'mad', 'absolute'",
         ),
-        (lambda: ma.analyses.MlpActivations("quantile", 25), "value=25: the rule 'quantile' takes a quantile"),
-        (lambda: ma.analyses.MlpActivations("absolute", 0), "value=0: the rule 'absolute' takes a number above 0"),
+        (
+            lambda: ma.analyses.MlpActivations("quantile", 25),
+            "value=25: the rule 'quantile' takes a quantile",
+        ),
+        (
+            lambda: ma.analyses.MlpActivations("absolute", 0),
+            "value=0: the rule 'absolute' takes a number above 0",
+        ),
         (lambda: ma.analyses.MlpActivations(calibration=()), "give at least one prompt"),
         (lambda: ma.analyses.MlpActivations(edges=(1.0, 0.0)), "edges: give at least two numbers"),
     ],
@@ -72,9 +87,15 @@ def test_percentiles_that_are_taken():
         (ma.interventions.HeadAblation(()), "ablates nothing"),
         (ma.interventions.HeadAblation(((0, 8),)), "head 8 is out of range"),
         (ma.interventions.HeadAblation(((7, 0),)), "layer 7 is out of range"),
-        (ma.interventions.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)), "not layer 1"),
+        (
+            ma.interventions.HeadAblation(((1, 0),), HeadMeans({0: torch.ones(8, 16)}, 3)),
+            "not layer 1",
+        ),
         ("arm", "intervention='arm': give an intervention such as ARM"),
-        (ma.interventions.ARM, "intervention=ARM: give an instance, such as ARM\\(\\), with brackets"),
+        (
+            ma.interventions.ARM,
+            "intervention=ARM: give an instance, such as ARM\\(\\), with brackets",
+        ),
     ],
 )
 def test_before_the_model_runs(no_forward, intervention, message):
@@ -99,7 +120,8 @@ def test_experts_in_a_form_that_is_not_known(tokenizer, flag):
     mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
     setattr(experts_of(mixture), flag, True)
     assert_both_refuse(
-        mixture, r"layer 0 is a mixture of experts \(MixtralExperts\) in a form that mechattn does not know"
+        mixture,
+        r"layer 0 is a mixture of experts \(MixtralExperts\) in a form that mechattn does not know",
     )
 
 
@@ -108,7 +130,10 @@ def test_experts_that_make_something_else_of_their_activations(tokenizer):
     mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
     experts_of(mixture).is_concatenated = False
     original_of(mixture).set_experts_implementation("eager")
-    assert_both_refuse(mixture, r"layer 0: Σ w · down\(act\(gate\) · up\) of the experts is not the mixture's output")
+    assert_both_refuse(
+        mixture,
+        r"layer 0: Σ w · down\(act\(gate\) · up\) of the experts is not the mixture's output",
+    )
 
 
 def test_experts_that_are_not_called(tokenizer, monkeypatch):
@@ -119,7 +144,10 @@ def test_experts_that_are_not_called(tokenizer, monkeypatch):
 
 
 def test_an_mlp_beside_the_experts_and_several_mlps(tokenizer):
-    for family, message in (("Mixtral", "has an MLP next to its mixture of experts"), ("Llama", "has several MLPs")):
+    for family, message in (
+        ("Mixtral", "has an MLP next to its mixture of experts"),
+        ("Llama", "has several MLPs"),
+    ):
         plain = tiny_model(family, len(tokenizer))
         plain.model.layers[0].another = torch.nn.Module()
         plain.model.layers[0].another.act_fn = torch.nn.SiLU()

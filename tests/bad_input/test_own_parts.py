@@ -14,7 +14,11 @@ from mechattn.errors import ConditionError, MechattnError, OptionError, PromptEr
 from mechattn.prompts.token_sequences import insert
 from mechattn.prompts.tokenization import tokenize
 
-PROMPTS = ["Tom has 3 apples. How many?", "Why is the old river quiet?", "Mia buys two boats and a clock."]
+PROMPTS = [
+    "Tom has 3 apples. How many?",
+    "Why is the old river quiet?",
+    "Mia buys two boats and a clock.",
+]
 DRAWN = count(5)  # another token each time
 
 
@@ -45,10 +49,18 @@ def shuffled(prompt, model, part):
             lambda p, m: tokenize(ma.Prompt(p.question.upper()), m),
             r"'own' changes the original tokens of prompt 0 \(\d+ in the baseline, \d+ here\)",
         ),
-        (lambda p, m: shuffled(p, m, "origin"), "'own' changes the origin of original tokens of prompt 0"),
-        (lambda p, m: shuffled(p, m, "segment"), "'own' changes the segment of original tokens of prompt 0"),
         (
-            lambda p, m: dataclasses.replace(made := insert(tokenize(p, m), [5], 1), segment=made.segment.clamp(max=1)),
+            lambda p, m: shuffled(p, m, "origin"),
+            "'own' changes the origin of original tokens of prompt 0",
+        ),
+        (
+            lambda p, m: shuffled(p, m, "segment"),
+            "'own' changes the segment of original tokens of prompt 0",
+        ),
+        (
+            lambda p, m: dataclasses.replace(
+                made := insert(tokenize(p, m), [5], 1), segment=made.segment.clamp(max=1)
+            ),
             "'own' puts tokens that it inserts into a segment of prompt 0: their segment must be \"inserted\"",
         ),
         (
@@ -66,7 +78,10 @@ def test_a_condition_of_ones_own(toy, made, message, no_forward):
 
 
 def test_a_condition_that_inserts_is_taken(toy):  # negative control
-    assert run(toy, Own(lambda p, m: insert(tokenize(p, m), [5, 6], 1))).conditions == ["baseline", "own"]
+    assert run(toy, Own(lambda p, m: insert(tokenize(p, m), [5, 6], 1))).conditions == [
+        "baseline",
+        "own",
+    ]
 
 
 @pytest.mark.parametrize("template", ["plain", "chat"])
@@ -87,7 +102,8 @@ def test_tokens_that_nothing_reads(toy, condition, template, no_forward, monkeyp
     if not isinstance(condition, Own):
         some[0] = dataclasses.replace(some[0], answer="3")
     with pytest.raises(
-        ConditionError, match=r"prompt [01] .* ends with what 'own' inserts.*give prompts with an answer"
+        ConditionError,
+        match=r"prompt [01] .* ends with what 'own' inserts.*give prompts with an answer",
     ):
         ma.run(toy, some, {"own": condition})
 
@@ -112,7 +128,10 @@ def test_apply_with_other_arguments(toy, no_forward):
         def apply(self, prompt, model):
             return tokenize(prompt, model)
 
-    with pytest.raises(ConditionError, match=r"'own': too many positional arguments; define apply\(self, prompt, mo"):
+    with pytest.raises(
+        ConditionError,
+        match=r"'own': too many positional arguments; define apply\(self, prompt, mo",
+    ):
         run(toy, Short())
 
 
@@ -139,7 +158,9 @@ def changed(**parts):
 
 
 def without(*names):
-    return type("Less", (), {name: part for name, part in vars(Rows).items() if name not in names})()
+    return type(
+        "Less", (), {name: part for name, part in vars(Rows).items() if name not in names}
+    )()
 
 
 @pytest.mark.parametrize(
@@ -148,9 +169,18 @@ def without(*names):
         (lambda: without("values"), "the analysis Less has no values: an analysis has name, "),
         (lambda: without("start", "name"), "the analysis Less has no name, start"),
         (lambda: without("add"), r"the analysis Less receives no data: define add\(sums, rows\)"),
-        (lambda: changed(name="my analysis/1"), "has the name 'my analysis/1': use letters, digits and _"),
-        (lambda: changed(quantities={"q": "probability"}), r"quantities\['q'\] is 'probability'; give Quantity"),
-        (lambda: changed(quantities={"q": Quantity("head", "u", "d")}), r"quantities\['q'\] is Quantity\(dims='head'"),
+        (
+            lambda: changed(name="my analysis/1"),
+            "has the name 'my analysis/1': use letters, digits and _",
+        ),
+        (
+            lambda: changed(quantities={"q": "probability"}),
+            r"quantities\['q'\] is 'probability'; give Quantity",
+        ),
+        (
+            lambda: changed(quantities={"q": Quantity("head", "u", "d")}),
+            r"quantities\['q'\] is Quantity\(dims='head'",
+        ),
     ],
 )
 @pytest.mark.parametrize("in_a_list", [False, True])
@@ -164,14 +194,19 @@ def test_an_analysis_alone_is_taken(toy):  # negative control
 
 
 def test_values_that_are_no_dictionary(toy):
-    with pytest.raises(OptionError, match=r"rows: values\(\) gives a Tensor; give a dictionary with paid"):
+    with pytest.raises(
+        OptionError, match=r"rows: values\(\) gives a Tensor; give a dictionary with paid"
+    ):
         run(toy, None, changed(values=lambda self, sums, batch, window: sums["paid"]))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: ma.run(m, "my.jsonl"), r"'my.jsonl', the name of a file: load_prompts\('my.jsonl'\) reads"),
+        (
+            lambda m: ma.run(m, "my.jsonl"),
+            r"'my.jsonl', the name of a file: load_prompts\('my.jsonl'\) reads",
+        ),
         (lambda m: ma.run(m, ["Why?", 3]), "prompt 1 is of type int"),
         (lambda m: ma.run(m, "Why is it?", seed="a"), "seed='a': give a whole number"),
         (lambda m: ma.run(m, "Why is it?", seed=1.5), "seed=1.5: give a whole number"),
@@ -197,7 +232,10 @@ def test_values_of_another_kind(toy, call, message, no_forward):
     [
         (lambda r: ma.render.received_attention(r, 0, [1, 1]), "names a head twice"),
         (lambda r: ma.render.received_attention(r, 0, None), "heads=None, top=None: give one"),
-        (lambda r: r.compare("slash", quantity=["received"]), r"quantity=\['received'\]: give one name"),
+        (
+            lambda r: r.compare("slash", quantity=["received"]),
+            r"quantity=\['received'\]: give one name",
+        ),
         (lambda r: r.compare("slash", level="a"), "level='a': give a probability"),
         (lambda r: r.save(5), "5 is not a path"),
         (lambda r: r.page(None), "None is not a path"),
@@ -247,5 +285,7 @@ def test_a_kind_of_inserted_tokens_without_a_filler(toy):
         count: int = 3
         place: str = "start"
 
-    with pytest.raises(ma.MechattnError, match=r"Empty has no filler: define filler\(self, prompt, model, seed=0\)"):
+    with pytest.raises(
+        ma.MechattnError, match=r"Empty has no filler: define filler\(self, prompt, model, seed=0\)"
+    ):
         ma.run(toy, "Tom has 3 apples.", {"empty": Empty()})

@@ -13,7 +13,9 @@ def loaded(name, tokenizer):
 
 
 def prompt_of(length, tokenizer, **more):
-    drawn = torch.randint(5, len(tokenizer), (length - 1,), generator=torch.Generator().manual_seed(length)).tolist()
+    drawn = torch.randint(
+        5, len(tokenizer), (length - 1,), generator=torch.Generator().manual_seed(length)
+    ).tolist()
     return ma.Prompt(tokens=(tokenizer.bos_token_id, *drawn), id="17", solution="3", **more)
 
 
@@ -49,9 +51,14 @@ def test_conditions_on_both_sides(no_pass, tokenizer):
 def test_both_sides_in_evaluate(tokenizer):
     model = loaded("Phi-4-mini", tokenizer)
     prompts = [prompt_of(28, tokenizer)]
-    with pytest.raises(PromptError, match=r'28 positions with the condition "baseline" and 38 with "slash"'):
+    with pytest.raises(
+        PromptError, match=r'28 positions with the condition "baseline" and 38 with "slash"'
+    ):
         ma.evaluate(model, prompts, {"slash": ma.MeaninglessTokens("/", 10)}, new_tokens=4)
-    with pytest.raises(PromptError, match=r"8 new tokens are allowed.*middle of an answer. Give new_tokens=4 at most"):
+    with pytest.raises(
+        PromptError,
+        match=r"8 new tokens are allowed.*middle of an answer. Give new_tokens=4 at most",
+    ):
         ma.evaluate(model, prompts, new_tokens=8)
     with pytest.raises(PromptError, match="Omit the prompt"):
         ma.evaluate(model, [prompt_of(32, tokenizer)], new_tokens=8)
@@ -66,16 +73,16 @@ def test_both_sides_in_what_is_recorded(tokenizer):
 
 
 def test_dynamic_ntk_beyond_what_the_model_was_made_for(tokenizer):
-    said = (
-        r'has 40 positions with the condition "slash": beyond 32 the frequencies of LlamaForCausalLM are those of the'
-    )
+    said = r'has 40 positions with the condition "slash": beyond 32 the frequencies of LlamaForCausalLM are those of the'
     model = loaded("Llama dynamic NTK", tokenizer)
     with pytest.raises(PromptTooLong, match=said):
         ma.run(model, prompt_of(30, tokenizer), {"slash": ma.MeaninglessTokens("/", 10)})
     model.cfg.n_ctx = 256  # as one may ask load_model for
     with pytest.raises(PromptTooLong, match=said):
         ma.run(model, prompt_of(30, tokenizer), {"slash": ma.MeaninglessTokens("/", 10)})
-    with pytest.raises(PromptTooLong, match=r"30 positions .* and 4 new tokens are allowed: beyond 32"):
+    with pytest.raises(
+        PromptTooLong, match=r"30 positions .* and 4 new tokens are allowed: beyond 32"
+    ):
         ma.evaluate(model, [prompt_of(30, tokenizer)], new_tokens=4)
     with pytest.raises(PromptTooLong, match="dynamic NTK"):
         ma.head_means(model, [prompt_of(40, tokenizer)])
@@ -85,9 +92,7 @@ def test_dynamic_ntk_beyond_what_the_model_was_made_for(tokenizer):
 @pytest.mark.parametrize("name", TABLES)
 def test_ids_before_the_first_row_of_a_table(name, tokenizer):
     start = ma.MeaninglessTokens("/", 19, place="start").unshifted()
-    said = (
-        r"has a table of positions, where a negative one is .*'kept' needs 18 before the first: insert after at least"
-    )
+    said = r"has a table of positions, where a negative one is .*'kept' needs 18 before the first: insert after at least"
     model = loaded(name, tokenizer)
     with pytest.raises(OptionError, match=said):
         ma.run(model, prompt_of(40, tokenizer), {"kept": start})

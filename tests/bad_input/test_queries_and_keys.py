@@ -36,6 +36,8 @@ Q = torch.zeros(2, 4, 5, 8)
 )  # fmt: skip
 def test_bad_input(given, message):
     given = {"q": Q, "k": Q} | given
-    of_scores = {name: given.pop(name) for name in ("alibi", "sinks", "window", "softcap") if name in given}
+    of_scores = {
+        name: given.pop(name) for name in ("alibi", "sinks", "window", "softcap") if name in given
+    }
     with pytest.raises(OptionError, match=message):
         ma.measure(given.pop("q"), given.pop("k"), scores=ma.AttentionScores(**of_scores), **given)

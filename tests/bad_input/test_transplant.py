@@ -27,8 +27,14 @@ def test_options(recorded):
 
 
 def test_other_prompts_and_other_lengths(toy, recorded, prompts):
-    longer = {"longer": ma.MeaninglessTokens("/", 4).under(ma.interventions.Transplant("inserted", recorded))}
-    with pytest.raises(OptionError, match=r"has 4 inserted tokens, but 3 were recorded for prompt 0"):
+    longer = {
+        "longer": ma.MeaninglessTokens("/", 4).under(
+            ma.interventions.Transplant("inserted", recorded)
+        )
+    }
+    with pytest.raises(
+        OptionError, match=r"has 4 inserted tokens, but 3 were recorded for prompt 0"
+    ):
         ma.run(toy, prompts[:2], longer)
     unknown = {"unknown": SLASH.under(ma.interventions.Transplant("inserted", recorded))}
     with pytest.raises(OptionError, match=r"prompt '2' was not recorded"):
@@ -46,7 +52,9 @@ def test_nothing_to_record(toy, prompts):
 
 
 def test_models_without_keys_and_values_by_head(tokenizer, prompts):
-    latent = ma.load_model(tiny_model("DeepSeek-V3 (latent attention)", len(tokenizer)), tokenizer=tokenizer)
+    latent = ma.load_model(
+        tiny_model("DeepSeek-V3 (latent attention)", len(tokenizer)), tokenizer=tokenizer
+    )
     with pytest.raises(ModelError, match="keeps latents"):
         ma.record_keys_values(latent, prompts[:2], SLASH)
     none = ma.load_model(tiny_model("Mamba (no attention)", len(tokenizer)), tokenizer=tokenizer)
@@ -57,7 +65,11 @@ def test_models_without_keys_and_values_by_head(tokenizer, prompts):
 def test_a_model_whose_other_layers_carry_on(tokenizer, prompts):
     hybrid = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
     recorded = ma.record_keys_values(hybrid, prompts[:2], SLASH)
-    swapped = {"swapped": SLASH.under(ma.interventions.Transplant("inserted", recorded.from_other_prompts()))}
+    swapped = {
+        "swapped": SLASH.under(
+            ma.interventions.Transplant("inserted", recorded.from_other_prompts())
+        )
+    }
     with pytest.raises(OptionError, match="the other layers pass on these tokens' content"):
         ma.run(hybrid, prompts[:2], swapped)
 

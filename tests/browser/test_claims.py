@@ -36,4 +36,6 @@ def test_a_claim_opens_its_rule_and_its_figure(page_of_claims, opened):
 def test_it_can_be_read_on_a_phone(page_of_claims, opened):
     page = opened(page_of_claims)
     page.set_viewport_size({"width": 375, "height": 700})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 375, "the table scrolls, not the page"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375, (
+        "the table scrolls, not the page"
+    )

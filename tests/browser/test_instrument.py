@@ -17,7 +17,10 @@ HOSTILE = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>"
 def result(toy):
     """Two conditions, two analyses, short prompts with their attention maps; the first prompt and a name are HTML."""
     texts = [f"{HOSTILE} Tom has {i} apples." for i in range(2, 8)]
-    conditions = {"slash": ma.MeaninglessTokens("/", 6), "<b>word</b>": ma.conditions.RandomTokens(6)}
+    conditions = {
+        "slash": ma.MeaninglessTokens("/", 6),
+        "<b>word</b>": ma.conditions.RandomTokens(6),
+    }
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.AttentionMap()]
     return ma.run(toy, texts, conditions, analyses, positions="prompts")
 
@@ -49,8 +52,12 @@ def test_the_first_screen_is_drawn_at_the_numbers_of_the_verdict(opened, of_slas
     verdict = slash_result.verdict("slash")
     assert page.evaluate("document.querySelector('.picture').getBoundingClientRect().bottom") < 900
     ticks = page.locator(".axis .track i")
-    ends = [(ticks.nth(i).inner_text(), ticks.nth(i).bounding_box()) for i in (0, ticks.count() - 1)]
-    (low, left), (high, right) = [(percent(words), box["x"] + box["width"] / 2) for words, box in ends]
+    ends = [
+        (ticks.nth(i).inner_text(), ticks.nth(i).bounding_box()) for i in (0, ticks.count() - 1)
+    ]
+    (low, left), (high, right) = [
+        (percent(words), box["x"] + box["width"] / 2) for words, box in ends
+    ]
 
     def value(name):
         box = page.locator(f".row:not(.axis) i.{name}").bounding_box()
@@ -70,12 +77,16 @@ def test_hover_says_what_compare_says(opened, place, result):
     table = result.compare("slash").set_index(["layer", "head"]).loc[(2, 5)]
     shown = [percent(part) for part in re.findall(r"[+−]?[\d.]+\u00a0%", words)]
     np.testing.assert_allclose(
-        shown, np.expm1([table.difference, table.difference_low, table.difference_high, table.null]), atol=5.1e-4
+        shown,
+        np.expm1([table.difference, table.difference_low, table.difference_high, table.null]),
+        atol=5.1e-4,
     )
     times = re.search(r"([\d.]+)\u00a0× uniform \[([\d.]+), ([\d.]+)\]", words).groups()
     ratios = np.exp([table.beyond, table.beyond_low, table.beyond_high])
     np.testing.assert_allclose([float(part) for part in times], ratios, atol=5.1e-3)
-    assert ratios[0] == pytest.approx((1 + shown[0]) / (1 + shown[3]), rel=2e-3), "what it is a multiple of"
+    assert ratios[0] == pytest.approx((1 + shown[0]) / (1 + shown[3]), rel=2e-3), (
+        "what it is a multiple of"
+    )
     assert "layer 2 head 5" in words
     tested = re.search(r"q = ([\d.e-]+) against uniform attention", words)
     assert float(tested[1]) == pytest.approx(table.q_beyond, rel=0.05)
@@ -83,8 +94,15 @@ def test_hover_says_what_compare_says(opened, place, result):
     sure = int((result.compare("slash").q_beyond < 0.05).sum())
     assert page.locator("#map .mark").count() == sure
     about = result["received_attention"].received_by_segment.attrs
-    assert page.locator("#about").inner_text().startswith(f"{about['description']} ({about['units']}).")
-    assert f"{sure} of 32 heads differ from uniform attention (q < 0.05)" in page.locator("#said").inner_text()
+    assert (
+        page.locator("#about")
+        .inner_text()
+        .startswith(f"{about['description']} ({about['units']}).")
+    )
+    assert (
+        f"{sure} of 32 heads differ from uniform attention (q < 0.05)"
+        in page.locator("#said").inner_text()
+    )
     assert "○ differs from uniform attention, q < 0.05" in page.locator("#scale").inner_text()
 
 
@@ -107,9 +125,13 @@ def test_a_click_opens_the_room_of_a_head(opened, place, result):
     tokens = room.locator("[data-part=text] .tokens")
     assert tokens.count() == 2
     assert room.locator("[data-part=text] b").count() == 0
-    assert "".join(tokens.first.locator("span").all_text_contents()).count("<b>") == 1, "a token is text, not HTML"
+    assert "".join(tokens.first.locator("span").all_text_contents()).count("<b>") == 1, (
+        "a token is text, not HTML"
+    )
     assert room.locator("svg.pattern").count() == 6, "three prompts, without and with the tokens"
-    assert "6 of them inserted" in room.locator("[data-part=pattern] .whole .note").nth(1).inner_text()
+    assert (
+        "6 of them inserted" in room.locator("[data-part=pattern] .whole .note").nth(1).inner_text()
+    )
     at(page, 1, 1).click()
     assert room.locator("svg.pattern").count() == 6, "what is open stays open"
     assert page.title().startswith("mechattn")
@@ -127,10 +149,20 @@ def test_a_pattern_says_its_numbers(opened, place, result):
     )
     page.mouse.move(box["x"] + box["width"] * 2.5 / n, box["y"] + box["height"] * 7.5 / n)
     words = page.locator("#tip").inner_text()
-    weight = result["attention_map"].attention.sel(condition="baseline", layer=1, head=4).isel(prompt=0).values[7, 2]
+    weight = (
+        result["attention_map"]
+        .attention.sel(condition="baseline", layer=1, head=4)
+        .isel(prompt=0)
+        .values[7, 2]
+    )
     assert words.startswith("7 “")
-    assert float(words.rpartition(": ")[2].replace("−", "-")) == pytest.approx(float(weight), abs=2e-5, rel=0.006)
-    tokens = [str(token) for token in result["sequences"].first_prompt_text.sel(condition="baseline").values[:n]]
+    assert float(words.rpartition(": ")[2].replace("−", "-")) == pytest.approx(
+        float(weight), abs=2e-5, rel=0.006
+    )
+    tokens = [
+        str(token)
+        for token in result["sequences"].first_prompt_text.sel(condition="baseline").values[:n]
+    ]
     labels = shown.locator("text").all_text_contents()
     assert labels[0] == labels[1] == tokens[0].strip()
     assert len(labels) >= 2 * n / 3
@@ -143,7 +175,9 @@ def test_a_pattern_says_its_numbers(opened, place, result):
         const p = c.getContext('2d'), i = new Image(); i.src = image.getAttribute('href');
         return i.decode().then(() => { p.drawImage(i, 0, 0); return p.getImageData(2, 7, 1, 1).data[3] / 255; }); }"""
     opaque = shown.locator("image").evaluate(paint.replace("SIZE", str(n)))
-    assert opaque**2 == pytest.approx(float(weight), abs=0.01), "the map has the colours of its scale"
+    assert opaque**2 == pytest.approx(float(weight), abs=0.01), (
+        "the map has the colours of its scale"
+    )
 
 
 def test_arrows_walk_over_heads(opened, place):
@@ -157,7 +191,9 @@ def test_arrows_walk_over_heads(opened, place):
     assert page.locator("#said").inner_text().startswith("layer 1 head 1")
     page.keyboard.press("End")
     page.keyboard.press("ArrowRight")
-    assert page.locator("#room h3").inner_text() == "Layer 3, head 7", "there is no head beyond the last"
+    assert page.locator("#room h3").inner_text() == "Layer 3, head 7", (
+        "there is no head beyond the last"
+    )
 
 
 def test_a_link_reproduces_the_view(opened, place, result):
@@ -173,7 +209,9 @@ def test_a_link_reproduces_the_view(opened, place, result):
     page.wait_for_function("document.documentElement.dataset.ready")
     assert page.locator("#map-title").inner_text() == title
     assert page.locator("#room h3").inner_text() == "Layer 2, head 7"
-    expected = result.heads("entropy", None, condition="<b>word</b>").set_index(["layer", "head"]).entropy
+    expected = (
+        result.heads("entropy", None, condition="<b>word</b>").set_index(["layer", "head"]).entropy
+    )
     at(page, 2, 7).hover()
     shown = re.search(r": ([\d.]+) \[", page.locator("#tip").inner_text())[1]
     assert float(shown) == pytest.approx(expected.loc[(2, 7)], rel=0.006)
@@ -186,7 +224,11 @@ def test_a_link_reproduces_the_view(opened, place, result):
     page.goto(f"{place.as_uri()}#layer=99&head=x&condition=none&quantity=nothing")
     page.wait_for_function("document.documentElement.dataset.ready")
     said = page.get_by_role("alert").inner_text()
-    for wrong in ("condition “none”", "quantity “nothing”", "layer 99, head x (it has layers 0, 1, 2, 3 and 8 heads)"):
+    for wrong in (
+        "condition “none”",
+        "quantity “nothing”",
+        "layer 99, head x (it has layers 0, 1, 2, 3 and 8 heads)",
+    ):
         assert wrong in said
 
 
@@ -205,17 +247,23 @@ def test_tabs_are_models(opened, result, slash_result, tmp_path):
     page.locator("#beside-head-12").hover()
     other = slash_result.compare("slash").set_index(["layer", "head"]).loc[(1, 4)]
     shown = re.search(r"change ([+−][\d.]+\u00a0%)", page.locator("#tip").inner_text())[1]
-    assert percent(shown) == pytest.approx(np.expm1(other.difference), abs=5.1e-4), "the other model's number"
+    assert percent(shown) == pytest.approx(np.expm1(other.difference), abs=5.1e-4), (
+        "the other model's number"
+    )
     alike = {}
     for prefix, of in {"head-": result, "beside-head-": slash_result}.items():
         fills = [page.locator(f"#{prefix}{i}").get_attribute("fill") for i in range(32)]
-        alike |= dict(zip(of.compare("slash").sort_values(["layer", "head"]).beyond, fills, strict=True))
+        alike |= dict(
+            zip(of.compare("slash").sort_values(["layer", "head"]).beyond, fills, strict=True)
+        )
     most = max(alike, key=abs)
     for value, fill in alike.items():
         strength = [abs(a - b) for a, b in zip(rgb(fill), (244, 244, 242), strict=True)]
         full = [abs(a - b) for a, b in zip(rgb(alike[most]), (244, 244, 242), strict=True)]
         if value * most > 0:
-            assert max(strength) / max(full) == pytest.approx(value / most, abs=0.02), "one scale for both maps"
+            assert max(strength) / max(full) == pytest.approx(value / most, abs=0.02), (
+                "one scale for both maps"
+            )
     page.locator("#beside-head-12").click()
     assert tabs.nth(1).get_attribute("aria-selected") == "true"
     assert page.locator("#room h3").inner_text() == "Layer 1, head 4"
@@ -240,28 +288,38 @@ def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp
     caught.value.save_as(tmp_path / "heads.csv")
     rows = list(csv.DictReader((tmp_path / "heads.csv").open()))
     for name in ("value", "reference", "difference", "null", "beyond", "beyond_low", "beyond_high"):
-        np.testing.assert_allclose([float(row[name]) for row in rows], table[name], rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(
+            [float(row[name]) for row in rows], table[name], rtol=1e-6, atol=1e-7
+        )
     for name, of in {
         "difference_low": "difference_low",
         "difference_high": "difference_high",
         "q_beyond": "q_beyond",
     }.items():
-        np.testing.assert_allclose([float(row[name]) for row in rows], table[of], rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(
+            [float(row[name]) for row in rows], table[of], rtol=1e-6, atol=1e-7
+        )
     for name, of in {
         "change": "difference",
         "change_low": "difference_low",
         "change_high": "difference_high",
         "change_null": "null",
     }.items():
-        np.testing.assert_allclose([float(row[name]) for row in rows], np.expm1(table[of]), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(
+            [float(row[name]) for row in rows], np.expm1(table[of]), rtol=1e-6, atol=1e-7
+        )
     names = list(rows[0])
     for name in ("change", "difference", "beyond"):
         at = names.index(name)
-        assert names[at + 1 : at + 3] == [f"{name}_low", f"{name}_high"], "an interval stands beside its number"
+        assert names[at + 1 : at + 3] == [f"{name}_low", f"{name}_high"], (
+            "an interval stands beside its number"
+        )
     about = ("scale", "segment", "units", "change_units", "level", "n_of")
     said = {tuple(row[name] for name in about) for row in rows}
     assert said == {("log-ratio", "question", "probability", "fraction", "0.95", "prompts")}
-    assert [(int(row["layer"]), int(row["head"])) for row in rows] == list(zip(table.layer, table["head"], strict=True))
+    assert [(int(row["layer"]), int(row["head"])) for row in rows] == list(
+        zip(table.layer, table["head"], strict=True)
+    )
 
 
 def test_the_curves_of_a_head_as_csv_and_svg(opened, of_slash, slash_result, tmp_path):
@@ -270,13 +328,19 @@ def test_the_curves_of_a_head_as_csv_and_svg(opened, of_slash, slash_result, tmp
     with page.expect_download() as caught:
         room.get_by_role("button", name="CSV").click()
     caught.value.save_as(tmp_path / "curves.csv")
-    rows = [row for row in csv.DictReader((tmp_path / "curves.csv").open()) if row["condition"] == "slash"]
+    rows = [
+        row
+        for row in csv.DictReader((tmp_path / "curves.csv").open())
+        if row["condition"] == "slash"
+    ]
     data = slash_result["received_attention"].sel(condition="slash", layer=0, head=2)
     known = [row for row in rows if row["received"]]
     positions = [int(row["position"]) for row in known]
     inserted = slash_result["sequences"].origin.sel(condition="slash").values[0] == -1
     assert set(np.flatnonzero(inserted)) <= set(positions)
-    np.testing.assert_allclose([float(row["received"]) for row in known], data.received.values[positions], rtol=1e-6)
+    np.testing.assert_allclose(
+        [float(row["received"]) for row in known], data.received.values[positions], rtol=1e-6
+    )
     assert [int(row["n"]) for row in known] == data.received_n.values[positions].tolist()
     with page.expect_download() as caught:
         room.get_by_role("button", name="SVG").click()
@@ -305,8 +369,12 @@ def test_a_brush_chooses_heads_on_the_map(opened, place):
     )
     page.locator("#clear").click()
     assert page.locator("#map .cell.out").count() == 0
-    before = page.locator("#map .cell").evaluate_all("(all) => all.map((one) => one.getAttribute('fill'))")
-    assert sorted(kept) == sorted(before), "what is left out keeps its colour, as the neutral one would say no effect"
+    before = page.locator("#map .cell").evaluate_all(
+        "(all) => all.map((one) => one.getAttribute('fill'))"
+    )
+    assert sorted(kept) == sorted(before), (
+        "what is left out keeps its colour, as the neutral one would say no effect"
+    )
 
 
 def test_dark_on_a_phone_nothing_runs_over(opened, place):
@@ -314,7 +382,9 @@ def test_dark_on_a_phone_nothing_runs_over(opened, place):
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     before = page.locator("#head-1").get_attribute("fill")
     page.locator("#theme").click()
-    assert page.locator("#head-1").get_attribute("fill") != before, "the map is drawn again in the other light"
+    assert page.locator("#head-1").get_attribute("fill") != before, (
+        "the map is drawn again in the other light"
+    )
 
 
 def test_colours_of_words_are_readable_in_both_lights(opened, place):
@@ -328,8 +398,12 @@ def test_colours_of_words_are_readable_in_both_lights(opened, place):
             theme,
         )
         for ground in ("ground", "panel"):
-            assert all(contrast(colours[name], colours[ground]) >= 4.5 for name in ("ink", "quiet", "link")), colours
-            assert all(contrast(colours[name], colours[ground]) >= 3 for name in ("with", "without")), colours
+            assert all(
+                contrast(colours[name], colours[ground]) >= 4.5 for name in ("ink", "quiet", "link")
+            ), colours
+            assert all(
+                contrast(colours[name], colours[ground]) >= 3 for name in ("with", "without")
+            ), colours
         page.locator("[data-part=text]").evaluate("(part) => { part.open = true; }")
         grounds = page.evaluate(
             "() => { const of = (css) => { const c = document.createElement('canvas').getContext('2d'); c.fillStyle = css;"
@@ -340,7 +414,9 @@ def test_colours_of_words_are_readable_in_both_lights(opened, place):
             ".map((v) => v.toString(16).padStart(2, '0')).join(''); }); }"
         )
         assert len(set(grounds)) > 3
-        assert min(contrast(colours["ink"], one) for one in grounds) >= 4.5, "words on the strongest ground"
+        assert min(contrast(colours["ink"], one) for one in grounds) >= 4.5, (
+            "words on the strongest ground"
+        )
     assert contrast("#777", "#fff") < 4.5 < contrast("#767676", "#fff"), "the limit that is known"
 
 
@@ -350,7 +426,8 @@ def contrast(one, other):
         text = "".join(2 * letter for letter in text) if len(text) == 3 else text
         parts = [int(text[i : i + 2], 16) / 255 for i in (0, 2, 4)]
         return np.dot(
-            [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts], [0.2126, 0.7152, 0.0722]
+            [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts],
+            [0.2126, 0.7152, 0.0722],
         )
 
     high, low = sorted((light(one), light(other)), reverse=True)
@@ -361,7 +438,9 @@ def test_names_and_roles_for_a_screen_reader(opened, place):
     page = opened(place)
     assert page.get_by_role("grid").count() == 1
     assert page.get_by_role("gridcell").count() == 32
-    assert page.get_by_role("gridcell").first.get_attribute("aria-label").startswith("layer 0 head 0")
+    assert (
+        page.get_by_role("gridcell").first.get_attribute("aria-label").startswith("layer 0 head 0")
+    )
     unnamed = page.evaluate(
         "[...document.querySelectorAll('button, select, [role=img], [role=tab], [role=region], canvas')].filter((e) =>"
         " !(e.getAttribute('aria-label') || e.textContent.trim() || e.closest('label'))).length"
@@ -376,20 +455,25 @@ def test_a_result_of_the_baseline_alone(opened, toy, prompts, tmp_path):
     assert page.locator("#show option").all_text_contents() == ["value in the condition"]
     at(page, 0, 1).hover()
     expected = result.heads("received", None).set_index(["layer", "head"]).received.loc[(0, 1)]
-    assert float(re.search(r": ([\d.]+) \[", page.locator("#tip").inner_text())[1]) == pytest.approx(
-        expected, rel=0.006
-    )
+    assert float(
+        re.search(r": ([\d.]+) \[", page.locator("#tip").inner_text())[1]
+    ) == pytest.approx(expected, rel=0.006)
 
 
 def test_too_few_prompts_say_why_there_is_no_map(opened, toy, prompts, tmp_path):
     result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
     page = opened(results_page([result], tmp_path / "page.html", []))
-    assert "There is no map of heads: received: there are 2 prompts" in page.locator("#heads").inner_text()
+    assert (
+        "There is no map of heads: received: there are 2 prompts"
+        in page.locator("#heads").inner_text()
+    )
 
 
 def test_in_a_notebook_every_head_is_a_click_away(opened, result, tmp_path):
     view = ma.browse(result, live=False)
-    (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8")
+    (tmp_path / "notebook.html").write_text(
+        f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8"
+    )
     inside = opened(tmp_path / "notebook.html").frame_locator("iframe")
     inside.locator("#head-11").click()
     assert inside.locator("#room h3").inner_text() == "Layer 1, head 3"

@@ -13,7 +13,9 @@ from mechattn.pages.page import results_page
 @pytest.fixture(scope="module")
 def place(toy, prompts, tmp_path_factory):
     conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(10)}
-    result = ma.run(toy, prompts[:6], conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()])
+    result = ma.run(
+        toy, prompts[:6], conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
+    )
     return result_page(result, tmp_path_factory.mktemp("links") / "page.html", 0, [2])
 
 
@@ -37,7 +39,9 @@ def test_a_link_to_a_head_goes_to_its_room(opened, place):
     follow(page, place, "head=L2H5")
     assert page.locator("#room h3").inner_text() == "Layer 2, head 5"
     follow(page, place, "")
-    assert not seen(page, "#room h3"), "where nothing is asked for, the page starts at its top (control)"
+    assert not seen(page, "#room h3"), (
+        "where nothing is asked for, the page starts at its top (control)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +116,9 @@ def test_without_scripts_nothing_is_empty(browser, place):
     assert page.locator(".picture").is_visible()
     for gone in ("#condition", "#room", "#theme", "#loading", "#heads-csv"):
         assert not page.locator(gone).is_visible(), gone
-    assert page.locator("noscript p", has_text="drawn by scripts, which this browser does not run").is_visible()
+    assert page.locator(
+        "noscript p", has_text="drawn by scripts, which this browser does not run"
+    ).is_visible()
     assert page.locator(".plain tbody tr:visible").count() == 32, "every head"
     for empty in page.locator("select:visible").all():
         assert empty.locator("option").count(), "a choice with nothing to choose"
@@ -144,7 +150,9 @@ def test_a_browser_that_cannot_unpack_says_so(browser, place):
 
 
 def test_a_tip_leaves_the_map_visible_on_a_phone(browser, place):
-    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, offline=True)
+    context = browser.new_context(
+        viewport={"width": 390, "height": 844}, has_touch=True, offline=True
+    )
     page = context.new_page()
     page.goto(place.as_uri())
     page.wait_for_function("document.documentElement.dataset.ready")
@@ -198,7 +206,9 @@ def test_paper_has_its_own_width_and_nothing_is_clipped(opened, place):
         ".filter((one) => one.getBoundingClientRect().right > right + 1).map((one) => one.outerHTML.slice(0, 80)); })()"
     )
     assert not over
-    assert page.evaluate("document.body.getBoundingClientRect().width") == 700, "A4 and Letter with their margins"
+    assert page.evaluate("document.body.getBoundingClientRect().width") == 700, (
+        "A4 and Letter with their margins"
+    )
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     page.emulate_media(media="screen")
     assert page.locator("#scatter svg").evaluate(wide) == before
@@ -208,8 +218,12 @@ def test_figures_fit_paper(opened, toy, prompts, tmp_path):
     result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 10)}, positions="prompts")
     figures = [(ma.render.received_attention, {"layer": 0, "heads": [1, 2, 3]})]
     page = opened(results_page([result], tmp_path / "page.html", figures))
-    page.evaluate("document.querySelectorAll('#more, .section').forEach((one) => { one.open = true; })")
-    page.wait_for_function("[...document.querySelectorAll('.section > figure')].every((one) => one.dataset.drawn)")
+    page.evaluate(
+        "document.querySelectorAll('#more, .section').forEach((one) => { one.open = true; })"
+    )
+    page.wait_for_function(
+        "[...document.querySelectorAll('.section > figure')].every((one) => one.dataset.drawn)"
+    )
     wide = "document.querySelector('.plot .main-svg').getBoundingClientRect().width"
     before = page.evaluate(wide)
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -224,14 +238,25 @@ def test_figures_fit_paper(opened, toy, prompts, tmp_path):
 def test_figures_fit_a_phone(opened, toy, prompts, tmp_path):
     """Panels go below each other, and no words of a figure run over its edge."""
     result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 10)}, positions="prompts")
-    figures = [(ma.render.received_attention, {"layer": 0, "heads": [1, 2, 3]}), (ma.render.change_map, {})]
+    figures = [
+        (ma.render.received_attention, {"layer": 0, "heads": [1, 2, 3]}),
+        (ma.render.change_map, {}),
+    ]
     page = opened(results_page([result], tmp_path / "page.html", figures), 390, 844)
-    page.evaluate("document.querySelectorAll('#more, .section').forEach((one) => { one.open = true; })")
-    page.wait_for_function("[...document.querySelectorAll('.section > figure')].every((one) => one.dataset.drawn)")
+    page.evaluate(
+        "document.querySelectorAll('#more, .section').forEach((one) => { one.open = true; })"
+    )
+    page.wait_for_function(
+        "[...document.querySelectorAll('.section > figure')].every((one) => one.dataset.drawn)"
+    )
     for plot in page.locator(".plot").all():
-        assert plot.evaluate("(one) => one.parentElement.scrollWidth <= one.parentElement.clientWidth")
+        assert plot.evaluate(
+            "(one) => one.parentElement.scrollWidth <= one.parentElement.clientWidth"
+        )
         box = plot.bounding_box()
-        edges = plot.locator(".gtitle, .annotation-text, .legendtext, .xtitle, .ytitle").evaluate_all(
+        edges = plot.locator(
+            ".gtitle, .annotation-text, .legendtext, .xtitle, .ytitle"
+        ).evaluate_all(
             "(all) => all.map((one) => { const box = one.getBoundingClientRect(); return [box.left, box.right]; })"
         )
         assert min(left for left, _ in edges) >= box["x"] - 1
@@ -246,6 +271,8 @@ def test_figures_fit_a_phone(opened, toy, prompts, tmp_path):
     )
     ends = sorted(heights)
     assert all(a[1] < b[0] for a, b in pairwise(ends)), "no panel covers another"
-    fills = first.locator(".gtitle .line").evaluate_all("(all) => all.map((one) => getComputedStyle(one).fill)")
+    fills = first.locator(".gtitle .line").evaluate_all(
+        "(all) => all.map((one) => getComputedStyle(one).fill)"
+    )
     assert fills, "a title of several lines"
     assert "none" not in fills, "and its words are seen"

@@ -8,7 +8,14 @@ import pytest
 
 import mechattn as ma
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.page import About, drawn_section, prompt_section, results_page, view_section, write_page
+from mechattn.pages.page import (
+    About,
+    drawn_section,
+    prompt_section,
+    results_page,
+    view_section,
+    write_page,
+)
 from mechattn.pages.page import page as result_page
 
 ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title and its axis
@@ -38,7 +45,9 @@ def drawn(page):
     )
 
 
-def test_several_models_have_their_verdicts_in_a_table(opened, toy, prompts, slash_result, tmp_path):
+def test_several_models_have_their_verdicts_in_a_table(
+    opened, toy, prompts, slash_result, tmp_path
+):
     few = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
     place = results_page([slash_result, slash_result, few], tmp_path / "page.html", [])
     page = opened(place)
@@ -47,7 +56,11 @@ def test_several_models_have_their_verdicts_in_a_table(opened, toy, prompts, sla
     assert rows[0] == rows[1]
     verdict, words = slash_result.verdict("slash"), ma.render.verdict_words(slash_result)
     model, condition, change, null, heads, count = rows[0]
-    assert (model, condition, count) == ("toy:llama (toy, 1.0 M parameters)", "slash", str(verdict.n))
+    assert (model, condition, count) == (
+        "toy:llama (toy, 1.0 M parameters)",
+        "slash",
+        str(verdict.n),
+    )
     assert f"received by the question changes by {change} with" in words
     assert f"under uniform attention it would change by {null} (" in words
     assert heads == f"{verdict.beyond.sum()} and {verdict.above.sum()} of 32"
@@ -56,14 +69,22 @@ def test_several_models_have_their_verdicts_in_a_table(opened, toy, prompts, sla
 
 def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
     view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5))
-    figure = drawn_section(ma.render.received_attention, slash_result, {"layer": 0, "top": 3}, "mechattn test")
+    figure = drawn_section(
+        ma.render.received_attention, slash_result, {"layer": 0, "top": 3}, "mechattn test"
+    )
     sections = [prompt_section(slash_result), figure, view_section(view, "One prompt", "A note.")]
     about = About("A title", "A subtitle", "mechattn test")
     page = opened(write_page(tmp_path / "index.html", about, [ShownModel(slash_result)], sections))
-    assert page.locator(".verdict").inner_text().startswith("With “slash”, each token of the question receives")
+    assert (
+        page.locator(".verdict")
+        .inner_text()
+        .startswith("With “slash”, each token of the question receives")
+    )
     unfold(page)
     page.get_by_text("L0H1").first.wait_for()
-    assert page.locator("details.section .tokens .inserted").count() == 55 + 1  # the key names the segment too
+    assert (
+        page.locator("details.section .tokens .inserted").count() == 55 + 1
+    )  # the key names the segment too
     assert page.locator(".js-plotly-plot .scatterlayer path.js-line").count() >= 9
     assert "L0H1" in page.locator(".view").inner_text()
     assert (
@@ -78,7 +99,9 @@ def test_a_request_is_forbidden_by_the_page_itself(browser, place):
     """Whatever a script on it would ask for, the content policy refuses; this tab is not offline."""
     page = browser.new_page()
     page.goto(place.as_uri())
-    refused = page.evaluate("fetch('https://example.org/').then(() => 'answered', (error) => error.name)")
+    refused = page.evaluate(
+        "fetch('https://example.org/').then(() => 'answered', (error) => error.name)"
+    )
     assert refused == "TypeError"
     assert page.evaluate(
         "new Promise((done) => { document.addEventListener('securitypolicyviolation', (e) => done(e.blockedURI));"
@@ -87,7 +110,9 @@ def test_a_request_is_forbidden_by_the_page_itself(browser, place):
     page.close()
 
 
-def test_the_numbers_behind_a_figure_are_a_hover_or_a_click_away(opened, place, slash_result, tmp_path):
+def test_the_numbers_behind_a_figure_are_a_hover_or_a_click_away(
+    opened, place, slash_result, tmp_path
+):
     page = opened(place)
     unfold(page)
     page.locator(".js-plotly-plot .nsewdrag").first.scroll_into_view_if_needed()
@@ -103,10 +128,16 @@ def test_the_numbers_behind_a_figure_are_a_hover_or_a_click_away(opened, place, 
     line = [row for row in rows if row["series"] == "with slash" and row["panel"] == ALIGNED]
     at = slash_result["received_attention"].sel(condition="slash", layer=0, head=2)
     shown = [int(row["x"]) for row in line]
-    np.testing.assert_allclose([float(r["y"]) for r in line], at.received_by_origin.values[shown], rtol=1e-9)
-    assert [r["more"] for r in line] == [f"n={int(n)}" for n in at.received_by_origin_n.values[shown]]
+    np.testing.assert_allclose(
+        [float(r["y"]) for r in line], at.received_by_origin.values[shown], rtol=1e-9
+    )
+    assert [r["more"] for r in line] == [
+        f"n={int(n)}" for n in at.received_by_origin_n.values[shown]
+    ]
     assert all(float(r["low"]) < float(r["y"]) < float(r["high"]) for r in line)
-    assert len({(r["series"], r["panel"], r["x"]) for r in rows}) == len(rows), "a band is no series"
+    assert len({(r["series"], r["panel"], r["x"]) for r in rows}) == len(rows), (
+        "a band is no series"
+    )
     with page.expect_download() as caught:
         figure.get_by_role("button", name="SVG").click()
     caught.value.save_as(tmp_path / "figure.svg")
@@ -127,7 +158,9 @@ def test_light_dark_and_a_phone(opened, place):
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 28)"
     assert page.evaluate(ink) == "rgb(230, 230, 227)"
     assert page.evaluate(line) == "rgb(86, 180, 233)", "blue, lighter on the dark ground"
-    assert page.evaluate("document.documentElement.scrollWidth") == 390, "the page doesn't scroll sideways"
+    assert page.evaluate("document.documentElement.scrollWidth") == 390, (
+        "the page doesn't scroll sideways"
+    )
     page.locator("#theme").click()
     drawn(page)
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
@@ -175,7 +208,9 @@ def test_a_page_is_small_beside_its_scripts(toy, prompts, tmp_path):
 def test_a_view_in_the_frame_of_a_notebook(opened, toy, tmp_path):
     """What ``_repr_html_`` gives, in a page as JupyterLab and VS Code put it into theirs."""
     view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1])
-    (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8")
+    (tmp_path / "notebook.html").write_text(
+        f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8"
+    )
     page = opened(tmp_path / "notebook.html")
     inside = page.frame_locator("iframe")
     inside.get_by_text("L0H1").first.wait_for()
@@ -207,18 +242,27 @@ def test_tokens_of_other_scripts(opened, slash_result, tmp_path):
     words = ["🙂", "שלום", "مرحبا", "\u200b", "</script>", "\u202e", "日本", "\n"]
     sequences = slash_result["sequences"].copy(deep=True)
     sequences["first_prompt_text"][:, : len(words)] = np.array(words, dtype=np.dtypes.StringDType())
-    result = ma.Result(dict(slash_result.datasets) | {"sequences": sequences}, slash_result.provenance)
+    result = ma.Result(
+        dict(slash_result.datasets) | {"sequences": sequences}, slash_result.provenance
+    )
     page = opened(result_page(result, tmp_path / "index.html", 0, [1]))
     unfold(page)
     shown = page.locator("details.section .tokens").nth(1).locator("span").all_text_contents()
     assert shown[: len(words)] == ["🙂", "שלום", "مرحبا", "·", "</script>", "\u202e", "日本", "⏎"]
     ma.render.received_text(result, 0).save(tmp_path / "text.html")
     page = opened(tmp_path / "text.html")
-    assert page.locator("figure").first.locator("span").all_text_contents()[:4] == ["🙂", "שלום", "مرحبا", "·"]
+    assert page.locator("figure").first.locator("span").all_text_contents()[:4] == [
+        "🙂",
+        "שלום",
+        "مرحبا",
+        "·",
+    ]
 
 
 def test_a_difference_view_opens(opened, toy, tmp_path):
-    view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5), difference=True)
+    view = ma.pattern(
+        toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5), difference=True
+    )
     view.save(tmp_path / "view.html")
     page = opened(tmp_path / "view.html")
     assert "“MeaninglessTokens” minus the baseline" in page.locator("figcaption").inner_text()
@@ -267,7 +311,9 @@ def test_figures_of_layers_and_updates(opened, toy, prompts, tmp_path):
     from mechattn.pages.page import results_page
 
     slash = {"slash": ma.MeaninglessTokens("/", 10)}
-    result = ma.run(toy, prompts[:4], slash, [ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()])
+    result = ma.run(
+        toy, prompts[:4], slash, [ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()]
+    )
     shown = [(ma.render.heads_by_layer, {}), (ma.render.update_map, {"condition": "slash"})]
     page = opened(results_page([result], tmp_path / "index.html", shown))
     unfold(page)
@@ -285,13 +331,19 @@ def test_figures_of_layers_and_updates(opened, toy, prompts, tmp_path):
     page.mouse.click(box["x"] + box["width"] - 4, box["y"] + box["height"] / 2)
     last = result["head_updates"].sizes["layer"] - 1
     shows(page, ".js-plotly-plot:has(.slider-container) .gtitle", f"layer {last}")
-    assert page.evaluate("document.querySelectorAll('.js-plotly-plot')[1].data.map(t => t.visible)").index(True) == last
+    assert (
+        page.evaluate(
+            "document.querySelectorAll('.js-plotly-plot')[1].data.map(t => t.visible)"
+        ).index(True)
+        == last
+    )
 
 
 def shows(page, selector, words):
     """Wait until an element holds these words; fail if it never does."""
     page.wait_for_function(
-        "([selector, words]) => document.querySelector(selector).textContent.includes(words)", arg=[selector, words]
+        "([selector, words]) => document.querySelector(selector).textContent.includes(words)",
+        arg=[selector, words],
     )
 
 
@@ -312,16 +364,22 @@ def test_two_figures_of_one_title_have_files_of_their_own(opened, slash_result, 
     names = []
     for at in range(2):
         with page.expect_download() as caught:
-            page.locator("details.section > figure").nth(at).get_by_role("button", name="CSV").click()
+            page.locator("details.section > figure").nth(at).get_by_role(
+                "button", name="CSV"
+            ).click()
         names.append(caught.value.suggested_filename)
     assert len(set(names)) == 2
-    assert all("layer-0-heads-chosen-by-hand-condition-slash" in name for name in names), "the title isn't cut"
+    assert all("layer-0-heads-chosen-by-hand-condition-slash" in name for name in names), (
+        "the title isn't cut"
+    )
 
 
 def test_the_explorer_on_a_dark_phone(opened, tmp_path):
     """Titles in as many lines as they need, grid lines that don't shine, a legend of the marks."""
     falcon = ma.load_model("toy:falcon")
-    ma.explore(falcon, "Tom has 3 apples. How many?", layers=[0], heads=[0, 1]).save(tmp_path / "explore.html")
+    ma.explore(falcon, "Tom has 3 apples. How many?", layers=[0], heads=[0, 1]).save(
+        tmp_path / "explore.html"
+    )
     page = opened(tmp_path / "explore.html", 390, 844, "dark")
     page.locator("[data-part=course] .gtitle").wait_for()
     for part in ("map", "parts", "course"):
@@ -334,4 +392,7 @@ def test_the_explorer_on_a_dark_phone(opened, tmp_path):
     )
     assert set(lines) == {"rgb(52, 58, 66)"}
     assert "by rank ● 1 ■ 2" in page.locator("figure.explorer").inner_text()
-    assert page.locator("[data-part=key-itself]").evaluate("(one) => one.style.color") == "rgb(63, 207, 159)"
+    assert (
+        page.locator("[data-part=key-itself]").evaluate("(one) => one.style.color")
+        == "rgb(63, 207, 159)"
+    )

@@ -17,10 +17,17 @@ PAINTED = """async (image) => { const i = new Image(); i.src = image.getAttribut
 @pytest.fixture(scope="module")
 def result(toy):
     texts = [
-        f"Tom has {i} apples and {name} has one more. How many apples do they have?" for i, name in enumerate("ABC")
+        f"Tom has {i} apples and {name} has one more. How many apples do they have?"
+        for i, name in enumerate("ABC")
     ]
     conditions = {"slash": ma.MeaninglessTokens("/", 6)}
-    return ma.run(toy, texts, conditions, [ma.ReceivedAttention(), ma.analyses.AttentionMap()], positions="prompts")
+    return ma.run(
+        toy,
+        texts,
+        conditions,
+        [ma.ReceivedAttention(), ma.analyses.AttentionMap()],
+        positions="prompts",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +91,12 @@ def test_without_patterns_the_page_says_so(opened, slash_result, tmp_path):
 
 def shades(line):
     """How strong the ground of each token is, from 0 to 1."""
-    grounds = line.locator("span").evaluate_all("(all) => all.map((one) => getComputedStyle(one).backgroundColor)")
-    return np.array([float(re.search(r"/ ([\d.]+)\)|, ([\d.]+)\)", one)[1] or 0) for one in grounds])
+    grounds = line.locator("span").evaluate_all(
+        "(all) => all.map((one) => getComputedStyle(one).backgroundColor)"
+    )
+    return np.array(
+        [float(re.search(r"/ ([\d.]+)\)|, ([\d.]+)\)", one)[1] or 0) for one in grounds]
+    )
 
 
 def test_a_token_at_the_mouse_or_the_keys_shades_what_it_attends_to(opened, place, result):
@@ -99,8 +110,12 @@ def test_a_token_at_the_mouse_or_the_keys_shades_what_it_attends_to(opened, plac
     def holds(query):
         row, most = pattern[query], int(pattern[query].argmax())
         np.testing.assert_allclose(shades(line), 0.75 * np.sqrt(np.nan_to_num(row)), atol=0.006)
-        assert said.inner_text().startswith(f"{query} “{tokens[query]}” attends most to {most} “{tokens[most]}”: ")
-        assert float(said.inner_text().rpartition(": ")[2]) == pytest.approx(float(row[most]), rel=0.006)
+        assert said.inner_text().startswith(
+            f"{query} “{tokens[query]}” attends most to {most} “{tokens[most]}”: "
+        )
+        assert float(said.inner_text().rpartition(": ")[2]) == pytest.approx(
+            float(row[most]), rel=0.006
+        )
         assert line.locator(".asking").all_text_contents() == [tokens[query]]
 
     line.locator("span").nth(12).hover()

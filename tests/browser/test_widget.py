@@ -21,7 +21,9 @@ module.default.render({ model, el: document.getElementById("cell") });
 @pytest.fixture(scope="module")
 def result(toy, prompts):
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionMap()]
-    return ma.run(toy, prompts[:4], {"slash": ma.MeaninglessTokens("/", 6)}, analyses, positions="prompts")
+    return ma.run(
+        toy, prompts[:4], {"slash": ma.MeaninglessTokens("/", 6)}, analyses, positions="prompts"
+    )
 
 
 def test_a_click_comes_back_to_python_and_a_selection_goes_to_the_page(opened, result, tmp_path):
@@ -29,7 +31,9 @@ def test_a_click_comes_back_to_python_and_a_selection_goes_to_the_page(opened, r
     view.selected = "L2H1"  # before it is shown
     state = {name: getattr(view, name) for name in ("source", "height", "selected")}
     words = [json.dumps(one).replace("<", "\\u003c") for one in (template("widget.js"), state)]
-    (tmp_path / "host.html").write_text(HOST.replace("ESM", words[0], 1).replace("STATE", words[1], 1), "utf-8")
+    (tmp_path / "host.html").write_text(
+        HOST.replace("ESM", words[0], 1).replace("STATE", words[1], 1), "utf-8"
+    )
     page = opened(tmp_path / "host.html")
     inside = page.frame_locator("iframe")
 

@@ -13,7 +13,9 @@ from mechattn.pages.page import results_page
 def result(toy, prompts):
     """Quantities with a null as a ratio, with one as a difference, and without one."""
     conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(10)}
-    return ma.run(toy, prompts[:7], conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()])
+    return ma.run(
+        toy, prompts[:7], conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +68,17 @@ def test_a_cell_is_the_number_of_the_table_s_column(opened, place, result, quant
                 abs=5.1e-4 if "%" in words else 5.1e-3 if "×" in words else 1e-6,
             )
             assert number(words) == pytest.approx(row[name], **near), (head, name)
-            for end, part in zip(("low", "high"), ends.strip("[]").split(", ") if ends else [], strict=False):
-                assert number(part) == pytest.approx(row[f"{name}_{end}"], **near), (head, name, end)
-    assert any(ends for _, ends in found[0][1].values()), "an interval stands in the cell of its number"
+            for end, part in zip(
+                ("low", "high"), ends.strip("[]").split(", ") if ends else [], strict=False
+            ):
+                assert number(part) == pytest.approx(row[f"{name}_{end}"], **near), (
+                    head,
+                    name,
+                    end,
+                )
+    assert any(ends for _, ends in found[0][1].values()), (
+        "an interval stands in the cell of its number"
+    )
 
 
 def test_the_cell_of_another_column_would_be_noticed(result):  # negative control
@@ -81,27 +91,39 @@ def test_the_table_is_sorted_by_what_it_says(opened, place, result):
     page = opened(place)
 
     def order():
-        marked = page.locator("#heads-table th[aria-sort=descending], #heads-table th[aria-sort=ascending]")
+        marked = page.locator(
+            "#heads-table th[aria-sort=descending], #heads-table th[aria-sort=ascending]"
+        )
         words = re.search(r"sorted by “([^”]+)”", page.locator("#table-note").inner_text())[1]
         assert marked.all_text_contents() == [words]
         return page.locator("#heads-table tbody button").all_text_contents()
 
     def heads(by):
         table = result.compare("slash")
-        return [f"L{row.layer}H{row['head']}" for _, row in table.iloc[np.argsort(-abs(by(table)).values)].iterrows()]
+        return [
+            f"L{row.layer}H{row['head']}"
+            for _, row in table.iloc[np.argsort(-abs(by(table)).values)].iterrows()
+        ]
 
     assert order() == heads(lambda table: table.beyond)[:12]
     page.locator("#show").select_option("change")
     assert order() == heads(lambda table: np.expm1(table.difference))[:12]
-    assert heads(lambda table: table.beyond)[:12] != heads(lambda table: np.expm1(table.difference))[:12]  # control
+    assert (
+        heads(lambda table: table.beyond)[:12]
+        != heads(lambda table: np.expm1(table.difference))[:12]
+    )  # control
 
 
 def test_the_page_starts_with_the_head_that_differs_most(opened, place, result):
     page = opened(place)
     table = result.compare("slash")
     most, least = (table.loc[getattr(table.beyond.abs(), f"idx{end}")()] for end in ("max", "min"))
-    assert page.locator("#room h3").inner_text() == f"Layer {most.layer:.0f}, head {most['head']:.0f}"
-    assert (most.layer, most["head"]) != (0, 0) != (least.layer, least["head"])  # control: no head is first by chance
+    assert (
+        page.locator("#room h3").inner_text() == f"Layer {most.layer:.0f}, head {most['head']:.0f}"
+    )
+    assert (
+        (most.layer, most["head"]) != (0, 0) != (least.layer, least["head"])
+    )  # control: no head is first by chance
 
 
 def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(opened, place):
@@ -124,6 +146,15 @@ def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(opened, pla
 def test_the_page_says_uniform_and_not_null(opened, place):
     page = opened(place)
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-    for quantity in page.locator("#quantity option").evaluate_all("(all) => all.map((one) => one.value)"):
+    for quantity in page.locator("#quantity option").evaluate_all(
+        "(all) => all.map((one) => one.value)"
+    ):
         page.locator("#quantity").select_option(quantity)
-        assert "null" not in page.locator("#heads").inner_text().replace("no null is known", "").lower().split()
+        assert (
+            "null"
+            not in page.locator("#heads")
+            .inner_text()
+            .replace("no null is known", "")
+            .lower()
+            .split()
+        )

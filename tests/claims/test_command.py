@@ -25,7 +25,9 @@ def call(monkeypatch):
     seen = {}
 
     def judged(register, models, out, settings, **options):
-        seen.update(options, register=register.about.name, models=models, out=out, settings=settings)
+        seen.update(
+            options, register=register.about.name, models=models, out=out, settings=settings
+        )
 
     monkeypatch.setattr(judge, "judge", judged)
 
@@ -41,9 +43,41 @@ def call(monkeypatch):
 def test_every_option_is_handed_on(call, tmp_path, monkeypatch):
     monkeypatch.setattr(executors, "executor_named", lambda *given: given)
     given = ["--model", "toy:qwen2", "--model", "toy:llama", "--out", str(tmp_path), "--limit", "9"]
-    given += ["--problems", "8", "--samples", "3", "--new-tokens", "7", "--seed", "5", "--dtype", "float32"]
-    given += ["--shard", "1/2", "--executor", "ray", "--address", "ray://a", "--workers", "2", "--fresh", "--force"]
-    given += ["--prompts", "a.jsonl", "--field", "problem", "--device", "cpu", "--answer-field", "a", "--group-field"]
+    given += [
+        "--problems",
+        "8",
+        "--samples",
+        "3",
+        "--new-tokens",
+        "7",
+        "--seed",
+        "5",
+        "--dtype",
+        "float32",
+    ]
+    given += [
+        "--shard",
+        "1/2",
+        "--executor",
+        "ray",
+        "--address",
+        "ray://a",
+        "--workers",
+        "2",
+        "--fresh",
+        "--force",
+    ]
+    given += [
+        "--prompts",
+        "a.jsonl",
+        "--field",
+        "problem",
+        "--device",
+        "cpu",
+        "--answer-field",
+        "a",
+        "--group-field",
+    ]
     given += ["g", "--system", "Think.", "--chat-template", "--without", "place,samples"]
     seen = call("claims", str(Path(__file__).parent / "small.toml"), *given)
     settings = asdict(seen.pop("settings"))

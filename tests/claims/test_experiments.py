@@ -19,7 +19,9 @@ CELLS = [(claim["key"], name) for claim in STORED["claims"] for name in MODELS]
 
 
 def script(name="readme"):
-    spec = importlib.util.spec_from_file_location(f"paper_{name}", EXPERIMENTS / "paper" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"paper_{name}", EXPERIMENTS / "paper" / f"{name}.py"
+    )
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
@@ -27,7 +29,9 @@ def script(name="readme"):
 
 def test_the_readme_is_generated_from_the_verdicts():
     text = script().readme()
-    assert (EXPERIMENTS / "README.md").read_text(encoding="utf-8") == text, "python experiments/paper/readme.py --write"
+    assert (EXPERIMENTS / "README.md").read_text(encoding="utf-8") == text, (
+        "python experiments/paper/readme.py --write"
+    )
     changed = json.loads(json.dumps(STORED))
     verdict = changed["claims"][0]["verdicts"]["toy:llama"]
     verdict["verdict"] = next(word for word in WORDS if word != verdict["verdict"])
@@ -35,15 +39,24 @@ def test_the_readme_is_generated_from_the_verdicts():
 
 
 def test_it_names_every_folder():
-    folders = {path.name for path in EXPERIMENTS.iterdir() if path.is_dir() and not path.name.startswith(("_", "."))}
+    folders = {
+        path.name
+        for path in EXPERIMENTS.iterdir()
+        if path.is_dir() and not path.name.startswith(("_", "."))
+    }
     assert set(script().FOLDERS) == folders
 
 
 def test_the_verdicts_are_of_the_register_and_of_the_code_that_decides():
     """Where this fails, a rule, a measure or the register was changed: run it again (experiments/paper/readme.py)."""
-    assert (STORED["register"]["digest"], STORED["register"]["code"]) == (REGISTER.digest, REGISTER.code)
+    assert (STORED["register"]["digest"], STORED["register"]["code"]) == (
+        REGISTER.digest,
+        REGISTER.code,
+    )
     assert MODELS == ["toy:llama", "toy:falcon", "toy:gemma3", "toy:qwen2", "stories260K"]
-    assert all(model["exploratory"] for model in STORED["models"]), "their numbers were known before"
+    assert all(model["exploratory"] for model in STORED["models"]), (
+        "their numbers were known before"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +86,9 @@ def test_a_claim_that_is_tested_can_come_out_either_way(decidable, key, name):
 
 def test_the_table_of_what_can_be_decided_is_that_of_the_verdicts(decidable):
     text = decidable.table(STORED)
-    assert decidable.TABLE.read_text(encoding="utf-8") == text, "python experiments/paper/decidable.py --write"
+    assert decidable.TABLE.read_text(encoding="utf-8") == text, (
+        "python experiments/paper/decidable.py --write"
+    )
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert len(rows) == len(STORED["claims"])
     assert all(row.count("|") == 2 + len(MODELS) for row in rows)
@@ -85,7 +100,9 @@ BY_ARITHMETIC = {"one_direction"}
 
 def test_what_none_of_these_models_can_decide(decidable):
     """By arithmetic, or since they solve nearly all problems or none: a model that solves half decides all of these."""
-    words = Counter(claim["verdicts"][name]["verdict"] for claim in STORED["claims"] for name in MODELS)
+    words = Counter(
+        claim["verdicts"][name]["verdict"] for claim in STORED["claims"] for name in MODELS
+    )
     assert words["supported"] > 0
     assert words["contradicted"] > 0
     for claim in STORED["claims"]:
@@ -98,7 +115,9 @@ def test_what_none_of_these_models_can_decide(decidable):
             continue
         half = [part | {"attainable": [-0.5, 0.5]} for part in parts]
         outcomes = [decidable.synthetic(claim["key"], part) for part in half]
-        assert {tuple(one.word for one in both) for both in outcomes} == {("supported", "contradicted")}, claim["key"]
+        assert {tuple(one.word for one in both) for both in outcomes} == {
+            ("supported", "contradicted")
+        }, claim["key"]
 
 
 def test_what_the_readme_says_is_what_is_stored():

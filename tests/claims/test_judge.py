@@ -12,7 +12,14 @@ from mechattn.claims import evidence, judge
 from mechattn.claims.evidence import ClaimSettings
 from mechattn.claims.register import read_register
 from mechattn.claims.verdicts import markdown
-from mechattn.errors import Interrupted, MechattnError, ModelError, OptionError, OutputError, PromptTooLong
+from mechattn.errors import (
+    Interrupted,
+    MechattnError,
+    ModelError,
+    OptionError,
+    OutputError,
+    PromptTooLong,
+)
 
 REGISTER = Path(__file__).parent / "small.toml"
 SMALL = {"limit": 6, "problems": 6, "samples": 3, "new_tokens": 4}
@@ -61,7 +68,9 @@ def test_random_weights_are_not_told_from_random_weights(judged):
     found = words(verdicts)
     assert set(found) == set(KEYS)
     assert found["affine"] == "holds"
-    assert found["falls"] == "no more than untrained", "it falls by dilution, as it does in all of them"
+    assert found["falls"] == "no more than untrained", (
+        "it falls by dilution, as it does in all of them"
+    )
     assert found["helps"] == found["tries"] == "not testable here"
     assert "solves none of 6 problems" in verdicts.models[0].judged[KEYS.index("helps")].outcome.why
     assert not {"supported", "contradicted"} & set(found.values())
@@ -74,14 +83,21 @@ def test_json_markdown_and_table_say_the_same(judged):
     verdicts, out = judged
     register = read_register(REGISTER)
     stored = json.loads((out / "verdicts.json").read_text())
-    assert (stored["register"]["digest"], stored["register"]["code"]) == (register.digest, register.code)
+    assert (stored["register"]["digest"], stored["register"]["code"]) == (
+        register.digest,
+        register.code,
+    )
     assert [claim["key"] for claim in stored["claims"]] == KEYS
     assert (out / "verdicts.md").read_text().strip() == markdown(stored) == str(verdicts)
-    assert verdicts.table().verdict.tolist() == [c["verdicts"]["tiny-qwen2"]["verdict"] for c in stored["claims"]]
+    assert verdicts.table().verdict.tolist() == [
+        c["verdicts"]["tiny-qwen2"]["verdict"] for c in stored["claims"]
+    ]
     assert "tiny-qwen2" in verdicts._repr_html_()
     assert str(out.parent) not in (out / "verdicts.json").read_text(), "no path of this machine"
     tables = re.findall(r"^\*\*(.*)\*\*$", markdown(stored), re.MULTILINE)
-    assert [title.split()[0] for title in tables] == ["What", "What", "What", "Checks"], "by origin, arithmetic apart"
+    assert [title.split()[0] for title in tables] == ["What", "What", "What", "Checks"], (
+        "by origin, arithmetic apart"
+    )
     assert not stored["models"][0]["exploratory"]
 
 
@@ -100,14 +116,18 @@ def test_the_page_shows_every_verdict_with_what_it_takes_and_asks_nobody(judged)
     assert "lines of a similar height" in behind
     assert "The source itself was not at hand" in behind
     assert "Exploratory" not in head
-    assert not re.search(r'src="https?:|<link[^>]*href="https?:', text)  # a link may be followed, nothing is fetched
+    assert not re.search(
+        r'src="https?:|<link[^>]*href="https?:', text
+    )  # a link may be followed, nothing is fetched
     links = set(re.findall(r'href="#(section-\d+)"', head))
     assert links
     assert all(f'id="{link}"' in text for link in links)
 
 
 def test_the_first_sentence_counts_what_the_sources_state(judged):
-    assert (judged[1] / "index.html").read_text().count("2 claims that the sources state in this model: ") == 1
+    assert (judged[1] / "index.html").read_text().count(
+        "2 claims that the sources state in this model: "
+    ) == 1
 
 
 def test_the_same_call_does_nothing_twice(judged, tiny, monkeypatch):
@@ -127,7 +147,10 @@ def test_another_seed_draws_other_random_models(judged, tiny, tmp_path, monkeypa
     draws = [verdicts.models[0].judged[0].parts[0].chance.draws for verdicts in (judged[0], other)]
     assert not set(draws[0]) & set(draws[1])
     assert words(other)["helps"] == "cannot be told"
-    assert other.models[0].judged[KEYS.index("helps")].outcome.why == "answers was left out, as asked for"
+    assert (
+        other.models[0].judged[KEYS.index("helps")].outcome.why
+        == "answers was left out, as asked for"
+    )
 
 
 @pytest.mark.slow
@@ -143,11 +166,15 @@ def test_shards_give_the_same(judged, tiny, tmp_path, monkeypatch):
 def test_a_place_at_the_end_is_for_answers_alone(tmp_path):
     """Nothing of the prompt reads what is inserted at its end, but its answer does."""
     settings = ClaimSettings(**SMALL)
-    (work,) = judge._checked(read_register("2510.01032"), ("toy:llama",), tmp_path, settings, force=False)
+    (work,) = judge._checked(
+        read_register("2510.01032"), ("toy:llama",), tmp_path, settings, force=False
+    )
     place = work.runs["place"]
     assert list(work.conditions_of(place)) == place.conditions
     without = place.model_copy(update={"answers": False})
-    assert list(work.conditions_of(without)) == [name for name in place.conditions if name != "place=before_answer"]
+    assert list(work.conditions_of(without)) == [
+        name for name in place.conditions if name != "place=before_answer"
+    ]
 
 
 def test_counts_are_those_that_there_are(tmp_path):
@@ -158,14 +185,24 @@ def test_counts_are_those_that_there_are(tmp_path):
 
     def work(register, **more):
         settings = ClaimSettings(**given, **more)
-        (found,) = judge._checked(read_register(register), ("toy:llama",), tmp_path, settings, force=False)
+        (found,) = judge._checked(
+            read_register(register), ("toy:llama",), tmp_path, settings, force=False
+        )
         return found
 
-    assert work("2510.01032").problems[0].system.startswith("Please reason step by step"), "that of the register"
+    assert work("2510.01032").problems[0].system.startswith("Please reason step by step"), (
+        "that of the register"
+    )
     found = work(REGISTER, system="S")
     counts = {name: row["of"] for name, row in judge._counts(found).items()}
-    assert counts == {"first": 32, "answers": 40, "samples": 16}, "100 problems of a file of 40 are 40"
-    assert (found.problems[0].system, found.problems[1].group, found.problems[1].solution) == ("S", "k1", "2")
+    assert counts == {"first": 32, "answers": 40, "samples": 16}, (
+        "100 problems of a file of 40 are 40"
+    )
+    assert (found.problems[0].system, found.problems[1].group, found.problems[1].solution) == (
+        "S",
+        "k1",
+        "2",
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,16 +211,26 @@ def test_counts_are_those_that_there_are(tmp_path):
         ({"models": "toy:lama"}, ModelError, "toy:lama"),
         ({"models": ["toy:llama", "nowhere/at-all"]}, ModelError, "there is no model"),
         ({"models": ["toy:llama", "toy:llama"]}, OptionError, "given twice"),
-        ({"without": "nothing"}, OptionError, "there is no such run; there is first, answers, samples"),
+        (
+            {"without": "nothing"},
+            OptionError,
+            "there is no such run; there is first, answers, samples",
+        ),
         ({"limit": 2}, OptionError, "limit=2"),
         ({"problems": True}, OptionError, "problems=True"),
         ({"samples": 1}, OptionError, "samples=1"),
-        ({"new_tokens": 1000}, PromptTooLong, r"1,000 new ones are allowed; toy:llama takes 1,024. Give fewer"),
+        (
+            {"new_tokens": 1000},
+            PromptTooLong,
+            r"1,000 new ones are allowed; toy:llama takes 1,024. Give fewer",
+        ),
         ({"prompts": "no.jsonl"}, MechattnError, "no.jsonl"),
         ({"register": "no.toml"}, OptionError, "there is no register at"),
     ],
 )
-def test_what_cannot_be_used_is_told_before_anything_is_loaded(tmp_path, monkeypatch, given, error, why):
+def test_what_cannot_be_used_is_told_before_anything_is_loaded(
+    tmp_path, monkeypatch, given, error, why
+):
     monkeypatch.setattr(evidence, "load_model", never)
     options = {"register": REGISTER, "models": "toy:llama"} | SMALL | given
     register, models = options.pop("register"), options.pop("models")
@@ -199,7 +246,10 @@ def test_a_page_of_others_is_not_replaced(tmp_path):
 
 def test_paper_is_the_register_that_is_shipped(monkeypatch):
     monkeypatch.setattr(judge, "judge", lambda *given, **options: (given, options))
-    assert judge.paper("toy:llama", force=True) == (("2510.01032", "toy:llama", "out/paper"), {"force": True})
+    assert judge.paper("toy:llama", force=True) == (
+        ("2510.01032", "toy:llama", "out/paper"),
+        {"force": True},
+    )
 
 
 def nothing(*args):

@@ -26,7 +26,11 @@ from mechattn.results.result import Result
 from mechattn.stats.units import halves_of
 
 SLASH = ma.MeaninglessTokens(count=20)
-CONDITIONS = {"slash": SLASH, "sentence": ma.RandomSentence(count=20), "unshifted": SLASH.unshifted()}
+CONDITIONS = {
+    "slash": SLASH,
+    "sentence": ma.RandomSentence(count=20),
+    "unshifted": SLASH.unshifted(),
+}
 ARM = {
     "arm": ma.Baseline(intervention=ma.interventions.ARM()),
     "direction": ma.Baseline(intervention=ma.interventions.ARM(control="random_direction")),
@@ -53,18 +57,27 @@ def tokens(toy, prompts):
         ma.analyses.HeadUpdates(per_query=True),
         ma.analyses.TopTargetUpdates(),
     ]
-    return ma.run(toy, prompts[:PROMPTS], {}, [*analyses, ma.analyses.AttentionSinks()], positions="prompts")
+    return ma.run(
+        toy, prompts[:PROMPTS], {}, [*analyses, ma.analyses.AttentionSinks()], positions="prompts"
+    )
 
 
 @pytest.fixture(scope="module")
 def cached(toy, prompts):
     """Patterns and values of all layers, [condition, prompt], with each token's origin and segment."""
     found = {}
-    for name, condition in {"baseline": ma.Baseline(), "slash": SLASH, "sentence": CONDITIONS["sentence"]}.items():
+    for name, condition in {
+        "baseline": ma.Baseline(),
+        "slash": SLASH,
+        "sentence": CONDITIONS["sentence"],
+    }.items():
         for i, prompt in enumerate(prompts[:PROMPTS]):
             sequence = condition.apply(prompt, toy, 0)
             _, cache = toy.run_with_cache(sequence.tokens[None])
-            pattern = [cache[f"blocks.{n}.attn.hook_pattern"][0].double().numpy() for n in range(toy.cfg.n_layers)]
+            pattern = [
+                cache[f"blocks.{n}.attn.hook_pattern"][0].double().numpy()
+                for n in range(toy.cfg.n_layers)
+            ]
             v = cache["blocks.0.attn.hook_v"][0].double()
             v = v.repeat_interleave(toy.cfg.n_heads // v.shape[1], 1).transpose(0, 1).numpy()
             found[name, i] = pattern, v, sequence.origin.numpy(), sequence.segment.numpy()
@@ -105,17 +118,27 @@ def near(found, expected, tolerance=1e-4):
 def test_the_fall_and_what_is_beyond_a_blind_head(result, cached):
     every = range(PROMPTS)
     near(of.fall(result, "slash"), [log_ratio(cached, i, "slash", "baseline") for i in every])
-    near(of.fall(result, "sentence", "slash"), [log_ratio(cached, i, "sentence", "slash") for i in every])
+    near(
+        of.fall(result, "sentence", "slash"),
+        [log_ratio(cached, i, "sentence", "slash") for i in every],
+    )
     beyond = [
         [
-            log_ratio(cached, i, "slash", "baseline", n) - log_ratio(cached, i, "slash", "baseline", n, True)
+            log_ratio(cached, i, "slash", "baseline", n)
+            - log_ratio(cached, i, "slash", "baseline", n, True)
             for n in range(3)
         ]
         for i in every
     ]
     near(of.fall_beyond_uniform(result, "slash"), [b[0] for b in beyond])
-    near(of.fall_beyond_uniform(result, "slash", layers="next"), [(b[1] + b[2]) / 2 for b in beyond])
-    deeper = {"conditions": ["slash"], "options": {"layers": "next"}, "less": {"options": {"layers": "first"}}}
+    near(
+        of.fall_beyond_uniform(result, "slash", layers="next"), [(b[1] + b[2]) / 2 for b in beyond]
+    )
+    deeper = {
+        "conditions": ["slash"],
+        "options": {"layers": "next"},
+        "less": {"options": {"layers": "first"}},
+    }
     deeper = Measuring(measure="fall_beyond_uniform", **deeper)
     near(deeper(result), [(b[1] + b[2]) / 2 - b[0] for b in beyond])
     assert deeper.attainable(result) == (-math.inf, math.inf)
@@ -131,7 +154,10 @@ def test_peaks(result, cached):
             pattern, _, origin, segment = cached[name, i]
             after = (origin[:, None] < origin[None, :]).sum(1)
             keep = np.flatnonzero((segment == SEGMENTS.index("question")) & (after >= 8))
-            curves[name] = received(pattern[0], origin)[:, keep], received(uniform(pattern[0]), origin)[0, keep]
+            curves[name] = (
+                received(pattern[0], origin)[:, keep],
+                received(uniform(pattern[0]), origin)[0, keep],
+            )
         (ours, null), (theirs, their_null) = curves["slash"], curves["baseline"]
         per_head = []
         for one, other in zip(ours, theirs, strict=True):
@@ -158,7 +184,9 @@ def test_peaks_are_chosen_on_both_conditions(result):
         return np.exp(0.3 * rng.standard_normal(values.shape))
 
     noisy = changed(result, "received_attention", "received_by_origin_per_prompt", noise)
-    null = changed(noisy, "received_attention", "received_uniform_by_origin_per_prompt", np.ones_like)
+    null = changed(
+        noisy, "received_attention", "received_uniform_by_origin_per_prompt", np.ones_like
+    )
     assert abs(of.peaks(null, "slash").mean()) < 0.1
     data = null["received_attention"].received_by_origin_per_prompt.values
     one, other = (np.log(data[:, at, 0, :, 10:]) for at in (1, 0))
@@ -169,7 +197,9 @@ def test_peaks_are_chosen_on_both_conditions(result):
 def test_which_token_is_the_peak(result, cached):
     expected = []
     for i in range(PROMPTS):
-        tops = [np.nanargmax(of_segment(cached, n, i, "question", 1), 1) for n in ("slash", "baseline")]
+        tops = [
+            np.nanargmax(of_segment(cached, n, i, "question", 1), 1) for n in ("slash", "baseline")
+        ]
         expected.append((tops[0] != tops[1]).mean())
     near(of.peak_moved(result, "slash", 1), expected)
     less = {"options": {"layer": 0}}
@@ -183,7 +213,9 @@ def test_which_token_is_the_peak(result, cached):
 
 def test_filler_beside_the_question(result, cached):
     def per_token(i, null):
-        inserted, question = (of_segment(cached, "slash", i, name, null=null) for name in ("inserted", "question"))
+        inserted, question = (
+            of_segment(cached, "slash", i, name, null=null) for name in ("inserted", "question")
+        )
         return math.log(np.nanmean(inserted) / np.nanmean(question))
 
     near(
@@ -204,13 +236,18 @@ def test_evenness(result, cached):
         for i in range(PROMPTS):
             got = of_segment(cached, name, i, "inserted")
             share = got / got.sum(1, keepdims=True)
-            expected.append(np.mean([math.exp(-sum(p * math.log(p) for p in head)) for head in share]) / got.shape[1])
+            expected.append(
+                np.mean([math.exp(-sum(p * math.log(p) for p in head)) for head in share])
+                / got.shape[1]
+            )
         near(of.evenness(result, name), expected)
     apart = Measuring(measure="evenness", conditions=["slash"], less={"conditions": ["sentence"]})
     near(apart(result), of.evenness(result, "slash") - of.evenness(result, "sentence"))
     low, high = of.evenness_range(result, "slash")
     assert apart.attainable(result) == (low - high, high - low)
-    mask = result["sequences"].segment_index.sel(condition="slash").values == SEGMENTS.index("inserted")
+    mask = result["sequences"].segment_index.sel(condition="slash").values == SEGMENTS.index(
+        "inserted"
+    )
 
     def one_gets_all(values):
         values[:, 1] = 0
@@ -218,8 +255,18 @@ def test_evenness(result, cached):
             row[..., inserted.argmax()] = 1
         return values
 
-    near(of.evenness(changed(result, "received_attention", "received_per_prompt", one_gets_all), "slash"), [low] * 4)
-    near(of.evenness(changed(result, "received_attention", "received_per_prompt", np.ones_like), "slash"), [high] * 4)
+    near(
+        of.evenness(
+            changed(result, "received_attention", "received_per_prompt", one_gets_all), "slash"
+        ),
+        [low] * 4,
+    )
+    near(
+        of.evenness(
+            changed(result, "received_attention", "received_per_prompt", np.ones_like), "slash"
+        ),
+        [high] * 4,
+    )
 
 
 def test_bands(result, cached):
@@ -237,7 +284,9 @@ def test_within_a_layer_the_affine_form_is_exact(toy, prompts, layer):
     """With a layer's own input, and the inserted keys hidden in this layer alone: out' = λ · out + Σσ, to rounding."""
     sequence = SLASH.apply(prompts[0], toy, 0)
     _, cache = toy.run_with_cache(sequence.tokens[None])
-    scores, pattern, v = (cache[f"blocks.{layer}.attn.hook_{name}"] for name in ("attn_scores", "pattern", "v"))
+    scores, pattern, v = (
+        cache[f"blocks.{layer}.attn.hook_{name}"] for name in ("attn_scores", "pattern", "v")
+    )
     original = sequence.origin >= 0
     hidden = scores[..., original].softmax(-1)
     v = v.transpose(1, 2)
@@ -249,21 +298,31 @@ def test_within_a_layer_the_affine_form_is_exact(toy, prompts, layer):
     asks = original[some]
     missed = (parts.output - parts.scale[..., None] * parts.before - parts.shift)[:, :, asks]
     assert float(missed.norm() / parts.output[:, :, asks].norm()) < 1e-5
-    assert float(parts.shift.norm() / parts.output.norm()) > 0.1, "the inserted tokens do nothing here"
+    assert float(parts.shift.norm() / parts.output.norm()) > 0.1, (
+        "the inserted tokens do nothing here"
+    )
 
 
 def test_the_affine_form(result):
     near(of.affine_identity(result, "unshifted"), np.zeros(PROMPTS))
-    data = result["affine_shift"].sel(condition="slash", segment="question").transpose("prompt", "layer", "head", ...)
+    data = (
+        result["affine_shift"]
+        .sel(condition="slash", segment="question")
+        .transpose("prompt", "layer", "head", ...)
+    )
     error = data.relative_error.values.astype(float)
     near(of.affine_missed(result, "slash"), error[:, 0].mean(-1), 1e-9)
     near(of.affine_missed(result, "slash", "later"), error[:, 1:].mean((1, 2)), 1e-6)
-    rest = (data.change_by_rerouting + data.change_by_new_values).values.astype(float)  # all four parts add up to 1
+    rest = (data.change_by_rerouting + data.change_by_new_values).values.astype(
+        float
+    )  # all four parts add up to 1
     rest = abs(rest)
     near(of.affine_explained(result, "slash"), 1 - rest[:, 0].mean(-1), 1e-5)
     later = 1 - rest[:, 1:].mean((1, 2))
     near(of.affine_explained(result, "slash", "later"), later, 1e-5)
-    assert (of.affine_missed(result, "slash") > 0.01).all(), "negative control: with shifted positions it is not exact"
+    assert (of.affine_missed(result, "slash") > 0.01).all(), (
+        "negative control: with shifted positions it is not exact"
+    )
     with pytest.raises(NotApplicable, match="cannot be run under 'nothing'"):
         of.affine_missed(result, "nothing")
 
@@ -287,17 +346,25 @@ def test_the_best_affine_map(result, cached, toy):
     centred = {at: x - x.mean(1, keepdims=True) for at, x in outs.items()}
     missed, (fitting, rest) = [], halves_of(PROMPTS)
     for h in range(toy.cfg.n_heads):
-        x, y = (np.concatenate([centred[n, i][h].ravel() for i in fitting]) for n in ("baseline", "slash"))
+        x, y = (
+            np.concatenate([centred[n, i][h].ravel() for i in fitting])
+            for n in ("baseline", "slash")
+        )
         a = np.linalg.lstsq(x[:, None], y, rcond=None)[0][0]
         gone = [centred["slash", i][h] - a * centred["baseline", i][h] for i in rest]
         missed.append(
-            [np.linalg.norm(g) / np.linalg.norm(centred["slash", i][h]) for g, i in zip(gone, rest, strict=True)]
+            [
+                np.linalg.norm(g) / np.linalg.norm(centred["slash", i][h])
+                for g, i in zip(gone, rest, strict=True)
+            ]
         )
     fit = [f"fit_{name}" for name in ("before", "both", "after")]
     data = {n: result["affine_shift"][n].values for n in fit}
     same = result
     for name in fit:  # the later layers are those of layer 0, so that the mean over them is its own
-        same = changed(same, "affine_shift", name, lambda values, name=name: data[name][:, :, :1] + 0 * values)
+        same = changed(
+            same, "affine_shift", name, lambda values, name=name: data[name][:, :, :1] + 0 * values
+        )
     near(of.best_affine_missed(same, "slash"), np.mean(missed, 0), 1e-3)
     half = {"fit_before": 1.0, "fit_both": 0.5, "fit_after": 0.25}  # out' − mean = (out − mean) / 2
     exact = result
@@ -315,7 +382,10 @@ def test_the_direction_of_the_shift(result, cached):
             pattern, v, origin, _ = cached[name, i]
             inserted = np.flatnonzero(origin == -1)
             after = np.flatnonzero((origin >= 0) & (np.arange(len(origin)) > inserted[0]))
-            shifts = [p[np.ix_(after, inserted)] @ values[inserted] for p, values in zip(pattern[0], v, strict=True)]
+            shifts = [
+                p[np.ix_(after, inserted)] @ values[inserted]
+                for p, values in zip(pattern[0], v, strict=True)
+            ]
             energies = [np.linalg.svd(shift, compute_uv=False) ** 2 for shift in shifts]
             expected.append(np.mean([e[0] / e.sum() for e in energies]))
         near(of.one_direction(result, name), expected, 1e-3)
@@ -343,9 +413,15 @@ def test_statistics_of_activations(activations):
         values = data[f"{quantity}_by_segment"].sel(segment="question").values.astype(float)
         for name in ("slash", "arm"):
             at = activations.conditions.index(name)
-            near(mlp.activations(activations, name, quantity), [math.log(row[at] / row[0]) for row in values], 1e-9)
+            near(
+                mlp.activations(activations, name, quantity),
+                [math.log(row[at] / row[0]) for row in values],
+                1e-9,
+            )
     near(mlp.activations(activations, "baseline"), np.zeros(PROMPTS))
-    assert (mlp.activations(activations, "arm") < -0.1).all(), "ARM lowers the share near zero by construction"
+    assert (mlp.activations(activations, "arm") < -0.1).all(), (
+        "ARM lowers the share near zero by construction"
+    )
 
 
 def test_large_activations(activations):
@@ -356,18 +432,31 @@ def test_large_activations(activations):
     def beyond(bound):
         return [k for k in range(len(edges) - 1) if edges[k] >= bound or edges[k + 1] <= -bound]
 
-    bound = next(b for b in sorted({abs(e) for e in edges[1:-1]}) if sum(baseline[k] for k in beyond(b)) <= 0.1)
-    shares = {n: data.sel(condition=n).values.astype(float)[:, beyond(bound)].sum(1) for n in ("slash", "baseline")}
+    bound = next(
+        b
+        for b in sorted({abs(e) for e in edges[1:-1]})
+        if sum(baseline[k] for k in beyond(b)) <= 0.1
+    )
+    shares = {
+        n: data.sel(condition=n).values.astype(float)[:, beyond(bound)].sum(1)
+        for n in ("slash", "baseline")
+    }
     near(mlp.large(activations, "slash"), np.log(shares["slash"] / shares["baseline"]), 1e-9)
     near(mlp.large(activations, "baseline"), np.zeros(PROMPTS))
 
 
 def test_classes_of_tokens(activations):
-    data = activations["mlp_activations"].near_zero_by_token_class.isel(layer=0).sel(condition="baseline")
+    data = (
+        activations["mlp_activations"]
+        .near_zero_by_token_class.isel(layer=0)
+        .sel(condition="baseline")
+    )
     expected = []
     for row in data.transpose("prompt", "token_class"):
         there = [float(row.sel(token_class=n)) for n in ("digit", "operator", "conjunction")]
-        expected.append(math.log(np.mean([x for x in there if x == x]) / float(row.sel(token_class="other"))))
+        expected.append(
+            math.log(np.mean([x for x in there if x == x]) / float(row.sel(token_class="other")))
+        )
     near(mlp.classes_near_zero(activations), expected, 1e-6)
     alike = changed(activations, "mlp_activations", "near_zero_by_token_class", np.ones_like)
     near(mlp.classes_near_zero(alike), np.zeros(PROMPTS))
@@ -380,15 +469,20 @@ def histograms(changes):
     names = ["baseline", *changes]
     data = np.stack([base, *(base + np.array(c) for c in changes.values())])[None, :, None]
     made = xr.Dataset(
-        {"histogram": (("prompt", "condition", "layer", "bin"), data)}, {"bin": edges, "condition": names, "layer": [0]}
+        {"histogram": (("prompt", "condition", "layer", "bin"), data)},
+        {"bin": edges, "condition": names, "layer": [0]},
     )
-    return Result({"mlp_activations": made, "sequences": xr.Dataset(coords={"condition": names})}, {})
+    return Result(
+        {"mlp_activations": made, "sequences": xr.Dataset(coords={"condition": names})}, {}
+    )
 
 
 def test_agreement_of_distributions(activations):
     outward, inward = [0.05, 0, -0.1, 0, 0.05], [-0.05, 0, 0.1, 0, -0.05]
     half = [0.05, 0, -0.05, 0.05, -0.05]
-    made = histograms({"a": outward, "twice": [2 * x for x in outward], "b": inward, "c": half, "none": [0] * 5})
+    made = histograms(
+        {"a": outward, "twice": [2 * x for x in outward], "b": inward, "c": half, "none": [0] * 5}
+    )
     near(mlp.distribution_agreement(made, "a", "twice"), [1.0])
     near(mlp.distribution_agreement(made, "a", "b"), [-1.0])
     near(mlp.distribution_agreement(made, "a", "none"), [0.0])
@@ -401,7 +495,10 @@ def test_agreement_of_distributions(activations):
     data = activations["mlp_activations"].histogram.isel(layer=0).values.astype(float)
     expected = []
     for row in data:
-        one, other = (np.array([sum((row[i] - row[0])[: k + 1]) for k in range(row.shape[1] - 1)]) for i in (1, 2))
+        one, other = (
+            np.array([sum((row[i] - row[0])[: k + 1]) for k in range(row.shape[1] - 1)])
+            for i in (1, 2)
+        )
         expected.append(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
     near(mlp.distribution_agreement(activations, "slash", "arm"), expected, 1e-9)
 
@@ -413,7 +510,9 @@ def question_activations(toy, prompts, conditions):
         for i, prompt in enumerate(prompts[:PROMPTS]):
             sequence = condition.apply(prompt, toy, 0)
             seen = {}
-            with at_nonlinearity(toy, {0: lambda _, pre, post, seen=seen: seen.update(x=post.detach().double())}):
+            with at_nonlinearity(
+                toy, {0: lambda _, pre, post, seen=seen: seen.update(x=post.detach().double())}
+            ):
                 toy(sequence.tokens[None])
             x = seen["x"].reshape(len(sequence), -1)
             found[name, i] = x[sequence.of_segment("question")].numpy()
@@ -438,13 +537,23 @@ def test_agreement_entry_by_entry_beside_the_attainable(activations, toy, prompt
     near(mlp.agreement_share(activations, "slash", "arm"), cosine / bound)
     assert mlp.agreement_range(activations, "slash", "arm")[1] == pytest.approx(bound.mean())
     near(mlp.agreement_share(activations, "slash", "slash"), np.ones(PROMPTS))
-    near(mlp.agreement_share(activations, "baseline", "arm"), np.zeros(PROMPTS))  # nothing changes: no agreement
+    near(
+        mlp.agreement_share(activations, "baseline", "arm"), np.zeros(PROMPTS)
+    )  # nothing changes: no agreement
 
 
 def test_what_tokens_of_a_head_look_at_and_what_it_writes(tokens):
-    focus, updates = tokens["attention_focus"].isel(condition=0), tokens["head_updates"].isel(condition=0)
+    focus, updates = (
+        tokens["attention_focus"].isel(condition=0),
+        tokens["head_updates"].isel(condition=0),
+    )
     mass, size = focus.first_mass_at_per_prompt.values, updates.magnitude_at_per_prompt.values
-    looks = focus.first_mass.sel(segment="question").transpose("layer", "head", "prompt").values.astype(float).mean(-1)
+    looks = (
+        focus.first_mass.sel(segment="question")
+        .transpose("layer", "head", "prompt")
+        .values.astype(float)
+        .mean(-1)
+    )
     asks = tokens["sequences"].segment_index.isel(condition=0).values == SEGMENTS.index("question")
     chosen = [(n, h) for n in range(1, mass.shape[1]) for h in range(mass.shape[2])]
     chosen = [at for at in chosen if looks[at] >= 0.1] or chosen
@@ -454,7 +563,9 @@ def test_what_tokens_of_a_head_look_at_and_what_it_writes(tokens):
     ]
     near(heads.first_and_update(tokens), expected, 1e-6)
     rng = np.random.default_rng(0)
-    noise = changed(tokens, "head_updates", "magnitude_at_per_prompt", lambda values: rng.random(values.shape))
+    noise = changed(
+        tokens, "head_updates", "magnitude_at_per_prompt", lambda values: rng.random(values.shape)
+    )
     assert abs(heads.first_and_update(noise)).max() < 0.1
 
     def at_first(values):
@@ -465,7 +576,10 @@ def test_what_tokens_of_a_head_look_at_and_what_it_writes(tokens):
 
     some = changed(tokens, "attention_focus", "target_at_per_prompt", at_first)
     near(
-        heads.update_at_first(changed(some, "head_updates", "magnitude_at_per_prompt", np.ones_like)), np.zeros(PROMPTS)
+        heads.update_at_first(
+            changed(some, "head_updates", "magnitude_at_per_prompt", np.ones_like)
+        ),
+        np.zeros(PROMPTS),
     )
     written = changed(some, "head_updates", "magnitude_at_per_prompt", small_there)
     near(heads.update_at_first(written), np.full(PROMPTS, math.log(0.25)))
@@ -477,16 +591,25 @@ def test_what_tokens_of_a_head_look_at_and_what_it_writes(tokens):
 def test_heads_by_layer(tokens):
     focus = tokens["attention_focus"].isel(condition=0).sel(segment="question")
     own = focus.self_mass.transpose("prompt", "layer", "head").values.astype(float)
-    pairs = [[stats.spearmanr(row[n], row[n + 1])[0] for n in range(own.shape[1] - 1)] for row in own]
+    pairs = [
+        [stats.spearmanr(row[n], row[n + 1])[0] for n in range(own.shape[1] - 1)] for row in own
+    ]
     near(heads.heads_related(tokens), np.mean(pairs, 1), 1e-9)
     near(heads.focus(tokens, "self_mass", "early"), own[:, 0].mean(-1), 1e-6)
     near(heads.focus(tokens, "self_mass", "rest"), own[:, 1:].mean((1, 2)), 1e-6)
     near(heads.focus(tokens, "self_mass"), own.mean((1, 2)), 1e-6)
-    alike = changed(tokens, "attention_focus", "self_mass", lambda values: values[:, :, :1] + 0 * values)
+    alike = changed(
+        tokens, "attention_focus", "self_mass", lambda values: values[:, :, :1] + 0 * values
+    )
     near(heads.heads_related(alike), np.ones(PROMPTS))
     near(heads.focus(alike, "self_mass", "early"), heads.focus(alike, "self_mass", "rest"))
-    for dataset, name in (("head_updates", "orientation"), ("top_target_updates", "top_target_orientation")):
-        expected = abs(tokens[dataset][name].isel(condition=0).sel(segment="question").values.astype(float))
+    for dataset, name in (
+        ("head_updates", "orientation"),
+        ("top_target_updates", "top_target_orientation"),
+    ):
+        expected = abs(
+            tokens[dataset][name].isel(condition=0).sel(segment="question").values.astype(float)
+        )
         near(heads.turned(tokens, dataset), expected.mean((1, 2)), 1e-6)
 
 
@@ -495,8 +618,16 @@ def test_sinks_beside_a_blind_head(tokens):
     alpha = data.first_alpha.transpose("prompt", "layer", "head").values.astype(float)
     near(heads.sink_rate(tokens, 2), (alpha[:, 2:] > 0.3).mean((1, 2)))
     blind = data.first_alpha_uniform.transpose("prompt", "layer").values.astype(float)
-    near(heads.first_beyond_uniform(tokens, 2), np.log(alpha[:, 2:].mean((1, 2)) / blind[:, 2:].mean(1)))
-    even = changed(tokens, "attention_sinks", "first_alpha", lambda values: blind[:, None, :, None] + 0 * values)
+    near(
+        heads.first_beyond_uniform(tokens, 2),
+        np.log(alpha[:, 2:].mean((1, 2)) / blind[:, 2:].mean(1)),
+    )
+    even = changed(
+        tokens,
+        "attention_sinks",
+        "first_alpha",
+        lambda values: blind[:, None, :, None] + 0 * values,
+    )
     near(heads.first_beyond_uniform(even), np.zeros(PROMPTS))
     with pytest.raises(NotApplicable, match="those from 99 on"):
         heads.sink_rate(tokens, 99)
@@ -519,7 +650,9 @@ def written():
     model = known_heads.handmade_model()
     with torch.no_grad():
         for block in model.transformer.h:
-            block.attn.c_proj.bias.fill_(0.01)  # so that the median of the stream is not 0; the norms take it out
+            block.attn.c_proj.bias.fill_(
+                0.01
+            )  # so that the median of the stream is not 0; the norms take it out
     hooked = ma.load_model(model, tokenizer=lettered_tokenizer(VOCABULARY))
     rows, _ = repeated_spans(8, torch.Generator().manual_seed(0))
     prompts = [ma.Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(rows.tolist())]
@@ -532,10 +665,16 @@ def written():
 
 
 def test_heads_that_were_written_are_the_strongest(written):
-    for quantity, layers in (("induction_mass", "later"), ("previous_mass", "first"), ("previous_mass", "all")):
+    for quantity, layers in (
+        ("induction_mass", "later"),
+        ("previous_mass", "first"),
+        ("previous_mass", "all"),
+    ):
         assert heads.strongest(written, quantity, layers).min() > 0.9, quantity
     assert abs(heads.strongest(written, "induction_mass", "first")).max() < 0.1
-    logits = written["direct_logits"].next_token_logit.sel(condition="baseline", segment="question", layer=1, head=0)
+    logits = written["direct_logits"].next_token_logit.sel(
+        condition="baseline", segment="question", layer=1, head=0
+    )
     near(heads.copies(written), logits.values[halves_of(len(logits))[1]], 1e-9)
     near(heads.sink_rate(written), np.full(8, 1 / 8))  # the first-token head alone
 
@@ -546,14 +685,25 @@ def test_a_head_is_measured_on_other_prompts_than_it_is_chosen_on(written):
     flat = changed(written, "attention_focus", "induction_mass_uniform", np.zeros_like)
     best, others = [], []
     for _ in range(40):
-        noise = changed(flat, "attention_focus", "induction_mass", lambda values: rng.standard_normal(values.shape))
-        values = noise["attention_focus"].induction_mass.sel(condition="baseline", segment="question").values
+        noise = changed(
+            flat,
+            "attention_focus",
+            "induction_mass",
+            lambda values: rng.standard_normal(values.shape),
+        )
+        values = (
+            noise["attention_focus"]
+            .induction_mass.sel(condition="baseline", segment="question")
+            .values
+        )
         best.append(values[halves_of(len(values))[0]].mean(0).max())
         others.append(heads.strongest(noise, "induction_mass").mean())
     assert np.mean(best) > 0.5
     assert abs(np.mean(others)) < 0.2
     with pytest.raises(NotApplicable, match="one prompt is too few"):
-        heads.strongest(Result({n: d.isel(prompt=[0]) for n, d in flat.datasets.items()}, {}), "induction_mass")
+        heads.strongest(
+            Result({n: d.isel(prompt=[0]) for n, d in flat.datasets.items()}, {}), "induction_mass"
+        )
 
 
 def test_without_a_sink_there_is_nothing_to_say_of_it(tokens):
@@ -573,23 +723,36 @@ def test_without_a_sink_there_is_nothing_to_say_of_it(tokens):
 def test_the_rank_of_heads_with_a_sink_is_beside_that_of_the_others(tokens):
     first = np.arange(8) == 0
     sinks = changed(tokens, "attention_sinks", "first_sink", lambda values: first + 0 * values)
-    ranks = changed(sinks, "attention_sinks", "output_rank", lambda values: np.where(first, 2.0, 6.0) + 0 * values)
+    ranks = changed(
+        sinks,
+        "attention_sinks",
+        "output_rank",
+        lambda values: np.where(first, 2.0, 6.0) + 0 * values,
+    )
     near(heads.sink_rank(ranks), np.full(PROMPTS, math.log(2 / 6)))
-    near(heads.sink_rank(changed(sinks, "attention_sinks", "output_rank", np.ones_like)), np.zeros(PROMPTS))
+    near(
+        heads.sink_rank(changed(sinks, "attention_sinks", "output_rank", np.ones_like)),
+        np.zeros(PROMPTS),
+    )
 
 
 def test_the_table_has_every_measure_with_words_and_a_range():
     for name, measure in MEASURES.items():
         assert measure.of.__name__ == name
         assert measure.says.endswith("."), name
-        assert measure.range is None or callable(measure.range) or measure.range[0] < measure.range[1], name
+        assert (
+            measure.range is None or callable(measure.range) or measure.range[0] < measure.range[1]
+        ), name
     with pytest.raises(OptionError, match="there is no such measure; choose one of accuracy_apart"):
         measure_named("eval")
 
 
 def test_which_layers():
     values = np.arange(24.0)[None, :, None]
-    found = {name: in_layers(values, name)[0, :, 0].tolist() for name in ("all", "first", "next", "later", "early")}
+    found = {
+        name: in_layers(values, name)[0, :, 0].tolist()
+        for name in ("all", "first", "next", "later", "early")
+    }
     assert found == {
         "all": [*range(24)], "first": [0], "next": [1, 2], "later": [*range(1, 24)], "early": [0, 1, 2, 3],
     }  # fmt: skip

@@ -59,7 +59,10 @@ def read(tmp_path, text):
 def test_a_register_of_ones_own(tmp_path):
     register = read(tmp_path, GOOD)
     (claim,) = register.claims
-    assert (claim.key, claim.parts[0].rule_of()) == ("falls", rules.Rule("below", -0.02, 0.02, -0.02))
+    assert (claim.key, claim.parts[0].rule_of()) == (
+        "falls",
+        rules.Rule("below", -0.02, 0.02, -0.02),
+    )
     assert not register.about.known
     figure = GOOD.replace('needs = "first"', 'needs = "first"\nfigure = "scale_by_layer"')
     assert read(tmp_path, figure).claims[0].figure == "scale_by_layer", "whatever a report can show"
@@ -70,7 +73,12 @@ def test_a_register_of_ones_own(tmp_path):
     assert read(tmp_path, inferred).claims[0].quote == ""
 
 
-LINE, NAME, MEASURE, KIND = "line = -0.02", 'name = "mine"', 'measure = "fall"', 'kind = "ReceivedAttention"'
+LINE, NAME, MEASURE, KIND = (
+    "line = -0.02",
+    'name = "mine"',
+    'measure = "fall"',
+    'kind = "ReceivedAttention"',
+)
 MARGIN, QUOTE = "margin = 0.02", 'quote = "it falls"'
 NUMBER = "claims.0.parts.0.line: Input should be a valid number, not "
 
@@ -134,10 +142,14 @@ def test_what_is_refused(tmp_path, old, new, why):
 def test_a_rule_without_a_range_is_refused(tmp_path, monkeypatch):
     open_ended = replace(MEASURES["fall"], kind="share", range=None)
     monkeypatch.setitem(MEASURES, "fall", open_ended)
-    with pytest.raises(OptionError, match="part 'change' has no range: give the smallest and the largest value"):
+    with pytest.raises(
+        OptionError, match="part 'change' has no range: give the smallest and the largest value"
+    ):
         read(tmp_path, GOOD)
     assert read(tmp_path, GOOD + "range = [-1.0, 1.0]\n").claims
-    with pytest.raises(OptionError, match=r"the line -0\.02 has to be a number within the range, 0\.0 to 1\.0"):
+    with pytest.raises(
+        OptionError, match=r"the line -0\.02 has to be a number within the range, 0\.0 to 1\.0"
+    ):
         read(tmp_path, GOOD + "range = [0.0, 1.0]\n")
 
 
@@ -148,7 +160,9 @@ def test_keys_are_given_once(tmp_path):
 
 def test_a_register_is_no_program(tmp_path):
     (tmp_path / "mine.py").write_text("raise SystemExit")
-    with pytest.raises(OptionError, match=r"is no register: give a TOML file, or one of 2510\.01032"):
+    with pytest.raises(
+        OptionError, match=r"is no register: give a TOML file, or one of 2510\.01032"
+    ):
         read_register(tmp_path / "mine.py")
     with pytest.raises(OptionError, match="there is no register at"):
         read_register(tmp_path / "nowhere.toml")
@@ -179,7 +193,9 @@ def test_the_digest_covers_the_file_and_all_code_that_decides(tmp_path, monkeypa
 
     getsource = inspect.getsource
     for changed in modules:
-        monkeypatch.setattr(source, lambda m, changed=changed: getsource(m) + ("#" if m.__name__ == changed else ""))
+        monkeypatch.setattr(
+            source, lambda m, changed=changed: getsource(m) + ("#" if m.__name__ == changed else "")
+        )
         assert read_register(PAPER).code != one.code, changed
 
 
@@ -199,7 +215,9 @@ def test_arm_is_that_of_the_model_by_name_else_of_its_family(tokenizer):
     )
     form, c, p1, said = arm_of("someone/gemma-3-1b", "Gemma3ForConditionalGeneration", tokenizer)
     assert (form, c, p1) == ("gemma", 0.25, 85.0)
-    assert "ARM as for Gemma3 (c = 0.25, p1 = 85): the register has no values for gemma-3-1b." in said
+    assert (
+        "ARM as for Gemma3 (c = 0.25, p1 = 85): the register has no values for gemma-3-1b." in said
+    )
     assert arm_of("gpt2", "GPT2LMHeadModel", tokenizer)[0] == "paper"
     direction = conditions_for(read_register(PAPER), "gpt2", "", tokenizer).made["direction"]
     assert direction.interventions[0].control == "random_direction"
@@ -223,8 +241,14 @@ def test_the_filler_is_what_the_tokenizer_can_make(tokenizer):
     pairs.decode = lambda ids: "/"
     found = conditions_for(register, "toy", "", pairs)
     unshifted = found.made["unshifted"].condition
-    assert (found.made["slash"].count, found.made["sentence"].count, unshifted.count) == (56, 56, 56)
-    assert re.search("slash: 56 “/” tokens in place of 55, with spaces between them.", " ".join(found.deviations))
+    assert (found.made["slash"].count, found.made["sentence"].count, unshifted.count) == (
+        56,
+        56,
+        56,
+    )
+    assert re.search(
+        "slash: 56 “/” tokens in place of 55, with spaces between them.", " ".join(found.deviations)
+    )
 
     def forty(text, add_special_tokens=True):
         return {"input_ids": [0] * 40 * text.count("/")}

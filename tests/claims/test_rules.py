@@ -76,7 +76,9 @@ def test_the_line_of_contradiction_may_be_another():
     gain = Rule("above", 0.0, 0.0, 0.02)
     for value, word in ((0.03, "supported"), (0.001, "contradicted"), (-0.1, "contradicted")):
         assert decide(gain, at(value, 0.004)).word == word
-    assert decide(gain, at(0.01, 0.02)).word == "cannot be told", "no gain, and the published one, are in the interval"
+    assert decide(gain, at(0.01, 0.02)).word == "cannot be told", (
+        "no gain, and the published one, are in the interval"
+    )
     small = decide(gain, at(0.01, 0.004))
     assert small.word == "supported", "a gain is a gain"
     assert "short of what was published" in small.why
@@ -93,20 +95,41 @@ def test_an_exact_test_has_to_agree():
 @pytest.mark.parametrize(
     ("rule", "attainable", "random", "why"),
     [
-        (Rule("above", 0.2, 0.1, 0.2), (-0.086, 0.086), None, "out of reach"),  # a cosine confined to some entries
-        (Rule("below", 0.1, 0.1, 0.1), (0.0, math.inf), 0.003, "random weights reach as far"),  # a spread
-        (Rule("above", 0.0, 0.0, 0.0), (0.0, 1.0), None, "out of reach"),  # it solves nothing, so it loses nothing
+        (
+            Rule("above", 0.2, 0.1, 0.2),
+            (-0.086, 0.086),
+            None,
+            "out of reach",
+        ),  # a cosine confined to some entries
+        (
+            Rule("below", 0.1, 0.1, 0.1),
+            (0.0, math.inf),
+            0.003,
+            "random weights reach as far",
+        ),  # a spread
+        (
+            Rule("above", 0.0, 0.0, 0.0),
+            (0.0, 1.0),
+            None,
+            "out of reach",
+        ),  # it solves nothing, so it loses nothing
         (Rule("above", 0.0, 0.0, 0.002), (-1.0, 0.0), None, "out of reach"),  # it solves all
     ],
 )
 def test_a_rule_that_a_model_cannot_satisfy_or_break_is_not_tested(rule, attainable, random, why):
     value = min(max(0.0, attainable[0]), attainable[1]) + 1e-9
-    draws = None if random is None else Chance(at(value - random, 1e-6), tuple(random + 1e-5 * np.resize(HALF, 20)))
+    draws = (
+        None
+        if random is None
+        else Chance(at(value - random, 1e-6), tuple(random + 1e-5 * np.resize(HALF, 20)))
+    )
     found = decide(rule, at(value, 1e-6), draws, attainable)
     assert found.word == "not testable here"
     assert why in found.why
     assert found.p is None, "so it is no test of the family"
-    assert decide(rule, at(value, 1e-6), draws).word != "not testable here", "without a bound it would be tested"
+    assert decide(rule, at(value, 1e-6), draws).word != "not testable here", (
+        "without a bound it would be tested"
+    )
 
 
 def test_too_few_values_that_can_differ():
@@ -117,7 +140,11 @@ def test_too_few_values_that_can_differ():
 
 
 def test_what_is_no_number_cannot_be_told():
-    for values, why in (([], "takes 3"), ([0.1, 0.2], "takes 3"), ([0.1, 0.2, math.nan], "no numbers")):
+    for values, why in (
+        ([], "takes 3"),
+        ([0.1, 0.2], "takes 3"),
+        ([0.1, 0.2, math.nan], "no numbers"),
+    ):
         found = decide(BELOW, estimated(np.array(values)))
         assert (found.word, found.p) == ("cannot be told", None)
         assert why in found.why
@@ -178,7 +205,10 @@ def test_a_model_that_is_one_more_draw_is_seldom_told_from_them():
     for page, cell in np.ndindex(60, 40):
         truths = rng.normal(0, 0.1, 21)
         values = rng.normal(truths[0], 0.2, 12)
-        found = estimated(values), beside_chance(values, rng.normal(truths[1:, None], 0.2, (20, 12)))
+        found = (
+            estimated(values),
+            beside_chance(values, rng.normal(truths[1:, None], 0.2, (20, 12))),
+        )
         p[:, page, cell] = [decide(rule, *found).p for rule in rules]
     assert ((p <= 0.05).mean((1, 2)) < 0.06).all()
     pages = np.mean([[min(family(page.tolist())) <= 0.05 for page in pages] for pages in p], axis=1)
@@ -191,8 +221,20 @@ def test_the_interval_is_students():
     low, high = stats.t.interval(0.95, 16, values.mean(), stats.sem(values))
     assert np.allclose([found.value, found.low, found.high], [values.mean(), low, high], atol=1e-12)
     even = np.concatenate([values, 0.6 - values])  # without skewness
-    assert abs(estimated(even).beyond(0.0, 1) - stats.ttest_1samp(even, 0.0, alternative="greater").pvalue) < 1e-12
-    assert abs(estimated(even).beyond(0.5, -1) - stats.ttest_1samp(even, 0.5, alternative="less").pvalue) < 1e-12
+    assert (
+        abs(
+            estimated(even).beyond(0.0, 1)
+            - stats.ttest_1samp(even, 0.0, alternative="greater").pvalue
+        )
+        < 1e-12
+    )
+    assert (
+        abs(
+            estimated(even).beyond(0.5, -1)
+            - stats.ttest_1samp(even, 0.5, alternative="less").pvalue
+        )
+        < 1e-12
+    )
     alike = estimated(np.zeros(17), least=0.2)
     assert (alike.low, alike.high, alike.detectable) == (-0.2, 0.2, 0.2)
 
@@ -208,8 +250,13 @@ def test_skewed_values_contradict_too_often_less_with_halls_t():
     for seed in range(300):
         values = np.exp(np.random.default_rng(seed).normal(size=(3, 24))) - math.exp(0.5)
         parts = [estimated(part) for part in values]
-        for words, some in ((ours, parts), (students, [replace(part, skewness=0.0) for part in parts])):
-            words.append(together([decide(Rule("above", 0.0, 0.0, 0.0), part) for part in some]).word)
+        for words, some in (
+            (ours, parts),
+            (students, [replace(part, skewness=0.0) for part in parts]),
+        ):
+            words.append(
+                together([decide(Rule("above", 0.0, 0.0, 0.0), part) for part in some]).word
+            )
     assert ours.count("contradicted") / 300 < 0.15
     assert students.count("contradicted") / 300 > 0.17
 
@@ -220,6 +267,10 @@ def test_halls_t_by_its_formula():
     third = ((values - values.mean()) ** 3).mean() / values.std() ** 3
     hall = t + third / (6 * math.sqrt(12)) * (2 * t**2 + 1) + third**2 * t**3 / (27 * 12)
     assert t < 0
-    assert estimated(values).beyond(2.0, -1) == pytest.approx(stats.t.cdf(max(t, hall), 11), rel=1e-9)
+    assert estimated(values).beyond(2.0, -1) == pytest.approx(
+        stats.t.cdf(max(t, hall), 11), rel=1e-9
+    )
     assert estimated(values).beyond(2.0, 1) == pytest.approx(stats.t.sf(min(t, hall), 11), rel=1e-9)
-    assert estimated(-values).beyond(-2.0, 1) == pytest.approx(estimated(values).beyond(2.0, -1), rel=1e-9)
+    assert estimated(-values).beyond(-2.0, 1) == pytest.approx(
+        estimated(values).beyond(2.0, -1), rel=1e-9
+    )

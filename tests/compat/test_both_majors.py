@@ -74,7 +74,9 @@ def bridge(compatibility: bool):
     """toy:llama as a TransformerBridge that was not made by ``load_model``."""
     from transformer_lens.model_bridge import TransformerBridge
 
-    model = TransformerBridge.boot_transformers(str(toy_folder("toy:llama")), dtype=torch.float32, device="cpu")
+    model = TransformerBridge.boot_transformers(
+        str(toy_folder("toy:llama")), dtype=torch.float32, device="cpu"
+    )
     if compatibility:
         model.enable_compatibility_mode(no_processing=True)
     return model
@@ -97,7 +99,9 @@ def test_this_is_the_older_major():
 def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
     model = MODELS[made]()
     prompts = ma.load_prompts("word-problems", limit=2)
-    analyses = [make() for make in ANALYSES if make is not ScoreDecomposition]  # refused: this toy has RoPE
+    analyses = [
+        make() for make in ANALYSES if make is not ScoreDecomposition
+    ]  # refused: this toy has RoPE
     result = ma.run(model, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses)
     about = result.provenance["model"]
     assert about["verified"]
@@ -108,7 +112,15 @@ def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
             # Norms and products are no probabilities; shares and counts move by steps where something lies at an edge.
             of_mlp = name == "mlp_activations"
             steps = of_mlp and quantity.startswith(("histogram", "near_zero", "saturated"))
-            steps = 5e-4 if steps else 1.5 if quantity.endswith("_counts") else 0.05 if quantity in TURNS else 0
+            steps = (
+                5e-4
+                if steps
+                else 1.5
+                if quantity.endswith("_counts")
+                else 0.05
+                if quantity in TURNS
+                else 0
+            )
             plain = name in (
                 "received_attention",
                 "affine_shift",
@@ -126,7 +138,11 @@ ATTENTIONS = {
     "ALiBi": {"positional_embedding_type": "alibi"},
     "grouped heads, a cap": {"n_key_value_heads": 2, "attn_scores_soft_cap": 2.0},
     "windows": {"use_local_attn": True, "attn_types": ["local", "global"], "window_size": 8},
-    "partial RoPE, no scale": {"positional_embedding_type": "rotary", "rotary_dim": 8, "use_attn_scale": False},
+    "partial RoPE, no scale": {
+        "positional_embedding_type": "rotary",
+        "rotary_dim": 8,
+        "use_attn_scale": False,
+    },
     "learned sinks": {"use_attention_sinks": True},
 }
 
@@ -153,9 +169,15 @@ def test_a_hooked_transformer_is_streamed(kind, monkeypatch):
     model = tiny_hooked_transformer(**ATTENTIONS[kind])
     check = check_streaming(model)
     assert check.outcome == "passed", str(check)
-    prompts = [ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", id="a"), ma.Prompt("Add 2 and 5.", id="b")]
+    prompts = [
+        ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", id="a"),
+        ma.Prompt("Add 2 and 5.", id="b"),
+    ]
     conditions = {"slash": ma.MeaninglessTokens("/", 20)}
-    both = {engine: ma.run(model, prompts, conditions, engine=engine) for engine in ("streaming", "hooks")}
+    both = {
+        engine: ma.run(model, prompts, conditions, engine=engine)
+        for engine in ("streaming", "hooks")
+    }
     for quantity in ("received", "received_by_segment"):
         got, expected = (both[engine]["received_attention"][quantity] for engine in both)
         np.testing.assert_allclose(got, expected, atol=1e-5)
@@ -166,7 +188,11 @@ def test_a_hooked_transformer_is_streamed(kind, monkeypatch):
         bias = None if attention.bias is None else 2 * attention.bias
         cap = None if attention.softcap is None else 2 * attention.softcap
         wrong = {"scale": 1.1 * attention.scale} if kind.startswith("partial") else {}
-        return given(replace(attention, window=window, sinks=sinks, bias=bias, softcap=cap, **wrong), see, block)
+        return given(
+            replace(attention, window=window, sinks=sinks, bias=bias, softcap=cap, **wrong),
+            see,
+            block,
+        )
 
     monkeypatch.setattr("mechattn.model.patch.streaming.attention_by_rows", spoilt)
     assert check_streaming(model).outcome == "limited"
@@ -176,9 +202,13 @@ def test_the_comparison_would_notice_another_model(newest):
     """One head's queries changed by a hundredth."""
     model, _ = hooked_transformer(fold=False)
     model.blocks[0].attn.W_Q.data[3] *= 1.01
-    result = ma.run(model, ma.load_prompts("word-problems", limit=2), {"slash": ma.MeaninglessTokens("/", 20)})
+    result = ma.run(
+        model, ma.load_prompts("word-problems", limit=2), {"slash": ma.MeaninglessTokens("/", 20)}
+    )
     theirs = newest["received_attention"].received_by_segment
-    assert float(abs(result["received_attention"].received_by_segment - theirs).max()) > 10 * TOLERANCE
+    assert (
+        float(abs(result["received_attention"].received_by_segment - theirs).max()) > 10 * TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("fold", [False, True])

@@ -22,9 +22,14 @@ def result(toy, prompts):
 def test_the_differences_are_those_of_single_comparisons(result):
     table = result.across(FILLERS)
     received = (
-        result["received_attention"].sel(segment="question").transpose("prompt", "condition", "layer", "head", ...)
+        result["received_attention"]
+        .sel(segment="question")
+        .transpose("prompt", "condition", "layer", "head", ...)
     )
-    change = [np.log(received[name].astype(float)) for name in ("received_by_segment", "received_by_segment_uniform")]
+    change = [
+        np.log(received[name].astype(float))
+        for name in ("received_by_segment", "received_by_segment_uniform")
+    ]
     moved = [log.sel(condition=FILLERS) - log.sel(condition="baseline") for log in change]
     beyond = (
         (moved[0] - moved[1])
@@ -62,7 +67,11 @@ def test_what_cannot_be_compared_is_refused_as_in_a_table(result, toy, prompts):
 
 def test_no_mean_difference_with_a_large_spread_is_not_within_a_margin():
     """A mean of exactly 0 has an effect size of 0, which is no spread of 0."""
-    table = pd.DataFrame(dict(difference=[0.0, 0.0], beyond=[0.0, 0.0], beyond_low=[-3.8, 0.0], beyond_high=[3.8, 0.0]))
+    table = pd.DataFrame(
+        dict(
+            difference=[0.0, 0.0], beyond=[0.0, 0.0], beyond_low=[-3.8, 0.0], beyond_high=[3.8, 0.0]
+        )
+    )
     table = table.assign(scale="log-ratio", n=10, effect_size=[0.0, np.nan])
     table.attrs = {"level": 0.95, "tested": "beyond"}
     assert (with_equivalence(table, 0.02).q_same < 0.05).tolist() == [False, True]
@@ -73,7 +82,10 @@ def test_a_change_within_a_margin_is_the_same(result):
     table = result.compare("/", margin=0.5)
     assert (table.q_same < 0.05).all()
     assert (result.compare("/", margin=1e-5).q_same > 0.5).all()
-    for margin, said in ((0.5, "in 32 the change is the same as its null's to within ± 50\u00a0%"), (1e-5, "in 0 the")):
+    for margin, said in (
+        (0.5, "in 32 the change is the same as its null's to within ± 50\u00a0%"),
+        (1e-5, "in 0 the"),
+    ):
         assert said in ma.render.verdict_words(result, "/", margin=margin)
     assert "same" not in ma.render.verdict_words(result, "/")
     for wrong in (0, -0.1, True, "2 %"):

@@ -11,7 +11,9 @@ from mechattn.errors import OptionError
 @pytest.fixture(scope="module")
 def tables(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSentence(20)}
-    result = ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()])
+    result = ma.run(
+        toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
+    )
     return [
         result.compare("slash"),
         result.compare("sentence", segment=None),
@@ -32,21 +34,34 @@ def by_hand(p):
 
 def test_q_is_over_all_tables(tables):
     made = ma.adjust(tables)
-    p = np.concatenate([table.p_beyond.fillna(table.p_difference) for table in tables])  # entropy has no null
+    p = np.concatenate(
+        [table.p_beyond.fillna(table.p_difference) for table in tables]
+    )  # entropy has no null
     q = made.q_beyond.fillna(made.q_difference)
     np.testing.assert_allclose(q, by_hand(p.tolist()))
     np.testing.assert_allclose(q, stats.false_discovery_control(p))
     for name in ("q_beyond", "q_difference"):
-        np.testing.assert_array_equal(made[f"{name}_of_table"], np.concatenate([table[name] for table in tables]))
-    assert not np.allclose(q, made.q_beyond_of_table.fillna(made.q_difference_of_table)), "negative control"
+        np.testing.assert_array_equal(
+            made[f"{name}_of_table"], np.concatenate([table[name] for table in tables])
+        )
+    assert not np.allclose(q, made.q_beyond_of_table.fillna(made.q_difference_of_table)), (
+        "negative control"
+    )
     known = made.q_beyond.notna()
-    of_difference = stats.false_discovery_control(np.concatenate([table.p_difference for table in tables]))
+    of_difference = stats.false_discovery_control(
+        np.concatenate([table.p_difference for table in tables])
+    )
     np.testing.assert_allclose(made.q_difference[known], of_difference[known])
     assert not np.allclose(made.q_difference[known], made.q_beyond[known]), "negative control"
     sizes = [len(table) for table in tables]
     assert made.attrs["family"] == f"{sum(sizes)} tests in 4 tables ({' + '.join(map(str, sizes))})"
     assert made.attrs["smallest_q_alone"] == min(1, sum(sizes) * 2**-11)
-    assert [about["condition"] for about in made.attrs["tables"]] == ["slash", "sentence", "slash", "sentence"]
+    assert [about["condition"] for about in made.attrs["tables"]] == [
+        "slash",
+        "sentence",
+        "slash",
+        "sentence",
+    ]
 
 
 def test_every_row_says_where_it_is_from(tables):
@@ -56,7 +71,9 @@ def test_every_row_says_where_it_is_from(tables):
         assert set(rows.condition) == {table.attrs["condition"]}
         assert set(rows.quantity) == {table.attrs["quantity"]}
         assert set(rows.models) == {"toy:llama"}
-        np.testing.assert_array_equal(rows[["layer", "head", "difference"]], table[["layer", "head", "difference"]])
+        np.testing.assert_array_equal(
+            rows[["layer", "head", "difference"]], table[["layer", "head", "difference"]]
+        )
     assert set(made[made.table == 1].segment) == set(tables[1].segment)
     assert set(made[made.table == 0].segment) == {"question"}
 

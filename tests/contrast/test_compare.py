@@ -33,7 +33,10 @@ def made_up(values, names=("baseline", "other"), prompts="a", compared="differen
     coords = {"condition": list(names), "layer": range(layers), "head": range(heads)}
     variable = (("prompt", "condition", "layer", "head"), values, {"compared": compared})
     data = xr.Dataset({"quantity": variable}, coords)
-    origin = xr.Dataset({"origin": (("prompt", "condition", "pos"), np.zeros((n, c, 2)))}, {"condition": list(names)})
+    origin = xr.Dataset(
+        {"origin": (("prompt", "condition", "pos"), np.zeros((n, c, 2)))},
+        {"condition": list(names)},
+    )
     about = {"model": {"name": "m"}, "prompts": {"hash": prompts}}
     return Result({"analysis": data, "sequences": origin}, about)
 
@@ -45,15 +48,23 @@ def test_the_table_is_that_of_loops(result):
     assert (table.scale == "log-ratio").all()
     for row in table.itertuples():
         at = dict(layer=row.layer)
-        ours = np.log(dataset.scale.sel(at).sel(condition="slash", head=row.head).values.astype(float))
+        ours = np.log(
+            dataset.scale.sel(at).sel(condition="slash", head=row.head).values.astype(float)
+        )
         null = np.log(dataset.scale_uniform.sel(at).sel(condition="slash").values.astype(float))
         assert row.difference == pytest.approx(ours.mean(), abs=1e-9)
         assert row.null == pytest.approx(null.mean(), abs=1e-9)
         assert row.beyond == pytest.approx((ours - null).mean(), abs=1e-9)
         low, high = stats.ttest_1samp(ours, 0).confidence_interval()
-        assert (row.difference_low, row.difference_high) == (pytest.approx(low), pytest.approx(high))
+        assert (row.difference_low, row.difference_high) == (
+            pytest.approx(low),
+            pytest.approx(high),
+        )
         low, high = stats.ttest_1samp(ours - null, 0).confidence_interval()
-        assert (row.beyond_low, row.beyond_high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
+        assert (row.beyond_low, row.beyond_high) == (
+            pytest.approx(low, abs=1e-9),
+            pytest.approx(high, abs=1e-9),
+        )
     assert table.attrs["null"] == "uniform attention"
     assert table.attrs["family"] == "32 tests: layer × head"
     np.testing.assert_allclose(table.q_beyond, stats.false_discovery_control(table.p_beyond))
@@ -63,25 +74,38 @@ def test_the_change_is_the_ratio_of_geometric_means_less_one(result):
     """A fraction with its interval beside it, and that of the null; none for differences, which have no ratio."""
     table = result.compare("slash")
     at = result["received_attention"].sel(segment="question", layer=2, head=5)
-    ours, theirs = (at.received_by_segment.sel(condition=name).values.astype(float) for name in ("slash", "baseline"))
+    ours, theirs = (
+        at.received_by_segment.sel(condition=name).values.astype(float)
+        for name in ("slash", "baseline")
+    )
     row = table.set_index(["layer", "head"]).loc[(2, 5)]
     assert row.change == pytest.approx(stats.gmean(ours) / stats.gmean(theirs) - 1)
     low, high = np.exp(stats.ttest_1samp(np.log(ours / theirs), 0).confidence_interval()) - 1
     assert (row.change_low, row.change_high) == (pytest.approx(low), pytest.approx(high))
     assert row.change_null == pytest.approx(np.exp(row.null) - 1)
-    assert row.change != pytest.approx(row.difference, abs=1e-3), "negative control: a log-ratio is another number"
+    assert row.change != pytest.approx(row.difference, abs=1e-3), (
+        "negative control: a log-ratio is another number"
+    )
     at = list(table.columns)
     for name in ("change", "difference", "beyond"):
         assert at[at.index(name) + 1 : at.index(name) + 3] == [f"{name}_low", f"{name}_high"]
     assert not {"low", "high", "p", "q"} & set(table), "each is named for what it belongs to"
     plain = result.compare("slash", quantity="total_variation")
     assert not [name for name in plain if str(name).startswith("change")]
-    assert set(table) - set(plain) == {"change", "change_low", "change_high", "change_null", "change_units"}
+    assert set(table) - set(plain) == {
+        "change",
+        "change_low",
+        "change_high",
+        "change_null",
+        "change_units",
+    }
 
 
 def test_other_quantities_and_other_conditions(result):
     flow = result.compare("slash", quantity="flow")
-    assert set(flow.to_segment) == {"first", "template", "system", "question"}, "the baseline has no inserted segment"
+    assert set(flow.to_segment) == {"first", "template", "system", "question"}, (
+        "the baseline has no inserted segment"
+    )
     assert len(flow) == 32 * 4
     every = result.compare("slash", quantity="received", segment=None)
     assert set(every.segment) == {"first", "template", "system", "question"}
@@ -91,7 +115,9 @@ def test_other_quantities_and_other_conditions(result):
     opposite = result.compare("sentence", to="slash", quantity="total_variation")
     np.testing.assert_allclose(against.difference, -opposite.difference)
     ranks = result.compare("slash", to="sentence", quantity="shift_rank_one_share")
-    assert (ranks.difference > 0)[ranks.layer == 0].all(), "one repeated text has a shift of lower rank than a sentence"
+    assert (ranks.difference > 0)[ranks.layer == 0].all(), (
+        "one repeated text has a shift of lower rank than a sentence"
+    )
     plain = result.compare("slash", quantity="total_variation")
     assert len(plain) == 32
     assert (plain.scale == "difference").all(), "0 in the baseline by definition"
@@ -102,13 +128,17 @@ def test_without_a_null_the_difference_is_tested_and_the_table_says_so(result):
     table = result.compare("slash", quantity="output_norm")
     assert table.attrs["null"] == "no null is known; a change may be there by definition"
     assert table[["null", "beyond", "beyond_low", "beyond_high_simultaneous"]].isna().all(axis=None)
-    dataset = result["affine_shift"].output_norm.sel(segment="question", layer=1, head=3).astype(float)
+    dataset = (
+        result["affine_shift"].output_norm.sel(segment="question", layer=1, head=3).astype(float)
+    )
     log = np.log(dataset.sel(condition="slash") / dataset.sel(condition="baseline")).values
     row = table.set_index(["layer", "head"]).loc[(1, 3)]
     assert row.effect_size == pytest.approx(log.mean() / log.std(ddof=1))
     assert row.p_flip == pytest.approx(paired(log[:, None], 0.0).p_flip[0])
     control = result.compare("slash", to="sentence", quantity="output_norm")
-    assert control.attrs["null"] == "no difference", "as many tokens at the same place: nothing is there by definition"
+    assert control.attrs["null"] == "no difference", (
+        "as many tokens at the same place: nothing is there by definition"
+    )
     np.testing.assert_allclose(control.beyond, control.difference)
     masked = result.compare("masked", to="sentence", quantity="output_norm")
     assert masked.attrs["null"].startswith("no null is known"), "one is masked, the other is not"
@@ -131,7 +161,12 @@ class Hidden:
 
 
 def test_as_many_tokens_at_the_same_place_have_a_null_whoever_inserts_them(toy, prompts):
-    conditions = {"sevens": Sevens(), "slash": ma.MeaninglessTokens("/", 20), "more": Sevens(21), "hidden": Hidden()}
+    conditions = {
+        "sevens": Sevens(),
+        "slash": ma.MeaninglessTokens("/", 20),
+        "more": Sevens(21),
+        "hidden": Hidden(),
+    }
     result = ma.run(toy, prompts[:6], conditions, ma.analyses.AffineShift(), layers=0)
 
     def null(one, other):
@@ -139,7 +174,9 @@ def test_as_many_tokens_at_the_same_place_have_a_null_whoever_inserts_them(toy, 
 
     assert null("sevens", "slash") == null("slash", "sevens") == "no difference"
     assert null("more", "slash").startswith("no null is known"), "one token more"
-    assert null("sevens", "hidden").startswith("no null is known"), "hidden tokens take no attention"
+    assert null("sevens", "hidden").startswith("no null is known"), (
+        "hidden tokens take no attention"
+    )
 
 
 def test_a_cell_without_a_ratio_is_left_out_and_named():
@@ -168,7 +205,8 @@ def test_a_layer_that_has_no_value_is_left_out_and_a_missing_prompt_is_refused()
         assert set(made_up(values).compare("other", quantity="quantity").layer) == {1}
     values[2, 1, 1, 0] = np.nan
     with pytest.raises(
-        OptionError, match=r"^1 of 6 prompts have no 'quantity' with 'other'; leave .* result.sel\(prompt=…\)$"
+        OptionError,
+        match=r"^1 of 6 prompts have no 'quantity' with 'other'; leave .* result.sel\(prompt=…\)$",
     ):
         made_up(values).compare("other", quantity="quantity")
 
@@ -180,7 +218,10 @@ def test_double_dipping_is_cured_by_halves(heads, covered):
     for seed in range(200):
         d = np.random.default_rng(seed).normal(size=(40, heads))
         top, chosen = (abs(some.mean(0)).argmax() for some in (d, d[::2]))
-        same, second = (paired(some, resamples=9, bootstrap_ends=False) for some in (d[:, [top]], d[1::2, [chosen]]))
+        same, second = (
+            paired(some, resamples=9, bootstrap_ends=False)
+            for some in (d[:, [top]], d[1::2, [chosen]])
+        )
         dipped.append(same.low[0] < 0 < same.high[0])
         halved.append(second.low[0] < 0 < second.high[0])
     assert np.mean(dipped) < covered
@@ -200,7 +241,9 @@ def test_select_half_reports_what_the_other_half_says():
     assert table.loc[(0, 3)].q_difference < 0.01
     assert table.loc[(1, 5)].q_difference > 0.01
     assert (table.n == 12).all()
-    nothing = made_up(generator.normal(size=(24, 2, 2, 16))).compare("other", quantity="quantity", select="half")
+    nothing = made_up(generator.normal(size=(24, 2, 2, 16))).compare(
+        "other", quantity="quantity", select="half"
+    )
     assert len(nothing) == 0
 
 
@@ -209,7 +252,9 @@ def test_top_ranks_on_one_half_and_reports_the_other_once():
     generator = np.random.default_rng(0)
     values = generator.normal(size=(24, 2, 2, 16))
     values[:, 1, 1, 4] -= 3.0
-    table = made_up(values).compare("other", quantity="quantity", select="half", top=3, by="difference")
+    table = made_up(values).compare(
+        "other", quantity="quantity", select="half", top=3, by="difference"
+    )
     d = (values[:, 1] - values[:, 0]).reshape(24, -1)
     first, other = halves_of(24)
     order = np.argsort(-abs(d[first].mean(0)))[:3]
@@ -223,9 +268,14 @@ def test_top_ranks_on_one_half_and_reports_the_other_once():
 
 
 def test_top_ranks_by_what_is_asked(result):
-    beyond, difference = (result.compare("slash", select="half", top=32, by=by) for by in ("beyond", "difference"))
+    beyond, difference = (
+        result.compare("slash", select="half", top=32, by=by) for by in ("beyond", "difference")
+    )
     first = replace(
-        result, datasets={name: data.isel(prompt=halves_of(12)[0]) for name, data in result.datasets.items()}
+        result,
+        datasets={
+            name: data.isel(prompt=halves_of(12)[0]) for name, data in result.datasets.items()
+        },
     )
     ranked = first.compare("slash").set_index(["layer", "head"])
     for table, by in ((beyond, "beyond"), (difference, "difference")):
@@ -240,7 +290,9 @@ def test_two_results_of_the_same_prompts():
     table = two.compare("other", to="other", quantity="quantity", other=one)
     np.testing.assert_allclose(table.difference, 1)
     with pytest.raises(OptionError, match="different prompts"):
-        made_up(values).compare("other", to="other", quantity="quantity", other=made_up(values, prompts="b"))
+        made_up(values).compare(
+            "other", to="other", quantity="quantity", other=made_up(values, prompts="b")
+        )
     with pytest.raises(OptionError, match="other heads"):
         two.compare("other", to="other", quantity="quantity", other=made_up(values[..., :2]))
 
@@ -255,7 +307,10 @@ def test_two_results_of_the_same_prompts():
             dict(condition="long", segment="inserted"),
             r"^'baseline' inserts no tokens.* no 'received'.*heads\('received', condition='long', segment='inserted'\)",
         ),
-        (dict(condition="slash", quantity="flow", segment="inserted"), "'inserted'; result.compare takes two"),
+        (
+            dict(condition="slash", quantity="flow", segment="inserted"),
+            "'inserted'; result.compare takes two",
+        ),
         (
             dict(condition="slash", segment="answer"),
             "^12 of 12 prompts have no 'received' in the segment 'answer' with 'slash'; in both conditions all have it "
@@ -268,7 +323,10 @@ def test_two_results_of_the_same_prompts():
         (dict(condition="slash", select="half", by="difference"), "so say top="),
         (dict(condition="slash", select="half", top=3, by="q"), "by='q': give"),
         (dict(condition="slash", level=95), "level=95"),
-        (dict(condition="slash", scale="ratio"), "scale='ratio': choose one of 'log-ratio', 'difference'"),
+        (
+            dict(condition="slash", scale="ratio"),
+            "scale='ratio': choose one of 'log-ratio', 'difference'",
+        ),
         (dict(condition="slash", null="random"), "null='random': choose one of 'uniform', 'blind'"),
         (dict(condition="slash", null="blind"), "has no null=.blind.*ALiBi"),
     ],
@@ -302,10 +360,13 @@ def test_a_quantity_that_is_elsewhere_is_said_to_be_there(toy, prompts):
     assert str(caught.value) == said.format("")
     assert set(there.compare("slash", quantity="share", segment="template").segment) == {"template"}
     lacking = there["last"].share.where(there["last"].prompt != there["last"].prompt[0])
-    without = replace(there, datasets=there.datasets | {"last": there["last"].assign(share=lacking)})
+    without = replace(
+        there, datasets=there.datasets | {"last": there["last"].assign(share=lacking)}
+    )
     for segment, where in (("template", "the segment 'template'"), (None, "some segment")):
         with pytest.raises(
-            OptionError, match=rf"^1 of 3 .* in {where} .*; in both conditions no segment has it in all"
+            OptionError,
+            match=rf"^1 of 3 .* in {where} .*; in both conditions no segment has it in all",
         ):
             without.compare("slash", quantity="share", segment=segment)
 
@@ -316,10 +377,15 @@ class LastAgain(Last):
 
 def test_a_quantity_of_two_analyses_is_refused_and_an_unknown_one_lists_what_is_there(toy, prompts):
     slash = {"slash": ma.MeaninglessTokens("/", 5)}
-    with pytest.raises(OptionError, match="last and last_again both measure a quantity named 'share'"):
+    with pytest.raises(
+        OptionError, match="last and last_again both measure a quantity named 'share'"
+    ):
         ma.run(toy, prompts[:3], slash, [Last(), LastAgain(), ma.ReceivedAttention()])
     there = ma.run(toy, prompts[:3], slash, [Last(), ma.ReceivedAttention()])
-    with pytest.raises(OptionError, match=r"has 'shares' for each prompt; there are mass, received, share: name one"):
+    with pytest.raises(
+        OptionError,
+        match=r"has 'shares' for each prompt; there are mass, received, share: name one",
+    ):
         there.compare("slash", quantity="shares")
 
 
@@ -328,7 +394,9 @@ def test_a_verdict_says_if_no_head_could_be_found(toy, prompts, n, enough):
     """Of 2⁵ patterns of signs, two are as extreme as that of five prompts of one sign: p is 0.06 at least."""
     verdict = ma.run(toy, prompts[:n], {"slash": ma.MeaninglessTokens("/", 20)}).verdict("slash")
     assert verdict.findable == enough
-    assert repr(verdict).endswith(f", {n} prompts)" if enough else f", {n} prompts, too few to mark any)")
+    assert repr(verdict).endswith(
+        f", {n} prompts)" if enough else f", {n} prompts, too few to mark any)"
+    )
 
 
 def test_nothing_is_compared_with_itself(result):
@@ -339,10 +407,13 @@ def test_nothing_is_compared_with_itself(result):
 def test_a_baseline_inserts_nothing_whatever_is_asked(result):
     for ask in (result.verdict, result.compare, result.resolution):
         with pytest.raises(
-            OptionError, match=r"^'baseline' inserts no tokens.*condition='sentence', segment='inserted'"
+            OptionError,
+            match=r"^'baseline' inserts no tokens.*condition='sentence', segment='inserted'",
         ):
             ask("sentence", segment="inserted")
-    with pytest.raises(OptionError, match=r"^'baseline' inserts no tokens.*condition='slash', segment='inserted'"):
+    with pytest.raises(
+        OptionError, match=r"^'baseline' inserts no tokens.*condition='slash', segment='inserted'"
+    ):
         result.heads("mass", segment="inserted")
     assert len(result.heads("mass", condition="slash", segment="inserted")) == 10
     assert len(result.compare("slash", to="sentence", quantity="mass", segment="inserted")) == 32
@@ -365,7 +436,9 @@ def test_a_null_of_one_number_for_all_heads_beside_one_for_each(slash_result):
     data = slash_result["received_attention"]
     heads = xr.DataArray(np.arange(1.0, data.sizes["head"] + 1), dims="head")
     other = replace(
-        slash_result, datasets=slash_result.datasets | {"received_attention": data.assign({name: data[name] * heads})}
+        slash_result,
+        datasets=slash_result.datasets
+        | {"received_attention": data.assign({name: data[name] * heads})},
     )
     found = slash_result.compare("slash", other=other).set_index(["layer", "head"]).null
     expected = slash_result.compare("slash").set_index(["layer", "head"]).null

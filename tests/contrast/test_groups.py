@@ -37,22 +37,34 @@ def result(toy, prompts):
 @pytest.fixture(scope="module")
 def ungrouped(result):
     """As it was stored before there were groups."""
-    return Result(dict(result.datasets) | {"sequences": result["sequences"].drop_vars("group")}, result.provenance)
+    return Result(
+        dict(result.datasets) | {"sequences": result["sequences"].drop_vars("group")},
+        result.provenance,
+    )
 
 
 def by_group(values):
     """Means of the rows of each group, by a loop."""
     names = list(dict.fromkeys(GROUPS))
-    return np.array([np.mean([values[i] for i in range(18) if GROUPS[i] == name], axis=0) for name in names])
+    return np.array(
+        [np.mean([values[i] for i in range(18) if GROUPS[i] == name], axis=0) for name in names]
+    )
 
 
 def test_the_table_is_that_of_group_means(result):
     table = result.compare("slash")
     assert set(table.n) == {6}
     assert table.attrs["unit"] == "groups (6 of 18 prompts)"
-    at = result["received_attention"].sel(segment="question").transpose("prompt", "condition", "layer", ...)
+    at = (
+        result["received_attention"]
+        .sel(segment="question")
+        .transpose("prompt", "condition", "layer", ...)
+    )
     ratio = [
-        np.log(at[name].sel(condition="slash").values.astype(float) / at[name].sel(condition="baseline").values)
+        np.log(
+            at[name].sel(condition="slash").values.astype(float)
+            / at[name].sel(condition="baseline").values
+        )
         for name in ("received_by_segment", "received_by_segment_uniform")
     ]
     d, null = ratio[0].reshape(18, -1), np.repeat(ratio[1], 8, axis=1).reshape(18, -1)
@@ -69,10 +81,15 @@ def test_the_table_is_that_of_group_means(result):
         "q",
         "q_difference",
     ):
-        name = {"low": "difference_low", "high": "difference_high", "p": "p_beyond", "q": "q_beyond"}.get(
-            column, column
+        name = {
+            "low": "difference_low",
+            "high": "difference_high",
+            "p": "p_beyond",
+            "q": "q_beyond",
+        }.get(column, column)
+        np.testing.assert_allclose(
+            table[name], getattr(expected, column), rtol=1e-5, atol=1e-9, err_msg=column
         )
-        np.testing.assert_allclose(table[name], getattr(expected, column), rtol=1e-5, atol=1e-9, err_msg=column)
     value = at.received_by_segment.sel(condition="slash").values.astype(float).reshape(18, -1)
     np.testing.assert_allclose(table.value, by_group(value).mean(0), rtol=1e-6)
 
@@ -81,10 +98,12 @@ def test_without_groups_and_with_unit_prompt_nothing_changes(result, ungrouped):
     for made in (result.compare("slash", unit="prompt"), ungrouped.compare("slash")):
         assert made.attrs["unit"] == "prompts"
         assert set(made.n) == {18}
-    assert_frame_equal(result.compare("slash", unit="prompt"), ungrouped.compare("slash"), check_exact=True)
-    assert not np.allclose(result.compare("slash").difference_low, ungrouped.compare("slash").difference_low), (
-        "negative control"
+    assert_frame_equal(
+        result.compare("slash", unit="prompt"), ungrouped.compare("slash"), check_exact=True
     )
+    assert not np.allclose(
+        result.compare("slash").difference_low, ungrouped.compare("slash").difference_low
+    ), "negative control"
     one, other = result.verdict("slash", unit="prompt"), ungrouped.verdict("slash")
     assert repr(one) == repr(other)
     np.testing.assert_array_equal(one.change, other.change)
@@ -103,7 +122,9 @@ def test_verdicts_heads_agreement_and_changes_are_of_groups(result):
     focus = result["attention_focus"].entropy.sel(condition="baseline", segment="question")
     for row in heads.itertuples():
         values = focus.sel(layer=row.layer, head=row.head).values.astype(float)
-        np.testing.assert_allclose([row.entropy, row.low, row.high], t_interval(by_group(values)), rtol=1e-9)
+        np.testing.assert_allclose(
+            [row.entropy, row.low, row.high], t_interval(by_group(values)), rtol=1e-9
+        )
     assert (heads.attrs["unit"], set(heads.n)) == ("groups (6 of 18 prompts)", {6})
     alike = result.agreement("slash", "dots")
     assert set(alike.n) == {6}
@@ -121,12 +142,19 @@ def test_halves_never_share_a_group(result, prompts, toy):
     assert set(half.n) == {3}
     focus = result["attention_focus"].entropy.sel(condition="baseline", segment="question")
     row = next(half.itertuples())
-    values = by_group(focus.sel(layer=row.layer, head=row.head).values.astype(float))[halves_of(6)[1]]
+    values = by_group(focus.sel(layer=row.layer, head=row.head).values.astype(float))[
+        halves_of(6)[1]
+    ]
     np.testing.assert_allclose([row.entropy, row.low, row.high], t_interval(values), rtol=1e-9)
-    with pytest.raises(OptionError, match=r"6 groups of 18 prompts; give prompts of at least 12 groups"):
+    with pytest.raises(
+        OptionError, match=r"6 groups of 18 prompts; give prompts of at least 12 groups"
+    ):
         result.compare("slash", select="half")
     figure = ma.render.received_attention(result, 0, top=2)
-    assert "mean over 9 prompts, pointwise 95 % bands, which treat prompts as independent" in figure.layout.title.text
+    assert (
+        "mean over 9 prompts, pointwise 95 % bands, which treat prompts as independent"
+        in figure.layout.title.text
+    )
 
 
 def test_sentences_and_captions_say_what_they_are_over(result, ungrouped):
@@ -137,7 +165,9 @@ def test_sentences_and_captions_say_what_they_are_over(result, ungrouped):
     assert "n = 6 groups of 18 prompts" in ma.render.change_map(result, "slash").layout.title.text
     values = result["attention_focus"].self_share.sel(condition="slash", segment="question")
     interval = t_interval(by_group(values.mean(["layer", "head"]).values.astype(float)))
-    assert mean_words(result, values).startswith(f"{float(interval.estimate):.3g} [{float(interval.low):.3g}, ")
+    assert mean_words(result, values).startswith(
+        f"{float(interval.estimate):.3g} [{float(interval.low):.3g}, "
+    )
     assert mean_words(result, values) != mean_words(ungrouped, values), "negative control"
     figure = ma.render.by_layer(result, "entropy")
     assert "n = 6 groups of 18 prompts" in figure.layout.title.text
@@ -151,9 +181,13 @@ def test_groups_are_stored_and_results_without_them_are_read(result, ungrouped, 
         again = ma.load_result(tmp_path / name)
         assert again.digest() == made.digest()
         assert_frame_equal(again.compare("slash"), made.compare("slash"), check_exact=True)
-    broken = result["sequences"].assign(group=("condition", np.array(["a", "b", "c"], dtype=object)))
+    broken = result["sequences"].assign(
+        group=("condition", np.array(["a", "b", "c"], dtype=object))
+    )
     with pytest.raises(OutputError, match="groups without the dimension prompt"):
-        Result(dict(result.datasets) | {"sequences": broken}, result.provenance).save(tmp_path / name)
+        Result(dict(result.datasets) | {"sequences": broken}, result.provenance).save(
+            tmp_path / name
+        )
 
 
 def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungrouped):
@@ -166,7 +200,9 @@ def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungroup
     assert whole["sequences"].group.values.tolist() == GROUPS
     expected = result.compare("slash")
     np.testing.assert_allclose(
-        whole.compare("slash")[["difference_low", "q_beyond"]], expected[["difference_low", "q_beyond"]], rtol=1e-4
+        whole.compare("slash")[["difference_low", "q_beyond"]],
+        expected[["difference_low", "q_beyond"]],
+        rtol=1e-4,
     )
     bare = parts[1]["sequences"].drop_vars("group")
     without = Result(dict(parts[1].datasets) | {"sequences": bare}, parts[1].provenance)
@@ -192,7 +228,11 @@ def test_one_group_has_no_interval(toy, prompts):
 
 
 def test_a_prompt_without_a_group_stands_alone_among_those_that_have_one():
-    given = [ma.Prompt("One.", id="a", group="x"), ma.Prompt("Two.", id="b"), ma.Prompt("Three.", id="c", group="x")]
+    given = [
+        ma.Prompt("One.", id="a", group="x"),
+        ma.Prompt("Two.", id="b"),
+        ma.Prompt("Three.", id="c", group="x"),
+    ]
     assert [prompt.group for prompt in as_prompts(given)] == ["x", "prompt b alone", "x"]
     assert as_prompts(given[1:2]) == given[1:2], "where none has one, none gets one"
 
@@ -201,7 +241,9 @@ def test_what_is_no_group():
     for group, message in ((3, "group=3"), (" ", "group=' '"), ("a\x00", "cannot be printed")):
         with pytest.raises(PromptError, match=message):
             ma.Prompt("One.", group=group)
-    assert repr(ma.Prompt("One.", group="x")) == repr(ma.Prompt("One.")), "the hash of prompts is of what is read"
+    assert repr(ma.Prompt("One.", group="x")) == repr(ma.Prompt("One.")), (
+        "the hash of prompts is of what is read"
+    )
 
 
 def test_groups_of_word_problems_files_and_jobs(tmp_path):
@@ -216,10 +258,15 @@ def test_groups_of_word_problems_files_and_jobs(tmp_path):
     assert [prompt.group for prompt in ma.load_prompts(path)] == [None] * 4
     grouped = ma.load_prompts(path, group="template")
     assert [prompt.group for prompt in grouped] == ["0", "1", "0", "1"]
-    for name, message in (("kind", r"no field 'kind'; its fields are .*group=…"), ("none", "no group in field")):
+    for name, message in (
+        ("kind", r"no field 'kind'; its fields are .*group=…"),
+        ("none", "no group in field"),
+    ):
         with pytest.raises(PromptError, match=message):
             ma.load_prompts(path, group=name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         jobs = [Job("toy:llama", some) for some in (grouped, ma.load_prompts(path))]
-    assert jobs[0].fingerprint != jobs[1].fingerprint, "chunks keep their groups, so others are other chunks"
+    assert jobs[0].fingerprint != jobs[1].fingerprint, (
+        "chunks keep their groups, so others are other chunks"
+    )

@@ -17,10 +17,22 @@ def result(toy, prompts):
 
 def test_the_table_is_that_of_a_loop(result):
     table = result.heads("previous_mass", top=5, condition="slash")
-    data = result["attention_focus"].previous_mass.sel(segment="question", condition="slash").astype(float)
-    means = {(int(a), int(h)): float(data.sel(layer=a, head=h).mean()) for a in data.layer for h in data["head"]}
-    assert [tuple(row) for row in table[["layer", "head"]].values] == sorted(means, key=means.get, reverse=True)[:5]
-    null = result["attention_focus"].previous_mass_uniform.sel(segment="question", condition="slash")
+    data = (
+        result["attention_focus"]
+        .previous_mass.sel(segment="question", condition="slash")
+        .astype(float)
+    )
+    means = {
+        (int(a), int(h)): float(data.sel(layer=a, head=h).mean())
+        for a in data.layer
+        for h in data["head"]
+    }
+    assert [tuple(row) for row in table[["layer", "head"]].values] == sorted(
+        means, key=means.get, reverse=True
+    )[:5]
+    null = result["attention_focus"].previous_mass_uniform.sel(
+        segment="question", condition="slash"
+    )
     for row in table.itertuples():
         values = data.sel(layer=row.layer, head=row.head).values
         interval = stats.ttest_1samp(values, 0).confidence_interval()
@@ -33,7 +45,11 @@ def test_the_table_is_that_of_a_loop(result):
 
 def test_halves_rank_on_one_and_show_the_other(result):
     table = result.heads("entropy", top=3, select="half")
-    data = result["attention_focus"].entropy.sel(segment="question", condition="baseline").astype(float)
+    data = (
+        result["attention_focus"]
+        .entropy.sel(segment="question", condition="baseline")
+        .astype(float)
+    )
     first = data.isel(prompt=halves_of(12)[0]).mean("prompt").stack(cell=("layer", "head"))
     best = [tuple(map(int, cell)) for cell in first.sortby(-first).cell.values[:3]]
     assert [tuple(row) for row in table[["layer", "head"]].values] == best
@@ -46,7 +62,10 @@ def test_halves_rank_on_one_and_show_the_other(result):
     ("options", "message"),
     [
         (dict(quantity="previous"), "has 'previous' for each prompt; there are"),
-        (dict(quantity="sinks"), r"name one with quantity=…, or run it with ma.analyses.AttentionSinks\(\)$"),
+        (
+            dict(quantity="sinks"),
+            r"name one with quantity=…, or run it with ma.analyses.AttentionSinks\(\)$",
+        ),
         (dict(quantity="flow"), "does not have one number per head .to_segment."),
         (dict(quantity="entropy", top=0), "top=0: give a number of heads"),
         (dict(quantity="entropy", condition="x"), "there is no condition 'x'"),
@@ -69,7 +88,9 @@ def test_few_prompts_are_refused(toy, prompts):
     few = ma.run(toy, prompts[:2], analyses=ma.analyses.AttentionFocus())
     with pytest.raises(OptionError, match="2 prompts; give at least 3"):
         few.heads("entropy")
-    assert np.isfinite(ma.run(toy, prompts[:3], analyses=ma.analyses.AttentionFocus()).heads("entropy").low.iloc[0])
+    assert np.isfinite(
+        ma.run(toy, prompts[:3], analyses=ma.analyses.AttentionFocus()).heads("entropy").low.iloc[0]
+    )
 
 
 def test_rows_are_named_by_their_heads(toy, prompts):
@@ -77,6 +98,13 @@ def test_rows_are_named_by_their_heads(toy, prompts):
     table = result.compare("slash")
     assert table.loc["L1H2"].equals(table[(table.layer == 1) & (table["head"] == 2)].iloc[0])
     top = result.heads("received", top=3)
-    assert [f"L{layer}H{head}" for layer, head in zip(top.layer, top["head"], strict=True)] == list(top.index)
-    assert list(result.compare("slash", segment=None).loc["L1H2"].segment.unique()) != ["question"], "a row for each"
-    assert list(ma.adjust([table, result.compare("slash", quantity="mass")]).loc["L1H2"].layer) == [1, 1]
+    assert [f"L{layer}H{head}" for layer, head in zip(top.layer, top["head"], strict=True)] == list(
+        top.index
+    )
+    assert list(result.compare("slash", segment=None).loc["L1H2"].segment.unique()) != [
+        "question"
+    ], "a row for each"
+    assert list(ma.adjust([table, result.compare("slash", quantity="mass")]).loc["L1H2"].layer) == [
+        1,
+        1,
+    ]

@@ -27,19 +27,33 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def result(toy, prompts):
-    conditions = {"slash": ma.MeaninglessTokens("/", 20), "arm": ma.Baseline(intervention=ma.interventions.ARM(seed=4))}
-    return ma.run(toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()], seed=3)
+    conditions = {
+        "slash": ma.MeaninglessTokens("/", 20),
+        "arm": ma.Baseline(intervention=ma.interventions.ARM(seed=4)),
+    }
+    return ma.run(
+        toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()], seed=3
+    )
 
 
 def test_every_number_is_one_that_the_result_holds(result):
-    tables = [result.compare("slash"), result.compare("slash", unit="prompt", level=0.9, resamples=3333)]
+    tables = [
+        result.compare("slash"),
+        result.compare("slash", unit="prompt", level=0.9, resamples=3333),
+    ]
     text = result.methods(*tables)
     held = numbers(json.dumps(result.provenance))
     for table in tables:
-        held |= numbers(str(table.attrs)) | {f"{100 * table.attrs['level']:g}", str(table.n.iloc[0])}
+        held |= numbers(str(table.attrs)) | {
+            f"{100 * table.attrs['level']:g}",
+            str(table.n.iloc[0]),
+        }
     counts = (result["sequences"].origin == -1).sum("pos").values
     held |= set(map(str, np.unique(counts)))
-    held |= {str(len(set(result["sequences"].group.values))), str(result["sequences"].sizes["prompt"])}
+    held |= {
+        str(len(set(result["sequences"].group.values))),
+        str(result["sequences"].sizes["prompt"]),
+    }
     assert len(numbers(text)) > 15
     assert numbers(text) <= held, numbers(text) - held
 
@@ -64,7 +78,9 @@ def test_what_it_says(result):
         "The random seed was 3.",
     ):
         assert part in text, part
-    assert "(9,999 random patterns of signs)" in result.methods(result.compare("slash", unit="prompt"))
+    assert "(9,999 random patterns of signs)" in result.methods(
+        result.compare("slash", unit="prompt")
+    )
     assert "compared" not in result.methods()
 
 

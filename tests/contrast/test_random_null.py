@@ -29,9 +29,12 @@ def random(toy, prompts):
 
 def changes(result, condition="slash"):
     """Mean log-ratio [layer][head] of the question, by plain loops."""
-    received = result["received_attention"].received_by_segment.sel(segment="question").astype(float)
+    received = (
+        result["received_attention"].received_by_segment.sel(segment="question").astype(float)
+    )
     with_it, without = (
-        received.sel(condition=name).transpose("layer", "head", "prompt").values for name in (condition, "baseline")
+        received.sel(condition=name).transpose("layer", "head", "prompt").values
+        for name in (condition, "baseline")
     )
     return [
         [float(np.mean([np.log(a / b) for a, b in zip(*of_head)])) for of_head in zip(*of_layer)]
@@ -42,7 +45,12 @@ def changes(result, condition="slash"):
 def test_the_columns_are_those_of_loops(trained, random):
     table = trained.compare("slash", random=random[:3])
     mean, low, high, p = by_loops(changes(trained), [changes(draw) for draw in random[:3]])
-    for column, expected in (("null_random", mean), ("random_low", low), ("random_high", high), ("p_random", p)):
+    for column, expected in (
+        ("null_random", mean),
+        ("random_low", low),
+        ("random_high", high),
+        ("p_random", p),
+    ):
         np.testing.assert_allclose(table[column], expected, atol=1e-9, err_msg=column)
     assert table.attrs["null_random"] == "random weights (initialised): 3 draws, 96 heads compared"
     assert table.attrs["smallest_p_random"] == 1 / 97
@@ -57,9 +65,13 @@ def test_some_layers_at_a_time_give_the_same(trained, random, memory, options, m
     from mechattn.contrast import table
 
     seen, blocks = [], table.layer_blocks
-    monkeypatch.setattr(table, "layer_blocks", lambda *given: seen.append(blocks(*given)) or seen[-1])
+    monkeypatch.setattr(
+        table, "layer_blocks", lambda *given: seen.append(blocks(*given)) or seen[-1]
+    )
     expected = trained.compare("slash", random=random[:3], resamples=99, **options)
-    got = replace(trained, memory=memory).compare("slash", random=random[:3], resamples=99, **options)
+    got = replace(trained, memory=memory).compare(
+        "slash", random=random[:3], resamples=99, **options
+    )
     assert [len(layers) > 1 for layers in seen] == [False, True]
     pd.testing.assert_frame_equal(got, expected, rtol=1e-12)
     assert got.attrs == expected.attrs
@@ -67,7 +79,10 @@ def test_some_layers_at_a_time_give_the_same(trained, random, memory, options, m
 
 def test_hardly_a_head_of_a_random_model_is_found(random):
     """Each model in turn as the one tested, with the three after it as its draws."""
-    tables = [random[i].compare("slash", random=[random[(i + k) % MODELS] for k in (1, 2, 3)]) for i in range(MODELS)]
+    tables = [
+        random[i].compare("slash", random=[random[(i + k) % MODELS] for k in (1, 2, 3)])
+        for i in range(MODELS)
+    ]
     rates = [(table.p_random < 0.05).mean() for table in tables]
     assert np.mean(rates) < 0.06
     assert np.mean([(table.q_random < 0.05).mean() for table in tables]) < 0.01
@@ -80,23 +95,33 @@ def test_most_heads_of_a_trained_toy_are_found(trained, random):
     both = stats.false_discovery_control(np.maximum(table.p_beyond, table.p_random))
     np.testing.assert_allclose(table.q_random, both)
     assert (
-        "3 draws the smallest q_random of one head alone is 0.33; 20 draws would do" in table.attrs["resolution_random"]
+        "3 draws the smallest q_random of one head alone is 0.33; 20 draws would do"
+        in table.attrs["resolution_random"]
     )
     assert trained.resolution("slash", draws=3).random == table.attrs["resolution_random"]
     said = trained.methods(table)
-    assert "; q_random, over 32 tests, is of the larger p of this and of random weights (initialised): 3 draws" in said
+    assert (
+        "; q_random, over 32 tests, is of the larger p of this and of random weights (initialised): 3 draws"
+        in said
+    )
     assert "q_random" not in trained.methods(trained.compare("slash")), "negative control"
-    assert (table.difference - table.null_random)[table.q_random < 0.05].gt(0).mean() > 0.9, "they fall less"
+    assert (table.difference - table.null_random)[table.q_random < 0.05].gt(0).mean() > 0.9, (
+        "they fall less"
+    )
 
 
 def test_a_shuffled_toy_stands_between(trained, toy, prompts):
     draws = ma.run_random(toy, prompts[:6], CONDITIONS, draws=3, kind="shuffled")
     table = trained.compare("slash", random=draws)
     spread = (table.random_high - table.random_low).groupby(table.layer).mean()
-    assert spread.is_monotonic_increasing, "heads of shuffled weights differ most in the last layers"
+    assert spread.is_monotonic_increasing, (
+        "heads of shuffled weights differ most in the last layers"
+    )
     assert 0.2 < (stats.false_discovery_control(table.p_random) < 0.05).mean() < 1
     with pytest.raises(OptionError, match="mixes random: initialised and random: shuffled"):
-        trained.compare("slash", random=[*draws, ma.run(ma.random_weights(toy), prompts[:6], CONDITIONS)])
+        trained.compare(
+            "slash", random=[*draws, ma.run(ma.random_weights(toy), prompts[:6], CONDITIONS)]
+        )
 
 
 def test_halves_and_segments_keep_the_columns(toy, prompts, tmp_path):
@@ -106,7 +131,9 @@ def test_halves_and_segments_keep_the_columns(toy, prompts, tmp_path):
     draws = ma.run_random(toy, prompts, conditions, analyses, draws=3)
     half = result.compare("slash", select="half", random=draws)
     assert half.p_random.between(1 / 97, 1).all()
-    both = np.ones(32)  # a half of the prompts chooses heads, but other prompts don't make random weights independent
+    both = np.ones(
+        32
+    )  # a half of the prompts chooses heads, but other prompts don't make random weights independent
     both[: len(half)] = np.maximum(half.p_beyond, half.p_random)
     np.testing.assert_allclose(half.q_random, stats.false_discovery_control(both)[: len(half)])
     assert (half.n == 6).all()
@@ -136,7 +163,9 @@ def test_what_is_no_list_of_random_models_is_refused(trained, random):
         trained.compare("slash", random=random[0])
     with pytest.raises(OptionError, match=r"holds 2 results; give at least 3"):
         trained.compare("slash", random=random[:2])
-    with pytest.raises(OptionError, match=r"random\[2\] comes from toy:llama, whose weights are not random"):
+    with pytest.raises(
+        OptionError, match=r"random\[2\] comes from toy:llama, whose weights are not random"
+    ):
         trained.compare("slash", random=[*random[:2], trained])
     with pytest.raises(OptionError, match="the same weights twice"):
         trained.compare("slash", random=[*random[:2], random[0]])
@@ -153,14 +182,21 @@ def test_random_models_of_another_run_are_refused(trained, random, toy, prompts)
     for other, why in (
         (run(prompts[6:], CONDITIONS), "has other prompts"),
         (run(prompts[:6], {"sentence": CONDITIONS["sentence"]}), "has no condition 'slash'"),
-        (run(prompts[:6], {"slash": CONDITIONS["sentence"]}), "has a different condition named 'slash'"),
+        (
+            run(prompts[:6], {"slash": CONDITIONS["sentence"]}),
+            "has a different condition named 'slash'",
+        ),
     ):
         with pytest.raises(OptionError, match=rf"random\[2\] {why}.*run ma.run_random with"):
             trained.compare("slash", random=[*random[:2], other])
     other = run(prompts[:6], CONDITIONS, seed=1)
     with pytest.raises(OptionError, match=r"read other tokens with 'sentence', so its seed"):
         trained.compare("sentence", random=[*random[:2], other])
-    assert len(trained.compare("slash", random=[*random[:2], other])) == 32, "slashes are the same with any seed"
+    assert len(trained.compare("slash", random=[*random[:2], other])) == 32, (
+        "slashes are the same with any seed"
+    )
     about = {**random[2].provenance, "model": {**random[2].provenance["model"], "layers": 5}}
     with pytest.raises(OptionError, match=r"another model \(layers 5, in the result 4\)"):
-        trained.compare("slash", random=[*random[:2], dataclasses.replace(random[2], provenance=about)])
+        trained.compare(
+            "slash", random=[*random[:2], dataclasses.replace(random[2], provenance=about)]
+        )

@@ -46,7 +46,9 @@ def test_agreement(changes):
         control = table[(table.other == "c") & (table.layer == layer)].iloc[0]
         apart = (ours - other)[:, layer]
         assert control.beyond == pytest.approx(apart.mean())
-        assert control.beyond_low == pytest.approx(stats.t.interval(0.95, 8, apart.mean(), stats.sem(apart))[0])
+        assert control.beyond_low == pytest.approx(
+            stats.t.interval(0.95, 8, apart.mean(), stats.sem(apart))[0]
+        )
     assert table[table.other == "none"].cosine.isna().all()
     assert (table[table.other == "none"].n == 0).all()
     assert table.cosine[0] > 0.5

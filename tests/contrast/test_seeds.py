@@ -15,7 +15,10 @@ SEEDS = (0, 1, 2)
 def runs(toy, prompts):
     """Models with random weights stand in for training runs."""
     conditions = {"slash": ma.MeaninglessTokens("/", 20)}
-    return {seed: ma.run(ma.random_weights(toy, seed=seed, kind="shuffled"), prompts[:6], conditions) for seed in SEEDS}
+    return {
+        seed: ma.run(ma.random_weights(toy, seed=seed, kind="shuffled"), prompts[:6], conditions)
+        for seed in SEEDS
+    }
 
 
 def test_results_of_several_seeds_are_stacked_with_the_seed_as_a_dimension(runs):
@@ -23,22 +26,29 @@ def test_results_of_several_seeds_are_stacked_with_the_seed_as_a_dimension(runs)
     made = xr.concat(parts, pd.Index(list(runs), name="seed"), join="exact")
     assert made.received_by_segment.sizes["seed"] == 3
     for seed, part in zip(SEEDS, parts, strict=True):
-        xr.testing.assert_equal(made.sel(seed=seed).received_by_segment.drop_vars("seed"), part.received_by_segment)
-    assert not made.sel(seed=0).received_by_segment.equals(made.sel(seed=1).received_by_segment), "negative control"
+        xr.testing.assert_equal(
+            made.sel(seed=seed).received_by_segment.drop_vars("seed"), part.received_by_segment
+        )
+    assert not made.sel(seed=0).received_by_segment.equals(made.sel(seed=1).received_by_segment), (
+        "negative control"
+    )
 
 
 def test_tables_of_several_seeds_are_one_family(runs):
     tables = [run.compare("slash") for run in runs.values()]
     made = ma.adjust(tables)
     np.testing.assert_allclose(
-        made.q_beyond, stats.false_discovery_control(np.concatenate([table.p_beyond for table in tables]))
+        made.q_beyond,
+        stats.false_discovery_control(np.concatenate([table.p_beyond for table in tables])),
     )
     assert made.groupby("table").size().tolist() == [32, 32, 32]
 
 
 def test_an_interval_over_prompts_says_nothing_about_another_seed(runs):
     """The heads of the last layer change in each seed by another amount; an interval over seeds is of n = 3."""
-    tables = [run.compare("slash").query("layer == 3").reset_index(drop=True) for run in runs.values()]
+    tables = [
+        run.compare("slash").query("layer == 3").reset_index(drop=True) for run in runs.values()
+    ]
     one, other = tables[:2]
     missed = (other.beyond < one.beyond_low) | (other.beyond > one.beyond_high)
     assert missed.mean() > 0.5

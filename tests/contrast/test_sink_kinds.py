@@ -24,8 +24,14 @@ def result():
         attention.c_attn.bias.zero_()
         for head in range(3):
             known_heads._first_token(attention, head)
-        attention.c_attn.bias[2 * width] = math.log(60) * width**0.5  # looks at the first token, but not alone
-        for head, first in ((0, 1), (2, 0), (3, 0)):  # values tell positions; of head 0 the first has none
+        attention.c_attn.bias[2 * width] = (
+            math.log(60) * width**0.5
+        )  # looks at the first token, but not alone
+        for head, first in (
+            (0, 1),
+            (2, 0),
+            (3, 0),
+        ):  # values tell positions; of head 0 the first has none
             values = known_heads._matrix(attention, "v", head)
             for place in range(first, known_heads.POSITIONS):
                 values[positions + place, place] = 1.0
@@ -61,12 +67,17 @@ def test_the_value_ratio_is_that_of_the_strongest_key(result):
 
 
 def test_thresholds_decide(result):
-    swept = ma.analyses.sweep_sink_kinds(result, value_below=(0.3, 2.0), rank_below=(2.0, 1000.0)).set_index(
-        ["value_below", "rank_below"]
-    )
+    swept = ma.analyses.sweep_sink_kinds(
+        result, value_below=(0.3, 2.0), rank_below=(2.0, 1000.0)
+    ).set_index(["value_below", "rank_below"])
     assert swept.loc[(0.3, 2.0)].to_dict() == {"nop": 1, "broadcast": 1, "neither": 1, "no sink": 1}
     assert swept.loc[(2.0, 2.0)].to_dict() == {"nop": 3, "broadcast": 0, "neither": 0, "no sink": 1}
-    assert swept.loc[(0.3, 1000.0)].to_dict() == {"nop": 1, "broadcast": 2, "neither": 0, "no sink": 1}
+    assert swept.loc[(0.3, 1000.0)].to_dict() == {
+        "nop": 1,
+        "broadcast": 2,
+        "neither": 0,
+        "no sink": 1,
+    }
 
 
 def test_where_massive_activations_are_the_sinks(result):

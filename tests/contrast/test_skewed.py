@@ -11,7 +11,9 @@ def tables(kind, n, count=40):
         generator = np.random.default_rng([seed, n])
         d = generator.normal(size=(n, 24))
         if kind != "normal":
-            d = 0.3 * d + 9 * ((generator.random((n, 24)) < 0.1) - 0.1) * (np.arange(24) >= 3 * (kind == "mixed"))
+            d = 0.3 * d + 9 * ((generator.random((n, 24)) < 0.1) - 0.1) * (
+                np.arange(24) >= 3 * (kind == "mixed")
+            )
         if kind == "mixed":
             d[:, :3] += 0.4
         yield paired(d, resamples=499)

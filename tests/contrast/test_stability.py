@@ -20,7 +20,9 @@ def drawn(effects, n=24, seed=0, noise=1.0, own=None):
         values[:, 1 + i, 0] += effect
     result = made_up(values, ("baseline", *[f"c{i}" for i in range(len(effects))]))
     origin = result["sequences"].assign_coords(prompt=[str(i) for i in range(n)])
-    return ma.Result(dict(result.datasets) | {"sequences": origin}, result.provenance | {"conditions": {}})
+    return ma.Result(
+        dict(result.datasets) | {"sequences": origin}, result.provenance | {"conditions": {}}
+    )
 
 
 def ask(result, *args, **options):
@@ -71,7 +73,9 @@ def test_the_index_is_that_of_a_loop_over_sets(choose):
 
 
 def test_noise_shares_what_chance_gives_and_an_effect_far_more():
-    noise = [ask(drawn([np.zeros(HEADS)], seed=seed), top=10, splits=20).iloc[0] for seed in range(25)]
+    noise = [
+        ask(drawn([np.zeros(HEADS)], seed=seed), top=10, splits=20).iloc[0] for seed in range(25)
+    ]
     assert np.mean([row.jaccard for row in noise]) == pytest.approx(noise[0].by_chance, abs=0.015)
     effect = np.where(np.arange(HEADS) < 10, 3.0, 0.0)
     real = ask(drawn([effect]), top=10, splits=20).iloc[0]
@@ -79,15 +83,22 @@ def test_noise_shares_what_chance_gives_and_an_effect_far_more():
 
 
 def test_over_fillers():
-    one, other = np.where(np.arange(HEADS) < 10, 3.0, 0.0), np.where(np.arange(HEADS) >= 50, 3.0, 0.0)
+    one, other = (
+        np.where(np.arange(HEADS) < 10, 3.0, 0.0),
+        np.where(np.arange(HEADS) >= 50, 3.0, 0.0),
+    )
     result = drawn([one, one, other])
-    table = ask(result, top=10, over=["c0", "c1", "c2"], splits=15, seed=1).set_index(["condition", "other"])
+    table = ask(result, top=10, over=["c0", "c1", "c2"], splits=15, seed=1).set_index(
+        ["condition", "other"]
+    )
     assert list(table.index) == [
         ("c0", "c0"), ("c1", "c1"), ("c2", "c2"), ("c0", "c1"), ("c0", "c2"), ("c1", "c2"),
     ]  # fmt: skip
     assert table.loc[("c0", "c1")].jaccard > 0.9
     assert table.loc[("c0", "c2")].jaccard < 0.1
-    assert table.loc[("c0", "c1")].jaccard == pytest.approx(loop(result, "c0", "c1", top(10), 15, 1).mean())
+    assert table.loc[("c0", "c1")].jaccard == pytest.approx(
+        loop(result, "c0", "c1", top(10), 15, 1).mean()
+    )
     assert table.loc[("c0", "c1")].on_all > 0.8
     assert table.loc[("c0", "c2")].on_all == 0
     assert np.isnan(table.loc[("c0", "c0")].on_all)
@@ -98,9 +109,13 @@ def test_groups_are_halved_as_a_whole():
     result = drawn([np.zeros(HEADS)], n=48)
     values = result["analysis"].quantity.values
     values[:] = np.repeat(values[::6], 6, axis=0)
-    groups = result["sequences"].assign(group=("prompt", np.repeat([f"g{i}" for i in range(8)], 6).astype(object)))
+    groups = result["sequences"].assign(
+        group=("prompt", np.repeat([f"g{i}" for i in range(8)], 6).astype(object))
+    )
     grouped = ma.Result(dict(result.datasets) | {"sequences": groups}, result.provenance)
-    respected, ignored = (ask(grouped, top=10, splits=60, unit=unit).iloc[0] for unit in ("auto", "prompt"))
+    respected, ignored = (
+        ask(grouped, top=10, splits=60, unit=unit).iloc[0] for unit in ("auto", "prompt")
+    )
     assert respected.jaccard == pytest.approx(respected.by_chance, abs=0.06)
     assert ignored.jaccard > respected.jaccard + 0.08, "negative control"
 

@@ -23,17 +23,22 @@ def a_result(values, baseline, null, null_baseline, groups=None):
     data = xr.Dataset(
         {
             "received_by_segment": (dims, np.stack([baseline, values])[:, None]),
-            "received_by_segment_uniform": (dims[:-1], np.stack([null_baseline, null])[:, None, ..., 0]),
+            "received_by_segment_uniform": (
+                dims[:-1],
+                np.stack([null_baseline, null])[:, None, ..., 0],
+            ),
         },
         coords,
     )
     sequences = xr.Dataset(
-        {"origin": (("prompt", "condition", "pos"), np.zeros((len(values), 2, 2)))}, {"condition": names}
+        {"origin": (("prompt", "condition", "pos"), np.zeros((len(values), 2, 2)))},
+        {"condition": names},
     )
     if groups is not None:
         sequences["group"] = ("prompt", groups)
     return Result(
-        {"received_attention": data, "sequences": sequences}, {"model": {"name": "m"}, "prompts": {"hash": "a"}}
+        {"received_attention": data, "sequences": sequences},
+        {"model": {"name": "m"}, "prompts": {"hash": "a"}},
     )
 
 
@@ -54,7 +59,9 @@ def test_a_known_effect_is_found_and_nothing_else():
     assert verdict.beyond[:, :4].all()
     assert (verdict.beyond[:, 4:] | verdict.above[:, 4:]).sum() <= 2
     assert verdict.n == 64
-    np.testing.assert_array_equal((verdict.beyond | verdict.above).reshape(-1), table.q_beyond < 0.05)
+    np.testing.assert_array_equal(
+        (verdict.beyond | verdict.above).reshape(-1), table.q_beyond < 0.05
+    )
 
 
 def test_a_drop_by_definition_alone_is_not_beyond_the_null():
@@ -67,7 +74,10 @@ def test_heads_that_fall_as_the_null_does_are_the_same_within_a_margin():
     """Half of the heads fall further by 0.2 in logs, the others as uniform attention does, with an error of 0.0125."""
     result = simulated(-0.2)
     for margin, same in ((0.08, [False] * 4 + [True] * 4), (0.4, [True] * 8), (0.001, [False] * 8)):
-        verdict, table = result.verdict("other", margin=margin), result.compare("other", margin=margin)
+        verdict, table = (
+            result.verdict("other", margin=margin),
+            result.compare("other", margin=margin),
+        )
         assert (verdict.same == same).all()
         np.testing.assert_array_equal(verdict.same.reshape(-1), table.q_same < 0.05)
     assert result.verdict("other").same is None
@@ -91,11 +101,17 @@ def test_relative_changes_and_verdicts_are_of_groups():
     made = a_result(values, baseline, ones, ones, [str(group) for group in of]).verdict("other")
     assert (made.n, made.unit) == (8, "groups (8 of 24 prompts)")
     ratio = np.log(values.mean((1, 2)) / baseline.mean((1, 2)))
-    groups = np.array([np.mean([ratio[i] for i in range(24) if of[i] == group]) for group in range(8)])
+    groups = np.array(
+        [np.mean([ratio[i] for i in range(24) if of[i] == group]) for group in range(8)]
+    )
     np.testing.assert_allclose(made.change, np.expm1(np.array(t_interval(groups))))
-    np.testing.assert_allclose(relative_change(values.mean((1, 2)), baseline.mean((1, 2)), units), made.change)
+    np.testing.assert_allclose(
+        relative_change(values.mean((1, 2)), baseline.mean((1, 2)), units), made.change
+    )
     each = np.log(values / baseline)
     by_hand = paired(np.stack([each[of == group].mean(0) for group in range(8)]))
     np.testing.assert_array_equal(made.beyond, (by_hand.q < 0.05) & (by_hand.difference < 0))
     alone = a_result(values, baseline, ones, ones).verdict("other")
-    assert float(alone.change.high - alone.change.low) < 0.8 * float(made.change.high - made.change.low)
+    assert float(alone.change.high - alone.change.low) < 0.8 * float(
+        made.change.high - made.change.low
+    )

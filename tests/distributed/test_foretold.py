@@ -15,7 +15,14 @@ CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}
 
 @pytest.fixture(scope="module")
 def job(prompts):
-    return ma.Job("toy:llama", prompts[:5], CONDITIONS, options=ma.RunOptions(layers=[0]), chunk=2, verify=False)
+    return ma.Job(
+        "toy:llama",
+        prompts[:5],
+        CONDITIONS,
+        options=ma.RunOptions(layers=[0]),
+        chunk=2,
+        verify=False,
+    )
 
 
 @pytest.mark.parametrize("positions", ["moments", "prompts"])
@@ -27,10 +34,21 @@ def test_the_bytes_are_about_those_of_the_result(toy, prompts, positions, insert
         "masked": ma.MeaninglessTokens(count=40).masked(),
         "text": ma.conditions.Text("/ " * 40),
     }
-    conditions, analyses = {"c": every[inserted]}, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
+    conditions, analyses = (
+        {"c": every[inserted]},
+        [ma.ReceivedAttention(), ma.analyses.AttentionFocus()],
+    )
     result = ma.run(toy, prompts[:5], conditions, analyses, layers=[1], positions=positions)
-    real = sum(v.nbytes for d in result.datasets.values() for v in d.variables.values() if in_regions(v))
-    job = ma.Job("toy:llama", prompts[:5], conditions, analyses, options=ma.RunOptions(layers=[1], positions=positions))
+    real = sum(
+        v.nbytes for d in result.datasets.values() for v in d.variables.values() if in_regions(v)
+    )
+    job = ma.Job(
+        "toy:llama",
+        prompts[:5],
+        conditions,
+        analyses,
+        options=ma.RunOptions(layers=[1], positions=positions),
+    )
     assert 0.6 < foretold(job) / real < 1.7
     assert foretold(replace(job, options=replace(job.options, layers=None))) > 3 * foretold(
         job

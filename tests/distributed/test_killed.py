@@ -20,6 +20,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_numbers():
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
     assert lines[-1] == f"{trials} of {trials}"
-    assert sum("ended before" not in line.split(" and ")[0] for line in lines[1 : trials + 1]) == trials, (
-        "each was killed at least once"
-    )
+    assert (
+        sum("ended before" not in line.split(" and ")[0] for line in lines[1 : trials + 1])
+        == trials
+    ), "each was killed at least once"

@@ -35,7 +35,15 @@ def cluster():
 @pytest.fixture(scope="module")
 def job(prompts):
     conditions = {"slash": ma.MeaninglessTokens(count=5)}
-    return ma.Job("toy:llama", prompts, conditions, options=ma.RunOptions(seed=3), chunk=2, verify=False, threads=1)
+    return ma.Job(
+        "toy:llama",
+        prompts,
+        conditions,
+        options=ma.RunOptions(seed=3),
+        chunk=2,
+        verify=False,
+        threads=1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +69,11 @@ def workers():
     """The processes of this cluster's actors, those first that compute a chunk; Ray names them after what they do."""
     found = processes()
     ours = {pid for pid, (parent, _) in found.items() if parent == os.getpid()}
-    named = [(words, pid) for pid, (parent, words) in found.items() if parent in ours and "ray::_Actor" in words]
+    named = [
+        (words, pid)
+        for pid, (parent, words) in found.items()
+        if parent in ours and "ray::_Actor" in words
+    ]
     return [pid for _, pid in sorted(named, reverse=True)]
 
 
@@ -106,12 +118,16 @@ def objects(place, chunks):
 
 
 @pytest.mark.slow
-def test_a_cluster_and_two_jobs_of_an_array_write_at_the_same_time(cluster, job, local, tmp_path, monkeypatch):
+def test_a_cluster_and_two_jobs_of_an_array_write_at_the_same_time(
+    cluster, job, local, tmp_path, monkeypatch
+):
     """Of each prompt all of them write the same bytes; moments are merged in another order by a manifest."""
     monkeypatch.setattr("mechattn.store.reading.SHARE", 2**60)
     large, count = job, len(job.chunks)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        shards = [pool.submit(a_shard, large, tmp_path / "s.zarr", f"{number}/2") for number in (1, 2)]
+        shards = [
+            pool.submit(a_shard, large, tmp_path / "s.zarr", f"{number}/2") for number in (1, 2)
+        ]
         made = ma.run_job(large, tmp_path / "r.zarr", executor="ray", workers=2)
         for shard in shards:
             shard.result()
@@ -144,11 +160,17 @@ def test_a_worker_that_always_dies_is_given_up_with_a_sentence(cluster, job, tmp
 def test_a_refusal_of_a_worker_is_the_refusal_of_the_run(cluster, job, tmp_path):
     long = replace(job, prompts=[*job.prompts, ma.Prompt("word " * 1200, id="long")])
     with pytest.raises(PromptTooLong, match=r"prompt long .*toy:llama takes 1,024"):
-        ma.run_job(long, tmp_path / "r.zarr", executor="ray", workers=8)  # more than there is room for
-    assert not list((tmp_path / "r.zarr.parts").glob("*.zip")), "found before the first chunk was measured"
+        ma.run_job(
+            long, tmp_path / "r.zarr", executor="ray", workers=8
+        )  # more than there is room for
+    assert not list((tmp_path / "r.zarr.parts").glob("*.zip")), (
+        "found before the first chunk was measured"
+    )
 
 
 def test_without_ray_and_without_a_cluster(job, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(OptionError, match=r'executor="ray" needs Ray: pip install "mechattn\[ray\]"'):
+    with pytest.raises(
+        OptionError, match=r'executor="ray" needs Ray: pip install "mechattn\[ray\]"'
+    ):
         ma.run_job(job, tmp_path / "r.zarr", executor="ray")

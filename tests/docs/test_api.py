@@ -15,14 +15,18 @@ def listed() -> list[str]:
     pages = [path.read_text(encoding="utf-8") for path in sorted(API.glob("*.md"))]
     assert [page.count("<!-- figures -->") for page in pages].count(1) == 1
     figures = [f"{one.draw.__module__}.{name}" for name, one in FIGURES.items()]
-    return figures + [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    return figures + [
+        name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    ]
 
 
 def public() -> list[str]:
     """Where each public name is defined."""
     things = [getattr(ma, name) for name in ma.__all__]
     spaces = [space for space in things if inspect.ismodule(space)]
-    things += [thing for space in spaces for name, thing in vars(space).items() if not name.startswith("_")]
+    things += [
+        thing for space in spaces for name, thing in vars(space).items() if not name.startswith("_")
+    ]
     found = [thing for thing in things if inspect.isfunction(thing) or inspect.isclass(thing)]
     return sorted({f"{thing.__module__}.{thing.__name__}" for thing in found})
 

@@ -9,7 +9,14 @@ import pytest
 
 from mechattn.commands.run_config import FIGURES, read_config
 from mechattn.jobs.from_config import ANALYSES, CONDITIONS, INTERVENTIONS
-from mechattn.toml_sections import Condition, Config, EvaluationSection, Output, Prompts, ServerSection
+from mechattn.toml_sections import (
+    Condition,
+    Config,
+    EvaluationSection,
+    Output,
+    Prompts,
+    ServerSection,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api" / "config.md").read_text(encoding="utf-8")
 SECTIONS = {
@@ -26,7 +33,9 @@ def rows(title, first="key"):
     """The rows of the table whose first heading says ``first``, in the part with this title."""
     part = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     table = part.partition(f"| {first} |")[2].partition("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
+    return [
+        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]
+    ]
 
 
 @pytest.mark.parametrize("title", SECTIONS)
@@ -34,7 +43,13 @@ def test_the_keys_of_a_section(title):
     found = {}
     for keys, *rest in rows(title):
         named = re.findall(r"`(\w+)`", keys)
-        found |= dict(zip(named, rest[0].split(", ") if len(named) == 2 else [rest[0]] * len(named), strict=True))
+        found |= dict(
+            zip(
+                named,
+                rest[0].split(", ") if len(named) == 2 else [rest[0]] * len(named),
+                strict=True,
+            )
+        )
     known = SECTIONS[title].model_fields
     assert set(found) == set(known)
     for name, field in known.items():
@@ -42,7 +57,9 @@ def test_the_keys_of_a_section(title):
             assert found[name] in ("required", "below")
         elif isinstance(field.default, (str, int, float)):
             assert found[name] == (
-                f'"{field.default}"' if isinstance(field.default, str) else str(field.default).lower()
+                f'"{field.default}"'
+                if isinstance(field.default, str)
+                else str(field.default).lower()
             )
 
 
@@ -66,7 +83,11 @@ def test_the_options_of_a_kind(title, what, known):
 def options(kind):
     """What a config can give: no tensors, and interventions as a section."""
     if inspect.isclass(kind):
-        return [field.name for field in fields(kind) if field.repr and field.name not in ("means", "intervention")]
+        return [
+            field.name
+            for field in fields(kind)
+            if field.repr and field.name not in ("means", "intervention")
+        ]
     return list(inspect.signature(kind).parameters)[1:]
 
 

@@ -20,7 +20,9 @@ def examples(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if examples(p)], ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if examples(p)], ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
 def test_examples_run(page, toy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plotly.io, "show", lambda *args, **kwargs: None)
@@ -47,12 +49,16 @@ def test_a_gotcha_has_all_its_parts_and_names_tests_that_exist(page):
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert named
     for file, test in named:
-        assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), (file, test)
+        assert re.search(
+            rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE
+        ), (file, test)
 
 
 def test_every_page_is_in_the_navigation():
     listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    written = [p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*") if p.suffix in (".md", ".py")]
+    written = [
+        p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*") if p.suffix in (".md", ".py")
+    ]
     pages = [p for p in written if not p.startswith(("hooks/", "assets/"))]
     assert len(pages) > 50
     assert not [page for page in pages if page not in listed]
@@ -61,7 +67,11 @@ def test_every_page_is_in_the_navigation():
 @pytest.mark.parametrize("back", [0, 1, 3])
 def test_the_analysis_of_the_how_to_survives_a_change(back, toy, prompts):
     """Its example with another option, against whole patterns; blocks of queries begin in the middle too."""
-    (block,) = [block for block in examples(DOCS / "how-to" / "write-an-analysis.md") if "class KeyBack" in block]
+    (block,) = [
+        block
+        for block in examples(DOCS / "how-to" / "write-an-analysis.md")
+        if "class KeyBack" in block
+    ]
     names = {"ma": ma, "model": toy, "prompts": prompts, "slash": ma.MeaninglessTokens()}
     exec(block, names)
     prompt = prompts[0]

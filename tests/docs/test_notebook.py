@@ -64,10 +64,14 @@ def test_nothing_is_installed_where_mechattn_is(run):
 @pytest.mark.slow
 def test_the_cells_show_what_they_promise(run):
     kinds = {
-        name: set().union(*(output.get("data", {}) for output in cell.get("outputs", []))) for name, cell in run.items()
+        name: set().union(*(output.get("data", {}) for output in cell.get("outputs", [])))
+        for name, cell in run.items()
     }
     assert "application/vnd.plotly.v1+json" in kinds["received"]
-    assert all("text/html" in kinds[name] for name in ("model", "slash", "run", "heads", "matched", "pattern"))
+    assert all(
+        "text/html" in kinds[name]
+        for name in ("model", "slash", "run", "heads", "matched", "pattern")
+    )
     verdicts = "".join(output.text for output in run["verdict"].outputs).splitlines()
     assert len(verdicts) == 2
     assert all("under uniform attention" in line for line in verdicts)

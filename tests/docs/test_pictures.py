@@ -38,7 +38,9 @@ def test_a_page_shows_it_with_words(name):
     shown = [
         found[1]
         for page in DOCS.rglob("*.md")
-        for found in re.finditer(rf"!\[([^\]]+)\]\(../images/concepts/{name}\.svg\)<br>\*.+\*", page.read_text("utf-8"))
+        for found in re.finditer(
+            rf"!\[([^\]]+)\]\(../images/concepts/{name}\.svg\)<br>\*.+\*", page.read_text("utf-8")
+        )
     ]
     assert len(shown) == 1
     assert len(shown[0]) > 20
@@ -46,15 +48,27 @@ def test_a_page_shows_it_with_words(name):
 
 def test_a_changed_example_changes_the_pictures(monkeypatch):  # negative control
     before = {name: made().svg() for name, made in pictures.PICTURES.items()}
-    monkeypatch.setattr(pictures, "SCORES", [[0.0], [0.2, 0.0], [0.4, 0.9, 0.0], [0.0, 0.4, 1.6, 0.0]])
+    monkeypatch.setattr(
+        pictures, "SCORES", [[0.0], [0.2, 0.0], [0.4, 0.9, 0.0], [0.0, 0.4, 1.6, 0.0]]
+    )
     changed = {name for name, made in pictures.PICTURES.items() if made().svg() != before[name]}
-    assert changed == {"received-attention", "affine-shift", "segment-flow", "attention-focus", "attention-sinks"}
+    assert changed == {
+        "received-attention",
+        "affine-shift",
+        "segment-flow",
+        "attention-focus",
+        "attention-sinks",
+    }
 
 
 def test_received_attention_is_that_of_mechattn():
     below = square(pictures.pattern()).tril(-1).sum(0)[None, None]
-    there = received_attention(below, torch.tensor([[3.0, 2.0, 1.0, 0.0]], dtype=torch.float64))[0, 0]
-    drawn = torch.tensor(pictures.received(pictures.pattern(), include_self=False), dtype=torch.float64)
+    there = received_attention(below, torch.tensor([[3.0, 2.0, 1.0, 0.0]], dtype=torch.float64))[
+        0, 0
+    ]
+    drawn = torch.tensor(
+        pictures.received(pictures.pattern(), include_self=False), dtype=torch.float64
+    )
     torch.testing.assert_close(drawn, there, equal_nan=True)
 
 
@@ -68,7 +82,11 @@ def test_focus_is_that_of_mechattn():
 def test_the_affine_form_is_exact_in_the_example():
     """λ times attention without the insertion is attention with it, as the scores of the original keys are the same."""
     for row, with_tokens, scale, more in zip(
-        pictures.pattern(), pictures.inserted_pattern(), pictures.scales(), pictures.TO_INSERTED, strict=True
+        pictures.pattern(),
+        pictures.inserted_pattern(),
+        pictures.scales(),
+        pictures.TO_INSERTED,
+        strict=True,
     ):
         kept = with_tokens[: pictures.PLACE] + with_tokens[pictures.PLACE + len(more) :]
         assert kept == pytest.approx([scale * p for p in row])
@@ -77,7 +95,10 @@ def test_the_affine_form_is_exact_in_the_example():
 
 
 def test_the_update_is_that_of_mechattn():
-    stream, update = (torch.tensor([vector], dtype=torch.float64) for vector in (pictures.RESIDUAL, pictures.UPDATE))
+    stream, update = (
+        torch.tensor([vector], dtype=torch.float64)
+        for vector in (pictures.RESIDUAL, pictures.UPDATE)
+    )
     there = orientation((stream * update).sum(-1), update.norm(dim=-1), stream.norm(dim=-1))
     assert pictures.update()["orientation"] == pytest.approx(float(there))
     assert pictures.update()["magnitude"] == pytest.approx(float(update.norm() / stream.norm()))

@@ -53,7 +53,11 @@ def broken(site: Path) -> tuple[list[str], set[str]]:
             target = target / "index.html" if target.is_dir() else target
             if not target.is_file():
                 faults.append(f"{path.relative_to(site)}: {link}")
-            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids:
+            elif (
+                parts.fragment
+                and target in pages
+                and unquote(parts.fragment) not in pages[target].ids
+            ):
                 faults.append(f"{path.relative_to(site)}: {link} (no such anchor)")
     return faults, external
 
@@ -66,8 +70,12 @@ def test_every_link_leads_somewhere(site):
 
 
 def test_a_link_to_nowhere_is_found(tmp_path):
-    (tmp_path / "index.html").write_text('<h2 id="here">x</h2><a href="other.html#there">a</a><a href="#here">b</a>')
-    (tmp_path / "other.html").write_text('<a href="gone.html">c</a><img src="gone.png"><a href="index.html#here">d</a>')
+    (tmp_path / "index.html").write_text(
+        '<h2 id="here">x</h2><a href="other.html#there">a</a><a href="#here">b</a>'
+    )
+    (tmp_path / "other.html").write_text(
+        '<a href="gone.html">c</a><img src="gone.png"><a href="index.html#here">d</a>'
+    )
     assert broken(tmp_path)[0] == [
         "index.html: other.html#there (no such anchor)",
         "other.html: gone.html",
@@ -77,7 +85,11 @@ def test_a_link_to_nowhere_is_found(tmp_path):
 
 def test_nothing_is_loaded_from_elsewhere(site):
     for path in site.rglob("*.html"):
-        elsewhere = [url for url in Page(path.read_text(encoding="utf-8")).loads if re.match(r"(https?:)?//", url)]
+        elsewhere = [
+            url
+            for url in Page(path.read_text(encoding="utf-8")).loads
+            if re.match(r"(https?:)?//", url)
+        ]
         assert not elsewhere, (path, elsewhere)
     for path in [*site.rglob("*.css"), *(site / "assets" / "javascripts").rglob("*.js")]:
         text = path.read_text(encoding="utf-8")
@@ -87,7 +99,9 @@ def test_nothing_is_loaded_from_elsewhere(site):
 
 def test_no_page_names_a_place_of_the_machine_that_built_it(site):
     for path in site.rglob("*.html"):
-        assert not re.search(r"/tmp/|/home/\w|/root/|ipykernel_", path.read_text(encoding="utf-8")), path
+        assert not re.search(
+            r"/tmp/|/home/\w|/root/|ipykernel_", path.read_text(encoding="utf-8")
+        ), path
 
 
 def test_pages_are_small(site):
@@ -105,7 +119,9 @@ def opened(browser, site):
     page = context.new_page()
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
+    )
 
     def open_page(name):
         page.goto((site / name).as_uri())
@@ -127,7 +143,11 @@ def test_home(opened):
 
 @pytest.mark.parametrize(
     ("name", "formulas"),
-    [("concepts/affine-shift", 10), ("concepts/attention-focus", 8), ("concepts/interventions", 10)],
+    [
+        ("concepts/affine-shift", 10),
+        ("concepts/attention-focus", 8),
+        ("concepts/interventions", 10),
+    ],
 )
 def test_formulas_are_set(opened, name, formulas):
     page = opened(f"{name}.html")
@@ -136,13 +156,22 @@ def test_formulas_are_set(opened, name, formulas):
     shown = page.locator("article").inner_text()
     assert "\\(" not in shown
     assert "$" not in shown
-    fonts = page.evaluate("[...document.fonts].filter(font => font.status == 'loaded').map(font => font.family)")
+    fonts = page.evaluate(
+        "[...document.fonts].filter(font => font.status == 'loaded').map(font => font.family)"
+    )
     assert any("KaTeX" in font for font in fonts), fonts
 
 
 @pytest.mark.parametrize(
     ("name", "figures"),
-    [("redistribution", 2), ("controls", 1), ("arm", 2), ("focus", 3), ("your-model", 0), ("cluster", 0)],
+    [
+        ("redistribution", 2),
+        ("controls", 1),
+        ("arm", 2),
+        ("focus", 3),
+        ("your-model", 0),
+        ("cluster", 0),
+    ],
 )
 def test_a_tutorial_was_run_and_drew_its_figures(opened, name, figures):
     page = opened(f"tutorials/{name}.html")
@@ -151,19 +180,25 @@ def test_a_tutorial_was_run_and_drew_its_figures(opened, name, figures):
     assert page.locator(".jp-OutputArea-output pre").count() > 0
     assert "What it says" in page.locator("article").inner_text()
     assert page.locator(".katex-error").count() == 0
-    assert page.locator('[data-mime-type="application/vnd.jupyter.stderr"]').count() == 0  # no warning, no traceback
+    assert (
+        page.locator('[data-mime-type="application/vnd.jupyter.stderr"]').count() == 0
+    )  # no warning, no traceback
 
 
 def test_the_gallery_draws_every_figure(opened):
     page = opened("gallery.html")
-    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 29", timeout=60_000)
+    page.wait_for_function(
+        "document.querySelectorAll('.js-plotly-plot .main-svg').length >= 29", timeout=60_000
+    )
     assert page.locator(".js-plotly-plot").count() == 29
     assert page.locator("iframe").count() == 9
     assert page.locator('[data-mime-type="application/vnd.jupyter.stderr"]').count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 1300
 
 
-@pytest.mark.parametrize(("scheme", "ink"), [("light", "rgb(51, 58, 68)"), ("dark", "rgb(217, 220, 227)")])
+@pytest.mark.parametrize(
+    ("scheme", "ink"), [("light", "rgb(51, 58, 68)"), ("dark", "rgb(217, 220, 227)")]
+)
 def test_a_picture_has_ink_that_can_be_seen(browser, site, scheme, ink):
     """As the file is opened; on a page the scheme of the page decides (assets/site.css)."""
     context = browser.new_context(offline=True, color_scheme=scheme)
@@ -190,17 +225,38 @@ def test_the_api_has_signatures(opened):
 
 def headings(path: Path) -> list[tuple[str, str]]:
     """The entries of a page's table of contents: anchor and label."""
-    nav = re.search(r'md-nav--secondary.*?(?=<div class="md-content")', path.read_text(encoding="utf-8"), re.DOTALL)
-    found = re.findall(r'href="#([^"]*)" class="md-nav__link">\s*<span[^>]*>(.*?)</span>', nav[0], re.DOTALL)
+    nav = re.search(
+        r'md-nav--secondary.*?(?=<div class="md-content")',
+        path.read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
+    found = re.findall(
+        r'href="#([^"]*)" class="md-nav__link">\s*<span[^>]*>(.*?)</span>', nav[0], re.DOTALL
+    )
     return [(anchor, re.sub(r"<.*?>|&nbsp;|\s+", "", label)) for anchor, label in found]
 
 
 def test_the_api_is_headed_by_names_that_users_type(site):
     import mechattn as ma
 
-    plumbing = {"name", "options", "quantities", "problem", "start", "add", "values", "check", "acting"}
-    labels = {path.stem: [label for _, label in headings(path)] for path in sorted((site / "api").glob("*.html"))}
-    assert not {page: plumbing & set(shown) for page, shown in labels.items() if plumbing & set(shown)}
+    plumbing = {
+        "name",
+        "options",
+        "quantities",
+        "problem",
+        "start",
+        "add",
+        "values",
+        "check",
+        "acting",
+    }
+    labels = {
+        path.stem: [label for _, label in headings(path)]
+        for path in sorted((site / "api").glob("*.html"))
+    }
+    assert not {
+        page: plumbing & set(shown) for page, shown in labels.items() if plumbing & set(shown)
+    }
     shown = {label for page in labels.values() for label in page}
     assert {f"ma.{name}" for name in ma.__all__ if not inspect.ismodule(getattr(ma, name))} <= shown
     assert {"ma.analyses.HeadUpdates", "ma.interventions.ARM", "ma.render.changes"} <= shown
@@ -222,9 +278,17 @@ def test_search_works_without_a_server(opened):
 
 
 def test_a_phone_scrolls_down_only(browser, site):
-    context = browser.new_context(offline=True, viewport={"width": 390, "height": 800}, color_scheme="dark")
+    context = browser.new_context(
+        offline=True, viewport={"width": 390, "height": 800}, color_scheme="dark"
+    )
     page = context.new_page()
-    for name in ("index.html", "concepts/affine-shift.html", "tutorials/arm.html", "families.html", "comparison.html"):
+    for name in (
+        "index.html",
+        "concepts/affine-shift.html",
+        "tutorials/arm.html",
+        "families.html",
+        "comparison.html",
+    ):
         page.goto((site / name).as_uri())
         page.wait_for_timeout(800)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, name

@@ -29,7 +29,14 @@ TWICE = re.compile(r"\b(?!pos\b)([a-z]+)[ \n]\1\b(?!-)")  # "pos pos" is a shape
 def prose(text: str) -> str:
     """Without code, formulas, targets of links, and marks of comments; the lines stay as many as they are."""
     blank = lambda found: re.sub(r"[^\n]+", "…", found[0])  # noqa: E731
-    for code in (r"(?s)^ *```.*?^ *```", r"(?s)\$\$.*?\$\$", r"``[^`]+``", r"`[^`]+`", r"\$[^$\n]+\$", r"\]\([^)]*\)"):
+    for code in (
+        r"(?s)^ *```.*?^ *```",
+        r"(?s)\$\$.*?\$\$",
+        r"``[^`]+``",
+        r"`[^`]+`",
+        r"\$[^$\n]+\$",
+        r"\]\([^)]*\)",
+    ):
         text = re.sub(code, blank, text, flags=re.MULTILINE)
     return text
 
@@ -38,11 +45,18 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
     """The words of a file, with the line that they start at."""
     content = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
-        yield from ((1, "".join(c["source"])) for c in json.loads(content)["cells"] if c["cell_type"] == "markdown")
+        yield from (
+            (1, "".join(c["source"]))
+            for c in json.loads(content)["cells"]
+            if c["cell_type"] == "markdown"
+        )
     elif path.suffix == ".md":
         yield 1, content
     elif "docs" in path.relative_to(ROOT).parts:
-        yield 1, "\n".join(line[2:] if line.startswith("# ") else "" for line in content.split("\n"))
+        yield (
+            1,
+            "\n".join(line[2:] if line.startswith("# ") else "" for line in content.split("\n")),
+        )
     else:
         for node in ast.walk(ast.parse(content)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
@@ -69,7 +83,9 @@ def files() -> list[Path]:
 def test_what_is_not_written(searched):
     assert len(files()) > 250
     every = [one for path in files() for one in found(searched, path)]
-    assert not every, "\n".join([f"{len(every)} places; docs/words.txt says what to write instead:", *every])
+    assert not every, "\n".join(
+        [f"{len(every)} places; docs/words.txt says what to write instead:", *every]
+    )
 
 
 def test_each_phrase_is_noticed(tmp_path, monkeypatch):
@@ -77,14 +93,20 @@ def test_each_phrase_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     page = tmp_path / "page.md"
     for phrase, _ in LISTED:
-        page.write_text("First line.\n" + phrase.replace("*", "").capitalize().replace(" ", "\n", 1) + ".\n")
+        page.write_text(
+            "First line.\n" + phrase.replace("*", "").capitalize().replace(" ", "\n", 1) + ".\n"
+        )
         assert [one.split(": ")[0] for one in found(PHRASES, page)] == ["page.md:2"], phrase
-        page.write_text(f"```python\n{phrase}\n```\n`{phrase}` x{phrase.replace('*', '')} [a](b {phrase} c)\n")
+        page.write_text(
+            f"```python\n{phrase}\n```\n`{phrase}` x{phrase.replace('*', '')} [a](b {phrase} c)\n"
+        )
         assert not found(PHRASES, page), phrase
     page.write_text("it is the\nthe same\n")
     assert found(TWICE, page) == ["page.md:1: the the"]
     module = tmp_path / "m.py"
-    module.write_text('"""Drawn anew, ``anew``."""\nanew = 1  # anew\nraise ValueError(f"{anew} is drawn anew")\n')
+    module.write_text(
+        '"""Drawn anew, ``anew``."""\nanew = 1  # anew\nraise ValueError(f"{anew} is drawn anew")\n'
+    )
     assert [one.split(":")[1] for one in found(PHRASES, module)] == ["1", "3"]
 
 

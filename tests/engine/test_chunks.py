@@ -36,7 +36,10 @@ def loaded_once(toy):
 @pytest.fixture(scope="module")
 def job(prompts):
     """Seven prompts in four chunks, of which the last is of one."""
-    conditions = {"slash": ma.MeaninglessTokens(count=5), "random": ma.conditions.RandomTokens(count=5)}
+    conditions = {
+        "slash": ma.MeaninglessTokens(count=5),
+        "random": ma.conditions.RandomTokens(count=5),
+    }
     return ma.Job(
         "toy:llama",
         prompts[:7],
@@ -110,7 +113,10 @@ def test_an_interrupt_after_the_last_chunk_says_how_to_resume(job, tmp_path, mon
 
     monkeypatch.setattr(ChunkStore, "finish", interrupted)
     every = len(job.chunks)
-    with pytest.raises(Interrupted, match=rf"{every} of {every} chunks are done and kept in .*; rerun the command to"):
+    with pytest.raises(
+        Interrupted,
+        match=rf"{every} of {every} chunks are done and kept in .*; rerun the command to",
+    ):
         ma.run_job(job, path)
     monkeypatch.undo()
     assert numbers(ma.run_job(job, path)) == numbers(ma.load_result(path))
@@ -139,13 +145,17 @@ def test_shards_in_any_order_are_the_whole(job, undisturbed, tmp_path):
                 assert abs(ours - theirs).max() < 1e-10
 
 
-def test_after_a_crash_and_after_ctrl_c_the_same_call_goes_on(job, undisturbed, tmp_path, monkeypatch):
+def test_after_a_crash_and_after_ctrl_c_the_same_call_goes_on(
+    job, undisturbed, tmp_path, monkeypatch
+):
     path = tmp_path / "r.zarr"
     stopped(job, path)
     assert not path.exists()
     computed = []
     part = Worker.part
-    monkeypatch.setattr(Worker, "part", lambda self, chunk: computed.append(chunk) or part(self, chunk))
+    monkeypatch.setattr(
+        Worker, "part", lambda self, chunk: computed.append(chunk) or part(self, chunk)
+    )
     error = stopped(job, path, 1, KeyboardInterrupt())
     assert str(error).startswith("stopped; 3 of 4 chunks are done and kept in ")
     assert "rerun the command to resume" in str(error)
@@ -167,10 +177,15 @@ def test_a_damaged_chunk_is_named_and_computed_again(job, undisturbed, tmp_path,
             )
         else:
             content[len(content) // 2] ^= 1
-            damaged[number].write_bytes({"flip": content, "cut": content[:-9], "empty": b""}[damage])
+            damaged[number].write_bytes(
+                {"flip": content, "cut": content[:-9], "empty": b""}[damage]
+            )
     assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
     said = capsys.readouterr().err
-    assert all(f"{part.name} is damaged (its checksum does not match); computing it again" in said for part in damaged)
+    assert all(
+        f"{part.name} is damaged (its checksum does not match); computing it again" in said
+        for part in damaged
+    )
 
 
 def test_what_a_killed_writer_leaves_is_swept_when_the_result_is_there(job, undisturbed, tmp_path):
@@ -204,14 +219,20 @@ def test_a_job_that_cannot_be_read_costs_no_chunk(job, undisturbed, tmp_path, mo
     about = parts_folder(path) / "job.json"
     content, before = about.read_text(), sorted(p.name for p in parts_folder(path).glob("*.zip"))
     assert len(before) == 3
-    for why, fresh in (("Stale file handle", True), ("it is missing", False), ("it is damaged", True)):
+    for why, fresh in (
+        ("Stale file handle", True),
+        ("it is missing", False),
+        ("it is damaged", True),
+    ):
         if why == "it is missing":
             about.unlink()
         elif why == "it is damaged":
             about.write_text(content[: len(content) // 2])
         else:
             spoiled(monkeypatch, "job.json", OSError(116, why))
-        with pytest.raises(OutputError, match=rf"job\.json cannot be read \({why}\).*Nothing was deleted"):
+        with pytest.raises(
+            OutputError, match=rf"job\.json cannot be read \({why}\).*Nothing was deleted"
+        ):
             ma.run_job(job, path, fresh=fresh)
         assert sorted(p.name for p in parts_folder(path).glob("*.zip")) == before
         monkeypatch.undo()
@@ -224,7 +245,10 @@ def test_a_chunk_that_cannot_be_read_is_not_thrown_away(job, undisturbed, tmp_pa
     stopped(job, path, 3)
     chunk = sorted(parts_folder(path).glob("*.zip"))[1]
     spoiled(monkeypatch, chunk.name, OSError(116, "Stale file handle"))
-    with pytest.raises(OutputError, match=rf"{chunk.name} cannot be read \(Stale file handle\); nothing was deleted"):
+    with pytest.raises(
+        OutputError,
+        match=rf"{chunk.name} cannot be read \(Stale file handle\); nothing was deleted",
+    ):
         ma.run_job(job, path)
     monkeypatch.undo()
     assert chunk.exists()
@@ -241,7 +265,9 @@ def test_begun_anew_when_that_is_asked(job, undisturbed, tmp_path, monkeypatch, 
     assert "2 chunks in " in capsys.readouterr().err
     computed = []
     part = Worker.part
-    monkeypatch.setattr(Worker, "part", lambda self, chunk: computed.append(chunk) or part(self, chunk))
+    monkeypatch.setattr(
+        Worker, "part", lambda self, chunk: computed.append(chunk) or part(self, chunk)
+    )
     ma.run_job(job, path, fresh=True)
     assert computed == [0, 1, 2, 3], "a finished result too is computed again"
 
@@ -249,14 +275,20 @@ def test_begun_anew_when_that_is_asked(job, undisturbed, tmp_path, monkeypatch, 
 def test_a_finished_run_called_again_is_done(job, undisturbed, tmp_path, monkeypatch, capsys):
     path = tmp_path / "r.zarr"
     ma.run_job(job, path)
-    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in [path, *path.rglob("*")] if p.is_file()}
+    before = {
+        p: (p.stat().st_mtime_ns, p.read_bytes()) for p in [path, *path.rglob("*")] if p.is_file()
+    }
     monkeypatch.setattr(Worker, "part", lambda self, chunk: pytest.fail("computed again"))
     again = ma.run_job(job, path)
     assert numbers(again) == numbers(undisturbed)
     assert "r.zarr already holds the result of this run" in capsys.readouterr().err
-    assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in [path, *path.rglob("*")] if p.is_file()}
+    assert before == {
+        p: (p.stat().st_mtime_ns, p.read_bytes()) for p in [path, *path.rglob("*")] if p.is_file()
+    }
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-    with pytest.raises(pytest.fail.Exception, match="computed again"):  # another job, and other chunks of this one
+    with pytest.raises(
+        pytest.fail.Exception, match="computed again"
+    ):  # another job, and other chunks of this one
         ma.run_job(replace(job, options=OTHER_SEED), path)
     path.rename(tmp_path / "r-1-of-2.zarr")
     with pytest.raises(pytest.fail.Exception, match="computed again"):
@@ -316,12 +348,18 @@ def test_the_chunks_stay_until_the_result_can_be_read(job, undisturbed, tmp_path
         ({"chunk": 3}, "chunk was 2 and is now 3"),
         ({"conditions": {"slash": ma.MeaninglessTokens(count=6)}}, "conditions was"),
         ({"analyses": [ma.ReceivedAttention(queries="all")]}, "analyses was None"),
-        ({"prompts": [ma.Prompt("Tom has 3 apples.")]}, "prompts was 7 with the hash .* and is now 1 with the hash"),
+        (
+            {"prompts": [ma.Prompt("Tom has 3 apples.")]},
+            "prompts was 7 with the hash .* and is now 1 with the hash",
+        ),
         ({"dtype": "bfloat16"}, "dtype was 'auto'"),
     ],
 )
 def test_parts_of_another_run_are_refused_by_name(job, begun, change, field):
-    with pytest.raises(OptionError, match=rf"keeps chunks of another run: {field}.*start again: mechattn run --fresh"):
+    with pytest.raises(
+        OptionError,
+        match=rf"keeps chunks of another run: {field}.*start again: mechattn run --fresh",
+    ):
         ma.run_job(replace(job, **change), begun)
     assert len(list(parts_folder(begun).glob("*.zip"))) == 1
 
@@ -362,7 +400,11 @@ def test_a_model_that_changes_between_runs_is_found(job, tmp_path, checkpoint, s
     name = next(n for n in sorted(weights) if "q_proj" in n)
     weights[name][0, 0] += 0.5
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    message = r"of another run: weights was " if seen else r"belong to another run\. .*model\.weights_hash is"
+    message = (
+        r"of another run: weights was "
+        if seen
+        else r"belong to another run\. .*model\.weights_hash is"
+    )
     with pytest.raises(OptionError, match=message):
         ma.run_job(replace(mine), path)
     assert len(list(parts_folder(path).glob("*.zip"))) == 1
@@ -371,7 +413,9 @@ def test_a_model_that_changes_between_runs_is_found(job, tmp_path, checkpoint, s
         weights[name][0, 0] += 0.5
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         monkeypatch.setattr(Worker, "part", lambda self, chunk: pytest.fail("computed again"))
-        with pytest.raises(pytest.fail.Exception, match="computed again"):  # a finished result is not taken for it
+        with pytest.raises(
+            pytest.fail.Exception, match="computed again"
+        ):  # a finished result is not taken for it
             ma.run_job(replace(mine), path)
 
 
@@ -381,7 +425,11 @@ def own_key(path, change=("", "")):
     import sys
 
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "write-an-analysis.md").read_text()
-    (code,) = [part.split("\nanalyses = ")[0] for part in page.split("```python\n") if "class KeyBack" in part]
+    (code,) = [
+        part.split("\nanalyses = ")[0]
+        for part in page.split("```python\n")
+        if "class KeyBack" in part
+    ]
     assert change[0] in code
     path.write_text(code.replace(*change) if change[0] else code)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -398,11 +446,15 @@ def test_a_class_of_ones_own_goes_on(job, tmp_path, monkeypatch):
     mine = replace(job, analyses=[first])
     stopped(mine, path)
     other = own_key(tmp_path / "three.py", (".sum(-1)", ".mean(-1)"))
-    with pytest.raises(OptionError, match=r"keeps chunks of another run: analyses was \[KeyBack\[source "):
+    with pytest.raises(
+        OptionError, match=r"keeps chunks of another run: analyses was \[KeyBack\[source "
+    ):
         ma.run_job(replace(job, analyses=[other]), path)
     computed = []
     part = Worker.part
-    monkeypatch.setattr(Worker, "part", lambda self, chunk: computed.append(chunk) or part(self, chunk))
+    monkeypatch.setattr(
+        Worker, "part", lambda self, chunk: computed.append(chunk) or part(self, chunk)
+    )
     made = ma.run_job(replace(job, analyses=[second]), path)
     assert computed == [2, 3]
     assert numbers(made) == numbers(ma.run_job(mine, tmp_path / "undisturbed.zarr"))
@@ -428,7 +480,9 @@ def test_a_condition_of_ones_own_goes_on(job, tmp_path):
         ma.run_job(replace(job, conditions={"own": Under(3)}), path)
     made = ma.run_job(replace(job, conditions={"own": Under(4)}), path)
     assert made.provenance["conditions"]["own"]["written"].startswith("Under[source ")
-    plain = ma.run_job(replace(job, conditions={"own": ma.MeaninglessTokens(count=4)}), tmp_path / "plain.zarr")
+    plain = ma.run_job(
+        replace(job, conditions={"own": ma.MeaninglessTokens(count=4)}), tmp_path / "plain.zarr"
+    )
     assert numbers(made) == numbers(plain)
 
 
@@ -437,7 +491,10 @@ def test_two_processes_on_one_result(job, tmp_path):
 
     path = tmp_path / "r.zarr"
     stopped(job, path, 1)
-    with FileLock(parts_folder(path) / "lock"), pytest.raises(OutputError, match="another process is computing this"):
+    with (
+        FileLock(parts_folder(path) / "lock"),
+        pytest.raises(OutputError, match="another process is computing this"),
+    ):
         ma.run_job(job, path)
     assert not path.exists()
 
@@ -456,7 +513,10 @@ def test_a_full_disk_keeps_what_is_done(job, undisturbed, tmp_path, monkeypatch)
         return write(self, content)
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OutputError, match=r"chunk 2 could not be kept in .*No space left on device.*free some space"):
+    with pytest.raises(
+        OutputError,
+        match=r"chunk 2 could not be kept in .*No space left on device.*free some space",
+    ):
         ma.run_job(job, path)
     monkeypatch.undo()
     assert len(list(parts_folder(path).glob("*.zip"))) == 2
@@ -496,7 +556,9 @@ def test_a_shard_that_is_none(shard):
 
 
 def test_a_shard_without_chunks(job, tmp_path):
-    with pytest.raises(OptionError, match=r"shard 5/5 has nothing to do: 7 prompts in chunks of 2 make 4 chunks"):
+    with pytest.raises(
+        OptionError, match=r"shard 5/5 has nothing to do: 7 prompts in chunks of 2 make 4 chunks"
+    ):
         ma.run_job(job, tmp_path / "r.zarr", shard="5/5")
 
 
@@ -513,12 +575,18 @@ def test_sequences_are_made_once_and_again_beyond_the_first_chunks(job, monkeypa
     from mechattn.engine.run import Plan
 
     made, sequences = [], Plan.sequences
-    monkeypatch.setattr(Plan, "sequences", lambda plan, prompts: made.append(prompts[0].id) or sequences(plan, prompts))
+    monkeypatch.setattr(
+        Plan,
+        "sequences",
+        lambda plan, prompts: made.append(prompts[0].id) or sequences(plan, prompts),
+    )
     chunks = range(len(job.chunks))
     parts = dict(Local().parts(job, chunks))
     assert len(made) == len(chunks)
     monkeypatch.setattr("mechattn.jobs.job._AHEAD", 1)
     again = dict(Local().parts(job, chunks))
     assert len(made) == len(chunks) + 2 * len(chunks) - 1
-    numbers = [[digest(unpacked(some[chunk]).datasets) for chunk in chunks] for some in (parts, again)]
+    numbers = [
+        [digest(unpacked(some[chunk]).datasets) for chunk in chunks] for some in (parts, again)
+    ]
     assert numbers[0] == numbers[1]

@@ -11,9 +11,17 @@ from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.verify.checks import check_fused
 
-PROMPTS = [ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", id="a"), ma.Prompt("Add 2 and 5.", id="b")]
+PROMPTS = [
+    ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", id="a"),
+    ma.Prompt("Add 2 and 5.", id="b"),
+]
 CONDITIONS = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSentence(9)}
-OPTIONS = [{}, {"queries": "question"}, {"queries": "all", "include_self": True}, {"skip_first": True}]
+OPTIONS = [
+    {},
+    {"queries": "question"},
+    {"queries": "all", "include_self": True},
+    {"skip_first": True},
+]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +41,9 @@ def test_every_toy_gives_the_numbers_of_the_row_kernel(name, options, shared):
     assert [result.provenance["engine"] for result in both] == ["fused", "streaming"]
     assert "fused kernel" in both[0].provenance["engine_reason"]
     for name, values in both[1]["received_attention"].data_vars.items():
-        np.testing.assert_allclose(both[0]["received_attention"][name], values, atol=2e-6, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            both[0]["received_attention"][name], values, atol=2e-6, rtol=1e-4, err_msg=name
+        )
 
 
 @pytest.mark.slow
@@ -52,13 +62,16 @@ def test_a_fault_of_the_kernel_is_noticed(fault, tokenizer, monkeypatch):
     model = ma.load_model(tiny_model(family, len(tokenizer), **settings), tokenizer=tokenizer)
     kernel = functional._kernel
     if fault == "k":
-        monkeypatch.setattr(functional, "_kernel", lambda q, k, v, scale: kernel(q, k.flip(1), v, scale))
+        monkeypatch.setattr(
+            functional, "_kernel", lambda q, k, v, scale: kernel(q, k.flip(1), v, scale)
+        )
     else:
         from dataclasses import replace
 
         fused = functional.fused_attention
         monkeypatch.setattr(
-            "mechattn.model.patch.streaming.fused_attention", lambda given: fused(replace(given, **{fault: None}))
+            "mechattn.model.patch.streaming.fused_attention",
+            lambda given: fused(replace(given, **{fault: None})),
         )
     assert check_fused(model).outcome == "limited"
     with pytest.raises(ModelError, match='choose engine="streaming" or "auto"'):
@@ -66,11 +79,20 @@ def test_a_fault_of_the_kernel_is_noticed(fault, tokenizer, monkeypatch):
 
 
 def test_what_needs_rows_is_refused_and_streamed_by_itself(toy):
-    with pytest.raises(OptionError, match="attention_focus needs rows, which a fused kernel does not give"):
-        ma.run(toy, PROMPTS, analyses=[ma.ReceivedAttention(), ma.analyses.AttentionFocus()], engine="fused")
+    with pytest.raises(
+        OptionError, match="attention_focus needs rows, which a fused kernel does not give"
+    ):
+        ma.run(
+            toy,
+            PROMPTS,
+            analyses=[ma.ReceivedAttention(), ma.analyses.AttentionFocus()],
+            engine="fused",
+        )
     result = ma.run(toy, PROMPTS)
     expected = "streaming" if not torch.cuda.is_available() else "fused"
-    assert result.provenance["engine"] == expected, "the default on a CPU, where two calls cost more than rows"
+    assert result.provenance["engine"] == expected, (
+        "the default on a CPU, where two calls cost more than rows"
+    )
 
 
 def test_masked_tokens_come_in_rows(toy):
@@ -78,4 +100,6 @@ def test_masked_tokens_come_in_rows(toy):
     masked = {"masked": ma.MeaninglessTokens("/", 20).masked()}
     both = [ma.run(toy, PROMPTS, masked, engine=engine) for engine in ("fused", "streaming")]
     for name, values in both[1]["received_attention"].data_vars.items():
-        np.testing.assert_allclose(both[0]["received_attention"][name], values, atol=2e-6, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            both[0]["received_attention"][name], values, atol=2e-6, rtol=1e-4, err_msg=name
+        )

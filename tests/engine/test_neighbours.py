@@ -31,7 +31,15 @@ MECHANISMS = (
     "GPT-2",
     "GPT-J",
 )
-MECHANISMS += ("GPT-OSS", "OPT", "DeepSeek-V3 (latent attention)", "Mamba (no attention)", "XGLM", "AFMoE", "Gemma 4")
+MECHANISMS += (
+    "GPT-OSS",
+    "OPT",
+    "DeepSeek-V3 (latent attention)",
+    "Mamba (no attention)",
+    "XGLM",
+    "AFMoE",
+    "Gemma 4",
+)
 CLOSE = 5e-5  # of the largest value: float32, two layers, sums over 60 keys
 
 
@@ -47,7 +55,9 @@ def each(shared, tokenizer):
 
 def prompts_of(tokenizer, lengths=LENGTHS):
     generator = torch.Generator().manual_seed(3)
-    drawn = [torch.randint(5, len(tokenizer), (n - 1,), generator=generator).tolist() for n in lengths]
+    drawn = [
+        torch.randint(5, len(tokenizer), (n - 1,), generator=generator).tolist() for n in lengths
+    ]
     return [
         ma.Prompt(tokens=(tokenizer.bos_token_id, *row), id=str(i), solution="3", system="")
         for i, row in enumerate(drawn)
@@ -88,11 +98,17 @@ def of_each(result, prompts):
     for prompt in prompts:
         for name, dataset in result.datasets.items():
             for variable, values in dataset.data_vars.items():
-                if name == "sequences" or "prompt" not in values.dims or values.dtype.kind not in "fi":
+                if (
+                    name == "sequences"
+                    or "prompt" not in values.dims
+                    or values.dtype.kind not in "fi"
+                ):
                     continue
                 own = values.sel(prompt=prompt.id)
                 growing = [dim for dim in ("key", "original_key", "pos") if dim in own.dims]
-                found[prompt.id, name, variable] = own.isel({d: slice(len(prompt.tokens)) for d in growing}).values
+                found[prompt.id, name, variable] = own.isel(
+                    {d: slice(len(prompt.tokens)) for d in growing}
+                ).values
     return found
 
 
@@ -102,7 +118,10 @@ def differences(one, other):
     for where in one:
         a, b = (np.asarray(each[where], dtype=np.float64) for each in (one, other))
         assert (np.isnan(a) == np.isnan(b)).all(), where
-        yield where, float(np.nanmax(np.abs(a - b), initial=0) / max(np.nanmax(np.abs(a), initial=0), 1e-6))
+        yield (
+            where,
+            float(np.nanmax(np.abs(a - b), initial=0) / max(np.nanmax(np.abs(a), initial=0), 1e-6)),
+        )
 
 
 def run(model, prompts, analyses, engine, **options):
@@ -113,7 +132,9 @@ def run(model, prompts, analyses, engine, **options):
 def worst(model, prompts, analyses, engine, one_batch):
     one_batch.clear()
     alone = run(model, prompts, analyses, engine, memory="0.001MiB")
-    assert sorted(one_batch) == [[len(prompt.tokens)] for prompt in prompts], "each has to be in a batch of its own"
+    assert sorted(one_batch) == [[len(prompt.tokens)] for prompt in prompts], (
+        "each has to be in a batch of its own"
+    )
     one_batch.clear()
     together = run(model, prompts, analyses, engine)
     assert one_batch == [[len(prompt.tokens) for prompt in prompts]], "they have to be in one batch"
@@ -138,7 +159,12 @@ def read_anew(native, prompt):
     tokens, logprobs = list(prompt.tokens), []
     for _ in range(NEW):
         with torch.no_grad():
-            likely = native(torch.tensor([tokens]), use_cache=False).logits[0, -1].double().log_softmax(-1)
+            likely = (
+                native(torch.tensor([tokens]), use_cache=False)
+                .logits[0, -1]
+                .double()
+                .log_softmax(-1)
+            )
         tokens.append(int(likely.argmax()))
         logprobs.append(float(likely.max()))
     return tuple(tokens[-NEW:]), sum(logprobs) / NEW
@@ -169,7 +195,9 @@ def longrope(tokenizer):
 
 
 @pytest.mark.parametrize("engine", ["hooks", "streaming"])
-def test_the_law_would_notice_a_model_that_depends_on_its_batch(longrope, tokenizer, one_batch, monkeypatch, engine):
+def test_the_law_would_notice_a_model_that_depends_on_its_batch(
+    longrope, tokenizer, one_batch, monkeypatch, engine
+):
     monkeypatch.setattr(request_checks, "boundary_of", lambda model: None)
     prompts = prompts_of(tokenizer)
     _, difference = worst(longrope, prompts, [ma.ReceivedAttention()], engine, one_batch)

@@ -19,7 +19,12 @@ OPTIONS = {
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi": torch.tensor([0.5, 0.1, 0.02, 0.0])},
     "sinks": {"sinks": torch.tensor([0.0, 2.0, -1.0, 5.0])},
-    "all": {"window": 20, "softcap": 3.0, "alibi": torch.tensor([0.5, 0.1, 0.02, 0.0]), "sinks": torch.zeros(4)},
+    "all": {
+        "window": 20,
+        "softcap": 3.0,
+        "alibi": torch.tensor([0.5, 0.1, 0.02, 0.0]),
+        "sinks": torch.zeros(4),
+    },
 }
 
 
@@ -33,7 +38,9 @@ def tensors():
     return q, k, v, counted, segments | {"others": ~segments["some"]}
 
 
-def by_loops(q, k, v, counted, segments, scale=WIDTH**-0.5, window=None, softcap=None, alibi=None, sinks=None):
+def by_loops(
+    q, k, v, counted, segments, scale=WIDTH**-0.5, window=None, softcap=None, alibi=None, sinks=None
+):
     q, k, v = (tensor.double().numpy() for tensor in (q, k, v))
     shape = (BATCH, HEADS, LENGTH)
     made = {name: np.full(shape, np.nan) for name in ALL}
@@ -44,16 +51,24 @@ def by_loops(q, k, v, counted, segments, scale=WIDTH**-0.5, window=None, softcap
         for query in range(LENGTHS[row]):
             first = max(0, query + 1 - window) if window else 0
             seen = range(first, query + 1)
-            scores = [scale * float(q[row, head, query] @ k[row, head // (HEADS // KV), key]) for key in seen]
+            scores = [
+                scale * float(q[row, head, query] @ k[row, head // (HEADS // KV), key])
+                for key in seen
+            ]
             if softcap:
                 scores = [softcap * math.tanh(score / softcap) for score in scores]
             if alibi is not None:  # as it is written: the further, the less
-                scores = [score - float(alibi[head]) * (query - key) for score, key in zip(scores, seen, strict=True)]
+                scores = [
+                    score - float(alibi[head]) * (query - key)
+                    for score, key in zip(scores, seen, strict=True)
+                ]
             # A learned sink has a score of its own, which knows no distance.
             most = max(scores)
             sink = 0.0 if sinks is None else math.exp(sink_score(sinks, alibi, head, query) - most)
             total = sum(math.exp(score - most) for score in scores) + sink
-            row_of = {key: math.exp(score - most) / total for key, score in zip(seen, scores, strict=True)}
+            row_of = {
+                key: math.exp(score - most) / total for key, score in zip(seen, scores, strict=True)
+            }
             ordered = sorted(row_of.values(), reverse=True)
             half, kept = 0, 0.0
             while kept < 0.5 * sum(ordered) - 1e-6:
@@ -73,8 +88,12 @@ def by_loops(q, k, v, counted, segments, scale=WIDTH**-0.5, window=None, softcap
             for name, value in here.items():
                 made[name][row, head, query] = value
             for i, mask in enumerate(segments.values()):
-                made["mass"][row, head, query, i] = sum(p for key, p in row_of.items() if mask[row, key])
-            made["output"][row, head, query] = sum(p * v[row, head // (HEADS // KV), key] for key, p in row_of.items())
+                made["mass"][row, head, query, i] = sum(
+                    p for key, p in row_of.items() if mask[row, key]
+                )
+            made["output"][row, head, query] = sum(
+                p * v[row, head // (HEADS // KV), key] for key, p in row_of.items()
+            )
             if counted[row, query]:
                 for key in seen:
                     if key < query:
@@ -99,16 +118,22 @@ def test_every_statistic_by_loops(tensors, name):
     )  # fmt: skip
     assert list(got) == list(ALL)
     for statistic, value in got.items():
-        np.testing.assert_allclose(value.numpy(), expected[statistic], rtol=1e-5, atol=2e-6, err_msg=statistic)
+        np.testing.assert_allclose(
+            value.numpy(), expected[statistic], rtol=1e-5, atol=2e-6, err_msg=statistic
+        )
     precise = ma.measure(
         q.double(), k.double(), v.double(), lengths=LENGTHS, counted=counted, segments=segments, statistics=ALL,
         scores=ma.AttentionScores(**OPTIONS[name]),
     )  # fmt: skip
     for statistic, value in precise.items():
-        np.testing.assert_allclose(value.numpy(), expected[statistic], rtol=1e-6, atol=1e-9, err_msg=statistic)
+        np.testing.assert_allclose(
+            value.numpy(), expected[statistic], rtol=1e-6, atol=1e-9, err_msg=statistic
+        )
 
 
-@pytest.mark.parametrize("fault", ["kv heads swapped", "ALiBi doubled", "sink dropped", "window off by one"])
+@pytest.mark.parametrize(
+    "fault", ["kv heads swapped", "ALiBi doubled", "sink dropped", "window off by one"]
+)
 def test_the_loops_would_notice(tensors, fault):  # negative control
     q, k, v, counted, segments = tensors
     options = dict(OPTIONS["all"])
@@ -146,7 +171,9 @@ def test_it_is_what_run_measures(toy, prompts):
         suffix = "_per_prompt" if name == "received" else "_at_per_prompt"
         expected = result[of][name + suffix].isel(prompt=0, condition=0, layer=layer).values
         known = ~np.isnan(expected)
-        np.testing.assert_allclose(got[name][0].numpy()[known], expected[known], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            got[name][0].numpy()[known], expected[known], rtol=1e-4, atol=1e-6
+        )
 
 
 def test_uniform_attention_is_the_null(tensors):

@@ -33,14 +33,18 @@ def checkpoint(folder, kind, tokenizer):
     if kind != "qwen2":
         options["head_dim"] = d_head
     if kind == "gemma3_text":
-        options |= {"sliding_window": 32, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+        options |= {
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        }
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "gemma3_text"))]
+    "kind",
+    ["qwen2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "gemma3_text"))],
 )
 def test_a_real_architecture_goes_through_the_same_config(kind, tokenizer, tmp_path, monkeypatch):
     folder = tmp_path / kind

@@ -45,13 +45,17 @@ def whole(toy, some):
 
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 68719476736 bytes."),
+    RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 68719476736 bytes."
+    ),
     MemoryError(),
 ]
 
 
 @pytest.mark.parametrize(("error", "layer"), [(ERRORS[1], 2), (ERRORS[2], 0)])
-def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, some, whole, error, layer, monkeypatch):
+def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(
+    toy, some, whole, error, layer, monkeypatch
+):
     sizes = full(6, error, layer, monkeypatch)
     halved = ma.run(toy, some, CONDITIONS, ANALYSES)
     assert max(sizes) > 6
@@ -64,14 +68,18 @@ def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(toy, some, whole, 
         for variable in dataset:
             if dataset[variable].dtype.kind in "fi":
                 ours, theirs = halved[name][variable].values, dataset[variable].values
-                np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=1e-4, equal_nan=True, err_msg=variable)
+                np.testing.assert_allclose(
+                    ours, theirs, atol=2e-5, rtol=1e-4, equal_nan=True, err_msg=variable
+                )
     n = halved["received_attention"].received_n.sel(condition="baseline", layer=0, key=1)
     assert (n == len(some)).all(), "no prompt is counted twice"
 
 
 def test_a_single_prompt_that_does_not_fit_is_refused_with_a_sentence(toy, prompts, monkeypatch):
     full(0, MemoryError("16 GiB"), 0, monkeypatch)
-    with pytest.raises(ModelError, match=r"alone with all its conditions does not fit in memory \(16 GiB\)"):
+    with pytest.raises(
+        ModelError, match=r"alone with all its conditions does not fit in memory \(16 GiB\)"
+    ):
         ma.run(toy, prompts[:2], CONDITIONS)
 
 
@@ -87,13 +95,22 @@ def test_another_error_is_not_taken_for_a_full_memory(toy, prompts, monkeypatch)
 def test_nan_names_the_layer_and_the_prompt(engine):
     model = ma.load_model("toy:llama")
     prompts = [ma.Prompt("Tom has 3 apples.", id="a"), ma.Prompt("Tom has 3 books now.", id="b")]
-    token = next(iter(set(model.tokenizer(" books")["input_ids"]) - set(model.tokenizer(" apples")["input_ids"])))
+    token = next(
+        iter(
+            set(model.tokenizer(" books")["input_ids"])
+            - set(model.tokenizer(" apples")["input_ids"])
+        )
+    )
     options = {"conditions": CONDITIONS, "layers": [1, 2], "engine": engine}
-    assert ma.run(model, prompts, **options).provenance["prompts"]["count"] == 2  # probes the model, too
+    assert (
+        ma.run(model, prompts, **options).provenance["prompts"]["count"] == 2
+    )  # probes the model, too
     with torch.no_grad():
         model.embed.weight[token] = math.nan
     assert ma.run(model, prompts[:1], **options).provenance["prompts"]["count"] == 1
     said = {"streaming": "layer 1 of toy:llama gives NaN or infinity for ", "hooks": ""}[engine]
-    with pytest.raises(ModelError, match=rf'{said}prompt b with the condition "baseline"') as raised:
+    with pytest.raises(
+        ModelError, match=rf'{said}prompt b with the condition "baseline"'
+    ) as raised:
         ma.run(model, prompts, **options)
     assert "layer 1" in str(raised.value)

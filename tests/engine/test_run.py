@@ -49,7 +49,9 @@ def test_a_prompt_alone_equals_the_prompt_among_longer_ones(toy, prompts):
 
 def test_moments_are_those_of_the_prompts(toy, prompts):
     moments = ma.run(toy, prompts, CONDITIONS, memory="1MiB")["received_attention"]
-    kept = ma.run(toy, prompts, CONDITIONS, positions="prompts", memory="1MiB")["received_attention"]
+    kept = ma.run(toy, prompts, CONDITIONS, positions="prompts", memory="1MiB")[
+        "received_attention"
+    ]
     for name in ("received", "received_by_origin"):
         every = kept[f"{name}_per_prompt"].values.astype(np.float64)
         n = (~np.isnan(every)).sum(0)
@@ -57,7 +59,9 @@ def test_moments_are_those_of_the_prompts(toy, prompts):
         mean = np.divide(total, n, out=np.full(n.shape, np.nan), where=n > 0)
         np.testing.assert_allclose(moments[name], mean, rtol=1e-9)
         np.testing.assert_array_equal(moments[f"{name}_n"], n)
-        np.testing.assert_allclose(moments[f"{name}_variance"], kept[f"{name}_variance"], rtol=1e-6, atol=1e-18)
+        np.testing.assert_allclose(
+            moments[f"{name}_variance"], kept[f"{name}_variance"], rtol=1e-6, atol=1e-18
+        )
 
 
 def test_original_keys_are_the_same_tokens_in_both_conditions(slash_result):
@@ -68,7 +72,9 @@ def test_original_keys_are_the_same_tokens_in_both_conditions(slash_result):
         baseline = sequences.tokens.isel(prompt=index).sel(condition="baseline").values
         np.testing.assert_array_equal(at.tokens.values[kept], baseline[: kept.sum()])
         per_key = dataset.received_per_prompt.isel(prompt=index).sel(condition="slash").values
-        by_origin = dataset.received_by_origin_per_prompt.isel(prompt=index).sel(condition="slash").values
+        by_origin = (
+            dataset.received_by_origin_per_prompt.isel(prompt=index).sel(condition="slash").values
+        )
         positions = np.flatnonzero(kept)
         np.testing.assert_array_equal(per_key[..., positions], by_origin[..., : len(positions)])
 
@@ -82,7 +88,9 @@ def test_texts_and_token_ids_are_prompts_too(toy):
     as_tokens = ma.run(toy, tokens)
     first = one["received_attention"].received_by_segment.isel(prompt=0)
     for other in (listed, as_tokens):
-        same = other["received_attention"].received_by_segment.isel(prompt=0).sel(segment="question")
+        same = (
+            other["received_attention"].received_by_segment.isel(prompt=0).sel(segment="question")
+        )
         np.testing.assert_allclose(same, first.sel(segment="question"), atol=0.02)
     assert as_tokens["sequences"].tokens.values[0, 0].tolist() == tokens[0].tolist()
 
@@ -105,7 +113,9 @@ def test_options_are_recorded_and_matter(toy, prompts, queries):
 def test_queries_change_the_numbers(toy, prompts):
     def of(queries):
         result = ma.run(toy, prompts[:3], CONDITIONS, [ma.ReceivedAttention(queries=queries)])
-        return result["received_attention"].received_by_segment.sel(condition="slash", segment="system")
+        return result["received_attention"].received_by_segment.sel(
+            condition="slash", segment="system"
+        )
 
     assert abs(of("original") - of("all")).max() > 1e-3
     assert abs(of("original") - of("question")).max() > 1e-3
@@ -115,7 +125,9 @@ def test_only_the_chosen_layers(toy, prompts):
     every = ma.run(toy, prompts[:2])["received_attention"].received
     some = ma.run(toy, prompts[:2], layers=[2, 0])["received_attention"].received
     assert some.layer.values.tolist() == [0, 2]
-    np.testing.assert_allclose(some, every.sel(layer=[0, 2]), atol=1e-6)  # layers not asked for run SDPA
+    np.testing.assert_allclose(
+        some, every.sel(layer=[0, 2]), atol=1e-6
+    )  # layers not asked for run SDPA
 
 
 @pytest.mark.parametrize("engine", ["streaming", "hooks"])
@@ -167,7 +179,9 @@ def test_an_analysis_of_ones_own(toy, prompts):
     class SelfAttention:
         name = "self_attention"
         options = {}
-        quantities = {"own": Quantity(("head",), "probability", "attention to the own key, mean over queries")}
+        quantities = {
+            "own": Quantity(("head",), "probability", "attention to the own key, mean over queries")
+        }
 
         def problem(self, sequence):
             return None
@@ -187,7 +201,9 @@ def test_an_analysis_of_ones_own(toy, prompts):
     _, cache = toy.run_with_cache(tokens)
     expected = cache["pattern", 1][0].diagonal(dim1=-2, dim2=-1).mean(-1)
     np.testing.assert_allclose(
-        result["self_attention"].own.isel(prompt=0).sel(condition="baseline", layer=1), expected, atol=1e-6
+        result["self_attention"].own.isel(prompt=0).sel(condition="baseline", layer=1),
+        expected,
+        atol=1e-6,
     )
 
 

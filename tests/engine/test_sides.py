@@ -23,7 +23,10 @@ LENGTHS = (12, 40, 27, 60, 6, BOUNDARY, BOUNDARY + 1)
 
 def tokens_of(length, tokenizer, seed):
     generator = torch.Generator().manual_seed(seed)
-    return (tokenizer.bos_token_id, *torch.randint(5, len(tokenizer), (length - 1,), generator=generator).tolist())
+    return (
+        tokenizer.bos_token_id,
+        *torch.randint(5, len(tokenizer), (length - 1,), generator=generator).tolist(),
+    )
 
 
 def prompts_of(tokenizer, lengths=LENGTHS):
@@ -70,13 +73,20 @@ def test_a_plan_crosses_no_boundary():
     assert sorted(index for batch in made for index in batch) == list(range(6))
     assert all(len({side[index] for index in batch}) == 1 for batch in made)
     assert any(len(batch) > 1 for batch in made)
-    mixed = [batch for batch in batch_plan(lengths, cost, "2GiB") if len({side[index] for index in batch}) > 1]
+    mixed = [
+        batch
+        for batch in batch_plan(lengths, cost, "2GiB")
+        if len({side[index] for index in batch}) > 1
+    ]
     assert mixed, "without sides the same plan would cross it"
 
 
 @pytest.mark.parametrize(
     ("name", "engine"),
-    [*((name, "hooks") for name in LONGROPE), ("Llama LongRoPE", "streaming")],  # Phi-3 is not streamed
+    [
+        *((name, "hooks") for name in LONGROPE),
+        ("Llama LongRoPE", "streaming"),
+    ],  # Phi-3 is not streamed
 )
 def test_every_prompt_is_read_with_its_own_factors(name, engine, tokenizer, batches):
     model, prompts = loaded(name, tokenizer), prompts_of(tokenizer)
@@ -99,7 +109,9 @@ def test_each_side_is_that_of_a_model_with_these_factors_alone(name, tokenizer):
         scaling = native.config.rope_parameters
         rotary = native.model.rotary_emb
         width = len(scaling[factors])
-        turns = 1 / (torch.tensor(scaling[factors]) * scaling["rope_theta"] ** (torch.arange(width) / width))
+        turns = 1 / (
+            torch.tensor(scaling[factors]) * scaling["rope_theta"] ** (torch.arange(width) / width)
+        )
         rotary.rope_type = "default"  # nothing is chosen by length any more
         rotary.inv_freq.copy_(turns)
         native.set_attn_implementation("eager")
@@ -108,10 +120,14 @@ def test_each_side_is_that_of_a_model_with_these_factors_alone(name, tokenizer):
             patterns = native(tokens, output_attentions=True, use_cache=False).attentions
         for layer, pattern in enumerate(patterns):
             own = pattern[0].double()
-            got = made["received_attention"].received_per_prompt.sel(prompt=f"p{index}", condition="baseline")
+            got = made["received_attention"].received_per_prompt.sel(
+                prompt=f"p{index}", condition="baseline"
+            )
             for key in range(len(prompts[index].tokens) - 1):
                 expected = own[:, key + 1 :, key].mean(-1).numpy()
-                np.testing.assert_allclose(got.isel(layer=layer, key=key).values, expected, atol=2e-6)
+                np.testing.assert_allclose(
+                    got.isel(layer=layer, key=key).values, expected, atol=2e-6
+                )
 
 
 def test_the_result_says_which_side(toy, tokenizer, tmp_path):
@@ -138,10 +154,15 @@ def test_chunks_of_both_sides_merge(tokenizer, tmp_path):
 
 
 def test_answers_of_both_sides_share_no_batch(tokenizer):
-    model, prompts = loaded("Phi-3 LongRoPE", tokenizer), prompts_of(tokenizer, (10, 20, 28, 40, 60))
+    model, prompts = (
+        loaded("Phi-3 LongRoPE", tokenizer),
+        prompts_of(tokenizer, (10, 20, 28, 40, 60)),
+    )
     many, one = (ma.evaluate(model, prompts, batch=b, new_tokens=4) for b in (8, 1))
     assert [a.tokens for a in many.answers] == [a.tokens for a in one.answers]
-    np.testing.assert_allclose([a.logprob for a in many.answers], [a.logprob for a in one.answers], atol=1e-4)
+    np.testing.assert_allclose(
+        [a.logprob for a in many.answers], [a.logprob for a in one.answers], atol=1e-4
+    )
     assert many.provenance["rope_factors"] == "short for 3 prompts, long for 2 prompts"
 
 
@@ -150,7 +171,9 @@ def test_tokens_that_move_nothing_stay_on_their_side(tokenizer):
     model, (prompt,) = loaded("Llama LongRoPE", tokenizer), prompts_of(tokenizer, (28,))
     few = ma.MeaninglessTokens("/", 10, place="middle").unshifted()
     made = run(model, [prompt], {"few": few})
-    np.testing.assert_allclose(received(made, prompt), received(run(model, prompt), prompt), atol=2e-6)
+    np.testing.assert_allclose(
+        received(made, prompt), received(run(model, prompt), prompt), atol=2e-6
+    )
     assert made["sequences"].rope_factors.values.tolist() == ["short"]
 
 
@@ -170,14 +193,21 @@ def kept_apart(name, tokenizer, count, place, moved=0):
     """
     model, (prompt,) = loaded(name, tokenizer), prompts_of(tokenizer, (12,))
     condition = ma.MeaninglessTokens("/", count, place=place).unshifted()
-    got = run(model, [prompt], {"kept": condition})["received_attention"].received_per_prompt.sel(condition="kept")[0]
+    got = run(model, [prompt], {"kept": condition})["received_attention"].received_per_prompt.sel(
+        condition="kept"
+    )[0]
     sequence = condition.apply(prompt, model)
     native = unusual_model(name, len(tokenizer))
     native.set_attn_implementation("eager")
     ids, mask = sequence.position_ids[None] + moved, torch.ones_like(sequence.tokens)[None]
     assert int(ids.min()) >= 0
     with torch.no_grad():
-        options = {"position_ids": ids, "attention_mask": mask, "output_attentions": True, "use_cache": False}
+        options = {
+            "position_ids": ids,
+            "attention_mask": mask,
+            "output_attentions": True,
+            "use_cache": False,
+        }
         patterns = native(sequence.tokens[None], **options).attentions
     original, worst = sequence.origin >= 0, 0.0
     for layer, pattern in enumerate(patterns):
@@ -185,7 +215,9 @@ def kept_apart(name, tokenizer, count, place, moved=0):
             queries = original & (torch.arange(len(sequence)) > key)
             if queries.any():
                 expected = pattern[0, :, queries, key].double().mean(-1).numpy()
-                worst = max(worst, float(np.abs(got.isel(layer=layer, key=key).values - expected).max()))
+                worst = max(
+                    worst, float(np.abs(got.isel(layer=layer, key=key).values - expected).max())
+                )
     return worst
 
 

@@ -11,7 +11,9 @@ from mechattn.analysis import ANALYSES
 from mechattn.functional import focus as repeats
 
 ASKS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.is_nonzero}
-BY_TOKEN = (ma.analyses.MlpActivations,)  # goes through tokens of each layer, whose numbers it asks for
+BY_TOKEN = (
+    ma.analyses.MlpActivations,
+)  # goes through tokens of each layer, whose numbers it asks for
 NO_SCORES = (ma.analyses.ScoreDecomposition,)  # undefined under RoPE
 
 
@@ -55,5 +57,7 @@ def test_the_count_would_notice_a_layer_that_waits(llama, monkeypatch):
 
     monkeypatch.setattr(ma.ReceivedAttention, "values", waiting)
     prompts = ma.load_prompts("word-problems", limit=2)
-    one, four = (asked(llama, prompts, [ma.ReceivedAttention()], layers) for layers in ([3], [0, 1, 2, 3]))
+    one, four = (
+        asked(llama, prompts, [ma.ReceivedAttention()], layers) for layers in ([3], [0, 1, 2, 3])
+    )
     assert sum(four.values()) >= sum(one.values()) + 3

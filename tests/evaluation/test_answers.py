@@ -67,9 +67,25 @@ NUMBERS = [
     (r"\boxed{}", None),
     (r"\boxed{x}", None),
 ]
-REFERENCES = [("7", "number"), ("#### 72", "number"), ("3.5", "number"), ("1/2", "number"), ("-4", "number")]
-REFERENCES += [("x + 1", "math"), (r"\left(3, \frac{\pi}{2}\right)", "math"), ("(0, 3)", "math"), ("p - q", "math")]
-REFERENCES += [("Evelyn", "math"), (r"2\sqrt{3}", "math"), (r"\frac{1}{2}", "number"), ("$18", "number")]
+REFERENCES = [
+    ("7", "number"),
+    ("#### 72", "number"),
+    ("3.5", "number"),
+    ("1/2", "number"),
+    ("-4", "number"),
+]
+REFERENCES += [
+    ("x + 1", "math"),
+    (r"\left(3, \frac{\pi}{2}\right)", "math"),
+    ("(0, 3)", "math"),
+    ("p - q", "math"),
+]
+REFERENCES += [
+    ("Evelyn", "math"),
+    (r"2\sqrt{3}", "math"),
+    (r"\frac{1}{2}", "number"),
+    ("$18", "number"),
+]
 
 
 def test_there_are_enough_cases():
@@ -106,7 +122,11 @@ def test_grades(text, solution, right):
 @pytest.mark.parametrize(
     ("text", "solution", "right"),
     [
-        (r"The answer is $\boxed{\left(3, \frac{\pi}{2}\right)}$", r"\left( 3, \frac{\pi}{2} \right)", True),
+        (
+            r"The answer is $\boxed{\left(3, \frac{\pi}{2}\right)}$",
+            r"\left( 3, \frac{\pi}{2} \right)",
+            True,
+        ),
         (r"$\boxed{\left(3, \frac{\pi}{3}\right)}$", r"\left( 3, \frac{\pi}{2} \right)", False),
         (r"$\boxed{1 + x}$", "x + 1", True),
         (r"$\boxed{\frac{14}{3}}$", r"$\boxed{\frac{28}{6}}$", True),

@@ -41,7 +41,9 @@ def test_answers_are_those_of_plain_generation(name, some):
     model = loaded(name)
     native, end = model._mechattn.native, model.tokenizer.eos_token_id
     sequences = [SLASH.apply(some[0], model), *(ma.Baseline().apply(p, model) for p in some[1:3])]
-    got = answers(native, [Request(str(i), s, 0) for i, s in enumerate(sequences)], 40, frozenset([end]))
+    got = answers(
+        native, [Request(str(i), s, 0) for i, s in enumerate(sequences)], 40, frozenset([end])
+    )
     for answer, sequence in zip(got, sequences, strict=True):
         with torch.no_grad():
             out = native.generate(
@@ -73,15 +75,24 @@ def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, some
     }[variant]
     sequence = condition.apply(some[0], model)
     other = ma.Baseline().apply(some[1], model)
-    (got, _) = answers(model._mechattn.native, [Request("0", sequence, 0), Request("1", other, 0)], 12, frozenset([1]))
+    (got, _) = answers(
+        model._mechattn.native,
+        [Request("0", sequence, 0), Request("1", other, 0)],
+        12,
+        frozenset([1]),
+    )
     logits = []
-    handle = model.original_model.register_forward_hook(lambda m, given, out: logits.append(out.logits[0, -1]))
+    handle = model.original_model.register_forward_hook(
+        lambda m, given, out: logits.append(out.logits[0, -1])
+    )
     from dataclasses import replace
 
     longer, last = sequence, model.cfg.n_layers - 1
     for token in got.tokens:
         batch = pad_right([longer], [(0, "x")], 0)
-        forward_through_hooks(model, batch, {last: ma_window(model, last)}, lambda layer, rows: None, last)
+        forward_through_hooks(
+            model, batch, {last: ma_window(model, last)}, lambda layer, rows: None, last
+        )
         assert int(logits[-1].argmax()) == token
         add = torch.tensor([token])
         edge_mask = longer.edge_mask and replace(
@@ -134,8 +145,13 @@ def test_batches_decide_nothing(toy, some, evaluation):
     one = ma.evaluate(toy, some, conditions, new_tokens=60, batch=3)
     same = [a.tokens == b.tokens for a, b in zip(one.answers, evaluation.answers, strict=True)]
     assert np.mean(same) > 0.9  # rounding may turn a tie
-    sampled = [ma.evaluate(toy, some[:4], samples=3, temperature=3.0, new_tokens=30, batch=batch) for batch in (5, 12)]
-    same = [a.tokens == b.tokens for a, b in zip(sampled[0].answers, sampled[1].answers, strict=True)]
+    sampled = [
+        ma.evaluate(toy, some[:4], samples=3, temperature=3.0, new_tokens=30, batch=batch)
+        for batch in (5, 12)
+    ]
+    same = [
+        a.tokens == b.tokens for a, b in zip(sampled[0].answers, sampled[1].answers, strict=True)
+    ]
     assert np.mean(same) > 0.9
     assert len({a.tokens for a in sampled[0].answers}) > 4
 
@@ -144,12 +160,22 @@ def test_sampling_follows_the_distribution(toy, some):
     """The first token of many samples against the softmax of the logits."""
     sequence = ma.Baseline().apply(some[0], toy)
     with torch.no_grad():
-        expected = (toy._mechattn.native(sequence.tokens[None]).logits[0, -1].double() / 3).softmax(-1)
-    got = answers(toy._mechattn.native, [Request("0", sequence, s) for s in range(400)], 1, frozenset([10**6]), 3.0)
+        expected = (toy._mechattn.native(sequence.tokens[None]).logits[0, -1].double() / 3).softmax(
+            -1
+        )
+    got = answers(
+        toy._mechattn.native,
+        [Request("0", sequence, s) for s in range(400)],
+        1,
+        frozenset([10**6]),
+        3.0,
+    )
     counts = torch.bincount(torch.tensor([a.tokens[0] for a in got]), minlength=len(expected)) / 400
     likely = expected > 0.05
     assert likely.any()
-    assert (counts[likely] - expected[likely]).abs().max() < 4 * float((expected.max() / 400).sqrt())
+    assert (counts[likely] - expected[likely]).abs().max() < 4 * float(
+        (expected.max() / 400).sqrt()
+    )
 
 
 def test_a_run_that_was_cut_off_goes_on(toy, some, tmp_path, monkeypatch):
@@ -229,7 +255,9 @@ def test_two_at_a_time_on_one_file(toy, some, tmp_path, monkeypatch):
 
     def meanwhile(*args):
         monkeypatch.setattr(module, "answers", real)
-        with pytest.raises(OutputError, match=r"another process is adding answers to .*e\.jsonl") as raised:
+        with pytest.raises(
+            OutputError, match=r"another process is adding answers to .*e\.jsonl"
+        ) as raised:
             ma.evaluate(toy, some[:2], new_tokens=4, out=path)
         refused.append(raised.value)
         return real(*args)
@@ -251,7 +279,9 @@ def test_a_full_disk_keeps_the_answers_before(toy, some, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
-        with pytest.raises(OutputError, match=r"answers could not be added to .*Earlier answers are kept"):
+        with pytest.raises(
+            OutputError, match=r"answers could not be added to .*Earlier answers are kept"
+        ):
             ma.evaluate(toy, some[:3], new_tokens=4, batch=1, out=path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -266,7 +296,9 @@ def test_interventions_act_in_the_order_of_their_condition(toy, some):
         ma.interventions.HeadAblation(((0, 1),)),
         ma.interventions.AffineAttention(shift=torch.ones(8, 16), layers=0),
     )
-    orders = [ma.Baseline(intervention=pair).apply(some[0], toy) for pair in ((one, other), (other, one))]
+    orders = [
+        ma.Baseline(intervention=pair).apply(some[0], toy) for pair in ((one, other), (other, one))
+    ]
     native, end = toy._mechattn.native, frozenset([10**6])
     together = answers(native, [Request("0", sequence, 0) for sequence in orders], 8, end)
     alone = [answers(native, [Request("0", sequence, 0)], 8, end)[0] for sequence in orders]
@@ -276,7 +308,9 @@ def test_interventions_act_in_the_order_of_their_condition(toy, some):
 
 def test_generated_answers_go_through_an_analysis(toy, some, evaluation):
     right = [p for p in some if evaluation.answers[int(p.id)].text.strip()]
-    result = ma.run(toy, evaluation.answered(right), {"slash": SLASH}, ma.ReceivedAttention("answer"))
+    result = ma.run(
+        toy, evaluation.answered(right), {"slash": SLASH}, ma.ReceivedAttention("answer")
+    )
     mass = result["received_attention"].mass_by_segment.sel(segment=["question", "answer"])
     assert mass.notnull().all()
     assert (mass.sum("segment") < 1).all()
@@ -292,7 +326,9 @@ def test_saved_and_loaded(evaluation, tmp_path):
         ma.load_evaluation(tmp_path / "x.jsonl")
 
 
-@pytest.mark.parametrize("about", ["[]", '["groups"]', "null", '{"groups": []}', '{"conditions": 5}', "[" * 99_999])
+@pytest.mark.parametrize(
+    "about", ["[]", '["groups"]', "null", '{"groups": []}', '{"conditions": 5}', "[" * 99_999]
+)
 def test_a_provenance_of_another_form_is_told_in_words(evaluation, tmp_path, about):
     path = tmp_path / "e.jsonl"
     path.write_text('{"provenance": ' + about + "}\n")
@@ -315,7 +351,9 @@ def test_a_provenance_of_another_form_is_told_in_words(evaluation, tmp_path, abo
         ("logprob", True),
     ],
 )
-def test_an_answer_with_a_field_of_another_type_is_told_in_words(evaluation, tmp_path, field, value):
+def test_an_answer_with_a_field_of_another_type_is_told_in_words(
+    evaluation, tmp_path, field, value
+):
     evaluation.save(path := tmp_path / "e.jsonl")
     first, answer, *rest = path.read_text().splitlines()
     path.write_text("\n".join([first, json.dumps(json.loads(answer) | {field: value}), *rest, ""]))
@@ -329,7 +367,9 @@ def test_log_probabilities_are_those_of_a_whole_pass(toy, some):
     sequences = [ma.Baseline().apply(p, toy) for p in some[:2]]
     asked = [Request(str(i), s, 0) for i, s in enumerate(sequences)]
     for limit in (60, 5):
-        for sequence, answer in zip(sequences, answers(native, asked, limit, frozenset([end]), 1.5), strict=True):
+        for sequence, answer in zip(
+            sequences, answers(native, asked, limit, frozenset([end]), 1.5), strict=True
+        ):
             written = torch.tensor([*answer.tokens, *([end] if answer.finished else [])])
             with torch.no_grad():
                 logits = native(torch.cat([sequence.tokens, written])[None]).logits[0].double()
@@ -343,7 +383,10 @@ def test_pass_at_k_best_of_k_and_diversity(toy, some):
     expected = {1: right.mean(), 4: right.any(1).mean()}
     assert dict(made.pass_at_k([1, 4])[["k", "estimate"]].to_numpy()) == pytest.approx(expected)
     assert made.pass_at_k(4).equals(made.pass_at_k([1, 4])[1:].reset_index(drop=True))
-    best = [max((a for a in made.answers if a.prompt == p.id), key=lambda a: a.logprob).right for p in some[:4]]
+    best = [
+        max((a for a in made.answers if a.prompt == p.id), key=lambda a: a.logprob).right
+        for p in some[:4]
+    ]
     assert made.best_of(4).estimate[0] == pytest.approx(np.mean(best))
     assert made.best_of(1).estimate[0] == pytest.approx(right.mean())
     low, high = made.diversity(2)[["low", "high"]].to_numpy()[0]
@@ -359,7 +402,9 @@ def test_the_noise_of_the_baseline(toy, some):
     assert list(table.repetition) == ["float32, batch 4", "float32, batch 1", "bfloat16, batch 4"]
     assert table.difference[0] == 0 == table.texts[0]
     assert next(toy.parameters()).dtype == torch.float32, "the model is as it was"
-    coarse = ma.baseline_noise(toy, some[:4], new_tokens=20, batch=4, other_batch=2, samples=2, temperature=3.0)
+    coarse = ma.baseline_noise(
+        toy, some[:4], new_tokens=20, batch=4, other_batch=2, samples=2, temperature=3.0
+    )
     assert coarse.texts[2] > 0, "sampled far from the likeliest, bfloat16 ends elsewhere"
     for same in ({"other_batch": 32}, {"other_dtype": "float32"}):
         with pytest.raises(OptionError, match="in both runs shows no noise"):
@@ -373,7 +418,9 @@ def test_the_noise_of_the_baseline(toy, some):
 
 def test_figures_of_several_answers(toy, some):
     made = ma.evaluate(toy, some[:3], {"slash": SLASH}, samples=3, new_tokens=30)
-    figure = ma.render.by_samples({"pass@k": made.pass_at_k([1, 2]), "best of k": made.best_of([1, 2])}, "a toy")
+    figure = ma.render.by_samples(
+        {"pass@k": made.pass_at_k([1, 2]), "best of k": made.best_of([1, 2])}, "a toy"
+    )
     assert [t.name for t in figure.data] == 2 * [*made.conditions]
     assert [a.text for a in figure.layout.annotations][:2] == ["pass@k", "best of k"]
     np.testing.assert_allclose(figure.data[1].y, 100 * made.pass_at_k([1, 2]).estimate[2:])
@@ -397,16 +444,22 @@ def test_answers_are_paired_by_problem_whatever_the_order(tmp_path):
     from mechattn.evaluation.evaluation import Evaluation
 
     problems, right = [str(i) for i in range(12)], [i % 3 == 0 for i in range(12)]
-    made = Evaluation((*answered("baseline", problems, right), *answered("slash", problems, right)), {})
+    made = Evaluation(
+        (*answered("baseline", problems, right), *answered("slash", problems, right)), {}
+    )
     other = Evaluation(tuple(reversed(made.answers)), {})
     assert (other.right("slash")[:, 0] == right[::-1]).all()
     for one, two in ((made, other), (other, made)):
         compared = one.compare("slash", "slash", other=two)
         assert compared["only_first"] == compared["only_second"] == 0
     wrong = [not r for r in right]
-    against = Evaluation((*answered("baseline", problems, right), *answered("slash", problems, wrong)), {})
+    against = Evaluation(
+        (*answered("baseline", problems, right), *answered("slash", problems, wrong)), {}
+    )
     assert made.compare("slash", other=against)["difference"] == 0
-    assert made.compare("slash", "slash", other=against)["only_first"] == 4, "the comparison notices"
+    assert made.compare("slash", "slash", other=against)["only_first"] == 4, (
+        "the comparison notices"
+    )
 
 
 def test_missing_answers_and_odd_characters(tmp_path):
@@ -428,11 +481,16 @@ def test_mediation_of_known_shares():
     from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 
     def rows(name, right):
-        return [GradedAnswer(str(i), name, 0, "", (), None, "1", bool(r), True) for i, r in enumerate(right)]
+        return [
+            GradedAnswer(str(i), name, 0, "", (), None, "1", bool(r), True)
+            for i, r in enumerate(right)
+        ]
 
     base, total, half = np.ones(200), np.arange(200) % 2 == 0, np.arange(200) % 4 != 1
     made = Evaluation((*rows("baseline", base), *rows("slash", total), *rows("scale", half)), {})
-    table = made.mediation("slash", {"scale": "scale", "all": "slash", "none": "baseline"}).set_index("path")
+    table = made.mediation(
+        "slash", {"scale": "scale", "all": "slash", "none": "baseline"}
+    ).set_index("path")
     assert table.share["scale"] == pytest.approx(0.5)
     assert table.share_low["scale"] < 0.5 < table.share_high["scale"]
     assert table.share["all"] == 1 == table.share_low["all"] == table.share_high["all"]
@@ -441,9 +499,13 @@ def test_mediation_of_known_shares():
     assert nothing.share.isna().all()
     assert nothing.change[0] == pytest.approx(-0.25)
     none = table.loc["none"]
-    assert none.change_low < 0 < none.change_high, "no answer differs: that is no difference of 0 for sure"
+    assert none.change_low < 0 < none.change_high, (
+        "no answer differs: that is no difference of 0 for sure"
+    )
     assert none.change_high < 0.05
-    wide, narrow = (made.mediation("slash", {"scale": "scale"}, level=level).loc[0] for level in (0.99, 0.8))
+    wide, narrow = (
+        made.mediation("slash", {"scale": "scale"}, level=level).loc[0] for level in (0.99, 0.8)
+    )
     assert wide.change_low < narrow.change_low < narrow.change_high < wide.change_high
     assert wide.share_low < narrow.share_low < narrow.share_high < wide.share_high
     assert table.change["scale"] == pytest.approx(-0.25)
@@ -456,7 +518,12 @@ def test_prompts_that_cannot_be_graded(toy):
         ma.evaluate(toy, ma.Prompt("Tom has 3 apples.", answer="3", solution="3"))
     falcon = loaded("toy:falcon")
     with pytest.raises(OptionError, match="generation with cut edges is not supported"):
-        ma.evaluate(falcon, ma.Prompt("Tom has 3 apples.", solution="3"), {"masked": SLASH.masked()}, new_tokens=5)
+        ma.evaluate(
+            falcon,
+            ma.Prompt("Tom has 3 apples.", solution="3"),
+            {"masked": SLASH.masked()},
+            new_tokens=5,
+        )
 
 
 def test_different_problems_are_not_compared(toy, some, evaluation):

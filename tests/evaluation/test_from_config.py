@@ -43,7 +43,9 @@ def test_a_table_and_a_file(tmp_path, monkeypatch):
     assert f"{100 * table.accuracy['slash']:.1f} %" in rows[2]
     again = CliRunner().invoke(app, ["evaluate", "config.toml"])
     assert [line for line in again.output.splitlines() if line.startswith("| ")] == rows
-    monkeypatch.setattr("mechattn.evaluation.evaluate.answers", lambda *args: pytest.fail("asked again"))
+    monkeypatch.setattr(
+        "mechattn.evaluation.evaluate.answers", lambda *args: pytest.fail("asked again")
+    )
     evaluate_from_config(tmp_path / "config.toml")
 
 
@@ -51,13 +53,17 @@ def test_a_table_and_a_file(tmp_path, monkeypatch):
 def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
     """The same table, from the file and from the command line, without the model."""
     monkeypatch.chdir(tmp_path)
-    text = TEXT.replace('[conditions.arm]\nkind = "Baseline"\nintervention = { kind = "ARM", c = 0.3 }\n', "")
+    text = TEXT.replace(
+        '[conditions.arm]\nkind = "Baseline"\nintervention = { kind = "ARM", c = 0.3 }\n', ""
+    )
     (tmp_path / "config.toml").write_text(text)
     here = CliRunner().invoke(app, ["evaluate", "config.toml"])
     table = [line for line in here.output.splitlines() if line.startswith("| ")]
     assert len(table) == 3
     (tmp_path / "answers" / "toy-llama.jsonl").unlink()
-    monkeypatch.setattr("mechattn.commands.run_config.load_model", lambda *args, **options: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "mechattn.commands.run_config.load_model", lambda *args, **options: pytest.fail("loaded")
+    )
     with running(StandIn(Engine(toy._mechattn.native, toy.tokenizer))) as server:
         words = ["evaluate", "config.toml", "--server", server.address, "--served-model", "toy"]
         there = CliRunner().invoke(app, words)
@@ -79,11 +85,18 @@ def test_the_best_of_many_is_reported_on_the_other_half():
     from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 
     def rows(name, right):
-        return [GradedAnswer(str(i), name, 0, "", (), None, "1", bool(r), True) for i, r in enumerate(right)]
+        return [
+            GradedAnswer(str(i), name, 0, "", (), None, "1", bool(r), True)
+            for i, r in enumerate(right)
+        ]
 
     in_order = sorted(range(20), key=lambda i: hashlib.sha256(str(i).encode()).hexdigest())
     chosen_on = [in_order.index(i) in halves_of(20)[0] for i in range(20)]
-    answers = [*rows("baseline", [1] * 20), *rows("lucky", chosen_on), *rows("other", [not c for c in chosen_on])]
+    answers = [
+        *rows("baseline", [1] * 20),
+        *rows("lucky", chosen_on),
+        *rows("other", [not c for c in chosen_on]),
+    ]
     best = Evaluation(tuple(answers), {}).best()
     assert best["condition"] == "lucky"
     assert (best["chosen_on"], best["accuracy"], best["baseline"]) == (1.0, 0.0, 1.0)
@@ -99,7 +112,9 @@ def test_the_best_of_a_file_is_that_of_the_object_in_memory(tmp_path):
     draw = random.Random(0)
     alternating, differs = [], 0
     for trial in range(40):
-        right = {name: [draw.random() < 0.5 for _ in range(12)] for name in ("baseline", "b", "a", "c")}
+        right = {
+            name: [draw.random() < 0.5 for _ in range(12)] for name in ("baseline", "b", "a", "c")
+        }
         rows = [
             GradedAnswer(str(i), name, 0, "", (), None, "1", made[i], True)
             for name, made in right.items()
@@ -112,7 +127,8 @@ def test_the_best_of_a_file_is_that_of_the_object_in_memory(tmp_path):
         assert loaded.best() == memory.best()
         assert loaded.conditions == memory.conditions == list(right)
         alternating = [
-            max(right, key=lambda name: made.right(name)[halves_of(12)[0]].mean()) for made in (memory, loaded)
+            max(right, key=lambda name: made.right(name)[halves_of(12)[0]].mean())
+            for made in (memory, loaded)
         ]
         differs += alternating[0] != alternating[1]
     assert differs > 0  # negative control: halves by the order of answers differ between the two
@@ -120,7 +136,11 @@ def test_the_best_of_a_file_is_that_of_the_object_in_memory(tmp_path):
 
 def test_bad_configs(tmp_path):
     path = tmp_path / "config.toml"
-    path.write_text(TEXT.replace("[evaluation]\n", "").replace('out = "answers/{model}.jsonl"\nnew_tokens = 40\n', ""))
+    path.write_text(
+        TEXT.replace("[evaluation]\n", "").replace(
+            'out = "answers/{model}.jsonl"\nnew_tokens = 40\n', ""
+        )
+    )
     with pytest.raises(OptionError, match=r"has no section \[evaluation\]"):
         evaluate_from_config(path)
     path.write_text(TEXT.replace("new_tokens", "new_token"))

@@ -24,14 +24,24 @@ def made_up(seed=0, samples=1, effect=0.0, grouped=True):
         each = np.clip(chance - less + generator.normal(0, 0.15, N), 0, 1)
         answers += [
             GradedAnswer(
-                str(i), name, s, "", (i, s, i), None, "1", bool(generator.random() < each[i // SIZE]), True, 0.0
+                str(i),
+                name,
+                s,
+                "",
+                (i, s, i),
+                None,
+                "1",
+                bool(generator.random() < each[i // SIZE]),
+                True,
+                0.0,
             )
             for i in range(N * SIZE)
             for s in range(samples)
         ]
     about = {"conditions": {"baseline": "", "slash": ""}}
     return Evaluation(
-        tuple(answers), about | ({"groups": {str(i): f"g{i // SIZE}" for i in range(40)}} if grouped else {})
+        tuple(answers),
+        about | ({"groups": {str(i): f"g{i // SIZE}" for i in range(40)}} if grouped else {}),
     )
 
 
@@ -46,18 +56,24 @@ def test_accuracies_and_differences_are_of_group_means(samples):
     right = {name: evaluation.right(name).mean(1) for name in ("baseline", "slash")}
     for name, values in right.items():
         expected = share_interval(by_group(values))
-        np.testing.assert_allclose(table.loc[name, ["accuracy", "low", "high"]].astype(float), expected)
+        np.testing.assert_allclose(
+            table.loc[name, ["accuracy", "low", "high"]].astype(float), expected
+        )
     assert set(table.n) == {N}
     assert evaluation.accuracy().attrs["unit"] == "groups (10 of 40 prompts)"
     compared = evaluation.compare("slash")
     d = by_group(right["slash"] - right["baseline"])
-    exact = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+    exact = stats.permutation_test(
+        (d,), np.mean, permutation_type="samples", n_resamples=np.inf
+    ).pvalue
     given = [compared[name] for name in ("difference", "p", "n", "low", "high")]
     assert given == pytest.approx([d.mean(), exact, N, *share_difference(d)[1:]])
     assert compared["detectable"] > 0.5 * (compared["high"] - compared["low"])
     assert ("only_first" in compared) == (samples == 1)
     shares = evaluation.pass_at_k(1).set_index("condition")
-    np.testing.assert_allclose(shares.loc["slash", ["estimate"]].astype(float), by_group(right["slash"]).mean())
+    np.testing.assert_allclose(
+        shares.loc["slash", ["estimate"]].astype(float), by_group(right["slash"]).mean()
+    )
     mediated = evaluation.mediation("slash", {"all": "slash"}, resamples=99)
     assert (mediated.attrs["n"], mediated.attrs["unit"]) == (N, "groups (10 of 40 prompts)")
     diverse = evaluation.diversity().set_index("condition")
@@ -77,7 +93,9 @@ def test_without_groups_and_with_unit_prompt_it_is_mcnemars_test():
 
 def test_no_spread_between_groups_is_no_certainty():
     evaluation = made_up()
-    alike = Evaluation(tuple(replace(answer, right=True) for answer in evaluation.answers), evaluation.provenance)
+    alike = Evaluation(
+        tuple(replace(answer, right=True) for answer in evaluation.answers), evaluation.provenance
+    )
     table = alike.accuracy()
     low = stats.binomtest(N, N).proportion_ci(method="wilson").low
     assert table.low.tolist() == pytest.approx([low, low]), "as if each group were one problem"
@@ -89,7 +107,11 @@ def test_no_spread_between_groups_is_no_certainty():
 
 def test_several_conditions_are_one_family():
     evaluation = made_up()
-    third = [replace(answer, condition="dots") for answer in evaluation.answers if answer.condition == "slash"]
+    third = [
+        replace(answer, condition="dots")
+        for answer in evaluation.answers
+        if answer.condition == "slash"
+    ]
     made = Evaluation((*evaluation.answers, *third), evaluation.provenance)
     table = made.comparisons()
     assert table.condition.tolist() == ["slash", "dots"]
@@ -98,15 +120,20 @@ def test_several_conditions_are_one_family():
     other = evaluation.comparisons()
     assert ma.adjust([table, other]).condition.tolist() == ["slash", "dots", "slash"]
     assert (
-        ma.adjust([table, other]).q_difference.tolist() == stats.false_discovery_control([*table.p, *other.p]).tolist()
+        ma.adjust([table, other]).q_difference.tolist()
+        == stats.false_discovery_control([*table.p, *other.p]).tolist()
     )
     with pytest.raises(OptionError, match="no condition other than 'only'"):
-        Evaluation(tuple(replace(a, condition="only") for a in third), evaluation.provenance).comparisons("only")
+        Evaluation(
+            tuple(replace(a, condition="only") for a in third), evaluation.provenance
+        ).comparisons("only")
 
 
 def test_all_right_in_every_sample_is_no_certainty():
     alone = made_up(grouped=False)
-    twice = [replace(answer, right=True, sample=sample) for answer in alone.answers for sample in (0, 1)]
+    twice = [
+        replace(answer, right=True, sample=sample) for answer in alone.answers for sample in (0, 1)
+    ]
     low = stats.binomtest(40, 40).proportion_ci(method="wilson").low
     made = Evaluation(tuple(twice), alone.provenance)
     assert made.accuracy().low.tolist() == pytest.approx([low, low])

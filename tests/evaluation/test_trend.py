@@ -26,7 +26,11 @@ def test_attention_less_its_null(result):
         expected = np.log(null.sel(condition=name) / null.sel(condition="baseline"))
         each.append([float((measured[p] - float(expected[p])).mean()) for p in range(6)])
     expected = trend_of(np.array(each).T)
-    assert (found.rho, found.p, found.n) == (pytest.approx(expected.rho), pytest.approx(expected.p), 6)
+    assert (found.rho, found.p, found.n) == (
+        pytest.approx(expected.rho),
+        pytest.approx(expected.p),
+        6,
+    )
     assert found.rho > 0.9, "heads of this toy keep more than their null the more is inserted"
     assert ma.trend(result, list(SWEEP)[::-1], layer=2).rho == pytest.approx(-found.rho)
 

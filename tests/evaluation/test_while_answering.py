@@ -18,16 +18,26 @@ from mechattn.stats.units import Units
 from tests.conftest import MODELS
 
 needs_models = pytest.mark.skipif(
-    not MODELS.is_dir() and not os.environ.get("CI"), reason=f"the models of others are not at {MODELS}"
+    not MODELS.is_dir() and not os.environ.get("CI"),
+    reason=f"the models of others are not at {MODELS}",
 )
 QUESTION = SEGMENTS.index("question")
 SLASH = {"slash": ma.MeaninglessTokens("/", 20)}
-TEXTS = ("9 + 4 = 13. Answer: 13", "Answer: 7", "9 + 4 = 12. Answer: 12", "Answer: 8", "", "1 + 1 = 2. Answer: 2")
+TEXTS = (
+    "9 + 4 = 13. Answer: 13",
+    "Answer: 7",
+    "9 + 4 = 12. Answer: 12",
+    "Answer: 8",
+    "",
+    "1 + 1 = 2. Answer: 2",
+)
 
 
 def ids_of(model, text):
     """Each character's own token: a text that a model may well write, but that its tokenizer would cut otherwise."""
-    return tuple(token for c in text for token in model.tokenizer(c, add_special_tokens=False)["input_ids"])
+    return tuple(
+        token for c in text for token in model.tokenizer(c, add_special_tokens=False)["input_ids"]
+    )
 
 
 def evaluation(toy, prompts):
@@ -57,9 +67,13 @@ def test_it_is_the_attention_of_the_answers_own_tokens(measured, predicting, toy
     assert ("predict" if earlier else "read") in str(measured).splitlines()[0]
     sequence = SLASH["slash"].apply(prompts[2], toy)
     answer = torch.tensor(ids_of(toy, TEXTS[2]))
-    assert not answer.equal(torch.tensor(toy.tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"]))
+    assert not answer.equal(
+        torch.tensor(toy.tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"])
+    )
     tokens = torch.cat([sequence.tokens, answer])
-    _, cache = toy.run_with_cache(tokens[None], names_filter=lambda name: name.endswith("hook_pattern"))
+    _, cache = toy.run_with_cache(
+        tokens[None], names_filter=lambda name: name.endswith("hook_pattern")
+    )
     queries = [q - earlier for q in range(len(sequence), len(tokens))]
     for layer, head in ((0, 1), (3, 5)):
         pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0, head].double().numpy()
@@ -69,7 +83,9 @@ def test_it_is_the_attention_of_the_answers_own_tokens(measured, predicting, toy
             found = [measured._to(measured.flow["slash"], segment)[2, layer, head]]
             assert found[0] == pytest.approx(expected, abs=1e-5), segment
             uniform = np.mean([keys[: q + 1].sum() / (q + 1) for q in queries])
-            assert measured._to(measured.uniform["slash"], segment)[2, layer, head] == pytest.approx(uniform, abs=1e-6)
+            assert measured._to(measured.uniform["slash"], segment)[
+                2, layer, head
+            ] == pytest.approx(uniform, abs=1e-6)
     assert np.isnan(measured.flow["slash"][4]).all(), "an empty answer looks nowhere"
     assert np.isnan(measured._to(measured.flow["baseline"], "inserted")).all()
 
@@ -82,12 +98,18 @@ def test_the_answers_of_a_real_model_are_those_that_it_wrote(temperature):
 
     place = str(MODELS / "stories260K")
     model = ma.load_model(place)
-    native = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float64, attn_implementation="eager")
+    native = AutoModelForCausalLM.from_pretrained(
+        place, dtype=torch.float64, attn_implementation="eager"
+    )
     some = [
-        ma.Prompt(text, id=text, solution="1") for text in ("Once upon a time", "One day, Lily", "The big red ball")
+        ma.Prompt(text, id=text, solution="1")
+        for text in ("Once upon a time", "One day, Lily", "The big red ball")
     ]
     made = ma.evaluate(model, some, new_tokens=60, temperature=temperature)
-    made = Evaluation((*made.answers[:2], replace(made.answers[2], tokens=ids_of(model, "Lily ran."))), made.provenance)
+    made = Evaluation(
+        (*made.answers[:2], replace(made.answers[2], tokens=ids_of(model, "Lily ran."))),
+        made.provenance,
+    )
     for predicting in (False, True):
         measured = ma.while_answering(model, made, some, predicting=predicting)
         for i, (prompt, answer) in enumerate(zip(some, made.answers, strict=True)):
@@ -107,10 +129,16 @@ def test_pairs_are_as_many_and_as_alike_as_can_be():
         tokens = draw.integers(5, 40, 7)
         right = np.array([True] * 4 + [False] * 3)
         found = matched_pairs(tokens, right, ~right)
-        best = max(_quality(tokens, zip(order, (4, 5, 6), strict=False)) for order in permutations(range(4), 3))
+        best = max(
+            _quality(tokens, zip(order, (4, 5, 6), strict=False))
+            for order in permutations(range(4), 3)
+        )
         assert _quality(tokens, found) == best
         assert len({a for a, _ in found}) == len(found) == len({b for _, b in found})
-    assert len(matched_pairs(np.array([10, 11]), np.array([True, True]), np.array([False, False]))) == 0
+    assert (
+        len(matched_pairs(np.array([10, 11]), np.array([True, True]), np.array([False, False])))
+        == 0
+    )
 
 
 def _quality(tokens, pairs):
@@ -137,7 +165,9 @@ def made_up(effect, confounded, count=60, groups=None, seed=1, shared=0.0):
     else:  # in each, right answers differ from wrong ones by as much, in either direction
         units = Units.grouped([str(i % groups) for i in range(count)])
         flow[..., QUESTION] += (draw.normal(0, shared, groups)[units.of] * right)[:, None, None]
-    return WhileAnswering({"a": flow}, {"a": null}, {"a": right}, {"a": tokens}, (0, 1), units, "made up")
+    return WhileAnswering(
+        {"a": flow}, {"a": null}, {"a": right}, {"a": tokens}, (0, 1), units, "made up"
+    )
 
 
 def test_an_effect_is_found_and_length_is_not_taken_for_one():
@@ -145,7 +175,9 @@ def test_an_effect_is_found_and_length_is_not_taken_for_one():
     assert table.p_beyond < 0.01
     assert table.beyond_low < 0.05 < table.beyond_high
     none = made_up(effect=0.0, confounded=True).table().iloc[0]
-    assert none.right - none.wrong > 0.05, "right answers look more at the question, since they are shorter"
+    assert none.right - none.wrong > 0.05, (
+        "right answers look more at the question, since they are shorter"
+    )
     assert none.beyond_low < 0 < none.beyond_high
     assert abs(none.difference) < (none.right - none.wrong) / 2
     heads = made_up(effect=0.05, confounded=False).heads("a")
@@ -181,7 +213,9 @@ def test_what_a_group_shares_is_not_taken_for_an_effect():
     covered = []
     for some in (grouped, single):
         tables = [one.table() for one in some]
-        covered.append(np.mean([table.beyond_low[0] <= 0 <= table.beyond_high[0] for table in tables]))
+        covered.append(
+            np.mean([table.beyond_low[0] <= 0 <= table.beyond_high[0] for table in tables])
+        )
     assert covered[0] > 0.9
     assert covered[1] < 0.7, "negative control"
 
@@ -227,4 +261,6 @@ def test_dose_curves_hold_accuracy_and_attention(toy, prompts):
     change = 100 * float(result.verdict("count=9").change.estimate)
     assert figure.data[1].y[-1] == pytest.approx(change)
     with pytest.raises(OptionError, match="'count=9' was evaluated but not the other"):
-        ma.render.dose_curves(accuracy, ma.run(toy, prompts[:3], {"count=3": conditions["count=3"]}))
+        ma.render.dose_curves(
+            accuracy, ma.run(toy, prompts[:3], {"count=3": conditions["count=3"]})
+        )

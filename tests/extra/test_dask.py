@@ -37,7 +37,9 @@ def large(small, tmp_path_factory):
     return ma.load_result(place)
 
 
-@pytest.mark.parametrize("name", ["received_by_segment", "mass_by_segment", "received_by_segment_uniform"])
+@pytest.mark.parametrize(
+    "name", ["received_by_segment", "mass_by_segment", "received_by_segment_uniform"]
+)
 def test_blocks_are_the_regions_and_the_numbers_are_the_same(small, large, name):
     expected = small["received_attention"][name]
     cut = large["received_attention"][name].chunk(prompt=chunk_of(large))
@@ -70,4 +72,6 @@ def test_a_merge_of_results_in_any_order(toy, prompts, small, tmp_path):
     merged = merge_results([ma.load_result(tmp_path / f"{number}.zarr") for number in (0, 1)])
     got = merged["received_attention"].received_by_segment.chunk(prompt=2)
     assert got.chunks[0] == (2, 2, 2, 1)
-    np.testing.assert_allclose(got.compute(), small["received_attention"].received_by_segment, rtol=1e-5)
+    np.testing.assert_allclose(
+        got.compute(), small["received_attention"].received_by_segment, rtol=1e-5
+    )

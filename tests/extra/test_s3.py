@@ -25,7 +25,11 @@ def bucket():
     server.start()
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("DEFAULT_REGION", "us-east-1")):
+        for name, value in (
+            ("ACCESS_KEY_ID", "a"),
+            ("SECRET_ACCESS_KEY", "b"),
+            ("DEFAULT_REGION", "us-east-1"),
+        ):
             patch.setenv(f"AWS_{name}", value)
         patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
         fsspec.filesystem("s3").mkdir("large")
@@ -59,7 +63,11 @@ def test_a_large_run_at_an_address(bucket, prompts, tmp_path, monkeypatch):
         merged.compare("slash", resamples=99), small.compare("slash", resamples=99), rtol=1e-12
     )
     for _ in range(2):  # the second one replaces the first
-        merge_stored(f"{bucket}/copy.zarr", [f"{bucket}/s-{number}-of-2.zarr" for number in (1, 2)], copy=True)
+        merge_stored(
+            f"{bucket}/copy.zarr",
+            [f"{bucket}/s-{number}-of-2.zarr" for number in (1, 2)],
+            copy=True,
+        )
     assert ma.load_result(f"{bucket}/copy.zarr").digest() == merged.digest()
     assert [path.name for path in tmp_path.iterdir()] == ["small.zarr"]
 

@@ -20,7 +20,9 @@ def test_measures_of_a_token(pre):
         pairs = np.abs(size[:, None] - size).mean()
         assert float(fn.gini(x)[row]) == pytest.approx(pairs / (2 * size.mean()), abs=1e-12)
         assert float(fn.kurtosis(x)[row]) == pytest.approx(stats.kurtosis(values, fisher=False))
-        assert float(fn.near_zero_share(x, 0.05)[row]) == pytest.approx(np.mean([abs(v) <= 0.05 for v in values]))
+        assert float(fn.near_zero_share(x, 0.05)[row]) == pytest.approx(
+            np.mean([abs(v) <= 0.05 for v in values])
+        )
 
 
 def test_gini_at_its_ends():
@@ -31,8 +33,12 @@ def test_gini_at_its_ends():
 
 
 def test_minimum_of_a_nonlinearity():
-    silu = optimize.minimize_scalar(lambda x: x / (1 + np.exp(-x)), bounds=(-5, 0), method="bounded").x
-    gelu = optimize.minimize_scalar(lambda x: x * stats.norm.cdf(x), bounds=(-5, 0), method="bounded").x
+    silu = optimize.minimize_scalar(
+        lambda x: x / (1 + np.exp(-x)), bounds=(-5, 0), method="bounded"
+    ).x
+    gelu = optimize.minimize_scalar(
+        lambda x: x * stats.norm.cdf(x), bounds=(-5, 0), method="bounded"
+    ).x
     assert fn.minimum_of(torch.nn.functional.silu) == pytest.approx(silu, abs=2e-4)
     assert fn.minimum_of(torch.nn.functional.gelu) == pytest.approx(gelu, abs=2e-4)
     assert fn.minimum_of(torch.nn.functional.relu) == 0
@@ -54,6 +60,9 @@ def test_two_near_zero_populations(pre):
 def test_counts_between_edges(pre):
     edges = torch.tensor([-0.5, -0.1, 0.0, 0.3, 1.0], dtype=torch.float64)
     pre[0, :3] = torch.tensor([-0.5, 0.0, 1.0])
-    expected = [int(((pre >= a) & (pre < b)).sum()) for a, b in zip([-np.inf, *edges], [*edges, np.inf], strict=True)]
+    expected = [
+        int(((pre >= a) & (pre < b)).sum())
+        for a, b in zip([-np.inf, *edges], [*edges, np.inf], strict=True)
+    ]
     assert fn.counts_between(pre, edges).tolist() == expected
     assert sum(expected) == pre.numel()

@@ -61,9 +61,15 @@ def test_against_numpy(name, scope, form):
     uniform = drawn(x.shape).double()
     for c, p1 in ((0.13, 99.5), (0.32, 90.0), (0.9, 60.0)):
         got = redistribute(x, uniform, c, p1, form, scope)
-        rows = (x, uniform, got) if scope == "token" else (x.view(1, -1), uniform.view(1, -1), got.view(1, -1))
+        rows = (
+            (x, uniform, got)
+            if scope == "token"
+            else (x.view(1, -1), uniform.view(1, -1), got.view(1, -1))
+        )
         for row, u, made in zip(*rows, strict=True):
-            np.testing.assert_allclose(made, oracle(row.numpy(), u.numpy(), c, p1, form), atol=1e-12)
+            np.testing.assert_allclose(
+                made, oracle(row.numpy(), u.numpy(), c, p1, form), atol=1e-12
+            )
 
 
 def test_the_oracle_would_notice_another_clip():
@@ -90,7 +96,10 @@ def test_bfloat16_moves_what_float32_moves():
     x = FIXED["activations"].bfloat16()
     uniform = drawn(x.shape)
     for form in FORMS:
-        got, same = redistribute(x, uniform, 0.13, 99.5, form), redistribute(x.float(), uniform, 0.13, 99.5, form)
+        got, same = (
+            redistribute(x, uniform, 0.13, 99.5, form),
+            redistribute(x.float(), uniform, 0.13, 99.5, form),
+        )
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got, same.bfloat16(), rtol=0, atol=0)
 
@@ -132,18 +141,35 @@ def test_the_two_released_forms_differ_by_their_floor_alone():
     """A share of 5 % near zero: one moves 5 %, the other 20 %. From 20 % on they are the same."""
     generator = torch.Generator().manual_seed(0)
     uniform = drawn((30, 400))
-    for share, moved in ((0.01, (0.2, 0.02)), (0.05, (0.2, 0.05)), (0.22, (0.22, 0.22)), (0.4, (0.25, 0.25))):
-        x = 1 + torch.rand(30, 400, generator=generator)  # MAD 0.25, so that near zero is below 0.048
+    for share, moved in (
+        (0.01, (0.2, 0.02)),
+        (0.05, (0.2, 0.05)),
+        (0.22, (0.22, 0.22)),
+        (0.4, (0.25, 0.25)),
+    ):
+        x = 1 + torch.rand(
+            30, 400, generator=generator
+        )  # MAD 0.25, so that near zero is below 0.048
         near = torch.arange(400) < round(share * 400)
         x = torch.where(near, 0.04 * torch.rand(30, 400, generator=generator) + 1e-4, x)
-        made = {form: redistribute(x, uniform, 0.13, 99.5, form) for form in ("released_llama", "released_qwen2")}
+        made = {
+            form: redistribute(x, uniform, 0.13, 99.5, form)
+            for form in ("released_llama", "released_qwen2")
+        }
         shares = tuple(float((y != x).float().mean()) for y in made.values())
         assert shares == pytest.approx(moved, abs=2e-3), share
         both = (made["released_llama"] != x) & (made["released_qwen2"] != x)
         assert torch.equal(made["released_llama"][both], made["released_qwen2"][both]), (
             "what both move, they move alike"
         )
-        other = oracle(x[0].numpy(), uniform[0].numpy(), 0.13, 99.5, "released_qwen2", {"released_qwen2": (0.2, 0.25)})
+        other = oracle(
+            x[0].numpy(),
+            uniform[0].numpy(),
+            0.13,
+            99.5,
+            "released_qwen2",
+            {"released_qwen2": (0.2, 0.25)},
+        )
         wrong = np.abs(made["released_qwen2"][0].numpy() - other).max()
         assert (wrong > 0.1) == (share < 0.2), "negative control: the oracle with the other floor"
 
@@ -169,7 +195,9 @@ def test_controls_are_as_large_and_otherwise_elsewhere(control):
     made = as_control(change, drawn((200, 400), seed=5), control)
     torch.testing.assert_close(made.norm(dim=-1), change.norm(dim=-1))
     cosine = torch.cosine_similarity(made, change, dim=-1)
-    assert cosine.mean().abs() < 0.15  # of a token few entries may move, and few signs agree by chance
+    assert (
+        cosine.mean().abs() < 0.15
+    )  # of a token few entries may move, and few signs agree by chance
     if control == "shuffled_signs":
         torch.testing.assert_close(made.abs(), change.abs())
     if control == "random_channels":
@@ -211,5 +239,7 @@ def test_a_tokens_numbers_depend_on_its_key_alone():
         assert (keyed_uniform(keys, 16) == both[1]).float().mean() < 0.05
     many = keyed_uniform(token_keys(0, ["a"], torch.arange(500)[None], 0), 400)
     counts = torch.histc(many, 20, 0, 1)
-    assert float(((counts - 10_000) ** 2 / 10_000).sum()) < 45  # chi-square with 19 degrees of freedom: p = 0.0007
+    assert (
+        float(((counts - 10_000) ** 2 / 10_000).sum()) < 45
+    )  # chi-square with 19 degrees of freedom: p = 0.0007
     assert abs(float(torch.corrcoef(many[0, :, :].T[:2])[0, 1])) < 0.2

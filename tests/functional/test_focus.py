@@ -37,7 +37,9 @@ def test_a_block_with_keys_cut_off_on_the_left(random_pattern):
     pattern = random_pattern(heads=2, length=12, window=4)[None]
     whole = fn.mean_distance(pattern)[..., 8:]
     torch.testing.assert_close(fn.mean_distance(pattern[..., 8:, 5:], 8, first_key=5), whole)
-    assert (fn.mean_distance(pattern[..., 8:, 5:], 8) - whole).abs().min() > 1, "the loop would notice"
+    assert (fn.mean_distance(pattern[..., 8:, 5:], 8) - whole).abs().min() > 1, (
+        "the loop would notice"
+    )
 
 
 def test_a_mix_is_a_sum_over_the_keys(random_pattern):
@@ -49,7 +51,12 @@ def test_a_mix_is_a_sum_over_the_keys(random_pattern):
         for head in range(4):
             for query in range(8):
                 keys = [k for k in range(8) if member[row, k]]
-                expected = sum((pattern[row, head, query, k] * v[row, head // 2, k] for k in keys), torch.zeros(5))
-                torch.testing.assert_close(got[row, head, query], expected.double(), atol=1e-12, rtol=0)
+                expected = sum(
+                    (pattern[row, head, query, k] * v[row, head // 2, k] for k in keys),
+                    torch.zeros(5),
+                )
+                torch.testing.assert_close(
+                    got[row, head, query], expected.double(), atol=1e-12, rtol=0
+                )
     assert got[0].abs().max() > 0.1
     assert got[1].abs().max() == 0

@@ -14,7 +14,10 @@ KINDS = ["plain", "ALiBi", "sinks", "both"]
 def made(kind, length, dtype=torch.float32, seed=0):
     """Six heads that read three, and three groups of queries, padding among those that count in none."""
     draw = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(2, heads, length, width, generator=draw) for heads, width in ((6, 12), (3, 12), (3, 20)))
+    q, k, v = (
+        torch.randn(2, heads, length, width, generator=draw)
+        for heads, width in ((6, 12), (3, 12), (3, 20))
+    )
     slopes = torch.rand(1, 6, 1, generator=draw) / 8
     bias = slopes * torch.arange(length) if kind in ("ALiBi", "both") else None
     sinks = torch.randn(6, generator=draw) if kind in ("sinks", "both") else None
@@ -34,11 +37,16 @@ def by_hand(attention, weights):
     for b in range(batch):
         for h in range(heads):
             for query in range(length):
-                scores = [float(attention.scale * (q[b, h, query] @ k[b, h // 2, key])) for key in range(query + 1)]
+                scores = [
+                    float(attention.scale * (q[b, h, query] @ k[b, h // 2, key]))
+                    for key in range(query + 1)
+                ]
                 if attention.bias is not None:
                     scores = [s + float(attention.bias[0, h, key]) for key, s in enumerate(scores)]
                 most = max(scores)
-                left = 0.0 if attention.sinks is None else math.exp(float(attention.sinks[h]) - most)
+                left = (
+                    0.0 if attention.sinks is None else math.exp(float(attention.sinks[h]) - most)
+                )
                 total = sum(math.exp(s - most) for s in scores) + left
                 for key, s in enumerate(scores):
                     probability = math.exp(s - most) / total
@@ -59,9 +67,13 @@ def test_float64_agrees_with_loops(kind, length):
         sinks=None if attention.sinks is None else attention.sinks.double(),
     )
     fused, expected = fused_attention(wide), by_hand(wide, weights)
-    for got, value in zip((fused.out, fused.column_sums(weights), fused.own), expected, strict=True):
+    for got, value in zip(
+        (fused.out, fused.column_sums(weights), fused.own), expected, strict=True
+    ):
         torch.testing.assert_close(got, value, atol=1e-12, rtol=1e-12)
-    assert (fused.column_sums(1 - weights) - expected[1]).abs().max() > 0.1, "the loops would notice other queries"
+    assert (fused.column_sums(1 - weights) - expected[1]).abs().max() > 0.1, (
+        "the loops would notice other queries"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,20 +93,26 @@ def test_long_rows_agree_with_the_row_kernel(kind, dtype, tolerance):
 
 def test_many_groups_take_several_calls():
     attention, _ = made("plain", 40)
-    weights = torch.eye(40)[None].expand(2, -1, -1)  # each query a group: the whole pattern, transposed
+    weights = torch.eye(40)[None].expand(
+        2, -1, -1
+    )  # each query a group: the whole pattern, transposed
     whole = torch.zeros(2, 6, 40, 40)
 
     def see(rows):
         whole[:, :, rows.queries, rows.keys] = rows.pattern
 
     attention_by_rows(attention, see)
-    torch.testing.assert_close(fused_attention(attention).column_sums(weights), whole.mT, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        fused_attention(attention).column_sums(weights), whole.mT, atol=1e-5, rtol=1e-4
+    )
 
 
 def test_bfloat16_would_lose_the_log_sum_exp_without_its_parts(monkeypatch):
     attention, weights = made("plain", 300, torch.bfloat16)
     right = fused_attention(attention).column_sums(weights)
-    monkeypatch.setattr("mechattn.functional.attention._in_parts", lambda number, dtype: number.to(dtype)[..., None])
+    monkeypatch.setattr(
+        "mechattn.functional.attention._in_parts", lambda number, dtype: number.to(dtype)[..., None]
+    )
     wrong = fused_attention(attention).column_sums(weights)
     assert float((wrong - right).abs().max()) > 0.01 * float(right.max())
 

@@ -10,11 +10,17 @@ from mechattn.functional.received import kurtosis_over_keys, massive, near_sums
 def ill_conditioned(heads=3, width=16, model=48):
     """W_O with singular values from 1 to 1e-4, and z along the small ones."""
     generator = torch.Generator().manual_seed(0)
-    u = torch.linalg.qr(torch.randn(heads, width, width, generator=generator, dtype=torch.float64)).Q
-    v = torch.linalg.qr(torch.randn(heads, model, width, generator=generator, dtype=torch.float64)).Q
+    u = torch.linalg.qr(
+        torch.randn(heads, width, width, generator=generator, dtype=torch.float64)
+    ).Q
+    v = torch.linalg.qr(
+        torch.randn(heads, model, width, generator=generator, dtype=torch.float64)
+    ).Q
     s = torch.logspace(0, -4, width, dtype=torch.float64)
     z = torch.einsum(
-        "bphe,hde->bphd", torch.randn(2, 5, heads, 2, generator=generator, dtype=torch.float64), u[..., -2:]
+        "bphe,hde->bphd",
+        torch.randn(2, 5, heads, 2, generator=generator, dtype=torch.float64),
+        u[..., -2:],
     )
     return (u * s) @ v.transpose(1, 2), z
 
@@ -43,7 +49,10 @@ def test_products_and_cosines():
 
 def test_counts():
     generator = torch.Generator().manual_seed(0)
-    one, other = torch.rand(2, 3, 40, generator=generator), torch.rand(2, 3, 40, generator=generator)
+    one, other = (
+        torch.rand(2, 3, 40, generator=generator),
+        torch.rand(2, 3, 40, generator=generator),
+    )
     one[0, 0, 0] = torch.nan
     counted = torch.rand(2, 40, generator=generator) < 0.7
     edges = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([0.3, 0.6])
@@ -56,7 +65,9 @@ def test_counts():
             keep = counted[row].numpy() & ~np.isnan(one[row, part].numpy())
             x, y = one[row, part].numpy()[keep], other[row, part].numpy()[keep]
             np.testing.assert_array_equal(got[row, part], np.histogram(x, bins[0])[0])
-            expected += np.histogram2d(x, y, [np.nan_to_num(b, posinf=9, neginf=-9) for b in bins])[0]
+            expected += np.histogram2d(x, y, [np.nan_to_num(b, posinf=9, neginf=-9) for b in bins])[
+                0
+            ]
         np.testing.assert_array_equal(both[row], expected)
     halves = fn.counts_in_bins(one[..., :20], edges[0], counted[:, :20]) + fn.counts_in_bins(
         one[..., 20:], edges[0], counted[:, 20:]

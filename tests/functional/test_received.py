@@ -31,7 +31,9 @@ def received(pattern, counted, window=None, include_self=False, block=64):
     for start in range(0, length, block):
         queries = torch.arange(start, min(start + block, length))
         columns += fn.column_sums(pattern[:, :, queries], counted[:, queries])
-        own[..., queries] = fn.self_attention(pattern[:, :, queries], start) * counted[:, None, queries]
+        own[..., queries] = (
+            fn.self_attention(pattern[:, :, queries], start) * counted[:, None, queries]
+        )
     seeing = fn.seeing_queries(counted, window, include_self)
     return fn.received_attention(columns if include_self else columns - own, seeing)[0]
 
@@ -60,14 +62,23 @@ def test_the_loop_would_notice_the_own_key(random_pattern):
 
 
 def test_a_key_that_no_counted_query_sees_is_nan(random_pattern):
-    pattern, counted = random_pattern(heads=2, length=5), torch.tensor([True, True, True, False, False])
+    pattern, counted = (
+        random_pattern(heads=2, length=5),
+        torch.tensor([True, True, True, False, False]),
+    )
     assert received(pattern, counted).isnan().tolist() == [[False, False, True, True, True]] * 2
 
 
 def test_the_mean_of_a_segment_equals_a_loop(random_pattern):
-    pattern, counted = random_pattern(heads=2, length=7), torch.tensor([False, True, True, False, True, True, True])
+    pattern, counted = (
+        random_pattern(heads=2, length=7),
+        torch.tensor([False, True, True, False, True, True, True]),
+    )
     member = torch.tensor(
-        [[True, True, False, False, False, False, False], [False, False, True, True, True, True, True]]
+        [
+            [True, True, False, False, False, False, False],
+            [False, False, True, True, True, True, True],
+        ]
     )
     per_key = loop_over_queries(pattern, counted)
     mean = fn.segment_mean(per_key[None], member[None])[0]
@@ -98,11 +109,16 @@ def blind_sums(counted, window=None, include_self=True, edge_mask=None):
     sums = torch.zeros(len(counted), 1, counted.shape[1])
 
     def see(rows):
-        own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start) * counted[:, None, rows.queries]
+        own = (
+            fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
+            * counted[:, None, rows.queries]
+        )
         sums[..., rows.keys] += fn.column_sums(rows.pattern, counted[:, rows.queries])
         sums[..., rows.queries] -= 0 if include_self else own
 
-    attention_by_rows(Attention(zero, zero, zero, 1.0, window=window, edge_mask=edge_mask), see, block=4)
+    attention_by_rows(
+        Attention(zero, zero, zero, 1.0, window=window, edge_mask=edge_mask), see, block=4
+    )
     return sums[:, 0]
 
 
@@ -139,12 +155,20 @@ def test_uniform_numbers_where_keys_are_hidden(window):
     sums, seeing = torch.zeros(2, 9), torch.zeros(2, 9)
     for row in range(2):
         for q in range(9):
-            keys = [k for k in range(q + 1) if q - k < (window or 9) and (not hidden[row, k] or hidden[row, q])]
+            keys = [
+                k
+                for k in range(q + 1)
+                if q - k < (window or 9) and (not hidden[row, k] or hidden[row, q])
+            ]
             for k in keys:
                 sums[row, k] += float(counted[row, q]) / len(keys)
                 seeing[row, k] += float(counted[row, q] and k < q)
-    torch.testing.assert_close(blind_sums(counted, window, edge_mask=EdgeMask(~hidden, hidden)), sums)
-    torch.testing.assert_close(fn.seeing_queries(counted, window, edge_mask=EdgeMask(~hidden, hidden)), seeing)
+    torch.testing.assert_close(
+        blind_sums(counted, window, edge_mask=EdgeMask(~hidden, hidden)), sums
+    )
+    torch.testing.assert_close(
+        fn.seeing_queries(counted, window, edge_mask=EdgeMask(~hidden, hidden)), seeing
+    )
     assert (blind_sums(counted, window) - sums).abs().max() > 0.1
 
 
@@ -155,11 +179,17 @@ def test_uniform_numbers_where_edges_are_cut(window, include_self):
     keys = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0]]).bool()
     blind = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1, 0, 0, 0]]).bool()
     counted = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 1, 1, 1]]).bool()
-    sums, seeing, visible = torch.zeros(2, 9), torch.zeros(2, 9), torch.zeros(2, 9, dtype=torch.float64)
+    sums, seeing, visible = (
+        torch.zeros(2, 9),
+        torch.zeros(2, 9),
+        torch.zeros(2, 9, dtype=torch.float64),
+    )
     for row in range(2):
         for q in range(9):
             seen = [
-                k for k in range(q + 1) if q - k < (window or 9) and not (keys[row, k] and blind[row, q] and k != q)
+                k
+                for k in range(q + 1)
+                if q - k < (window or 9) and not (keys[row, k] and blind[row, q] and k != q)
             ]
             visible[row, q] = len(seen)
             for k in seen:

@@ -34,7 +34,9 @@ def test_the_places_are_those_of_transformer_lens(tokens, pattern, after):
         got = repeated_mass(pattern, tokens, after)[row]
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(has_repeat(tokens, after)[row], places.any(-1))
-        assert not torch.allclose(got, (pattern[row] * PATTERNS[1 - after](tokens[row : row + 1])).sum(-1)), "control"
+        assert not torch.allclose(
+            got, (pattern[row] * PATTERNS[1 - after](tokens[row : row + 1])).sum(-1)
+        ), "control"
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
@@ -42,7 +44,11 @@ def test_a_loop(tokens, pattern, after):
     got, has = repeated_mass(pattern, tokens, after), has_repeat(tokens, after)
     for row in range(2):
         for query in range(LENGTH):
-            places = [p + after for p in range(query) if tokens[row, p] == tokens[row, query] and p + after < query]
+            places = [
+                p + after
+                for p in range(query)
+                if tokens[row, p] == tokens[row, query] and p + after < query
+            ]
             assert has[row, query] == bool(places)
             for head in range(HEADS):
                 expected = sum(pattern[row, head, query, place].item() for place in places)
@@ -60,12 +66,16 @@ def test_blocks_of_rows_are_the_whole(tokens, pattern, after):
         expected = whole if not first_key else repeated_mass(seen, tokens, after)
         torch.testing.assert_close(got, expected[..., first_query:stop])
         if first_query:
-            assert not torch.allclose(repeated_mass(block, tokens, after), got), "negative control: another place"
+            assert not torch.allclose(repeated_mass(block, tokens, after), got), (
+                "negative control: another place"
+            )
 
 
 def test_both_ways_of_adding_up_are_the_same():
     generator = torch.Generator().manual_seed(3)
     pattern = torch.rand(3, 4, 7, 9, generator=generator, dtype=torch.float64)
     there = torch.rand(3, 7, 9, generator=generator) < 0.3
-    torch.testing.assert_close(masked_mass(pattern, there), looked_up_mass(pattern, there), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        masked_mass(pattern, there), looked_up_mass(pattern, there), atol=1e-12, rtol=0
+    )
     assert not torch.allclose(masked_mass(pattern, there), looked_up_mass(pattern, ~there))

@@ -23,7 +23,9 @@ def square(q, k, v, scale, bias=None, window=None, softcap=None):
 def random_qkv(batch, heads, kv_heads, length, width, dtype=torch.float64, d_value=None):
     generator = torch.Generator().manual_seed(length)
     shapes = [(heads, width), (kv_heads, width), (kv_heads, d_value or width)]
-    return [2 * torch.randn(batch, n, length, d, generator=generator, dtype=dtype) for n, d in shapes]
+    return [
+        2 * torch.randn(batch, n, length, d, generator=generator, dtype=dtype) for n, d in shapes
+    ]
 
 
 def in_blocks(q, k, v, scale, block=64, **options):
@@ -65,9 +67,13 @@ def test_a_learned_sink_is_one_more_column(window):
     got, out = in_blocks(q, k, v, 0.4, block=16, window=window, sinks=sinks)
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
     torch.testing.assert_close(out, expected @ v.repeat_interleave(2, 1), atol=1e-12, rtol=0)
-    single = Attention(q, k, v, 0.4, window=window, sinks=sinks).rows(torch.tensor([[0, 9, 69]] * 2), 70)
+    single = Attention(q, k, v, 0.4, window=window, sinks=sinks).rows(
+        torch.tensor([[0, 9, 69]] * 2), 70
+    )
     torch.testing.assert_close(single, expected[:, :, [0, 9, 69]], atol=1e-12, rtol=0)
-    assert (in_blocks(q, k, v, 0.4, window=window)[0] - expected).abs().max() > 0.1, "without them it is another"
+    assert (in_blocks(q, k, v, 0.4, window=window)[0] - expected).abs().max() > 0.1, (
+        "without them it is another"
+    )
 
 
 def test_the_square_would_notice_a_window_or_a_scale(random_pattern):
@@ -81,7 +87,9 @@ def test_half_precision_is_computed_in_float32():
     q, k, v = random_qkv(1, 2, 1, 90, 16, torch.bfloat16)
     got, out = in_blocks(q, k, v, 0.25)
     expected, exact = square(q.double(), k.double(), v.double(), 0.25)
-    torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)  # what a bfloat16 softmax could not reach
+    torch.testing.assert_close(
+        got, expected, atol=2e-6, rtol=0
+    )  # what a bfloat16 softmax could not reach
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=1e-2)
 
@@ -103,12 +111,18 @@ def test_values_may_have_another_width():
     torch.testing.assert_close(attention_by_rows(Attention(q, k, v, 0.3)), out, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"bias": True}, {"window": 6}, {"hidden": True}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"softcap": 3.0}, {"bias": True}, {"window": 6}, {"hidden": True}]
+)
 def test_single_rows_are_rows_of_the_square(extra):
     """Any queries, in any order, of some of the sequences; looked up in a pattern that was shown, just so."""
     q, k, v = random_qkv(3, 4, 2, 20, 8)
     if "bias" in extra:
-        extra = {"bias": torch.randn(3, 4, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+        extra = {
+            "bias": torch.randn(
+                3, 4, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+            )
+        }
     if "hidden" in extra:
         keys = torch.arange(20).expand(3, 20) % 7 == torch.tensor([[1], [2], [3]])
         extra = {"edge_mask": EdgeMask(~keys, keys)}
@@ -116,11 +130,15 @@ def test_single_rows_are_rows_of_the_square(extra):
     whole, _ = in_blocks(q, k, v, 0.4, **extra)
     sequences, queries = torch.tensor([2, 0]), torch.tensor([[3, 19, 0], [7, 7, 18]])
     expected = torch.stack([whole[s][:, rows] for s, rows in zip(sequences, queries, strict=True)])
-    torch.testing.assert_close(attention.of(sequences).rows(queries, 20), expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        attention.of(sequences).rows(queries, 20), expected, atol=1e-12, rtol=0
+    )
     assert torch.equal(PatternRows(whole, v).of(sequences).rows(queries, 20), expected)
     early = torch.tensor([[2], [4]])
     edge_mask = attention.of(sequences).rows(early, 5)
-    torch.testing.assert_close(edge_mask, PatternRows(whole, v).of(sequences).rows(early, 5), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        edge_mask, PatternRows(whole, v).of(sequences).rows(early, 5), atol=1e-12, rtol=0
+    )
 
 
 @pytest.mark.parametrize("block", [3, 64])
@@ -135,7 +153,9 @@ def test_hidden_keys_are_seen_by_hidden_queries_alone(block):
     torch.testing.assert_close(got[:, :, kept][..., kept], without, atol=1e-12, rtol=0)
     torch.testing.assert_close(out[:, :, kept], expected, atol=1e-12, rtol=0)
     assert got[:, :, kept][..., hidden[0]].abs().max() == 0
-    torch.testing.assert_close(got[:, :, hidden[0]], square(q, k, v, 0.4)[0][:, :, hidden[0]], atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        got[:, :, hidden[0]], square(q, k, v, 0.4)[0][:, :, hidden[0]], atol=1e-12, rtol=0
+    )
 
 
 @pytest.mark.parametrize("block", [3, 64])

@@ -48,7 +48,10 @@ SCALARS = st.one_of(
 )  # fmt: skip
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS) | TEXT, inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS) | TEXT, inner, max_size=3)
+    ),
     max_leaves=6,
 )
 GOOD = {
@@ -58,7 +61,10 @@ GOOD = {
         "slash": {"kind": "MeaninglessTokens", "count": [1, 2]},
         "arm": {"kind": "Baseline", "intervention": {}},
     },
-    "analyses": [{"kind": "ReceivedAttention", "queries": "all"}, {"kind": "MlpActivations", "value": 0.25}],
+    "analyses": [
+        {"kind": "ReceivedAttention", "queries": "all"},
+        {"kind": "MlpActivations", "value": 0.25},
+    ],
     "figures": [{"kind": "change_map", "condition": "arm"}],
     "output": {"result": "r.zarr", "page": "p.html", "heads": 3},
 }
@@ -71,14 +77,26 @@ def toml(value):
     if isinstance(value, list):
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, float):
-        return "nan" if math.isnan(value) else ("-inf" if value < 0 else "inf") if math.isinf(value) else repr(value)
+        return (
+            "nan"
+            if math.isnan(value)
+            else ("-inf" if value < 0 else "inf")
+            if math.isinf(value)
+            else repr(value)
+        )
     return json.dumps("" if value is None else value)
 
 
 def places(value, path=()):
     """Every place in a nested value."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from places(inner, (*path, key))
 
@@ -101,7 +119,9 @@ def configs(draw):
         if not isinstance(made, dict):
             break
     extra = draw(st.dictionaries(st.sampled_from(KEYS) | TEXT, VALUES, max_size=2))
-    return "\n".join(f"{json.dumps(key)} = {toml(value)}" for key, value in {**made, **extra}.items())
+    return "\n".join(
+        f"{json.dumps(key)} = {toml(value)}" for key, value in {**made, **extra}.items()
+    )
 
 
 @st.composite
@@ -140,7 +160,10 @@ def test_the_net_has_no_hole():  # negative control
 
 @fuzz
 @given(
-    text=configs() | damaged("\n".join(f"{k} = {toml(v)}" for k, v in GOOD.items()).encode()) | st.text() | st.binary()
+    text=configs()
+    | damaged("\n".join(f"{k} = {toml(v)}" for k, v in GOOD.items()).encode())
+    | st.text()
+    | st.binary()
 )
 def test_configs(text, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "config.toml"
@@ -180,7 +203,11 @@ LINE = st.one_of(
 
 
 @fuzz
-@given(lines=st.lists(LINE, max_size=4), end=st.sampled_from([b"\n", b"\r\n", b"\n\n"]), answer=st.booleans())
+@given(
+    lines=st.lists(LINE, max_size=4),
+    end=st.sampled_from([b"\n", b"\r\n", b"\n\n"]),
+    answer=st.booleans(),
+)
 def test_files_of_prompts(lines, end, answer, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "p.jsonl"
     path.write_bytes(end.join(lines))
@@ -196,14 +223,35 @@ def small():
     ids, conditions = ["0", "1", "é"], ["baseline", "slash"]
     dims, numbers = ("prompt", "condition", "pos"), np.arange(24, dtype=np.int32).reshape(3, 2, 4)
     sequences = {
-        **{name: (dims, numbers % 6, {"units": "id"}) for name in ("tokens", "origin", "segment_index")},
+        **{
+            name: (dims, numbers % 6, {"units": "id"})
+            for name in ("tokens", "origin", "segment_index")
+        },
         "place": (("prompt",), np.arange(3), {"units": "index"}),
-        "first_prompt_text": (("condition", "pos"), np.full((2, 4), "é").astype(np.dtypes.StringDType())),
+        "first_prompt_text": (
+            ("condition", "pos"),
+            np.full((2, 4), "é").astype(np.dtypes.StringDType()),
+        ),
     }
-    received = {"received": (("condition", "key"), np.linspace(0, 1, 10).reshape(2, 5), {"units": "probability"})}
+    received = {
+        "received": (
+            ("condition", "key"),
+            np.linspace(0, 1, 10).reshape(2, 5),
+            {"units": "probability"},
+        )
+    }
     coords = {"prompt": ids, "condition": conditions}
-    datasets = {"r": xr.Dataset(received, {"condition": conditions}), "sequences": xr.Dataset(sequences, coords)}
-    model = {"name": "m", "architecture": "A", "dtype": "float32", "device": "cpu", "verified": True}
+    datasets = {
+        "r": xr.Dataset(received, {"condition": conditions}),
+        "sequences": xr.Dataset(sequences, coords),
+    }
+    model = {
+        "name": "m",
+        "architecture": "A",
+        "dtype": "float32",
+        "device": "cpu",
+        "verified": True,
+    }
     about = {
         "model": model | {"parameters": 9, "heads": 2, "layers": 1},
         "prompts": {"hash": "0" * 16, "count": 3},

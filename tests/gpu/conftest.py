@@ -9,8 +9,15 @@ from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from tests.parity.plain import loop_over_experts
 
-THERE = {"cpu": lambda: True, "cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-PROBLEMS = ["Tom has 3 apples and gives 2 to Mia. How many apples are left?", "A box holds 12 pens. How many hold 36?"]
+THERE = {
+    "cpu": lambda: True,
+    "cuda": torch.cuda.is_available,
+    "mps": torch.backends.mps.is_available,
+}
+PROBLEMS = [
+    "Tom has 3 apples and gives 2 to Mia. How many apples are left?",
+    "A box holds 12 pens. How many hold 36?",
+]
 FEW = ["GPT-OSS", "Falcon-RW (ALiBi)"]
 FILLED = {"slash": ma.MeaninglessTokens("/", 9)}
 
@@ -58,5 +65,7 @@ def plain(name, dtype, wide=False, scale=1.0):
 def hooked(name, dtype, device, scale=1.0):
     """The model on a device, and the same weights in float64 on the CPU."""
     tokenizer = load_tokenizer(name if name in toy_names() else "toy:llama")
-    exact = ma.load_model(plain(name, dtype, wide=True, scale=scale), tokenizer=tokenizer, verify=False)
+    exact = ma.load_model(
+        plain(name, dtype, wide=True, scale=scale), tokenizer=tokenizer, verify=False
+    )
     return ma.load_model(plain(name, dtype, scale=scale), tokenizer=tokenizer, device=device), exact

@@ -65,8 +65,13 @@ class Imitated(TorchFunctionMode):
         there = _common(func, given)
         made = func(*args, **kwargs)
         if func is torch.autograd.grad:
-            return tuple(laid(grad, where(tensor)) for grad, tensor in zip(made, args[1], strict=True))
-        return tree_map(lambda leaf: laid(leaf, asked or there) if isinstance(leaf, torch.Tensor) else leaf, made)
+            return tuple(
+                laid(grad, where(tensor)) for grad, tensor in zip(made, args[1], strict=True)
+            )
+        return tree_map(
+            lambda leaf: laid(leaf, asked or there) if isinstance(leaf, torch.Tensor) else leaf,
+            made,
+        )
 
 
 def _common(func, given):
@@ -77,7 +82,9 @@ def _common(func, given):
     if func in _INDEXED:
         found = {where(given[0]), *(found - {CPU})}
     if len(found) > 1:
-        raise RuntimeError(f"{getattr(func, '__name__', func)}: tensors on {sorted(map(str, found))}")
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)}: tensors on {sorted(map(str, found))}"
+        )
     return found.pop() if found else max(map(where, given), key=str, default=CPU)
 
 

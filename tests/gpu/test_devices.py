@@ -22,7 +22,9 @@ CONDITIONS = {
     "unshifted": SLASH.unshifted(),
     "arm": ma.Baseline(intervention=ma.interventions.ARM(c=0.3, layers=(0, 3))),
     "ablation": ma.Baseline(intervention=ma.interventions.HeadAblation(((0, 1), (3, 2)))),
-    "knockout": ma.Baseline(intervention=ma.interventions.Knockout("question", "first", layers=(0, 3))),
+    "knockout": ma.Baseline(
+        intervention=ma.interventions.Knockout("question", "first", layers=(0, 3))
+    ),
 }
 UNDEFINED = {"toy:llama": ma.analyses.ScoreDecomposition}  # under RoPE
 
@@ -37,12 +39,17 @@ def parts(model, first, second, home="cpu"):
     count = len(inner.layers)
     layers = {f"model.layers.{n}": first if n < count // 2 else second for n in range(count)}
     tied = model.config.tie_word_embeddings
-    ends = {"model.norm": second if home != "cpu" else "cpu", "lm_head": home if tied or home == "cpu" else second}
+    ends = {
+        "model.norm": second if home != "cpu" else "cpu",
+        "lm_head": home if tied or home == "cpu" else second,
+    }
     return {"model.embed_tokens": home, "model.rotary_emb": home, **layers, **ends}
 
 
 def half_on_disk(model, folder):
-    return dispatch_model(model, parts(model, "cpu", "disk"), main_device="cpu", offload_dir=folder, force_hooks=True)
+    return dispatch_model(
+        model, parts(model, "cpu", "disk"), main_device="cpu", offload_dir=folder, force_hooks=True
+    )
 
 
 OFFLOADED: dict[str, Callable] = {
@@ -62,10 +69,16 @@ def measured(whole):
     return ma.run(whole, PROBLEMS, CONDITIONS, every("toy:llama"), positions="prompts")
 
 
-@pytest.fixture(scope="module", params=["memory", pytest.param("disk", marks=pytest.mark.slow), "half on disk"])
+@pytest.fixture(
+    scope="module", params=["memory", pytest.param("disk", marks=pytest.mark.slow), "half on disk"]
+)
 def offloaded(request, tokenizer, tmp_path_factory):
-    made = OFFLOADED[request.param](plain("toy:llama", torch.float32), tmp_path_factory.mktemp("offloaded"))
-    assert sum(parameter.is_meta for parameter in made.parameters()) > 10, "most weights are elsewhere"
+    made = OFFLOADED[request.param](
+        plain("toy:llama", torch.float32), tmp_path_factory.mktemp("offloaded")
+    )
+    assert sum(parameter.is_meta for parameter in made.parameters()) > 10, (
+        "most weights are elsewhere"
+    )
     return ma.load_model(made, tokenizer=tokenizer)
 
 
@@ -81,11 +94,16 @@ def assert_same(result, expected):
 
 def recorded(model):
     """A run under interventions whose tensors were recorded from this model."""
-    prompts, other = ma.load_prompts("word-problems", limit=3), ma.load_prompts("word-problems", limit=6)[3:]
+    prompts, other = (
+        ma.load_prompts("word-problems", limit=3),
+        ma.load_prompts("word-problems", limit=6)[3:],
+    )
     interventions = ma.interventions
     affine = ma.record_affine(model, prompts, SLASH.unshifted(), layers=[0, 3])
     means = ma.head_means(model, other)
-    filler = interventions.Transplant("inserted", ma.record_keys_values(model, prompts, ma.MeaninglessTokens(".", 9)))
+    filler = interventions.Transplant(
+        "inserted", ma.record_keys_values(model, prompts, ma.MeaninglessTokens(".", 9))
+    )
     conditions = {
         "affine": ma.Baseline(intervention=affine),
         "means": ma.Baseline(intervention=interventions.HeadAblation(((0, 1), (3, 2)), means)),
@@ -102,7 +120,9 @@ def answers(model):
 def test_offloaded_numbers_are_the_models_own_to_the_bit(offloaded, measured):
     assert facts_of(offloaded).report.passed
     outcomes = {check.name: check.outcome for check in facts_of(offloaded).report.checks}
-    assert outcomes["logits"] == outcomes["kernel"] == outcomes["heads"] == "passed", "against its own attention"
+    assert outcomes["logits"] == outcomes["kernel"] == outcomes["heads"] == "passed", (
+        "against its own attention"
+    )
     result = ma.run(offloaded, PROBLEMS, CONDITIONS, every("toy:llama"), positions="prompts")
     assert_same(result, measured)
     about, expected = (each.provenance["model"] for each in (result, measured))
@@ -112,7 +132,10 @@ def test_offloaded_numbers_are_the_models_own_to_the_bit(offloaded, measured):
 
 def test_the_comparison_would_notice_another_order(whole, measured):  # negative control
     with pytest.raises(AssertionError, match="received"):
-        assert_same(ma.run(whole, PROBLEMS[::-1], CONDITIONS, every("toy:llama"), positions="prompts"), measured)
+        assert_same(
+            ma.run(whole, PROBLEMS[::-1], CONDITIONS, every("toy:llama"), positions="prompts"),
+            measured,
+        )
 
 
 @pytest.mark.parametrize("engine", ["fused", "hooks"])
@@ -125,14 +148,19 @@ def test_each_engine_takes_an_offloaded_model(engine, offloaded, whole):
 def acted_on(whole):
     """What the model as it was gives when it is patched, answers, and is acted on."""
     prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
-    effects = {at: ma.patch(whole, prompts, SLASH, at=at).effects.effect.values for at in ("z", "resid_post")}
+    effects = {
+        at: ma.patch(whole, prompts, SLASH, at=at).effects.effect.values
+        for at in ("z", "resid_post")
+    }
     return prompts, effects, answers(whole), recorded(whole)
 
 
 def test_an_offloaded_model_is_patched_answers_and_is_acted_on(offloaded, acted_on):
     prompts, effects, answered, acted = acted_on
     for at, effect in effects.items():
-        np.testing.assert_array_equal(ma.patch(offloaded, prompts, SLASH, at=at).effects.effect.values, effect)
+        np.testing.assert_array_equal(
+            ma.patch(offloaded, prompts, SLASH, at=at).effects.effect.values, effect
+        )
     assert answers(offloaded) == answered
     assert_same(recorded(offloaded), acted)
 
@@ -149,9 +177,13 @@ def test_two_devices_that_are_imitated(name, tokenizer):
     """Operations that mix devices raise, as on two cards: each layer's values are reduced where the layer lies."""
     model = plain(name, torch.float32)
     expected = ma.load_model(plain(name, torch.float32), tokenizer=tokenizer)
-    analyses = every(name) if name == "toy:llama" else [ma.ReceivedAttention(), ma.analyses.HeadUpdates()]
+    analyses = (
+        every(name) if name == "toy:llama" else [ma.ReceivedAttention(), ma.analyses.HeadUpdates()]
+    )
     with Imitated():
-        made = ma.load_model(dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer)
+        made = ma.load_model(
+            dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer
+        )
         lies = {where(parameter) for parameter in made.original_model.parameters()}
         result = ma.run(made, PROBLEMS, CONDITIONS, analyses, positions="prompts")
         through_hooks = ma.run(made, PROBLEMS, CONDITIONS, engine="hooks")
@@ -168,8 +200,12 @@ def test_patching_answers_and_interventions_on_two_devices_that_are_imitated(tok
     prompts, expected, *others = acted_on
     model = plain("toy:llama", torch.float32)
     with Imitated():
-        made = ma.load_model(dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer)
-        effects = {at: ma.patch(made, prompts, SLASH, at=at).effects.effect.values for at in expected}
+        made = ma.load_model(
+            dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer
+        )
+        effects = {
+            at: ma.patch(made, prompts, SLASH, at=at).effects.effect.values for at in expected
+        }
         answered, acted = answers(made), recorded(made)
     for at, effect in effects.items():
         np.testing.assert_array_equal(effect, expected[at])
@@ -225,23 +261,37 @@ def quantised(tokenizer):
     return ma.load_model(in_eight_bits(True), tokenizer=tokenizer)
 
 
-def test_a_quantised_model_is_measured_where_its_weights_are_not_needed(quantised, tokenizer, measured):
+def test_a_quantised_model_is_measured_where_its_weights_are_not_needed(
+    quantised, tokenizer, measured
+):
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.AffineShift()]
     same = ma.load_model(in_eight_bits(False), tokenizer=tokenizer)
-    result, expected = (ma.run(model, PROBLEMS, CONDITIONS, analyses) for model in (quantised, same))
+    result, expected = (
+        ma.run(model, PROBLEMS, CONDITIONS, analyses) for model in (quantised, same)
+    )
     assert_same(result, expected)
     assert facts_of(quantised).report.passed
-    away = result["received_attention"].received_by_segment - measured["received_attention"].received_by_segment
+    away = (
+        result["received_attention"].received_by_segment
+        - measured["received_attention"].received_by_segment
+    )
     assert float(abs(away).max()) > 1e-4, "other numbers than those of the weights before"
     prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
-    ours, theirs = (ma.patch(model, prompts, SLASH, at=["L0H1"]).effects.effect.values for model in (quantised, same))
+    ours, theirs = (
+        ma.patch(model, prompts, SLASH, at=["L0H1"]).effects.effect.values
+        for model in (quantised, same)
+    )
     np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("make", [ma.analyses.HeadUpdates, ma.analyses.DirectLogits])
 @pytest.mark.parametrize("verify", [True, False])
 def test_what_needs_a_quantised_weight_is_refused(make, verify, quantised, tokenizer):
-    model = quantised if verify else ma.load_model(in_eight_bits(True), tokenizer=tokenizer, verify=False)
+    model = (
+        quantised
+        if verify
+        else ma.load_model(in_eight_bits(True), tokenizer=tokenizer, verify=False)
+    )
     with pytest.raises(ModelError, match="its weights are quantised: load it unquantised"):
         ma.run(model, PROBLEMS, analyses=make())
 
@@ -250,7 +300,9 @@ def test_what_needs_gradients_a_twin_or_new_weights_is_refused_too(quantised):
     prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
     with pytest.raises(ModelError, match="are quantised and have no gradients: name heads"):
         ma.patch(quantised, prompts, SLASH)
-    with pytest.raises(ModelError, match="its weights are quantised, and a second model cannot share them"):
+    with pytest.raises(
+        ModelError, match="its weights are quantised, and a second model cannot share them"
+    ):
         ma.evaluate(quantised, ma.load_prompts("word-problems", limit=2))
     with pytest.raises(ModelError, match="its weights are quantised"):
         ma.random_weights(quantised)

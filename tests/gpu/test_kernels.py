@@ -16,7 +16,10 @@ BACKENDS = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"]
 
 def moved(attention, *where):
     parts = {name: getattr(attention, name) for name in ("q", "k", "v", "bias", "sinks")}
-    return replace(attention, **{name: part if part is None else part.to(*where) for name, part in parts.items()})
+    return replace(
+        attention,
+        **{name: part if part is None else part.to(*where) for name, part in parts.items()},
+    )
 
 
 def columns_by_rows(attention: Attention, weights):
@@ -41,7 +44,9 @@ def test_column_sums(kind, dtype, length, device):
     got = fused_attention(moved(attention, device)).column_sums(weights.to(device)).double().cpu()
     size = float(expected.max())
     assert float((got - expected).abs().max()) < DTYPES[dtype] * size
-    assert float((got - expected.roll(1, 2)).abs().max()) > 10 * DTYPES[dtype] * size, "a shifted key would be noticed"
+    assert float((got - expected.roll(1, 2)).abs().max()) > 10 * DTYPES[dtype] * size, (
+        "a shifted key would be noticed"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -50,10 +55,14 @@ def test_a_model_is_verified_whichever_kernel_it_runs(backend, dtype, device):
     """The pattern of the model's own kernel, read with identity values, against that of the hooks."""
     with sdpa_kernel(getattr(SDPBackend, backend)):
         try:
-            torch.nn.functional.scaled_dot_product_attention(*torch.ones(3, 1, 2, 8, 8, device=device, dtype=dtype))
+            torch.nn.functional.scaled_dot_product_attention(
+                *torch.ones(3, 1, 2, 8, 8, device=device, dtype=dtype)
+            )
         except RuntimeError as error:
             pytest.skip(f"{backend} of {device} takes no {dtype}: {str(error).splitlines()[0]}")
-        report = ma.verify_model(ma.load_model("toy:llama", dtype=dtype, device=device, verify=False))
+        report = ma.verify_model(
+            ma.load_model("toy:llama", dtype=dtype, device=device, verify=False)
+        )
     assert report.passed, str(report)
     kernel = next(check for check in report.checks if check.name == "kernel")
     assert "SDPA with identity values" in kernel.detail, "it is the kernel's own pattern"

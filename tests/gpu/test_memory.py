@@ -30,12 +30,19 @@ def test_a_batch_that_does_not_fit_the_card_is_halved(engine, cuda):
     limit = (reserved(model, SEVERAL) + reserved(model, SEVERAL[:8])) / 2
     torch.cuda.empty_cache()
     try:
-        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+        torch.cuda.set_per_process_memory_fraction(
+            limit / torch.cuda.get_device_properties(0).total_memory
+        )
         halved = ma.run(model, SEVERAL, memory="64GiB", engine=engine)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert halved.provenance["halved"][0] == {"prompts": 16, "first": whole["sequences"].prompt.values[0]}
-    for ours, theirs in zip(halved["received_attention"].values(), whole["received_attention"].values(), strict=True):
+    assert halved.provenance["halved"][0] == {
+        "prompts": 16,
+        "first": whole["sequences"].prompt.values[0],
+    }
+    for ours, theirs in zip(
+        halved["received_attention"].values(), whole["received_attention"].values(), strict=True
+    ):
         np.testing.assert_allclose(ours.values, theirs.values, atol=2e-5, rtol=1e-4, equal_nan=True)
 
 
@@ -46,7 +53,9 @@ def waits(model, analyses, layers):
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            ma.run(model, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses, layers=layers)
+            ma.run(
+                model, prompts, {"slash": ma.MeaninglessTokens("/", 20)}, analyses, layers=layers
+            )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchronizing" in str(one.message) for one in said)

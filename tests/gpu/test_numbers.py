@@ -25,7 +25,9 @@ def received(model, conditions=FILLED, **options):
 
 
 def apart(one, other):
-    return max(float(np.sqrt(np.nanmean((one[name].values - other[name].values) ** 2))) for name in NUMBERS)
+    return max(
+        float(np.sqrt(np.nanmean((one[name].values - other[name].values) ** 2))) for name in NUMBERS
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -35,7 +37,9 @@ def test_a_toy(name, dtype, device):
     expected = received(exact, engine="hooks")
     for engine in ("streaming", "hooks") if device == "mps" else ("streaming", "fused", "hooks"):
         assert apart(received(model, engine=engine), expected) < TOLERANCE[dtype], engine
-    assert apart(received(model, OTHER), expected) > TOLERANCE[dtype], "another filler would be noticed"
+    assert apart(received(model, OTHER), expected) > TOLERANCE[dtype], (
+        "another filler would be noticed"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -46,20 +50,29 @@ def test_a_family(family, dtype, device):
         pytest.skip(f"{family} has no attention")
     expected = received(exact, engine="hooks")
     # In bfloat16 a mixture may send a token to another expert, and then is not streamed.
-    for options in ({} if dtype is torch.bfloat16 else {"engine": "streaming"}, {"engine": "hooks"}):
+    for options in (
+        {} if dtype is torch.bfloat16 else {"engine": "streaming"},
+        {"engine": "hooks"},
+    ):
         assert apart(received(model, **options), expected) < TOLERANCE[dtype], options
-    assert apart(received(model, OTHER), expected) > TOLERANCE[dtype], "another filler would be noticed"
+    assert apart(received(model, OTHER), expected) > TOLERANCE[dtype], (
+        "another filler would be noticed"
+    )
 
 
 # Counts, and positions of a maximum: rounding moves one from a bin, or a tie, to the next.
 COUNTED = ("_counts", "histogram", "sinks", "first_sink", "strongest_position")
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.15)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.15)], ids=str
+)
 def test_every_analysis(dtype, tolerance, device):
     """In one pass; the root mean square of each quantity's differences, in that of the quantity."""
     model, exact = hooked("toy:llama", dtype, device)
-    analyses = [make() for make in ANALYSES if make is not ma.analyses.ScoreDecomposition]  # undefined under RoPE
+    analyses = [
+        make() for make in ANALYSES if make is not ma.analyses.ScoreDecomposition
+    ]  # undefined under RoPE
     found, expected, other = (
         ma.run(one, PROBLEMS, conditions, analyses)
         for one, conditions in ((model, FILLED), (exact, FILLED), (model, OTHER))
@@ -71,7 +84,10 @@ def test_every_analysis(dtype, tolerance, device):
             if theirs.dtype.kind != "f" or str(variable).endswith(COUNTED):
                 continue
             size = np.sqrt(np.nanmean(theirs**2)) or 1.0
-            ours, others = (np.sqrt(np.nanmean((each[name][variable].values - theirs) ** 2)) for each in (found, other))
+            ours, others = (
+                np.sqrt(np.nanmean((each[name][variable].values - theirs) ** 2))
+                for each in (found, other)
+            )
             assert not ours > tolerance * size, (name, variable)
             noticed += bool(others > tolerance * size)
     assert noticed > 40, "another filler would be noticed"

@@ -14,7 +14,10 @@ from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import toy_names
 from mechattn.prompts.token_sequences import pad_right
 
-SHORT = [ma.Prompt(f"Tom has {n} apples and gives {n - 1} to Mia.", system="Solve it.", id=str(n)) for n in (3, 7)]
+SHORT = [
+    ma.Prompt(f"Tom has {n} apples and gives {n - 1} to Mia.", system="Solve it.", id=str(n))
+    for n in (3, 7)
+]
 SLASH = ma.MeaninglessTokens("/", 20)
 ALIBI = ("toy:falcon", "BLOOM", "MPT")
 
@@ -44,7 +47,15 @@ class Parts:
 
     def add_pairs(self, sums, rows):
         inserted = rows.batch.inserted[:, rows.keys]
-        made = fn.split(rows.pattern, rows.v, inserted, rows.aligned, rows.v_aligned, rows.baseline, rows.v_baseline)
+        made = fn.split(
+            rows.pattern,
+            rows.v,
+            inserted,
+            rows.aligned,
+            rows.v_aligned,
+            rows.baseline,
+            rows.v_baseline,
+        )
         self.seen.setdefault(rows.layer, []).append((made, rows))
 
     def values(self, sums, batch, window):
@@ -55,18 +66,29 @@ def parts_of(model, prompt, condition):
     """For each layer the split of all queries of the sequence with inserted tokens, and the sequence."""
     made = [ma.Baseline().apply(prompt, model), condition.apply(prompt, model)]
     batch = pad_right(made, [(0, "baseline"), (0, "inserted")], 0)
-    windows = {layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)}
+    windows = {
+        layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)
+    }
     analysis = Parts()
     measure_batch(model, batch, forward_in_blocks, windows, [analysis])
     names = ("output", "before", "scale", "shift", "rerouting", "new_values")
     for layer, blocks in analysis.seen.items():
-        yield layer, {name: torch.cat([getattr(s, name)[1] for s, _ in blocks], 1) for name in names}, made[1]
+        yield (
+            layer,
+            {name: torch.cat([getattr(s, name)[1] for s, _ in blocks], 1) for name in names},
+            made[1],
+        )
 
 
 def test_the_four_parts_are_the_output_in_every_layer(any_toy, prompts):
     for layer, part, sequence in parts_of(any_toy, prompts[0], SLASH):
         original = sequence.origin >= 0
-        whole = part["scale"][..., None] * part["before"] + part["shift"] + part["rerouting"] + part["new_values"]
+        whole = (
+            part["scale"][..., None] * part["before"]
+            + part["shift"]
+            + part["rerouting"]
+            + part["new_values"]
+        )
         error = (whole - part["output"])[:, original].abs().max() / part["output"].abs().max()
         assert error < 3e-6, f"layer {layer}"
 
@@ -89,7 +111,9 @@ def test_kept_positions_make_layer_0_affine_and_no_other(name, prompts, shared):
     window = hooks.attention_window(model, 0)
     for some in [SHORT] if window is None else [SHORT, prompts[:2]]:
         result = shift_of(model, some, slash=SLASH, unshifted=SLASH.unshifted())
-        error = result["affine_shift"].relative_error.sel(segment="question").max(("prompt", "head"))
+        error = (
+            result["affine_shift"].relative_error.sel(segment="question").max(("prompt", "head"))
+        )
         if window is not None and some is not SHORT:
             assert float(error.sel(condition="unshifted", layer=0)) > 1e-3
             continue
@@ -117,10 +141,17 @@ def test_the_rank_of_the_shift_is_the_number_of_token_types(toy, prompts):
     """In layer 0 with RoPE: "/" without spaces is one type; "/" and then " /" are two; random tokens are many."""
     model = toy
     one = ma.MeaninglessTokens("/", 20, separator="")
-    kinds = {len(set(c.filler(prompts[0], model))) for c in (one,)}, {len(set(SLASH.filler(prompts[0], model)))}
+    kinds = (
+        {len(set(c.filler(prompts[0], model))) for c in (one,)},
+        {len(set(SLASH.filler(prompts[0], model)))},
+    )
     assert kinds == ({1}, {2})
     ranks = {}
-    for name, condition in (("one", one), ("two", SLASH), ("random", ma.conditions.RandomTokens(20))):
+    for name, condition in (
+        ("one", one),
+        ("two", SLASH),
+        ("random", ma.conditions.RandomTokens(20)),
+    ):
         shifts = []
         for prompt in prompts[:3]:
             layer, part, sequence = next(parts_of(model, prompt, condition))
@@ -165,10 +196,14 @@ def test_question_to_question_ratios_are_equal_in_layer_0(name, prompts, shared)
 
     class Ratios(Parts):
         def add_pairs(self, sums, rows):
-            seen.setdefault(rows.layer, []).append((rows.queries, rows.aligned[1].clone(), rows.baseline[1].clone()))
+            seen.setdefault(rows.layer, []).append(
+                (rows.queries, rows.aligned[1].clone(), rows.baseline[1].clone())
+            )
 
     batch = pad_right(made, [(0, "baseline"), (0, "inserted")], 0)
-    measure_batch(model, batch, forward_in_blocks, {0: hooks.attention_window(model, 0)}, [Ratios()])
+    measure_batch(
+        model, batch, forward_in_blocks, {0: hooks.attention_window(model, 0)}, [Ratios()]
+    )
     first = int((made[0].segment == made[0].segment.max()).nonzero()[0])
     question = made[0].of_segment("question")
     spread, spread_before = [], []
@@ -198,7 +233,11 @@ def test_the_alibi_law(family, shared):
     for sequence in made:
         real = torch.ones(1, len(sequence), dtype=torch.bool)
         hooks.forward_with_patterns(
-            model, sequence.tokens[None], real, [0], lambda layer, pattern, v: patterns.append(pattern[0].double())
+            model,
+            sequence.tokens[None],
+            real,
+            [0],
+            lambda layer, pattern, v: patterns.append(pattern[0].double()),
         )
     heads = model.cfg.n_heads
     slopes = torch.tensor(_slopes(heads), dtype=torch.float64)
@@ -209,8 +248,12 @@ def test_the_alibi_law(family, shared):
     for query in question.nonzero().flatten().tolist():
         seen = torch.arange(len(made[0])) <= query
         of_system = after[:, query, system & seen].sum(-1) / before[:, query, system & seen].sum(-1)
-        of_question = after[:, query, question & seen].sum(-1) / before[:, query, question & seen].sum(-1)
-        torch.testing.assert_close(of_system / of_question, torch.exp(-slopes * 12), rtol=2e-4, atol=1e-7)
+        of_question = after[:, query, question & seen].sum(-1) / before[
+            :, query, question & seen
+        ].sum(-1)
+        torch.testing.assert_close(
+            of_system / of_question, torch.exp(-slopes * 12), rtol=2e-4, atol=1e-7
+        )
 
 
 def _slopes(heads):
@@ -223,12 +266,17 @@ def test_masked_and_unshifted_together_are_the_baseline(any_toy, prompts):
     variants = {"masked": SLASH.masked()}
     if any_toy.cfg.model_name not in ALIBI:
         variants |= {"both": SLASH.masked().unshifted()}
-    windowed = hooks.attention_window(any_toy, 0) is not None  # inserted tokens push others out of a window
+    windowed = (
+        hooks.attention_window(any_toy, 0) is not None
+    )  # inserted tokens push others out of a window
     result = shift_of(any_toy, SHORT if windowed else prompts[:2], slash=SLASH, **variants)
     received = result["received_attention"].received_by_segment.sel(segment="question")
     scale = result["affine_shift"].scale.sel(segment="question")
     assert float(abs(scale.sel(condition="masked") - 1).max()) < 1e-6
-    assert float(abs(received.sel(condition="masked") - received.sel(condition="baseline")).max()) > 1e-3
+    assert (
+        float(abs(received.sel(condition="masked") - received.sel(condition="baseline")).max())
+        > 1e-3
+    )
     if "both" in variants:
         gap = abs(received.sel(condition="both") - received.sel(condition="baseline")).max()
         assert float(gap) < 5e-6
@@ -245,10 +293,14 @@ def test_models_that_cannot_hide_or_keep(shared):
     with pytest.raises(OptionError, match=r"attention in 1 of 2 layers.*'masked'"):
         shift_of(hybrid, SHORT, masked=SLASH.masked())
     learned = shared("GPT-2")
-    with pytest.raises(OptionError, match=r"learned positions, and 'unshifted' needs \d+ before the first"):
+    with pytest.raises(
+        OptionError, match=r"learned positions, and 'unshifted' needs \d+ before the first"
+    ):
         shift_of(learned, SHORT, unshifted=SLASH.unshifted())
     few = ma.MeaninglessTokens("/", 3).unshifted()
-    kept = shift_of(learned, SHORT, few=few)["affine_shift"].sel(condition="few", segment="question", layer=0)
+    kept = shift_of(learned, SHORT, few=few)["affine_shift"].sel(
+        condition="few", segment="question", layer=0
+    )
     assert float(kept.relative_error.max()) < 1e-5
 
 
@@ -258,9 +310,13 @@ def test_both_engines_hide_and_keep_alike(prompts, shared):
         conditions = {"masked": SLASH.masked(), "unshifted": SLASH.unshifted()}
         analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.SegmentFlow()]
         streamed, hooked = (
-            ma.run(model, prompts[:2], conditions, analyses, engine=engine) for engine in ("streaming", "hooks")
+            ma.run(model, prompts[:2], conditions, analyses, engine=engine)
+            for engine in ("streaming", "hooks")
         )
-        for analysis, quantity in (("received_attention", "received_by_segment"), ("segment_flow", "value_flow")):
+        for analysis, quantity in (
+            ("received_attention", "received_by_segment"),
+            ("segment_flow", "value_flow"),
+        ):
             gap = abs(streamed[analysis][quantity] - hooked[analysis][quantity]).max()
             assert float(gap) < 2e-6, (name, quantity)
         assert streamed.provenance["engine"] == "streaming"

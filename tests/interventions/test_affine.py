@@ -18,13 +18,23 @@ def attention_outputs(model, sequence, layer, *interventions, prompt=""):
         "position_ids": sequence.position_ids[None],
         "attention_mask": torch.ones(1, len(sequence), dtype=torch.long),
     }  # fmt: skip
-    names = {f"blocks.{layer}.attn.hook_z", f"blocks.{layer}.hook_attn_out", f"blocks.{layer}.attn.hook_pattern"}
+    names = {
+        f"blocks.{layer}.attn.hook_z",
+        f"blocks.{layer}.hook_attn_out",
+        f"blocks.{layer}.attn.hook_pattern",
+    }
     with ExitStack() as stack, torch.no_grad():
         for intervention in interventions:
             stack.enter_context(intervention.on(model, [prompt]))
-        _, cache = model.run_with_cache(sequence.tokens[None], names_filter=lambda n: n in names, **ids)
+        _, cache = model.run_with_cache(
+            sequence.tokens[None], names_filter=lambda n: n in names, **ids
+        )
     z = cache[f"blocks.{layer}.attn.hook_z"][0].reshape(len(sequence), model.cfg.n_heads, -1)
-    return z.double(), cache[f"blocks.{layer}.hook_attn_out"][0].double(), cache[f"blocks.{layer}.attn.hook_pattern"][0]
+    return (
+        z.double(),
+        cache[f"blocks.{layer}.hook_attn_out"][0].double(),
+        cache[f"blocks.{layer}.attn.hook_pattern"][0],
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in toy_names() if name != "toy:falcon"])
@@ -42,7 +52,9 @@ def test_unshifted_filler_is_reproduced_without_it(name, shared):
     question = baseline.of_segment("question")
     expected = with_tokens[~made.inserted]
     torch.testing.assert_close(applied, expected, atol=1e-5, rtol=0)
-    assert (before - expected)[question].norm() > 0.1 * expected[question].norm(), "nothing had to be predicted"
+    assert (before - expected)[question].norm() > 0.1 * expected[question].norm(), (
+        "nothing had to be predicted"
+    )
 
 
 @pytest.mark.parametrize("name", toy_names())
@@ -55,8 +67,16 @@ def test_elsewhere_what_is_missing_is_rerouting_and_new_values(name, layer, prom
     after, _, _ = attention_outputs(model, made, layer)
     applied, _, _ = attention_outputs(model, baseline, layer, recorded, prompt=prompt.id)
     missing = (after[~made.inserted] - applied).norm(dim=-1) / after[~made.inserted].norm(dim=-1)
-    result = ma.run(model, [prompt], {"slash": SLASH}, ma.analyses.AffineShift(per_query=True), positions="prompts")
-    at = result["affine_shift"].relative_error_at_by_origin_per_prompt.sel(condition="slash", layer=layer)[0]
+    result = ma.run(
+        model,
+        [prompt],
+        {"slash": SLASH},
+        ma.analyses.AffineShift(per_query=True),
+        positions="prompts",
+    )
+    at = result["affine_shift"].relative_error_at_by_origin_per_prompt.sel(
+        condition="slash", layer=layer
+    )[0]
     predicted = at.transpose("original_key", "head").values[: len(missing)]
     np.testing.assert_allclose(missing.numpy(), predicted, atol=2e-5)
     assert np.nanmax(predicted) > 0.01
@@ -69,7 +89,11 @@ def test_scale_alone_shift_alone_and_both(toy, prompts):
     z, _, _ = attention_outputs(toy, baseline, 1)
     affine = recorded.recorded[prompt.id][1]
     scale, shift = affine.scale.double().T.unsqueeze(-1), affine.shift.double().transpose(0, 1)
-    for parts, expected in (("both", scale * z + shift), ("scale", scale * z), ("shift", z + shift)):
+    for parts, expected in (
+        ("both", scale * z + shift),
+        ("scale", scale * z),
+        ("shift", z + shift),
+    ):
         got, _, _ = attention_outputs(toy, baseline, 1, recorded.only(parts), prompt=prompt.id)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
@@ -78,7 +102,9 @@ def test_chosen_numbers(toy, prompts):
     baseline = ma.Baseline().apply(prompts[0], toy)
     z, _, _ = attention_outputs(toy, baseline, 2)
     shift = torch.randn(8, toy.cfg.d_head, generator=torch.Generator().manual_seed(0))
-    chosen = ma.interventions.AffineAttention(scale=torch.linspace(0.2, 1, 8), shift=shift, layers=2)
+    chosen = ma.interventions.AffineAttention(
+        scale=torch.linspace(0.2, 1, 8), shift=shift, layers=2
+    )
     got, _, _ = attention_outputs(toy, baseline, 2, chosen)
     expected = torch.linspace(0.2, 1, 8, dtype=torch.float64)[:, None] * z + shift.double()
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -104,11 +130,15 @@ def test_in_a_run_the_recorded_map_takes_the_place_of_the_tokens(toy, prompts):
 def test_heads_are_ablated(toy, prompts):
     baseline = ma.Baseline().apply(prompts[0], toy)
     z, _, _ = attention_outputs(toy, baseline, 1)
-    zero, _, _ = attention_outputs(toy, baseline, 1, ma.interventions.HeadAblation(((1, 2), (1, 5))))
+    zero, _, _ = attention_outputs(
+        toy, baseline, 1, ma.interventions.HeadAblation(((1, 2), (1, 5)))
+    )
     assert not zero[:, [2, 5]].any()
     torch.testing.assert_close(zero[:, [0, 1, 3, 4, 6, 7]], z[:, [0, 1, 3, 4, 6, 7]])
     means = ma.head_means(toy, prompts[3:6])
-    mean, _, _ = attention_outputs(toy, baseline, 1, ma.interventions.HeadAblation(((1, 2),), means))
+    mean, _, _ = attention_outputs(
+        toy, baseline, 1, ma.interventions.HeadAblation(((1, 2),), means)
+    )
     every = [attention_outputs(toy, ma.Baseline().apply(p, toy), 1)[0] for p in prompts[3:6]]
     torch.testing.assert_close(mean[0, 2], torch.cat(every).mean(0)[2], atol=1e-6, rtol=1e-5)
     assert (mean[:, 2] == mean[0, 2]).all()

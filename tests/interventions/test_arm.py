@@ -35,9 +35,13 @@ def test_on_a_model_it_is_the_function(name, shared):
     model = shared(name)
     tokens = torch.arange(10, 50).view(2, 20)
     plain, before = seen_with(model, tokens)
-    moved, after = seen_with(model, tokens, ma.interventions.ARM(form="released_llama", p1=95.0), prompts=["a", "b"])
+    moved, after = seen_with(
+        model, tokens, ma.interventions.ARM(form="released_llama", p1=95.0), prompts=["a", "b"]
+    )
     keys = token_keys(0, ["a", "b"], torch.arange(20).expand(2, -1), 0, "arm")
-    expected = redistribute(plain[0], keyed_uniform(keys, plain[0].shape[-1]), 0.13, 95.0, "released_llama")
+    expected = redistribute(
+        plain[0], keyed_uniform(keys, plain[0].shape[-1]), 0.13, 95.0, "released_llama"
+    )
     torch.testing.assert_close(moved[0], expected, rtol=0, atol=0)
     assert 0.1 < (moved[0] != plain[0]).float().mean() < 0.3
     assert (after - before).abs().max() > 1e-3
@@ -53,12 +57,19 @@ def test_zero_strength_gives_the_same_bits(toy, prompts):
     every = (0, 1, 2, 3)
     one, nothing, something = (
         measured(ma.Baseline(intervention=i))
-        for i in ((), ma.interventions.ARM(strength=0.0, layers=every), ma.interventions.ARM(layers=every))
+        for i in (
+            (),
+            ma.interventions.ARM(strength=0.0, layers=every),
+            ma.interventions.ARM(layers=every),
+        )
     )
     for name in ("mlp_activations", "received_attention"):
         for quantity, values in one[name].data_vars.items():
             np.testing.assert_array_equal(nothing[name][quantity], values, err_msg=quantity)
-    late = [r["received_attention"].received_by_segment.sel(layer=3, condition="x") for r in (one, something)]
+    late = [
+        r["received_attention"].received_by_segment.sel(layer=3, condition="x")
+        for r in (one, something)
+    ]
     assert float(abs(late[0] - late[1]).max()) > 0
 
 
@@ -66,23 +77,41 @@ def test_batches_and_order_decide_nothing(toy, prompts):
     """One prompt a batch, or all of them, or in another order: the same numbers but for rounding."""
 
     def measured(some, memory):
-        conditions = {"slash": ma.MeaninglessTokens("/", 20).under(ARM), "arm": ma.Baseline(intervention=ARM)}
-        result = ma.run(toy, some, conditions, ma.analyses.MlpActivations(), memory=memory, layers=[0, 1])
+        conditions = {
+            "slash": ma.MeaninglessTokens("/", 20).under(ARM),
+            "arm": ma.Baseline(intervention=ARM),
+        }
+        result = ma.run(
+            toy, some, conditions, ma.analyses.MlpActivations(), memory=memory, layers=[0, 1]
+        )
         return result["mlp_activations"].sel(prompt=[p.id for p in prompts[:3]])
 
     one = measured(prompts[:3], "2GiB")
     for other in (measured(prompts[:3], "1KiB"), measured([*reversed(prompts[:3])], "2GiB")):
         for name in ("l1_by_segment", "near_zero_by_segment", "change_by_segment"):
             np.testing.assert_allclose(one[name], other[name], atol=2e-3, rtol=1e-4, err_msg=name)
-    seeds = ma.Baseline(intervention=ma.interventions.ARM(form="released_llama", p1=95.0, layers=(0, 1), seed=1))
-    other = ma.run(toy, prompts[:3], {"arm": seeds}, ma.analyses.MlpActivations(), layers=[0, 1])["mlp_activations"]
-    assert float(abs(other.l1_by_segment.sel(condition="arm") - one.l1_by_segment.sel(condition="arm")).max()) > 0.01
+    seeds = ma.Baseline(
+        intervention=ma.interventions.ARM(form="released_llama", p1=95.0, layers=(0, 1), seed=1)
+    )
+    other = ma.run(toy, prompts[:3], {"arm": seeds}, ma.analyses.MlpActivations(), layers=[0, 1])[
+        "mlp_activations"
+    ]
+    assert (
+        float(
+            abs(
+                other.l1_by_segment.sel(condition="arm") - one.l1_by_segment.sel(condition="arm")
+            ).max()
+        )
+        > 0.01
+    )
 
 
 def test_only_the_rows_of_its_condition_are_touched(toy, prompts):
     slash = ma.MeaninglessTokens("/", 20)
     alone, beside = (
-        ma.run(toy, prompts[:2], conditions, ma.analyses.MlpActivations(), layers=[1, 3])["mlp_activations"]
+        ma.run(toy, prompts[:2], conditions, ma.analyses.MlpActivations(), layers=[1, 3])[
+            "mlp_activations"
+        ]
         for conditions in ({"slash": slash}, {"slash": slash, "arm": slash.under(ARM)})
     )
     for condition in ("baseline", "slash"):

@@ -17,7 +17,11 @@ def measured(model, prompts, conditions, engine, layers=None):
 
 @pytest.mark.parametrize("engine", ["streaming", "hooks"])
 def test_all_edges_to_the_inserted_span_are_what_masked_cuts(toy, prompts, engine):
-    conditions = {"masked": SLASH.masked(), "cut": SLASH.under(ma.interventions.Knockout()), "slash": SLASH}
+    conditions = {
+        "masked": SLASH.masked(),
+        "cut": SLASH.under(ma.interventions.Knockout()),
+        "slash": SLASH,
+    }
     result = measured(toy, prompts, conditions, engine)
     for name in ("received_attention", "affine_shift", "segment_flow"):
         for quantity, values in result[name].data_vars.items():
@@ -31,17 +35,27 @@ def test_all_edges_to_the_inserted_span_are_what_masked_cuts(toy, prompts, engin
 def test_engines_agree_on_any_edges(toy, prompts):
     """The question doesn't see the system prompt, in two layers; inserted tokens don't see each other."""
     conditions = {
-        "system": ma.Baseline(intervention=ma.interventions.Knockout("question", "system", layers=(1, 2))),
+        "system": ma.Baseline(
+            intervention=ma.interventions.Knockout("question", "system", layers=(1, 2))
+        ),
         "inserted": SLASH.under(ma.interventions.Knockout("inserted", ("inserted", "system"))),
     }
     one, other = (measured(toy, prompts, conditions, engine) for engine in ("streaming", "hooks"))
     for name in ("received_attention", "affine_shift", "segment_flow"):
         for quantity, values in one[name].data_vars.items():
             if "prompt" in values.dims:
-                np.testing.assert_allclose(values, other[name][quantity], atol=1e-4, err_msg=f"{name} {quantity}")
-    mass = one["received_attention"].mass_by_segment.sel(condition="system", segment="system").mean("prompt")
+                np.testing.assert_allclose(
+                    values, other[name][quantity], atol=1e-4, err_msg=f"{name} {quantity}"
+                )
+    mass = (
+        one["received_attention"]
+        .mass_by_segment.sel(condition="system", segment="system")
+        .mean("prompt")
+    )
     flow = one["segment_flow"]
-    to_system = next(v for k, v in flow.data_vars.items() if "to_segment" in v.dims and "uniform" not in k)
+    to_system = next(
+        v for k, v in flow.data_vars.items() if "to_segment" in v.dims and "uniform" not in k
+    )
     cut = to_system.sel(condition="system", segment="question", to_segment="system")
     assert float(abs(cut.sel(layer=[1, 2])).max()) == 0
     assert float(cut.sel(layer=[0, 3]).min()) > 0
@@ -49,7 +63,9 @@ def test_engines_agree_on_any_edges(toy, prompts):
 
 
 def test_nulls_of_cut_layers_differ_from_those_of_the_others(toy, prompts):
-    conditions = {"cut": ma.Baseline(intervention=ma.interventions.Knockout("question", "system", layers=2))}
+    conditions = {
+        "cut": ma.Baseline(intervention=ma.interventions.Knockout("question", "system", layers=2))
+    }
     data = measured(toy, prompts, conditions, "streaming")["received_attention"]
     null = data.received_by_segment_uniform.sel(segment="question")
     apart = abs(null.sel(condition="cut") / null.sel(condition="baseline") - 1)
@@ -63,13 +79,26 @@ def test_a_token_always_sees_itself(toy, engine):
     """A question whose tokens see nothing else gives all of its attention to itself."""
     prompt = ma.Prompt("Tom has 3 apples.", id="a")
     condition = ma.Baseline(
-        intervention=ma.interventions.Knockout("question", ("first", "template", "system", "question"))
+        intervention=ma.interventions.Knockout(
+            "question", ("first", "template", "system", "question")
+        )
     )
-    result = ma.run(toy, [prompt], {"alone": condition}, [ma.ReceivedAttention("question")], engine=engine)
+    result = ma.run(
+        toy, [prompt], {"alone": condition}, [ma.ReceivedAttention("question")], engine=engine
+    )
     mass = result["received_attention"].mass_by_segment.sel(condition="alone", segment="question")
     np.testing.assert_allclose(mass, 1, atol=1e-6)
-    assert float(result["received_attention"].mass_by_segment.sel(condition="baseline", segment="question").max()) < 1
-    null = result["received_attention"].mass_by_segment_uniform.sel(condition="alone", segment="question")
+    assert (
+        float(
+            result["received_attention"]
+            .mass_by_segment.sel(condition="baseline", segment="question")
+            .max()
+        )
+        < 1
+    )
+    null = result["received_attention"].mass_by_segment_uniform.sel(
+        condition="alone", segment="question"
+    )
     np.testing.assert_allclose(null, 1, atol=1e-6)
 
 
@@ -103,8 +132,12 @@ def test_two_cuts_at_once_are_refused():
 def test_a_masked_layer_in_the_middle(toy, prompts):
     """Edges cut in layer 1 leave layer 0 as it was, and change what comes after."""
     conditions = {"cut": SLASH.under(ma.interventions.Knockout(layers=1)), "slash": SLASH}
-    received = measured(toy, prompts, conditions, "streaming")["received_attention"].received_by_segment
-    apart = abs(received.sel(condition="cut") - received.sel(condition="slash")).max(["prompt", "head", "segment"])
+    received = measured(toy, prompts, conditions, "streaming")[
+        "received_attention"
+    ].received_by_segment
+    apart = abs(received.sel(condition="cut") - received.sel(condition="slash")).max(
+        ["prompt", "head", "segment"]
+    )
     assert float(apart.sel(layer=0)) < 1e-7
     assert float(apart.sel(layer=1)) > 5e-3
     assert float(apart.sel(layer=3)) > 1e-4

@@ -40,7 +40,9 @@ def native_logits(model, condition, prompt, batched_with=()):
     asked = [Request(p.id, condition.apply(p, model), 0) for p in (prompt, *batched_with)]
     batch, native = _Padded(asked, torch.device("cpu")), native_of(model)
     with torch.no_grad(), batch.acting(native):
-        logits = native(batch.tokens, attention_mask=batch.mask(0), position_ids=batch.position_ids(0)).logits
+        logits = native(
+            batch.tokens, attention_mask=batch.mask(0), position_ids=batch.position_ids(0)
+        ).logits
     return logits[0, -len(asked[0].sequence) :]
 
 
@@ -62,31 +64,47 @@ def test_later_tokens_read_the_other_prompts_filler(name, layers, shared):
     model, condition = shared(name), OneToken()
     prompts = two_prompts(model)
     recorded = ma.record_keys_values(model, prompts, condition)
-    swapped = condition.under(ma.interventions.Transplant("inserted", recorded.from_other_prompts(), layers))
+    swapped = condition.under(
+        ma.interventions.Transplant("inserted", recorded.from_other_prompts(), layers)
+    )
     native, (first, second) = native_of(model), [condition.apply(p, model) for p in prompts]
     start = int(first.inserted.nonzero()[0])
     end = start + 10
     with torch.no_grad():
-        caches = [native(s.tokens[None, :end], use_cache=True).past_key_values for s in (first, second)]
+        caches = [
+            native(s.tokens[None, :end], use_cache=True).past_key_values for s in (first, second)
+        ]
         exchanged = slice(None) if layers is None else slice(1, 2)
-        for layer, other in zip(caches[0].layers[exchanged], caches[1].layers[exchanged], strict=True):
+        for layer, other in zip(
+            caches[0].layers[exchanged], caches[1].layers[exchanged], strict=True
+        ):
             layer.keys[:, :, start:end] = other.keys[:, :, start:end]
             layer.values[:, :, start:end] = other.values[:, :, start:end]
         expected = native(first.tokens[None, end:], past_key_values=caches[0]).logits[0]
     plain = native_logits(model, condition, prompts[0])
     assert (plain[end:] - expected).abs().max() > 0.01, "nothing had to change"
-    for logits in (native_logits(model, swapped, prompts[0]), hooked_logits(model, swapped, prompts[0])):
+    for logits in (
+        native_logits(model, swapped, prompts[0]),
+        hooked_logits(model, swapped, prompts[0]),
+    ):
         torch.testing.assert_close(logits[end:], expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(logits[:end], plain[:end], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "problems"), [("toy:relay", "recall"), ("toy:llama", "word-problems")])
+@pytest.mark.parametrize(
+    ("name", "problems"), [("toy:relay", "recall"), ("toy:llama", "word-problems")]
+)
 def test_answers_are_those_of_an_edited_cache(name, problems, shared):
     """Also the first token, which the last filler token predicts: it has read its own prompt's filler."""
     model, condition = shared(name), ma.MeaninglessTokens("/", 6, "before_answer")
-    native, made = native_of(model), {p: condition.apply(p, model) for p in ma.load_prompts(problems, limit=60)}
+    native, made = (
+        native_of(model),
+        {p: condition.apply(p, model) for p in ma.load_prompts(problems, limit=60)},
+    )
     lengths = [len(sequence) for sequence in made.values()]
-    prompts = [p for p, sequence in made.items() if len(sequence) == max(lengths, key=lengths.count)][:8]
+    prompts = [
+        p for p, sequence in made.items() if len(sequence) == max(lengths, key=lengths.count)
+    ][:8]
     recorded = ma.record_keys_values(model, prompts, condition).from_other_prompts()
     swapped = condition.under(ma.interventions.Transplant("inserted", recorded))
     changed = 0
@@ -97,16 +115,22 @@ def test_answers_are_those_of_an_edited_cache(name, problems, shared):
         with torch.no_grad():
             edited, given = (native(each.tokens[None], use_cache=True) for each in (mine, other))
             assert filler[-6:].all()
-            for layer, theirs in zip(edited.past_key_values.layers, given.past_key_values.layers, strict=True):
+            for layer, theirs in zip(
+                edited.past_key_values.layers, given.past_key_values.layers, strict=True
+            ):
                 layer.keys[:, :, filler], layer.values[:, :, filler] = (
                     theirs.keys[:, :, filler],
                     theirs.values[:, :, filler],
                 )
             logits = edited.logits
-            torch.testing.assert_close(native_logits(model, swapped, prompt)[-1], logits[0, -1], atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                native_logits(model, swapped, prompt)[-1], logits[0, -1], atol=1e-4, rtol=0
+            )
             for _ in range(4):
                 answer.append(int(logits[0, -1].argmax()))
-                logits = native(torch.tensor([answer[-1:]]), past_key_values=edited.past_key_values).logits
+                logits = native(
+                    torch.tensor([answer[-1:]]), past_key_values=edited.past_key_values
+                ).logits
         (got,), (plain,) = (
             answers(native, [Request(prompt.id, each.apply(prompt, model), 0)], 4, frozenset())
             for each in (swapped, condition)
@@ -128,9 +152,14 @@ def test_every_family_with_and_without_hooks(family, shared):
     model = shared(family)
     prompts, condition = two_prompts(model), OneToken()
     recorded = ma.record_keys_values(model, prompts, condition)
-    swapped = condition.under(ma.interventions.Transplant("inserted", recorded.from_other_prompts()))
+    swapped = condition.under(
+        ma.interventions.Transplant("inserted", recorded.from_other_prompts())
+    )
     own = condition.under(ma.interventions.Transplant("inserted", recorded))
-    plain, native = native_logits(model, condition, prompts[0]), native_logits(model, swapped, prompts[0])
+    plain, native = (
+        native_logits(model, condition, prompts[0]),
+        native_logits(model, swapped, prompts[0]),
+    )
     assert (native - plain).abs().max() > 0.02
     torch.testing.assert_close(hooked_logits(model, swapped, prompts[0]), native, atol=2e-4, rtol=0)
     torch.testing.assert_close(native_logits(model, own, prompts[0]), plain, atol=2e-4, rtol=0)
@@ -141,10 +170,14 @@ def test_a_batch_padded_on_the_left(toy):
     prompts = ma.load_prompts("word-problems", limit=3)
     condition = ma.MeaninglessTokens("/", 6, "middle")
     swapped = condition.under(
-        ma.interventions.Transplant("inserted", ma.record_keys_values(toy, prompts, condition).from_other_prompts())
+        ma.interventions.Transplant(
+            "inserted", ma.record_keys_values(toy, prompts, condition).from_other_prompts()
+        )
     )
     alone = native_logits(toy, swapped, prompts[0])
-    torch.testing.assert_close(native_logits(toy, swapped, prompts[0], prompts[1:]), alone, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        native_logits(toy, swapped, prompts[0], prompts[1:]), alone, atol=1e-4, rtol=0
+    )
 
 
 def test_in_run(toy):
@@ -154,7 +187,9 @@ def test_in_run(toy):
     conditions = {
         "slash": condition,
         "own": condition.under(ma.interventions.Transplant("inserted", recorded)),
-        "other": condition.under(ma.interventions.Transplant("inserted", recorded.from_other_prompts())),
+        "other": condition.under(
+            ma.interventions.Transplant("inserted", recorded.from_other_prompts())
+        ),
         "other, layer 3": condition.under(
             ma.interventions.Transplant("inserted", recorded.from_other_prompts(), layers=3)
         ),
@@ -182,4 +217,8 @@ def test_donors_are_a_ring(toy):
     ring = recorded.from_other_prompts(seed=1)
     assert sorted(ring.donors.values()) == sorted(ring.donors)
     assert all(a != b for a, b in ring.donors.items())
-    assert ring.donors == recorded.from_other_prompts(seed=1).donors != recorded.from_other_prompts(seed=2).donors
+    assert (
+        ring.donors
+        == recorded.from_other_prompts(seed=1).donors
+        != recorded.from_other_prompts(seed=2).donors
+    )

@@ -20,7 +20,10 @@ def test_each_model_gives_both_answers_and_needs_each_of_its_heads(name, monkeyp
     pairs = circuit.prompts(8, 0)
     with torch.no_grad():
         for pair in pairs:
-            for tokens, answer in ((pair.tokens, pair.answer_tokens), (pair.counterpart, pair.other_answer)):
+            for tokens, answer in (
+                (pair.tokens, pair.answer_tokens),
+                (pair.counterpart, pair.other_answer),
+            ):
                 assert int(model(torch.tensor([tokens]))[0, -1].argmax()) == answer[0]
     decoys = [where for where in circuit.heads if f"L{where[0]}H{where[1]}" not in circuit.nodes]
     assert len(decoys) >= len(circuit.nodes)
@@ -31,14 +34,20 @@ def test_each_model_gives_both_answers_and_needs_each_of_its_heads(name, monkeyp
         assert (fall > 0.5) == (where not in decoys), (where, fall)
 
 
-@pytest.mark.parametrize("name", ["induction, two layers", "the name that is not repeated, three layers"])
+@pytest.mark.parametrize(
+    "name", ["induction, two layers", "the name that is not repeated, three layers"]
+)
 def test_integrated_gradients_find_them_and_one_step_misses_edges(name):
     circuit = CIRCUITS[name]
     several, one = (known.scores_of(circuit, method) for method in ("EAP-IG, 5 steps", "EAP"))
     assert several == {"edges": 1.0, "heads": 1.0, "precision": 1.0}
     assert one["precision"] < 1.0, "where a softmax saturates the first order misses edges"
-    wrong = replace(circuit, true=frozenset({("embedding", "L0H1.v"), ("L0H1", "L1H1.k"), ("L1H1", "logits")}))
-    assert known.scores_of(wrong, "EAP-IG, 5 steps")["edges"] < 0.95, "a decoy's edges would be noticed"
+    wrong = replace(
+        circuit, true=frozenset({("embedding", "L0H1.v"), ("L0H1", "L1H1.k"), ("L1H1", "logits")})
+    )
+    assert known.scores_of(wrong, "EAP-IG, 5 steps")["edges"] < 0.95, (
+        "a decoy's edges would be noticed"
+    )
 
 
 def test_exact_patching_finds_an_induction_circuit():
@@ -64,9 +73,13 @@ def test_zero_ablation_names_a_head_that_always_writes_the_same():
 
 def test_the_selftest_fails_for_other_edges(monkeypatch):  # negative control
     circuit = CIRCUITS["induction, two layers"]
-    wrong = replace(circuit, true=frozenset({("embedding", "L0H1.v"), ("L0H1", "L1H1.k"), ("L1H1", "logits")}))
+    wrong = replace(
+        circuit, true=frozenset({("embedding", "L0H1.v"), ("L0H1", "L1H1.k"), ("L1H1", "logits")})
+    )
     monkeypatch.setattr(
-        known, "known_circuits", lambda: [wrong, CIRCUITS["induction that needs a constant, two layers"]]
+        known,
+        "known_circuits",
+        lambda: [wrong, CIRCUITS["induction that needs a constant, two layers"]],
     )
     assert [answer.outcome for answer in known.found_circuits()] == ["failed"] * 2 + ["passed"] * 3
 
@@ -77,7 +90,9 @@ def test_answers_that_have_nothing_to_do_with_the_prompts_find_no_edge():
     model, pairs = circuit.model(), circuit.prompts(16, 3)
     others = [
         replace(pair, answer_tokens=(a,), other_answer=(b,))
-        for pair, (a, b) in zip(pairs, np.random.default_rng(0).integers(0, 15, (99, 2)), strict=False)
+        for pair, (a, b) in zip(
+            pairs, np.random.default_rng(0).integers(0, 15, (99, 2)), strict=False
+        )
         if a != b
     ]
     q = [edges(model, some, Counterpart(), steps=5).table(top=4) for some in (others, pairs)]

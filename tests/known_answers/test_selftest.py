@@ -38,7 +38,9 @@ def test_another_models_activations_are_noticed(models, monkeypatch):  # negativ
         return model
 
     monkeypatch.setattr(selftest, "load_model", changed)
-    found = {a.known.split(",")[0]: a.outcome for a in selftest.sorting(str(models / "llm-viz-sort"))}
+    found = {
+        a.known.split(",")[0]: a.outcome for a in selftest.sorting(str(models / "llm-viz-sort"))
+    }
     assert found["q of layer 0"] == "failed"
     assert found["k of layer 0"] == "passed"
 
@@ -57,7 +59,9 @@ def test_handmade_heads():
 
 def test_a_head_that_does_something_else_is_noticed(monkeypatch):  # negative control
     monkeypatch.setitem(known_heads.HEADS, (0, 3), ("induction", "induction_mass"))
-    assert [a.outcome for a in known_heads.handmade_heads() if a.known.startswith("0.3")] == ["failed"]
+    assert [a.outcome for a in known_heads.handmade_heads() if a.known.startswith("0.3")] == [
+        "failed"
+    ]
 
 
 def test_handmade_patterns_by_loops():
@@ -70,7 +74,9 @@ def test_handmade_patterns_by_loops():
     for query in range(1, len(tokens)):
         assert first[0, 0, query, query - 1] == pytest.approx(1, abs=1e-6)
         assert first[0, 2, query, 0] == pytest.approx(1, abs=1e-6)
-        assert first[0, 3, query, : query + 1].tolist() == pytest.approx([1 / (query + 1)] * (query + 1))
+        assert first[0, 3, query, : query + 1].tolist() == pytest.approx(
+            [1 / (query + 1)] * (query + 1)
+        )
         if tokens[query] in tokens[1:query]:
             place = tokens.index(tokens[query])
             assert first[0, 1, query, place] == pytest.approx(1, abs=1e-6)
@@ -88,13 +94,17 @@ def test_what_can_be_foreseen():
     for row, known in zip(tokens.tolist(), foreseen.tolist(), strict=True):
         for place, sure in enumerate(known):
             pair = any(row[p : p + 2] == row[place - 1 : place + 1] for p in range(place - 1))
-            assert sure == (place > 1 and pair), "the token before stood there already, before the same token"
+            assert sure == (place > 1 and pair), (
+                "the token before stood there already, before the same token"
+            )
 
 
 def test_nothing_is_there():
     assert outcomes(selftest.sorting(None)) == ["not tried"] * 2
     assert outcomes(selftest.story("./nowhere")) == ["not tried"]
-    with pytest.raises(ModelError, match="there is no folder of models at nowhere; it should hold stories260K and"):
+    with pytest.raises(
+        ModelError, match="there is no folder of models at nowhere; it should hold stories260K and"
+    ):
         ma.selftest("nowhere")
 
 

@@ -32,8 +32,16 @@ def synthetic(world, chosen):
         mean, variance = np.nanmean(per_key, 0), np.nanvar(per_key, 0, ddof=1)
     dims = ("condition", "layer", "key")
     received = {
-        "mass": (("prompt", "condition", "layer"), world["scalars"][chosen], {"units": "probability"}),
-        "histogram": (("prompt", "condition", "bin"), world["histograms"][chosen], {"units": "share"}),
+        "mass": (
+            ("prompt", "condition", "layer"),
+            world["scalars"][chosen],
+            {"units": "probability"},
+        ),
+        "histogram": (
+            ("prompt", "condition", "bin"),
+            world["histograms"][chosen],
+            {"units": "share"},
+        ),
         "received": (dims, mean, {"units": "probability"}),
         "received_variance": (dims, variance),
         "received_n": (dims, n),
@@ -52,9 +60,17 @@ def synthetic(world, chosen):
     coords = {"prompt": ids, "condition": CONDITIONS}
     labels = {"layer": [0, 2, 5], "bin": [-np.inf, 0.0], "key": np.arange(width)}
     return ma.Result(
-        {"received": xr.Dataset(received, coords | labels), "sequences": xr.Dataset(sequences, coords)},
         {
-            "model": {"name": "m", "device": f"cuda:{chosen[0] % 2}", "verified": True, "not_verified": []},
+            "received": xr.Dataset(received, coords | labels),
+            "sequences": xr.Dataset(sequences, coords),
+        },
+        {
+            "model": {
+                "name": "m",
+                "device": f"cuda:{chosen[0] % 2}",
+                "verified": True,
+                "not_verified": [],
+            },
             "prompts": {"count": len(chosen), "hash": set_hash(ids), "template": "plain"},
             "seed": 0,
             "seconds": len(chosen),
@@ -66,7 +82,8 @@ def a_world(lengths, seed):
     rng, n = np.random.default_rng(seed), len(lengths)
     return {
         "lengths": lengths,
-        "per_key": 1e6 + rng.normal(size=(n, 2, 3, max(lengths))),  # a spread that a sum of squares would lose
+        "per_key": 1e6
+        + rng.normal(size=(n, 2, 3, max(lengths))),  # a spread that a sum of squares would lose
         "scalars": rng.normal(size=(n, 2, 3)).astype(np.float32),
         "histograms": rng.random((n, 2, 2)).astype(np.float32),
     }
@@ -76,7 +93,10 @@ def in_some_tree(parts, seed):
     """Two random results at a time, or three, until one is left."""
     rng, parts = random.Random(seed), list(parts)
     while len(parts) > 1:
-        some = [parts.pop(rng.randrange(len(parts))) for _ in range(min(len(parts), rng.choice([2, 2, 3])))]
+        some = [
+            parts.pop(rng.randrange(len(parts)))
+            for _ in range(min(len(parts), rng.choice([2, 2, 3])))
+        ]
         parts.append(ma.merge_results(some))
     return parts[0]
 
@@ -93,12 +113,18 @@ def assert_one_pass(merged, whole):
             assert got[variable].attrs == expected[variable].attrs
             if theirs.dtype.kind in "TOU":
                 ours, theirs = ours.astype(object), theirs.astype(object)
-            if "prompt" in expected[variable].dims or theirs.dtype.kind not in "f" or variable == "bin":
+            if (
+                "prompt" in expected[variable].dims
+                or theirs.dtype.kind not in "f"
+                or variable == "bin"
+            ):
                 np.testing.assert_array_equal(ours, theirs, err_msg=f"{name}.{variable}")
             else:
                 # A mean of 1e6 is rounded by 1e-10, and a variance takes that times a deviation, once a merge.
                 most = 4e-9 if variable.endswith("_variance") else 1e-10
-                np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=most, err_msg=f"{name}.{variable}")
+                np.testing.assert_allclose(
+                    ours, theirs, rtol=1e-10, atol=most, err_msg=f"{name}.{variable}"
+                )
 
 
 @settings(max_examples=75, deadline=None)
@@ -137,7 +163,10 @@ def test_a_float32_sum_of_squares_would_fail_the_law():  # negative control
 @pytest.fixture(scope="module")
 def alone(toy, prompts):
     """The toy on some problems, a prompt a batch, so that how they are split changes no batch."""
-    conditions = {"slash": ma.MeaninglessTokens(count=7), "random": ma.conditions.RandomTokens(count=7)}
+    conditions = {
+        "slash": ma.MeaninglessTokens(count=7),
+        "random": ma.conditions.RandomTokens(count=7),
+    }
     analyses = [ma.ReceivedAttention(), ma.analyses.MlpActivations(), ma.analyses.AffineShift()]
 
     def run(chosen, **options):
@@ -159,7 +188,9 @@ def test_a_real_run_in_parts_is_the_whole_run(alone, positions):
         assert_one_pass(merged, whole)
         assert merged.provenance["prompts"] == whole.provenance["prompts"]
         assert merged["sequences"].place.values.tolist() == list(range(5))
-        assert merged.compare("slash", resamples=99).difference.values == pytest.approx(expected, abs=0)
+        assert merged.compare("slash", resamples=99).difference.values == pytest.approx(
+            expected, abs=0
+        )
 
 
 def test_moments_of_many_merges_keep_their_digits():

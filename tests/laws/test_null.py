@@ -13,7 +13,13 @@ from mechattn.engine import request_checks
 from mechattn.model.architectures import tiny_model
 
 PLACES = ("start", "before_question", "before_answer", "random")
-FAMILIES = ("Llama", "GPT-2", "Gemma 3", "Mistral", "GPT-OSS")  # RoPE, learned positions, windows, learned sinks
+FAMILIES = (
+    "Llama",
+    "GPT-2",
+    "Gemma 3",
+    "Mistral",
+    "GPT-OSS",
+)  # RoPE, learned positions, windows, learned sinks
 ALIBI = ("Falcon-RW (ALiBi)", "BLOOM", "MPT")
 BY_POSITION = (*ALIBI, "GPT-OSS")  # a blind head is not uniform
 # A comparison computes the same for every family and every variant of a condition; but a window leaves cells out.
@@ -23,7 +29,9 @@ COMPARED = {
 }
 COMPARED_BLIND = ("MPT", "GPT-OSS")
 FUSED = {"query_key_value": "by head", "Wqkv": "in turn", "c_attn": "in turn"}
-pytestmark = pytest.mark.filterwarnings("ignore:.*cells are left out")  # beyond a window there is nothing
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*cells are left out"
+)  # beyond a window there is nothing
 OF_ROWS = [kind for kind in ANALYSES if isinstance(kind(), (RowAnalysis, PairAnalysis))]
 
 
@@ -38,12 +46,21 @@ def zero_queries(model, but=None):
             if last not in ("q_proj", *FUSED):
                 continue
             for parameter in module.parameters():
-                rows = parameter if type(module).__name__ != "Conv1D" or parameter.ndim == 1 else parameter.T
+                rows = (
+                    parameter
+                    if type(module).__name__ != "Conv1D" or parameter.ndim == 1
+                    else parameter.T
+                )
                 how = FUSED.get(last)
                 parts = rows.unflatten(
-                    0, {None: (heads, -1), "by head": (heads, 3, -1), "in turn": (3, heads, -1)}[how]
+                    0,
+                    {None: (heads, -1), "by head": (heads, 3, -1), "in turn": (3, heads, -1)}[how],
                 )
-                queries = {None: parts, "by head": parts[:, 0] if how else parts, "in turn": parts[0]}[how]
+                queries = {
+                    None: parts,
+                    "by head": parts[:, 0] if how else parts,
+                    "in turn": parts[0],
+                }[how]
                 for head in range(heads):
                     if (layer, head) != (0, but):
                         queries[head] = 0
@@ -77,10 +94,16 @@ def conditions(family):
     made = {}
     for place in PLACES:
         slash = ma.MeaninglessTokens("/", 20, place=place)
-        made |= {place: slash, f"{place} masked": slash.masked(), f"{place} unshifted": slash.unshifted()}
+        made |= {
+            place: slash,
+            f"{place} masked": slash.masked(),
+            f"{place} unshifted": slash.unshifted(),
+        }
     if family == "GPT-2":  # no learned position is left of the first
         made.pop("start unshifted")
-    return {name: some for name, some in made.items() if family not in ALIBI or "unshifted" not in name}
+    return {
+        name: some for name, some in made.items() if family not in ALIBI or "unshifted" not in name
+    }
 
 
 def measured(family, model, prompts):
@@ -96,9 +119,10 @@ def measured(family, model, prompts):
         ma.analyses.AttentionSinks(least_queries=8),
     ]
     analyses += [ma.analyses.AttentionSpread(bands=6)]
-    assert {type(analysis) for analysis in analyses} | {AttentionMap, ma.analyses.SegmentLogits} == set(
-        OF_ROWS
-    )  # which have no null
+    assert {type(analysis) for analysis in analyses} | {
+        AttentionMap,
+        ma.analyses.SegmentLogits,
+    } == set(OF_ROWS)  # which have no null
     return ma.run(model, prompts, conditions(family), analyses, positions="prompts")
 
 
@@ -110,7 +134,11 @@ def departures(result, kind):
     found = {}
     for dataset in result.datasets.values():
         for name, values in dataset.data_vars.items():
-            null = name.replace("_per_prompt", f"{kind}_per_prompt") if "_per_prompt" in name else f"{name}{kind}"
+            null = (
+                name.replace("_per_prompt", f"{kind}_per_prompt")
+                if "_per_prompt" in name
+                else f"{name}{kind}"
+            )
             if null not in dataset or "prompt" not in values.dims or name.endswith(kind):
                 continue
             ours, expected = values, dataset[null].broadcast_like(values).transpose(*values.dims)
@@ -121,26 +149,56 @@ def departures(result, kind):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_where_every_head_is_blind_nothing_is_beyond_the_null(family, tokenizer, answered, monkeypatch):
+def test_where_every_head_is_blind_nothing_is_beyond_the_null(
+    family, tokenizer, answered, monkeypatch
+):
     # Such a model takes no notice of positions, so it cannot be found out whether it is told them.
     monkeypatch.setattr(request_checks, "takes_position_ids", lambda model: True)
     result = measured(family, blind(family, tokenizer, sinks=0.0), answered)
     found = departures(result, "_uniform")
-    assert {name: apart for name, apart in found.items() if apart > (1e-4 if "_at_" in name else 1e-5)} == {}
+    assert {
+        name: apart for name, apart in found.items() if apart > (1e-4 if "_at_" in name else 1e-5)
+    } == {}
     if family not in COMPARED:
         return
-    compared = {name for condition in COMPARED[family] for name in every_comparison(result, condition, "uniform")}
-    assert {"received", "mass", "distance", "entropy", "flow", "scale", "total_variation", "question_ratio"} <= compared
-    assert {"first_mass", "inserted_mass", "half_mass_keys", "entropy_share", "first_alpha", "sinks"} <= compared
+    compared = {
+        name
+        for condition in COMPARED[family]
+        for name in every_comparison(result, condition, "uniform")
+    }
+    assert {
+        "received",
+        "mass",
+        "distance",
+        "entropy",
+        "flow",
+        "scale",
+        "total_variation",
+        "question_ratio",
+    } <= compared
+    assert {
+        "first_mass",
+        "inserted_mass",
+        "half_mass_keys",
+        "entropy_share",
+        "first_alpha",
+        "sinks",
+    } <= compared
 
 
 @pytest.mark.parametrize("family", BY_POSITION)
-def test_where_scores_hold_the_position_the_blind_null_is_the_one(family, tokenizer, answered, monkeypatch):
+def test_where_scores_hold_the_position_the_blind_null_is_the_one(
+    family, tokenizer, answered, monkeypatch
+):
     monkeypatch.setattr(request_checks, "takes_position_ids", lambda model: family not in ALIBI)
     result = measured(family, blind(family, tokenizer), answered)
     found = departures(result, "_blind")
-    assert {name: apart for name, apart in found.items() if apart > (1e-4 if "_at_" in name else 1e-5)} == {}
-    assert departures(result, "_uniform")["distance_at_per_prompt"] > 0.1, "such a head is not uniform"
+    assert {
+        name: apart for name, apart in found.items() if apart > (1e-4 if "_at_" in name else 1e-5)
+    } == {}
+    assert departures(result, "_uniform")["distance_at_per_prompt"] > 0.1, (
+        "such a head is not uniform"
+    )
     if family in COMPARED_BLIND:
         assert every_comparison(result, "before_question", "blind")
 
@@ -152,12 +210,22 @@ def every_comparison(result, condition, null):
         for name, values in dataset.data_vars.items():
             if not {"prompt", "layer"} <= set(values.dims) or f"{name}_{null}" not in dataset:
                 continue
-            if values.sel(condition="baseline").isnull().all():  # of inserted tokens: nothing to be compared with
+            if (
+                values.sel(condition="baseline").isnull().all()
+            ):  # of inserted tokens: nothing to be compared with
                 continue
             quantity = str(name).removesuffix("_by_segment")
-            nowhere = bool((values.sel(segment="question") == 0).all()) if "segment" in values.dims else False
-            scale = "difference" if nowhere else None  # the first token, where every window is past it
-            table = result.compare(condition, quantity=quantity, resamples=99, null=null, scale=scale)
+            nowhere = (
+                bool((values.sel(segment="question") == 0).all())
+                if "segment" in values.dims
+                else False
+            )
+            scale = (
+                "difference" if nowhere else None
+            )  # the first token, where every window is past it
+            table = result.compare(
+                condition, quantity=quantity, resamples=99, null=null, scale=scale
+            )
             assert table.beyond.abs().max() < 1e-5, (name, condition)
             seen.add(quantity)
     return seen
@@ -173,8 +241,21 @@ def test_one_head_that_looks_at_content_is_found(tokenizer, answered):
         ma.analyses.AffineShift(),
     ]
     result = ma.run(model, answered, {"slash": ma.MeaninglessTokens("/", 20)}, analyses)
-    for quantity in ("received", "mass", "distance", "entropy", "entropy_share", "self_mass", "first_mass", "scale"):
-        table = result.compare("slash", quantity=quantity, resamples=99).set_index(["layer", "head"]).beyond.abs()
+    for quantity in (
+        "received",
+        "mass",
+        "distance",
+        "entropy",
+        "entropy_share",
+        "self_mass",
+        "first_mass",
+        "scale",
+    ):
+        table = (
+            result.compare("slash", quantity=quantity, resamples=99)
+            .set_index(["layer", "head"])
+            .beyond.abs()
+        )
         assert table.loc[(0, 2)] > 1e-3, quantity
         assert table.drop((0, 2)).max() < 1e-5, quantity
 
@@ -195,13 +276,18 @@ def test_the_null_has_the_closed_form_where_there_is_one(family, shared, answere
     """Entropy is log n, distance (n − 1) / 2, half of the mass n / 2 keys, λ the share of original keys."""
     model = shared(family)
     slash = ma.MeaninglessTokens("/", 20)
-    analyses = [ma.analyses.AttentionFocus(half_mass=True, per_query=True), ma.analyses.AffineShift(per_query=True)]
+    analyses = [
+        ma.analyses.AttentionFocus(half_mass=True, per_query=True),
+        ma.analyses.AffineShift(per_query=True),
+    ]
     result = ma.run(model, answered[:1], {"slash": slash}, analyses, positions="prompts")
     sequence = slash.apply(answered[0], model)
     for layer in range(2):
         window = 8 if family == "Gemma 3" and layer == 0 else 10**6
         n = np.minimum(np.arange(len(sequence)) + 1, window).astype(float)
-        inserted = [sequence.inserted[max(0, q + 1 - window) : q + 1].sum() for q in range(len(sequence))]
+        inserted = [
+            sequence.inserted[max(0, q + 1 - window) : q + 1].sum() for q in range(len(sequence))
+        ]
         expected = {
             "entropy": np.log(n), "distance": (n - 1) / 2, "half_mass_keys": np.ceil(n / 2), "self_mass": 1 / n,
             "first_mass": np.where(np.arange(len(n)) < window, 1 / n, 0), "inserted_mass": np.array(inserted) / n,

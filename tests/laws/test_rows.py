@@ -29,11 +29,18 @@ def columns(q, k, v, counted, window, block):
 )
 def test_any_block_and_any_split_give_the_same(length, block, window, batch, split, seed):
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (3 * torch.randn(batch, n, length, 4, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
+    q, k, v = (
+        3 * torch.randn(batch, n, length, 4, generator=generator, dtype=torch.float64)
+        for n in (4, 2, 2)
+    )
     counted = torch.rand(batch, length, generator=generator) < 0.7
     whole, out = columns(q, k, v, counted, window, length)
     parts = [slice(0, min(split, batch)), slice(min(split, batch), batch)]
-    pieces = [columns(q[p], k[p], v[p], counted[p], window, block) for p in parts if p.stop > p.start]
+    pieces = [
+        columns(q[p], k[p], v[p], counted[p], window, block) for p in parts if p.stop > p.start
+    ]
     torch.testing.assert_close(torch.cat([sums for sums, _ in pieces]), whole, atol=1e-9, rtol=0)
     torch.testing.assert_close(torch.cat([made for _, made in pieces]), out, atol=1e-9, rtol=0)
-    torch.testing.assert_close(whole.sum(-1), counted.sum(-1).double()[:, None].expand(-1, 4), atol=1e-9, rtol=0)
+    torch.testing.assert_close(
+        whole.sum(-1), counted.sum(-1).double()[:, None].expand(-1, 4), atol=1e-9, rtol=0
+    )

@@ -24,7 +24,9 @@ REFUSED_KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS[name] for name in SUPPORTED_ARCHITECTURES if name in KINDS))
+@pytest.mark.parametrize(
+    "kind", sorted(KINDS[name] for name in SUPPORTED_ARCHITECTURES if name in KINDS)
+)
 def test_every_architecture_that_transformer_lens_knows_is_known_or_refused(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -40,7 +42,8 @@ def test_no_field_is_both_and_each_has_a_reason():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("attention_gap", 3), ("use_bidirectional_attention", True), ("index_topk", 2048)]
+    ("field", "value"),
+    [("attention_gap", 3), ("use_bidirectional_attention", True), ("index_topk", 2048)],
 )
 def test_a_field_that_nobody_has_looked_at_stops_the_model(field, value, tokenizer):
     given = tiny_model("Llama", len(tokenizer))
@@ -55,7 +58,11 @@ def test_a_field_that_nobody_has_looked_at_stops_the_model(field, value, tokeniz
 
 def test_a_field_that_is_off_stops_nothing(tokenizer):
     given = tiny_model("Llama", len(tokenizer))
-    given.config.attention_gap, given.config.index_topk, given.config.attention_chunk_size = 0, None, None
+    given.config.attention_gap, given.config.index_topk, given.config.attention_chunk_size = (
+        0,
+        None,
+        None,
+    )
     assert unknown_fields(given.config) == {"attention_gap": "unknown effect on attention"}
     given.config.attention_gap = False
     assert unknown_fields(given.config) == {}
@@ -72,7 +79,9 @@ def test_the_window_of_recurrent_gemma_is_read():
 
     class Model:
         cfg = tokenizer = None
-        original_model = type("Original", (), {"config": transformers.RecurrentGemmaConfig(attention_window_size=7)})
+        original_model = type(
+            "Original", (), {"config": transformers.RecurrentGemmaConfig(attention_window_size=7)}
+        )
 
         def run_with_hooks(self, *inputs, fwd_hooks, **options):
             """What a hooked model has."""

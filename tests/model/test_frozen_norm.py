@@ -18,14 +18,19 @@ class _Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        self.cfg, self.tokenizer = SimpleNamespace(d_model=WIDTH, eps=1e-5, model_name="a model"), None
+        self.cfg, self.tokenizer = (
+            SimpleNamespace(d_model=WIDTH, eps=1e-5, model_name="a model"),
+            None,
+        )
 
     def run_with_hooks(self, *inputs, fwd_hooks, **options):
         raise AssertionError("the model ran")
 
 
 def norm_of(kind, eps=0.3):
-    norm = (nn.LayerNorm if kind == "LayerNorm" else nn.RMSNorm)(WIDTH, eps=eps, dtype=torch.float64)
+    norm = (nn.LayerNorm if kind == "LayerNorm" else nn.RMSNorm)(
+        WIDTH, eps=eps, dtype=torch.float64
+    )
     generator = torch.Generator().manual_seed(0)
     for parameter in norm.parameters():
         nn.init.normal_(parameter, 1.0, 0.5, generator=generator)
@@ -53,11 +58,15 @@ def test_parts_add_up(kind):
     bias = getattr(norm, "bias", None)
     for token in range(3):
         whole = sum(parts[:, token])
-        expected = float(norm(whole).detach() @ d) - (0.0 if bias is None else float(bias.detach() @ d))
+        expected = float(norm(whole).detach() @ d) - (
+            0.0 if bias is None else float(bias.detach() @ d)
+        )
         got = sum(float(part @ found.toward(d) / found.scale(whole)) for part in parts[:, token])
         assert got == pytest.approx(expected, rel=1e-6)
         alone = sum(float(part @ found.toward(d) / found.scale(part)) for part in parts[:, token])
-        assert alone != pytest.approx(expected, rel=0.05), "negative control: the scale of each part by itself"
+        assert alone != pytest.approx(expected, rel=0.05), (
+            "negative control: the scale of each part by itself"
+        )
 
 
 @pytest.mark.parametrize("module", [nn.Tanh(), nn.Softmax(-1)])

@@ -52,13 +52,17 @@ def test_a_head_is_taken_away_alone(latent, tokenizer, head):
     def without(other):
         def change(z):
             assert z.shape == (1, TOKENS.shape[1], HEADS, WIDTH)
-            return torch.cat([z[:, :, :other], 0 * z[:, :, other : other + 1], z[:, :, other + 1 :]], 2)
+            return torch.cat(
+                [z[:, :, :other], 0 * z[:, :, other : other + 1], z[:, :, other + 1 :]], 2
+            )
 
         with torch.no_grad(), changing_z(latent, {0: change}):
             return latent(TOKENS)
 
     torch.testing.assert_close(without(head), expected, atol=1e-4, rtol=1e-4)
-    assert (without((head + 1) % HEADS) - expected).abs().max() > 0.1, "negative control: the next head"
+    assert (without((head + 1) % HEADS) - expected).abs().max() > 0.1, (
+        "negative control: the next head"
+    )
 
 
 def test_positions_and_heads_are_told_apart_where_there_are_as_many(latent, toy):
@@ -81,9 +85,14 @@ def test_both_engines_give_the_same(latent, prompts):
         ma.analyses.AttentionSinks(),
         ma.analyses.AffineShift(),
     ]
-    made = [ma.run(latent, prompts[:2], {"slash": SLASH}, analyses, engine=engine) for engine in ("streaming", "hooks")]
+    made = [
+        ma.run(latent, prompts[:2], {"slash": SLASH}, analyses, engine=engine)
+        for engine in ("streaming", "hooks")
+    ]
     for analysis in analyses:
         for name, one in made[0][analysis.name].items():
             if one.dtype.kind == "f" and "counts" not in str(name):
                 other = made[1][analysis.name][name]
-                np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4, err_msg=f"{analysis.name} {name}")
+                np.testing.assert_allclose(
+                    one, other, rtol=1e-3, atol=1e-4, err_msg=f"{analysis.name} {name}"
+                )

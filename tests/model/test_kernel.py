@@ -9,7 +9,9 @@ from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.verify.checks import _ThroughIdentity
 
 
-@pytest.mark.parametrize("keys", [5, 8, 21], ids=["fewer keys than d_value", "as many", "several calls"])
+@pytest.mark.parametrize(
+    "keys", [5, 8, 21], ids=["fewer keys than d_value", "as many", "several calls"]
+)
 @pytest.mark.parametrize("masked", [False, True])
 def test_identity_values_give_the_pattern(keys, masked):
     torch.manual_seed(0)
@@ -22,13 +24,17 @@ def test_identity_values_give_the_pattern(keys, masked):
         if masked:
             got = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.7, enable_gqa=True)
         else:
-            got = scaled_dot_product_attention(q, k, value=v, is_causal=True, scale=0.7, enable_gqa=True)
+            got = scaled_dot_product_attention(
+                q, k, value=v, is_causal=True, scale=0.7, enable_gqa=True
+            )
     expected = torch.zeros(2, 6, keys, keys, dtype=torch.float64)
     for head in range(6):
         scores = 0.7 * q[:, head].double() @ k[:, head // 2].double().mT
         expected[:, head] = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     torch.testing.assert_close(through.patterns[0].double(), expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(got.double(), expected @ v.double().repeat_interleave(2, 1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        got.double(), expected @ v.double().repeat_interleave(2, 1), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -52,7 +58,9 @@ def alibi_doubled(model):
 
 
 def sink_dropped(model):
-    model.blocks[0].attn.hook_pattern.add_perma_hook(lambda pattern, hook: pattern / pattern.sum(-1, keepdim=True))
+    model.blocks[0].attn.hook_pattern.add_perma_hook(
+        lambda pattern, hook: pattern / pattern.sum(-1, keepdim=True)
+    )
 
 
 def window_off_by_one(model):
@@ -86,8 +94,12 @@ def test_a_kernel_that_cannot_be_looked_into_is_said_to_be_so(tokenizer):
     from transformers import AttentionInterface
 
     def own(module, query, key, value, mask, scaling, **options):
-        scores = (query @ key.repeat_interleave(2, 1).mT * scaling) + torch.full((24, 24), -torch.inf).triu(1)
-        return (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2).contiguous(), None
+        scores = (query @ key.repeat_interleave(2, 1).mT * scaling) + torch.full(
+            (24, 24), -torch.inf
+        ).triu(1)
+        return (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(
+            1, 2
+        ).contiguous(), None
 
     AttentionInterface.register("of_its_own", own)
     model._mechattn.native.config._attn_implementation_internal = "of_its_own"

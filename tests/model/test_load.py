@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PersimmonConfig
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    PersimmonConfig,
+)
 
 import mechattn as ma
 from mechattn.errors import ModelError
@@ -54,7 +60,9 @@ def test_weights_are_raw(checkpoint, native):
     hooked = ma.load_model(str(checkpoint))
     own = dict(native[0].named_parameters())
     theirs = dict(hooked.original_model.named_parameters())
-    scale = next(value for name, value in theirs.items() if "layers.0" in name and "input_layernorm" in name)
+    scale = next(
+        value for name, value in theirs.items() if "layers.0" in name and "input_layernorm" in name
+    )
     torch.testing.assert_close(scale, own["model.layers.0.input_layernorm.weight"])
 
 
@@ -64,7 +72,9 @@ def test_dtype_auto_takes_the_checkpoints(checkpoint, native, tmp_path):
     model.to(torch.float32)
     tokenizer.save_pretrained(tmp_path)
     assert next(ma.load_model(str(tmp_path)).parameters()).dtype == torch.bfloat16
-    assert next(ma.load_model(str(tmp_path), dtype=torch.float32).parameters()).dtype == torch.float32
+    assert (
+        next(ma.load_model(str(tmp_path), dtype=torch.float32).parameters()).dtype == torch.float32
+    )
 
 
 def test_toys_are_float32(toy):
@@ -106,7 +116,9 @@ def test_a_sliding_window_is_found_and_counted():
     torch.manual_seed(0)
     model = ma.load_model(Gemma3ForCausalLM(config), tokenizer=tokenizer)
     assert [attention_window(model, layer) for layer in (0, 1)] == [4, None]
-    dataset = ma.run(model, TEXT, positions="prompts")["received_attention"].isel(prompt=0, condition=0)
+    dataset = ma.run(model, TEXT, positions="prompts")["received_attention"].isel(
+        prompt=0, condition=0
+    )
     received = dataset.received_per_prompt.sel(layer=0).values
     tokens = ma.Baseline().apply(ma.Prompt(TEXT), model).tokens[None]
     _, cache = model.run_with_cache(tokens)
@@ -114,7 +126,9 @@ def test_a_sliding_window_is_found_and_counted():
     for key in range(tokens.shape[1] - 1):
         last = min(key + 4, tokens.shape[1])
         expected = pattern[:, key + 1 : last, key].mean(-1)
-        torch.testing.assert_close(torch.tensor(received[:, key]).double(), expected, atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(received[:, key]).double(), expected, atol=2e-6, rtol=0
+        )
     assert dataset.received_uniform.sel(layer=0, key=6).item() == pytest.approx(0.25)
 
 
@@ -123,7 +137,9 @@ def test_local_attention_by_other_names():
     from types import SimpleNamespace
 
     def model(cfg=None, **config):
-        inner = {"original_model": SimpleNamespace(config=SimpleNamespace(**config))} if config else {}
+        inner = (
+            {"original_model": SimpleNamespace(config=SimpleNamespace(**config))} if config else {}
+        )
         return SimpleNamespace(cfg=cfg, tokenizer=None, run_with_hooks=print, **inner)
 
     neo = model(model_type="gpt_neo", attention_layers=["global", "local"], window_size=16)
@@ -135,7 +151,9 @@ def test_local_attention_by_other_names():
 
 
 def test_dtype_of_a_model_object_is_followed(checkpoint, native):
-    hooked = ma.load_model(LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=native[1], dtype=torch.bfloat16)
+    hooked = ma.load_model(
+        LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=native[1], dtype=torch.bfloat16
+    )
     assert next(hooked.parameters()).dtype == torch.bfloat16
     result = ma.run(hooked, TEXT)
     assert result.provenance["model"]["dtype"] == "bfloat16"
@@ -146,7 +164,9 @@ def test_what_transformer_lens_takes_is_passed_on(checkpoint):
     placed = ma.load_model(str(checkpoint), device_map={"": "cpu"}, n_ctx=128)
     assert placed._mechattn.report.passed
     assert placed.cfg.n_ctx == 128
-    first, second = (ma.run(m, TEXT)["received_attention"].received for m in (placed, str(checkpoint)))
+    first, second = (
+        ma.run(m, TEXT)["received_attention"].received for m in (placed, str(checkpoint))
+    )
     torch.testing.assert_close(
         torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
     )
@@ -186,7 +206,9 @@ def test_a_granite_without_positions_is_mended(how, tokenizer, tmp_path):
 @pytest.mark.parametrize("family", ["OLMo", "OLMo 2"])
 def test_olmo_in_half_precision(family, tokenizer, shared):
     """Its rotation is computed in float32, and TransformerLens left queries there; values were in bfloat16."""
-    model = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer, dtype=torch.bfloat16)
+    model = ma.load_model(
+        tiny_model(family, len(tokenizer)), tokenizer=tokenizer, dtype=torch.bfloat16
+    )
     assert "rotated queries and keys" in facts_of(model).report.mended[0]
     half = ma.run(model, TEXT, engine="hooks")["received_attention"].received_by_segment
     assert not facts_of(shared(family)).report.mended
@@ -197,7 +219,9 @@ def test_olmo_in_half_precision(family, tokenizer, shared):
 def test_a_model_that_runs_into_an_error_is_refused_with_it(tokenizer):
     made = tiny_model("Llama", len(tokenizer))
     made.model.layers[1].mlp.forward = lambda x: x @ torch.zeros(3, 3)
-    with pytest.raises(ModelError, match=r"cannot be used as a hooked model.*a few tokens raises RuntimeError"):
+    with pytest.raises(
+        ModelError, match=r"cannot be used as a hooked model.*a few tokens raises RuntimeError"
+    ):
         ma.load_model(made, tokenizer=tokenizer)
     hooked = ma.load_model(made, tokenizer=tokenizer, verify=False)
     with pytest.raises(ModelError, match="raises RuntimeError"):
@@ -206,7 +230,11 @@ def test_a_model_that_runs_into_an_error_is_refused_with_it(tokenizer):
 
 def test_an_architecture_without_an_adapter_is_refused_in_a_few_words(tokenizer):
     config = PersimmonConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     with pytest.raises(
         ModelError, match=r"cannot load 'PersimmonForCausalLM' as a hooked model: ValueError"
@@ -218,14 +246,25 @@ def test_an_architecture_without_an_adapter_is_refused_in_a_few_words(tokenizer)
 def test_a_checkpoint_without_a_tokenizer(tmp_path):
     """Its prompts are token ids; transformers alone would give it an empty tokenizer."""
     config = GPT2Config(
-        vocab_size=7, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None
+        vocab_size=7,
+        n_positions=16,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     model = ma.load_model(tmp_path)
     assert model.tokenizer is None
     result = ma.run(model, torch.tensor([[1, 2, 3, 2], [4, 5, 6, 0]]))
-    assert result["sequences"].tokens.sel(condition="baseline").values.tolist() == [[1, 2, 3, 2], [4, 5, 6, 0]]
-    with pytest.raises(ModelError, match=r"no tokenizer; pass one to load_model.* or give token ids: as prompts"):
+    assert result["sequences"].tokens.sel(condition="baseline").values.tolist() == [
+        [1, 2, 3, 2],
+        [4, 5, 6, 0],
+    ]
+    with pytest.raises(
+        ModelError, match=r"no tokenizer; pass one to load_model.* or give token ids: as prompts"
+    ):
         ma.run(model, "1 2 3")
     with pytest.raises(ModelError, match="has no tokenizer"):
         tokenizer_named(str(tmp_path))

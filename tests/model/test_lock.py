@@ -36,8 +36,12 @@ USES = {
     "fused": run(engine="fused"),
     "hooks": run(engine="hooks"),
     "evaluate": lambda model: ma.evaluate(model, [ASKED], new_tokens=1),
-    "checks of evaluate": lambda model: ma.evaluate(model, [ASKED], {"kept": SLASH.unshifted()}, new_tokens=1),
-    "probe of a server": lambda model: probe._known(facts_of(model).native, model.tokenizer, [5, 6], [7]),
+    "checks of evaluate": lambda model: ma.evaluate(
+        model, [ASKED], {"kept": SLASH.unshifted()}, new_tokens=1
+    ),
+    "probe of a server": lambda model: probe._known(
+        facts_of(model).native, model.tokenizer, [5, 6], [7]
+    ),
     "patch": lambda model: ma.patch(model, ANSWERED, SLASH, at=[(0, 0)]),
     "record_affine": lambda model: ma.record_affine(model, [ASKED], SLASH),
     "record_keys_values": lambda model: ma.record_keys_values(model, [ASKED], SLASH, layers=0),
@@ -80,11 +84,15 @@ def test_a_second_thread_waits_until_the_first_has_ended(toy, use, waited, monke
             assert met.wait(60)
             seen.append("on")
 
-    model = ma.load_model("toy:falcon") if use is USES["explore"] else toy  # its scores are tried before the run
+    model = (
+        ma.load_model("toy:falcon") if use is USES["explore"] else toy
+    )  # its scores are tried before the run
     use(model)  # what is found out once about a model is known from now on
     if use is USES["load_model"]:
         facts_of(model).boots = -1  # verified again, as after another model was made
-    handles = [each.register_forward_pre_hook(meet) for each in (model.blocks[0], facts_of(model).native)]
+    handles = [
+        each.register_forward_pre_hook(meet) for each in (model.blocks[0], facts_of(model).native)
+    ]
     try:
         use(model)
     finally:
@@ -113,15 +121,23 @@ def test_models_that_share_something_share_the_lock(toy):
     config = LlamaConfig(
         vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )  # fmt: skip
-    one, other, alone = LlamaForCausalLM(config), LlamaForCausalLM(config), LlamaForCausalLM(copy.deepcopy(config))
+    one, other, alone = (
+        LlamaForCausalLM(config),
+        LlamaForCausalLM(config),
+        LlamaForCausalLM(copy.deepcopy(config)),
+    )
     with lock.holding(one):
         assert held_by_others(one)
-        assert held_by_others(other), "streaming is switched on in the configuration, which both have"
+        assert held_by_others(other), (
+            "streaming is switched on in the configuration, which both have"
+        )
         assert not held_by_others(alone)
     assert not held_by_others(one)
     with lock.holding(toy):
         assert held_by_others(toy.original_model)
-        assert held_by_others(facts_of(toy).native), "answers are generated on the parameters of the hooked model"
+        assert held_by_others(facts_of(toy).native), (
+            "answers are generated on the parameters of the hooked model"
+        )
 
 
 def test_what_is_loaded_by_name_or_copied_has_its_own_lock(toy):
@@ -156,7 +172,9 @@ def test_a_model_is_copied_while_nobody_changes_it(toy, monkeypatch):
     native = facts_of(toy).native
     native.noting = noting = Noting()
     noting.model, copied = toy, []
-    monkeypatch.setattr("mechattn.evaluation.evaluate.load_model", lambda model, **_: copied.append(model) or toy)
+    monkeypatch.setattr(
+        "mechattn.evaluation.evaluate.load_model", lambda model, **_: copied.append(model) or toy
+    )
     try:
         ma.baseline_noise(toy, ASKED_TWO, new_tokens=1)
     finally:
@@ -167,9 +185,13 @@ def test_a_model_is_copied_while_nobody_changes_it(toy, monkeypatch):
 def test_a_random_model_is_drawn_while_no_other_is_made(toy, monkeypatch):
     drawn, seen = weights._drawn, []
     monkeypatch.setattr(lock, "_locks_of", lambda model: [lock.making])
-    monkeypatch.setattr(weights, "_drawn", lambda *given: seen.append(held_by_others(toy)) or drawn(*given))
+    monkeypatch.setattr(
+        weights, "_drawn", lambda *given: seen.append(held_by_others(toy)) or drawn(*given)
+    )
     weights.random_weights.__wrapped__(toy)
-    assert seen == [True], "transformers and accelerate modify torch while another thread makes a model"
+    assert seen == [True], (
+        "transformers and accelerate modify torch while another thread makes a model"
+    )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
@@ -184,7 +206,9 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(toy):
 
     (thread := threading.Thread(target=hold)).start()
     taken.wait()
-    assert (child := os.fork()) or os._exit(not all(each.acquire(blocking=False) for each in lock._locks_of(toy)))
+    assert (child := os.fork()) or os._exit(
+        not all(each.acquire(blocking=False) for each in lock._locks_of(toy))
+    )
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

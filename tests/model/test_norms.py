@@ -60,4 +60,6 @@ def test_a_hook_inside_a_norm_sees_and_edits_it(toy, name):
     watching = last([(f"blocks.0.ln1.{name}", lambda value, hook: fired.append(value))])
     assert len(fired) == 1
     assert torch.equal(watching, last([]))
-    assert not torch.allclose(last([(f"blocks.0.ln1.{name}", lambda value, hook: 2 * value)]), watching)
+    assert not torch.allclose(
+        last([(f"blocks.0.ln1.{name}", lambda value, hook: 2 * value)]), watching
+    )

@@ -10,7 +10,12 @@ from mechattn.errors import ModelError
 from mechattn.model import scores_and_positions as positions
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.hooks import attention_layers
-from mechattn.model.scores_and_positions import Boundary, boundary_of, takes_negative_ids, takes_position_ids
+from mechattn.model.scores_and_positions import (
+    Boundary,
+    boundary_of,
+    takes_negative_ids,
+    takes_position_ids,
+)
 from tests.model.unusual import BOUNDARY, DYNAMIC, LONGROPE, TABLES, unusual_model
 
 TABLE_FAMILIES = {"GPT-2", "GPT-Neo", "GPT-J", "OPT"}  # learned positions, and GPT-J's sines
@@ -50,7 +55,11 @@ def test_the_boundary_is_where_transformers_takes_other_frequencies(name, tokeni
 
 def test_hooked_models_have_the_boundary_of_what_is_behind_them(tokenizer):
     hooked = ma.load_model(unusual_model("Phi-4-mini", len(tokenizer)), tokenizer=tokenizer)
-    assert boundary_of(hooked) == boundary_of(hooked._mechattn.native) == Boundary(BOUNDARY, "longrope")
+    assert (
+        boundary_of(hooked)
+        == boundary_of(hooked._mechattn.native)
+        == Boundary(BOUNDARY, "longrope")
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,14 +79,20 @@ def test_other_scalings_are_the_same_in_every_batch(kind, tokenizer):
 
 
 def configured(**config):
-    return SimpleNamespace(config=SimpleNamespace(max_position_embeddings=256, text_config=None, **config))
+    return SimpleNamespace(
+        config=SimpleNamespace(max_position_embeddings=256, text_config=None, **config)
+    )
 
 
 def test_old_spellings_and_layers_that_differ():
     """A checkpoint with code of its own has a configuration that transformers has not put in order."""
     su = {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}
-    assert boundary_of(configured(rope_scaling=su, original_max_position_embeddings=64)) == Boundary(64, "longrope")
-    assert boundary_of(configured(rope_scaling={"type": "dynamic", "factor": 2.0})) == Boundary(256, "dynamic")
+    assert boundary_of(
+        configured(rope_scaling=su, original_max_position_embeddings=64)
+    ) == Boundary(64, "longrope")
+    assert boundary_of(configured(rope_scaling={"type": "dynamic", "factor": 2.0})) == Boundary(
+        256, "dynamic"
+    )
     layers = {
         "full_attention": {**su, "original_max_position_embeddings": 64},
         "sliding_attention": {"type": "default"},
@@ -86,13 +101,18 @@ def test_old_spellings_and_layers_that_differ():
     layers["sliding_attention"] = {**su, "original_max_position_embeddings": 128}
     with pytest.raises(ModelError, match=r"at different lengths \(64, 128\)"):
         boundary_of(configured(rope_parameters=layers))
-    inside = SimpleNamespace(config=SimpleNamespace(text_config=configured(rope_parameters={**su}).config))
+    inside = SimpleNamespace(
+        config=SimpleNamespace(text_config=configured(rope_parameters={**su}).config)
+    )
     assert boundary_of(inside) == Boundary(256, "longrope")
 
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*((family, torch.float32) for family in [*FAMILIES, *TABLES]), *((family, torch.bfloat16) for family in ROUNDED)],
+    [
+        *((family, torch.float32) for family in [*FAMILIES, *TABLES]),
+        *((family, torch.bfloat16) for family in ROUNDED),
+    ],
 )
 def test_only_tables_of_positions_take_no_negative_ids(family, dtype, tokenizer, shared):
     if family in FAMILIES and dtype == torch.float32:
@@ -108,7 +128,9 @@ def test_only_tables_of_positions_take_no_negative_ids(family, dtype, tokenizer,
 def test_the_numbers_alone_show_a_table_too(name, tokenizer, monkeypatch):
     """Not only that one is read: CodeGen's wraps around, the others raise."""
     monkeypatch.setattr(positions, "_LOOKUPS", ())
-    assert not takes_negative_ids(ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer))
+    assert not takes_negative_ids(
+        ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer)
+    )
 
 
 def test_a_table_is_found_before_it_is_read(tokenizer, monkeypatch):
@@ -116,7 +138,9 @@ def test_a_table_is_found_before_it_is_read(tokenizer, monkeypatch):
     model = ma.load_model(unusual_model("GPT-J", len(tokenizer)), tokenizer=tokenizer)
     read = []
     gather = torch.gather
-    monkeypatch.setattr(torch, "gather", lambda *a, **k: read.append(a[2].min().item()) or gather(*a, **k))
+    monkeypatch.setattr(
+        torch, "gather", lambda *a, **k: read.append(a[2].min().item()) or gather(*a, **k)
+    )
     assert not takes_negative_ids(model)
     assert read, "GPT-J gathers its sines"
     with pytest.raises(positions._NegativeRow), positions._NoNegativeRow():

@@ -31,7 +31,9 @@ def test_initialised_is_what_transformers_makes_of_the_config(toy):
 def test_shuffled_keeps_the_numbers_of_each_tensor_and_no_place(toy):
     made, own = parameters(ma.random_weights(toy, "shuffled", seed=0)), parameters(toy)
     for name, values in own.items():
-        torch.testing.assert_close(made[name].flatten().sort().values, values.flatten().sort().values, atol=0, rtol=0)
+        torch.testing.assert_close(
+            made[name].flatten().sort().values, values.flatten().sort().values, atol=0, rtol=0
+        )
         assert (made[name] == values).float().mean() < 0.1, name
 
 
@@ -73,6 +75,10 @@ def test_results_say_that_the_weights_are_random(toy):
 def test_a_model_without_a_plain_twin_is_refused(toy, monkeypatch):
     facts = facts_of(toy)
     monkeypatch.setattr(facts, "native", None)
-    monkeypatch.setattr(facts, "why_not_native", "its weights are quantised, and a second model cannot share them")
-    with pytest.raises(ModelError, match=r"toy:llama cannot be redrawn: its weights are quantised.*unquantised"):
+    monkeypatch.setattr(
+        facts, "why_not_native", "its weights are quantised, and a second model cannot share them"
+    )
+    with pytest.raises(
+        ModelError, match=r"toy:llama cannot be redrawn: its weights are quantised.*unquantised"
+    ):
         ma.random_weights(toy)

@@ -10,7 +10,12 @@ from mechattn.model.verify.verification import Check, Report, compare, compare_p
 
 def as_on_another_cpu(expected, seed, size=1e-6):
     """The same numbers, rounded in another way."""
-    noise = torch.rand(expected.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5
+    noise = (
+        torch.rand(
+            expected.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        - 0.5
+    )
     return (expected.double() * (1 + size * noise)).float()
 
 
@@ -54,7 +59,9 @@ def test_the_difference_is_the_largest_over_everything(factor):
     assert check.difference == pytest.approx(factor * 1e-3, rel=1e-3)
     if factor < 1:
         assert (check.outcome, check.layer, check.hooked, check.remedy) == ("passed", 1, 1.0, "")
-        assert str(check).startswith("values passed in layer 1: 1 where 1 is expected, within 0.001.")
+        assert str(check).startswith(
+            "values passed in layer 1: 1 where 1 is expected, within 0.001."
+        )
     else:
         assert (check.outcome, check.layer, check.hooked, check.remedy) == (
             "failed",
@@ -62,7 +69,10 @@ def test_the_difference_is_the_largest_over_everything(factor):
             float(hooked[0, 1, 2]),
             "mend it",
         )
-        assert "values failed in layer 0: 1.002 where 1 is expected, 0.002 apart (tolerance 0.001)" in str(check)
+        assert (
+            "values failed in layer 0: 1.002 where 1 is expected, 0.002 apart (tolerance 0.001)"
+            in str(check)
+        )
         assert rows_of(check)[0][5] == "0.002"
 
 
@@ -70,7 +80,9 @@ def test_positions_that_fail_show_the_worst_logit_of_the_worst_one():
     """Against a loop over positions, centred as the check centres them."""
     expected = torch.randn(6, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     hooked = expected.clone()
-    hooked[2] += 0.3 * torch.randn(20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    hooked[2] += 0.3 * torch.randn(
+        20, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     check = compare_positions("logits", hooked.float(), expected.float(), 1e-3, "", "")
     centred = [[row - row.mean() for row in values] for values in (hooked, expected)]
     unit = math.sqrt(sum(float((row**2).sum()) for row in centred[1]) / 120)
@@ -84,7 +96,9 @@ def test_positions_that_fail_show_the_worst_logit_of_the_worst_one():
     )
     same = compare_positions("logits", expected.float() + 4, expected.float(), 1e-3, "", "")
     assert same.outcome == "passed", "a constant changes no probability"
-    assert same.expected == pytest.approx(float(centred[1][-1].max()), rel=1e-5), "the last position's largest logit"
+    assert same.expected == pytest.approx(float(centred[1][-1].max()), rel=1e-5), (
+        "the last position's largest logit"
+    )
 
 
 def test_a_figure_that_is_no_number_fails():

@@ -46,7 +46,9 @@ def test_each_family_with_attention_is_streamed(family, shared):
     assert state(model) == before
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma 2", "Falcon-RW (ALiBi)", "GPT-2", "Qwen3-Next (hybrid)"])
+@pytest.mark.parametrize(
+    "family", ["Llama", "Gemma 2", "Falcon-RW (ALiBi)", "GPT-2", "Qwen3-Next (hybrid)"]
+)
 @pytest.mark.parametrize("layers", [None, [0]])
 def test_a_measuring_pass_keeps_no_keys_and_values(family, layers, shared, monkeypatch):
     """Generation needs them; a forward pass that measures would hold those of every layer, and copy them."""
@@ -108,7 +110,9 @@ def test_a_fault_in_what_is_streamed_is_noticed(fault, shared, monkeypatch):
     rows = functional.attention_by_rows
 
     def spoilt(attention, see, block):
-        return rows(spoil(attention) if fault != "no window" or attention.window else attention, see, block)
+        return rows(
+            spoil(attention) if fault != "no window" or attention.window else attention, see, block
+        )
 
     monkeypatch.setattr("mechattn.model.patch.streaming.attention_by_rows", spoilt)
     assert check_streaming(model).outcome == "limited"
@@ -126,14 +130,20 @@ def test_half_precision_is_streamed_though_the_hooks_round_their_scores(toy, dty
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("cap", "scale")])
-def test_a_fault_larger_than_rounding_is_noticed_in_half_precision(fault, dtype, tokenizer, monkeypatch):
+def test_a_fault_larger_than_rounding_is_noticed_in_half_precision(
+    fault, dtype, tokenizer, monkeypatch
+):
     """A scale that is 5 % off, or a cap far above the scores, changes no more than rounding does: float32 tells."""
     family, spoil = FAULTS[fault]
-    model = ma.load_model(tiny_model(family, len(tokenizer)).to(dtype), tokenizer=tokenizer, verify=False)
+    model = ma.load_model(
+        tiny_model(family, len(tokenizer)).to(dtype), tokenizer=tokenizer, verify=False
+    )
     rows = functional.attention_by_rows
 
     def spoilt(attention, see, block):
-        return rows(spoil(attention) if fault != "no window" or attention.window else attention, see, block)
+        return rows(
+            spoil(attention) if fault != "no window" or attention.window else attention, see, block
+        )
 
     monkeypatch.setattr("mechattn.model.patch.streaming.attention_by_rows", spoilt)
     check = check_streaming(model)
@@ -148,11 +158,17 @@ def test_hooks_see_what_they_see_without_streaming(family, shared):
     if not hooks.attention_layers(model):
         return
     plain, streamed = {}, {}
-    names = [n for n in model.hook_dict if fires_while_streamed(n.split(".", 2)[-1]) and not n.endswith(_BY_FLAG)]
+    names = [
+        n
+        for n in model.hook_dict
+        if fires_while_streamed(n.split(".", 2)[-1]) and not n.endswith(_BY_FLAG)
+    ]
     tokens = torch.arange(5, 65)[None]
 
     def seen(by_name):
-        return [(name, lambda value, hook, name=name: by_name.update({name: value})) for name in names]
+        return [
+            (name, lambda value, hook, name=name: by_name.update({name: value})) for name in names
+        ]
 
     with torch.no_grad():
         model.run_with_hooks(tokens, fwd_hooks=seen(plain))
@@ -187,21 +203,36 @@ def test_an_analysis_of_a_hook_that_streaming_silences_goes_through_the_hooks(sh
     model = shared("Llama")
     result = ma.run(model, "Tom has 3 apples.", analyses=Rotated())
     assert (result["rotated"].norm > 0).all()
-    assert result.provenance["engine_reason"] == "not streamed: attn.hook_rot_q fires only with hooks"
-    with pytest.raises(OptionError, match=r"'attn\.hook_rot_q', which doesn't fire while attention is streamed"):
+    assert (
+        result.provenance["engine_reason"] == "not streamed: attn.hook_rot_q fires only with hooks"
+    )
+    with pytest.raises(
+        OptionError, match=r"'attn\.hook_rot_q', which doesn't fire while attention is streamed"
+    ):
         ma.run(model, "Tom has 3 apples.", analyses=Rotated(), engine="streaming")
 
 
 def test_hooks_of_the_parts_still_fire_and_interventions_still_act(model):
     tokens = torch.arange(5, 95)[None]
-    names = [f"blocks.1.attn.hook_{part}" for part in "qkvz"] + ["blocks.1.hook_resid_post", "blocks.1.hook_mlp_out"]
+    names = [f"blocks.1.attn.hook_{part}" for part in "qkvz"] + [
+        "blocks.1.hook_resid_post",
+        "blocks.1.hook_mlp_out",
+    ]
     captured, streamed = {}, {}
     with torch.no_grad():
-        model.run_with_hooks(tokens, fwd_hooks=[(n, lambda v, hook, n=n: captured.update({n: v})) for n in names])
-        zeroed = model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: z * 0)])
+        model.run_with_hooks(
+            tokens, fwd_hooks=[(n, lambda v, hook, n=n: captured.update({n: v})) for n in names]
+        )
+        zeroed = model.run_with_hooks(
+            tokens, fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: z * 0)]
+        )
         with streaming(model, windows(model), lambda layer, rows: None):
-            model.run_with_hooks(tokens, fwd_hooks=[(n, lambda v, hook, n=n: streamed.update({n: v})) for n in names])
-            again = model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: z * 0)])
+            model.run_with_hooks(
+                tokens, fwd_hooks=[(n, lambda v, hook, n=n: streamed.update({n: v})) for n in names]
+            )
+            again = model.run_with_hooks(
+                tokens, fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: z * 0)]
+            )
             plain = model(tokens)
     for name in names:
         torch.testing.assert_close(streamed[name], captured[name], atol=2e-5, rtol=1e-4)
@@ -213,7 +244,10 @@ def test_the_model_is_put_back_after_an_exception_and_when_nested(model):
     before = state(model)
     outer, inner = [], []
     tokens = torch.arange(5, 35)[None]
-    with pytest.raises(RuntimeError, match="on purpose"), streaming(model, windows(model), lambda layer, rows: None):
+    with (
+        pytest.raises(RuntimeError, match="on purpose"),
+        streaming(model, windows(model), lambda layer, rows: None),
+    ):
         raise RuntimeError("on purpose")
     assert state(model) == before
     with torch.no_grad(), streaming(model, windows(model), lambda layer, rows: outer.append(layer)):
@@ -240,7 +274,9 @@ def test_only_the_layers_asked_for_are_computed(tokenizer):
     model = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer)
     reached = []
     model.hook_dict["blocks.1.attn.hook_q"].add_perma_hook(lambda value, hook: reached.append(1))
-    model.hook_dict["unembed.hook_out"].add_perma_hook(lambda value, hook: reached.append(value.shape[1]))
+    model.hook_dict["unembed.hook_out"].add_perma_hook(
+        lambda value, hook: reached.append(value.shape[1])
+    )
     ma.load_model(model)
     for engine in ("streaming", "hooks"):
         ma.run(model, "Tom has 3 apples.", engine=engine)  # compares and verifies first, if need be

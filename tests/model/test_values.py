@@ -31,8 +31,13 @@ def mixed(model):
 
     layers = attention_layers(model)
     points = {layer: model.hook_dict[f"blocks.{layer}.attn.hook_z"] for layer in layers}
-    held = [p.register_forward_hook(lambda m, i, out, n=n: z.update({n: out[0].double()})) for n, p in points.items()]
-    forward_with_patterns(model, tokens, torch.ones_like(tokens), layers, see, last=model.cfg.n_layers - 1)
+    held = [
+        p.register_forward_hook(lambda m, i, out, n=n: z.update({n: out[0].double()}))
+        for n, p in points.items()
+    ]
+    forward_with_patterns(
+        model, tokens, torch.ones_like(tokens), layers, see, last=model.cfg.n_layers - 1
+    )
     for handle in held:
         handle.remove()
     return {layer: (shown[layer], z[layer].reshape(shown[layer].shape)) for layer in layers}
@@ -43,11 +48,15 @@ def test_analyses_are_given_the_values_that_are_mixed(name, tokenizer, monkeypat
     model = loaded(name, tokenizer)
     check = facts_of(model).report["values"]
     assert check.outcome == "passed"
-    assert ("clipped at ±0.5 after hook_v" if name in CLIPPED else "v normed after hook_v") in check.detail
+    assert (
+        "clipped at ±0.5 after hook_v" if name in CLIPPED else "v normed after hook_v"
+    ) in check.detail
     for made, z in mixed(model).values():
         torch.testing.assert_close(made, z, atol=1e-5, rtol=0)
     monkeypatch.setattr("mechattn.model.hooks.as_mixed", lambda model, layer, v: v)
-    assert any((made - z).abs().max() > 0.5 for made, z in mixed(model).values()), "hook_v shows others"
+    assert any((made - z).abs().max() > 0.5 for made, z in mixed(model).values()), (
+        "hook_v shows others"
+    )
 
 
 @pytest.mark.parametrize("name", ["OLMo clipped"])
@@ -72,7 +81,9 @@ def test_both_engines_are_given_the_same_values(name, tokenizer):
 
 def test_clipped_scores_are_no_sum(tokenizer):
     with pytest.raises(ModelError, match=r"clips queries and keys at ±0.5.*not a sum of parts"):
-        ma.run(loaded("MPT clipped", tokenizer), PROMPT, analyses=[ma.analyses.ScoreDecomposition()])
+        ma.run(
+            loaded("MPT clipped", tokenizer), PROMPT, analyses=[ma.analyses.ScoreDecomposition()]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,14 +100,18 @@ def test_a_norm_over_all_heads_is_found_and_limits(tokenizer):
     model = loaded("BitNet", tokenizer)
     assert "after a norm over all heads (attn_sub_norm)" in facts_of(model).report.limited["values"]
     assert norm_before_output(model, 0) == "attn_sub_norm"
-    assert ma.run(model, PROMPT, {"slash": SLASH}, [ma.ReceivedAttention(), ma.analyses.SegmentFlow()])
+    assert ma.run(
+        model, PROMPT, {"slash": SLASH}, [ma.ReceivedAttention(), ma.analyses.SegmentFlow()]
+    )
     for analysis in (
         ma.analyses.HeadUpdates(),
         ma.analyses.TopTargetUpdates(),
         ma.analyses.DirectLogits(),
         ma.analyses.AttentionSinks(),
     ):
-        with pytest.raises(ModelError, match=r"norms all heads together before W_O \(attn_sub_norm, layer 0\)"):
+        with pytest.raises(
+            ModelError, match=r"norms all heads together before W_O \(attn_sub_norm, layer 0\)"
+        ):
             ma.run(model, PROMPT, {"slash": SLASH}, [analysis])
     with pytest.raises(ModelError, match="cannot be applied to z"):
         ma.record_affine(model, PROMPT, SLASH)
@@ -107,21 +122,35 @@ def test_most_models_do_neither(tokenizer, toy):
     assert norm_before_output(toy, 0) is None
     v = torch.randn(1, 3, 2, 4)
     assert as_mixed(toy, 0, v) is v
-    assert norm_before_output(loaded("Gemma 4", tokenizer), 0) is None, "its norms are of queries, keys and values"
+    assert norm_before_output(loaded("Gemma 4", tokenizer), 0) is None, (
+        "its norms are of queries, keys and values"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "without", "reason"),
     [
-        ("BitNet", "norms_of_output", r"its attention has attn_sub_norm, and mechattn does not know"),
+        (
+            "BitNet",
+            "norms_of_output",
+            r"its attention has attn_sub_norm, and mechattn does not know",
+        ),
         ("AFMoE", "_GATES", r"its attention has .*gate_proj.*, and mechattn does not know"),
         ("Gemma 4", "norm_of_values", r"its attention has .*v_norm.*, and mechattn does not know"),
     ],
 )
-def test_what_is_not_explained_is_refused_with_what_there_is(name, without, reason, tokenizer, monkeypatch):
+def test_what_is_not_explained_is_refused_with_what_there_is(
+    name, without, reason, tokenizer, monkeypatch
+):
     """As for a step that nobody has met yet."""
-    nothing = {"norms_of_output": lambda *a: iter(()), "_GATES": {}, "norm_of_values": lambda *a: None}
-    monkeypatch.setattr(layer_checks if without == "_GATES" else head_parts, without, nothing[without])
+    nothing = {
+        "norms_of_output": lambda *a: iter(()),
+        "_GATES": {},
+        "norm_of_values": lambda *a: None,
+    }
+    monkeypatch.setattr(
+        layer_checks if without == "_GATES" else head_parts, without, nothing[without]
+    )
     with pytest.raises(ModelError, match=rf"values failed in layer \d: .*{reason}"):
         loaded(name, tokenizer)
 

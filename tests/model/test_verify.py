@@ -40,14 +40,19 @@ def test_half_precision_passes_and_is_bounded(toy, prompts, dtype):
     half = ma.load_model("toy:llama", dtype=dtype)
     assert ma.verify_model(half).passed
     slash = {"slash": ma.MeaninglessTokens()}
-    got, exact = (ma.run(model, prompts[:4], slash)["received_attention"].received_by_segment for model in (half, toy))
+    got, exact = (
+        ma.run(model, prompts[:4], slash)["received_attention"].received_by_segment
+        for model in (half, toy)
+    )
     assert got.dtype == "float32"
     bound = {torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
     assert 0 < float(abs(got - exact).max()) < bound * float(exact.max())
 
 
 def test_heads_in_another_order_behind_the_hooks(llama):
-    llama.blocks[1].attn.o.original_component.register_forward_pre_hook(lambda _, args: (args[0].roll(16, -1),))
+    llama.blocks[1].attn.o.original_component.register_forward_pre_hook(
+        lambda _, args: (args[0].roll(16, -1),)
+    )
     report = ma.verify_model(llama)
     assert failed(report) == {"logits", "heads"}
     assert report["heads"].layer == 1
@@ -86,7 +91,9 @@ def test_a_mask_shifted_by_one(llama):
     def shifted(*args, attention_mask=None, **kwargs):
         return forward(*args, attention_mask=attention_mask.roll(1, -1), **kwargs)
 
-    object.__setattr__(attention, "forward", shifted)  # a plain assignment goes to the wrapped module
+    object.__setattr__(
+        attention, "forward", shifted
+    )  # a plain assignment goes to the wrapped module
     report = ma.verify_model(llama)
     assert {"logits", "mask"} <= failed(report)
     assert report["mask"].layer == 0
@@ -141,13 +148,18 @@ def test_the_table_names_both_figures_and_the_tolerance(llama):
     said = str(ma.verify_model(llama))
     assert said.startswith("LlamaForCausalLM (LlamaForCausalLM, float32; transformer-lens ")
     assert "tolerance" in said
-    assert all(name in said for name in ("logits", "rows", "mask", "scores", "values", "heads", "residual", "padding"))
+    assert all(
+        name in said
+        for name in ("logits", "rows", "mask", "scores", "values", "heads", "residual", "padding")
+    )
 
 
 def test_results_say_whether_the_model_was_verified(llama, tokenizer):
     about = ma.run(llama, TEXT).provenance["model"]
     assert about["verified"] is True
-    unverified = ma.load_model(tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer, verify=False)
+    unverified = ma.load_model(
+        tiny_model("Llama", len(tokenizer)), tokenizer=tokenizer, verify=False
+    )
     assert ma.run(unverified, TEXT).provenance["model"]["verified"] is False
     assert ma.verify_model(unverified).passed
     assert ma.run(unverified, TEXT).provenance["model"]["verified"] is True

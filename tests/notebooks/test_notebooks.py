@@ -76,7 +76,9 @@ def test_views_carry_their_script(shown):
         frame = html_of(outputs)
         assert frame.startswith("<iframe srcdoc=")
         assert not re.search(r"src=(&quot;|\")https?:", frame)
-        page = gzip.decompress(base64.b64decode(re.search(r"atob\(&quot;([^&]*)&quot;", frame)[1])).decode()
+        page = gzip.decompress(
+            base64.b64decode(re.search(r"atob\(&quot;([^&]*)&quot;", frame)[1])
+        ).decode()
         assert ("CircuitsVis.render(" in page) == script
         assert "toy:llama (toy, 1.0 M parameters)" in page
         assert len(frame) < (7e5 if script else 2e4), "a notebook with ten views stays small"

@@ -11,7 +11,15 @@ from scipy import stats
 
 import mechattn as ma
 from mechattn.contrast.contrast import Verdict
-from mechattn.pages.first_screen import PREMISE, Change, ShownModel, changes, picture, premise, sentence
+from mechattn.pages.first_screen import (
+    PREMISE,
+    Change,
+    ShownModel,
+    changes,
+    picture,
+    premise,
+    sentence,
+)
 from mechattn.pages.page import results_page
 from mechattn.render.words import percent_words
 from mechattn.stats.intervals import Interval
@@ -21,7 +29,9 @@ def change(model, condition, measured, null):
     estimate, low, high = (np.float64(value) for value in measured)
     none = np.zeros((1, 1), dtype=bool)
     of_null = Interval(*(np.float64(null),) * 3)
-    return Change(model, condition, Verdict(Interval(estimate, low, high), of_null, none, none, none, none, 9))
+    return Change(
+        model, condition, Verdict(Interval(estimate, low, high), of_null, none, none, none, none, 9)
+    )
 
 
 LESS = (-0.2, -0.22, -0.18)
@@ -37,7 +47,11 @@ def test_the_rows_are_those_of_the_verdict(slash_result):
 
 def test_marks_stand_at_their_numbers():
     made = picture(
-        [change("a", "x", LESS, -0.5), change("a", "y", (0.1, 0.05, 0.15), 0.0), change("b", "x", LESS, -0.5)]
+        [
+            change("a", "x", LESS, -0.5),
+            change("a", "y", (0.1, 0.05, 0.15), 0.0),
+            change("b", "x", LESS, -0.5),
+        ]
     )
     assert [mark.model for mark in made.rows] == ["a", "", "b"]
     ends = [(at, float(words.replace("−", "-").replace("\u00a0%", ""))) for at, words in made.ticks]
@@ -49,10 +63,15 @@ def test_marks_stand_at_their_numbers():
     first, second, _ = made.rows
     assert first.point == pytest.approx(place(-0.2), abs=0.01)
     assert first.null == pytest.approx(place(-0.5), abs=0.01)
-    assert (first.low, first.low + first.length) == pytest.approx((place(-0.22), place(-0.18)), abs=0.01)
+    assert (first.low, first.low + first.length) == pytest.approx(
+        (place(-0.22), place(-0.18)), abs=0.01
+    )
     assert second.point == pytest.approx(place(0.1), abs=0.01)
     assert made.zero == pytest.approx(place(0), abs=0.01)
-    assert "b, x: −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%], uniform attention −50.0\u00a0%" in made.says
+    assert (
+        "b, x: −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%], uniform attention −50.0\u00a0%"
+        in made.says
+    )
 
 
 MORE, UNSURE = (0.2, 0.18, 0.22), (0.003, -0.01, 0.016)
@@ -83,9 +102,16 @@ def test_the_sentence_is_true_of_each_change_and_null(measured, null, first, the
 
 
 def test_a_sentence_of_several_models_says_where_they_differ():
-    rows = [change("a", "x", LESS, -0.5), change("b", "x", (-0.4, -0.5, -0.3), -0.1), change("c", "x", LESS, -0.2)]
+    rows = [
+        change("a", "x", LESS, -0.5),
+        change("b", "x", (-0.4, -0.5, -0.3), -0.1),
+        change("c", "x", LESS, -0.2),
+    ]
     said = sentence(rows)
-    assert "receives on average 20.0 to 40.0\u00a0% less attention than without it, in 3 models." in said
+    assert (
+        "receives on average 20.0 to 40.0\u00a0% less attention than without it, in 3 models."
+        in said
+    )
     assert said.endswith(
         "; in 1 of 3 models it loses less than that, in 1 of 3 models it loses more than that, "
         "in 1 of 3 models the two cannot be distinguished."
@@ -99,18 +125,26 @@ def test_a_sentence_of_several_models_says_where_they_differ():
 
 
 def test_a_control_stands_beside_the_first_condition():
-    said = sentence([change("a", "slash", LESS, -0.5), change("a", "sentence", (-0.3, -0.4, -0.2), -0.5)])
-    assert said.endswith(" With “sentence”, attention to the question is 30.0\u00a0% less than without it.")
+    said = sentence(
+        [change("a", "slash", LESS, -0.5), change("a", "sentence", (-0.3, -0.4, -0.2), -0.5)]
+    )
+    assert said.endswith(
+        " With “sentence”, attention to the question is 30.0\u00a0% less than without it."
+    )
     said = sentence([change("a", "slash", LESS, -0.5), change("a", "sentence", UNSURE, -0.5)])
     assert said.endswith(" With “sentence”, attention to the question changes by +0.3\u00a0%.")
 
 
 def by_loop(result, condition, to):
     """The log-ratio of each prompt's mean over layers and heads, and its t interval, in float64."""
-    part = result["received_attention"].received_by_segment.sel(segment="question").astype(np.float64)
+    part = (
+        result["received_attention"].received_by_segment.sel(segment="question").astype(np.float64)
+    )
     ratios = []
     for prompt in range(part.sizes["prompt"]):
-        means = [float(part.isel(prompt=prompt).sel(condition=name).mean()) for name in (condition, to)]
+        means = [
+            float(part.isel(prompt=prompt).sel(condition=name).mean()) for name in (condition, to)
+        ]
         ratios.append(np.log(means[0] / means[1]))
     half = stats.t.ppf(0.975, len(ratios) - 1) * np.std(ratios, ddof=1) / np.sqrt(len(ratios))
     return np.expm1([np.mean(ratios), np.mean(ratios) - half, np.mean(ratios) + half])
@@ -141,24 +175,32 @@ def test_without_a_control_of_equal_length_nothing_is_compared(toy, prompts):
 
 
 def test_a_control_in_several_models():
-    beside = [("sentence", Interval(*map(np.float64, ends))) for ends in (LESS, (0.1, 0.05, 0.2), UNSURE)]
-    rows = [replace(change(f"m{i} (1 M)", "x", LESS, -0.5), against=one) for i, one in enumerate(beside)]
-    words = (
-        "which is as long: −20.0\u00a0% to +10.0\u00a0% (more in 1, less in 1, no clear difference in 1 of 3 models)."
-    )
+    beside = [
+        ("sentence", Interval(*map(np.float64, ends))) for ends in (LESS, (0.1, 0.05, 0.2), UNSURE)
+    ]
+    rows = [
+        replace(change(f"m{i} (1 M)", "x", LESS, -0.5), against=one) for i, one in enumerate(beside)
+    ]
+    words = "which is as long: −20.0\u00a0% to +10.0\u00a0% (more in 1, less in 1, no clear difference in 1 of 3 models)."
     assert sentence(rows).endswith(words)
-    assert "(less in 2 of 2 models)" in sentence([replace(rows[0], model=f"m{i}") for i in range(2)])
+    assert "(less in 2 of 2 models)" in sentence(
+        [replace(rows[0], model=f"m{i}") for i in range(2)]
+    )
 
 
 def test_the_premise_stands_beside_the_toys_that_have_it(controlled, tmp_path):
     text = results_page([controlled], tmp_path / "page.html", []).read_text(encoding="utf-8")
     assert f"<p>{PREMISE}</p>" in html.unescape(text), "not in small print"
     model = controlled.provenance["model"]
-    named = replace(controlled, provenance=controlled.provenance | {"model": model | {"name": "stories260K"}})
+    named = replace(
+        controlled, provenance=controlled.provenance | {"model": model | {"name": "stories260K"}}
+    )
     other = results_page([named], tmp_path / "other.html", []).read_text(encoding="utf-8")
     assert "training examples had filler" not in other
     assert premise([ShownModel(controlled)]) == PREMISE
-    assert not premise([ShownModel(controlled), ShownModel(named)]), "beside another model it may contradict the page"
+    assert not premise([ShownModel(controlled), ShownModel(named)]), (
+        "beside another model it may contradict the page"
+    )
 
 
 def test_the_premise_has_the_numbers_of_the_experiment():
@@ -168,7 +210,11 @@ def test_the_premise_has_the_numbers_of_the_experiment():
     shown = [f"{abs(float(words)):.1f}\u00a0%" for words in re.findall(r"−([\d.]+) %", row)[:2]]
     assert f"loses {shown[0]} on stories, where uniform attention would lose {shown[1]}" in PREMISE
     twins = (path.parents[1] / "toys" / "trainings.md").read_text(encoding="utf-8")
-    toy, twin = (re.findall(r"−([\d.]+) %", line) for line in twins.splitlines() if re.match(r"\| (toy:|twin)", line))
+    toy, twin = (
+        re.findall(r"−([\d.]+) %", line)
+        for line in twins.splitlines()
+        if re.match(r"\| (toy:|twin)", line)
+    )
     own, its, uniform = (f"{words}\u00a0%" for words in (toy[0], twin[0], toy[6]))
     assert (
         f"toy:llama loses {own}, a twin trained without filler {its}, and uniform attention would lose {uniform}"

@@ -34,7 +34,10 @@ def focused(toy, prompts):
         ma.analyses.AffineShift(),
         ma.analyses.HeadUpdates(),
     ]
-    conditions = {"slash": ma.MeaninglessTokens(count=10), "arm": ma.Baseline(intervention=ma.interventions.ARM())}
+    conditions = {
+        "slash": ma.MeaninglessTokens(count=10),
+        "arm": ma.Baseline(intervention=ma.interventions.ARM()),
+    }
     return ma.run(toy, prompts[:6], conditions, analyses, layers=[1, 3])
 
 
@@ -60,20 +63,31 @@ def ends(middle, half, low, high):
 def test_each_quantity_is_what_compare_and_heads_give(focused):
     names = head_quantities(focused)
     assert names[0] == "received"
-    assert {"received", "mass", "entropy", "self_share", "span_mass", "scale", "magnitude"} <= set(names)
+    assert {"received", "mass", "entropy", "self_share", "span_mass", "scale", "magnitude"} <= set(
+        names
+    )
     compared = 0
     for name in names:
         held = head_values(focused, name, [1, 3], 8)
         for condition, found in held["values"].items():
             table = focused.heads(name, None, condition=condition)
             for column, of in {"mean": name, "null": "uniform"}.items():
-                np.testing.assert_allclose(held_square(found[column]), square(table, of, [1, 3]), rtol=1e-6)
-            ends(found["mean"], found["half"], square(table, "low", [1, 3]), square(table, "high", [1, 3]))
+                np.testing.assert_allclose(
+                    held_square(found[column]), square(table, of, [1, 3]), rtol=1e-6
+                )
+            ends(
+                found["mean"],
+                found["half"],
+                square(table, "low", [1, 3]),
+                square(table, "high", [1, 3]),
+            )
         for condition, found in held["changes"].items():
             table = focused.compare(condition, quantity=name)
             table["q"] = table[f"q_{table.attrs['tested']}"]
             for column in ("difference", "null", "beyond", "q"):
-                np.testing.assert_allclose(held_square(found[column]), square(table, column, [1, 3]), rtol=1e-6)
+                np.testing.assert_allclose(
+                    held_square(found[column]), square(table, column, [1, 3]), rtol=1e-6
+                )
             for middle, of in (("difference", ""), ("beyond", "beyond_")):
                 low, high = (square(table, f"{middle}_{end}", [1, 3]) for end in ("low", "high"))
                 ends(found[middle], found[f"{of}half"], low, high)
@@ -86,7 +100,9 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
 
 def test_what_cannot_be_compared_says_why(toy, prompts):
     result = ma.run(toy, prompts[:2], {"slash": ma.MeaninglessTokens()})
-    model = json.loads(gzip.decompress(base64.b64decode(instrument(named_data([ShownModel(result)])))))["models"][0]
+    model = json.loads(
+        gzip.decompress(base64.b64decode(instrument(named_data([ShownModel(result)]))))
+    )["models"][0]
     assert model["quantities"] == []
     assert model["lacking"]["received"].startswith("there are 2 prompts; give at least 3")
 
@@ -97,14 +113,20 @@ def test_curves_are_those_of_the_figure(slash_result):
     mean, half, null = (unpacked(held[name]) for name in ("mean", "half", "null"))
     prompts = np.arange(data.sizes["prompt"])
     for condition, at in (("baseline", 0), ("slash", 1)):
-        found = at_positions(data, "received_by_origin", {"condition": condition, "layer": 2, "head": 5}, prompts)
+        found = at_positions(
+            data, "received_by_origin", {"condition": condition, "layer": 2, "head": 5}, prompts
+        )
         assert np.flatnonzero(np.isfinite(mean[at, 2, 5])).tolist() == found.at.tolist()
         here = mean[at, 2, 5, found.at]
         np.testing.assert_allclose(here, found.mean, rtol=1e-6)
         np.testing.assert_allclose(here * (1 + half[at, 2, 5, found.at]), found.high, rtol=1e-6)
-        np.testing.assert_allclose(here * (1 - half[at, 2, 5, found.at]), found.low, rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(
+            here * (1 - half[at, 2, 5, found.at]), found.low, rtol=1e-5, atol=1e-8
+        )
         assert unpacked(held["n"])[at, 2, found.at].tolist() == found.n.tolist()
-        expected = data.received_uniform_by_origin.sel(condition=condition, layer=2).values[: null.shape[-1]]
+        expected = data.received_uniform_by_origin.sel(condition=condition, layer=2).values[
+            : null.shape[-1]
+        ]
         np.testing.assert_allclose(null[at, 2], expected, rtol=1e-6)
 
 
@@ -136,29 +158,45 @@ def test_the_text_of_the_first_prompt(slash_result, toy, prompts):
     held = head_texts(slash_result)
     tokens = held["tokens"]["slash"]
     assert sum(segment == "inserted" for _, segment in tokens) == 55
-    expected = slash_result["received_attention"].received_per_prompt.sel(condition="slash").values[0]
-    np.testing.assert_allclose(unpacked(held["received"]["slash"]), expected[..., : len(tokens)], rtol=1e-6)
+    expected = (
+        slash_result["received_attention"].received_per_prompt.sel(condition="slash").values[0]
+    )
+    np.testing.assert_allclose(
+        unpacked(held["received"]["slash"]), expected[..., : len(tokens)], rtol=1e-6
+    )
     means = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()})
     assert "positions=" in head_texts(means)["missing"]
 
 
 def test_patterns_are_lower_triangles(toy, monkeypatch):
-    result = ma.run(toy, ["Tom has 3 apples.", "Ann has 2 pears."], {}, [ma.analyses.AttentionMap()])
+    result = ma.run(
+        toy, ["Tom has 3 apples.", "Ann has 2 pears."], {}, [ma.analyses.AttentionMap()]
+    )
     held = head_patterns(result)
     n = len(held["prompts"][1]["baseline"]["tokens"])
     square = result["attention_map"].attention.values[1, 0, :, :, :n, :n]
     queries, keys = np.tril_indices(n)
     expected = square[..., queries, keys]
-    np.testing.assert_allclose(unpacked(held["prompts"][1]["baseline"]["rows"]) / 65535, expected, atol=8e-6)
+    np.testing.assert_allclose(
+        unpacked(held["prompts"][1]["baseline"]["rows"]) / 65535, expected, atol=8e-6
+    )
     monkeypatch.setattr("mechattn.pages.page_data.PATTERNS", 10)
     assert "too large for a page" in head_patterns(result)["missing"]
 
 
 def test_patterns_of_another_run_say_so(slash_result, toy):
-    beside = ma.run(toy, "Tom has 3 apples.", {"slash": ma.MeaninglessTokens(count=4)}, [ma.analyses.AttentionMap()])
+    beside = ma.run(
+        toy,
+        "Tom has 3 apples.",
+        {"slash": ma.MeaninglessTokens(count=4)},
+        [ma.analyses.AttentionMap()],
+    )
     for maps, apart in ((beside, True), (slash_result, False)):
         assert model_data(ShownModel(slash_result, maps))["patterns"]["apart"] is apart
-    assert model_data(ShownModel(slash_result, beside))["patterns"]["prompts"][0]["slash"]["inserted"] == 4
+    assert (
+        model_data(ShownModel(slash_result, beside))["patterns"]["prompts"][0]["slash"]["inserted"]
+        == 4
+    )
 
 
 def test_without_patterns_a_sentence(slash_result):
@@ -167,7 +205,11 @@ def test_without_patterns_a_sentence(slash_result):
 
 def test_what_is_shown_first_is_what_was_asked_for(slash_result, tmp_path):
     starts = {}
-    for name, options in {"named": {"layer": 2, "heads": [5, 1]}, "chosen": {"layer": 3}, "neither": {}}.items():
+    for name, options in {
+        "named": {"layer": 2, "heads": [5, 1]},
+        "chosen": {"layer": 3},
+        "neither": {},
+    }.items():
         page = slash_result.page(tmp_path / f"{name}.html", **options)
         starts[name] = data_of(page)["models"][0]["start"]
     assert starts == {"named": [2, 5], "chosen": None, "neither": None}

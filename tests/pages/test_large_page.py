@@ -53,7 +53,10 @@ def place(toy, tmp_path_factory):
 def measured(place):
     """All of it in memory."""
     lazy = ma.load_result(place)
-    made = replace(lazy, datasets={name: dataset.copy(deep=True).load() for name, dataset in lazy.datasets.items()})
+    made = replace(
+        lazy,
+        datasets={name: dataset.copy(deep=True).load() for name, dataset in lazy.datasets.items()},
+    )
     assert not is_lazy(made)
     return made
 
@@ -72,10 +75,14 @@ def test_every_number_of_the_page_is_the_same(place, expected, memory, tmp_path,
 
     blocks, held, threads = [], [], set()
     monkeypatch.setattr(
-        table, "layer_blocks", lambda *a, **k: blocks.append(quantities.layer_blocks(*a, **k)) or blocks[-1]
+        table,
+        "layer_blocks",
+        lambda *a, **k: blocks.append(quantities.layer_blocks(*a, **k)) or blocks[-1],
     )
     monkeypatch.setattr(
-        page_data, "kept", lambda *a: held.append(kept(*a)) or threads.add(current_thread()) or held[-1]
+        page_data,
+        "kept",
+        lambda *a: held.append(kept(*a)) or threads.add(current_thread()) or held[-1],
     )
     missing = report([place], tmp_path / "page.html", memory=memory)
     assert missing == []
@@ -96,14 +103,21 @@ def test_every_figure_and_table_is_the_same(measured, place):
         lambda of: draw.received_attention(of, 2, top=2),
         lambda of: draw.change_map(of, "sentence", "mass"),
     ):
-        assert rounded(make(replace(lazy, memory=SMALL)).to_json()) == rounded(make(measured).to_json())
+        assert rounded(make(replace(lazy, memory=SMALL)).to_json()) == rounded(
+            make(measured).to_json()
+        )
     few = ("sequences", "received_attention", "block_updates")
     for memory, make in (
         ("60KiB", lambda of: of.stability("slash", top=3, splits=20)),
         ("60KiB", lambda of: of.stability(top=2, layer=1, over=["slash", "sentence"], splits=20)),
         ("9KiB", lambda of: of.agreement("slash", "sentence")),
         ("300KiB", lambda of: of.compare("slash", segment=None, resamples=99)),
-        (SMALL, lambda of: heads_table(replace(of, datasets={name: of.datasets[name] for name in few}))[0]),
+        (
+            SMALL,
+            lambda of: heads_table(replace(of, datasets={name: of.datasets[name] for name in few}))[
+                0
+            ],
+        ),
     ):
         got, table = make(replace(lazy, memory=memory)), make(measured)
         # Labels that were stored are texts of another kind.
@@ -113,11 +127,15 @@ def test_every_figure_and_table_is_the_same(measured, place):
 
 
 def test_updates_are_counted_some_prompts_at_a_time(toy, prompts):
-    measured = ma.run(toy, prompts[:5], {"slash": ma.MeaninglessTokens(count=5)}, ma.analyses.HeadUpdates())
+    measured = ma.run(
+        toy, prompts[:5], {"slash": ma.MeaninglessTokens(count=5)}, ma.analyses.HeadUpdates()
+    )
     for draw in (ma.render.update_histogram, ma.render.update_map):
         some = draw(replace(measured, memory="700KiB"))
         assert rounded(some.to_json()) == rounded(draw(measured).to_json())
-        with pytest.raises(MemoryOptionError, match=r"one prompt of .* takes 1 MiB, and memory='1KiB' allows less"):
+        with pytest.raises(
+            MemoryOptionError, match=r"one prompt of .* takes 1 MiB, and memory='1KiB' allows less"
+        ):
             draw(replace(measured, memory="1KiB"))
 
 
@@ -129,7 +147,9 @@ def test_a_memory_that_is_too_small_is_said_before_anything_is_read(place, tmp_p
         return real(listed, key)
 
     monkeypatch.setattr(Listed, "_read", read)
-    with pytest.raises(MemoryOptionError, match=r"of 13 prompts takes 1 MiB, and memory='20KiB' allows less; give"):
+    with pytest.raises(
+        MemoryOptionError, match=r"of 13 prompts takes 1 MiB, and memory='20KiB' allows less; give"
+    ):
         report([place], tmp_path / "page.html", memory="20KiB")
     assert not (tmp_path / "page.html").exists()
     loaded = ma.load_result(place, memory="1KiB")
@@ -153,17 +173,27 @@ def many(measured, prompts):
             values = small[(slice(None), *key[1:])][rows % len(small)]
             if values.dtype.kind == "f":
                 noise = np.sin(rows * 12.9898) * 43758.5453
-                values = values * (1 + 0.05 * (noise - np.floor(noise))).reshape(-1, *[1] * (values.ndim - 1))
-            return values.astype(small.dtype).reshape([len(rows)] * isinstance(key[0], slice) + list(values.shape[1:]))
+                values = values * (1 + 0.05 * (noise - np.floor(noise))).reshape(
+                    -1, *[1] * (values.ndim - 1)
+                )
+            return values.astype(small.dtype).reshape(
+                [len(rows)] * isinstance(key[0], slice) + list(values.shape[1:])
+            )
 
         small = variable.values
-        return lazy_variable(LazyArray((prompts, *small.shape[1:]), small.dtype, read), variable.dims, variable.attrs)
+        return lazy_variable(
+            LazyArray((prompts, *small.shape[1:]), small.dtype, read), variable.dims, variable.attrs
+        )
 
     made = {}
     for name, dataset in measured.datasets.items():
         each = [label for label, v in dataset.variables.items() if v.dims[:1] == ("prompt",)]
         lazy = {label: again(dataset[label].variable) for label in each if dataset[label].ndim > 1}
-        made[name] = dataset.drop_vars(each).assign_coords(prompt=[f"{i:05d}" for i in range(prompts)]).assign(lazy)
+        made[name] = (
+            dataset.drop_vars(each)
+            .assign_coords(prompt=[f"{i:05d}" for i in range(prompts)])
+            .assign(lazy)
+        )
     made["sequences"]["place"] = xr.Variable("prompt", np.arange(prompts))
     return replace(measured, datasets=made)
 
@@ -182,7 +212,8 @@ def test_the_memory_is_kept_to(measured):
     result = many(measured, 12000)
     table = result.compare("slash", resamples=99)  # what is imported and drawn once
     little, much = (
-        peak(lambda m=m: replace(result, memory=m).compare("slash", resamples=99)) for m in ("13MiB", "1GiB")
+        peak(lambda m=m: replace(result, memory=m).compare("slash", resamples=99))
+        for m in ("13MiB", "1GiB")
     )
     assert little < 13 < much
     again = replace(result, memory="13MiB").compare("slash", resamples=99)
@@ -196,8 +227,14 @@ def test_bags_are_said(measured):
     assert table.attrs["resampled"] == "700 random bags of 3"
     assert table.attrs["unit"] == "prompts"
     assert (table.n == 2100).all()
-    assert "random patterns of signs of 700 random bags of 3, which are also what" in result.methods(table)
-    assert "n = 2100 prompts, tested by 700 random bags of 3" in ma.render.change_map(result).layout.title.text
+    assert (
+        "random patterns of signs of 700 random bags of 3, which are also what"
+        in result.methods(table)
+    )
+    assert (
+        "n = 2100 prompts, tested by 700 random bags of 3"
+        in ma.render.change_map(result).layout.title.text
+    )
     few = many(measured, 2000).compare("slash", resamples=199)
     assert "resampled" not in few.attrs
     assert "bags" not in many(measured, 2000).methods(few)
@@ -206,12 +243,21 @@ def test_bags_are_said(measured):
 def test_groups_are_bagged_as_wholes(measured):
     """Two prompts of a group with opposite changes: the groups' means are alike, whatever the bags."""
     result = many(measured, 4200)
-    dataset = result["received_attention"].drop_vars(["received_by_segment", "received_by_segment_uniform"])
+    dataset = result["received_attention"].drop_vars(
+        ["received_by_segment", "received_by_segment_uniform"]
+    )
     sign = np.where(np.arange(4200) % 2, 1.0, -1.0)
-    values = np.exp(0.1 * sign[:, None, None, None, None] * np.array([0, 1, 0])[None, :, None, None, None])
+    values = np.exp(
+        0.1 * sign[:, None, None, None, None] * np.array([0, 1, 0])[None, :, None, None, None]
+    )
     values = np.broadcast_to(values, (4200, 3, 4, 8, dataset.sizes["segment"])) * 0.01
-    dataset["received_by_segment"] = (("prompt", "condition", "layer", "head", "segment"), values.astype(np.float32))
-    dataset["received_by_segment"].attrs = dict(measured["received_attention"].received_by_segment.attrs)
+    dataset["received_by_segment"] = (
+        ("prompt", "condition", "layer", "head", "segment"),
+        values.astype(np.float32),
+    )
+    dataset["received_by_segment"].attrs = dict(
+        measured["received_attention"].received_by_segment.attrs
+    )
     sequences = result["sequences"].assign(group=("prompt", [f"g{i // 2}" for i in range(4200)]))
     made = replace(result, datasets={"sequences": sequences, "received_attention": dataset})
     table = made.compare("slash", resamples=99)

@@ -10,7 +10,9 @@ from mechattn.pages.embedded import EXACT, kind_for, packed
 from tests.pages.read import unpacked
 
 PROBABILITIES = arrays(
-    np.float64, array_shapes(max_dims=4, max_side=5), elements=st.floats(0, 1, allow_subnormal=False)
+    np.float64,
+    array_shapes(max_dims=4, max_side=5),
+    elements=st.floats(0, 1, allow_subnormal=False),
 )
 
 

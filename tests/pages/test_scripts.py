@@ -28,11 +28,17 @@ def test_every_import_names_what_an_earlier_module_exports():
     exported = {}
     for name in MODULES:
         text = template(f"{name}.js")
-        for names, module in re.findall(r'^import \{ (.*) \} from "\./(\w+)\.js";$', text, re.MULTILINE):
+        for names, module in re.findall(
+            r'^import \{ (.*) \} from "\./(\w+)\.js";$', text, re.MULTILINE
+        ):
             assert set(names.split(", ")) <= exported[module], (name, module)
             for one in names.split(", "):
-                assert len(re.findall(rf"\b{one}\b", text)) > 1, f"{name}.js imports {one} and does not use it"
-        exported[name] = set(re.findall(r"^export (?:async )?(?:function|const|let) (\w+)", text, re.MULTILINE))
+                assert len(re.findall(rf"\b{one}\b", text)) > 1, (
+                    f"{name}.js imports {one} and does not use it"
+                )
+        exported[name] = set(
+            re.findall(r"^export (?:async )?(?:function|const|let) (\w+)", text, re.MULTILINE)
+        )
     assert not re.search(r"^(import|export) ", page_script(), re.MULTILINE)
     assert "/*COLOURS*/" not in page_script()
 
@@ -59,10 +65,21 @@ def test_scripts_keep_the_house_rules(name):
     assert len(text.splitlines()) <= 400
     assert max(map(len, text.splitlines())) <= 120
     assert max(lengths(text), default=0) <= 40
-    for asks in ("fetch(", "XMLHttpRequest", "innerHTML", "insertAdjacentHTML", "document.write", "eval("):
+    for asks in (
+        "fetch(",
+        "XMLHttpRequest",
+        "innerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+    ):
         assert asks not in text, "nothing is asked for, and no text becomes markup"
 
 
 @pytest.mark.parametrize("name", ["plotly", "circuitsvis"])
 def test_libraries_are_packed_as_installed(name):
-    assert gzip.decompress(base64.b64decode(packed_script(name))).decode().startswith(view_script(name))
+    assert (
+        gzip.decompress(base64.b64decode(packed_script(name)))
+        .decode()
+        .startswith(view_script(name))
+    )

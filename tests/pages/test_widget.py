@@ -16,7 +16,9 @@ CHOSEN = {"selected": "L1H2", "prompt": 1, "condition": "slash", "quantity": "en
 @pytest.fixture(scope="module")
 def result(toy, prompts):
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.AttentionMap()]
-    return ma.run(toy, prompts[:4], {"slash": ma.MeaninglessTokens("/", 6)}, analyses, positions="prompts")
+    return ma.run(
+        toy, prompts[:4], {"slash": ma.MeaninglessTokens("/", 6)}, analyses, positions="prompts"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,9 @@ def test_a_wrong_prompt_leaves_all_as_it_was(view):
 
 def test_a_selection_set_is_sent_to_the_page(view, monkeypatch):
     sent = []
-    monkeypatch.setattr(type(view), "notify_change", lambda self, change: sent.append((change.name, change.new)))
+    monkeypatch.setattr(
+        type(view), "notify_change", lambda self, change: sent.append((change.name, change.new))
+    )
     view.selected = "L0H3"
     assert sent == [("selected", "L0H3")]
     assert view.get_state("selected") == {"selected": "L0H3"}  # what goes to the page
@@ -82,7 +86,9 @@ def test_the_rows_are_those_of_compare(view, result):
 def test_the_prompts_in_which_a_head_does_most(view, result):
     view._handle_custom_msg(CHOSEN, [])
     table = view.prompts()
-    values = result["attention_focus"].entropy.sel(segment="question", layer=1, head=2).astype(float)
+    values = (
+        result["attention_focus"].entropy.sel(segment="question", layer=1, head=2).astype(float)
+    )
     by_hand = np.log(values.sel(condition="slash") / values.sel(condition="baseline"))
     assert sorted(table.prompt) == sorted(result["sequences"].prompt.values)
     np.testing.assert_allclose(table.difference, by_hand.sel(prompt=table.prompt.values), rtol=1e-6)

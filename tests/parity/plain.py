@@ -88,13 +88,21 @@ def passed(plain, ids, monkeypatch):
             handles.append(one.register_forward_hook(keep((n, "qkv"))))
         else:
             for part in "qkv":
-                handles.append(module_of(block, f"{part}_proj").register_forward_hook(keep((n, part))))
-        out = block.attn.c_proj if hasattr(block, "attn") and hasattr(block.attn, "c_proj") else None
-        out = out or module_of(block.self_attn if hasattr(block, "self_attn") else block, "o_proj", "dense", "out_proj")
+                handles.append(
+                    module_of(block, f"{part}_proj").register_forward_hook(keep((n, part)))
+                )
+        out = (
+            block.attn.c_proj if hasattr(block, "attn") and hasattr(block.attn, "c_proj") else None
+        )
+        out = out or module_of(
+            block.self_attn if hasattr(block, "self_attn") else block, "o_proj", "dense", "out_proj"
+        )
         handles.append(out.register_forward_pre_hook(keep((n, "z"), before=True)))
         seen[n, "out"] = out
         if hasattr(block, "post_feedforward_layernorm"):  # Gemma 3
-            handles.append(block.post_attention_layernorm.register_forward_hook(keep((n, "normed"))))
+            handles.append(
+                block.post_attention_layernorm.register_forward_hook(keep((n, "normed")))
+            )
         handles.append(block.register_forward_pre_hook(keep((n, "resid"), before=True)))
         handles.append(block.register_forward_hook(keep((n, "after"))))
     with alibi_in_the_mask_only(plain, monkeypatch), torch.no_grad():
@@ -104,9 +112,17 @@ def passed(plain, ids, monkeypatch):
     found = Passed([], [], [], [], [], [], [], [], made.logits[0].numpy())
     for n in range(len(blocks)):
         found.pattern.append(made.attentions[n][0].numpy())
-        if (n, "kv") in seen:  # of each head, the part of the key that is not rotated, then the value
+        if (
+            n,
+            "kv",
+        ) in seen:  # of each head, the part of the key that is not rotated, then the value
             widths = [config.qk_nope_head_dim, config.v_head_dim]
-            k, v = seen[n, "kv"][0].view(len(ids), heads, sum(widths)).transpose(0, 1).split(widths, -1)
+            k, v = (
+                seen[n, "kv"][0]
+                .view(len(ids), heads, sum(widths))
+                .transpose(0, 1)
+                .split(widths, -1)
+            )
             q = seen[n, "q"][0].view(len(ids), heads, -1).transpose(0, 1)
         elif (n, "qkv") in seen:
             how = "by head" if config.model_type in ("falcon", "bloom") else "in turn"

@@ -16,9 +16,15 @@ def patterns_and_values(model, ids):
     """Patterns [layer][head, query, key] and values [layer][head, key, d_head], each head with its own copy."""
     heads, seen = model.config.num_attention_heads, []
     fused = model.config.model_type == "falcon"
-    names = [name for name, _ in model.named_modules() if name.endswith("query_key_value" if fused else "v_proj")]
+    names = [
+        name
+        for name, _ in model.named_modules()
+        if name.endswith("query_key_value" if fused else "v_proj")
+    ]
     modules = dict(model.named_modules())
-    handles = [modules[name].register_forward_hook(lambda m, i, out: seen.append(out[0])) for name in names]
+    handles = [
+        modules[name].register_forward_hook(lambda m, i, out: seen.append(out[0])) for name in names
+    ]
     with torch.no_grad():
         attentions = model(torch.tensor([ids]), output_attentions=True).attentions
     for handle in handles:
@@ -28,7 +34,11 @@ def patterns_and_values(model, ids):
         if fused:  # [pos, head, (q, k, v), d_head]
             values.append(out.view(len(ids), heads, 3, -1)[:, :, 2].transpose(0, 1).numpy())
         else:
-            width = model.config.hidden_size // heads if model.config.model_type != "gemma3_text" else None
+            width = (
+                model.config.hidden_size // heads
+                if model.config.model_type != "gemma3_text"
+                else None
+            )
             width = width or model.config.head_dim
             by_kv_head = out.view(len(ids), -1, width).transpose(0, 1)
             values.append(by_kv_head.repeat_interleave(heads // len(by_kv_head), 0).numpy())
@@ -63,7 +73,9 @@ def one_query(a, a_with, v, v_with, place, query, place_of_query, question):
         "shift_share": np.linalg.norm(shift) / np.linalg.norm(out_with),
     }
     if scale < 1:
-        made |= {f"change_by_{name}": part @ change / (change @ change) for name, part in parts.items()}
+        made |= {
+            f"change_by_{name}": part @ change / (change @ change) for name, part in parts.items()
+        }
     return made, shift
 
 
@@ -80,12 +92,21 @@ def oracle(plain, baseline, sequence, layer_head):
             if at < first:
                 continue
             numbers, shift = one_query(
-                a[layer][head], a_with[layer][head], v[layer][head], v_with[layer][head], place, query, at, question
+                a[layer][head],
+                a_with[layer][head],
+                v[layer][head],
+                v_with[layer][head],
+                place,
+                query,
+                at,
+                question,
             )
             shifts.append(shift)
             if sequence.segment[at] == SEGMENTS.index("question"):
                 of_question.append(numbers)
-        means = {name: np.mean([numbers[name] for numbers in of_question]) for name in of_question[0]}
+        means = {
+            name: np.mean([numbers[name] for numbers in of_question]) for name in of_question[0]
+        }
         s = np.linalg.svd(np.array(shifts), compute_uv=False)
         p = s / s.sum()
         means["shift_rank_one_share"] = s[0] ** 2 / (s**2).sum()
@@ -110,7 +131,11 @@ def test_affine_shift_equals_the_oracle(name, prompts, monkeypatch):
     ]
     baseline, sequence = ma.Baseline().apply(some[index], hooked), slash.apply(some[index], hooked)
     plain.set_attn_implementation("eager")
-    cells = [(layer, head) for layer in range(hooked.cfg.n_layers) for head in (0, hooked.cfg.n_heads - 1)]
+    cells = [
+        (layer, head)
+        for layer in range(hooked.cfg.n_layers)
+        for head in (0, hooked.cfg.n_heads - 1)
+    ]
     with alibi_in_the_mask_only(plain, monkeypatch):
         for (layer, head), expected in oracle(plain, baseline, sequence, cells):
             for result in results:
@@ -118,8 +143,12 @@ def test_affine_shift_equals_the_oracle(name, prompts, monkeypatch):
                     got = measured(result, index, layer, head, quantity)
                     where = f"{name}, layer {layer}, head {head}, {quantity}"
                     # Shares of a small change are small differences of large numbers.
-                    assert got == pytest.approx(number, abs=2e-4 if "change_by" in quantity else 2e-5), where
-    assert {w for w in windows(plain.config) if w < 10**9} == ({64} if name == "toy:gemma3" else set())
+                    assert got == pytest.approx(
+                        number, abs=2e-4 if "change_by" in quantity else 2e-5
+                    ), where
+    assert {w for w in windows(plain.config) if w < 10**9} == (
+        {64} if name == "toy:gemma3" else set()
+    )
 
 
 def test_the_oracle_would_notice_a_token_out_of_place(prompts, toy):

@@ -20,9 +20,13 @@ def by_loops(pattern, codes, segment, window):
         last = max(2 * first - 1, 0)
         seeing = [q for q in queries if q >= last and last < window]
         if seeing:
-            mass[n] = np.mean([sum(pattern[q, q - d] for d in range(first, last + 1)) for q in seeing])
+            mass[n] = np.mean(
+                [sum(pattern[q, q - d] for d in range(first, last + 1)) for q in seeing]
+            )
     for n, share in enumerate(SHARES):
-        near[n] = np.mean([sum(pattern[q, k] >= share * max(pattern[q]) for k in range(q + 1)) for q in queries])
+        near[n] = np.mean(
+            [sum(pattern[q, k] >= share * max(pattern[q]) for k in range(q + 1)) for q in queries]
+        )
     return mass, near
 
 
@@ -31,7 +35,8 @@ def test_bands_and_keys_equal_loops(name, prompts, monkeypatch):
     plain, hooked = models(name)
     spread = ma.analyses.AttentionSpread(bands=BANDS, shares=SHARES)
     results = [
-        ma.run(hooked, prompts[:1], {"slash": SLASH}, spread, engine=engine) for engine in ("streaming", "hooks")
+        ma.run(hooked, prompts[:1], {"slash": SLASH}, spread, engine=engine)
+        for engine in ("streaming", "hooks")
     ]
     sequence = SLASH.apply(prompts[0], hooked)
     codes = sequence.segment.tolist()
@@ -41,12 +46,26 @@ def test_bands_and_keys_equal_loops(name, prompts, monkeypatch):
         for segment in ("inserted", "question"):  # the question last: it sees all bands
             mass, near = by_loops(made.pattern[layer][1], codes, segment, window)
             for result in results:
-                got = result["attention_spread"].sel(condition="slash", layer=layer, head=1, segment=segment)
+                got = result["attention_spread"].sel(
+                    condition="slash", layer=layer, head=1, segment=segment
+                )
                 np.testing.assert_allclose(got.band_mass.values[0], mass, atol=5e-6)
-                np.testing.assert_allclose(got.near_best.values[0], near, atol=0.11)  # a key on the bound may count
-        assert np.isnan(mass).any() == (window == 64), "no window of 64 places holds the band of 64 to 127"
-    other = results[0]["attention_spread"].sel(condition="slash", layer=1, head=2, segment="question").band_mass
-    mine = results[0]["attention_spread"].sel(condition="slash", layer=1, head=1, segment="question").band_mass
+                np.testing.assert_allclose(
+                    got.near_best.values[0], near, atol=0.11
+                )  # a key on the bound may count
+        assert np.isnan(mass).any() == (window == 64), (
+            "no window of 64 places holds the band of 64 to 127"
+        )
+    other = (
+        results[0]["attention_spread"]
+        .sel(condition="slash", layer=1, head=2, segment="question")
+        .band_mass
+    )
+    mine = (
+        results[0]["attention_spread"]
+        .sel(condition="slash", layer=1, head=1, segment="question")
+        .band_mass
+    )
     assert np.nanmax(abs(other.values - mine.values)) > 0.01, "another head would be noticed"
 
 

@@ -39,7 +39,9 @@ def test_each_head(name, prompts, monkeypatch):
     sequence = SLASH.apply(prompts[0], hooked)
     ids = sequence.tokens.tolist()
     made = passed(plain, ids, monkeypatch)
-    norm = next(m for n, m in plain.named_modules() if n.rpartition(".")[2] in ("norm", "ln_f", "norm_f"))
+    norm = next(
+        m for n, m in plain.named_modules() if n.rpartition(".")[2] in ("norm", "ln_f", "norm_f")
+    )
     w_u = plain.get_output_embeddings().weight.detach().numpy()
     w_u = w_u - w_u.mean(0)
     stream = made.resid[-1]
@@ -49,7 +51,11 @@ def test_each_head(name, prompts, monkeypatch):
     for layer, (z, w_o) in enumerate(zip(made.z, made.w_o, strict=True)):
         delta = np.einsum("phd,hdm->phm", z, w_o)
         delta = delta - delta.mean(-1, keepdims=True) if centres else delta
-        mine = result["direct_logits"].next_token_logit_at_per_prompt.sel(condition="slash", layer=layer)[0].values
+        mine = (
+            result["direct_logits"]
+            .next_token_logit_at_per_prompt.sel(condition="slash", layer=layer)[0]
+            .values
+        )
         for p in range(len(ids) - 1):
             expected = delta[p] @ (norm.weight.detach().numpy() * w_u[ids[p + 1]]) / scale[p]
             np.testing.assert_allclose(mine[:, p], expected, rtol=1e-3, atol=2e-4)
@@ -120,7 +126,10 @@ def parts_of(plain, ids):
         whole, alone = delta.sum(1) + bias, delta
         if hasattr(block, "post_feedforward_layernorm"):  # and so one after attention too
             norm = block.post_attention_layernorm
-            delta, alone = (weight_of(norm) * delta / scale for scale in (rms(whole, norm)[:, None], rms(delta, norm)))
+            delta, alone = (
+                weight_of(norm) * delta / scale
+                for scale in (rms(whole, norm)[:, None], rms(delta, norm))
+            )
         found.heads.append(factor * delta)
         found.alone.append(factor * alone)
         found.rest += factor * (seen[n, "mlp"] + bias)
@@ -136,7 +145,9 @@ def read(plain, delta, stream, ids):
     less = delta - delta.mean(-1, keepdims=True) if centred else delta
     whole = stream - stream.mean(-1, keepdims=True) if centred else stream
     scale = rms(whole, norm).reshape(len(ids), *[1] * (delta.ndim - 1))
-    factor = getattr(plain.config, "logit_scale", 1.0) / getattr(plain.config, "logits_scaling", 1.0)
+    factor = getattr(plain.config, "logit_scale", 1.0) / getattr(
+        plain.config, "logits_scaling", 1.0
+    )
     return factor * np.einsum("p...m,pm->p...", (weight_of(norm) * less / scale)[:-1], w_u)
 
 
@@ -164,7 +175,12 @@ def summed(request, prompts):
         positions="prompts",
     )
     ids = SLASH.apply(prompts[0], hooked).tokens.tolist()
-    mine = result["direct_logits"].next_token_logit_at_per_prompt.sel(condition="slash").isel(prompt=0).values
+    mine = (
+        result["direct_logits"]
+        .next_token_logit_at_per_prompt.sel(condition="slash")
+        .isel(prompt=0)
+        .values
+    )
     return plain, mine[..., : len(ids) - 1], ids, parts_of(plain, ids)
 
 
@@ -177,9 +193,13 @@ def test_all_parts_are_the_logit(summed):
     got = mine.sum((0, 1)) + read(plain, parts.rest, parts.stream, ids) + biases_read(plain, ids)
     size = abs(expected).max()
     assert abs(got - expected).max() < 1e-5 * size
-    assert abs(got - mine[0, 0] - expected).max() > 1e-2 * size, "negative control: a head is left out"
+    assert abs(got - mine[0, 0] - expected).max() > 1e-2 * size, (
+        "negative control: a head is left out"
+    )
     if cap:
-        capped = (parts.logits - parts.logits.mean(-1, keepdims=True))[np.arange(len(ids) - 1), ids[1:]]
+        capped = (parts.logits - parts.logits.mean(-1, keepdims=True))[
+            np.arange(len(ids) - 1), ids[1:]
+        ]
         assert abs(got - capped).max() > 0.1 * size, "negative control: the logits after the cap"
 
 
@@ -187,11 +207,17 @@ def test_each_head_of_the_sum(summed):
     plain, mine, ids, parts = summed
     for layer, delta in enumerate(parts.heads):
         expected = read(plain, delta, parts.stream, ids).T
-        np.testing.assert_allclose(mine[layer], expected, rtol=1e-5, atol=1e-5 * abs(expected).max())
-        assert abs(mine[layer] - expected[::-1]).max() > 0.1 * abs(expected).max(), "negative control: another head's"
+        np.testing.assert_allclose(
+            mine[layer], expected, rtol=1e-5, atol=1e-5 * abs(expected).max()
+        )
+        assert abs(mine[layer] - expected[::-1]).max() > 0.1 * abs(expected).max(), (
+            "negative control: another head's"
+        )
         if parts.alone[layer] is not delta and abs(parts.alone[layer] - delta).max() > 1e-12:
             alone = read(plain, parts.alone[layer], parts.stream, ids).T
-            assert abs(mine[layer] - alone).max() > 0.1 * abs(expected).max(), "negative control: each head normed"
+            assert abs(mine[layer] - alone).max() > 0.1 * abs(expected).max(), (
+                "negative control: each head normed"
+            )
 
 
 def test_a_model_without_norms(tokenizer, prompts):
@@ -204,15 +230,28 @@ def test_a_model_without_norms(tokenizer, prompts):
         normalization_type=None, initializer_range=0.3, seed=0,
     )  # fmt: skip
     model = ma.load_model(native.boot(config, tokenizer=tokenizer))
-    result = ma.run(model, prompts[:1], analyses=ma.analyses.DirectLogits(per_query=True), positions="prompts")
+    result = ma.run(
+        model, prompts[:1], analyses=ma.analyses.DirectLogits(per_query=True), positions="prompts"
+    )
     ids = ma.Baseline().apply(prompts[0], model).tokens
     with torch.no_grad():
         logits, cache = model.run_with_cache(ids[None])
     w_u = (model.W_U - model.W_U.mean(1, keepdim=True)).detach().double()
-    expected = (logits[0, :-1] - logits[0, :-1].mean(-1, keepdim=True)).double().gather(-1, ids[1:, None])[:, 0]
+    expected = (
+        (logits[0, :-1] - logits[0, :-1].mean(-1, keepdim=True))
+        .double()
+        .gather(-1, ids[1:, None])[:, 0]
+    )
     rest = cache["hook_embed"][0] + cache["hook_pos_embed"][0] + model.b_O.detach().sum(0)
     rest = rest + sum(cache[f"blocks.{layer}.hook_mlp_out"][0] for layer in range(2))
     rest = (rest[:-1].double() * w_u[:, ids[1:]].T).sum(-1)
-    heads = result["direct_logits"].next_token_logit_at_per_prompt[0, 0].sum(("layer", "head")).values[: len(ids) - 1]
+    heads = (
+        result["direct_logits"]
+        .next_token_logit_at_per_prompt[0, 0]
+        .sum(("layer", "head"))
+        .values[: len(ids) - 1]
+    )
     np.testing.assert_allclose(heads + rest.numpy(), expected.numpy(), rtol=1e-4, atol=1e-5)
-    assert np.abs(heads).mean() > 0.1 * float(expected.abs().mean()), "negative control: the heads add something"
+    assert np.abs(heads).mean() > 0.1 * float(expected.abs().mean()), (
+        "negative control: the heads add something"
+    )

@@ -15,7 +15,17 @@ from tests.conftest import loaded_once
 from tests.parity.test_received_attention import measured
 
 TOLERANCE = 2e-6
-TINY = ["Mistral", "BLOOM", "Falcon-RW (ALiBi)", "MPT", "GPT-2", "GPT-NeoX", "Gemma 2", "Qwen3", "OPT"]
+TINY = [
+    "Mistral",
+    "BLOOM",
+    "Falcon-RW (ALiBi)",
+    "MPT",
+    "GPT-2",
+    "GPT-NeoX",
+    "Gemma 2",
+    "Qwen3",
+    "OPT",
+]
 
 
 @contextlib.contextmanager
@@ -24,7 +34,9 @@ def alibi_in_the_mask_only(model, monkeypatch):
     forward = FalconAttention.forward
 
     def once(self, hidden_states, alibi, *args, **kwargs):
-        return forward(self, hidden_states, None if alibi is None else torch.zeros_like(alibi), *args, **kwargs)
+        return forward(
+            self, hidden_states, None if alibi is None else torch.zeros_like(alibi), *args, **kwargs
+        )
 
     with monkeypatch.context() as patch:
         if model.config.model_type == "falcon":
@@ -36,13 +48,19 @@ def plain_and_hooked(name, tokenizer):
     """A model of transformers in float64 with eager attention, and the same one hooked, in float32."""
     if name in TINY:
         return tiny_model(name, len(tokenizer)).double(), loaded_once(name)
-    return AutoModelForCausalLM.from_pretrained(toy_folder(name), dtype=torch.float64).eval(), loaded_once(name)
+    return AutoModelForCausalLM.from_pretrained(
+        toy_folder(name), dtype=torch.float64
+    ).eval(), loaded_once(name)
 
 
 def windows(config):
     """For each layer how far back a query sees, read from the configuration by hand."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    width = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    width = (
+        getattr(config, "sliding_window", None)
+        if getattr(config, "use_sliding_window", True)
+        else None
+    )
     return [width if kind == "sliding_attention" and width else 10**9 for kind in kinds]
 
 
@@ -51,7 +69,9 @@ def oracle(model, ids, original):
     with torch.no_grad():
         attentions = model(torch.tensor([ids]), output_attentions=True).attentions
     out = np.full((len(attentions), attentions[0].shape[1], len(ids)), np.nan)
-    for layer, (attention, window) in enumerate(zip(attentions, windows(model.config), strict=True)):
+    for layer, (attention, window) in enumerate(
+        zip(attentions, windows(model.config), strict=True)
+    ):
         for head, pattern in enumerate(attention[0].numpy()):
             for key in range(len(ids)):
                 queries = [q for q in range(key + 1, len(ids)) if original[q] and q - key < window]
@@ -67,7 +87,10 @@ def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
     tokenizer = load_tokenizer(name if name in toy_names() else "toy:llama")
     plain, hooked = plain_and_hooked(name, tokenizer)
     slash, some = ma.MeaninglessTokens("/", 55), prompts[:3]
-    results = [ma.run(hooked, some, {"slash": slash}, positions="prompts", engine=engine) for engine in engines]
+    results = [
+        ma.run(hooked, some, {"slash": slash}, positions="prompts", engine=engine)
+        for engine in engines
+    ]
     index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
     sequence = slash.apply(some[index], hooked)
     ids = sequence.tokens.tolist()
@@ -77,12 +100,16 @@ def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
     plain.set_attn_implementation("eager")
     with alibi_in_the_mask_only(plain, monkeypatch):
         with torch.no_grad():
-            torch.testing.assert_close(plain(torch.tensor([ids])).logits, native, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                plain(torch.tensor([ids])).logits, native, atol=1e-4, rtol=1e-4
+            )
         expected = oracle(plain, ids, (sequence.origin >= 0).tolist())
     for result in results:
         got = measured(result, index, "slash", len(ids))
         np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
-        assert np.nanmax(abs(got - expected)) <= (TOLERANCE if name in toy_names() else 10 * TOLERANCE)
+        assert np.nanmax(abs(got - expected)) <= (
+            TOLERANCE if name in toy_names() else 10 * TOLERANCE
+        )
 
 
 def test_the_oracle_would_notice_alibi_counted_twice(prompts):

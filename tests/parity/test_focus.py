@@ -32,7 +32,13 @@ def measured(request, prompts):
     result = ma.run(hooked, some, {"slash": SLASH}, ANALYSES, positions="prompts")
     sequence = SLASH.apply(some[0], hooked)
     with pytest.MonkeyPatch.context() as patch:
-        return request.param, result, passed(plain, sequence.tokens.tolist(), patch), sequence, plain.config
+        return (
+            request.param,
+            result,
+            passed(plain, sequence.tokens.tolist(), patch),
+            sequence,
+            plain.config,
+        )
 
 
 def got(result, dataset, name, length=None):
@@ -122,10 +128,16 @@ def test_focus(measured):
             continue
         most = length if quantity == "distance" else 1
         rounding = length * ULP  # of a sum of so many terms, none above the most
-        np.testing.assert_allclose(mine, value, rtol=rounding, atol=rounding * most, err_msg=quantity)
+        np.testing.assert_allclose(
+            mine, value, rtol=rounding, atol=rounding * most, err_msg=quantity
+        )
         by_segment = got(result, "attention_focus", quantity)
         np.testing.assert_allclose(
-            by_segment, means(value, segment), rtol=2 * rounding, atol=2 * rounding * most, err_msg=quantity
+            by_segment,
+            means(value, segment),
+            rtol=2 * rounding,
+            atol=2 * rounding * most,
+            err_msg=quantity,
         )
 
 
@@ -146,7 +158,11 @@ def test_head_updates_with_the_whole_delta(measured):
             if prefix:
                 top = plain.pattern[layer].argmax(-1)
                 z = np.stack(
-                    [plain.pattern[layer][h].max(-1)[:, None] * plain.v[layer][h][top[h]] for h in range(len(top))], 1
+                    [
+                        plain.pattern[layer][h].max(-1)[:, None] * plain.v[layer][h][top[h]]
+                        for h in range(len(top))
+                    ],
+                    1,
                 )
             delta = np.einsum("phd,hdm->phm", z, w_o)
             size = np.linalg.norm(delta, axis=-1)
@@ -157,7 +173,9 @@ def test_head_updates_with_the_whole_delta(measured):
         magnitude, turned, norm = np.array(magnitude), np.array(turned), np.array(norm)
         mine = at(result, dataset, f"{prefix}magnitude_at", length)
         off = abs(mine - magnitude) > 2e-4 * magnitude + 1e-6
-        assert off.mean() < (2e-3 if prefix else 1e-9), "a tie of the strongest target may turn, nothing else"
+        assert off.mean() < (2e-3 if prefix else 1e-9), (
+            "a tie of the strongest target may turn, nothing else"
+        )
         mine = at(result, dataset, f"{prefix}orientation_at", length)
         assert (abs(mine - turned) > 2e-4).mean() < (2e-3 if prefix else 1e-9)
         if prefix:
@@ -166,12 +184,20 @@ def test_head_updates_with_the_whole_delta(measured):
             "magnitude": magnitude, "orientation": turned, "update_norm": norm, "parallel": magnitude * turned,
             "orthogonal": magnitude * np.sqrt(1 - turned**2),
         }.items():  # fmt: skip
-            np.testing.assert_allclose(got(result, dataset, quantity), means(value, segment), rtol=1e-3, atol=2e-5)
+            np.testing.assert_allclose(
+                got(result, dataset, quantity), means(value, segment), rtol=1e-3, atol=2e-5
+            )
         original = (sequence.origin >= 0).numpy()
         bins = result[dataset].magnitude_bin.values
-        counts = np.stack([[np.histogram(h[original], [*bins, np.inf])[0] for h in layer] for layer in magnitude])
-        assert abs(got(result, dataset, "magnitude_counts") - counts).sum() <= 4, "a value at an edge may turn"
-        assert (got(result, dataset, "joint_counts").sum((1, 2)) == original.sum() * magnitude.shape[1]).all()
+        counts = np.stack(
+            [[np.histogram(h[original], [*bins, np.inf])[0] for h in layer] for layer in magnitude]
+        )
+        assert abs(got(result, dataset, "magnitude_counts") - counts).sum() <= 4, (
+            "a value at an edge may turn"
+        )
+        assert (
+            got(result, dataset, "joint_counts").sum((1, 2)) == original.sum() * magnitude.shape[1]
+        ).all()
 
 
 def test_the_oracle_would_notice_another_head(measured):
@@ -194,7 +220,9 @@ def test_block_updates(measured):
         for block, (stream, delta) in enumerate(((before, attention), (middle, after - middle))):
             size, base = np.linalg.norm(delta, axis=-1), np.linalg.norm(stream, axis=-1)
             np.testing.assert_allclose(mine[layer, block], size / base, rtol=5e-4)
-            np.testing.assert_allclose(turned[layer, block], (stream * delta).sum(-1) / size / base, atol=5e-4)
+            np.testing.assert_allclose(
+                turned[layer, block], (stream * delta).sum(-1) / size / base, atol=5e-4
+            )
 
 
 def test_sinks(measured):
@@ -219,7 +247,9 @@ def test_sinks(measured):
             assert float(of.sinks) == (alpha[enough] > 0.3).sum()
             assert float(of.first_sink) == (alpha[0] > 0.3)
             np.testing.assert_allclose(float(of.strongest_alpha), alpha[enough].max(), atol=1e-5)
-            np.testing.assert_allclose(float(of.inserted_alpha), alpha[enough & inserted].max(), atol=1e-5)
+            np.testing.assert_allclose(
+                float(of.inserted_alpha), alpha[enough & inserted].max(), atol=1e-5
+            )
             after = [q for q in range(length) if sequence.origin[q] >= 0 and inserted[:q].any()]
             np.testing.assert_allclose(
                 float(of.span_mass), np.mean([rows[q, inserted].sum() for q in after]), atol=1e-5
@@ -233,14 +263,18 @@ def test_sinks(measured):
             share = (rows[:, 0] * worth[0]).mean() / (rows @ worth).mean()
             np.testing.assert_allclose(float(of.first_norm_share), share, rtol=1e-3)
             output = np.linalg.norm(z @ w_o, axis=-1).mean()
-            np.testing.assert_allclose(float(of.first_output_share), (rows[:, 0] * worth[0]).mean() / output, rtol=1e-3)
+            np.testing.assert_allclose(
+                float(of.first_output_share), (rows[:, 0] * worth[0]).mean() / output, rtol=1e-3
+            )
             s = np.linalg.svd(z, compute_uv=False)
             s = s / s.sum()
             rank = np.exp(-sum(x * np.log(x) for x in s if x > 0))
             np.testing.assert_allclose(float(of.output_rank), rank, rtol=1e-2)
         stream = abs(plain.resid[layer + 1])
         if layer < len(plain.pattern) - 1:
-            np.testing.assert_allclose(float(here.massive_ratio), stream.max() / np.median(stream), rtol=2e-3)
+            np.testing.assert_allclose(
+                float(here.massive_ratio), stream.max() / np.median(stream), rtol=2e-3
+            )
             assert float(here.massive_position) == stream.max(1).argmax()
         assert float(here.length) == length
 
@@ -273,10 +307,15 @@ def test_the_parts_of_scores(name, rank, prompts, monkeypatch):
         visible = np.tril(np.ones((length, length), bool))
         total = np.where(visible, content + bias + alibi, -np.inf)
         own = np.exp(total - total.max(-1, keepdims=True))
-        rounding = ULP * (abs(total[..., visible]).max() + 8)  # BLOOM and MPT round scores to float32 even here
+        rounding = ULP * (
+            abs(total[..., visible]).max() + 8
+        )  # BLOOM and MPT round scores to float32 even here
         np.testing.assert_allclose(own / own.sum(-1, keepdims=True), pattern, atol=rounding)
         of = data.sel(layer=layer)
-        of = {part: of[f"{part}_at_per_prompt"].values for part in ("target", "content", "bias", "alibi")}
+        of = {
+            part: of[f"{part}_at_per_prompt"].values
+            for part in ("target", "content", "bias", "alibi")
+        }
         wrong = 0
         for head, query in np.ndindex(heads, length):
             if query <= rank:
@@ -300,8 +339,14 @@ def biases(plain, layer, heads, width):
             return value.detach().view(heads, 3, width).permute(1, 0, 2)[:2].numpy()
         if name.endswith("c_attn.bias"):
             return value.detach().view(3, heads, width)[:2].numpy()
-    named = [next((v for n, v in found.items() if n.endswith(f"{part}_proj.bias")), None) for part in "qk"]
-    return [np.zeros((heads, width)) if v is None else v.detach().view(heads, width).numpy() for v in named]
+    named = [
+        next((v for n, v in found.items() if n.endswith(f"{part}_proj.bias")), None)
+        for part in "qk"
+    ]
+    return [
+        np.zeros((heads, width)) if v is None else v.detach().view(heads, width).numpy()
+        for v in named
+    ]
 
 
 def slopes(plain, heads, length):
@@ -311,11 +356,17 @@ def slopes(plain, heads, length):
         from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
         alibi = build_alibi_tensor(torch.ones(1, length, dtype=torch.long), heads, torch.float64)
-        return alibi.view(heads, length).double().numpy() / (plain.config.hidden_size // heads) ** 0.5
+        return (
+            alibi.view(heads, length).double().numpy() / (plain.config.hidden_size // heads) ** 0.5
+        )
     if kind == "bloom":
         from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-        return build_alibi_tensor(torch.ones(1, length), heads, torch.float64).view(heads, length).numpy()
+        return (
+            build_alibi_tensor(torch.ones(1, length), heads, torch.float64)
+            .view(heads, length)
+            .numpy()
+        )
     if kind == "mpt":
         from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
@@ -328,16 +379,32 @@ def test_masked_tokens_and_knockouts(prompts, shared):
     falcon = shared("toy:falcon")
     slash = ma.MeaninglessTokens("/", 20, place="start")
     edge_mask = slash.under(ma.interventions.Knockout("question", "inserted"))
-    analyses = [ma.analyses.ScoreDecomposition(rank=2, per_query=True), ma.analyses.AttentionSinks(), AttentionMap()]
-    result = ma.run(falcon, prompts[:1], {"masked": slash.masked(), "cut": edge_mask}, analyses, positions="prompts")
+    analyses = [
+        ma.analyses.ScoreDecomposition(rank=2, per_query=True),
+        ma.analyses.AttentionSinks(),
+        AttentionMap(),
+    ]
+    result = ma.run(
+        falcon,
+        prompts[:1],
+        {"masked": slash.masked(), "cut": edge_mask},
+        analyses,
+        positions="prompts",
+    )
     for name in ("masked", "cut"):
         maps = result["attention_map"].attention.sel(condition=name)[0]
         n = int((result["sequences"].origin.sel(condition=name)[0] >= -1).sum())
         rows = maps.values[..., :n, :n]
-        targets = result["score_decomposition"].target_at_per_prompt.sel(condition=name)[0].values[..., :n]
+        targets = (
+            result["score_decomposition"]
+            .target_at_per_prompt.sel(condition=name)[0]
+            .values[..., :n]
+        )
         for layer, head, q in zip(*np.nonzero(~np.isnan(targets)), strict=True):
             assert rows[layer, head, q, int(targets[layer, head, q])] > 0
-            assert (rows[layer, head, q] > 0).sum() >= 4 or q < 60, "three keys at least, and underflow"
+            assert (rows[layer, head, q] > 0).sum() >= 4 or q < 60, (
+                "three keys at least, and underflow"
+            )
         sequence = (slash.masked() if name == "masked" else edge_mask).apply(prompts[0], falcon)
         blind, hidden = sequence.edge_mask.queries.numpy(), sequence.edge_mask.keys.numpy()
         mine = result["attention_sinks"].vertical_per_prompt.sel(condition=name)[0].values[..., :n]
@@ -365,11 +432,19 @@ def test_no_key_is_seen_by_enough_queries_in_a_narrow_window(prompts, shared):
 
 def test_an_ablated_head_has_no_share_of_an_output(toy, prompts):
     ablated = ma.Baseline(intervention=ma.interventions.HeadAblation(((1, 0),)))
-    result = ma.run(toy, prompts[:3], {"off": ablated}, [ma.analyses.AttentionSinks(), ma.analyses.HeadUpdates()])
+    result = ma.run(
+        toy,
+        prompts[:3],
+        {"off": ablated},
+        [ma.analyses.AttentionSinks(), ma.analyses.HeadUpdates()],
+    )
     off = result["attention_sinks"].sel(condition="off", layer=1, head=0)
     assert off.first_output_share.isnull().all()
     assert (off.inactive == 1).all()
-    assert (result["head_updates"].update_norm.sel(condition="off", layer=1, head=0, segment="question") == 0).all()
+    assert (
+        result["head_updates"].update_norm.sel(condition="off", layer=1, head=0, segment="question")
+        == 0
+    ).all()
 
 
 def test_half_precision_is_measured(prompts, shared):

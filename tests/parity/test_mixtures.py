@@ -11,7 +11,13 @@ from mechattn.model.checkpoint import load_tokenizer
 from mechattn.model.patch.nonlinearities import Routing, at_nonlinearity
 from tests.parity.plain import loop_over_experts
 
-MIXTURES = ["Mixtral", "Qwen3-MoE", "Qwen3-Next (hybrid)", "GPT-OSS", "DeepSeek-V3 (latent attention)"]
+MIXTURES = [
+    "Mixtral",
+    "Qwen3-MoE",
+    "Qwen3-Next (hybrid)",
+    "GPT-OSS",
+    "DeepSeek-V3 (latent attention)",
+]
 LAYER = 1
 TOKENS = torch.tensor([[*range(5, 25)], [*range(300, 320)]])
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -24,8 +30,13 @@ def silu(x):
 
 def one_expert(experts, number, x):
     """Gate, activation, what it is multiplied with, and the output projection [d_expert d_model], of a token."""
-    if type(experts).__name__ == "GptOssExperts":  # stored the other way round, gates and ups in turn, with biases
-        both = x @ experts.gate_up_proj[number].detach().numpy() + experts.gate_up_proj_bias[number].detach().numpy()
+    if (
+        type(experts).__name__ == "GptOssExperts"
+    ):  # stored the other way round, gates and ups in turn, with biases
+        both = (
+            x @ experts.gate_up_proj[number].detach().numpy()
+            + experts.gate_up_proj_bias[number].detach().numpy()
+        )
         gate, up = both[::2], both[1::2].clip(-experts.limit, experts.limit)
         bounded = np.minimum(gate, experts.limit)
         down = experts.down_proj[number].detach().numpy()
@@ -40,7 +51,9 @@ def shared_expert(mixture, x):
     shared = getattr(mixture, "shared_experts", None) or getattr(mixture, "shared_expert", None)
     if shared is None:
         return None
-    gate, up = (getattr(shared, f"{name}_proj").weight.detach().numpy() @ x for name in ("gate", "up"))
+    gate, up = (
+        getattr(shared, f"{name}_proj").weight.detach().numpy() @ x for name in ("gate", "up")
+    )
     own = getattr(mixture, "shared_expert_gate", None)
     weight = 1.0 if own is None else 1 / (1 + np.exp(-(own.weight.detach().numpy() @ x).item()))
     return weight, gate, silu(gate), up, shared.down_proj.weight.detach().numpy().T
@@ -57,7 +70,9 @@ def by_hand(mixture, x, chosen, weights, moved=None):
             experts.append(number)
             parts.append((weights[token, slot], *one_expert(mixture.experts, number, row)))
             bias = getattr(mixture.experts, "down_proj_bias", None)
-            out = out + (0 if bias is None else weights[token, slot] * bias[number].detach().numpy())
+            out = out + (
+                0 if bias is None else weights[token, slot] * bias[number].detach().numpy()
+            )
         if (of_all := shared_expert(mixture, row)) is not None:
             parts.append(of_all)
         for weight, gate, act, up, down in parts:
@@ -94,10 +109,15 @@ def passed(plain, tokens, moving=None):
         seen["whole"] = (out[0] if isinstance(out, tuple) else out).numpy().reshape(len(x), -1)
         if moving is None:
             return None
-        made = torch.tensor(by_hand(module, x, chosen, weights, moving(found["act"]))["out"]).view(*tokens.shape, -1)
+        made = torch.tensor(by_hand(module, x, chosen, weights, moving(found["act"]))["out"]).view(
+            *tokens.shape, -1
+        )
         return (made, *out[1:]) if isinstance(out, tuple) else made
 
-    handles = [mixture.experts.register_forward_pre_hook(take), mixture.register_forward_hook(replace)]
+    handles = [
+        mixture.experts.register_forward_pre_hook(take),
+        mixture.register_forward_hook(replace),
+    ]
     with torch.no_grad():
         logits = plain(tokens).logits
     for handle in handles:
@@ -121,7 +141,9 @@ def pair(request):
 
 
 def close(got, expected, tolerance):
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * abs(np.asarray(expected)).max())
+    np.testing.assert_allclose(
+        got, expected, rtol=0, atol=tolerance * abs(np.asarray(expected)).max()
+    )
 
 
 def shown_by(model, tokens, *sees):
@@ -143,7 +165,9 @@ def shown_by(model, tokens, *sees):
 def test_activations_are_those_of_the_loop(pair):
     plain, looked_at, single = pair
     expected, logits = passed(plain, TOKENS)
-    np.testing.assert_allclose(expected["out"], expected["whole"], atol=1e-10, err_msg="the loop is not the model")
+    np.testing.assert_allclose(
+        expected["out"], expected["whole"], atol=1e-10, err_msg="the loop is not the model"
+    )
     assert len(set(map(tuple, expected["experts"]))) > 1, "all tokens go to the same experts"
     for tolerance, model in looked_at.items():
         got, same = shown_by(model, TOKENS)
@@ -154,8 +178,12 @@ def test_activations_are_those_of_the_loop(pair):
     got, _ = shown_by(single, TOKENS)
     off = abs(got["post"].numpy() - expected["act"]).max(-1) / abs(expected["act"]).max()
     assert (off > 1e-4).mean() < 0.05, "but for a token whose experts are all but equally likely"
-    other = by_hand(mixture_of(plain), *(part.numpy() for part in expected["given"][:2]), np.ones((40, 2)))
-    assert abs(got["post"].numpy() - other["act"]).max() > 0.1, "negative control: without the router's weights"
+    other = by_hand(
+        mixture_of(plain), *(part.numpy() for part in expected["given"][:2]), np.ones((40, 2))
+    )
+    assert abs(got["post"].numpy() - other["act"]).max() > 0.1, (
+        "negative control: without the router's weights"
+    )
 
 
 def test_what_is_returned_goes_on(pair):
@@ -204,7 +232,9 @@ def over_all_experts(mixture, found):
     made = np.zeros((len(found["act"]), count * some + width - slots * some))
     for token, experts in enumerate(found["experts"]):
         for slot, number in enumerate(experts):
-            made[token, number * some : (number + 1) * some] = found["act"][token, slot * some : (slot + 1) * some]
+            made[token, number * some : (number + 1) * some] = found["act"][
+                token, slot * some : (slot + 1) * some
+            ]
     made[:, count * some :] = found["act"][:, slots * some :]
     return made
 
@@ -220,7 +250,10 @@ def test_the_analysis(pair, prompts):
         ma.analyses.MlpActivations("absolute", THRESHOLD),
         layers=[LAYER],
     )["mlp_activations"].isel(prompt=1, layer=0)
-    sequences = {"baseline": ma.Baseline().apply(prompts[1], hooked), "slash": SLASH.apply(prompts[1], hooked)}
+    sequences = {
+        "baseline": ma.Baseline().apply(prompts[1], hooked),
+        "slash": SLASH.apply(prompts[1], hooked),
+    }
     found = {name: passed(plain, s.tokens[None])[0] for name, s in sequences.items()}
     for name, sequence in sequences.items():
         asks = sequence.of_segment("question").numpy()
@@ -239,17 +272,26 @@ def test_the_analysis(pair, prompts):
     mixture = mixture_of(plain)
     asks = sequences["baseline"].of_segment("question").numpy()
     place = [int((sequences["slash"].origin == k).nonzero()) for k in range(len(asks))]
-    before, after = over_all_experts(mixture, found["baseline"]), over_all_experts(mixture, found["slash"])[place]
+    before, after = (
+        over_all_experts(mixture, found["baseline"]),
+        over_all_experts(mixture, found["slash"])[place],
+    )
     change = (after - before)[asks]
     relative = np.linalg.norm(change, axis=1) / np.linalg.norm(before[asks], axis=1)
     at = result.sel(condition="slash")
-    assert float(at.change_by_segment.sel(segment="question")) == pytest.approx(relative.mean(), rel=1e-4)
-    assert float(at.change_product.sel(other_condition="slash")) == pytest.approx((change**2).sum(), rel=1e-4)
+    assert float(at.change_by_segment.sel(segment="question")) == pytest.approx(
+        relative.mean(), rel=1e-4
+    )
+    assert float(at.change_product.sel(other_condition="slash")) == pytest.approx(
+        (change**2).sum(), rel=1e-4
+    )
     elsewhere = (found["slash"]["experts"][place] != found["baseline"]["experts"])[asks].any(1)
     if elsewhere.any():
         slots = (found["slash"]["act"][place] - found["baseline"]["act"])[asks]
         wrong = (np.linalg.norm(slots, axis=1) / np.linalg.norm(before[asks], axis=1)).mean()
-        assert relative.mean() != pytest.approx(wrong, rel=1e-3), "negative control: slot by slot, whatever the expert"
+        assert relative.mean() != pytest.approx(wrong, rel=1e-3), (
+            "negative control: slot by slot, whatever the expert"
+        )
 
 
 def test_both_engines_give_the_same(pair, prompts):
@@ -283,8 +325,15 @@ def test_channels_of_all_experts():
 def test_a_layer_without_experts_beside_one_with(prompts):
     """DeepSeek's first layers have an MLP."""
     tokenizer = load_tokenizer("toy:llama")
-    model = ma.load_model(tiny_model("DeepSeek-V3 (latent attention)", len(tokenizer)), tokenizer=tokenizer)
-    assert ma.analyses.MlpActivations("absolute", 0.1).calibrated(model, [0, 1], ()).mixtures[0] is None
-    result = ma.run(model, prompts[:2], {"slash": SLASH}, ma.analyses.MlpActivations())["mlp_activations"]
+    model = ma.load_model(
+        tiny_model("DeepSeek-V3 (latent attention)", len(tokenizer)), tokenizer=tokenizer
+    )
+    assert (
+        ma.analyses.MlpActivations("absolute", 0.1).calibrated(model, [0, 1], ()).mixtures[0]
+        is None
+    )
+    result = ma.run(model, prompts[:2], {"slash": SLASH}, ma.analyses.MlpActivations())[
+        "mlp_activations"
+    ]
     assert bool(result.l2_by_segment.sel(segment="question").notnull().all())
     assert result.sizes["layer"] == 2

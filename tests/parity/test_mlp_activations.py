@@ -19,7 +19,9 @@ def activations(plain, ids):
     names = [n for n, _ in plain.named_modules() if n.endswith(("mlp.act_fn", "mlp.act"))]
     modules, seen = dict(plain.named_modules()), []
     handles = [
-        modules[n].register_forward_hook(lambda m, given, out: seen.append((given[0][0].clone(), out[0].clone())))
+        modules[n].register_forward_hook(
+            lambda m, given, out: seen.append((given[0][0].clone(), out[0].clone()))
+        )
         for n in names
     ]
     with torch.no_grad():
@@ -37,7 +39,15 @@ def of_tokens(post, pre, threshold):
     """Means over some tokens, one token at a time."""
     off = pre < -0.76  # the minimum of GELU; between it and SiLU's, −1.28, neither is near zero
     assert not ((np.abs(post) <= threshold) & (pre < -0.7) & (pre > -1.3)).any()
-    made = {"near_zero": [], "saturated": [], "l1": [], "l2": [], "gini": [], "variance": [], "kurtosis": []}
+    made = {
+        "near_zero": [],
+        "saturated": [],
+        "l1": [],
+        "l2": [],
+        "gini": [],
+        "variance": [],
+        "kurtosis": [],
+    }
     for x, left in zip(post, off, strict=True):
         size = np.abs(x)
         made["near_zero"].append(np.mean(size <= threshold))
@@ -57,12 +67,18 @@ def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
     slash, sentence = ma.MeaninglessTokens("/", 20), ma.RandomSentence(20)
     analysis = ma.analyses.MlpActivations("quantile", 0.2, calibration=CALIBRATION)
     some = {"slash": slash, "sentence": sentence}
-    results = [ma.run(hooked, prompts[:3], some, analysis, engine=engine) for engine in ("streaming", "hooks")]
+    results = [
+        ma.run(hooked, prompts[:3], some, analysis, engine=engine)
+        for engine in ("streaming", "hooks")
+    ]
     conditions = {"baseline": ma.Baseline(), "slash": slash, "sentence": sentence}
     sequence = {c: condition.apply(prompts[1], hooked) for c, condition in conditions.items()}
     with alibi_in_the_mask_only(plain, monkeypatch):
         quantiles = [
-            [np.sort(np.abs(post).ravel())[round(0.2 * (post.size - 1))] for _, post in activations(plain, ids)]
+            [
+                np.sort(np.abs(post).ravel())[round(0.2 * (post.size - 1))]
+                for _, post in activations(plain, ids)
+            ]
             for ids in (ma.Baseline().apply(p, hooked).tokens.tolist() for p in CALIBRATION)
         ]
         seen = {c: activations(plain, made.tokens.tolist()) for c, made in sequence.items()}
@@ -96,24 +112,35 @@ def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
                 got = float(at.change_by_segment.sel(segment="question"))
                 assert got == pytest.approx(relative.mean(), abs=2e-5), where
                 for kind in TOKEN_CLASSES:
-                    of_kind = [i for i, text in enumerate(texts) if token_class(text) == kind and asks[i]]
+                    of_kind = [
+                        i for i, text in enumerate(texts) if token_class(text) == kind and asks[i]
+                    ]
                     got = float(at.near_zero_by_token_class.sel(token_class=kind))
                     expected = share[of_kind].mean() if of_kind else np.nan
                     assert got == pytest.approx(expected, abs=3e-3, nan_ok=True), (where, kind)
                 assert np.abs(at.histogram.values - counts / counts.sum()).max() < 3 / counts.sum()
         for result, (one, other) in product(results, (("slash", "slash"), ("slash", "sentence"))):
-            products = result["mlp_activations"].change_product.sel(condition=one, other_condition=other, layer=layer)
+            products = result["mlp_activations"].change_product.sel(
+                condition=one, other_condition=other, layer=layer
+            )
             scale = np.linalg.norm(changes[one]) * np.linalg.norm(changes[other])
             expected = (changes[one] * changes[other]).sum()
-            assert float(products.isel(prompt=1)) == pytest.approx(expected, abs=1e-4 * scale), (layer, other)
+            assert float(products.isel(prompt=1)) == pytest.approx(expected, abs=1e-4 * scale), (
+                layer,
+                other,
+            )
     for result in results:
-        change = result["mlp_activations"].change_by_segment.sel(segment="question", condition="slash")
+        change = result["mlp_activations"].change_by_segment.sel(
+            segment="question", condition="slash"
+        )
         assert float(change.min()) > 0.01, "the oracle is tried where nothing changes"
 
 
 def test_what_is_outside_of_the_question_does_not_count(toy, prompts):
     """The negative control of the segments: other tokens have other numbers."""
-    data = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 20)}, ma.analyses.MlpActivations())
+    data = ma.run(
+        toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 20)}, ma.analyses.MlpActivations()
+    )
     at = data["mlp_activations"].near_zero_by_segment.sel(condition="slash", layer=0)
     assert float(abs(at.sel(segment="question") - at.sel(segment="inserted")).min()) > 1e-3
 
@@ -127,9 +154,13 @@ def test_rules(toy, prompts):
         size = np.sort(np.abs(post).ravel())
         mad = np.sort(np.abs(size - size[(size.size - 1) // 2]))[(size.size - 1) // 2]
         values.append(1.4826 * 0.3 * mad)
-    made = ma.analyses.MlpActivations("mad", 0.3, calibration=CALIBRATION).calibrated(toy, [1], prompts)
+    made = ma.analyses.MlpActivations("mad", 0.3, calibration=CALIBRATION).calibrated(
+        toy, [1], prompts
+    )
     assert made.thresholds[1] == pytest.approx(np.median(values), rel=1e-4)
-    assert ma.analyses.MlpActivations("absolute", 0.01).calibrated(toy, [0, 2], prompts).thresholds == {
+    assert ma.analyses.MlpActivations("absolute", 0.01).calibrated(
+        toy, [0, 2], prompts
+    ).thresholds == {
         0: 0.01,
         2: 0.01,
     }

@@ -15,16 +15,24 @@ TOLERANCE = 2e-6
 @pytest.fixture(scope="module")
 def plain():
     folder = toy_folder("toy:llama")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def plain_tokens(tokenizer, prompt, slashes):
     """System, slashes and question put together by hand; returns the ids and which of them are original."""
     system = tokenizer(f"{prompt.system}\n")["input_ids"]
-    filler = tokenizer(" ".join(["/"] * slashes), add_special_tokens=False)["input_ids"] if slashes else []
+    filler = (
+        tokenizer(" ".join(["/"] * slashes), add_special_tokens=False)["input_ids"]
+        if slashes
+        else []
+    )
     question = tokenizer(f"{prompt.question}\n", add_special_tokens=False)["input_ids"]
-    return system + filler + question, [True] * len(system) + [False] * len(filler) + [True] * len(question)
+    return system + filler + question, [True] * len(system) + [False] * len(filler) + [True] * len(
+        question
+    )
 
 
 def oracle(model, ids, original):
@@ -36,7 +44,11 @@ def oracle(model, ids, original):
         pattern = attention[0].numpy()
         for head in range(pattern.shape[0]):
             for key in range(len(ids)):
-                seen = [pattern[head, query, key] for query in range(key + 1, len(ids)) if original[query]]
+                seen = [
+                    pattern[head, query, key]
+                    for query in range(key + 1, len(ids))
+                    if original[query]
+                ]
                 if seen:
                     out[layer, head, key] = sum(seen) / len(seen)
     return out
@@ -44,11 +56,15 @@ def oracle(model, ids, original):
 
 def measured(result, index, condition, length):
     dataset = result["received_attention"]
-    return dataset.received_per_prompt.isel(prompt=index).sel(condition=condition).values[..., :length]
+    return (
+        dataset.received_per_prompt.isel(prompt=index).sel(condition=condition).values[..., :length]
+    )
 
 
 @pytest.mark.parametrize(("condition", "slashes"), [("baseline", 0), ("slash", 55)])
-def test_every_layer_head_and_key_equals_the_oracle(plain, prompts, slash_result, condition, slashes):
+def test_every_layer_head_and_key_equals_the_oracle(
+    plain, prompts, slash_result, condition, slashes
+):
     for index in (0, 7):
         ids, original = plain_tokens(plain[1], prompts[index], slashes)
         got = measured(slash_result, index, condition, len(ids))
@@ -77,8 +93,13 @@ def test_segments_are_means_and_masses_of_the_oracle(plain, prompts, slash_resul
     with torch.no_grad():
         attentions = plain[0](torch.tensor([ids]), output_attentions=True).attentions
     queries = [q for q in range(len(ids)) if original[q]]
-    mass = [[a[0, h, queries][:, start : start + 55].sum(-1).mean() for h in range(8)] for a in attentions]
-    np.testing.assert_allclose(got.mass_by_segment.sel(segment="inserted").values, mass, atol=TOLERANCE)
+    mass = [
+        [a[0, h, queries][:, start : start + 55].sum(-1).mean() for h in range(8)]
+        for a in attentions
+    ]
+    np.testing.assert_allclose(
+        got.mass_by_segment.sel(segment="inserted").values, mass, atol=TOLERANCE
+    )
     assert np.allclose(got.mass_by_segment.sum("segment"), 1, atol=1e-5)
 
 

@@ -12,7 +12,12 @@ SLASH = ma.MeaninglessTokens("/", 20)
 
 
 def at(result, dataset, name, length):
-    return result[dataset][f"{name}_per_prompt"].sel(condition="slash").isel(prompt=0).values[..., :length]
+    return (
+        result[dataset][f"{name}_per_prompt"]
+        .sel(condition="slash")
+        .isel(prompt=0)
+        .values[..., :length]
+    )
 
 
 def test_scaled_updates_are_those_that_reach_the_residual_stream(prompts):
@@ -21,13 +26,19 @@ def test_scaled_updates_are_those_that_reach_the_residual_stream(prompts):
     plain = tiny_model("Granite", len(tokenizer), residual_multiplier=0.22)
     same = tiny_model("Granite", len(tokenizer), residual_multiplier=0.22)
     model = ma.load_model(same, tokenizer=tokenizer, verify=False)
-    result = ma.run(model, prompts[:1], analyses=ma.analyses.HeadUpdates(per_query=True), positions="prompts")
+    result = ma.run(
+        model, prompts[:1], analyses=ma.analyses.HeadUpdates(per_query=True), positions="prompts"
+    )
     ids = ma.Baseline().apply(prompts[0], model).tokens
     layer, seen = plain.model.layers[0], {}
     handles = [
-        layer.self_attn.o_proj.register_forward_pre_hook(lambda m, given: seen.update(z=given[0][0])),
+        layer.self_attn.o_proj.register_forward_pre_hook(
+            lambda m, given: seen.update(z=given[0][0])
+        ),
         layer.register_forward_pre_hook(lambda m, given: seen.update(before=given[0][0])),
-        layer.post_attention_layernorm.register_forward_pre_hook(lambda m, given: seen.update(middle=given[0][0])),
+        layer.post_attention_layernorm.register_forward_pre_hook(
+            lambda m, given: seen.update(middle=given[0][0])
+        ),
     ]
     with torch.no_grad():
         plain(ids[None])
@@ -46,7 +57,9 @@ def test_scaled_updates_are_those_that_reach_the_residual_stream(prompts):
 def test_block_updates_that_are_scaled(prompts, engine):
     """Granite: what a block adds is its output times the residual multiplier, as its layers themselves show."""
     tokenizer, factor = load_tokenizer("toy:llama"), 0.22
-    plain, same = (tiny_model("Granite", len(tokenizer), residual_multiplier=factor) for _ in range(2))
+    plain, same = (
+        tiny_model("Granite", len(tokenizer), residual_multiplier=factor) for _ in range(2)
+    )
     plain, model = plain.double(), ma.load_model(same, tokenizer=tokenizer)
     result = ma.run(
         model, prompts[:2], {"slash": SLASH}, ma.analyses.BlockUpdates(per_query=True), engine=engine, positions="prompts",
@@ -57,21 +70,37 @@ def test_block_updates_that_are_scaled(prompts, engine):
         shown = {"before": layer, "middle": layer.post_attention_layernorm}
         for name, module in shown.items():
             handles.append(
-                module.register_forward_pre_hook(lambda m, given, k=(n, name): seen.update({k: given[0][0]}))
+                module.register_forward_pre_hook(
+                    lambda m, given, k=(n, name): seen.update({k: given[0][0]})
+                )
             )
-        handles.append(layer.register_forward_hook(lambda m, given, out, k=(n, "after"): seen.update({k: out[0]})))
-        handles.append(layer.mlp.register_forward_hook(lambda m, given, out, k=(n, "mlp"): seen.update({k: out[0]})))
+        handles.append(
+            layer.register_forward_hook(
+                lambda m, given, out, k=(n, "after"): seen.update({k: out[0]})
+            )
+        )
+        handles.append(
+            layer.mlp.register_forward_hook(
+                lambda m, given, out, k=(n, "mlp"): seen.update({k: out[0]})
+            )
+        )
     with torch.no_grad():
         plain(ids[None])
     for handle in handles:
         handle.remove()
     for n in range(2):
-        before, middle, after, mlp = (seen[n, name].numpy() for name in ("before", "middle", "after", "mlp"))
+        before, middle, after, mlp = (
+            seen[n, name].numpy() for name in ("before", "middle", "after", "mlp")
+        )
         np.testing.assert_allclose(after - middle, factor * mlp, atol=1e-12)
-        for block, (stream, delta) in enumerate(((before, middle - before), (middle, after - middle))):
+        for block, (stream, delta) in enumerate(
+            ((before, middle - before), (middle, after - middle))
+        ):
             size, base = np.linalg.norm(delta, axis=-1), np.linalg.norm(stream, axis=-1)
             mine = at(result, "block_updates", "block_magnitude_at", len(ids))[n, block]
             np.testing.assert_allclose(mine, size / base, rtol=1e-4)
-            assert abs(mine - size / base / factor).min() > 0.01, "negative control: without the multiplier"
+            assert abs(mine - size / base / factor).min() > 0.01, (
+                "negative control: without the multiplier"
+            )
             turned = at(result, "block_updates", "block_orientation_at", len(ids))[n, block]
             np.testing.assert_allclose(turned, (stream * delta).sum(-1) / size / base, atol=1e-4)

@@ -36,7 +36,11 @@ def test_flow_equals_the_oracle(name, prompts, monkeypatch):
     with alibi_in_the_mask_only(plain, monkeypatch):
         patterns, values = patterns_and_values(plain, sequence.tokens.tolist())
     for layer in range(hooked.cfg.n_layers):
-        for source, target in (("question", "inserted"), ("question", "question"), ("inserted", "system")):
+        for source, target in (
+            ("question", "inserted"),
+            ("question", "question"),
+            ("inserted", "system"),
+        ):
             flow, by_value = oracle(patterns[layer][1], values[layer][1], segments, source, target)
             for result in results:
                 at = dict(prompt=index, condition=1, layer=layer, head=1)
@@ -45,8 +49,12 @@ def test_flow_equals_the_oracle(name, prompts, monkeypatch):
                 assert float(cell.value_flow) == pytest.approx(by_value, abs=5e-6)
     whole = results[0]["segment_flow"].flow.sum("to_segment").sel(segment="question")
     np.testing.assert_allclose(whole, 1, atol=1e-5)
-    uniform = results[0]["segment_flow"].flow_uniform.sel(condition="slash", segment="question", layer=0)
+    uniform = results[0]["segment_flow"].flow_uniform.sel(
+        condition="slash", segment="question", layer=0
+    )
     if name != "toy:gemma3":
         at = [q for q, s in enumerate(segments) if s == "question"]
         expected = np.mean([segments[: q + 1].count("inserted") / (q + 1) for q in at])
-        assert float(uniform.isel(prompt=index).sel(to_segment="inserted")) == pytest.approx(expected, abs=1e-6)
+        assert float(uniform.isel(prompt=index).sel(to_segment="inserted")) == pytest.approx(
+            expected, abs=1e-6
+        )

@@ -15,12 +15,16 @@ SLASH = ma.MeaninglessTokens("/", 20)
 @pytest.mark.parametrize("name", ["toy:llama", "toy:falcon"])
 def test_each_head_reads_key_by_key(name, prompts, monkeypatch):
     plain, hooked = models(name)
-    result = ma.run(hooked, prompts[:1], {"slash": SLASH}, ma.analyses.SegmentLogits(), positions="prompts")
+    result = ma.run(
+        hooked, prompts[:1], {"slash": SLASH}, ma.analyses.SegmentLogits(), positions="prompts"
+    )
     got = result["segment_logits"].sel(condition="slash").isel(prompt=0)
     sequence = SLASH.apply(prompts[0], hooked)
     ids, codes = sequence.tokens.tolist(), sequence.segment.tolist()
     made = passed(plain, ids, monkeypatch)
-    norm = next(m for n, m in plain.named_modules() if n.rpartition(".")[2] in ("norm", "ln_f", "norm_f"))
+    norm = next(
+        m for n, m in plain.named_modules() if n.rpartition(".")[2] in ("norm", "ln_f", "norm_f")
+    )
     w_u = plain.get_output_embeddings().weight.detach().numpy()
     w_u = w_u - w_u.mean(0)
     stream, centres = made.resid[-1], type(norm).__name__ == "LayerNorm"
@@ -40,28 +44,42 @@ def test_each_head_reads_key_by_key(name, prompts, monkeypatch):
             queries = [q for q in range(len(ids) - 1) if codes[q] == s]
             for t, other in enumerate(SEGMENTS):
                 at = {"layer": layer, "head": head, "segment": segment, "to_segment": other}
-                mine = {name: float(got[f"next_token_logit_{name}"].sel(at)) for name in ("from", "per_key")}
+                mine = {
+                    name: float(got[f"next_token_logit_{name}"].sel(at))
+                    for name in ("from", "per_key")
+                }
                 those = [q for q in queries if seen[q, t]]
                 if not those:
                     assert all(np.isnan(value) for value in mine.values())
                     continue
-                assert mine["from"] == pytest.approx(np.mean([read[q, t] for q in queries]), abs=2e-4, rel=1e-3)
+                assert mine["from"] == pytest.approx(
+                    np.mean([read[q, t] for q in queries]), abs=2e-4, rel=1e-3
+                )
                 expected = np.mean([read[q, t] / seen[q, t] for q in those])
                 assert mine["per_key"] == pytest.approx(expected, abs=2e-4, rel=1e-3)
-    other = float(got.next_token_logit_from.sel(layer=2, head=3, segment="question", to_segment="inserted"))
-    wrong = float(got.next_token_logit_from.sel(layer=2, head=2, segment="question", to_segment="inserted"))
+    other = float(
+        got.next_token_logit_from.sel(layer=2, head=3, segment="question", to_segment="inserted")
+    )
+    wrong = float(
+        got.next_token_logit_from.sel(layer=2, head=2, segment="question", to_segment="inserted")
+    )
     assert abs(other - wrong) > 1e-3, "the loops would notice another head"
 
 
 @pytest.mark.parametrize("engine", ["streaming", "hooks"])
 @pytest.mark.parametrize(
-    "name", ["toy:llama", "toy:gemma3", "toy:falcon", "OLMo 2", "GPT-2", "DeepSeek-V3 (latent attention)"]
+    "name",
+    ["toy:llama", "toy:gemma3", "toy:falcon", "OLMo 2", "GPT-2", "DeepSeek-V3 (latent attention)"],
 )
 def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, shared):
     """With norms after attention, biases, grouped heads, ALiBi, windows and latent attention."""
-    conditions = {"slash": SLASH, "masked": SLASH.masked()} if engine == "streaming" else {"slash": SLASH}
+    conditions = (
+        {"slash": SLASH, "masked": SLASH.masked()} if engine == "streaming" else {"slash": SLASH}
+    )
     analyses = [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()]
-    result = ma.run(shared(name), prompts[:2], conditions, analyses, positions="prompts", engine=engine)
+    result = ma.run(
+        shared(name), prompts[:2], conditions, analyses, positions="prompts", engine=engine
+    )
     summed = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True)
     whole = result["direct_logits"].next_token_logit
     for condition in ("baseline", *conditions):
@@ -69,8 +87,12 @@ def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, shared)
         there = ~np.isnan(expected)
         scale = np.sqrt(np.mean(expected[there] ** 2))
         np.testing.assert_allclose(got[there], expected[there], atol=2e-5 * scale, rtol=1e-4)
-        part = result["segment_logits"].next_token_logit_from.sel(condition=condition, to_segment="question")
-        assert np.nanmax(abs(part.values[there] - expected[there])) > 0.01 * scale, "one segment alone is not the sum"
+        part = result["segment_logits"].next_token_logit_from.sel(
+            condition=condition, to_segment="question"
+        )
+        assert np.nanmax(abs(part.values[there] - expected[there])) > 0.01 * scale, (
+            "one segment alone is not the sum"
+        )
 
 
 def test_what_a_gate_lets_through(shared, monkeypatch):
@@ -79,7 +101,12 @@ def test_what_a_gate_lets_through(shared, monkeypatch):
     prompts = ma.load_prompts("word-problems", limit=1)
 
     def both():
-        result = ma.run(model, prompts, {"slash": SLASH}, [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()])
+        result = ma.run(
+            model,
+            prompts,
+            {"slash": SLASH},
+            [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()],
+        )
         read = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True).values
         return read, result["direct_logits"].next_token_logit.values
 
@@ -87,7 +114,9 @@ def test_what_a_gate_lets_through(shared, monkeypatch):
     there = ~np.isnan(expected)
     scale = np.sqrt(np.mean(expected[there] ** 2))
     np.testing.assert_allclose(got[there], expected[there], atol=2e-5 * scale, rtol=1e-4)
-    monkeypatch.setattr("mechattn.analysis.direct_logits.gate_function", lambda detail: torch.ones_like)
+    monkeypatch.setattr(
+        "mechattn.analysis.direct_logits.gate_function", lambda detail: torch.ones_like
+    )
     ungated, _ = both()
     assert np.nanmax(abs(ungated[there] - expected[there])) > 0.1 * scale
 

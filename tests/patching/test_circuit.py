@@ -8,7 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformer_lens.tools.analysis import EdgeAttributionConfig, FaithfulnessConfig, attribution_patch, faithfulness
+from transformer_lens.tools.analysis import (
+    EdgeAttributionConfig,
+    FaithfulnessConfig,
+    attribution_patch,
+    faithfulness,
+)
 
 import mechattn as ma
 from mechattn.conditions import Counterpart
@@ -49,13 +54,17 @@ def test_what_a_circuit_carries_equals_transformer_lens(model):
     def metric(logits):
         return logits[0, -2, 60] - logits[0, -2, 61]
 
-    scored = attribution_patch(model, clean, corrupt, metric, EdgeAttributionConfig("edge")).edge_scores
+    scored = attribution_patch(
+        model, clean, corrupt, metric, EdgeAttributionConfig("edge")
+    ).edge_scores
     generator = np.random.default_rng(0)
     kept = graph.exists[None] & (
         generator.random((4, *graph.exists.shape)) < np.array([0.3, 0.6, 0.9, 1.1])[:, None, None]
     )
     with showing_edges(model):
-        one = EdgePair(model, graph, pairs_of(model, EQUAL, Counterpart(), "answers", "noising", 0)[0][0])
+        one = EdgePair(
+            model, graph, pairs_of(model, EQUAL, Counterpart(), "answers", "noising", 0)[0][0]
+        )
         own, other, mine, put = one.runs()
         made = one.with_edges(torch.from_numpy(kept), put, own)
     assert float((put - mine).abs().max()) > 1e-2
@@ -65,7 +74,9 @@ def test_what_a_circuit_carries_equals_transformer_lens(model):
             edge for edge in scored
             if row[graph.writers.index(theirs(edge[0])), graph.readers.index(theirs(edge[1]))]
         ]  # fmt: skip
-        expected = faithfulness(model, clean, corrupt, metric, named, FaithfulnessConfig("corrupt")).recovered
+        expected = faithfulness(
+            model, clean, corrupt, metric, named, FaithfulnessConfig("corrupt")
+        ).recovered
         assert (value - before) / (after - before) == pytest.approx(expected, abs=1e-5)
     assert made.std() > 1e-2, "other sets of edges would be noticed"
 
@@ -76,7 +87,9 @@ def test_the_curve_is_made_on_prompts_that_did_not_rank(model, found):
     count = int(found.graph.exists.sum())
     assert found.curve.edges.tolist() == [0, 5, 20, count]
     assert found.curve.faithfulness.iloc[[0, -1]].tolist() == [0, 1]
-    order = np.argsort(-abs(found.edges.effects.effect.mean("prompt").values[found.graph.exists]))[:20]
+    order = np.argsort(-abs(found.edges.effects.effect.mean("prompt").values[found.graph.exists]))[
+        :20
+    ]
     kept = np.zeros(found.graph.exists.shape, dtype=bool)
     kept[tuple(np.argwhere(found.graph.exists)[order].T)] = True
     empty, every = np.zeros_like(kept), found.graph.exists
@@ -102,7 +115,12 @@ def test_other_ablations_put_other_outputs(model, found, ablation):
 
 def test_areas_by_hand(found):
     curve = pd.DataFrame(
-        {"edges": [0, 1, 4], "share": [0, 0.25, 1], "faithfulness": [0, 1.2, 1], "random": [0, 0, 1.0]}
+        {
+            "edges": [0, 1, 4],
+            "share": [0, 0.25, 1],
+            "faithfulness": [0, 1.2, 1],
+            "random": [0, 0, 1.0],
+        }
     )
     made = Circuit(found.edges, found.graph, curve, found.about)
     assert made.areas["CPR"] == pytest.approx(0.25 * 0.6 + 0.75 * 1.1)
@@ -113,7 +131,9 @@ def test_areas_by_hand(found):
 
 def test_stability_by_hand(found):
     values = found.edges.effects.effect.values[:, found.graph.exists]
-    one, other = (set(np.argsort(-abs(values[some].mean(0)))[:20].tolist()) for some in halves_of(4))
+    one, other = (
+        set(np.argsort(-abs(values[some].mean(0)))[:20].tolist()) for some in halves_of(4)
+    )
     same, chance = found.stability(20)
     assert same == pytest.approx(len(one & other) / len(one | other))
     assert 0 < chance < same
@@ -145,7 +165,9 @@ def test_the_file_has_every_edge_of_the_format(found, tmp_path):
     assert set(data["nodes"]) == {*before, "logits"}
     assert sum(edge["in_graph"] for edge in data["edges"].values()) == int(found.kept(20).sum())
     mean = found.edges.effects.effect.mean("prompt")
-    assert data["edges"]["a0.h1->a1.h2<k>"]["score"] == pytest.approx(float(mean.sel(writer="L0H1", reader="L1H2.k")))
+    assert data["edges"]["a0.h1->a1.h2<k>"]["score"] == pytest.approx(
+        float(mean.sel(writer="L0H1", reader="L1H2.k"))
+    )
 
 
 def test_shared_keys_are_repeated_for_their_heads(tmp_path):
@@ -191,6 +213,10 @@ def test_another_ranking_is_measured_on_the_same_half(model, ablation):
 
 def test_what_does_not_rank_these_edges_is_refused(model, found):
     other = replace(found.edges, effects=found.edges.effects.isel(reader=slice(1, None)))
-    for name, given, words in (("low", found.edges, "already"), ("a", other, "does not rank"), ("a", 3, "does not")):
+    for name, given, words in (
+        ("low", found.edges, "already"),
+        ("a", other, "does not rank"),
+        ("a", 3, "does not"),
+    ):
         with pytest.raises(OptionError, match=words):
             found.beside(name, given)

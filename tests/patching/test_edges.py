@@ -21,7 +21,12 @@ EQUAL = [
               other_answer=(61,), id=str(i))
     for i in range(3)
 ]  # fmt: skip
-FAMILIES = {"GPT-2": {}, "GPT-NeoX": {}, "Llama": {"num_key_value_heads": 4}, "Qwen2": {"num_key_value_heads": 4}}
+FAMILIES = {
+    "GPT-2": {},
+    "GPT-NeoX": {},
+    "Llama": {"num_key_value_heads": 4},
+    "Qwen2": {"num_key_value_heads": 4},
+}
 
 
 def theirs(node):
@@ -41,10 +46,17 @@ def test_edges_equal_transformer_lens(family, direction):
         native = tiny_model(family, 80, **FAMILIES[family]).double()
         model = ma.load_model(native, tokenizer=lettered_tokenizer(80))
     made = ma.edges(model, EQUAL, Counterpart(), direction=direction)
-    own, other = (torch.tensor([[*v, 60] for v in vs]) for vs in zip(*((p.tokens, p.counterpart) for p in EQUAL)))
+    own, other = (
+        torch.tensor([[*v, 60] for v in vs])
+        for vs in zip(*((p.tokens, p.counterpart) for p in EQUAL))
+    )
     clean, corrupt = (own, other) if direction == "denoising" else (other, own)
     found = attribution_patch(
-        model, clean, corrupt, lambda logits: logits[0, -2, 60] - logits[0, -2, 61], EdgeAttributionConfig("edge")
+        model,
+        clean,
+        corrupt,
+        lambda logits: logits[0, -2, 60] - logits[0, -2, 61],
+        EdgeAttributionConfig("edge"),
     )
     summed = {}
     for (writer, reader), score in found.edge_scores.items():
@@ -56,8 +68,15 @@ def test_edges_equal_transformer_lens(family, direction):
     largest = max(map(abs, summed.values()))
     assert largest > 1e-2
     assert max(abs(ours[key] - summed[key]) for key in summed) < 1e-4 * largest
-    wrong = ma.edges(model, EQUAL, Counterpart({p.id: (*p.counterpart[:-1], 10) for p in EQUAL}), direction=direction)
-    assert float(abs(wrong.effects.effect.mean("prompt") - means).max()) > 1e-2 * largest, "another version is noticed"
+    wrong = ma.edges(
+        model,
+        EQUAL,
+        Counterpart({p.id: (*p.counterpart[:-1], 10) for p in EQUAL}),
+        direction=direction,
+    )
+    assert float(abs(wrong.effects.effect.mean("prompt") - means).max()) > 1e-2 * largest, (
+        "another version is noticed"
+    )
 
 
 class ByHand:
@@ -88,8 +107,14 @@ class ByHand:
                     written[f"L{n}H{head}"] = args[0][0, :, some] @ module.weight[:, some].T
 
             handles.append(layer.self_attn.o_proj.register_forward_pre_hook(heads))
-            handles.append(layer.mlp.register_forward_hook(lambda m, a, out, n=n: written.update({f"L{n}MLP": out[0]})))
-            handles.append(layer.register_forward_pre_hook(lambda m, args, n=n: seen.update({n: args[0]})))
+            handles.append(
+                layer.mlp.register_forward_hook(
+                    lambda m, a, out, n=n: written.update({f"L{n}MLP": out[0]})
+                )
+            )
+            handles.append(
+                layer.register_forward_pre_hook(lambda m, args, n=n: seen.update({n: args[0]}))
+            )
             for part in "qkv":
                 if at and at.startswith(f"L{n}H") and at.endswith(part):
                     head = int(at[3:-2])
@@ -97,13 +122,23 @@ class ByHand:
                     def changed(module, args, out, layer=layer, head=head, n=n):
                         some = slice(head * width, (head + 1) * width)
                         moved = layer.input_layernorm(seen[n] + step) @ module.weight.T
-                        return torch.cat([out[..., : some.start], moved[..., some], out[..., some.stop :]], -1)
+                        return torch.cat(
+                            [out[..., : some.start], moved[..., some], out[..., some.stop :]], -1
+                        )
 
-                    handles.append(getattr(layer.self_attn, f"{part}_proj").register_forward_hook(changed))
+                    handles.append(
+                        getattr(layer.self_attn, f"{part}_proj").register_forward_hook(changed)
+                    )
             if at == f"L{n}MLP":
-                handles.append(layer.post_attention_layernorm.register_forward_pre_hook(lambda m, a: (a[0] + step,)))
+                handles.append(
+                    layer.post_attention_layernorm.register_forward_pre_hook(
+                        lambda m, a: (a[0] + step,)
+                    )
+                )
         if at == "logits":
-            handles.append(self.native.model.norm.register_forward_pre_hook(lambda m, a: (a[0] + step,)))
+            handles.append(
+                self.native.model.norm.register_forward_pre_hook(lambda m, a: (a[0] + step,))
+            )
         logits = self.native(torch.tensor([tokens]), use_cache=False).logits[0, -2]
         for handle in handles:
             handle.remove()
@@ -117,7 +152,10 @@ READERS = ["L0H1.v", "L1H2.q", "L1H3.k", "L2H0.v", "L2MLP", "L3H5.q", "L0MLP", "
 def test_edges_of_versions_of_other_lengths_by_hand(direction):
     """Attributed with one and with three steps, and patched exactly, each against autograd on the plain model."""
     hand, model = ByHand(), loaded_once("toy:llama", dtype=torch.float64)
-    made = {steps: ma.edges(model, LONGER, Counterpart(), steps=steps, direction=direction) for steps in (1, 3)}
+    made = {
+        steps: ma.edges(model, LONGER, Counterpart(), steps=steps, direction=direction)
+        for steps in (1, 3)
+    }
     checked = made[1].checked.set_index(["prompt", "writer", "reader"]).exact
     ways = [(theirs, mine) for mine, theirs in PARTNERS] if direction == "denoising" else PARTNERS
     tried, misaligned = 0, []
@@ -137,7 +175,9 @@ def test_edges_of_versions_of_other_lengths_by_hand(direction):
             for steps in (1, 3):
                 total = 0
                 for point in [0.0] if steps == 1 else [1 / 6, 3 / 6, 5 / 6]:
-                    leaf = torch.zeros(1, len(receiver), 128, dtype=torch.float64, requires_grad=True)
+                    leaf = torch.zeros(
+                        1, len(receiver), 128, dtype=torch.float64, requires_grad=True
+                    )
                     value, _ = hand.run(receiver, reader, leaf, point * step("embedding"))
                     total = total + torch.autograd.grad(value, leaf)[0] / steps
                 scores = made[steps].effects.effect[i].sel(reader=reader)
@@ -148,7 +188,9 @@ def test_edges_of_versions_of_other_lengths_by_hand(direction):
                         tried += 1
         for (_, writer, reader), exact in checked[[prompt.id]].items() if i == 0 else ():
             with torch.no_grad():
-                assert exact == pytest.approx(float(hand.run(receiver, reader, step(writer))[0] - before), abs=2e-6)
+                assert exact == pytest.approx(
+                    float(hand.run(receiver, reader, step(writer))[0] - before), abs=2e-6
+                )
     assert tried > 40
     assert max(misaligned) > 1e-3, "tokens that are misaligned by one would be noticed"
 
@@ -159,9 +201,14 @@ def test_integrated_gradients_are_complete():
     pairs = ma.pairs(model, "ioi", 2)
     made = {steps: ma.edges(model, pairs, Counterpart(), steps=steps).effects for steps in (1, 50)}
     whole = made[1].whole.values
-    left = {steps: each.effect.sel(writer="embedding").sum("reader").values for steps, each in made.items()}
+    left = {
+        steps: each.effect.sel(writer="embedding").sum("reader").values
+        for steps, each in made.items()
+    }
     assert abs(left[50] - whole).max() < 1e-3 * abs(whole).max()
-    assert abs(left[1] - whole).max() > 0.1 * abs(whole).max(), "the test would notice missing steps"
+    assert abs(left[1] - whole).max() > 0.1 * abs(whole).max(), (
+        "the test would notice missing steps"
+    )
 
 
 def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them(toy):
@@ -170,10 +217,15 @@ def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them(toy):
     table = made.table(top=5)
     assert list(table.columns[:2]) == ["writer", "reader"]
     assert "other_prompt" not in table
-    assert table.attrs["family"] == f"{int(made.effects.effect[0].notnull().sum())} edges attributed (first order)"
+    assert (
+        table.attrs["family"]
+        == f"{int(made.effects.effect[0].notnull().sum())} edges attributed (first order)"
+    )
     assert "attributed against exact on 32 effects" in str(made)
     correlation, _ = made.agreement
-    assert correlation == pytest.approx(np.corrcoef(made.checked.exact, made.checked.attributed)[0, 1])
+    assert correlation == pytest.approx(
+        np.corrcoef(made.checked.exact, made.checked.attributed)[0, 1]
+    )
     assert not (model.cfg.use_attn_result)
     assert not (model.cfg.use_split_qkv_input)
     assert not (model.cfg.use_hook_mlp_in)
@@ -181,11 +233,15 @@ def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them(toy):
 
 def test_what_has_no_edges_is_refused_in_words(shared):
     pairs, falcon, gemma, model = EQUAL, *map(shared, ("toy:falcon", "toy:gemma3", "toy:llama"))
-    with pytest.raises(ModelError, match=r"no inputs of single heads of .*patch nodes with ma.patch"):
+    with pytest.raises(
+        ModelError, match=r"no inputs of single heads of .*patch nodes with ma.patch"
+    ):
         ma.edges(falcon, ma.pairs(falcon, "ioi", 2), Counterpart())
     with pytest.raises(ModelError, match="does not add up to the residual stream"):
         ma.edges(gemma, ma.pairs(gemma, "ioi", 2), Counterpart())
-    with pytest.raises(OptionError, match=r"1,055 edges of .* need about .* GiB for a prompt of 24 tokens"):
+    with pytest.raises(
+        OptionError, match=r"1,055 edges of .* need about .* GiB for a prompt of 24 tokens"
+    ):
         ma.edges(model, ma.pairs(model, "ioi", 2), Counterpart(), memory="1MiB")
     with pytest.raises(OptionError, match="steps=0: give a whole number"):
         ma.edges(model, pairs, Counterpart(), steps=0)

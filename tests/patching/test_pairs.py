@@ -59,11 +59,20 @@ def test_parts_of_versions_of_other_lengths_against_hooks_by_hand(wide, part, di
     model, native = wide
     head, width = 2, model.cfg.d_head
     where = [1] if part in ("attn_out", "mlp_out", "resid_post") else [(1, head)]
-    made = ma.patch(model, LONGER, Counterpart(), at=ma.Sites(part, where), metric="answers", direction=direction)
+    made = ma.patch(
+        model,
+        LONGER,
+        Counterpart(),
+        at=ma.Sites(part, where),
+        metric="answers",
+        direction=direction,
+    )
     misaligned = []
     for i, prompt in enumerate(LONGER):
         own, other = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
-        ways = [(theirs, mine) for mine, theirs in PARTNERS] if direction == "denoising" else PARTNERS
+        ways = (
+            [(theirs, mine) for mine, theirs in PARTNERS] if direction == "denoising" else PARTNERS
+        )
         receiver, donor = (other, own) if direction == "denoising" else (own, other)
         before, _ = difference(native, receiver, len(receiver) - 1, 61)
         after, source = difference(native, donor, len(donor) - 1, 61, [PARTS[part]])
@@ -78,8 +87,14 @@ def test_parts_of_versions_of_other_lengths_against_hooks_by_hand(wide, part, di
             return exchanged
 
         for shift in (0, 1):
-            put = {PARTS[part]: {to: row(source[PARTS[part]][at - shift * (at > 1)]) for to, at in ways}}
-            found = difference(native, receiver, len(receiver) - 1, 61, [PARTS[part]], put)[0] - before
+            put = {
+                PARTS[part]: {
+                    to: row(source[PARTS[part]][at - shift * (at > 1)]) for to, at in ways
+                }
+            }
+            found = (
+                difference(native, receiver, len(receiver) - 1, 61, [PARTS[part]], put)[0] - before
+            )
             if shift == 0:
                 assert float(made.effects.effect[i].squeeze()) == pytest.approx(found, abs=2e-5)
                 assert float(made.effects.whole[i]) == pytest.approx(after - before, abs=2e-5)
@@ -91,16 +106,24 @@ def test_parts_of_versions_of_other_lengths_against_hooks_by_hand(wide, part, di
 def test_positions_and_segments_add_up_where_they_should(wide):
     """The stream after the last layer: only the last token before the answer has an effect, and it has all of it."""
     model, _ = wide
-    made = ma.patch(model, LONGER, Counterpart(), at=ma.Sites("resid_post", by="position"), metric="answers")
+    made = ma.patch(
+        model, LONGER, Counterpart(), at=ma.Sites("resid_post", by="position"), metric="answers"
+    )
     last = made.effects.effect.sel(layer=3)
     np.testing.assert_allclose(last.sel(position=7), made.effects.whole, atol=2e-5)
-    assert made.effects.effect.isel(prompt=0, layer=0).isnull().values.nonzero()[0].tolist() == [2, 3, 4]
+    assert made.effects.effect.isel(prompt=0, layer=0).isnull().values.nonzero()[0].tolist() == [
+        2,
+        3,
+        4,
+    ]
     assert set(made.table().position) == {0, 1, 5, 6, 7, 8}
     assert float(abs(last.sel(position=[0, 1, 5, 6, 8])).max()) < 2e-5
     assert "pairs of layer and position" in str(made)
     table = made.table()
     share = table.share[(table.layer == 3) & (table.position == 7)].item()
-    assert share == pytest.approx(1, abs=1e-4), "normalised: the corrupted version is 0, the clean one 1"
+    assert share == pytest.approx(1, abs=1e-4), (
+        "normalised: the corrupted version is 0, the clean one 1"
+    )
     figure = ma.render.patching_map(made)
     assert list(figure.data[0].x) == [0, 1, 5, 6, 7, 8]
 
@@ -111,7 +134,9 @@ def test_heads_by_position_are_attributed_and_sum_to_the_head(wide):
     pairs = [pair for pair in pairs if len(Counterpart().apply(pair, model)) == 23][:4]
     whole = ma.patch(model, pairs, Counterpart(), metric="answers")
     each = ma.patch(model, pairs, Counterpart(), at=ma.Sites(by="position"), metric="answers")
-    np.testing.assert_allclose(each.effects.effect.sum("position"), whole.effects.effect, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(
+        each.effects.effect.sum("position"), whole.effects.effect, rtol=1e-5, atol=1e-9
+    )
 
 
 def test_bad_answers_and_positions_are_refused_in_words(wide):
@@ -127,6 +152,11 @@ def test_bad_answers_and_positions_are_refused_in_words(wide):
             ma.MeaninglessTokens("/", 3),
             metric="answers",
         )
-    mixed = [*LONGER, ma.Prompt(tokens=(1, 20, 30), counterpart=(1, 20, 31), answer_tokens=(60,), id="x")]
-    with pytest.raises(OptionError, match=r"prompts have 4 to 9 tokens .* position means another token in each"):
+    mixed = [
+        *LONGER,
+        ma.Prompt(tokens=(1, 20, 30), counterpart=(1, 20, 31), answer_tokens=(60,), id="x"),
+    ]
+    with pytest.raises(
+        OptionError, match=r"prompts have 4 to 9 tokens .* position means another token in each"
+    ):
         ma.patch(model, mixed, Counterpart(), at=ma.Sites("resid_post", by="position"))

@@ -106,16 +106,26 @@ def test_patched_heads_against_hooks_written_by_hand(wide, direction):
         made = [condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())]
         receiver, donor = made if direction == "denoising" else made[::-1]
         (before, _), (after, source) = by_hand(native, receiver), by_hand(native, donor)
-        assert float(patched.effects.whole.sel(prompt=prompt.id)) == pytest.approx(after - before, abs=2e-5)
+        assert float(patched.effects.whole.sel(prompt=prompt.id)) == pytest.approx(
+            after - before, abs=2e-5
+        )
         there = {int(o): place for place, o in enumerate(receiver.origin) if o >= 0}
         for layer, head in HEADS:
-            put = {there[int(o)]: source[layer][place, head] for place, o in enumerate(donor.origin) if o >= 0}
+            put = {
+                there[int(o)]: source[layer][place, head]
+                for place, o in enumerate(donor.origin)
+                if o >= 0
+            }
             expected = by_hand(native, receiver, (layer, head), put)[0] - before
             got = float(patched.effects.effect.sel(prompt=prompt.id, layer=layer, head=head))
             assert got == pytest.approx(expected, abs=2e-5)
             if prompt is some[0]:
-                shifted = {place + 1: value for place, value in put.items() if place + 1 < len(receiver)}
-                misaligned.append(abs(by_hand(native, receiver, (layer, head), shifted)[0] - before - got))
+                shifted = {
+                    place + 1: value for place, value in put.items() if place + 1 < len(receiver)
+                }
+                misaligned.append(
+                    abs(by_hand(native, receiver, (layer, head), shifted)[0] - before - got)
+                )
     assert max(misaligned) > 2e-3, "the oracle would notice tokens that are misaligned by one"
 
 
@@ -127,12 +137,18 @@ def test_heads_patched_together_against_hooks_written_by_hand(wide):
     together = ma.patch(model, some, SLASH, at=HEADS, together=True)
     alone = ma.patch(model, some, SLASH, at=HEADS)
     for prompt in some:
-        receiver, donor = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
+        receiver, donor = (
+            condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())
+        )
         (before, _), (_, source) = by_hand(native, receiver), by_hand(native, donor)
         there = {int(o): place for place, o in enumerate(receiver.origin) if o >= 0}
         handles = []
         for layer, head in HEADS:
-            put = {there[int(o)]: source[layer][place, head] for place, o in enumerate(donor.origin) if o >= 0}
+            put = {
+                there[int(o)]: source[layer][place, head]
+                for place, o in enumerate(donor.origin)
+                if o >= 0
+            }
 
             def exchange(module, args, head=head, put=put):
                 z = args[0].clone()
@@ -145,9 +161,13 @@ def test_heads_patched_together_against_hooks_written_by_hand(wide):
         expected = by_hand(native, receiver)[0] - before
         for handle in handles:
             handle.remove()
-        assert float(together.effects.effect.sel(prompt=prompt.id).squeeze()) == pytest.approx(expected, abs=2e-5)
+        assert float(together.effects.effect.sel(prompt=prompt.id).squeeze()) == pytest.approx(
+            expected, abs=2e-5
+        )
     summed = alone.effects.effect.sum(("layer", "head"))
-    assert float(abs(summed - together.effects.effect.squeeze()).max()) > 5e-5, "effects of heads do not add up"
+    assert float(abs(summed - together.effects.effect.squeeze()).max()) > 5e-5, (
+        "effects of heads do not add up"
+    )
     assert together.table().set[0] == "L0H1 + L2H0 + L3H3 + L0H2"
     assert "over 1 set patched" in str(together)
 
@@ -160,13 +180,19 @@ def test_heads_by_segment_against_hooks_written_by_hand(wide):
     made = ma.patch(model, some, SLASH, at=ma.Sites("z", ["L0H1", "L2H0"], by="segment"))
     apart = []
     for prompt in some:
-        receiver, donor = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
+        receiver, donor = (
+            condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())
+        )
         (before, _), (_, source) = by_hand(native, receiver), by_hand(native, donor)
         there = {int(o): place for place, o in enumerate(receiver.origin) if o >= 0}
         for layer, head in two:
             for name in ("question", "answer"):
-                inside = [place for place, code in enumerate(donor.segment) if SEGMENTS[code] == name]
-                put = {there[int(donor.origin[place])]: source[layer][place, head] for place in inside}
+                inside = [
+                    place for place, code in enumerate(donor.segment) if SEGMENTS[code] == name
+                ]
+                put = {
+                    there[int(donor.origin[place])]: source[layer][place, head] for place in inside
+                }
                 expected = by_hand(native, receiver, (layer, head), put)[0] - before
                 got = made.effects.effect.sel(prompt=prompt.id, layer=layer, head=head)
                 assert float(got.sel(segment=name)) == pytest.approx(expected, abs=2e-5)
@@ -204,8 +230,17 @@ def test_attribution_by_segment_adds_up(toy):
     some = prompts()
     whole = ma.patch(toy, some, SLASH)
     parts = ma.patch(toy, some, SLASH, at=ma.Sites(by="segment"))
-    np.testing.assert_allclose(parts.effects.effect.sum("segment"), whole.effects.effect, rtol=1e-5, atol=1e-7)
-    assert set(parts.checked.columns) == {"prompt", "layer", "head", "segment", "exact", "attributed"}
+    np.testing.assert_allclose(
+        parts.effects.effect.sum("segment"), whole.effects.effect, rtol=1e-5, atol=1e-7
+    )
+    assert set(parts.checked.columns) == {
+        "prompt",
+        "layer",
+        "head",
+        "segment",
+        "exact",
+        "attributed",
+    }
 
 
 def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
@@ -213,7 +248,9 @@ def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
     from transformers.models.llama import modeling_llama
 
     model = loaded_once("toy:llama", dtype=torch.float64)
-    native = AutoModelForCausalLM.from_pretrained(toy_folder("toy:llama"), dtype=torch.float64).eval()
+    native = AutoModelForCausalLM.from_pretrained(
+        toy_folder("toy:llama"), dtype=torch.float64
+    ).eval()
     native.set_attn_implementation("eager")
     some, (layer, head) = prompts(), (1, 1)
     kv = head // 2
@@ -224,18 +261,27 @@ def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
 
     def attention(module, q, k, v, mask, scaling, **rest):
         repeated = k.repeat_interleave(2, 1)
-        scores = (q @ repeated.transpose(-1, -2)) * scaling + torch.full(2 * (q.shape[2],), -1e9).double().triu(1)
+        scores = (q @ repeated.transpose(-1, -2)) * scaling + torch.full(
+            2 * (q.shape[2],), -1e9
+        ).double().triu(1)
         weights = scores.softmax(-1)
         if module.layer_idx == layer:
-            weights, v = edit.get("pattern", lambda x: x)(weights), edit.get("value", lambda x: x)(v)
+            weights, v = (
+                edit.get("pattern", lambda x: x)(weights),
+                edit.get("value", lambda x: x)(v),
+            )
             seen["pattern"], seen["value"] = weights[0, head].clone(), v[0, kv].clone()
         return (weights @ v.repeat_interleave(2, 1)).transpose(1, 2).contiguous(), weights
 
     assert plain is not attention
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
-    monkeypatch.setattr(modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *_: attention, raising=False)
+    monkeypatch.setattr(
+        modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *_: attention, raising=False
+    )
     for prompt in some:
-        receiver, donor = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
+        receiver, donor = (
+            condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())
+        )
         edit.clear()
         by_hand(native, donor)
         given = dict(seen)
@@ -254,7 +300,10 @@ def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
             v[0, kv, there] = given["value"]
             return v
 
-        for name, function, found in (("pattern", new_pattern, pattern), ("value", new_value, value)):
+        for name, function, found in (
+            ("pattern", new_pattern, pattern),
+            ("value", new_value, value),
+        ):
             edit.clear()
             edit[name] = function
             expected = by_hand(native, receiver)[0] - before
@@ -280,7 +329,9 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
     monkeypatch.setattr(patching, "_aligned", small)
     exact = ma.patch(model, some, SLASH, at=HEADS)
     for layer, head in HEADS:
-        got, expected = (each.effects.effect.sel(layer=layer, head=head).values for each in (attributed, exact))
+        got, expected = (
+            each.effects.effect.sel(layer=layer, head=head).values for each in (attributed, exact)
+        )
         np.testing.assert_allclose(1e-2 * got, expected, rtol=0.1, atol=1e-4)
 
 
@@ -290,7 +341,9 @@ def test_attribution_costs_three_passes_and_one_backward_a_prompt(monkeypatch):
     passes, backwards = [], []
     handle = model.original_model.register_forward_hook(lambda *_: passes.append(1))
     plain = torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *given: (backwards.append(1), plain(*given))[1])
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *given: (backwards.append(1), plain(*given))[1]
+    )
     ma.patch(model, some, SLASH)
     handle.remove()
     assert (len(passes), len(backwards)) == (3 * 4 - 1 + 3 * 4, 4)
@@ -309,7 +362,9 @@ def test_attribution_stands_beside_what_it_was_compared_with(toy):
     largest = abs(made.effects.effect.mean("prompt")).argmax(("layer", "head"))
     assert (int(largest["layer"]), int(largest["head"])) in pairs
     correlation, error = made.agreement
-    assert correlation == pytest.approx(np.corrcoef(made.checked.exact, made.checked.attributed)[0, 1])
+    assert correlation == pytest.approx(
+        np.corrcoef(made.checked.exact, made.checked.attributed)[0, 1]
+    )
     assert error > 0
     assert f"correlation {correlation:.3f}" in str(made)
 
@@ -354,9 +409,15 @@ def test_where_an_inserted_token_predicts_the_answer_that_is_said(toy):
     condition = ma.MeaninglessTokens("/", count=9, place="before_answer")
 
     def later(logits, answer):
-        return logits.log_softmax(-1).gather(-1, answer.expand(len(logits), -1)[..., None])[:, 1:, 0].sum(-1)
+        return (
+            logits.log_softmax(-1)
+            .gather(-1, answer.expand(len(logits), -1)[..., None])[:, 1:, 0]
+            .sum(-1)
+        )
 
-    with pytest.warns(UserWarning, match=r"in 3 of 3 prompts the token right before the answer is an inserted one"):
+    with pytest.warns(
+        UserWarning, match=r"in 3 of 3 prompts the token right before the answer is an inserted one"
+    ):
         whole = ma.patch(model, some, condition, at=ma.Sites("resid_post", [3]))
     assert float(abs(whole.effects.effect.sel(layer=3) - whole.effects.whole).max()) > 0.1
     with pytest.warns(UserWarning, match="has no counterpart"):
@@ -367,15 +428,21 @@ def test_where_an_inserted_token_predicts_the_answer_that_is_said(toy):
 def test_controls_are_steps_of_equal_norm_and_another_prompts_output(toy):
     model, some = toy, prompts(3)
     own = ma.Baseline().apply(some[0], model, 0)
-    run, source = (read(model, c.apply(some[0], model, 0), [1], "z", own.origin) for c in (SLASH, ma.Baseline()))
+    run, source = (
+        read(model, c.apply(some[0], model, 0), [1], "z", own.origin)
+        for c in (SLASH, ma.Baseline())
+    )
     target = Target("z", ((1, 2),), None, False, False)
     one, another = (
-        patching._Prompt(model, target, [None], Pair(name, own, own, own.origin, None, True), 7) for name in ("a", "b")
+        patching._Prompt(model, target, [None], Pair(name, own, own, own.origin, None, True), 7)
+        for name in ("a", "b")
     )
     value = patching._aligned(run, source, (1, 2))
     own = run.z[1][run.places, 2]
     drawn = one._random(run, (1, 2), value)
-    torch.testing.assert_close((drawn - own).norm(dim=-1), (value - own).norm(dim=-1), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        (drawn - own).norm(dim=-1), (value - own).norm(dim=-1), atol=1e-5, rtol=1e-4
+    )
     assert torch.equal(drawn, one._random(run, (1, 2), value))
     assert not torch.equal(drawn, another._random(run, (1, 2), value))
     cosine = torch.nn.functional.cosine_similarity(drawn - own, value - own, dim=-1)
@@ -385,7 +452,9 @@ def test_controls_are_steps_of_equal_norm_and_another_prompts_output(toy):
 def test_the_other_prompt_has_another_answer_where_there_is_one():
     alternating = {str(i): (5, ("She", "He")[i % 2]) for i in range(12)}
     for seed in range(20):
-        assert all((own + other) % 2 for own, other in enumerate(patching._others(alternating, seed)))
+        assert all(
+            (own + other) % 2 for own, other in enumerate(patching._others(alternating, seed))
+        )
     alike = {name: (length, "She") for name, (length, _) in alternating.items()}
     assert None not in patching._others(alike, 0), "where all have one answer, there is no other"
 
@@ -398,7 +467,10 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end(toy):
     known = {name: (length, (i,)) for i, (name, length) in enumerate(lengths.items())}
     by_length = sorted(lengths, key=lengths.get)
     others, again = (
-        {own: None if other is None else list(some)[other] for own, other in zip(some, patching._others(some, 7))}
+        {
+            own: None if other is None else list(some)[other]
+            for own, other in zip(some, patching._others(some, 7))
+        }
         for some in (known, dict(reversed(known.items())))
     )
     assert others == again
@@ -408,14 +480,21 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end(toy):
 
     short, long = sequences[by_length[0]], sequences[by_length[-1]]
     receiver = SLASH.apply(some[int(by_length[0])], model, 0)
-    run, source = (read(model, *each) for each in ((receiver, [1], "z", short.origin), (long, [1], "z", long.origin)))
-    same = next(i for i, (a, b) in enumerate(zip(short.tokens, long.tokens, strict=False)) if a != b)
+    run, source = (
+        read(model, *each)
+        for each in ((receiver, [1], "z", short.origin), (long, [1], "z", long.origin))
+    )
+    same = next(
+        i for i, (a, b) in enumerate(zip(short.tokens, long.tokens, strict=False)) if a != b
+    )
     assert 0 < same < len(short) < len(long)
     mixed = patching._aligned(run, source, (1, 2))
     assert torch.equal(mixed[:same], source.z[1][:same, 2])
     assert torch.equal(mixed[same:], source.z[1][len(long) - (len(short) - same) :, 2])
     rows = patching._aligned(
-        *(read(model, each, [1], "pattern", each.origin) for each in (short, long)), (1, 2), "pattern"
+        *(read(model, each, [1], "pattern", each.origin) for each in (short, long)),
+        (1, 2),
+        "pattern",
     )
     assert rows.shape == (len(short), len(short))
     assert rows[-1, -1] == read(model, long, [1], "pattern", long.origin).z[1][-1, 2, -1]
@@ -432,13 +511,16 @@ def test_the_random_pattern_stays_inside_the_window(shared):
     """And keeps each token's probabilities."""
     model, prompt = shared("toy:gemma3"), prompts(1)[0]
     own = ma.Baseline().apply(prompt, model, 0)
-    run, source = (read(model, c.apply(prompt, model, 0), [0], "pattern", own.origin) for c in (SLASH, ma.Baseline()))
+    run, source = (
+        read(model, c.apply(prompt, model, 0), [0], "pattern", own.origin)
+        for c in (SLASH, ma.Baseline())
+    )
     window, pair = attention_window(model, 0), Pair("a", own, own, own.origin, None, True)
     assert window < len(run.places)
     value = patching._aligned(run, source, (0, 1), "pattern")
-    drawn = patching._Prompt(model, Target("pattern", ((0, 1),), None, False, False), [None], pair, 7)._random(
-        run, (0, 1), value
-    )
+    drawn = patching._Prompt(
+        model, Target("pattern", ((0, 1),), None, False, False), [None], pair, 7
+    )._random(run, (0, 1), value)
     back = run.places[:, None] - torch.arange(len(run.sequence))
     assert (drawn[(back < 0) | (back >= window)] == 0).all()
     torch.testing.assert_close(drawn.sort(-1).values, value.sort(-1).values, rtol=0, atol=0)
@@ -450,7 +532,13 @@ def test_metrics_against_their_formulas(toy):
     found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m) for m in ("margin", "kl")}
     for prompt in some:
         runs = [
-            read(model, c.apply(prompt, model, 0), [1], "z", ma.Baseline().apply(prompt, model, 0).origin)
+            read(
+                model,
+                c.apply(prompt, model, 0),
+                [1],
+                "z",
+                ma.Baseline().apply(prompt, model, 0).origin,
+            )
             for c in (SLASH, ma.Baseline())
         ]
         margins, divergences = [], []
@@ -464,7 +552,9 @@ def test_metrics_against_their_formulas(toy):
             expected, own = runs[1].logits[0].double().log_softmax(-1), logits.log_softmax(-1)
             divergences.append(float((expected.exp() * (expected - own)).sum(-1).mean()))
         for name, (changed, base) in (("margin", margins), ("kl", divergences)):
-            assert float(found[name].effects.whole.sel(prompt=prompt.id)) == pytest.approx(base - changed, abs=1e-4)
+            assert float(found[name].effects.whole.sel(prompt=prompt.id)) == pytest.approx(
+                base - changed, abs=1e-4
+            )
         assert divergences[1] == 0
 
 
@@ -503,7 +593,12 @@ def drawn(heads, rng, whole=1.0, n=24, metric="logprob", direction="denoising"):
     made = xr.Dataset(effects | {"whole": ("prompt", rng.normal(whole, 0.3, n))}).assign_coords(
         {"prompt": [str(i) for i in range(n)], "layer": range(size[1]), "head": range(8)}
     )
-    about = {"model": "toy", "metric": WORDS[metric], "direction": direction, "method": "attributed"}
+    about = {
+        "model": "toy",
+        "metric": WORDS[metric],
+        "direction": direction,
+        "method": "attributed",
+    }
     return ma.Patching(made, Units(n), about)
 
 
@@ -518,7 +613,13 @@ def test_among_heads_without_effect_the_largest_are_seldom_findings():
         assert each or table.q_effect.tolist() == made.table(top=144).q_effect[:8].tolist()
         over_all += bool((table.q_effect < 0.05).any())
         halves += bool((made.table(top=8, select="half").q_effect < 0.05).any())
-        shown = np.stack([made.effects.effect.sel(layer=row.layer, head=row["head"]) for _, row in table.iterrows()], 1)
+        shown = np.stack(
+            [
+                made.effects.effect.sel(layer=row.layer, head=row["head"])
+                for _, row in table.iterrows()
+            ],
+            1,
+        )
         over_shown += bool((paired(shown, None).q < 0.05).any())
     assert over_all <= 3
     assert halves <= 3
@@ -534,7 +635,10 @@ def test_no_share_of_a_whole_effect_that_may_be_nothing():
     unsure = drawn(32, rng, whole=0.0)
     assert unsure.table().share.isnull().all()
     figures = [ma.render.patching_map(made) for made in (unsure, drawn(32, rng))]
-    assert ["of the whole effect" in f"{words.said(each)}{each.data[0].hovertemplate}" for each in figures] == [
+    assert [
+        "of the whole effect" in f"{words.said(each)}{each.data[0].hovertemplate}"
+        for each in figures
+    ] == [
         False,
         True,
     ]
@@ -556,7 +660,10 @@ def test_a_divergence_that_cannot_fall_is_tested_against_the_control():
 
 def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
     made = drawn(32, np.random.default_rng(3))
-    for groups, told in ((2, "2 groups of 24 prompts; give prompts of at least 3 groups$"), (1, "at least 3 groups$")):
+    for groups, told in (
+        (2, "2 groups of 24 prompts; give prompts of at least 3 groups$"),
+        (1, "at least 3 groups$"),
+    ):
         few = replace(made, units=Units.grouped([str(i % groups) for i in range(24)]))
         with pytest.raises(OptionError, match=told):
             few.table()
@@ -570,7 +677,9 @@ def test_the_map_shows_the_means_and_leaves_the_others_empty(toy):
     np.testing.assert_allclose(np.array(heat.z, dtype=float), expected)
     assert np.isnan(expected).sum() == expected.size - len(HEADS)
     assert len(marks.x) == int((made.table().q_effect < 0.05).sum())
-    assert np.isfinite(np.array(faded.z, dtype=float)).sum() == int((made.table().q_effect >= 0.05).sum())
+    assert np.isfinite(np.array(faded.z, dtype=float)).sum() == int(
+        (made.table().q_effect >= 0.05).sum()
+    )
 
 
 def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
@@ -580,7 +689,11 @@ def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
     table = made.table(top=5).iloc[::-1]
     figure = ma.render.patching_effects(made, top=5)
     sure, unsure, random, other = figure.data
-    both = (table.q_effect < 0.05) & (table.q_beyond_random < 0.05) & (table.effect_low * table.effect_high > 0)
+    both = (
+        (table.q_effect < 0.05)
+        & (table.q_beyond_random < 0.05)
+        & (table.effect_low * table.effect_high > 0)
+    )
     for effect, some, name in (
         (sure, both, "differs from 0 and from random (q < 0.05)"),
         (unsure, ~both, "does not differ from both"),
@@ -636,7 +749,11 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch):
         ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'answers', 'kl'"),
         ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),
         ({"at": ["L0H2", "L9H0"]}, OptionError, "no head 0 in layer 9"),
-        ({"at": "resid"}, OptionError, "or one of 'z', 'q', 'k', 'v', 'pattern', 'resid_post', 'attn_out', 'mlp_out'"),
+        (
+            {"at": "resid"},
+            OptionError,
+            "or one of 'z', 'q', 'k', 'v', 'pattern', 'resid_post', 'attn_out', 'mlp_out'",
+        ),
         ({"at": ma.Sites("mlp")}, OptionError, "part='mlp'"),
         ({"at": ma.Sites(by="token")}, OptionError, "by='token'"),
         ({"together": [(0, 1)]}, OptionError, "name the set in at="),
@@ -654,10 +771,18 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch):
 @pytest.mark.parametrize(
     ("metric", "heads", "said"),
     [
-        (lambda logits, answer: logits.sum(), [(0, 0)], r"gives \[\] for 1 rows; give one number per row"),
+        (
+            lambda logits, answer: logits.sum(),
+            [(0, 0)],
+            r"gives \[\] for 1 rows; give one number per row",
+        ),
         (lambda logits, answer: 1.0, [(0, 0)], "gives float for 1 rows"),
         (lambda logits, answer: logits[:, 0, 0] * torch.nan, [(0, 0)], "gives NaN or infinity"),
-        (lambda logits, answer: logits[:, 0].argmax(-1).float(), None, "has no gradient with respect to the logits"),
+        (
+            lambda logits, answer: logits[:, 0].argmax(-1).float(),
+            None,
+            "has no gradient with respect to the logits",
+        ),
     ],
 )
 def test_a_metric_that_is_none(metric, heads, said, toy):

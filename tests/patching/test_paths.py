@@ -16,7 +16,13 @@ from tests.conftest import loaded_once
 from tests.patching.test_edges import ByHand
 from tests.patching.test_pairs import LONGER, PARTNERS
 
-NAMED = [("L0H1", "L2H3.q"), ("L0H5", "L1H2.k"), ("L1H0", "L3H1.v"), ("L2H2", "logits"), ("L0H3", "logits")]
+NAMED = [
+    ("L0H1", "L2H3.q"),
+    ("L0H5", "L1H2.k"),
+    ("L1H0", "L3H1.v"),
+    ("L2H2", "logits"),
+    ("L0H3", "logits"),
+]
 
 
 def inputs_of(native, tokens, z=None, put=None):
@@ -38,10 +44,16 @@ def inputs_of(native, tokens, z=None, put=None):
         return out
 
     for n, layer in enumerate(native.model.layers):
-        handles.append(layer.self_attn.o_proj.register_forward_pre_hook(lambda m, a, n=n: at_output(m, a, n)))
+        handles.append(
+            layer.self_attn.o_proj.register_forward_pre_hook(lambda m, a, n=n: at_output(m, a, n))
+        )
         for part in "qkv":
             projection = getattr(layer.self_attn, f"{part}_proj")
-            handles.append(projection.register_forward_hook(lambda m, a, o, key=(part, n): at_projection(m, a, o, key)))
+            handles.append(
+                projection.register_forward_hook(
+                    lambda m, a, o, key=(part, n): at_projection(m, a, o, key)
+                )
+            )
     with torch.no_grad():
         logits = native(torch.tensor([tokens]), use_cache=False).logits[0, -2]
     for handle in handles:
@@ -56,7 +68,9 @@ def test_paths_by_hand(direction):
     ways = [(theirs, mine) for mine, theirs in PARTNERS] if direction == "denoising" else PARTNERS
     width, unfrozen = native.config.head_dim, []
     live = {
-        sender: ma.patch(model, LONGER, Counterpart(), at=[sender], metric="answers", direction=direction)
+        sender: ma.patch(
+            model, LONGER, Counterpart(), at=[sender], metric="answers", direction=direction
+        )
         for sender, _ in NAMED
     }
     for i, prompt in enumerate(LONGER[:2]):

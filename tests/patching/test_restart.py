@@ -16,7 +16,9 @@ def prompts():
     return ma.load_prompts("word-problems", limit=2, with_answer=True)
 
 
-@pytest.mark.parametrize("at", ["resid_post", [(2, 1), (3, 0), (3, 5)]], ids=["resid_post", "heads"])
+@pytest.mark.parametrize(
+    "at", ["resid_post", [(2, 1), (3, 0), (3, 5)]], ids=["resid_post", "heads"]
+)
 @pytest.mark.parametrize("name", ["toy:llama", "toy:falcon"])
 def test_the_same_bits_as_from_the_first_layer(name, at, prompts, monkeypatch):
     model = ma.load_model(name)
@@ -42,7 +44,9 @@ def test_the_layers_before_are_not_computed_again(prompts):
 
         block.mlp.register_forward_hook(counted)
     ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0), (3, 5)])
-    unpatched = 2 + 2 + 1  # both runs of both prompts, and of the one that is shorter another prompt's
+    unpatched = (
+        2 + 2 + 1
+    )  # both runs of both prompts, and of the one that is shorter another prompt's
     assert rows[0] == rows[1] == unpatched
     shown = 2  # passes of one row, for each prompt, that show that one may start at a layer
     assert rows[2] == unpatched + 3 * (2 + 3) + shown  # three heads, each with its controls
@@ -51,15 +55,25 @@ def test_the_layers_before_are_not_computed_again(prompts):
 
 @pytest.mark.parametrize("reader", [2, 3])
 @pytest.mark.parametrize("missing", ["nothing is added", "an error"])
-def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(reader, missing, prompts, monkeypatch):
+def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(
+    reader, missing, prompts, monkeypatch
+):
     """A later layer adds what the first has read in the same pass, as models with shared keys and values do."""
     model, read = ma.load_model("toy:llama"), []
     nothing = (lambda: 0.0) if missing == "nothing is added" else read.pop
     model.blocks[0].mlp.register_forward_hook(lambda module, given, out: read.append(out.mean()))
-    model.blocks[reader].mlp.register_forward_hook(lambda module, given, out: out + (read.pop() if read else nothing()))
+    model.blocks[reader].mlp.register_forward_hook(
+        lambda module, given, out: out + (read.pop() if read else nothing())
+    )
     found = ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)])
     monkeypatch.setattr(patch, "restartable", NEVER)
     assert found.effects.identical(ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects)
     if missing == "nothing is added":
-        monkeypatch.setattr(patch, "restartable", staticmethod(lambda model, run, layers: replace(run, restarts=True)))
-        assert not found.effects.identical(ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects)
+        monkeypatch.setattr(
+            patch,
+            "restartable",
+            staticmethod(lambda model, run, layers: replace(run, restarts=True)),
+        )
+        assert not found.effects.identical(
+            ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects
+        )

@@ -14,7 +14,9 @@ from mechattn.errors import OptionError
 from mechattn.prompts.token_sequences import baseline_sequence, insert
 from mechattn.prompts.tokenization import tokenize
 
-PROMPT = ma.Prompt("Tom has 3 apples. How many are left?", system="Solve it.", answer="3. Answer: 3", id="a")
+PROMPT = ma.Prompt(
+    "Tom has 3 apples. How many are left?", system="Solve it.", answer="3. Answer: 3", id="a"
+)
 
 
 def runs(sequence):
@@ -39,13 +41,17 @@ def test_plain_segments(toy):
 def test_a_sequence_is_shown_in_one_short_line(toy):
     made = ma.MeaninglessTokens("/", 5).apply(ma.Prompt("Two and two?\n" * 9, system="Add."), toy)
     counts = {
-        name: int(made.of_segment(name).sum()) for name in ("first", "template", "system", "inserted", "question")
+        name: int(made.of_segment(name).sum())
+        for name in ("first", "template", "system", "inserted", "question")
     }
     said = f"Sequence({len(made)} tokens, 5 inserted; {', '.join(f'{name} {n}' for name, n in counts.items())}: "
     assert repr(made) == f"{said}{toy.tokenizer.decode(made.tokens)[:40]!r} …)"
     assert counts["inserted"] == 5
     assert "\n" not in repr(made)
-    assert repr(baseline_sequence([1, 2], ["bos", "question"])) == "Sequence(2 tokens, 0 inserted; first 1, question 1)"
+    assert (
+        repr(baseline_sequence([1, 2], ["bos", "question"]))
+        == "Sequence(2 tokens, 0 inserted; first 1, question 1)"
+    )
     short = baseline_sequence([1, 2], ["bos", "question"], lambda ids: "ab")
     assert repr(short) == "Sequence(2 tokens, 0 inserted; first 1, question 1: 'ab')"
 
@@ -84,9 +90,13 @@ def test_a_chat_template_without_system_role_opens_the_users_turn(toy):
 
 def test_words_of_the_question_in_the_template_are_not_the_question(toy):
     model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
-    model.tokenizer.chat_template = "Tom is here.\n{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}"
+    model.tokenizer.chat_template = (
+        "Tom is here.\n{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}"
+    )
     sequence = tokenize(ma.Prompt("Tom", template="chat"), model)
-    text = model.tokenizer.decode(sequence.tokens[: int(sequence.of_segment("question").nonzero()[0])])
+    text = model.tokenizer.decode(
+        sequence.tokens[: int(sequence.of_segment("question").nonzero()[0])]
+    )
     assert text.endswith("<u>")
 
 
@@ -99,8 +109,12 @@ def test_a_model_without_bos_gets_none(toy):
 
 @pytest.mark.parametrize("place", ["before_question", "start"])
 def test_filler_before_a_question_that_comes_first(toy, place):
-    model = SimpleNamespace(tokenizer=toy.tokenizer, cfg=SimpleNamespace(default_prepend_bos=False, d_vocab=784))
-    made = ma.MeaninglessTokens("/", count=4, place=place).apply(ma.Prompt("Tom has 3 apples."), model)
+    model = SimpleNamespace(
+        tokenizer=toy.tokenizer, cfg=SimpleNamespace(default_prepend_bos=False, d_vocab=784)
+    )
+    made = ma.MeaninglessTokens("/", count=4, place=place).apply(
+        ma.Prompt("Tom has 3 apples."), model
+    )
     assert runs(made)[:3] == ["inserted", "first", "question"]
     assert made.of_part("question").sum() == made.of_segment("question").sum() + 1
 
@@ -109,10 +123,31 @@ def test_filler_before_a_question_that_comes_first(toy, place):
     ("place", "expected"),
     [
         ("start", ["first", "inserted", "system", "template", "question", "template", "answer"]),
-        ("before_question", ["first", "system", "template", "inserted", "question", "template", "answer"]),
-        ("after_question", ["first", "system", "template", "question", "inserted", "template", "answer"]),
-        ("before_answer", ["first", "system", "template", "question", "template", "inserted", "answer"]),
-        ("random", ["first", "system", "template", "question", "inserted", "question", "template", "answer"]),
+        (
+            "before_question",
+            ["first", "system", "template", "inserted", "question", "template", "answer"],
+        ),
+        (
+            "after_question",
+            ["first", "system", "template", "question", "inserted", "template", "answer"],
+        ),
+        (
+            "before_answer",
+            ["first", "system", "template", "question", "template", "inserted", "answer"],
+        ),
+        (
+            "random",
+            [
+                "first",
+                "system",
+                "template",
+                "question",
+                "inserted",
+                "question",
+                "template",
+                "answer",
+            ],
+        ),
     ],
 )
 def test_places(toy, place, expected):
@@ -120,7 +155,10 @@ def test_places(toy, place, expected):
     baseline = tokenize(PROMPT, toy)
     assert runs(sequence) == expected
     assert int(sequence.inserted.sum()) == 7
-    assert set(toy.tokenizer.convert_ids_to_tokens(sequence.tokens[sequence.inserted])) == {"/", "Ġ/"}
+    assert set(toy.tokenizer.convert_ids_to_tokens(sequence.tokens[sequence.inserted])) == {
+        "/",
+        "Ġ/",
+    }
     assert sequence.tokens[~sequence.inserted].tolist() == baseline.tokens.tolist()
     assert sequence.origin[~sequence.inserted].tolist() == list(range(len(baseline)))
 
@@ -140,7 +178,9 @@ def test_random_places_follow_the_seed_and_the_prompt(toy):
 def test_before_answer_without_an_answer_is_the_end(toy):
     prompt = ma.Prompt(PROMPT.question)
     sequence = ma.MeaninglessTokens(count=4, place="before_answer").apply(prompt, toy)
-    assert sequence.inserted.nonzero().flatten().tolist() == list(range(len(sequence) - 4, len(sequence)))
+    assert sequence.inserted.nonzero().flatten().tolist() == list(
+        range(len(sequence) - 4, len(sequence))
+    )
 
 
 @pytest.mark.parametrize(("text", "count"), [("?", 55), ("he", 10), ("/", 1), ("apples ?", 9)])
@@ -167,7 +207,9 @@ CONTROLS = [
 
 
 @pytest.mark.parametrize("condition", CONTROLS, ids=lambda c: type(c).__name__)
-@pytest.mark.parametrize("place", ["before_question", "start", "after_question", "before_answer", "random"])
+@pytest.mark.parametrize(
+    "place", ["before_question", "start", "after_question", "before_answer", "random"]
+)
 def test_every_condition_inserts_exactly_count_tokens(toy, condition, place):
     condition = dataclasses.replace(condition, place=place)
     baseline, made = tokenize(PROMPT, toy), condition.apply(PROMPT, toy, seed=1)
@@ -182,7 +224,9 @@ def test_every_condition_inserts_exactly_count_tokens(toy, condition, place):
 def test_controls_are_drawn_for_each_prompt_and_seed(toy, condition):
     other = dataclasses.replace(PROMPT, id="b")
     drawn = {
-        tuple(condition.apply(prompt, toy, seed).tokens[5:].tolist()) for prompt in (PROMPT, other) for seed in (0, 1)
+        tuple(condition.apply(prompt, toy, seed).tokens[5:].tolist())
+        for prompt in (PROMPT, other)
+        for seed in (0, 1)
     }
     assert len(drawn) == 4
 
@@ -213,7 +257,11 @@ def test_a_tokenizer_that_merges_still_gives_the_count(toy):
 
 
 def test_random_tokens_are_ordinary(toy):
-    drawn = [t for seed in range(20) for t in _filler(ma.conditions.RandomTokens(50).apply(PROMPT, toy, seed))]
+    drawn = [
+        t
+        for seed in range(20)
+        for t in _filler(ma.conditions.RandomTokens(50).apply(PROMPT, toy, seed))
+    ]
     assert not set(drawn) & set(toy.tokenizer.all_special_ids)
     assert all(toy.tokenizer.decode([t]).strip() for t in drawn)
     assert len(set(drawn)) > 300
@@ -245,9 +293,9 @@ def test_position_ids_of_the_variants(toy):
     assert both.keeps_positions
     at_the_end = ma.MeaninglessTokens("/", 3, place="before_answer").unshifted()
     no_answer = ma.Prompt("Tom has 3 apples.", id="c")
-    assert at_the_end.apply(no_answer, toy).position_ids[-4:].tolist() == [len(tokenize(no_answer, toy)) - 1] + [
-        len(tokenize(no_answer, toy)) - n for n in (3, 2, 1)
-    ]
+    assert at_the_end.apply(no_answer, toy).position_ids[-4:].tolist() == [
+        len(tokenize(no_answer, toy)) - 1
+    ] + [len(tokenize(no_answer, toy)) - n for n in (3, 2, 1)]
 
 
 def test_a_sweep_names_its_conditions():
@@ -263,8 +311,14 @@ def test_a_sweep_names_its_conditions():
 @pytest.mark.parametrize("place", ["before_question", "start", "middle", "before_answer", "random"])
 def test_a_text_of_ones_own_goes_in_once_as_it_is(toy, place):
     text = " Take your time, please."
-    sequence, baseline = ma.conditions.Text(text, place=place).apply(PROMPT, toy), tokenize(PROMPT, toy)
-    assert sequence.tokens[sequence.inserted].tolist() == toy.tokenizer(text, add_special_tokens=False)["input_ids"]
+    sequence, baseline = (
+        ma.conditions.Text(text, place=place).apply(PROMPT, toy),
+        tokenize(PROMPT, toy),
+    )
+    assert (
+        sequence.tokens[sequence.inserted].tolist()
+        == toy.tokenizer(text, add_special_tokens=False)["input_ids"]
+    )
     assert sequence.tokens[~sequence.inserted].tolist() == baseline.tokens.tolist()
     if place == "middle":
         question = sequence.of_segment("question").nonzero().flatten()
@@ -334,9 +388,13 @@ def test_a_filler_of_another_length_than_its_count(toy):
         def filler(self, prompt, model, seed=0):
             return [7, 8]
 
-    with pytest.raises(ma.MechattnError, match="Two: filler gives 2 tokens for prompt a, and count=20"):
+    with pytest.raises(
+        ma.MechattnError, match="Two: filler gives 2 tokens for prompt a, and count=20"
+    ):
         Two().apply(PROMPT, toy)
-    assert runs(Two(count=2).apply(PROMPT, toy))[3:5] == ["inserted", "question"], "its place has a default"
+    assert runs(Two(count=2).apply(PROMPT, toy))[3:5] == ["inserted", "question"], (
+        "its place has a default"
+    )
 
 
 def test_an_insertion_that_is_no_dataclass():
@@ -374,7 +432,9 @@ def test_counting_ends_in_a_whole_number_on_a_line_of_its_own(toy, count, place)
 
 
 def test_counting_without_room_for_a_number(toy):
-    with pytest.raises(ma.MechattnError, match="counting needs room for a number and its line breaks"):
+    with pytest.raises(
+        ma.MechattnError, match="counting needs room for a number and its line breaks"
+    ):
         ma.conditions.Counting(1).apply(PROMPT, toy)
 
 
@@ -387,15 +447,21 @@ def test_the_question_is_repeated_token_by_token(toy, times):
     assert sequence.tokens[~sequence.inserted].equal(ma.Baseline().apply(PROMPT, toy).tokens)
     ids = ma.Prompt(tokens=tuple(tokenize(PROMPT, toy).tokens.tolist()))
     repeated = ma.conditions.RepeatQuestion(times).apply(ids, toy)
-    assert repeated.tokens[repeated.inserted].tolist() == list(ids.tokens[1:]) * times, "token ids have no lines"
+    assert repeated.tokens[repeated.inserted].tolist() == list(ids.tokens[1:]) * times, (
+        "token ids have no lines"
+    )
 
 
 @pytest.mark.parametrize(
-    "condition", [ma.conditions.Counting(count=11), ma.conditions.RepeatQuestion()], ids=lambda c: type(c).__name__
+    "condition",
+    [ma.conditions.Counting(count=11), ma.conditions.RepeatQuestion()],
+    ids=lambda c: type(c).__name__,
 )
 def test_in_a_chat_they_are_in_the_users_turn_on_lines_of_their_own(toy, condition):
     model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
-    model.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}[assistant] "
+    model.tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}[assistant] "
+    )
     sequence = condition.apply(ma.Prompt(PROMPT.question, template="chat"), model)
     at = sequence.inserted.nonzero().flatten()
     before, filler, after = (

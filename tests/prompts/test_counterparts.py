@@ -25,7 +25,9 @@ def both(model, prompt, condition):
 
 
 def test_equal_lengths_are_paired_token_by_token(model):
-    prompt = ma.Prompt(tokens=(1, 20, 30, 40, 50), answer_tokens=(60,), counterpart=(1, 20, 31, 40, 51))
+    prompt = ma.Prompt(
+        tokens=(1, 20, 30, 40, 50), answer_tokens=(60,), counterpart=(1, 20, 31, 40, 51)
+    )
     own, other = both(model, prompt, Counterpart())
     assert other.origin.tolist() == [0, 1, 2, 3, 4, 5]
     expected = ["first", "question", "changed", "question", "changed", "answer"]
@@ -33,15 +35,31 @@ def test_equal_lengths_are_paired_token_by_token(model):
         assert [SEGMENTS[code] for code in one.segment] == expected
     assert other.tokens.tolist() == [1, 20, 31, 40, 51, 60]
     assert "0 without a partner, 2 changed" in other._repr_html_()
-    assert repr(other).startswith("Sequence(6 tokens, 0 without a partner, 2 changed; first 1, question 2, answer 1, ")
+    assert repr(other).startswith(
+        "Sequence(6 tokens, 0 without a partner, 2 changed; first 1, question 2, answer 1, "
+    )
 
 
 def test_other_lengths_leave_out_what_has_no_partner(model):
-    prompt = ma.Prompt(tokens=(1, 20, 30, 31, 32, 40), answer_tokens=(60,), counterpart=(1, 20, 35, 36, 40))
+    prompt = ma.Prompt(
+        tokens=(1, 20, 30, 31, 32, 40), answer_tokens=(60,), counterpart=(1, 20, 35, 36, 40)
+    )
     own, other = both(model, prompt, Counterpart())
     assert other.origin.tolist() == [0, 1, -1, -1, 5, 6]
-    assert [SEGMENTS[code] for code in other.segment] == ["first", "question", *["inserted"] * 2, "question", "answer"]
-    assert [SEGMENTS[code] for code in own.segment] == ["first", "question", *["changed"] * 3, "question", "answer"]
+    assert [SEGMENTS[code] for code in other.segment] == [
+        "first",
+        "question",
+        *["inserted"] * 2,
+        "question",
+        "answer",
+    ]
+    assert [SEGMENTS[code] for code in own.segment] == [
+        "first",
+        "question",
+        *["changed"] * 3,
+        "question",
+        "answer",
+    ]
     _, ended = both(model, prompt, Counterpart(from_the_end=True))
     assert ended.origin.tolist() == [0, 1, 3, 4, 5, 6]
     with pytest.raises(PromptError, match="3 tokens without a partner under 'other'"):
@@ -53,7 +71,9 @@ def longest(own, other):
     table = [[0] * (len(other) + 1) for _ in range(len(own) + 1)]
     for i, a in enumerate(own):
         for j, b in enumerate(other):
-            table[i + 1][j + 1] = table[i][j] + 1 if a == b else max(table[i][j + 1], table[i + 1][j])
+            table[i + 1][j + 1] = (
+                table[i][j] + 1 if a == b else max(table[i][j + 1], table[i + 1][j])
+            )
     return table[-1][-1]
 
 
@@ -72,7 +92,9 @@ def test_pairs_are_in_order_each_once_and_equal_but_in_replaced_stretches():
 def test_every_other_condition_has_the_same_segments(model):
     prompt = ma.Prompt(tokens=(1, 20, 30, 40, 50), counterpart=(1, 20, 31, 40, 50))
     slash = ma.MeaninglessTokens("/", count=4)
-    made = made_sequences(with_baseline({"other": Counterpart(), "slash": slash}), [prompt], model, 0)[0]
+    made = made_sequences(
+        with_baseline({"other": Counterpart(), "slash": slash}), [prompt], model, 0
+    )[0]
     assert [SEGMENTS[c] for c in made["slash"].segment if SEGMENTS[c] != "inserted"] == [
         SEGMENTS[c] for c in made[BASELINE].segment
     ]
@@ -93,7 +115,12 @@ def test_a_run_over_pairs_measures_the_changed_tokens(model):
 def test_versions_come_from_a_file_a_list_or_a_mapping(model, tmp_path):
     place = tmp_path / "pairs.jsonl"
     rows = [
-        {"clean": f"Tom has {n} red", "corrupted": f"Tom has {n} old", "answer": " hats", "wrong": " eggs"}
+        {
+            "clean": f"Tom has {n} red",
+            "corrupted": f"Tom has {n} old",
+            "answer": " hats",
+            "wrong": " eggs",
+        }
         for n in "ab"
     ]
     place.write_text("\n".join(map(json.dumps, rows)))
@@ -104,7 +131,11 @@ def test_versions_come_from_a_file_a_list_or_a_mapping(model, tmp_path):
     ]
     texts = [row["corrupted"] for row in rows]
     for versions in (None, texts, dict(zip("01", texts, strict=True))):
-        assert Counterpart(versions).apply(made[1], model).tokens.equal(Counterpart().apply(made[1], model).tokens)
+        assert (
+            Counterpart(versions)
+            .apply(made[1], model)
+            .tokens.equal(Counterpart().apply(made[1], model).tokens)
+        )
 
 
 def test_bad_versions_are_refused_in_words(model):
@@ -124,7 +155,11 @@ def test_bad_versions_are_refused_in_words(model):
 def test_generated_pairs_have_as_many_tokens_and_other_answers(name, source):
     model = ma.load_model(name)
     made = ma.pairs(model, source, 12, span=(6, 9))
-    assert made == ma.pairs(model, source, 12, span=(6, 9)) != ma.pairs(model, source, 12, span=(6, 9), seed=1)
+    assert (
+        made
+        == ma.pairs(model, source, 12, span=(6, 9))
+        != ma.pairs(model, source, 12, span=(6, 9), seed=1)
+    )
     for prompt in made:
         own, other = both(model, prompt, Counterpart())
         assert len(own) == len(other)
@@ -135,15 +170,22 @@ def test_generated_pairs_have_as_many_tokens_and_other_answers(name, source):
 def test_the_answers_of_generated_pairs_follow_from_their_versions():
     model = ma.load_model("toy:llama")
     for prompt in ma.pairs(model, "repeated-random", 20, span=(5, 9)):
-        for version, answer in ((prompt.tokens, prompt.answer_tokens[0]), (prompt.counterpart, prompt.other_answer[0])):
+        for version, answer in (
+            (prompt.tokens, prompt.answer_tokens[0]),
+            (prompt.counterpart, prompt.other_answer[0]),
+        ):
             earlier = [i for i, token in enumerate(version[:-1]) if token == version[-1]]
             assert [version[i + 1] for i in earlier] == [answer]
     for prompt in ma.pairs(model, "ioi", 20):
         assert (
-            prompt.question.count(prompt.answer.strip()) == 1 == prompt.counterpart.count(prompt.other_answer.strip())
+            prompt.question.count(prompt.answer.strip())
+            == 1
+            == prompt.counterpart.count(prompt.other_answer.strip())
         )
     for prompt in ma.pairs(model, "greater-than", 20):
-        starts = [int(text.split("year ")[1][2:4]) for text in (prompt.question, prompt.counterpart)]
+        starts = [
+            int(text.split("year ")[1][2:4]) for text in (prompt.question, prompt.counterpart)
+        ]
         assert int(prompt.answer) > starts[0] > starts[1] > int(prompt.other_answer)
 
 

@@ -24,9 +24,15 @@ def test_every_worked_answer_is_right():
         *sums, last = re.split(r"(?<=\.) ", problem.answer)
         value = None
         for line in sums:
-            left, sign, right, total = re.fullmatch(r"(\d+) ([-+*÷]) (\d+) = (\d+)\.", line).groups()
+            left, sign, right, total = re.fullmatch(
+                r"(\d+) ([-+*÷]) (\d+) = (\d+)\.", line
+            ).groups()
             assert value is None or int(left) == value
-            value = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}.get(sign)
+            value = {
+                "+": int(left) + int(right),
+                "-": int(left) - int(right),
+                "*": int(left) * int(right),
+            }.get(sign)
             value = int(left) / int(right) if sign == "÷" else value
             assert value == int(total)
             assert 0 < value <= LARGEST
@@ -79,17 +85,32 @@ def test_load_prompts_gives_segments():
 
 def test_only_word_problems_bring_a_system_text(tmp_path):
     (tmp_path / "my.jsonl").write_text('{"question": "Why?"}')
-    for source, own in (("word-problems", problems.SYSTEM), ("recall", ""), (str(tmp_path / "my.jsonl"), "")):
+    for source, own in (
+        ("word-problems", problems.SYSTEM),
+        ("recall", ""),
+        (str(tmp_path / "my.jsonl"), ""),
+    ):
         for asked, given in ((None, own), ("", ""), ("Be brief.", "Be brief.")):
-            assert {prompt.system for prompt in ma.load_prompts(source, limit=2, system=asked)} == {given}
+            assert {prompt.system for prompt in ma.load_prompts(source, limit=2, system=asked)} == {
+                given
+            }
 
 
 def test_a_template_is_what_is_left_without_names_numbers_things_places_and_days():
     """Two problems have one template exactly where nothing else is different: told from their text alone."""
-    things = [form for name in [*problems._COUNTED, *problems._MEASURED] for form in (name, name.removesuffix("s"))]
+    things = [
+        form
+        for name in [*problems._COUNTED, *problems._MEASURED]
+        for form in (name, name.removesuffix("s"))
+    ]
     blank = re.compile(
         r"\b(?:"
-        + "|".join(map(re.escape, [*problems._HE, *problems._SHE, *things, *problems._PLACES, *problems._DAYS]))
+        + "|".join(
+            map(
+                re.escape,
+                [*problems._HE, *problems._SHE, *things, *problems._PLACES, *problems._DAYS],
+            )
+        )
         + r"|he|she|him|her|twice|three times|four times|five times|\d+)\b",
         re.IGNORECASE,
     )

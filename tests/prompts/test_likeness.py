@@ -11,7 +11,10 @@ from mechattn.prompts.prompt import as_prompts, warn_of_likeness
 from mechattn.results.result import alike_words
 
 COPIES = [ma.Prompt("Tom has 3 apples. How many?", id=str(n)) for n in range(6)]
-TEMPLATE = [f"{name} has {n} apples and buys {n + 2} more." for name, n in zip(["Tom", "Ann", "Eli", "Zoe"], range(4))]
+TEMPLATE = [
+    f"{name} has {n} apples and buys {n + 2} more."
+    for name, n in zip(["Tom", "Ann", "Eli", "Zoe"], range(4))
+]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,9 @@ def test_the_cost_is_named_and_groups_end_it():
         warn_of_likeness(COPIES)
     with pytest.warns(UserWarning, match=r"up to 2\.0 times too narrow"):
         warn_of_likeness(as_prompts(TEMPLATE))
-    with pytest.warns(UserWarning, match="6 prompts are the same"):  # negative control: groups of one say nothing
+    with pytest.warns(
+        UserWarning, match="6 prompts are the same"
+    ):  # negative control: groups of one say nothing
         warn_of_likeness([replace(prompt, group=prompt.id) for prompt in COPIES])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -68,8 +73,14 @@ def test_a_run_says_it_once_and_where_it_was_called(toy):
 
 def test_prompts_without_names_are_numbered_and_a_name_given_twice_is_refused():
     made = as_prompts([ma.Prompt("one"), ma.Prompt("two")])
-    assert [prompt.id for prompt in made] == ["0", "1"] == [prompt.id for prompt in as_prompts(["one", "two"])]
-    with pytest.raises(PromptError, match="several prompts have the id 'a'; give every prompt its own"):
+    assert (
+        [prompt.id for prompt in made]
+        == ["0", "1"]
+        == [prompt.id for prompt in as_prompts(["one", "two"])]
+    )
+    with pytest.raises(
+        PromptError, match="several prompts have the id 'a'; give every prompt its own"
+    ):
         as_prompts([ma.Prompt("one", id="a"), ma.Prompt("two", id="a")])
     with pytest.raises(PromptError, match="several prompts have the id '0'"):
         as_prompts([ma.Prompt("one"), ma.Prompt("two"), ma.Prompt("three", id="a")])
@@ -82,9 +93,15 @@ def test_a_result_says_it_of_its_prompts_and_of_parts_of_them(toy):
     assert ma.render.verdict_words(made).partition("0.05). ")[2].startswith(whole)
     assert made.compare("slash").attrs["alike"].startswith(whole)
     assert f". {whole}" in made.methods()
-    assert "4 prompts (much alike, so intervals are too narrow)" in ma.render.caption(ma.render.changes(made))
+    assert "4 prompts (much alike, so intervals are too narrow)" in ma.render.caption(
+        ma.render.changes(made)
+    )
     some = made.sel(prompt=["0", "1", "2"])
-    assert ma.render.verdict_words(some).partition("0.05). ")[2].startswith(f"In the whole run, {whole}")
+    assert (
+        ma.render.verdict_words(some)
+        .partition("0.05). ")[2]
+        .startswith(f"In the whole run, {whole}")
+    )
     others = [replace(prompt, id=f"more {prompt.id}") for prompt in named]
     merged = ma.merge_results([made, ma.run(toy, others, conditions)])
     assert alike_words(merged).startswith(f"In parts of it, {whole}")
@@ -99,4 +116,7 @@ def test_every_chunk_of_a_job_says_it_of_all_prompts(tmp_path):
     job = ma.Job("toy:llama", COPIES, slash, chunk=2, verify=False)
     with pytest.warns(UserWarning, match="6 prompts are the same"):
         made = ma.run_job(job, tmp_path / "r.zarr")
-    assert made.provenance["prompts"]["alike"] == ma.run("toy:llama", COPIES, slash).provenance["prompts"]["alike"]
+    assert (
+        made.provenance["prompts"]["alike"]
+        == ma.run("toy:llama", COPIES, slash).provenance["prompts"]["alike"]
+    )

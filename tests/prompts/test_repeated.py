@@ -30,7 +30,9 @@ def test_the_seed_decides(toy):
 
 
 def test_three_times_and_without_a_tokenizer():
-    model = SimpleNamespace(tokenizer=None, cfg=SimpleNamespace(d_vocab=12, default_prepend_bos=False))
+    model = SimpleNamespace(
+        tokenizer=None, cfg=SimpleNamespace(d_vocab=12, default_prepend_bos=False)
+    )
     (prompt,) = ma.repeated_random(model, 1, span=(4, 4), times=3)
     assert prompt.tokens == prompt.tokens[:4] * 3
 
@@ -52,11 +54,15 @@ def test_it_can_be_run(toy):
     ],
 )
 def test_bad_input(options, message):
-    model = SimpleNamespace(tokenizer=None, cfg=SimpleNamespace(d_vocab=12, default_prepend_bos=False))
+    model = SimpleNamespace(
+        tokenizer=None, cfg=SimpleNamespace(d_vocab=12, default_prepend_bos=False)
+    )
     with pytest.raises(OptionError, match=message):
         ma.repeated_random(model, **({"limit": 1} | options))
 
 
 def test_they_are_not_loaded():
-    with pytest.raises(OptionError, match=r"drawn from the vocabulary of a model: ma\.repeated_random\(model\)"):
+    with pytest.raises(
+        OptionError, match=r"drawn from the vocabulary of a model: ma\.repeated_random\(model\)"
+    ):
         ma.load_prompts("repeated-random")

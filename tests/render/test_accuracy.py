@@ -10,12 +10,21 @@ from mechattn.errors import OptionError
 
 def table(names, values):
     values = np.array(values)
-    made = {"condition": names, "accuracy": values, "low": values - 0.1, "high": values + 0.05, "n": 40}
+    made = {
+        "condition": names,
+        "accuracy": values,
+        "low": values - 0.1,
+        "high": values + 0.05,
+        "n": 40,
+    }
     return pd.DataFrame(made)
 
 
 def test_by_condition():
-    tables = {"a (toy)": table(["baseline", "slash"], [0.9, 0.7]), "b (toy)": table(["baseline", "slash"], [0.8, 0.6])}
+    tables = {
+        "a (toy)": table(["baseline", "slash"], [0.9, 0.7]),
+        "b (toy)": table(["baseline", "slash"], [0.8, 0.6]),
+    }
     figure = ma.render.accuracy(tables)
     one = figure.data[0]
     np.testing.assert_allclose(one.y, [90, 70])
@@ -27,7 +36,9 @@ def test_by_condition():
 
 
 def test_a_sweep_begins_at_the_baseline():
-    figure = ma.render.accuracy({"a": table(["baseline", "count=10", "count=55"], [0.9, 0.8, 0.7])}, "count")
+    figure = ma.render.accuracy(
+        {"a": table(["baseline", "count=10", "count=55"], [0.9, 0.8, 0.7])}, "count"
+    )
     assert list(figure.data[0].x) == [0, 10, 55]
     np.testing.assert_allclose(figure.data[0].y, [90, 80, 70])
     places = ma.render.accuracy({"a": table(["baseline", "place=start"], [0.9, 0.8])}, over="place")

@@ -14,7 +14,9 @@ def result(toy, prompts):
         "slash": ma.MeaninglessTokens("/", 20),
         "arm": ma.Baseline(intervention=ma.interventions.ARM(form="released_llama", p1=95.0)),
         "channels": ma.Baseline(
-            intervention=ma.interventions.ARM(form="released_llama", p1=95.0, control="random_channels")
+            intervention=ma.interventions.ARM(
+                form="released_llama", p1=95.0, control="random_channels"
+            )
         ),
     }
     return ma.run(toy, prompts, conditions, [ma.analyses.MlpActivations()])
@@ -34,7 +36,10 @@ def test_histogram(result):
     assert one.showlegend
     assert not other.showlegend
     threshold = result.provenance["analyses"]["mlp_activations"]["thresholds"][1]
-    assert sorted({round(shape.x0, 6) for shape in figure.layout.shapes}) == [round(-threshold, 6), round(threshold, 6)]
+    assert sorted({round(shape.x0, 6) for shape in figure.layout.shapes}) == [
+        round(-threshold, 6),
+        round(threshold, 6),
+    ]
     assert {"baseline", "slash", "arm", "channels"} <= {t.name for t in figure.data}
 
 

@@ -28,7 +28,8 @@ def result(toy, prompts):
 @pytest.fixture(scope="module")
 def swept(toy, prompts):
     conditions = ma.sweep(ma.MeaninglessTokens("/"), count=[0, 10, 25]) | {
-        f"there, {name}": c for name, c in ma.sweep(ma.MeaninglessTokens("/", 5), place=["start", "random"]).items()
+        f"there, {name}": c
+        for name, c in ma.sweep(ma.MeaninglessTokens("/", 5), place=["start", "random"]).items()
     }
     return ma.run(toy, prompts[:5], conditions)
 
@@ -42,14 +43,18 @@ def test_received_by_model(result):
     titles = [a.text.split("<br>")[1] for a in figure.layout.annotations if "<br>" in a.text]
     assert titles == ["layer 1 head 0", "layer 1 head 3"]
     shown = lines(figure)
-    assert set(shown) == {"slash", "sentence", "uniform attention"}, "one line for what is the same under both"
+    assert set(shown) == {"slash", "sentence", "uniform attention"}, (
+        "one line for what is the same under both"
+    )
     colours = [shown[name].line.color for name in ("slash", "sentence", "uniform attention")]
     assert colours == [WITH, THIRD, WITHOUT]
     inserted = np.flatnonzero(result["sequences"].origin.sel(condition="slash")[0] == -1)
     spans = {(shape.x0, shape.x1) for shape in figure.layout.shapes}
     assert spans == {(inserted[0] - 0.5, inserted[-1] + 0.5)}
     assert len(figure.layout.shapes) == 2, "one in each panel"
-    assert {shape.opacity for shape in ma.render.for_paper(figure).layout.shapes} == {1}, "not faded in print"
+    assert {shape.opacity for shape in ma.render.for_paper(figure).layout.shapes} == {1}, (
+        "not faded in print"
+    )
     drawn = [t for t in figure.data if t.name == "sentence"][1]
     at = result["received_attention"].sel(condition="sentence", layer=1)
     np.testing.assert_allclose(drawn.y, at.received.sel(head=3).values[drawn.x])
@@ -71,7 +76,10 @@ def test_a_first_token_that_sets_the_axis_is_named(result):
     sink = replace(result, datasets=result.datasets | {"received_attention": dataset})
     notes = ma.render.received_attention(sink, 0, heads=[5]).layout.annotations
     assert [(a.x, round(a.y, 3)) for a in notes if a.text == "position 0 (first)"] == [(0, 0.9)]
-    for name in ("received_by_origin", "received"):  # as of prompts so unlike that no position has enough of them
+    for name in (
+        "received_by_origin",
+        "received",
+    ):  # as of prompts so unlike that no position has enough of them
         dataset[f"{name}_n"][:] = 0
     ma.render.received_attention(sink, 0, heads=[5])
 
@@ -79,9 +87,14 @@ def test_a_first_token_that_sets_the_axis_is_named(result):
 def test_several_layers(result):
     figure = ma.render.received_attention(result, [0, 2], heads=[5], condition="slash")
     assert [a.text for a in figure.layout.annotations][:2] == ["Layer 0 head 5", "Layer 2 head 5"]
-    assert figure.layout.meta["says"].count("Attention received by the question's tokens in layer") == 2
+    assert (
+        figure.layout.meta["says"].count("Attention received by the question's tokens in layer")
+        == 2
+    )
     none = next(t for t in figure.data if t.name == "without slash" and t.yaxis == "y2")
-    expected = result["received_attention"].received_by_origin.sel(condition="baseline", layer=2, head=5)
+    expected = result["received_attention"].received_by_origin.sel(
+        condition="baseline", layer=2, head=5
+    )
     np.testing.assert_allclose(none.y, expected.values[none.x])
 
 
@@ -95,7 +108,9 @@ def test_change_map_marks_what_is_significant(result):
     assert len(marked) > 0
     q = table.pivot(index="layer", columns="head", values="q_beyond").values
     np.testing.assert_array_equal(np.isfinite(np.array(faded.z, dtype=float)), q >= 0.05)
-    assert 0 < (q >= 0.05).sum() < q.size, "both kinds are there, so the test would notice either alone"
+    assert 0 < (q >= 0.05).sum() < q.size, (
+        "both kinds are there, so the test would notice either alone"
+    )
     assert key.name == "faded: q ≥ 0.05"
     assert "uniform attention" in figure.layout.title.text
     said = heat.colorbar.title.text.replace("<br>", " ")
@@ -121,8 +136,14 @@ def test_sweeps(swept):
 
 
 def test_two_sweeps_are_two_lines(toy, prompts):
-    word = {f"word, {name}": c for name, c in ma.sweep(ma.conditions.RandomTokens(), count=[5, 10]).items()}
-    slash = {f"slash, {name}": c for name, c in ma.sweep(ma.MeaninglessTokens("/"), count=[5, 10]).items()}
+    word = {
+        f"word, {name}": c
+        for name, c in ma.sweep(ma.conditions.RandomTokens(), count=[5, 10]).items()
+    }
+    slash = {
+        f"slash, {name}": c
+        for name, c in ma.sweep(ma.MeaninglessTokens("/"), count=[5, 10]).items()
+    }
     shown = lines(ma.render.changes(ma.run(toy, prompts[:3], slash | word), over="count"))
     assert {"slash", "word"} <= set(shown)
     assert list(shown["slash"].y) != list(shown["word"].y)
@@ -132,14 +153,18 @@ def test_changes_by_condition(result):
     shown = lines(ma.render.changes(result, ["slash", "masked", "other"], layer=0))
     assert list(shown["measured"].x) == ["slash", "masked", "other"]
     baseline, masked = (
-        result["received_attention"].received_by_segment.sel(condition=c, layer=0, segment="question").mean("head")
+        result["received_attention"]
+        .received_by_segment.sel(condition=c, layer=0, segment="question")
+        .mean("head")
         for c in ("baseline", "masked")
     )
     expected = 100 * np.expm1(np.log(masked / baseline).mean())
     assert shown["measured"].y[1] == pytest.approx(float(expected), abs=1e-3)
     axis = ma.render.changes(result, ["slash"], "mass").layout.yaxis.title.text
     assert axis == "change of attention to all of the question (%)"
-    assert abs(shown["uniform attention"].y[1]) < 1e-4, "masked tokens take nothing from uniform attention"
+    assert abs(shown["uniform attention"].y[1]) < 1e-4, (
+        "masked tokens take nothing from uniform attention"
+    )
 
 
 def test_changes_from_a_control(result):
@@ -147,7 +172,9 @@ def test_changes_from_a_control(result):
     (measured,) = (trace for trace in figure.data if trace.name == "measured")
     assert list(measured.x) == ["slash", "masked", "other"]
     slash, sentence = (
-        result["received_attention"].received_by_segment.sel(condition=c, segment="question").mean(["layer", "head"])
+        result["received_attention"]
+        .received_by_segment.sel(condition=c, segment="question")
+        .mean(["layer", "head"])
         for c in ("slash", "sentence")
     )
     ratio = np.log(slash.values.astype(np.float64) / sentence.values)
@@ -159,7 +186,8 @@ def test_changes_from_a_control(result):
     assert figure.layout.yaxis.title.text.endswith("relative to “sentence” (%)")
     with pytest.raises(OptionError, match="difference would be one of length too"):
         ma.render.changes(
-            ma.run("toy:llama", ["a", "b", "c"], ma.sweep(ma.RandomSentence(5), count=[5, 6])), to="count=5"
+            ma.run("toy:llama", ["a", "b", "c"], ma.sweep(ma.RandomSentence(5), count=[5, 6])),
+            to="count=5",
         )
 
 
@@ -171,7 +199,10 @@ def test_a_map_of_changes_from_a_control(result):
     text = figure.layout.title.text.replace("<br>", " ")
     assert "question, change relative to “sentence” <sup>“slash” relative to “sentence”; " in text
     assert "n = 12 prompts; uniform attention predicts no difference" in text
-    assert f"{int((table.q_difference < 0.05).sum())} of 32 heads changed relative to “sentence” at q" in said(figure)
+    assert (
+        f"{int((table.q_difference < 0.05).sum())} of 32 heads changed relative to “sentence” at q"
+        in said(figure)
+    )
     against_baseline = said(ma.render.change_map(result, "slash"))
     assert "heads differ from uniform attention at q < 0.05" in against_baseline
 
@@ -179,8 +210,12 @@ def test_a_map_of_changes_from_a_control(result):
 def test_scale_and_rank(result):
     shown = lines(ma.render.scale_by_layer(result, "slash"))
     dataset = result["affine_shift"].sel(condition="slash", segment="question")
-    np.testing.assert_allclose(shown["λ, mean of the heads"].y, dataset.scale.mean(("prompt", "head")), rtol=1e-6)
-    np.testing.assert_allclose(shown["λ, uniform attention"].y, dataset.scale_uniform.mean("prompt"), rtol=1e-6)
+    np.testing.assert_allclose(
+        shown["λ, mean of the heads"].y, dataset.scale.mean(("prompt", "head")), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        shown["λ, uniform attention"].y, dataset.scale_uniform.mean("prompt"), rtol=1e-6
+    )
     ranks = lines(ma.render.by_layer(result, "shift_rank_one_share"))
     assert set(ranks) == {"slash", "sentence", "other"}, "masked has no shift"
     with pytest.raises(OptionError, match="no condition"):
@@ -192,7 +227,10 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
     other = ma.run(toy, prompts[:6], {"dots": ma.MeaninglessTokens(".", 5)})
     figure = ma.render.verdicts([slash_result, other])
     found = [slash_result.verdict("slash"), other.verdict("dots")]
-    measured, uniform = (next(t for t in figure.data if t.name and t.name.startswith(n)) for n in ("meas", "if every"))
+    measured, uniform = (
+        next(t for t in figure.data if t.name and t.name.startswith(n))
+        for n in ("meas", "if every")
+    )
     np.testing.assert_allclose(measured.x, [100 * v.change.estimate for v in found])
     np.testing.assert_allclose(uniform.x, [100 * v.null.estimate for v in found])
     bars = measured.error_x
@@ -200,7 +238,8 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
     np.testing.assert_allclose(measured.x - bars.arrayminus, [100 * v.change.low for v in found])
     assert not np.allclose(measured.x[0], measured.x[1]), "negative control"
     assert list(figure.layout.yaxis.ticktext) == [
-        f"toy:llama<br>(toy, 1.0 M parameters), {n} tokens inserted" for n in ("slash, 55", "dots, 5")
+        f"toy:llama<br>(toy, 1.0 M parameters), {n} tokens inserted"
+        for n in ("slash, 55", "dots, 5")
     ]
     assert figure.layout.xaxis.title.text == "change of attention<br>received (%)"
     beside = {(a.y, a.text): a for a in figure.layout.annotations}
@@ -212,7 +251,11 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
     )
     assert anchors == ({"center"}, {"right"}), "away from the line at 0"
     assert measured.error_x.width * 2 > measured.marker.size, "no interval is hidden by its point"
-    fewer = ma.run("toy:llama", ma.load_prompts("word-problems", limit=3), {"slash": ma.MeaninglessTokens("/", 4)})
+    fewer = ma.run(
+        "toy:llama",
+        ma.load_prompts("word-problems", limit=3),
+        {"slash": ma.MeaninglessTokens("/", 4)},
+    )
     counted = ma.render.verdicts([slash_result, fewer], "slash").layout.yaxis.ticktext
     assert counted[1].endswith("4 tokens inserted"), "models compared with other numbers of tokens"
     twice = ma.render.verdicts([slash_result, slash_result], "slash")

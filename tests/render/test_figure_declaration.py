@@ -43,7 +43,11 @@ def test_files_are_not_listed_beside_figures():
 
 def test_a_report_shows_what_the_result_has(results):
     for result, expected in zip(
-        results, (["received_attention", "change_map", "changes", "by_layer"], ["received_attention", "by_layer"])
+        results,
+        (
+            ["received_attention", "change_map", "changes", "by_layer"],
+            ["received_attention", "by_layer"],
+        ),
     ):
         shown = figures_of(result, 1, [0, 2])
         assert [draw.__name__ for draw, _ in shown] == expected

@@ -9,7 +9,10 @@ import mechattn as ma
 def test_the_rows_are_what_is_drawn(slash_result):
     figure = ma.render.verdicts([slash_result, slash_result])
     table = ma.render.figure_table(figure).set_index("series")
-    measured, change = table.loc["measured, with 95 % interval"], 100 * np.array(slash_result.verdict().change)
+    measured, change = (
+        table.loc["measured, with 95 % interval"],
+        100 * np.array(slash_result.verdict().change),
+    )
     np.testing.assert_allclose(measured[["x", "low", "high"]].astype(float), [change, change])
     assert measured.y.str.endswith(("1", "2")).all(), "rows by their words"
     assert set(measured.x_is) == {"change of attention received (%)"}
@@ -21,7 +24,9 @@ def test_panels_and_maps_are_told_apart(slash_result):
     table = ma.render.figure_table(figure)
     line = table[(table.series == "with slash") & (table.x_is == "original token position")]
     at = slash_result["received_attention"].sel(condition="slash", layer=0, head=2)
-    np.testing.assert_allclose(line.y.astype(float), at.received_by_origin.values[line.x.astype(int)])
+    np.testing.assert_allclose(
+        line.y.astype(float), at.received_by_origin.values[line.x.astype(int)]
+    )
     assert set(line.panel) == {"Layer 0 head 2"}
     each = at.received_by_origin_per_prompt.values[:, line.x.astype(int)].astype(np.float64)
     n = (~np.isnan(each)).sum(0)
@@ -31,7 +36,10 @@ def test_panels_and_maps_are_told_apart(slash_result):
     assert set(table.series) == {
         "with slash", "without slash", "uniform, with slash", "uniform, without slash"
     }, "a band is no series"  # fmt: skip
-    table, compared = ma.render.figure_table(ma.render.change_map(slash_result)), slash_result.compare("slash")
+    table, compared = (
+        ma.render.figure_table(ma.render.change_map(slash_result)),
+        slash_result.compare("slash"),
+    )
     cells = table[table.z.notna()]
     np.testing.assert_allclose(cells.z.astype(float), compared.beyond)
     assert cells.z_is.iloc[0].startswith("change of attention received by the question")

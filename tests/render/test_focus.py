@@ -32,13 +32,19 @@ def test_points_are_sorted_within_each_layer_and_name_their_head(result):
         assert trace.line.dash == "dot"
         np.testing.assert_allclose(trace.y, null.sel(condition=condition), rtol=1e-6)
     assert "dotted: uniform attention" in ma.render.caption(figure)
-    assert "no null: uniform attention has no largest" in ma.render.caption(ma.render.heads_by_layer(result))
+    assert "no null: uniform attention has no largest" in ma.render.caption(
+        ma.render.heads_by_layer(result)
+    )
     for trace, condition in zip(figure.data[::2], ("baseline", "slash"), strict=True):
         y = np.reshape(trace.y, (data.sizes["layer"], data.sizes["head"]))
         assert (np.diff(y, axis=1) <= 0).all(), "the largest head is on the left"
         seen = {(int(layer), int(head)) for layer, head, *_ in trace.customdata}
-        assert seen == {(layer, head) for layer in data.layer.values for head in data["head"].values}
-        for x, value, (layer, head, low, high) in zip(trace.x, trace.y, trace.customdata, strict=True):
+        assert seen == {
+            (layer, head) for layer in data.layer.values for head in data["head"].values
+        }
+        for x, value, (layer, head, low, high) in zip(
+            trace.x, trace.y, trace.customdata, strict=True
+        ):
             expected = data.sel(condition=condition, layer=int(layer), head=int(head))
             assert value == pytest.approx(float(expected), rel=1e-5)
             assert low < value < high
@@ -49,7 +55,9 @@ def test_the_mean_over_heads_and_its_null(result):
     figure = ma.render.by_layer(result, "span_mass")
     lines = [t for t in figure.data if t.line.dash == "dot"]
     sinks = result["attention_sinks"]
-    np.testing.assert_allclose(lines[0].y, sinks.span_mass_uniform.sel(condition="slash").mean("prompt"), rtol=1e-6)
+    np.testing.assert_allclose(
+        lines[0].y, sinks.span_mass_uniform.sel(condition="slash").mean("prompt"), rtol=1e-6
+    )
     drawn = next(t for t in figure.data if t.name == "slash")
     expected = sinks.span_mass.sel(condition="slash").mean(["prompt", "head"])
     np.testing.assert_allclose(drawn.y, expected, rtol=1e-5)
@@ -86,11 +94,23 @@ def test_updates_by_position(result):
 
 def test_what_cannot_be_shown_is_said(result, toy, prompts):
     for call, message in (
-        (lambda: ma.render.heads_by_layer(result, "first_mas"), "no analysis of this result has 'first_mas'"),
+        (
+            lambda: ma.render.heads_by_layer(result, "first_mas"),
+            "no analysis of this result has 'first_mas'",
+        ),
         (lambda: ma.render.heads_by_layer(result, "block_norm"), "has no heads; use by_layer"),
-        (lambda: ma.render.heads_by_layer(result, "first_mass", conditions=["x"]), "there is no condition 'x'"),
-        (lambda: ma.render.heads_by_layer(result, "first_mass", "poem"), "segment='poem': choose one of"),
-        (lambda: ma.render.by_layer(result, "magnitude_counts"), "more than one number for each head"),
+        (
+            lambda: ma.render.heads_by_layer(result, "first_mass", conditions=["x"]),
+            "there is no condition 'x'",
+        ),
+        (
+            lambda: ma.render.heads_by_layer(result, "first_mass", "poem"),
+            "segment='poem': choose one of",
+        ),
+        (
+            lambda: ma.render.by_layer(result, "magnitude_counts"),
+            "more than one number for each head",
+        ),
         (lambda: ma.render.update_histogram(result, "size"), 'choose "magnitude" or "orientation"'),
         (lambda: ma.render.update_map(result, reading="all"), 'choose "mixed" or "top_target"'),
         (lambda: ma.render.update_map(result, "x"), "there is no condition 'x'"),
@@ -98,17 +118,25 @@ def test_what_cannot_be_shown_is_said(result, toy, prompts):
         (lambda: ma.explore(toy, prompts[0], heads=[99]), "head 99 is out of range"),
         (lambda: ma.explore(toy, prompts[0], max_tokens=10), "a map shows at most 10"),
     ):
-        with pytest.raises(OptionError if "a map" not in message else ma.MechattnError, match=message):
+        with pytest.raises(
+            OptionError if "a map" not in message else ma.MechattnError, match=message
+        ):
             call()
     few = ma.run(toy, prompts[:1], analyses=ma.analyses.AttentionFocus())
     with pytest.raises(OptionError, match=r"run it with analyses=\[HeadUpdates"):
         ma.render.update_map(few)
-    assert np.isnan(ma.render.heads_by_layer(few, "first_mass").data[0].customdata[0][2]), "one prompt has no interval"
+    assert np.isnan(ma.render.heads_by_layer(few, "first_mass").data[0].customdata[0][2]), (
+        "one prompt has no interval"
+    )
 
 
 def blob(explorer):
     """The data that the script of an explorer reads."""
-    text = re.search(r'mechattnExplorer\(document.getElementById\("[^"]+"\), (\{.*\})\);</script>', explorer.body, re.S)
+    text = re.search(
+        r'mechattnExplorer\(document.getElementById\("[^"]+"\), (\{.*\})\);</script>',
+        explorer.body,
+        re.S,
+    )
     return json.loads(text.group(1))
 
 
@@ -121,16 +149,22 @@ def test_the_explorer_holds_probabilities_and_parts(prompts):
     n = len(data["tokens"])
     logs = np.frombuffer(base64.b64decode(data["logs"]), "<i2").reshape(len(data["heads"]), -1)
     for head, packed in zip(data["heads"], logs, strict=True):
-        expected = maps.sel(layer=head["layer"]).isel(head=head["head"]).values[:n, :n][np.tril_indices(n)]
+        expected = (
+            maps.sel(layer=head["layer"]).isel(head=head["head"]).values[:n, :n][np.tril_indices(n)]
+        )
         seen = expected > 1e-30
         np.testing.assert_allclose(np.exp(packed * data["step"])[seen], expected[seen], rtol=0.0016)
     assert [(h["layer"], h["head"]) for h in data["heads"][:3]] == [(0, 5), (0, 2), (1, 5)]
-    alibi = np.frombuffer(base64.b64decode(data["parts"]["alibi"]), "<f4").reshape(len(data["heads"]), n)
+    alibi = np.frombuffer(base64.b64decode(data["parts"]["alibi"]), "<f4").reshape(
+        len(data["heads"]), n
+    )
     expected = result["score_decomposition"].alibi_of_key_per_prompt.isel(prompt=0, condition=0)
     np.testing.assert_allclose(alibi[0], expected.sel(layer=0).isel(head=5).values[:n], rtol=1e-6)
     # The parts that the script rebuilds: content = log p less bias and ALiBi, centred.
     row, q = maps.sel(layer=0).isel(head=5).values[n - 1, :n], n - 1
-    bias = np.frombuffer(base64.b64decode(data["parts"]["bias"]), "<f4").reshape(len(data["heads"]), n)[0]
+    bias = np.frombuffer(base64.b64decode(data["parts"]["bias"]), "<f4").reshape(
+        len(data["heads"]), n
+    )[0]
     parts = [np.log(row), -bias, -alibi[0]]
     content = sum(part - part.mean() for part in parts)
     again = ma.run(
@@ -146,12 +180,18 @@ def test_the_explorer_holds_probabilities_and_parts(prompts):
 def test_sizes_for_a_passage_of_170_tokens(tokenizer):
     """24 layers of 32 heads: summaries below 3 MB; 64 maps below 10 MB; more maps are refused."""
     model = ma.load_model(
-        tiny_model("BLOOM", len(tokenizer), hidden_size=256, n_head=32, n_layer=24), tokenizer=tokenizer, verify=False
+        tiny_model("BLOOM", len(tokenizer), hidden_size=256, n_head=32, n_layer=24),
+        tokenizer=tokenizer,
+        verify=False,
     )
     tokens = torch.randint(5, 700, (3, 170), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = 1
-    result = ma.run(model, tokens, analyses=[ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()])
-    drawn = [ma.render.heads_by_layer(result, q) for q in ("self_share", "first_share", "concentration")]
+    result = ma.run(
+        model, tokens, analyses=[ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()]
+    )
+    drawn = [
+        ma.render.heads_by_layer(result, q) for q in ("self_share", "first_share", "concentration")
+    ]
     drawn += [ma.render.update_histogram(result, q) for q in ("magnitude", "orientation")] + [
         ma.render.update_map(result)
     ]
@@ -160,7 +200,9 @@ def test_sizes_for_a_passage_of_170_tokens(tokenizer):
         model, tokens[:1], analyses=[AttentionMap(), ma.analyses.ScoreDecomposition()], layers=[0, 1], positions="prompts",
     )  # fmt: skip
     assert len(ma.render.explorer(maps).body) < 10e6
-    with pytest.raises(OptionError, match="24 layers × 32 heads are 768 maps, but a page shows at most 64"):
+    with pytest.raises(
+        OptionError, match="24 layers × 32 heads are 768 maps, but a page shows at most 64"
+    ):
         ma.explore(model, tokens[0])
 
 

@@ -48,7 +48,11 @@ def test_without_a_full_disk_it_is_replaced(saved, tmp_path):  # negative contro
     assert (tmp_path / "p.html").stat().st_size > 50_000
 
 
-OURS = "<!doctype html><html><head><meta charset='utf-8'>" + GENERATOR + ' 0.1.0"><title>x</title></head>'
+OURS = (
+    "<!doctype html><html><head><meta charset='utf-8'>"
+    + GENERATOR
+    + ' 0.1.0"><title>x</title></head>'
+)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,10 @@ OURS = "<!doctype html><html><head><meta charset='utf-8'>" + GENERATOR + ' 0.1.0
         (VIEW.page(), True),
         ("", True),  # what a lost flush to the disk leaves
         ("<html><head><meta name='generator' content='mkdocs-1.6'></head>", False),
-        (f"<html><head><style>p {{}}</style></head><body><script>const t = `{GENERATOR}`</script></body>", False),
+        (
+            f"<html><head><style>p {{}}</style></head><body><script>const t = `{GENERATOR}`</script></body>",
+            False,
+        ),
         ("<html>" + "x" * 70_000 + GENERATOR, False),
         ("\\documentclass{article}", False),
     ],
@@ -106,5 +113,7 @@ def test_a_link_is_followed_and_a_folder_is_not_replaced(tmp_path):
     with pytest.raises(OutputError, match="is a folder; name a file in it"):
         VIEW.save(tmp_path / "public", force=True)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OutputError, match="was not written by mechattn"):  # nor does it wait for somebody to write
+    with pytest.raises(
+        OutputError, match="was not written by mechattn"
+    ):  # nor does it wait for somebody to write
         VIEW.save(tmp_path / "pipe", force=True)

@@ -42,21 +42,38 @@ def test_legends_have_room_above_the_panels(slash_result):
             panels.add(round(made.layout.height - made.layout.margin.t - made.layout.margin.b))
             under_title = (1 - made.layout.legend.y) * made.layout.height
             assert (under_title > 0) == title
-            assert under_title + made.layout.font.size < made.layout.margin.t, "the legend is above the panels"
+            assert under_title + made.layout.font.size < made.layout.margin.t, (
+                "the legend is above the panels"
+            )
     assert len(panels) == 1
 
 
 def test_the_caption_has_title_small_print_and_sentence(slash_result):
     figure = ma.render.received_attention(slash_result, 0, [1, 2])
-    assert figure.layout.title.text.count("<br>") == 2, "the small print needs two lines on a screen"
+    assert figure.layout.title.text.count("<br>") == 2, (
+        "the small print needs two lines on a screen"
+    )
     said = ma.render.caption(figure)
-    assert said.startswith("toy:llama (toy, 1.0 M parameters): received attention; mean over 12 prompts, pointwise")
-    assert "heads chosen by hand; each panel has its own vertical scale. Attention received by the question" in said
+    assert said.startswith(
+        "toy:llama (toy, 1.0 M parameters): received attention; mean over 12 prompts, pointwise"
+    )
+    assert (
+        "heads chosen by hand; each panel has its own vertical scale. Attention received by the question"
+        in said
+    )
     assert "<" not in said
-    named = ma.run("toy:llama", ma.load_prompts("word-problems", limit=3), {"<think>": ma.MeaninglessTokens("/", 4)})
+    named = ma.run(
+        "toy:llama",
+        ma.load_prompts("word-problems", limit=3),
+        {"<think>": ma.MeaninglessTokens("/", 4)},
+    )
     assert "<think>: " in ma.render.caption(ma.render.changes(named))
-    assert "received attention; mean over 3" in ma.render.caption(ma.render.received_attention(named, 0, [1]))
-    assert "vertical scale" not in ma.render.caption(ma.render.received_attention(slash_result, 0, [1]))
+    assert "received attention; mean over 3" in ma.render.caption(
+        ma.render.received_attention(named, 0, [1])
+    )
+    assert "vertical scale" not in ma.render.caption(
+        ma.render.received_attention(slash_result, 0, [1])
+    )
 
 
 def test_panels_are_below_each_other_in_one_column(figure):
@@ -66,7 +83,10 @@ def test_panels_are_below_each_other_in_one_column(figure):
     assert len(ends) == 6
     assert all(above[0] > below[1] for above, below in pairwise(ends)), "none lies on another"
     assert all(axis.title.text for axis in made.select_yaxes())
-    titles = sorted((note for note in made.layout.annotations if note.text.startswith("Layer")), key=lambda n: -n.y)
+    titles = sorted(
+        (note for note in made.layout.annotations if note.text.startswith("Layer")),
+        key=lambda n: -n.y,
+    )
     assert [note.text for note in titles] == [f"Layer 0 head {head}" for head in (1, 2, 3)]
     assert [note.y for note in titles] == pytest.approx([ends[at][1] for at in (0, 2, 4)])
     assert [list(t.y) for t in made.data] == [list(t.y) for t in figure.data]
@@ -77,12 +97,20 @@ def test_names_that_do_not_fit_beside_each_other_are_turned():
         made = ma.render.for_paper(go.Figure(go.Scatter(x=names, y=[1.0] * len(names))), "single")
         return made.layout.xaxis.tickangle, made.layout.margin.b
 
-    beside, turned = drawn(["slash", "dots"]), drawn(["slash", "random tokens", "random sentence", "question marks"])
+    beside, turned = (
+        drawn(["slash", "dots"]),
+        drawn(["slash", "random tokens", "random sentence", "question marks"]),
+    )
     assert beside == (None, 38)
     assert turned[0] == -45
     assert turned[1] > 38 + 40
-    names = [f"{letter} condition with a very long name of more than sixty letters, {letter}" for letter in "ab"]
-    made = ma.render.for_paper(go.Figure([go.Scatter(x=names, y=[1.0, 1.0], name=name) for name in names]), "single")
+    names = [
+        f"{letter} condition with a very long name of more than sixty letters, {letter}"
+        for letter in "ab"
+    ]
+    made = ma.render.for_paper(
+        go.Figure([go.Scatter(x=names, y=[1.0, 1.0], name=name) for name in names]), "single"
+    )
     assert made.layout.xaxis.tickvals == tuple(names)
     for shown in (made.layout.xaxis.ticktext, [trace.name for trace in made.data]):
         assert [len(words) < 45 and words[0] + words[-1] for words in shown] == ["aa", "bb"]
@@ -90,7 +118,9 @@ def test_names_that_do_not_fit_beside_each_other_are_turned():
 
 def test_what_cannot_be_a_column(figure, slash_result):
     four = ma.render.received_attention(slash_result, 0, [0, 1, 2, 3])
-    with pytest.raises(OptionError, match=r"8 panels below each other are \d+ mm tall, but a page has 235"):
+    with pytest.raises(
+        OptionError, match=r"8 panels below each other are \d+ mm tall, but a page has 235"
+    ):
         ma.render.for_paper(four, "single")
     with pytest.raises(OptionError, match="choose 'single' or 'double'"):
         ma.render.for_paper(figure, "triple")
@@ -102,7 +132,9 @@ def test_files(slash_result, tmp_path):
     import kaleido
 
     def written(suffix):
-        path = ma.render.write_image(ma.render.change_map(slash_result), tmp_path / "a" / f"map.{suffix}", "single")
+        path = ma.render.write_image(
+            ma.render.change_map(slash_result), tmp_path / "a" / f"map.{suffix}", "single"
+        )
         return path.read_bytes()
 
     assert written("pdf").startswith(b"%PDF")
@@ -115,7 +147,9 @@ def test_files(slash_result, tmp_path):
     assert b'width="321.2' in drawing
     assert b"layer" in drawing
     assert image.startswith(b"\x89PNG")
-    assert int.from_bytes(image[16:20]) == pytest.approx(85 / 25.4 * 300, abs=2), "85 mm at 300 dots to the inch"
+    assert int.from_bytes(image[16:20]) == pytest.approx(85 / 25.4 * 300, abs=2), (
+        "85 mm at 300 dots to the inch"
+    )
 
 
 class Hangs:
@@ -136,7 +170,9 @@ def test_chromium_that_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.setattr("mechattn.render.print_size.for_paper", lambda figure, *_, **__: figure)
     once = ma.render.write_image(Hangs(times=1), tmp_path / "once.svg")
     assert once.read_text() == "at scale 1", "the second attempt drew it"
-    with pytest.raises(OutputError, match=r"has not drawn .*never\.svg within 2 s, in two attempts: try again"):
+    with pytest.raises(
+        OutputError, match=r"has not drawn .*never\.svg within 2 s, in two attempts: try again"
+    ):
         ma.render.write_image(Hangs(times=2), tmp_path / "never.svg")
 
 
@@ -148,7 +184,9 @@ def test_another_kind_of_file(figure, tmp_path):
 def test_without_chromium_a_sentence(figure, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("BROWSER_PATH", raising=False)
-    monkeypatch.setattr("choreographer.browsers.chromium.chromium_based_browsers", {}, raising=False)
+    monkeypatch.setattr(
+        "choreographer.browsers.chromium.chromium_based_browsers", {}, raising=False
+    )
     with pytest.raises(OutputError, match="apt install chromium"):
         ma.render.write_image(figure, tmp_path / "figure.png")
     assert not (tmp_path / "figure.png").exists()

@@ -21,7 +21,9 @@ def mapped(toy):
 
 def drawn(view):
     """The properties that circuitsvis gets."""
-    return json.loads(re.search(r"CircuitsVis\.AttentionHeads, (.*)\)</script>", view.body, re.DOTALL)[1])
+    return json.loads(
+        re.search(r"CircuitsVis\.AttentionHeads, (.*)\)</script>", view.body, re.DOTALL)[1]
+    )
 
 
 def test_a_difference_is_of_the_same_two_tokens(mapped):
@@ -36,14 +38,20 @@ def test_a_difference_is_of_the_same_two_tokens(mapped):
                     list(origin).index(query), list(origin).index(key)
                 ]
                 before = maps.sel(condition="baseline", head=head).values[query, key]
-                assert properties["attention"][i][query][key] == pytest.approx(there - before, abs=6e-4)
+                assert properties["attention"][i][query][key] == pytest.approx(
+                    there - before, abs=6e-4
+                )
     assert len(properties["tokens"]) == length
     assert (
         properties["maxValue"]
         == -properties["minValue"]
-        == pytest.approx(max(abs(v) for head in properties["attention"] for row in head for v in row), abs=6e-4)
+        == pytest.approx(
+            max(abs(v) for head in properties["attention"] for row in head for v in row), abs=6e-4
+        )
     )
-    assert any(v < -0.01 for row in properties["attention"][0] for v in row), "the inserted tokens take something"
+    assert any(v < -0.01 for row in properties["attention"][0] for v in row), (
+        "the inserted tokens take something"
+    )
 
 
 def test_text_is_coloured_by_received_attention(mapped):
@@ -53,7 +61,9 @@ def test_text_is_coloured_by_received_attention(mapped):
     for figure, condition in zip(figures, ("baseline", "slash"), strict=True):
         shown = re.findall(r'title="([^"]*)" style="background:rgba\(213,94,0,([\d.]+)\)', figure)
         expected = received.sel(condition=condition).values[: len(shown)]
-        assert len(shown) == int((mapped["sequences"].origin.isel(prompt=0).sel(condition=condition) >= -1).sum())
+        assert len(shown) == int(
+            (mapped["sequences"].origin.isel(prompt=0).sel(condition=condition) >= -1).sum()
+        )
         for (number, _), value in zip(shown, expected, strict=True):
             assert (number == "no counted query comes after it") == np.isnan(value)
             assert np.isnan(value) or float(number) == pytest.approx(value, abs=6e-5)

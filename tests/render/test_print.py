@@ -47,7 +47,11 @@ def figures(toy, prompts):
     counted = table(["baseline", *counts], accuracy=[0.9, 0.8, 0.5])
     grid = ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20], place=["start", "before_question"])
     tried = [(name, k) for name in ("baseline", "slash") for k in (1, 2, 4)]
-    samples = table([name for name, _ in tried], estimate=[0.5, 0.6, 0.7, 0.4, 0.5, 0.6], k=[k for _, k in tried])
+    samples = table(
+        [name for name, _ in tried],
+        estimate=[0.5, 0.6, 0.7, 0.4, 0.5, 0.6],
+        k=[k for _, k in tried],
+    )
     answers = ma.evaluate(toy, prompts[:4], {"slash": slash}, new_tokens=8)
     answered = ma.load_prompts("word-problems", limit=3, with_answer=True)
     patched = ma.patch(toy, answered, slash, at=[(0, 1), (1, 2), (3, 3)])
@@ -96,10 +100,18 @@ def collisions(boxes, figure):
     """Pairs of words that lie on each other by more than a pixel (a line's box has two above the letters), and clipped ones."""
     found = []
     for at, (words, left, top, right, bottom) in enumerate(boxes):
-        if left < -1 or top < -1 or right > figure.layout.width + 1 or bottom > figure.layout.height + 1:
+        if (
+            left < -1
+            or top < -1
+            or right > figure.layout.width + 1
+            or bottom > figure.layout.height + 1
+        ):
             found.append(f"{words!r} is clipped")
         for other, left2, top2, right2, bottom2 in boxes[at + 1 :]:
-            if min(right, right2) - max(left, left2) > 1 and min(bottom, bottom2) - max(top, top2) > 2:
+            if (
+                min(right, right2) - max(left, left2) > 1
+                and min(bottom, bottom2) - max(top, top2) > 2
+            ):
                 found.append(f"{words!r} on {other!r}")
     return found
 
@@ -116,7 +128,9 @@ def test_no_words_lie_on_each_other(figures, drawn, column, title):
         made = ma.render.for_paper(figure, column, title=title)
         boxes = drawn(made)
         assert len(boxes) > 4, name
-        assert not any(words.startswith(":") for words, *_ in boxes), f"{name} has a title without its first word"
+        assert not any(words.startswith(":") for words, *_ in boxes), (
+            f"{name} has a title without its first word"
+        )
         found[name] = collisions(boxes, made)
     assert not {name: of for name, of in found.items() if of}
 
@@ -124,7 +138,9 @@ def test_no_words_lie_on_each_other(figures, drawn, column, title):
 def test_words_on_each_other_would_be_noticed(figures, drawn):  # negative control
     made = ma.render.for_paper(figures["scale_by_layer"], "double")
     made.update_layout(width=ma.render.for_paper(figures["scale_by_layer"], "single").layout.width)
-    assert any(" on " in one for one in collisions(drawn(made), made)), "panels side by side in 85 mm"
+    assert any(" on " in one for one in collisions(drawn(made), made)), (
+        "panels side by side in 85 mm"
+    )
     made = ma.render.for_paper(figures["update_map"], "single", title=True)
     made.layout.title.text = figures["update_map"].layout.title.text
     assert any("clipped" in one for one in collisions(drawn(made), made)), "a title in one line"
@@ -134,11 +150,19 @@ def foreign(figure):
     """Colours outside the palette, and scales by a name that is not the sequential one."""
     drawn = json.loads(figure.to_json())
     drawn["layout"].pop("template")
-    scales = [trace.get("colorscale") or trace.get("marker", {}).get("colorscale") for trace in drawn["data"]]
+    scales = [
+        trace.get("colorscale") or trace.get("marker", {}).get("colorscale")
+        for trace in drawn["data"]
+    ]
     named = {scale for scale in scales if isinstance(scale, str)}
     ours = {colour.lower() for colour in PALETTE}
     faints = {faint(colour).rsplit(",", 1)[0] for colour in COLOURS}
-    cividis = {colour for scale in scales if isinstance(scale, list) and len(scale) > 5 for _, colour in scale}
+    cividis = {
+        colour
+        for scale in scales
+        if isinstance(scale, list) and len(scale) > 5
+        for _, colour in scale
+    }
     found = {colour for colour in COLOUR.findall(json.dumps(drawn)) if colour.lower() not in ours}
     return {colour for colour in found - cividis if colour.rsplit(",", 1)[0] not in faints} | named
 

@@ -37,13 +37,25 @@ def test_uniform_attention_is_drawn_beside_each_line(slash_result):
     each = []
     for row in origin:
         places = [at for at, where in enumerate(row) if where >= 0]
-        each.append({int(row[k]): np.mean([1 / (q + 1) for q in places if q > k] or [np.nan]) for k in places})
+        each.append(
+            {
+                int(row[k]): np.mean([1 / (q + 1) for q in places if q > k] or [np.nan])
+                for k in places
+            }
+        )
     for x, y in zip(null.x, null.y, strict=True):
-        assert y == pytest.approx(np.nanmean([values[x] for values in each if x in values]), rel=1e-5)
-    half, others = ma.render.received_attention(slash_result, layer=0, top=1), [each[i] for i in halves_of(12)[1]]
+        assert y == pytest.approx(
+            np.nanmean([values[x] for values in each if x in values]), rel=1e-5
+        )
+    half, others = (
+        ma.render.received_attention(slash_result, layer=0, top=1),
+        [each[i] for i in halves_of(12)[1]],
+    )
     null = next(t for t in half.data if t.line.dash == "dot" and t.name == "uniform, with slash")
     for x, y in zip(null.x, null.y, strict=True):
-        assert y == pytest.approx(np.nanmean([values[x] for values in others if x in values]), rel=1e-5)
+        assert y == pytest.approx(
+            np.nanmean([values[x] for values in others if x in values]), rel=1e-5
+        )
 
 
 def test_bands_are_t_intervals(slash_result):
@@ -52,7 +64,9 @@ def test_bands_are_t_intervals(slash_result):
     figure = ma.render.received_attention(slash_result, layer=0, heads=[3])
     band, line = figure.data[:2]
     every = slash_result["received_attention"].received_by_origin_per_prompt
-    values = every.sel(condition="baseline", layer=0, head=3).isel(original_key=20).values.astype(float)
+    values = (
+        every.sel(condition="baseline", layer=0, head=3).isel(original_key=20).values.astype(float)
+    )
     interval = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     at = list(line.x).index(20)
     np.testing.assert_allclose(line.customdata[at][1:], interval, rtol=1e-5)
@@ -62,7 +76,9 @@ def test_bands_are_t_intervals(slash_result):
 
 def test_keys_of_few_prompts_are_hidden(slash_result):
     dataset = slash_result["received_attention"]
-    longest = int(dataset.received_by_origin_n.sel(condition="baseline", layer=0, head=0).astype(bool).sum())
+    longest = int(
+        dataset.received_by_origin_n.sel(condition="baseline", layer=0, head=0).astype(bool).sum()
+    )
     shown = lines(ma.render.received_attention(slash_result, layer=0, heads=[0]))[0].x
     n = dataset.received_by_origin_n.sel(condition="baseline", layer=0, head=0).values
     assert len(shown) < longest
@@ -89,7 +105,9 @@ def test_the_heads_chosen_of_all_layers_are_those_of_the_table(slash_result):
     figure = ma.render.received_attention(slash_result, layer=None, top=4)
     chosen = sorted(zip(table.layer, table["head"], strict=True))
     assert drawn_heads(figure) == chosen
-    assert {layer for layer, _ in chosen} != {0}, "negative control: of all layers, not of the first"
+    assert {layer for layer, _ in chosen} != {0}, (
+        "negative control: of all layers, not of the first"
+    )
     names = [f"L{layer}H{head}" for layer, head in chosen]
     assert drawn_heads(ma.render.received_attention(slash_result, None, names)) == chosen
     one = chosen[0]
@@ -110,11 +128,18 @@ def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
     assert "other half" in figure.layout.title.text
     chosen = choose_heads(slash_result, 0, 3, "slash", halves_of(12)[0])
     assert drawn_heads(figure) == chosen
-    every = slash_result["received_attention"].received_by_origin_per_prompt.isel(prompt=halves_of(12)[1])
+    every = slash_result["received_attention"].received_by_origin_per_prompt.isel(
+        prompt=halves_of(12)[1]
+    )
     table = slash_result.compare("slash", select="half", top=4, by="difference")
     most = sorted(zip(table.layer, table["head"], strict=True))
-    assert drawn_heads(ma.render.received_attention(slash_result, None, top=4, by="difference")) == most
-    assert most != drawn_heads(ma.render.received_attention(slash_result, None, top=4)), "negative control"
+    assert (
+        drawn_heads(ma.render.received_attention(slash_result, None, top=4, by="difference"))
+        == most
+    )
+    assert most != drawn_heads(ma.render.received_attention(slash_result, None, top=4)), (
+        "negative control"
+    )
     with pytest.raises(OptionError, match=r'by=.effect.: give "beyond"'):
         ma.render.received_attention(slash_result, 0, top=3, by="effect")
     expected = every.sel(condition="baseline", layer=0, head=chosen[0][1]).mean("prompt").values
@@ -141,7 +166,10 @@ def test_choosing_needs_the_prompts(toy, prompts):
 
 def test_verdict_words(slash_result):
     words = ma.render.verdict_words(slash_result)
-    assert re.search(r"question changes by −\d+\.\d\s% \[−\d+\.\d\s%, −\d+\.\d\s%\] with .* would change by −", words)
+    assert re.search(
+        r"question changes by −\d+\.\d\s% \[−\d+\.\d\s%, −\d+\.\d\s%\] with .* would change by −",
+        words,
+    )
     assert "12 prompts" in words
     assert "of 32 heads" in words
 
@@ -167,7 +195,8 @@ def test_a_page_shows_every_condition(toy, prompts, tmp_path):
 def test_a_page_of_a_merged_result(toy, prompts, tmp_path):
     slash = {"slash": ma.MeaninglessTokens()}
     halves = [
-        run_part(toy, prompts[at : at + 4], slash, places=range(at, at + 4), positions="prompts") for at in (0, 4)
+        run_part(toy, prompts[at : at + 4], slash, places=range(at, at + 4), positions="prompts")
+        for at in (0, 4)
     ]
     halves[1].provenance["time"] = "2031-01-02T03:04:05+00:00"
     merged = ma.merge_results(halves[::-1])
@@ -178,16 +207,24 @@ def test_a_page_of_a_merged_result(toy, prompts, tmp_path):
 
 def test_the_baseline_alone_is_drawn_with_its_null(toy):
     """Plain strings, no condition: one row, the line of each head and what uniform attention would give."""
-    texts = ["Tom has 3 apples and buys 4.", "A farmer has 12 cows and sells 5.", "Each box holds 8 pens."]
+    texts = [
+        "Tom has 3 apples and buys 4.",
+        "A farmer has 12 cows and sells 5.",
+        "Each box holds 8 pens.",
+    ]
     result = ma.run(toy, texts, positions="prompts")
     figure = ma.render.received_attention(result, 0, [0, 2])
     lines = {trace.name: trace for trace in figure.data if trace.name and trace.xaxis == "x2"}
     assert set(lines) == {"baseline", "uniform, baseline"}
     dataset = result["received_attention"].sel(condition="baseline", layer=0)
     where = list(lines["baseline"].x)
-    np.testing.assert_allclose(lines["baseline"].y, dataset.received_by_origin.sel(head=2).values[where], rtol=1e-6)
+    np.testing.assert_allclose(
+        lines["baseline"].y, dataset.received_by_origin.sel(head=2).values[where], rtol=1e-6
+    )
     dotted = [trace for trace in figure.data if trace.line.dash == "dot"]
-    np.testing.assert_allclose(dotted[0].y, dataset.received_uniform_by_origin.values[list(dotted[0].x)], rtol=1e-6)
+    np.testing.assert_allclose(
+        dotted[0].y, dataset.received_uniform_by_origin.values[list(dotted[0].x)], rtol=1e-6
+    )
     assert "uniform attention would give" in figure.layout.meta["says"]
     assert "baseline" in ma.render.received_text(result, 0).body
     assert len(ma.render.received_attention(result, [0, 1], [2]).data) > 0

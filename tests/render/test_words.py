@@ -46,7 +46,10 @@ def test_every_figure_says_its_number_with_an_interval(result, name):
 
 def test_a_sweep_says_it_too(toy, prompts):
     result = ma.run(toy, prompts[:4], ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20]))
-    assert re.search(r"count=20: [−+].*\[.*\] \(uniform attention: −", said(ma.render.changes(result, over="count")))
+    assert re.search(
+        r"count=20: [−+].*\[.*\] \(uniform attention: −",
+        said(ma.render.changes(result, over="count")),
+    )
 
 
 def interval_by_hand(ratios):
@@ -63,14 +66,18 @@ def numbers(words):
 def test_the_sentence_of_received_attention_is_of_the_heads_and_prompts_that_are_drawn(result):
     at = result["received_attention"].received_by_segment.sel(segment="question", layer=1)
     each = at.isel(head=[1, 5]).mean("head")
-    expected = interval_by_hand(each.sel(condition="slash").values / each.sel(condition="baseline").values)
+    expected = interval_by_hand(
+        each.sel(condition="slash").values / each.sel(condition="baseline").values
+    )
     shown = numbers(said(ma.render.received_attention(result, 1, [1, 5], "slash")))
     np.testing.assert_allclose(shown[:3], expected, atol=0.051)
     others = numbers(said(ma.render.received_attention(result, 1, [0, 5], "slash")))
     assert np.abs(np.array(others[:3]) - expected).max() > 0.1, "another head has another number"
     half = numbers(change_words(result, "slash", layer=1, heads=[1, 5], prompts=np.arange(1, 8, 2)))
     by_half = each.isel(prompt=np.arange(1, 8, 2))
-    expected = interval_by_hand(by_half.sel(condition="slash").values / by_half.sel(condition="baseline").values)
+    expected = interval_by_hand(
+        by_half.sel(condition="slash").values / by_half.sel(condition="baseline").values
+    )
     np.testing.assert_allclose(half[:3], expected, atol=0.051)
 
 
@@ -78,7 +85,15 @@ def a_verdict(null, below=0, above=0, rises=0, size=32, sure=True):
     """Of ``size`` heads the first are below, the last above; the last few rise, and the others fall where it is sure."""
     at, of = np.arange(size).reshape(4, -1), Interval(*map(np.float64, (-0.3, -0.4, -0.2)))
     uniform = Interval(*map(np.float64, (null, null, null)))
-    return Verdict(of, uniform, at < below, at >= size - above, at >= size - rises, sure & (at < size - rises), 9)
+    return Verdict(
+        of,
+        uniform,
+        at < below,
+        at >= size - above,
+        at >= size - rises,
+        sure & (at < size - rises),
+        9,
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,9 +101,18 @@ def a_verdict(null, below=0, above=0, rises=0, size=32, sure=True):
     [
         (a_verdict(-0.5, above=32), "All 32 heads lose less than uniform attention would"),
         (a_verdict(-0.5, below=32), "All 32 heads lose more than uniform attention would"),
-        (a_verdict(-0.5, below=3, above=12), "12 of 32 heads lose less than uniform attention would, 3 lose more"),
-        (a_verdict(-0.5, above=12, rises=1), "11 of 32 heads lose less than uniform attention would, 1 gains"),
-        (a_verdict(-0.5, above=2, rises=2), "2 of 32 heads gain, where uniform attention would lose"),
+        (
+            a_verdict(-0.5, below=3, above=12),
+            "12 of 32 heads lose less than uniform attention would, 3 lose more",
+        ),
+        (
+            a_verdict(-0.5, above=12, rises=1),
+            "11 of 32 heads lose less than uniform attention would, 1 gains",
+        ),
+        (
+            a_verdict(-0.5, above=2, rises=2),
+            "2 of 32 heads gain, where uniform attention would lose",
+        ),
         (
             a_verdict(0.2, below=4, above=5, rises=30),
             "5 of 32 heads gain more than uniform attention would, 2 lose, 2 gain less",
@@ -97,10 +121,22 @@ def a_verdict(null, below=0, above=0, rises=0, size=32, sure=True):
             a_verdict(0.0, below=1, above=6, rises=6),
             "6 of 32 heads gain, where uniform attention would change nothing, 1 loses",
         ),
-        (a_verdict(-0.5, above=12, sure=False), "12 of 32 heads lose less than uniform attention would"),
-        (a_verdict(0.2, below=4, sure=False), "4 of 32 heads gain less than uniform attention would"),
-        (a_verdict(-0.0003, above=4, sure=False), "4 of 32 heads lose less than uniform attention would"),
-        (a_verdict(1e-7, above=4, rises=4), "4 of 32 heads gain, where uniform attention would change nothing"),
+        (
+            a_verdict(-0.5, above=12, sure=False),
+            "12 of 32 heads lose less than uniform attention would",
+        ),
+        (
+            a_verdict(0.2, below=4, sure=False),
+            "4 of 32 heads gain less than uniform attention would",
+        ),
+        (
+            a_verdict(-0.0003, above=4, sure=False),
+            "4 of 32 heads lose less than uniform attention would",
+        ),
+        (
+            a_verdict(1e-7, above=4, rises=4),
+            "4 of 32 heads gain, where uniform attention would change nothing",
+        ),
         (a_verdict(-0.5, above=1, size=4), "1 of 4 heads loses less than uniform attention would"),
         (a_verdict(-0.5), "No head differs from uniform attention"),
     ],
@@ -112,18 +148,26 @@ def test_the_heads_of_a_verdict_in_words(verdict, words):
 def test_too_few_prompts_for_any_head_are_said(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens(count=20)}
     few, enough = (ma.render.verdict_words(ma.run(toy, prompts[:n], conditions)) for n in (3, 8))
-    assert few.endswith("With 3 prompts no head could be shown to differ from uniform attention (q < 0.05).")
+    assert few.endswith(
+        "With 3 prompts no head could be shown to differ from uniform attention (q < 0.05)."
+    )
     assert "no head could" not in enough
     in_groups = replace(a_verdict(-0.5), n=5, unit="groups (5 of 9 prompts)")
     assert heads_words(in_groups).startswith("With 5 groups no head could")
-    assert heads_words(replace(in_groups, n=6)) == "No head differs from uniform attention (q < 0.05)"
+    assert (
+        heads_words(replace(in_groups, n=6)) == "No head differs from uniform attention (q < 0.05)"
+    )
 
 
 def test_where_attention_rises_no_head_is_said_to_fall(result):
     """Masked tokens take nothing, so attention to the question can rise: by the table's own signs."""
     table, verdict = result.compare("masked"), result.verdict("masked")
-    np.testing.assert_array_equal(verdict.rises.reshape(-1), (table.difference > 0) & (table.q_difference < 0.05))
-    np.testing.assert_array_equal(verdict.falls.reshape(-1), (table.difference < 0) & (table.q_difference < 0.05))
+    np.testing.assert_array_equal(
+        verdict.rises.reshape(-1), (table.difference > 0) & (table.q_difference < 0.05)
+    )
+    np.testing.assert_array_equal(
+        verdict.falls.reshape(-1), (table.difference < 0) & (table.q_difference < 0.05)
+    )
     sure = (table.q_beyond < 0.05) & (table.beyond > 0)
     falls = (table.difference < 0) & (table.q_difference < 0.05)
     gain, less = int((sure & ~falls).sum()), int((sure & falls).sum())
@@ -139,7 +183,9 @@ def test_a_mean_over_prompts(result):
     each = values.mean(["layer", "head"]).values.astype(np.float64)
     half = stats.t.ppf(0.975, 7) * each.std(ddof=1) / np.sqrt(8)
     shown = [float(n) for n in re.findall(r"\d\.\d+", mean_words(result, values))]
-    np.testing.assert_allclose(shown, [each.mean(), each.mean() - half, each.mean() + half], rtol=6e-3)
+    np.testing.assert_allclose(
+        shown, [each.mean(), each.mean() - half, each.mean() + half], rtol=6e-3
+    )
     assert "[" not in mean_words(result, values.isel(prompt=[0, 1])), "two prompts have no interval"
 
 
@@ -152,7 +198,10 @@ def test_the_verdict_names_its_matched_control(result):
             for name in ("slash", "sentence"))  # fmt: skip
     slash, sentence = (of.mean(["layer", "head"]).values.astype(np.float64) for of in each)
     apart = np.expm1(np.log(slash / sentence).mean())
-    assert f"and {control} with “sentence” (“slash” relative to “sentence”: {percent(apart)} [" in words
+    assert (
+        f"and {control} with “sentence” (“slash” relative to “sentence”: {percent(apart)} ["
+        in words
+    )
     assert result.verdict("slash", to="sentence").change.estimate == pytest.approx(apart, rel=1e-4)
     assert "it would change by −" in words
     assert " and −" not in words, "both have one null, as they are equally long"
@@ -160,22 +209,28 @@ def test_the_verdict_names_its_matched_control(result):
 
 def test_alike_prompts_are_said_with_the_verdict_and_in_the_methods(toy, prompts):
     slash = {"slash": ma.MeaninglessTokens("/", 5)}
-    alike = ma.run(toy, [f"Anna has {i} apples and buys {i + 3} more. How many?" for i in range(8)], slash)
+    alike = ma.run(
+        toy, [f"Anna has {i} apples and buys {i + 3} more. How many?" for i in range(8)], slash
+    )
     said = "8 prompts follow one template, apart from numbers and names"
     assert said in ma.render.verdict_words(alike)
     assert f"was the prompt. {said}" in alike.methods()
     assert "template, apart" not in ma.run(toy, prompts[:8], slash).methods()
 
 
-def test_a_condition_beside_one_elsewhere_has_another_null_and_another_length_is_refused(toy, prompts):
+def test_a_condition_beside_one_elsewhere_has_another_null_and_another_length_is_refused(
+    toy, prompts
+):
     slash = ma.MeaninglessTokens("/", 5)
     after = ma.MeaninglessTokens("/", 5, place="after_question")
-    result = ma.run(toy, prompts[:3], {"slash": slash, "after": after, "more": ma.MeaninglessTokens("/", 9)})
+    result = ma.run(
+        toy, prompts[:3], {"slash": slash, "after": after, "more": ma.MeaninglessTokens("/", 9)}
+    )
     nulls = [percent(result.verdict(name).null.estimate) for name in ("slash", "after")]
     assert nulls[0] != nulls[1]
-    assert "under uniform attention it would change by {} and {}".format(*nulls) in ma.render.verdict_words(
-        result, "slash", to="after"
-    )
+    assert "under uniform attention it would change by {} and {}".format(
+        *nulls
+    ) in ma.render.verdict_words(result, "slash", to="after")
     with pytest.raises(OptionError, match="difference would be one of length too"):
         ma.render.verdict_words(result, "slash", to="more")
 

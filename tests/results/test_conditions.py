@@ -16,7 +16,9 @@ CONDITIONS = {
     "cut": SLASH.under(ma.interventions.Knockout("question", "inserted", layers=0)),
     "sentence": ma.RandomSentence(5, draw=2),
     "arm": ma.Baseline(intervention=ma.interventions.ARM(control="random_channels")),
-    "two": ma.Baseline(intervention=(ma.interventions.ARM(), ma.interventions.HeadAblation(((0, 1),)))),
+    "two": ma.Baseline(
+        intervention=(ma.interventions.ARM(), ma.interventions.HeadAblation(((0, 1),)))
+    ),
     "odd": ma.MeaninglessTokens("'(,\"= hides=True", 9),
 }
 
@@ -47,6 +49,8 @@ def test_a_condition_of_ones_own_is_told_from_ours():
 def test_words_alone_are_refused_in_a_new_result(slash_result, tmp_path):  # negative control
     from dataclasses import replace
 
-    about = slash_result.provenance | {"conditions": {"baseline": "Baseline()", "slash": "MeaninglessTokens()"}}
+    about = slash_result.provenance | {
+        "conditions": {"baseline": "Baseline()", "slash": "MeaninglessTokens()"}
+    }
     with pytest.raises(ma.MechattnError, match=r"conditions\.baseline"):
         replace(slash_result, provenance=about).save(tmp_path / "r.zarr")

@@ -50,7 +50,10 @@ def test_two_equal_runs_have_the_same_one(run, result):
     assert len(result.digest()) == 32
     later = {**result.provenance, "time": "2001-01-01T00:00:00+00:00"}
     assert replace(result, provenance=later).digest() == result.digest()
-    stored = {seal_of({"provenance": json.dumps(about), "objects": {}}) for about in (result.provenance, later)}
+    stored = {
+        seal_of({"provenance": json.dumps(about), "objects": {}})
+        for about in (result.provenance, later)
+    }
     assert len(stored) == 2, "negative control: the digest of a stored result covers the clock"
 
 

@@ -21,7 +21,9 @@ KINDS = {
 CONDITIONS = {"the baseline alone": {}, "every kind": KINDS}
 
 
-ALIBI = [kind for kind in ANALYSES if kind is ma.analyses.ScoreDecomposition]  # of scores with a position in them
+ALIBI = [
+    kind for kind in ANALYSES if kind is ma.analyses.ScoreDecomposition
+]  # of scores with a position in them
 MODELS = {"toy:llama": [kind for kind in ANALYSES if kind not in ALIBI], "toy:falcon": ALIBI}
 
 
@@ -47,7 +49,9 @@ def assert_same(loaded, result):
         for label, expected in dataset.variables.items():
             got = loaded[name].variables[label]
             assert got.dims == expected.dims
-            np.testing.assert_array_equal(got.values.astype(expected.dtype), expected.values)  # NaN equals NaN
+            np.testing.assert_array_equal(
+                got.values.astype(expected.dtype), expected.values
+            )  # NaN equals NaN
 
 
 def test_saved_loaded_equal(result, tmp_path):
@@ -74,5 +78,9 @@ def test_one_nan_for_all(dtype):
     other = with_signs(plain)
     assert plain.tobytes() != other.tobytes(), "the two differ in memory"
     assert digest(of(plain)) == digest(of(other))
-    for change in ([0.5, np.nan, 1.0, np.nan], [0.5, -1.0, np.nan, np.nan], [0.5, 0.0, -1.0, np.nan]):
+    for change in (
+        [0.5, np.nan, 1.0, np.nan],
+        [0.5, -1.0, np.nan, np.nan],
+        [0.5, 0.0, -1.0, np.nan],
+    ):
         assert digest(of(np.array(change, dtype=dtype))) != digest(of(plain))

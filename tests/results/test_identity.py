@@ -98,7 +98,9 @@ def test_different_things_have_different_words():
 
 def test_the_same_again_has_the_same_words():
     def made():
-        return Plain(2.0, direction=torch.arange(4.0), inner=[Plain(), SLASH], f=scaled(3), names={"a", "b"})
+        return Plain(
+            2.0, direction=torch.arange(4.0), inner=[Plain(), SLASH], f=scaled(3), names={"a", "b"}
+        )
 
     assert identity(made()) == identity(made())
     assert repr(made()) != repr(made())  # negative control: these are two addresses

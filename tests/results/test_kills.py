@@ -31,7 +31,9 @@ from tests.kills import each_kill
 
 @pytest.fixture(scope="module")
 def job(prompts):
-    return ma.Job("toy:llama", prompts[:2], {"slash": ma.MeaninglessTokens(count=2)}, chunk=1, verify=False)
+    return ma.Job(
+        "toy:llama", prompts[:2], {"slash": ma.MeaninglessTokens(count=2)}, chunk=1, verify=False
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +55,12 @@ def smallest_results():
 def one(place):
     """A result of one prompt, as small as can be: each of its arrays is some ten file operations."""
     sequences = {"place": (("prompt",), np.array([place]), {"units": "index"})}
-    about = {"model": {"name": "m"}, "prompts": {"count": 1, "hash": f"{place:016x}"}, "conditions": {}, "analyses": {}}
+    about = {
+        "model": {"name": "m"},
+        "prompts": {"count": 1, "hash": f"{place:016x}"},
+        "conditions": {},
+        "analyses": {},
+    }
     return ma.Result({"sequences": xr.Dataset(sequences, {"prompt": [str(place)]})}, about)
 
 
@@ -163,7 +170,10 @@ def test_between_the_two_renames_the_new_one_is_found(shards, halfway, tmp_path,
     assert not (tmp_path / "r.zarr").exists()
     (left,) = tmp_path.iterdir()
     assert numbers(ma.load_result(tmp_path / "r.zarr")) == numbers(shards[1])
-    assert f"the result of {tmp_path / 'r.zarr'} was found complete in {left}" in capsys.readouterr().err
+    assert (
+        f"the result of {tmp_path / 'r.zarr'} was found complete in {left}"
+        in capsys.readouterr().err
+    )
     assert names(tmp_path) == ["r.zarr"]
 
 
@@ -177,7 +187,9 @@ def test_a_target_that_was_killed_halfway_is_seen(shards, halfway, tmp_path):
 
 
 def test_killed_while_it_is_found(shards, halfway, tmp_path):
-    for _ in each_kill(tmp_path, lambda: copied(halfway, tmp_path), lambda: ma.load_result(tmp_path / "r.zarr")):
+    for _ in each_kill(
+        tmp_path, lambda: copied(halfway, tmp_path), lambda: ma.load_result(tmp_path / "r.zarr")
+    ):
         assert numbers(ma.load_result(tmp_path / "r.zarr")) == numbers(shards[1])
         shards[2].save(tmp_path / "r.zarr")
         assert names(tmp_path) == ["r.zarr"]
@@ -192,7 +204,8 @@ def test_where_it_cannot_be_put_back_it_is_named(halfway, tmp_path, monkeypatch)
 
     monkeypatch.setattr("os.replace", refuse)
     with pytest.raises(
-        OutputError, match=f"was found complete in {left}.*Read-only file system.*rename .*new.zarr to "
+        OutputError,
+        match=f"was found complete in {left}.*Read-only file system.*rename .*new.zarr to ",
     ):
         ma.load_result(tmp_path / "r.zarr")
 
@@ -253,7 +266,10 @@ def test_a_run_in_chunks(job, chunks, shards, tmp_path, tmp_path_factory, older)
 
 
 def answers(count, condition="baseline"):
-    return [GradedAnswer(str(i), condition, 0, "4", (5,), "4", "4", True, True, -0.5) for i in range(count)]
+    return [
+        GradedAnswer(str(i), condition, 0, "4", (5,), "4", "4", True, True, -0.5)
+        for i in range(count)
+    ]
 
 
 def test_answers(tmp_path):

@@ -99,7 +99,9 @@ def test_it_is_the_same_and_nothing_of_a_prompt_is_read(parts, folder):
         loaded = ma.load_result(folder / f"{number}.zarr")
         assert is_lazy(loaded)
         assert not is_lazy(part)
-        lazy = [v for d in loaded.datasets.values() for v in d.variables.values() if not v._in_memory]
+        lazy = [
+            v for d in loaded.datasets.values() for v in d.variables.values() if not v._in_memory
+        ]
         assert len(lazy) > 20
         assert all("prompt" in variable.dims for variable in lazy)
         assert loaded.digest() == part.digest()
@@ -113,17 +115,29 @@ def test_every_object_is_one_chunk_of_one_array(folder):
     objects = of_prompts(folder / "1.zarr")
     numbers = {int(name.partition("/c/")[2].partition("/")[0]) for name in objects}
     assert numbers == {0, 1, 2}  # 8 prompts in chunks of 3
-    there = {p.relative_to(folder / "1.zarr").as_posix() for p in (folder / "1.zarr").rglob("*") if p.is_file()}
+    there = {
+        p.relative_to(folder / "1.zarr").as_posix()
+        for p in (folder / "1.zarr").rglob("*")
+        if p.is_file()
+    }
     assert {*root_of(folder / "1.zarr")["attributes"]["objects"], "zarr.json"} == there
 
 
 def test_it_opens_in_plain_xarray(parts, folder):
     with xr.open_datatree(folder / "0.zarr", engine="zarr", consolidated=False) as tree:
         for name in ("received_by_segment", "received_per_prompt", "mass_by_segment"):
-            np.testing.assert_array_equal(tree["received_attention"][name], parts[0]["received_attention"][name])
+            np.testing.assert_array_equal(
+                tree["received_attention"][name], parts[0]["received_attention"][name]
+            )
 
 
-CASES = [("received", None), ("received", "half"), ("mass", None), ("scale", None), ("near_zero", None)]
+CASES = [
+    ("received", None),
+    ("received", "half"),
+    ("mass", None),
+    ("scale", None),
+    ("near_zero", None),
+]
 
 
 @pytest.mark.parametrize(("quantity", "select"), CASES)
@@ -140,10 +154,14 @@ def test_some_layers_at_a_time_give_the_same(whole, quantity, select, monkeypatc
     from mechattn.contrast import table
 
     seen, blocks = [], table.layer_blocks
-    monkeypatch.setattr(table, "layer_blocks", lambda *given: seen.append(blocks(*given)) or seen[-1])
+    monkeypatch.setattr(
+        table, "layer_blocks", lambda *given: seen.append(blocks(*given)) or seen[-1]
+    )
     expected = whole.compare("slash", quantity=quantity, select=select, resamples=99)
     memory = "8KiB" if quantity == "near_zero" else "45KiB"
-    got = replace(whole, memory=memory).compare("slash", quantity=quantity, select=select, resamples=99)
+    got = replace(whole, memory=memory).compare(
+        "slash", quantity=quantity, select=select, resamples=99
+    )
     assert [len(layers) > 1 for layers in seen] == [False, True]
     assert got.attrs == expected.attrs
     pd.testing.assert_frame_equal(got, expected, rtol=1e-12)
@@ -156,7 +174,9 @@ def test_some_layers_at_a_time_where_one_has_nothing(whole):
     made = replace(whole, datasets={**whole.datasets, "received_attention": dataset})
     tables = []
     for memory in ("2GiB", "45KiB"):
-        with pytest.warns(UserWarning, match=r"8 of 32 cells are left out \(layer 1 head 0") as caught:
+        with pytest.warns(
+            UserWarning, match=r"8 of 32 cells are left out \(layer 1 head 0"
+        ) as caught:
             tables.append(replace(made, memory=memory).compare("slash", resamples=99))
         assert caught[0].filename == __file__
     assert tables[0].attrs == tables[1].attrs
@@ -170,7 +190,10 @@ def test_some_layers_at_a_time_where_one_has_nothing(whole):
 
 def test_heads_and_verdict_some_layers_at_a_time(whole, folder):
     lazy = merge_results([ma.load_result(folder / f"{number}.zarr") for number in (0, 1)])
-    heads = [(options, whole.heads("received", **options)) for options in ({"top": None}, {"top": 5, "select": "half"})]
+    heads = [
+        (options, whole.heads("received", **options))
+        for options in ({"top": None}, {"top": 5, "select": "half"})
+    ]
     expected = whole.verdict("slash")
     for of in (whole, lazy):
         for options, table in heads:
@@ -187,9 +210,13 @@ def test_heads_and_verdict_some_layers_at_a_time(whole, folder):
 @pytest.mark.parametrize("call", ["compare", "verdict"])
 def test_a_memory_that_is_too_small_is_said_before_anything_is_read(folder, call, monkeypatch):
     lazy = ma.load_result(folder / "0.zarr")
-    monkeypatch.setattr("mechattn.store.reading.Listed._read", lambda *given: pytest.fail("it was read"))
+    monkeypatch.setattr(
+        "mechattn.store.reading.Listed._read", lambda *given: pytest.fail("it was read")
+    )
     with pytest.raises(OptionError, match=r"takes 1 MiB, and memory='1KiB' allows less; give"):
-        getattr(replace(lazy, memory="1KiB"), call)("slash", **({"matched": False} if call == "compare" else {}))
+        getattr(replace(lazy, memory="1KiB"), call)(
+            "slash", **({"matched": False} if call == "compare" else {})
+        )
     with pytest.raises(OptionError, match='write it like "2GiB"'):
         ma.load_result(folder / "0.zarr", memory="lots")
 
@@ -200,16 +227,24 @@ def test_a_changed_byte_names_the_prompts(stored):
     content[len(content) // 4] ^= 1
     path.write_bytes(content)
     loaded = ma.load_result(stored / "1.zarr")
-    with pytest.raises(OutputError, match=r"chunk 1 of received_attention\.received_by_segment .* prompts 3 to 5"):
+    with pytest.raises(
+        OutputError, match=r"chunk 1 of received_attention\.received_by_segment .* prompts 3 to 5"
+    ):
         loaded["received_attention"].received_by_segment.load()
-    assert np.isfinite(loaded["received_attention"].received_by_segment[:3, :, :, :, 4]).all()  # the others are read
+    assert np.isfinite(
+        loaded["received_attention"].received_by_segment[:3, :, :, :, 4]
+    ).all()  # the others are read
 
 
-@pytest.mark.parametrize(("change", "why"), [("missing", "it is missing"), ("short", "[0-9,]+ of [0-9,]+ bytes")])
+@pytest.mark.parametrize(
+    ("change", "why"), [("missing", "it is missing"), ("short", "[0-9,]+ of [0-9,]+ bytes")]
+)
 def test_an_object_that_is_not_there_or_not_whole(stored, change, why):
     path = object_of(stored / "1.zarr")
     path.unlink() if change == "missing" else path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(OutputError, match=rf"chunk 1 of {RECEIVED.replace('/', '.')} .*{why}\): prompts 3 to 5"):
+    with pytest.raises(
+        OutputError, match=rf"chunk 1 of {RECEIVED.replace('/', '.')} .*{why}\): prompts 3 to 5"
+    ):
         ma.load_result(stored / "1.zarr")
 
 
@@ -219,27 +254,43 @@ def test_what_stands_beside_the_objects_is_sealed(stored, change):
 
     path = stored / "0.zarr"
     if change == "provenance":
-        change_root(path, lambda about: about.update(provenance=about["provenance"].replace("toy:llama", "llama-8b")))
+        change_root(
+            path,
+            lambda about: about.update(
+                provenance=about["provenance"].replace("toy:llama", "llama-8b")
+            ),
+        )
     elif change == "objects":
-        change_root(path, lambda about: about["objects"].update({next(iter(about["objects"])): "0" * 16}))
+        change_root(
+            path, lambda about: about["objects"].update({next(iter(about["objects"])): "0" * 16})
+        )
     elif change == "moments":
         zarr.open_group(path, mode="r+")["received_attention/received"][0, 0, 0, 0] = 0.25
     else:
         array = path / RECEIVED / "zarr.json"
-        array.write_text(array.read_text().replace('"shape": [\n    5,', '"shape": [\n    1000000000000,'))
+        array.write_text(
+            array.read_text().replace('"shape": [\n    5,', '"shape": [\n    1000000000000,')
+        )
     with pytest.raises(OutputError, match=r"damaged|conflicting sizes"):
         ma.load_result(path)
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [('"crc32c"', '"zstd"'), ('"little"', '"big"'), ('"prompt"', '"layer"'), ('"float32"', '"bytes"')]
+    ("old", "new"),
+    [
+        ('"crc32c"', '"zstd"'),
+        ('"little"', '"big"'),
+        ('"prompt"', '"layer"'),
+        ('"float32"', '"bytes"'),
+    ],
 )
 def test_a_region_that_is_cut_otherwise_is_refused(stored, old, new):
     array = stored / "0.zarr" / RECEIVED / "zarr.json"
     assert old in array.read_text()
     array.write_text(array.read_text().replace(old, new))
     with pytest.raises(
-        OutputError, match=f"{RECEIVED}/zarr.json in the result at .* is not in the format that mechattn writes"
+        OutputError,
+        match=f"{RECEIVED}/zarr.json in the result at .* is not in the format that mechattn writes",
     ):
         ma.load_result(stored / "0.zarr")
 
@@ -264,13 +315,17 @@ def test_two_results_are_one(whole, stored, target, copy):
         merge_stored(where, places, copy)
     merged = ma.load_result(where)
     assert is_lazy(merged)
-    sent = pickle.loads(pickle.dumps(merged))  # what another process gets reads the same objects, when it needs them
+    sent = pickle.loads(
+        pickle.dumps(merged)
+    )  # what another process gets reads the same objects, when it needs them
     assert is_lazy(sent)
     assert sent.digest() == merged.digest() == whole.digest()
     if "://" not in target:
         files = [p.relative_to(where).as_posix() for p in Path(where).rglob("*") if p.is_file()]
         assert (files == ["zarr.json"]) is not copy
-        merge_stored(str(stored / "more.zarr"), [where], False)  # a manifest of a manifest names what that one names
+        merge_stored(
+            str(stored / "more.zarr"), [where], False
+        )  # a manifest of a manifest names what that one names
         assert ma.load_result(stored / "more.zarr").digest() == whole.digest()
 
 
@@ -326,8 +381,12 @@ def test_half_of_it_in_half_the_room_is_refused(parts, stored):
     shutil.rmtree(stored / "1.zarr")
     about = write_chunk(Store(stored / "1.zarr"), 0, parts[1], 8, half=True)
     finish(Store(stored / "1.zarr"), about, {})
-    with pytest.raises(OptionError, match=r"the type of \S+ is 'float(32|16)' in one and 'float(32|16)' in another"):
-        merge_stored(str(stored / "all.zarr"), [str(stored / f"{number}.zarr") for number in (0, 1)])
+    with pytest.raises(
+        OptionError, match=r"the type of \S+ is 'float(32|16)' in one and 'float(32|16)' in another"
+    ):
+        merge_stored(
+            str(stored / "all.zarr"), [str(stored / f"{number}.zarr") for number in (0, 1)]
+        )
 
 
 def test_results_elsewhere_are_copied_or_refused(stored, folder):
@@ -336,24 +395,32 @@ def test_results_elsewhere_are_copied_or_refused(stored, folder):
     assert not (stored / "all.zarr").exists()
 
 
-@pytest.mark.parametrize("name", ["../0.zarr", "/etc", "s3://bucket/0.zarr", "a/../../0.zarr", "", 7, None])
+@pytest.mark.parametrize(
+    "name", ["../0.zarr", "/etc", "s3://bucket/0.zarr", "a/../../0.zarr", "", 7, None]
+)
 def test_a_manifest_of_somebody_names_nothing_elsewhere(stored, name):
     merge_stored(str(stored / "all.zarr"), [str(stored / "0.zarr"), str(stored / "1.zarr")])
     change_root(stored / "all.zarr", lambda about: about["manifest"][0].update(name=name))
-    with pytest.raises(OutputError, match=f"names {re.escape(repr(name))}, which is not next to it"):
+    with pytest.raises(
+        OutputError, match=f"names {re.escape(repr(name))}, which is not next to it"
+    ):
         ma.load_result(stored / "all.zarr")
 
 
 def test_half_the_room(parts, tmp_path):
     """float16 for what is of each prompt; moments stay as they are, and no interval moves by more than 0.05 %."""
-    receipt = [write_chunk(Store(tmp_path / "h.zarr"), n, p, 8, half=True) for n, p in enumerate(parts[:1])]
+    receipt = [
+        write_chunk(Store(tmp_path / "h.zarr"), n, p, 8, half=True) for n, p in enumerate(parts[:1])
+    ]
     finish(Store(tmp_path / "h.zarr"), receipt[0], {})
     loaded, full = ma.load_result(tmp_path / "h.zarr"), parts[0]
     stored = loaded["received_attention"]
     assert stored.received_by_segment.dtype == np.float16
     np.testing.assert_array_equal(stored.received, full["received_attention"].received)
     expected = full["received_attention"].received_by_segment.values
-    np.testing.assert_allclose(stored.received_by_segment.values, expected, rtol=2**-11, atol=2**-25)
+    np.testing.assert_allclose(
+        stored.received_by_segment.values, expected, rtol=2**-11, atol=2**-25
+    )
     got, want = (r.compare("slash", resamples=99) for r in (loaded, full))
     assert 0 < abs(got.difference - want.difference).max() < 2 * 2**-11
 
@@ -369,9 +436,14 @@ def test_a_number_too_large_for_half_is_refused(parts, tmp_path):
 def written_elsewhere(place, source, number, some):
     """A chunk that another process writes."""
     result = ma.load_result(source)
-    cut = {n: one.isel(prompt=some) if "prompt" in one.dims else one for n, one in result.datasets.items()}
+    cut = {
+        n: one.isel(prompt=some) if "prompt" in one.dims else one
+        for n, one in result.datasets.items()
+    }
     longest = max(max(one.sizes.get(dim, 0) for dim in GROW) for one in result.datasets.values())
-    made = write_chunk(Store(Path(place)), number, replace(result, datasets=cut), 3, False, width=min(256, longest))
+    made = write_chunk(
+        Store(Path(place)), number, replace(result, datasets=cut), 3, False, width=min(256, longest)
+    )
     return made.provenance["objects"]
 
 
@@ -381,7 +453,10 @@ def test_processes_write_at_the_same_time(parts, folder, tmp_path):
     expected = of_prompts(folder / "1.zarr")
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         rows = [slice(start, start + 3) for start in (0, 3, 6)]
-        given = [(tmp_path / "n.zarr", folder / "1.zarr", number, some) for number, some in enumerate(rows)]
+        given = [
+            (tmp_path / "n.zarr", folder / "1.zarr", number, some)
+            for number, some in enumerate(rows)
+        ]
         made = list(pool.map(written_elsewhere, *zip(*given, strict=True)))
     assert {name: digest for one in made for name, digest in one.items()} == expected
 
@@ -410,11 +485,15 @@ def executor(computed):
 
 @pytest.fixture(scope="module")
 def small(job, computed, tmp_path_factory):
-    return ma.run_job(job, tmp_path_factory.mktemp("small") / "r.zarr", executor=Remembering(computed))
+    return ma.run_job(
+        job, tmp_path_factory.mktemp("small") / "r.zarr", executor=Remembering(computed)
+    )
 
 
 @pytest.mark.parametrize("name", ["r.zarr", "memory://large-job/r.zarr"])
-def test_a_large_job_is_the_same_and_mends_a_chunk(job, small, executor, tmp_path, monkeypatch, capsys, name):
+def test_a_large_job_is_the_same_and_mends_a_chunk(
+    job, small, executor, tmp_path, monkeypatch, capsys, name
+):
     monkeypatch.chdir(tmp_path)
     result = ma.run_job(job, name, executor=executor)
     assert is_lazy(result)
@@ -459,10 +538,14 @@ def test_a_chunk_that_comes_out_otherwise_mends_nothing(toy, job, executor, tmp_
 def test_shards_of_a_large_job_end_as_one_run(job, small, executor, tmp_path):
     for shard in ("2/2", "1/2"):
         ma.run_job(job, tmp_path / "s.zarr", shard=shard, executor=executor)
-    merge_stored(str(tmp_path / "all.zarr"), [str(path) for path in sorted(tmp_path.glob("s-*.zarr"))])
+    merge_stored(
+        str(tmp_path / "all.zarr"), [str(path) for path in sorted(tmp_path.glob("s-*.zarr"))]
+    )
     merged = ma.load_result(tmp_path / "all.zarr")
     for name in ("received_by_segment", "mass_by_segment"):
-        np.testing.assert_array_equal(merged["received_attention"][name], small["received_attention"][name])
+        np.testing.assert_array_equal(
+            merged["received_attention"][name], small["received_attention"][name]
+        )
     assert merged.compare("slash", resamples=99).equals(small.compare("slash", resamples=99))
 
 
@@ -470,7 +553,10 @@ def test_files_of_somebody_stop_a_large_run(job, tmp_path):
     kept = tmp_path / "r.zarr.parts" / "store" / "received_attention"
     kept.mkdir(parents=True)
     (kept / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError, match=r"holds store/received_attention/notes\.txt, which mechattn did not write"):
+    with pytest.raises(
+        OutputError,
+        match=r"holds store/received_attention/notes\.txt, which mechattn did not write",
+    ):
         ma.run_job(job, tmp_path / "r.zarr")
     assert (kept / "notes.txt").read_text() == "mine"
 
@@ -488,7 +574,9 @@ def test_a_full_disk_keeps_the_chunks_before(job, small, executor, tmp_path, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Store, "put", full)
-    with pytest.raises(OutputError, match=r"No space left on device\. Earlier chunks are kept; free some space"):
+    with pytest.raises(
+        OutputError, match=r"No space left on device\. Earlier chunks are kept; free some space"
+    ):
         ma.run_job(job, tmp_path / "r.zarr", executor=executor)
     monkeypatch.undo()
     executor.asked.clear()

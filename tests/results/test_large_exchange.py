@@ -14,9 +14,7 @@ from tests.results.remembering import Remembering
 
 ARRAY = "received_attention/received_by_segment"
 NAMES = [f"{ARRAY}/c/{chunk}/0/0/0/0" for chunk in range(2)]
-DAMAGED = (
-    r"chunk 0 of received_attention\.received_by_segment in the result at .*r\.zarr is damaged \({}\): prompts 0 to 1"
-)
+DAMAGED = r"chunk 0 of received_attention\.received_by_segment in the result at .*r\.zarr is damaged \({}\): prompts 0 to 1"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,7 +28,14 @@ def read_on_demand():
 @pytest.fixture(scope="module")
 def job(prompts):
     conditions = {"slash": ma.MeaninglessTokens(count=2)}
-    return ma.Job("toy:llama", prompts[:4], conditions, options=ma.RunOptions(layers=[0]), chunk=2, verify=False)
+    return ma.Job(
+        "toy:llama",
+        prompts[:4],
+        conditions,
+        options=ma.RunOptions(layers=[0]),
+        chunk=2,
+        verify=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +88,9 @@ def test_an_object_of_elsewhere_is_refused(job, executor, place, source, capsys)
     loaded = ma.load_result(place)
     with pytest.raises(OutputError, match=DAMAGED.format("it is not what was written here")):
         received(loaded)
-    assert loaded["received_attention"].received_by_segment[2:].values.size  # the other chunk is read
+    assert (
+        loaded["received_attention"].received_by_segment[2:].values.size
+    )  # the other chunk is read
     for target in ("copy.zarr", "memory://exchange-copy/r.zarr"):
         with pytest.raises(OutputError, match="it is not what was written here"):
             merge_stored(target, [place], copy=True)
@@ -110,7 +117,9 @@ def test_a_result_that_was_replaced_after_opening(job, other, executor, place):
     ma.run_job(job, place, fresh=True)
     assert (received(loaded) == expected).any()
     ma.run_job(other, place, executor=executor, fresh=True)
-    with pytest.raises(OutputError, match=r"r\.zarr was replaced or deleted after it was opened: load it again"):
+    with pytest.raises(
+        OutputError, match=r"r\.zarr was replaced or deleted after it was opened: load it again"
+    ):
         received(loaded)
     assert not (received(ma.load_result(place)) == expected).all()
     loaded, store = ma.load_result(place), store_of(place)
@@ -125,11 +134,16 @@ def test_a_result_saved_where_it_is_read_from(place, some):
     """A folder is replaced when the new one is complete; at an address the old one would be deleted before it is read."""
     loaded = ma.load_result(place)
     if some:
-        cut = {name: d.isel(prompt=[1, 2]) if "prompt" in d.dims else d for name, d in loaded.datasets.items()}
+        cut = {
+            name: d.isel(prompt=[1, 2]) if "prompt" in d.dims else d
+            for name, d in loaded.datasets.items()
+        }
         loaded = replace(loaded, datasets=cut)
     before, right = ma.load_result(place).digest(), loaded.digest()
     if "://" in place:
-        with pytest.raises(OutputError, match=r"still read from memory://.*save it to another address"):
+        with pytest.raises(
+            OutputError, match=r"still read from memory://.*save it to another address"
+        ):
             loaded.save(f"{place}/")
         assert ma.load_result(place).digest() == before
         loaded = replace(loaded, datasets={name: d.load() for name, d in loaded.datasets.items()})
@@ -137,14 +151,23 @@ def test_a_result_saved_where_it_is_read_from(place, some):
     assert ma.load_result(place).digest() == right
 
 
-@pytest.mark.parametrize("name", ["c/x/0/0/0/0", "c/99/0/0/0/0", "c/0", "c/00/0/0/0/0", "x/c/0/0/0/0/0", "c/0/0/0/0/9"])
+@pytest.mark.parametrize(
+    "name", ["c/x/0/0/0/0", "c/99/0/0/0/0", "c/0", "c/00/0/0/0/0", "x/c/0/0/0/0/0", "c/0/0/0/0/9"]
+)
 def test_names_that_no_object_has(job, executor, made, tmp_path, name):
     """In the root of somebody's store; a job that stores its result there computes it again."""
     shutil.copytree(made / "r.zarr", tmp_path / "r.zarr")
     root = tmp_path / "r.zarr" / "zarr.json"
     known = '"objects": {\n'
     assert known in root.read_text()
-    root.write_text(root.read_text().replace(known, f'{known}"{ARRAY}/{name}": "0123456789abcdef",\n'))
-    with pytest.raises(OutputError, match=f"is damaged: {ARRAY}/{name} belongs to none of its arrays"):
+    root.write_text(
+        root.read_text().replace(known, f'{known}"{ARRAY}/{name}": "0123456789abcdef",\n')
+    )
+    with pytest.raises(
+        OutputError, match=f"is damaged: {ARRAY}/{name} belongs to none of its arrays"
+    ):
         ma.load_result(tmp_path / "r.zarr")
-    assert ma.run_job(job, tmp_path / "r.zarr", executor=executor).digest() == ma.load_result(made / "r.zarr").digest()
+    assert (
+        ma.run_job(job, tmp_path / "r.zarr", executor=executor).digest()
+        == ma.load_result(made / "r.zarr").digest()
+    )

@@ -108,7 +108,10 @@ def found_at(place):
 def test_a_run_at_an_address(job, shards, here, older):
     """Nothing half-written is ever taken for a result, and the same call goes on, over what a kill has left too."""
     place, expected = f"{AT}/r.zarr", numbers(ma.merge_results(shards))
-    old, seen = replace(shards[0], datasets={n: d.copy() for n, d in shards[0].datasets.items()}), set()
+    old, seen = (
+        replace(shards[0], datasets={n: d.copy() for n, d in shards[0].datasets.items()}),
+        set(),
+    )
 
     def before():
         emptied(here)
@@ -116,11 +119,16 @@ def test_a_run_at_an_address(job, shards, here, older):
         if older:
             copied(old, Store(place))
 
-    for _ in each_kill_in_memory(before, lambda: ma.run_job(job, place, executor=Ready([*map(packed, shards)], []))):
+    for _ in each_kill_in_memory(
+        before, lambda: ma.run_job(job, place, executor=Ready([*map(packed, shards)], []))
+    ):
         seen.add(found := found_at(place))
         have = 2 if found == expected else len(list(parts_folder(place).glob("*-*.zip")))
         asked = []
-        assert numbers(ma.run_job(job, place, executor=Ready([*map(packed, shards)], asked))) == expected
+        assert (
+            numbers(ma.run_job(job, place, executor=Ready([*map(packed, shards)], asked)))
+            == expected
+        )
         assert len(asked) == 2 - have
         assert names(here) == []
     assert seen <= {None, expected, numbers(old)}
@@ -134,10 +142,14 @@ def test_a_run_in_half_the_room(job, shards, tmp_path):
     expected = numbers(ma.run_job(half, path, executor=Ready([*map(packed, shards)], [])))
     assert expected != numbers(ma.merge_results(shards))
     for _ in each_kill(
-        tmp_path, lambda: emptied(tmp_path), lambda: ma.run_job(half, path, executor=Ready([*map(packed, shards)], []))
+        tmp_path,
+        lambda: emptied(tmp_path),
+        lambda: ma.run_job(half, path, executor=Ready([*map(packed, shards)], [])),
     ):
         assert not path.exists() or numbers(ma.load_result(path)) == expected
-        assert numbers(ma.run_job(half, path, executor=Ready([*map(packed, shards)], []))) == expected
+        assert (
+            numbers(ma.run_job(half, path, executor=Ready([*map(packed, shards)], []))) == expected
+        )
         assert names(tmp_path) == ["r.zarr"]
 
 
@@ -156,7 +168,9 @@ def test_a_merge(shards, tmp_path, copy):
     merge_stored(str(out / "all.zarr"), places[:1], copy)
     before = shutil.copytree(out, tmp_path / "before")
     for _ in each_kill(
-        out, lambda: in_place_of(before, out), lambda: merge_stored(str(out / "all.zarr"), places, copy)
+        out,
+        lambda: in_place_of(before, out),
+        lambda: merge_stored(str(out / "all.zarr"), places, copy),
     ):
         assert numbers(ma.load_result(out / "all.zarr")) in expected
         merge_stored(str(out / "all.zarr"), places, copy)
@@ -183,13 +197,18 @@ def test_a_merge_at_an_address(shards, here, copy):
         merge_stored(out, places, copy)
         assert numbers(ma.load_result(out)) == expected[1]
     assert seen == {None, expected[0]} | ({expected[1]} & seen)
-    assert [numbers(ma.load_result(place)) for place in places] == [numbers(made) for made in shards]
+    assert [numbers(ma.load_result(place)) for place in places] == [
+        numbers(made) for made in shards
+    ]
 
 
 @pytest.mark.parametrize("place", ["r.zarr", f"{AT}/r.zarr"])
 def test_a_disk_that_fills_at_any_object(job, shards, here, monkeypatch, place):
     """It is said, what is written is used, and what is of the older result is there, or said to be gone."""
-    expected, put = numbers(ma.merge_results(shards)), (MemoryFileSystem if "://" in place else Path)
+    expected, put = (
+        numbers(ma.merge_results(shards)),
+        (MemoryFileSystem if "://" in place else Path),
+    )
     name = "pipe_file" if "://" in place else "write_bytes"
     write = getattr(put, name)
     left = [10**6]
@@ -214,7 +233,10 @@ def test_a_disk_that_fills_at_any_object(job, shards, here, monkeypatch, place):
         assert found_at(place) in (None, expected)
         have = len(list(parts_folder(place).glob("*-*.zip"))) if parts_folder(place).exists() else 0
         asked = []
-        assert numbers(ma.run_job(job, place, executor=Ready([*map(packed, shards)], asked))) == expected
+        assert (
+            numbers(ma.run_job(job, place, executor=Ready([*map(packed, shards)], asked)))
+            == expected
+        )
         assert len(asked) == 2 - have
 
 
@@ -248,10 +270,12 @@ def test_files_of_somebody_at_an_address(job, shards, here, call):
     merge_stored(out, places[:1], True)
     Store(out).put("sequences/notes.txt", b"mine")
     before = {name: Store(out).get(name) for name in Store(out).names()}
-    with pytest.raises(OutputError, match=r"holds sequences/notes\.txt too, which mechattn did not write"):
-        ma.run_job(job, out, executor=Ready([*map(packed, shards)], [])) if call == "run" else merge_stored(
-            out, places, call == "copy"
-        )
+    with pytest.raises(
+        OutputError, match=r"holds sequences/notes\.txt too, which mechattn did not write"
+    ):
+        ma.run_job(
+            job, out, executor=Ready([*map(packed, shards)], [])
+        ) if call == "run" else merge_stored(out, places, call == "copy")
     assert {name: Store(out).get(name) for name in Store(out).names()} == before
 
 
@@ -277,7 +301,9 @@ def test_two_runs_at_one_address(job, shards, here, monkeypatch, ends):
 
     monkeypatch.setattr(Store, "check_begun", meanwhile)
     monkeypatch.chdir(here / "one")
-    with pytest.raises(OutputError, match=r"another run has begun to write to memory://killed/r\.zarr after"):
+    with pytest.raises(
+        OutputError, match=r"another run has begun to write to memory://killed/r\.zarr after"
+    ):
         ma.run_job(job, place, executor=Ready([*map(packed, shards)], []))
     assert found_at(place) == (numbers(ma.merge_results(others)) if ends else None)
     monkeypatch.chdir(here / "two")

@@ -28,12 +28,21 @@ def test_another_condition_option_seed_or_layer_is_refused(halves, toy, prompts)
             halves([2, 3], {"slash": ma.MeaninglessTokens(count=6)}),
             r"conditions\.slash\.options\.count is 5 in one and 6 in another",
         ),
-        (halves([2, 3], {"dash": ma.MeaninglessTokens(count=5)}), r"conditions\.slash is .* and None in another"),
+        (
+            halves([2, 3], {"dash": ma.MeaninglessTokens(count=5)}),
+            r"conditions\.slash is .* and None in another",
+        ),
         (halves([2, 3], seed=1), "seed is 0 in one and 1 in another"),
         (halves([2, 3], memory="1GiB"), "memory is '2GiB' in one and '1GiB'"),
         (halves([2, 3], positions="prompts"), "positions is 'moments'"),
-        (halves([2, 3], analyses=[ma.ReceivedAttention(queries="all")]), r"analyses\.received_attention\.queries is"),
-        (ma.run(toy, prompts[2:4], {"slash": ma.MeaninglessTokens(count=5)}, layers=[1]), "layers is"),
+        (
+            halves([2, 3], analyses=[ma.ReceivedAttention(queries="all")]),
+            r"analyses\.received_attention\.queries is",
+        ),
+        (
+            ma.run(toy, prompts[2:4], {"slash": ma.MeaninglessTokens(count=5)}, layers=[1]),
+            "layers is",
+        ),
     ):
         with pytest.raises(OptionError, match=f"don't belong together: .*{field}"):
             ma.merge_results([first, other])
@@ -60,7 +69,9 @@ def test_devices_and_times_are_listed(halves):
     assert 99 in merged.provenance["threads"]
     assert merged.provenance["model"]["device"] == ["cpu", "cuda:7"]
     assert merged.provenance["model"]["verified"] is False
-    assert merged.provenance["seconds"] == pytest.approx(sum(r.provenance["seconds"] for r in (first, second)))
+    assert merged.provenance["seconds"] == pytest.approx(
+        sum(r.provenance["seconds"] for r in (first, second))
+    )
 
 
 def test_other_versions_are_refused(halves):

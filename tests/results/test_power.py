@@ -21,7 +21,9 @@ def shards():
 
 @pytest.fixture(scope="module")
 def job(prompts):
-    return ma.Job("toy:llama", prompts[:2], {"slash": ma.MeaninglessTokens(count=2)}, chunk=1, verify=False)
+    return ma.Job(
+        "toy:llama", prompts[:2], {"slash": ma.MeaninglessTokens(count=2)}, chunk=1, verify=False
+    )
 
 
 @pytest.fixture
@@ -77,12 +79,19 @@ def test_a_large_run(job, shards, disk, older):
     (now, after), expected = disk, numbers(ma.merge_results(shards))
     if older:
         shards[0].save(now / "r.zarr")
-    losses = power_losses(now, lambda: ma.run_job(job, now / "r.zarr", executor=Ready([*map(packed, shards)], [])))
+    losses = power_losses(
+        now, lambda: ma.run_job(job, now / "r.zarr", executor=Ready([*map(packed, shards)], []))
+    )
     seen = []
     for number, _ in enumerate(each_state(after, losses)):
         seen.append(found_at(after / "r.zarr"))
         if number % 6 == 0 or seen[-2:-1] != seen[-1:]:
-            assert numbers(ma.run_job(job, after / "r.zarr", executor=Ready([*map(packed, shards)], []))) == expected
+            assert (
+                numbers(
+                    ma.run_job(job, after / "r.zarr", executor=Ready([*map(packed, shards)], []))
+                )
+                == expected
+            )
             assert names(after) == ["r.zarr"]
     assert set(seen) == {expected, numbers(shards[0]) if older else None}
     assert seen[-2:] == [expected, expected]
@@ -141,7 +150,9 @@ def test_empty_files_are_replaced(shards, tmp_path, name):
     assert all(path.stat().st_size for path in content)
     if name == "r.zarr":
         empty(tmp_path)
-        path, stored = next((path, stored) for path, stored in content.items() if "/c/" in str(path))
+        path, stored = next(
+            (path, stored) for path, stored in content.items() if "/c/" in str(path)
+        )
         path.write_bytes(stored)
         with pytest.raises(OutputError, match="exists and is not a stored result"):
             save(tmp_path / name)

@@ -15,7 +15,12 @@ from tests.conftest import run_part
 def made(toy, prompts, tmp_path_factory):
     """Three shards of a run, and one of a run with another seed."""
     folder = tmp_path_factory.mktemp("shards")
-    for name, places, seed in (("1", [0, 3], 0), ("2", [1, 4], 0), ("3", [2, 5], 0), ("other", [0, 3], 7)):
+    for name, places, seed in (
+        ("1", [0, 3], 0),
+        ("2", [1, 4], 0),
+        ("3", [2, 5], 0),
+        ("other", [0, 3], 7),
+    ):
         some = [prompts[place] for place in places]
         conditions = {"random": ma.conditions.RandomTokens(count=2)}
         result = run_part(toy, some, conditions, layers=0, seed=seed, places=places)
@@ -56,9 +61,17 @@ def test_a_target_that_is_merged_itself(shards, target):
 
 @pytest.mark.parametrize("target", ["all.zarr", "memory://shards/all.zarr"])
 def test_an_earlier_merge_is_replaced(shards, target):  # negative control
-    for places in (["1.zarr"], ["1.zarr", "3.zarr"], ["3.zarr", "1.zarr"], ["2.zarr", "1.zarr", "3.zarr"]):
+    for places in (
+        ["1.zarr"],
+        ["1.zarr", "3.zarr"],
+        ["3.zarr", "1.zarr"],
+        ["2.zarr", "1.zarr", "3.zarr"],
+    ):
         merge_stored(target, places)
     assert prompts_of(target) == [str(place) for place in range(6)]
-    with pytest.raises(OptionError, match=r"exists and is not a merge of 1\.zarr, 3.zarr: its content would be lost"):
+    with pytest.raises(
+        OptionError,
+        match=r"exists and is not a merge of 1\.zarr, 3.zarr: its content would be lost",
+    ):
         merge_stored(target, ["1.zarr", "3.zarr"])  # what it has of the second would be lost
     assert prompts_of(target) == [str(place) for place in range(6)]

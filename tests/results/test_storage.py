@@ -37,7 +37,9 @@ def assert_same(loaded, result):
             if expected.dtype.kind in "fi":
                 assert got.values.tobytes() == expected.values.tobytes()
             else:
-                assert [str(text) for text in got.values.flat] == [str(text) for text in expected.values.flat]
+                assert [str(text) for text in got.values.flat] == [
+                    str(text) for text in expected.values.flat
+                ]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,10 @@ def everything(toy, prompts):
         ma.analyses.AttentionFocus(),
     ]
     analyses.append(ma.analyses.HeadUpdates())
-    conditions = {"slash": ma.MeaninglessTokens(count=5), "“é”": ma.conditions.RandomTokens(count=5)}
+    conditions = {
+        "slash": ma.MeaninglessTokens(count=5),
+        "“é”": ma.conditions.RandomTokens(count=5),
+    }
     return ma.run(toy, prompts[:3], conditions, analyses, layers=[0, 1])
 
 
@@ -94,8 +99,25 @@ def test_provenance_says_what_the_numbers_are_of(everything, toy):
     assert about["model"]["verified"] is True
     assert about["model"]["dtype"] == "float32"
     assert re.fullmatch("[0-9a-f]{16}", about["model"]["weights_hash"])
-    assert set(about["versions"]) == {"python", "mechattn", "transformer-lens", "transformers", "torch"}
-    needed = {"prompts", "conditions", "analyses", "seed", "memory", "engine", "time", "seconds", "threads", "halved"}
+    assert set(about["versions"]) == {
+        "python",
+        "mechattn",
+        "transformer-lens",
+        "transformers",
+        "torch",
+    }
+    needed = {
+        "prompts",
+        "conditions",
+        "analyses",
+        "seed",
+        "memory",
+        "engine",
+        "time",
+        "seconds",
+        "threads",
+        "halved",
+    }
     assert needed <= set(about)
 
 
@@ -141,7 +163,9 @@ def test_an_interrupted_save_leaves_the_old_result(slash_result, stored, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Store, "put", fail)
-    with pytest.raises(OutputError, match=r"No space left on device\. No part of it is left; free some space"):
+    with pytest.raises(
+        OutputError, match=r"No space left on device\. No part of it is left; free some space"
+    ):
         slash_result.save(stored)
     monkeypatch.undo()
     assert ma.load_result(stored).conditions == ["baseline", "slash"]
@@ -157,7 +181,9 @@ tree = xr.open_datatree({str(stored)!r}, engine="zarr")
 received = tree["received_attention"].received
 print(received.attrs["units"], float(received.sum()), list(map(str, tree["sequences"].condition.values)))
 """
-    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
     total = float(slash_result["received_attention"].received.sum())
     assert out.stdout.strip() == f"probability {total} ['baseline', 'slash']"
 
@@ -180,7 +206,11 @@ def test_what_a_change_with_the_right_tools_leaves_is_found(stored, change):
     if change == "values":
         some[0, 0, 0, 0, 4] = 0.25
     elif change == "shape":
-        for name in ("tokens", "origin", "segment_index"):  # read as they say, these would fill any memory
+        for name in (
+            "tokens",
+            "origin",
+            "segment_index",
+        ):  # read as they say, these would fill any memory
             group[f"sequences/{name}"].resize((12, 2, 10**12))
         group["sequences/first_prompt_text"].resize((2, 10**12))
     elif change == "attribute":
@@ -201,7 +231,9 @@ def test_at_an_address_an_interrupted_save_is_refused(slash_result, monkeypatch)
         put(store, name, content)
 
     monkeypatch.setattr(Store, "put", dying)
-    with pytest.raises(OutputError, match=r"could not be written .*connection lost.* what is there is incomplete"):
+    with pytest.raises(
+        OutputError, match=r"could not be written .*connection lost.* what is there is incomplete"
+    ):
         slash_result.save(address)
     monkeypatch.undo()
     with pytest.raises(OutputError, match="is incomplete"):
@@ -228,7 +260,8 @@ def test_an_address_that_fails_or_is_of_no_kind(slash_result, monkeypatch):
 def test_no_pickle_and_no_code_from_a_file():
     sources = "".join(path.read_text() for path in Path(ma.__file__).parent.rglob("*.py"))
     assert not re.search(
-        r"allow_pickle|import pickle|cloudpickle|torch\.load|np\.load|joblib|(?<![.\w])(eval|exec)\(", sources
+        r"allow_pickle|import pickle|cloudpickle|torch\.load|np\.load|joblib|(?<![.\w])(eval|exec)\(",
+        sources,
     )
     assert re.search(r"allow_pickle", "np.load(path, allow_pickle=True)")  # negative control
 
@@ -242,8 +275,12 @@ def test_another_schema_is_refused(stored):
 
 def test_dataframe_is_tidy(slash_result):
     table = slash_result.to_dataframe("received_attention")
-    assert {"prompt", "condition", "layer", "head", "segment", "received_by_segment"} <= set(table.columns)
-    row = table.query("prompt == '3' and condition == 'slash' and layer == 1 and head == 2 and segment == 'question'")
+    assert {"prompt", "condition", "layer", "head", "segment", "received_by_segment"} <= set(
+        table.columns
+    )
+    row = table.query(
+        "prompt == '3' and condition == 'slash' and layer == 1 and head == 2 and segment == 'question'"
+    )
     at = dict(prompt="3", condition="slash", layer=1, head=2, segment="question")
     expected = slash_result["received_attention"].received_by_segment.sel(at).item()
     assert row.received_by_segment.item() == pytest.approx(expected)
@@ -259,7 +296,12 @@ def test_the_verdict_equals_scipy_on_the_table(slash_result):
     from scipy import stats
 
     table = slash_result.to_dataframe("received_attention", "received_by_segment")
-    means = table[table.segment == "question"].groupby(["prompt", "condition"]).received_by_segment.mean().unstack()
+    means = (
+        table[table.segment == "question"]
+        .groupby(["prompt", "condition"])
+        .received_by_segment.mean()
+        .unstack()
+    )
     ratio = np.log(means["slash"] / means["baseline"])
     interval = stats.ttest_1samp(ratio, 0).confidence_interval(0.95)
     verdict = slash_result.verdict("slash")
@@ -290,7 +332,11 @@ def test_a_result_answers_as_a_mapping_and_by_labels(slash_result):
     few = slash_result.sel(prompt=slash_result["sequences"].prompt.values[:4].tolist())
     assert few.compare("slash").n.iloc[0] == 4
     assert slash_result.sel(condition="baseline").conditions == ["baseline"]
-    for labels, message in (({"token": 3}, "no dimension 'token'"), ({"head": 9}, "9"), ({"head": "L9H1"}, "9")):
+    for labels, message in (
+        ({"token": 3}, "no dimension 'token'"),
+        ({"head": 9}, "9"),
+        ({"head": "L9H1"}, "9"),
+    ):
         with pytest.raises(OptionError, match=message):
             slash_result.sel(**labels)
 

@@ -10,7 +10,9 @@ import mechattn as ma
 @pytest.fixture(scope="session")
 def small(toy):
     """A result of three prompts."""
-    return ma.run(toy, ma.load_prompts("word-problems", limit=3), {"slash": ma.MeaninglessTokens(count=5)})
+    return ma.run(
+        toy, ma.load_prompts("word-problems", limit=3), {"slash": ma.MeaninglessTokens(count=5)}
+    )
 
 
 @pytest.fixture(scope="session")

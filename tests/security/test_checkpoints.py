@@ -22,7 +22,9 @@ from mechattn.model.load import classes_left_alone
 @pytest.fixture
 def own(checkpoint, tmp_path, monkeypatch):
     """A maker of checkpoints with a module that makes a file when it is imported; standard input says yes to all."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr(sys, "path", [str(tmp_path / "modules"), *sys.path])
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 20))
 
@@ -30,8 +32,12 @@ def own(checkpoint, tmp_path, monkeypatch):
         folder = tmp_path / f"own-{module}-{class_name}"
         shutil.copytree(checkpoint, folder)
         for name, changes in (("config.json", config), ("tokenizer_config.json", tokenizer or {})):
-            (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
-        (folder / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass {class_name}: pass\n")
+            (folder / name).write_text(
+                json.dumps(json.loads((folder / name).read_text()) | changes)
+            )
+        (folder / f"{module}.py").write_text(
+            f"open({str(tmp_path / 'ran')!r}, 'w')\nclass {class_name}: pass\n"
+        )
         return str(folder)
 
     return make
@@ -55,7 +61,11 @@ def test_a_config_of_its_own_is_refused_without_a_question(own, tmp_path, option
 
 
 def test_a_tokenizer_of_its_own(own, tmp_path):
-    place = own("own", "Own", {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.Own", None]}})
+    place = own(
+        "own",
+        "Own",
+        {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.Own", None]}},
+    )
     with pytest.raises(ModelError, match=r"its own code.*trust_remote_code=True"):
         ma.load_model(place)
     assert nothing_happened(tmp_path)
@@ -70,7 +80,9 @@ def test_a_tokenizer_of_its_own(own, tmp_path):
         ("modeling_bd3lm", "BD3LM", {"AutoModelForMaskedLM": "modeling_bd3lm.BD3LM"}),
     ],
 )
-def test_an_architecture_whose_code_transformer_lens_imports(own, tmp_path, module, architecture, auto):
+def test_an_architecture_whose_code_transformer_lens_imports(
+    own, tmp_path, module, architecture, auto
+):
     """It does so whatever ``trust_remote_code`` says; the last one is asked about by transformers as well."""
     place = own(module, architecture, architectures=[architecture], auto_map=auto)
     with pytest.raises(ModelError):
@@ -81,7 +93,9 @@ def test_an_architecture_whose_code_transformer_lens_imports(own, tmp_path, modu
 def test_without_the_guard_transformer_lens_runs_that_code(own, tmp_path):  # negative control
     from transformer_lens.model_bridge import TransformerBridge
 
-    place = own("modeling_internlm2", "InternLM2ForCausalLM", architectures=["InternLM2ForCausalLM"])
+    place = own(
+        "modeling_internlm2", "InternLM2ForCausalLM", architectures=["InternLM2ForCausalLM"]
+    )
     with classes_left_alone(), pytest.raises(AttributeError):
         TransformerBridge.boot_transformers(place, trust_remote_code=False)
     assert (tmp_path / "ran").exists()
@@ -210,7 +224,12 @@ def test_what_is_wrapped_is_wrapped_once():
 
 @pytest.mark.parametrize(
     ("part", "size"),
-    [("num_hidden_layers", -3), ("num_hidden_layers", 0), ("num_hidden_layers", 10**30), ("vocab_size", -5)],
+    [
+        ("num_hidden_layers", -3),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 10**30),
+        ("vocab_size", -5),
+    ],
 )
 def test_sizes_that_no_model_has(checkpoint, tmp_path, part, size):
     folder = tmp_path / "sizes"
@@ -218,5 +237,8 @@ def test_sizes_that_no_model_has(checkpoint, tmp_path, part, size):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {part: size}))
     for load in (ma.load_model, layers_and_heads):
-        with pytest.raises(ModelError, match=rf"has {part} = .*, but models have 1 to [\d,]+: is the file damaged\?"):
+        with pytest.raises(
+            ModelError,
+            match=rf"has {part} = .*, but models have 1 to [\d,]+: is the file damaged\?",
+        ):
             load(str(folder))

@@ -29,12 +29,23 @@ def attack(folder, marker):
         (path / "zarr.json").mkdir(parents=True, exist_ok=True)
         (path / ".zgroup").write_text('{"zarr_format": 2}')
     about = {"model": {"name": "m"}, "prompts": {"hash": "0"}, "conditions": {}, "analyses": {}}
-    (folder / ".zattrs").write_text(json.dumps({"mechattn_schema": 1, "provenance": json.dumps(about)}))
+    (folder / ".zattrs").write_text(
+        json.dumps({"mechattn_schema": 1, "provenance": json.dumps(about)})
+    )
     filters = [{"id": "vlen-utf8"}, {"id": "pickle", "protocol": 5}]
-    kind = {"shape": [1], "chunks": [1], "dtype": "|O", "fill_value": None, "order": "C", "zarr_format": 2}
+    kind = {
+        "shape": [1],
+        "chunks": [1],
+        "dtype": "|O",
+        "fill_value": None,
+        "order": "C",
+        "zarr_format": 2,
+    }
     for name in ("prompt", "condition"):
         (group / name).mkdir()
-        (group / name / ".zarray").write_text(json.dumps(kind | {"compressor": None, "filters": filters}))
+        (group / name / ".zarray").write_text(
+            json.dumps(kind | {"compressor": None, "filters": filters})
+        )
         (group / name / ".zattrs").write_text(json.dumps({"_ARRAY_DIMENSIONS": [name]}))
         (group / name / "0").write_bytes(pickle.dumps(Runs(marker)))
     return folder
@@ -108,15 +119,20 @@ def test_codecs_and_formats_that_mechattn_does_not_write(stored, monkeypatch, ch
     monkeypatch.setattr(xr, "open_datatree", None)  # refused before Zarr sees it
     changed(stored, "received_attention/received", **change)
     with pytest.raises(
-        OutputError, match=r"received_attention/received/zarr\.json .* is not in the format that mechattn writes"
+        OutputError,
+        match=r"received_attention/received/zarr\.json .* is not in the format that mechattn writes",
     ):
         ma.load_result(stored)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "3", "9" * 5000, "[" * 100_000, '{"zarr_format": 3}', "\ud800"])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "3", "9" * 5000, "[" * 100_000, '{"zarr_format": 3}', "\ud800"]
+)
 def test_metadata_that_is_none(stored, content):
     (stored / "sequences" / "zarr.json").write_bytes(content.encode("utf-8", "surrogatepass"))
-    with pytest.raises(OutputError, match=r"sequences/zarr\.json .* is not in the format that mechattn writes"):
+    with pytest.raises(
+        OutputError, match=r"sequences/zarr\.json .* is not in the format that mechattn writes"
+    ):
         ma.load_result(stored)
 
 

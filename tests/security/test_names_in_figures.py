@@ -28,7 +28,10 @@ def hostile(toy):
         ma.analyses.HeadUpdates(),
     ]
     prompts = ma.load_prompts("word-problems", limit=6)
-    conditions = {LINK: ma.MeaninglessTokens(count=5), "<i>two</i>": ma.MeaninglessTokens("/", count=6)}
+    conditions = {
+        LINK: ma.MeaninglessTokens(count=5),
+        "<i>two</i>": ma.MeaninglessTokens("/", count=6),
+    }
     result = ma.run(toy, prompts, conditions, analyses, positions="prompts")
     for dataset in result.datasets.values():
         for variable in dataset.data_vars.values():
@@ -59,7 +62,9 @@ def test_every_figure_of_a_report_shows_names_as_text(hostile):
     drawn = [draw(hostile, **options) for draw, options in figures_of(hostile, 0, [0, 1])]
     assert len(drawn) >= 10
     assert [found for figure in drawn for found in markup(figure)] == []
-    assert any("&lt;a href=" in text for figure in drawn for text in strings(json.loads(figure.to_json())))
+    assert any(
+        "&lt;a href=" in text for figure in drawn for text in strings(json.loads(figure.to_json()))
+    )
 
 
 def test_the_search_for_markup_finds_some():  # negative control
@@ -71,7 +76,9 @@ def test_the_search_for_markup_finds_some():  # negative control
 
 def test_our_own_markup_stays():
     title = "a<br><sup>b</sup>"
-    figure = with_plain_names(go.Figure(layout={"title": {"text": title}, "annotations": [{"text": f"x<br>{LINK}"}]}))
+    figure = with_plain_names(
+        go.Figure(layout={"title": {"text": title}, "annotations": [{"text": f"x<br>{LINK}"}]})
+    )
     assert figure.layout.title.text == title
     assert figure.layout.annotations[0].text.startswith("x<br>&lt;a")
 
@@ -84,24 +91,33 @@ def test_figures_of_configs_are_those_that_are_checked(hostile):
         "update_by_position",
         "verdicts",
     }
-    assert set(FIGURES) - drawn == others, "a new figure: does it end in says(…), which escapes names?"
+    assert set(FIGURES) - drawn == others, (
+        "a new figure: does it end in says(…), which escapes names?"
+    )
 
 
 @pytest.mark.parametrize("escaped", [True, False])
 def test_no_link_on_the_page(browser, hostile, tmp_path, monkeypatch, escaped):
     if not escaped:  # negative control
-        monkeypatch.setattr("mechattn.render.figure_declaration.with_plain_names", lambda figure: figure)
+        monkeypatch.setattr(
+            "mechattn.render.figure_declaration.with_plain_names", lambda figure: figure
+        )
     figures = [(FIGURES["received_attention"], {"layer": 0, "heads": [0], "condition": LINK})]
     place = results_page([hostile], tmp_path / "p.html", figures)
     page = browser.new_page()
     page.goto(place.as_uri())
     page.wait_for_function("document.documentElement.dataset.ready")
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-    page.wait_for_function("document.querySelectorAll('details.section > figure[data-drawn]').length === 1")
+    page.wait_for_function(
+        "document.querySelectorAll('details.section > figure[data-drawn]').length === 1"
+    )
     links = page.locator("svg a").count() + page.locator('a[href*="example.org"]').count()
     assert (links == 0) == escaped
     assert page.locator("b, img[src=x]").count() == 0
     if escaped:
-        assert "<a href=" in page.locator(".section summary", has_text="received attention").inner_text()
+        assert (
+            "<a href="
+            in page.locator(".section summary", has_text="received attention").inner_text()
+        )
         assert "<a href=" in page.locator("#map-title").inner_text()
     page.close()

@@ -27,11 +27,13 @@ def home(checkpoint, tmp_path):
 
 def config(home, **top):
     lines = [
-        f"{name} = {json.dumps(value)}" for name, value in {"model": str(home / "ckpt"), "verify": False, **top}.items()
+        f"{name} = {json.dumps(value)}"
+        for name, value in {"model": str(home / "ckpt"), "verify": False, **top}.items()
     ]
     path = home / "config.toml"
     path.write_text(
-        "\n".join(lines) + f'\n[prompts]\nsource = "{home}/prompts.jsonl"\n[conditions.slash]\ncount = 5\n'
+        "\n".join(lines)
+        + f'\n[prompts]\nsource = "{home}/prompts.jsonl"\n[conditions.slash]\ncount = 5\n'
         f'[output]\nresult = "{home}/r.zarr"\npage = "{home}/p.html"\n'
     )
     return path
@@ -75,7 +77,11 @@ def test_a_script(home):
 
 
 def test_the_page_of_figures(home, tmp_path):
-    page = make_figures(figures_config(tmp_path / "out", [str(home / "ckpt")], str(home / "prompts.jsonl"), 6, 0, [0]))
+    page = make_figures(
+        figures_config(
+            tmp_path / "out", [str(home / "ckpt")], str(home / "prompts.jsonl"), 6, 0, [0]
+        )
+    )
     assert [word for word in PRIVATE if word in whole(page)] == []
 
 
@@ -98,12 +104,19 @@ def test_another_checkpoint_of_the_same_name_is_another_run(home, tmp_path):
     weights = load_file(tmp_path / "other" / "ckpt" / "model.safetensors")
     name = next(iter(weights))
     save_file(
-        weights | {name: torch.zeros_like(weights[name])}, tmp_path / "other/ckpt/model.safetensors", {"format": "pt"}
+        weights | {name: torch.zeros_like(weights[name])},
+        tmp_path / "other/ckpt/model.safetensors",
+        {"format": "pt"},
     )
     prompts, out = ma.load_prompts(str(home / "prompts.jsonl"), limit=2), home / "answers.jsonl"
     ma.evaluate(ma.load_model(str(home / "ckpt"), verify=False), prompts, new_tokens=2, out=out)
     with pytest.raises(ma.MechattnError, match="weights_hash differs"):
-        ma.evaluate(ma.load_model(str(tmp_path / "other/ckpt"), verify=False), prompts, new_tokens=2, out=out)
+        ma.evaluate(
+            ma.load_model(str(tmp_path / "other/ckpt"), verify=False),
+            prompts,
+            new_tokens=2,
+            out=out,
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +130,10 @@ def test_another_checkpoint_of_the_same_name_is_another_run(home, tmp_path):
         ("./ckpt", "ckpt"),
         ("models/llama/step4000", "step4000"),
         ("C:\\Users\\jane\\ckpt", "ckpt"),
-        ("/home/jane/.cache/huggingface/hub/models--Qwen--Qwen2.5-Math-1.5B/snapshots/0a1b", "Qwen/Qwen2.5-Math-1.5B"),
+        (
+            "/home/jane/.cache/huggingface/hub/models--Qwen--Qwen2.5-Math-1.5B/snapshots/0a1b",
+            "Qwen/Qwen2.5-Math-1.5B",
+        ),
         ("s3://jane:SECRET@bucket/r.zarr", "s3://…@bucket/r.zarr"),
     ],
 )
@@ -135,6 +151,15 @@ def test_a_folder_here_is_a_path_and_what_is_nowhere_a_name_of_the_hub(tmp_path,
 
 
 def test_commands():
-    words = ["figures", "--model", "/home/jane/ckpt", "--out=/home/jane/out", "--heads", "2,3,4", "--limit", "64"]
+    words = [
+        "figures",
+        "--model",
+        "/home/jane/ckpt",
+        "--out=/home/jane/out",
+        "--heads",
+        "2,3,4",
+        "--limit",
+        "64",
+    ]
     assert command_of(words) == "mechattn figures --model ckpt --out=out --heads 2,3,4 --limit 64"
     assert command_of(words, paths=True) == "mechattn " + " ".join(words)

@@ -50,12 +50,18 @@ ray.shutdown()
 OURS = "from mechattn.jobs.executors import Ray; Ray(workers=1)._connected()"
 PLAIN = "import ray; ray.init(address='local', include_dashboard=False, log_to_driver=False)"
 
-pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="finds the sockets under /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="finds the sockets under /proc"
+)
 
 
 def started(how, home, **variables):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"HOME": str(home), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+    environment |= {
+        "HOME": str(home),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        **variables,
+    }
     out = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", STARTS.replace("START", how)],
         capture_output=True, text=True, timeout=300, env=environment, check=False,
@@ -81,4 +87,6 @@ def test_a_cluster_as_ray_starts_it_listens_everywhere(tmp_path):  # negative co
     found = started(PLAIN, tmp_path, RAY_AUTH_MODE="disabled")
     assert found["joined"]
     alone = {place.rpartition(":")[0] for place in found["at"]} <= LOOPBACK
-    assert alone == (found["node"] == "127.0.0.1"), "which is so where a machine has no other address"
+    assert alone == (found["node"] == "127.0.0.1"), (
+        "which is so where a machine has no other address"
+    )

@@ -82,7 +82,9 @@ def texts(folder):
 def cut(folder):
     """An object with half of its bytes, and the right checksum."""
     name = next(
-        p.relative_to(folder).as_posix() for p in (folder / "received_attention/received/c").rglob("0") if p.is_file()
+        p.relative_to(folder).as_posix()
+        for p in (folder / "received_attention/received/c").rglob("0")
+        if p.is_file()
     )
     content = (folder / name).read_bytes()[:1000]
     (folder / name).write_bytes(content + checksum(content))
@@ -92,7 +94,9 @@ def cut(folder):
 def lost(folder):
     """An object that is neither there nor listed, and would read as NaN."""
     name = next(
-        p.relative_to(folder).as_posix() for p in (folder / "received_attention/received/c").rglob("0") if p.is_file()
+        p.relative_to(folder).as_posix()
+        for p in (folder / "received_attention/received/c").rglob("0")
+        if p.is_file()
     )
     (folder / name).unlink()
     listed(folder, name)
@@ -112,10 +116,14 @@ def test_without_the_check_it_is_read(stored, attack, monkeypatch):  # negative 
     """Zarr would take the memory (here the check that refuses it is what fails), or read NaN."""
     attack(stored)
     checked = []
-    monkeypatch.setattr("mechattn.store.zarr_checks._check_objects", lambda *given: checked.append(given))
+    monkeypatch.setattr(
+        "mechattn.store.zarr_checks._check_objects", lambda *given: checked.append(given)
+    )
     monkeypatch.setattr(
         "xarray.open_datatree",
-        lambda *given, **options: checked.append("opened") or (_ for _ in ()).throw(OutputError("stop")),
+        lambda *given, **options: (
+            checked.append("opened") or (_ for _ in ()).throw(OutputError("stop"))
+        ),
     )
     with pytest.raises(OutputError, match="stop"):
         ma.load_result(stored)
@@ -127,7 +135,9 @@ def test_listing_again_is_no_attack(stored):  # negative control
     assert ma.load_result(stored).conditions == ["baseline", "slash"]
 
 
-@pytest.fixture(params=["pipe", "socket", "link to a file", "link to a folder", "link to nothing", "device"])
+@pytest.fixture(
+    params=["pipe", "socket", "link to a file", "link to a folder", "link to nothing", "device"]
+)
 def odd(request, tmp_path):
     """Makes a path something else than a plain file."""
 
@@ -154,11 +164,16 @@ def odd(request, tmp_path):
 def test_pipes_sockets_devices_and_links_in_a_result(stored, odd, where, monkeypatch):
     monkeypatch.chdir(stored)  # the name of a socket is short
     chunk = next(p for p in (stored / "received_attention/received/c").rglob("*") if p.is_file())
-    path = {"chunk": chunk, "metadata": stored / "sequences/zarr.json", "beside": stored / "sequences/notes"}[where]
+    path = {
+        "chunk": chunk,
+        "metadata": stored / "sequences/zarr.json",
+        "beside": stored / "sequences/notes",
+    }[where]
     path.unlink(missing_ok=True)
     odd(path)
     with pytest.raises(
-        OutputError, match=r"is a (link|named pipe|socket), but a stored result contains only plain files"
+        OutputError,
+        match=r"is a (link|named pipe|socket), but a stored result contains only plain files",
     ):
         ma.load_result(stored)
 

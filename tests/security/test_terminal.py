@@ -18,7 +18,9 @@ def on_a_terminal(code, *arguments, cwd):
     """What a program writes to a terminal of its own, both streams."""
     ours, its = os.openpty()
     command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=its, stderr=its, cwd=cwd) as running:
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=its, stderr=its, cwd=cwd
+    ) as running:
         os.close(its)
         written = b""
         while some := _read(ours):
@@ -114,7 +116,9 @@ def test_a_swept_newline_is_written_out():
 def test_tokens_with_control_characters_are_stored_written_out(toy, tmp_path):
     result = ma.run(toy, "Tom\0 has 3\x1b apples.")
     result.save(tmp_path / "r.zarr")
-    texts = ma.load_result(tmp_path / "r.zarr")["sequences"].first_prompt_text.values.flatten().tolist()
+    texts = (
+        ma.load_result(tmp_path / "r.zarr")["sequences"].first_prompt_text.values.flatten().tolist()
+    )
     assert {"\\x00", "\\x1b"} <= set(texts)
 
 

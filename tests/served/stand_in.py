@@ -47,7 +47,11 @@ class Engine:
 
     @torch.no_grad()
     def _completed(self, prompt, new_tokens, temperature, seed):
-        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        sampled = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0}
+            if temperature
+            else {"do_sample": False}
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed or 0)
             out = self.model.generate(
@@ -56,7 +60,9 @@ class Engine:
             )  # fmt: skip
         logits = self.model(out).logits[0].double().log_softmax(-1)
         written = out[0, prompt.shape[1] :].tolist()
-        return written, [float(logits[prompt.shape[1] - 1 + i, token]) for i, token in enumerate(written)]
+        return written, [
+            float(logits[prompt.shape[1] - 1 + i, token]) for i, token in enumerate(written)
+        ]
 
 
 @dataclass
@@ -75,7 +81,9 @@ class StandIn:
     longest: int | None = None
     fault: object = None
     change: object = None  # of what is replied
-    raw: object = None  # called with the handler, it replies in place of the server, where it returns True
+    raw: object = (
+        None  # called with the handler, it replies in place of the server, where it returns True
+    )
     bodies: list = field(default_factory=list)
     headers: list = field(default_factory=list)
     address: str = ""
@@ -87,7 +95,9 @@ class StandIn:
         """As vLLM words it."""
         prompt = body["prompt"]
         ids = prompt if isinstance(prompt, list) else self.engine.tokenizer(prompt)["input_ids"]
-        written, logprobs = self.engine.complete(ids, body["max_tokens"], body["temperature"], body.get("seed"))
+        written, logprobs = self.engine.complete(
+            ids, body["max_tokens"], body["temperature"], body.get("seed")
+        )
         ended = written[-1:] == [self.engine.tokenizer.eos_token_id]
         choice = {
             "index": 0,
@@ -101,9 +111,18 @@ class StandIn:
             choice |= {"token_ids": written, "prompt_token_ids": ids}
         if isinstance(prompt, list) and self.tells_ids and body.get("prompt_logprobs") is not None:
             told = self.engine.of_prompt(ids)
-            choice["prompt_logprobs"] = [None, *({str(t): {"logprob": p}} for t, p in zip(ids[1:], told, strict=True))]
+            choice["prompt_logprobs"] = [
+                None,
+                *({str(t): {"logprob": p}} for t, p in zip(ids[1:], told, strict=True)),
+            ]
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(written)}
-        made = {"id": "x", "object": "text_completion", "model": self.name, "choices": [choice], "usage": usage}
+        made = {
+            "id": "x",
+            "object": "text_completion",
+            "model": self.name,
+            "choices": [choice],
+            "usage": usage,
+        }
         return self.change(made) if self.change else made
 
     @property
@@ -131,7 +150,10 @@ def _handler(server):
 
         def refused(self):
             server.headers.append({name.lower(): value for name, value in self.headers.items()})
-            if server.key is not None and self.headers.get("Authorization") != f"Bearer {server.key}":
+            if (
+                server.key is not None
+                and self.headers.get("Authorization") != f"Bearer {server.key}"
+            ):
                 self.send(401, {"error": f"who is {self.headers.get('Authorization')}?"})
                 return True
             return False
@@ -180,7 +202,11 @@ def _handler(server):
                 self.send(200, made | {"choices": made["choices"] * 2})
             elif fault == "aborted":
                 made = server.reply(body)
-                self.send(200, made | {"choices": [made["choices"][0] | {"finish_reason": "abort", "text": ""}]})
+                self.send(
+                    200,
+                    made
+                    | {"choices": [made["choices"][0] | {"finish_reason": "abort", "text": ""}]},
+                )
             elif fault == "another":
                 self.send(200, server.reply(body) | {"model": "another"})
             else:
@@ -203,9 +229,13 @@ def running(server, certificate=None):
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate)
-        made.socket = context.wrap_socket(made.socket, server_side=True, do_handshake_on_connect=False)
+        made.socket = context.wrap_socket(
+            made.socket, server_side=True, do_handshake_on_connect=False
+        )
     server.address = f"http{'s' if certificate else ''}://127.0.0.1:{made.server_address[1]}/v1"
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield server
@@ -217,5 +247,7 @@ def running(server, certificate=None):
 
 def asked_of(server, options):
     """Options of ``evaluate``; those of the server become an ``ma.Server``."""
-    of = {name: options.pop(name) for name in ("model", "key", "timeout", "verify") if name in options}
+    of = {
+        name: options.pop(name) for name in ("model", "key", "timeout", "verify") if name in options
+    }
     return {**options, "server": ma.Server(server.address, **of)}

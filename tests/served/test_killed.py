@@ -20,7 +20,9 @@ LIMIT = 16
 def processes():
     """Processes that begin with everything imported."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["transformer_lens.model_bridge", "mechattn.evaluation.evaluate"])
+    context.set_forkserver_preload(
+        ["transformer_lens.model_bridge", "mechattn.evaluation.evaluate"]
+    )
     return context
 
 
@@ -36,7 +38,10 @@ def run(path, model="toy:llama", server=None, stuck=None):
 
     module.answers = answers
     try:
-        prompts, conditions = ma.load_prompts("word-problems", limit=3), {"slash": ma.MeaninglessTokens("/", 20)}
+        prompts, conditions = (
+            ma.load_prompts("word-problems", limit=3),
+            {"slash": ma.MeaninglessTokens("/", 20)},
+        )
         options = {"samples": 2, "new_tokens": LIMIT, "batch": 3, "out": path, "server": server}
         return ma.evaluate(model, prompts, conditions, **options)
     finally:

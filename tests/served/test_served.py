@@ -14,7 +14,11 @@ from mechattn.evaluation.server_completions import text_of
 from tests.served.stand_in import Engine, StandIn, asked_of, running
 
 SLASH = ma.MeaninglessTokens("/", 20)
-CONDITIONS = {"slash": SLASH, "middle": ma.MeaninglessTokens("/", 7, place="middle"), "sentence": ma.RandomSentence(20)}
+CONDITIONS = {
+    "slash": SLASH,
+    "middle": ma.MeaninglessTokens("/", 7, place="middle"),
+    "sentence": ma.RandomSentence(20),
+}
 LIMIT = 24  # so that some answers reach it
 
 
@@ -35,7 +39,9 @@ def server(engine):
 
 
 def there(model, prompts, server, conditions=None, **options):
-    return ma.evaluate(model, prompts, conditions, **asked_of(server, {"new_tokens": LIMIT} | options))
+    return ma.evaluate(
+        model, prompts, conditions, **asked_of(server, {"new_tokens": LIMIT} | options)
+    )
 
 
 def changed(model, change):
@@ -95,7 +101,11 @@ def test_an_answer_that_ends_at_the_limit_is_finished(toy, some, server):
         for takes_ids, tells_ids in ((True, True), (True, False), (False, False)):
             server.takes_ids, server.tells_ids = takes_ids, tells_ids
             theirs = there(toy, some[:1], server, new_tokens=limit).answers[0]
-            assert (theirs.tokens, theirs.text, theirs.finished) == (ours.tokens, ours.text, ours.finished)
+            assert (theirs.tokens, theirs.text, theirs.finished) == (
+                ours.tokens,
+                ours.text,
+                ours.finished,
+            )
 
 
 @pytest.mark.parametrize("tells", ["text", "ids, and no ids back"])
@@ -106,7 +116,9 @@ def test_a_server_that_tells_text_alone(toy, some, here, engine, tells):
     assert made.provenance["probe"]["sent"] == ("text" if tells == "text" else "token ids")
     assert all(isinstance(b["prompt"], str) == (tells == "text") for b in server.asked[1:])
     ours = [a for a in here.answers if a.condition != "sentence"]
-    assert [(a.tokens, a.text, a.finished) for a in made.answers] == [(a.tokens, a.text, a.finished) for a in ours]
+    assert [(a.tokens, a.text, a.finished) for a in made.answers] == [
+        (a.tokens, a.text, a.finished) for a in ours
+    ]
     if tells == "text":
         assert all(math.isnan(a.logprob) for a in made.answers)
         with pytest.raises(OptionError, match="a server that reports none"):
@@ -116,7 +128,9 @@ def test_a_server_that_tells_text_alone(toy, some, here, engine, tells):
 def test_what_is_sent(toy, some, server):
     there(toy, some[:2], server, {"slash": SLASH})
     sent = {tuple(body["prompt"]): body for body in server.asked if body["max_tokens"] == LIMIT}
-    assert set(sent) == {tuple(c.apply(p, toy).tokens.tolist()) for p in some[:2] for c in (ma.Baseline(), SLASH)}
+    assert set(sent) == {
+        tuple(c.apply(p, toy).tokens.tolist()) for p in some[:2] for c in (ma.Baseline(), SLASH)
+    }
     for body in sent.values():
         plain = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
         assert {name: body[name] for name in plain} == plain
@@ -135,33 +149,43 @@ def test_samples_have_seeds_of_their_own(some, server):
     assert made.provenance["probe"]["same_seed"] == 1.0
     assert made.pass_at_k([1, 3]).estimate.between(0, 1).all()
     assert there("toy:llama", some[:2], server, {"slash": SLASH}, **asked).answers == made.answers
-    assert there("toy:llama", some[:3], server, {"slash": SLASH}, **asked, seed=1).answers != made.answers
+    assert (
+        there("toy:llama", some[:3], server, {"slash": SLASH}, **asked, seed=1).answers
+        != made.answers
+    )
 
 
 def test_a_server_that_does_not_sample_is_refused(some, server, engine, monkeypatch):
     complete = engine.complete
     monkeypatch.setattr(engine, "complete", lambda ids, n, t, seed: complete(ids, n, 0, None))
-    with pytest.raises(ServerError, match=r"does not sample: 3 answers at temperature 2 are the greedy ones"):
+    with pytest.raises(
+        ServerError, match=r"does not sample: 3 answers at temperature 2 are the greedy ones"
+    ):
         there("toy:llama", some[:3], server, samples=2)
 
 
 def test_texts_that_give_other_tokens_are_refused(toy, some, engine):
     with running(StandIn(engine, takes_ids=False)) as server:
-        with pytest.raises(PromptError, match=r"takes only text, and prompt .* with the condition \"words\"") as raised:
+        with pytest.raises(
+            PromptError, match=r"takes only text, and prompt .* with the condition \"words\""
+        ) as raised:
             there(toy, some, server, {"slash": SLASH, "words": ma.conditions.ShuffledSentence(20)})
         assert len(server.asked) == 1  # with token ids, which it does not take
     text = str(raised.value)
     refused = [
         p
         for p in some
-        if text_of(toy.tokenizer, ma.conditions.ShuffledSentence(20).apply(p, toy).tokens.tolist()) is None
+        if text_of(toy.tokenizer, ma.conditions.ShuffledSentence(20).apply(p, toy).tokens.tolist())
+        is None
     ]
     assert len(refused) > 2
     assert f"So would {len(refused)} of 12 in all, under 'words'" in text
     ids = ma.conditions.ShuffledSentence(20).apply(some[0], toy).tokens.tolist()
     read = toy.tokenizer(toy.tokenizer.decode(ids[1:]))["input_ids"]
     at = next(i for i, (a, b) in enumerate(zip(ids, read, strict=False)) if a != b)
-    assert f"at position {at} {toy.tokenizer.decode(ids[at : at + 1])!r} ({ids[at]}) becomes" in text
+    assert (
+        f"at position {at} {toy.tokenizer.decode(ids[at : at + 1])!r} ({ids[at]}) becomes" in text
+    )
 
 
 def test_a_text_comes_back_with_bos_once(toy):
@@ -193,7 +217,9 @@ def test_the_probe_tells_other_weights(toy, some, engine):
                 assert probe["alike"] > 0.9
                 there(toy, some[:3], server, new_tokens=2)
             else:
-                with pytest.raises(ServerError, match=r"is not the model, against the model here \(float32"):
+                with pytest.raises(
+                    ServerError, match=r"is not the model, against the model here \(float32"
+                ):
                     there(toy, some[:3], server, new_tokens=2)
     assert figures["bfloat16"] < figures["8 bits"] < 0.1 * figures["4 bits"]
 
@@ -201,7 +227,9 @@ def test_the_probe_tells_other_weights(toy, some, engine):
 def test_greedy_answers_alone_tell_coarse_changes_alone(toy, some, engine):
     """Of a server that tells no log-probabilities of prompts: two bits are told, four are not."""
     for bits, told in ((2, True), (4, False)):
-        with running(StandIn(Engine(changed(engine.model, rounded(bits)), toy.tokenizer), tells_ids=False)) as server:
+        with running(
+            StandIn(Engine(changed(engine.model, rounded(bits)), toy.tokenizer), tells_ids=False)
+        ) as server:
             if told:
                 with pytest.raises(ServerError, match="is not the model"):
                     there(toy, some[:3], server, new_tokens=2)
@@ -213,7 +241,9 @@ def test_two_models_behind_one_address_are_told(some, engine, toy):
     other = Engine(changed(engine.model, rounded(2)), toy.tokenizer)
     with running(StandIn(engine)) as server:
         first = server.reply
-        server.reply = lambda body: first(body) if len(server.bodies) < 6 else StandIn(other).reply(body)
+        server.reply = lambda body: (
+            first(body) if len(server.bodies) < 6 else StandIn(other).reply(body)
+        )
         with pytest.raises(ServerError, match="is not the model, against a second run of itself"):
             there("toy:llama", some, server)
 
@@ -228,7 +258,11 @@ def test_prompts_that_are_read_otherwise_are_told(some, server, fault):
         return made
 
     server.change = change
-    expected = "has read other tokens" if fault == "cut short" else r"has read \d+ tokens of a prompt that has \d+"
+    expected = (
+        "has read other tokens"
+        if fault == "cut short"
+        else r"has read \d+ tokens of a prompt that has \d+"
+    )
     with pytest.raises(ServerError, match=expected):
         there("toy:llama", some, server)
 
@@ -251,7 +285,9 @@ def test_the_probe_has_room_where_the_answers_have(toy, some, engine):
 
 def test_a_bar_says_tokens_a_second(some, server, capsys, monkeypatch):
     shown = {"delay": 0, "mininterval": 0, "disable": False}
-    monkeypatch.setattr("mechattn.evaluation.served_answers.tqdm", lambda **options: tqdm(**options | shown))
+    monkeypatch.setattr(
+        "mechattn.evaluation.served_answers.tqdm", lambda **options: tqdm(**options | shown)
+    )
     there("toy:llama", some[:2], server)
     assert "tokens/s" in capsys.readouterr().err
 
@@ -268,9 +304,13 @@ def test_a_run_goes_on_wherever_the_server_is_now(some, engine, tmp_path):
         asked = [b for b in server.asked if b["max_tokens"] == LIMIT]
         assert len(asked) == 8 - 3
         assert made.answers == whole.answers
-        was, now = (json.loads(line)["provenance"] for line in (lines[0], path.read_text().splitlines()[0]))
+        was, now = (
+            json.loads(line)["provenance"] for line in (lines[0], path.read_text().splitlines()[0])
+        )
         again = was["probe"].pop("again"), now["probe"].pop("again")
-        assert [one["since"] for one in again[1][: len(again[0])]] == [one["since"] for one in again[0]]
+        assert [one["since"] for one in again[1][: len(again[0])]] == [
+            one["since"] for one in again[0]
+        ]
         assert len(again[1]) == len(again[0]) + 3  # before, within, after
         assert now == was
         server.bodies.clear()
@@ -286,7 +326,10 @@ def test_a_run_does_not_go_on_with_another_model(toy, some, engine, tmp_path):
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:3]) + "\n")
     other = Engine(changed(engine.model, rounded(2)), toy.tokenizer)
-    with running(StandIn(other)) as server, pytest.raises(ServerError, match="gives other answers than when this run"):
+    with (
+        running(StandIn(other)) as server,
+        pytest.raises(ServerError, match="gives other answers than when this run"),
+    ):
         there("toy:llama", some, server, out=path)
     assert path.read_text().splitlines() == lines[:3]
     with pytest.raises(OptionError, match=r"holds answers of another run \(\w+ differs\)"):

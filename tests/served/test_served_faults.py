@@ -60,8 +60,14 @@ def test_a_fault_now_and_then_changes_nothing(some, engine, here, fault, tmp_pat
     often = 12 if fault == "slow" else 3
     path = tmp_path / "answers.jsonl"
 
-    def now_and_then(number):  # three times at most for one request: a fault that stays is another test
-        return fault if number % often == 2 and server.asked[:number].count(server.asked[number]) < 3 else None
+    def now_and_then(
+        number,
+    ):  # three times at most for one request: a fault that stays is another test
+        return (
+            fault
+            if number % often == 2 and server.asked[:number].count(server.asked[number]) < 3
+            else None
+        )
 
     with running(StandIn(engine, fault=now_and_then)) as server:
         made = there(some, server, out=path, timeout=1.0 if fault == "slow" else 60)
@@ -87,7 +93,9 @@ def test_a_fault_that_stays_loses_nothing(some, engine, here, fault, message, tm
     """It ends the run, what came before is kept, and the same call goes on."""
     path = tmp_path / "answers.jsonl"
     with running(
-        StandIn(engine, fault=lambda number: fault if (of_answers(server, number) or 0) >= 3 else None)
+        StandIn(
+            engine, fault=lambda number: fault if (of_answers(server, number) or 0) >= 3 else None
+        )
     ) as server:
         with pytest.raises(ServerError, match=message):
             there(some, server, out=path, batch=1)
@@ -110,7 +118,10 @@ def test_answers_that_are_under_way_beside_a_failure_are_kept(some, engine, tmp_
         time.sleep(0.1)
         return None
 
-    with running(StandIn(engine, fault=fault)) as server, pytest.raises(ServerError, match="answers as 'another'"):
+    with (
+        running(StandIn(engine, fault=fault)) as server,
+        pytest.raises(ServerError, match="answers as 'another'"),
+    ):
         there(some, server, out=path)
     assert len(rows(path)) == 3
 
@@ -131,7 +142,9 @@ def test_no_more_at_once_than_asked_for(some, engine):
         assert server.busiest == 3
 
 
-def test_nothing_more_is_asked_for_where_nothing_can_be_written(some, engine, tmp_path, monkeypatch):
+def test_nothing_more_is_asked_for_where_nothing_can_be_written(
+    some, engine, tmp_path, monkeypatch
+):
     from mechattn.evaluation.answer_file import Kept
 
     def full(self, fresh):
@@ -147,14 +160,18 @@ def test_nothing_more_is_asked_for_where_nothing_can_be_written(some, engine, tm
 def test_nobody_is_there(some):
     began = time.monotonic()
     with pytest.raises(
-        ServerError, match=r"the server at http://127\.0\.0\.1:9/v1 cannot be reached, or closed the connection"
+        ServerError,
+        match=r"the server at http://127\.0\.0\.1:9/v1 cannot be reached, or closed the connection",
     ):
         ma.evaluate("toy:llama", some, server="http://127.0.0.1:9/v1")
     assert time.monotonic() - began < 60  # and not after all the retries of an answer
 
 
 def test_another_name(some, engine):
-    with running(StandIn(engine)) as server, pytest.raises(ServerError, match=r"answers 404: .*does not exist"):
+    with (
+        running(StandIn(engine)) as server,
+        pytest.raises(ServerError, match=r"answers 404: .*does not exist"),
+    ):
         there(some, server, model="qwen")
 
 
@@ -163,7 +180,8 @@ def test_certificates_are_checked(some, engine, certificate, monkeypatch):
     monkeypatch.delenv("SSL_CERT_FILE")
     with running(StandIn(engine), certificate) as server:
         with pytest.raises(
-            ServerError, match=r"cannot be reached, or closed the connection .*CERTIFICATE_VERIFY_FAILED"
+            ServerError,
+            match=r"cannot be reached, or closed the connection .*CERTIFICATE_VERIFY_FAILED",
         ):
             there(some[:2], server)
         assert not server.headers
@@ -182,7 +200,9 @@ def test_the_key_goes_to_the_server_alone(some, engine, tmp_path, monkeypatch, c
     with running(StandIn(engine, key=KEY)) as server:
         made = there(some[:2], server, key="LAB_KEY", out=path)
         assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
-        assert not any("another-account" in value for headers in server.headers for value in headers.values())
+        assert not any(
+            "another-account" in value for headers in server.headers for value in headers.values()
+        )
         monkeypatch.setenv("LAB_KEY", KEY + "x")  # it is refused, and repeated
         with pytest.raises(ServerError, match=r"answers 401: .*who is Bearer ….*key=") as refused:
             there(some[:2], server, key="LAB_KEY", out=tmp_path / "more.jsonl")
@@ -190,7 +210,14 @@ def test_the_key_goes_to_the_server_alone(some, engine, tmp_path, monkeypatch, c
             there(some[:2], server)
     given = ma.Server(server.address, key="LAB_KEY")
     causes = [refused.value, refused.value.__cause__]
-    told = [path.read_text(), caplog.text, repr(made.provenance), repr(given), str(given), *map(str, causes)]
+    told = [
+        path.read_text(),
+        caplog.text,
+        repr(made.provenance),
+        repr(given),
+        str(given),
+        *map(str, causes),
+    ]
     told += [*capsys.readouterr(), refused.exconly()]
     assert given.secret == KEY + "x"
     assert not any(KEY in text for text in told)

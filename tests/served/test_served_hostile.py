@@ -36,13 +36,17 @@ def there(prompts, server, **options):
 def test_nothing_of_the_environment_is_sent(some, engine, monkeypatch):
     """Headers that the environment gives for OpenAI, one of which would replace the key."""
     monkeypatch.setenv("LAB_KEY", KEY)
-    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: Bearer sk-of-another\nX-Lab: of-another")
+    monkeypatch.setenv(
+        "OPENAI_CUSTOM_HEADERS", "Authorization: Bearer sk-of-another\nX-Lab: of-another"
+    )
     for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
         monkeypatch.setenv(name, "of-another")
     with running(StandIn(engine, key=KEY)) as server:
         there(some, server, key="LAB_KEY")
     assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
-    assert not any("of-another" in value for headers in server.headers for value in headers.values())
+    assert not any(
+        "of-another" in value for headers in server.headers for value in headers.values()
+    )
 
 
 @pytest.mark.parametrize("of", ["the list of models", "the answers"])
@@ -54,7 +58,9 @@ def test_a_redirect_is_not_followed(some, engine, of):
         return True
 
     with running(StandIn(engine)) as other, running(StandIn(engine, raw=away)) as server:
-        with pytest.raises(ServerError, match=rf"answers 307: go to {other.address}.* give the other one"):
+        with pytest.raises(
+            ServerError, match=rf"answers 307: go to {other.address}.* give the other one"
+        ):
             there(some, server)
         assert not other.headers
 
@@ -82,7 +88,9 @@ def test_a_reply_is_not_read_beyond_what_an_answer_can_be(some, engine, reply):
 
     with (
         running(StandIn(engine, raw=raw)) as server,
-        pytest.raises(ServerError, match=r"replies with more than 1\d\d,\d{3} bytes|compresses its replies"),
+        pytest.raises(
+            ServerError, match=r"replies with more than 1\d\d,\d{3} bytes|compresses its replies"
+        ),
     ):
         there(some, server)
 
@@ -118,8 +126,12 @@ def test_an_answer_is_not_longer_than_allowed(some, engine, tells):
         there(some, server, batch=1)
 
 
-@pytest.mark.parametrize("where", ["model", "finish_reason", "text", "ids", "list", "error", "redirect"])
-def test_a_key_that_is_repeated_is_shown_nowhere(some, engine, where, tmp_path, monkeypatch, caplog, capsys):
+@pytest.mark.parametrize(
+    "where", ["model", "finish_reason", "text", "ids", "list", "error", "redirect"]
+)
+def test_a_key_that_is_repeated_is_shown_nowhere(
+    some, engine, where, tmp_path, monkeypatch, caplog, capsys
+):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("LAB_KEY", KEY)
 
@@ -145,9 +157,18 @@ def test_a_key_that_is_repeated_is_shown_nowhere(some, engine, where, tmp_path, 
         return True
 
     path = tmp_path / "answers.jsonl"
-    with running(StandIn(engine, change=change, raw=raw)) as server, pytest.raises(ServerError) as refused:
+    with (
+        running(StandIn(engine, change=change, raw=raw)) as server,
+        pytest.raises(ServerError) as refused,
+    ):
         there(some, server, key="LAB_KEY", out=path, new_tokens=40)
-    told = [path.read_text(), caplog.text, *capsys.readouterr(), str(refused.value), refused.exconly()]
+    told = [
+        path.read_text(),
+        caplog.text,
+        *capsys.readouterr(),
+        str(refused.value),
+        refused.exconly(),
+    ]
     assert KEY not in "".join(told)
     assert "repeats the key" in str(refused.value) or where in ("error", "redirect")
 
@@ -155,7 +176,9 @@ def test_a_key_that_is_repeated_is_shown_nowhere(some, engine, where, tmp_path, 
 @pytest.mark.parametrize("key", ["sk-é-1234567", "sk-1234567\nX-Other: 1", "sk 1234567"])
 def test_a_key_that_no_header_can_carry(some, key, monkeypatch):
     monkeypatch.setenv("LAB_KEY", key)
-    with pytest.raises(OptionError, match="holds a space, a line break or a character outside ASCII") as refused:
+    with pytest.raises(
+        OptionError, match="holds a space, a line break or a character outside ASCII"
+    ) as refused:
         ma.evaluate("toy:llama", some, server=ma.Server("http://127.0.0.1:9/v1", key="LAB_KEY"))
     assert "1234567" not in str(refused.value)
 
@@ -254,8 +277,12 @@ def test_a_server_without_a_count_of_what_it_read(some, engine, tells):
     with running(StandIn(engine, change=change, takes_ids=tells == "ids")) as server:
         if tells == "ids":
             assert there(some, server).provenance["probe"]["counted"] is True
-            server.change = lambda made: change(made | {"choices": [made["choices"][0] | {"prompt_token_ids": None}]})
-        with pytest.raises(ServerError, match=r"says neither how many tokens it has read \(usage\.prompt_tokens\)"):
+            server.change = lambda made: change(
+                made | {"choices": [made["choices"][0] | {"prompt_token_ids": None}]}
+            )
+        with pytest.raises(
+            ServerError, match=r"says neither how many tokens it has read \(usage\.prompt_tokens\)"
+        ):
             there(some, server)
         assert there(some, server, verify=False).provenance["probe"]["counted"] is False
 
@@ -267,17 +294,23 @@ def test_a_proxy_of_the_environment_gets_nothing_for_this_machine(some, engine, 
         there(some, server)
         assert server.headers
         assert not proxy.headers
-        with pytest.warns(UserWarning, match=r"go through the environment's proxy .*can read prompts and key"):
+        with pytest.warns(
+            UserWarning, match=r"go through the environment's proxy .*can read prompts and key"
+        ):
             ma.evaluate("toy:llama", some, new_tokens=12, server="http://models.example/v1")
         assert {headers["host"] for headers in proxy.headers} == {"models.example"}
 
 
-@pytest.mark.parametrize("proxy", ["socks5://user:hunter2@127.0.0.1:9", "gopher://hunter2", "http://[::1"])
+@pytest.mark.parametrize(
+    "proxy", ["socks5://user:hunter2@127.0.0.1:9", "gopher://hunter2", "http://[::1"]
+)
 def test_a_proxy_that_cannot_be_used(some, engine, proxy, monkeypatch):
     for name in ("ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, proxy)
     with running(StandIn(engine)) as server:
         there(some, server)  # on this machine
-    with pytest.raises(ServerError, match=r"a proxy or certificates of the environment cannot be used") as refused:
+    with pytest.raises(
+        ServerError, match=r"a proxy or certificates of the environment cannot be used"
+    ) as refused:
         ma.evaluate("toy:llama", some, server="http://models.example/v1")
     assert "hunter2" not in str(refused.value)

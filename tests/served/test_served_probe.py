@@ -47,9 +47,13 @@ TELLS = {"all": {}, "text": {"takes_ids": False}}
 def test_weights_with_noise_are_refused(toy, some, noisy, tells):
     """Even by greedy answers alone, most of which are the same; the share of these is given with its interval."""
     with running(StandIn(noisy, **TELLS[tells])) as server:
-        with pytest.raises(ServerError, match=r"\d\d % \[\d\d, \d\d\] of 16 greedy answers are alike"):
+        with pytest.raises(
+            ServerError, match=r"\d\d % \[\d\d, \d\d\] of 16 greedy answers are alike"
+        ):
             there(toy, some, server)
-        probe = there(toy, some[:1] if tells == "all" else some, server, verify=False).provenance["probe"]
+        probe = there(toy, some[:1] if tells == "all" else some, server, verify=False).provenance[
+            "probe"
+        ]
     if tells != "all":
         assert 0.2 < probe["alike"] < ALIKE - 0.1
         assert 0 < probe["alike_low"] < probe["alike"] < probe["alike_high"] < 1
@@ -89,15 +93,22 @@ def test_a_model_that_is_exchanged_is_found(toy, some, engine, noisy, given, aft
 
         def reply(body):
             before = [one["max_tokens"] for one in server.asked[:-1]]
-            return (other if len(before) >= first_probe and before.count(12) >= after else first)(body)
+            return (other if len(before) >= first_probe and before.count(12) >= after else first)(
+                body
+            )
 
         server.reply = reply
-        with pytest.raises(ServerError, match=r"no longer serves the model, .* answers since it last did are dropped"):
+        with pytest.raises(
+            ServerError,
+            match=r"no longer serves the model, .* answers since it last did are dropped",
+        ):
             there(model, some, server, out=path)
         kept = [json.loads(line) for line in path.read_text().splitlines()]
         assert kept[0]["provenance"]["probe"]["again"][-1]["logprob_difference"] > 0.5
         right = {(a.prompt, a.condition): a.tokens for a in whole.answers}
-        assert all(tuple(row["tokens"]) == right[row["prompt"], row["condition"]] for row in kept[1:])
+        assert all(
+            tuple(row["tokens"]) == right[row["prompt"], row["condition"]] for row in kept[1:]
+        )
         assert len(kept) - 1 <= after
         server.reply = first
         made = there(model, some, server, out=path)

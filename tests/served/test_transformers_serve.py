@@ -33,10 +33,28 @@ def serving(folder, log):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
-    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", *words]
+    words = [
+        "serve",
+        str(folder),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
+    command = [
+        sys.executable,
+        "-c",
+        "from transformers.cli.transformers import main; main()",
+        *words,
+    ]
     with open(log, "w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        process = subprocess.Popen(
+            command, stdout=said, stderr=said, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+        )
     try:
         until = time.monotonic() + 120
         while not _healthy(port):
@@ -99,7 +117,9 @@ def test_answers_under_every_condition_are_those_of_the_loop_here(toy, server):
 def test_it_takes_no_other_text_and_does_not_sample(server):
     prompts = ma.load_prompts("word-problems", limit=3)
     asked = {"server": ma.Server(server, str(toy_folder("toy:llama"))), "new_tokens": 10}
-    with pytest.raises(PromptError, match=r"takes only text, .* would be read as other tokens: at position \d+ '"):
+    with pytest.raises(
+        PromptError, match=r"takes only text, .* would be read as other tokens: at position \d+ '"
+    ):
         ma.evaluate("toy:llama", prompts, {"shuffled": ma.conditions.ShuffledSentence(20)}, **asked)
     with pytest.raises(ServerError, match="does not sample"):
         ma.evaluate("toy:llama", prompts, samples=2, **asked)

@@ -41,9 +41,14 @@ def test_best_of_k_by_enumeration():
     right, score = rng.random((5, 6)) < 0.5, rng.integers(0, 4, (5, 6)).astype(float)
     for k in range(1, 7):
         draws = list(combinations(range(6), k))
-        expected = [np.mean([r[max(draw, key=lambda i: (s[i], -i))] for draw in draws]) for r, s in zip(right, score)]
+        expected = [
+            np.mean([r[max(draw, key=lambda i: (s[i], -i))] for draw in draws])
+            for r, s in zip(right, score)
+        ]
         np.testing.assert_allclose(best_of_k(right, score, k), expected, atol=1e-12)
-    assert not np.allclose(best_of_k(right, -score, 3), best_of_k(right, score, 3)), "the order of scores matters"
+    assert not np.allclose(best_of_k(right, -score, 3), best_of_k(right, score, 3)), (
+        "the order of scores matters"
+    )
 
 
 @pytest.mark.parametrize(("b", "c"), [(0, 0), (1, 0), (5, 5), (2, 9), (9, 2), (0, 12), (30, 41)])
@@ -64,7 +69,10 @@ def test_newcombe_example():
     second = [True] * 36 + [False] * 12 + [True] * 2
     made = paired_accuracy(first, second)
     assert made.difference == pytest.approx(0.2)
-    assert (made.low, made.high) == (pytest.approx(0.0569, abs=1e-4), pytest.approx(0.3404, abs=1e-4))
+    assert (made.low, made.high) == (
+        pytest.approx(0.0569, abs=1e-4),
+        pytest.approx(0.3404, abs=1e-4),
+    )
     assert (made.only_first, made.only_second, made.n) == (12, 2, 50)
 
 

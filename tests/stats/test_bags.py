@@ -86,14 +86,21 @@ def test_bags_in_the_order_of_a_drift_would_be_wrong(monkeypatch):
     def sizes(order):
         generator = np.random.default_rng(4)
         bags = Bags.drawn(N, 0)
-        monkeypatch.setattr(Bags, "drawn", classmethod(lambda cls, n, seed: cls(order(bags.order), bags.starts)))
+        monkeypatch.setattr(
+            Bags, "drawn", classmethod(lambda cls, n, seed: cls(order(bags.order), bags.starts))
+        )
         tables = [np.sort(generator.normal(size=(N, 40)), axis=0) for _ in range(8)]
         return np.mean(
-            [paired(d, None, resamples=199, seed=i, bootstrap_ends=False).p < 0.05 for i, d in enumerate(tables)]
+            [
+                paired(d, None, resamples=199, seed=i, bootstrap_ends=False).p < 0.05
+                for i, d in enumerate(tables)
+            ]
         )
 
     assert 0.01 < sizes(lambda order: order) < 0.09
-    assert sizes(np.sort) < 0.005  # no test finds anything: the means of bags vary √3 times as much as they should
+    assert (
+        sizes(np.sort) < 0.005
+    )  # no test finds anything: the means of bags vary √3 times as much as they should
 
 
 def test_columns_that_no_pattern_reaches_are_not_tried(monkeypatch):
@@ -103,7 +110,9 @@ def test_columns_that_no_pattern_reaches_are_not_tried(monkeypatch):
     skipped = paired_module._beyond_all(d, 3000)
     assert skipped.tolist() == [False, False, False, True, True, True]
     got = flipped(d, signs)
-    monkeypatch.setattr(paired_module, "_beyond_all", lambda d, tried: np.zeros(d.shape[1], dtype=bool))
+    monkeypatch.setattr(
+        paired_module, "_beyond_all", lambda d, tried: np.zeros(d.shape[1], dtype=bool)
+    )
     np.testing.assert_array_equal(got, flipped(d, signs))
     np.testing.assert_allclose(flipped(d, signs, np.float32), got, atol=2e-3)
     assert (got[3:] == 1 / 3001).all()
@@ -115,5 +124,7 @@ def test_an_absent_number_is_left_out_of_the_interval_however_many_there_are():
         d = np.random.default_rng(0).standard_normal((n, 3))
         d[7, 1] = np.nan
         made = paired(d, resamples=20)
-        expected = stats.t.interval(0.95, n - 2, d[d[:, 1] == d[:, 1], 1].mean(), stats.sem(d[:, 1], nan_policy="omit"))
+        expected = stats.t.interval(
+            0.95, n - 2, d[d[:, 1] == d[:, 1], 1].mean(), stats.sem(d[:, 1], nan_policy="omit")
+        )
         np.testing.assert_allclose([made.low[1], made.high[1]], expected, atol=1e-12)

@@ -5,7 +5,14 @@ import pytest
 from scipy import stats
 
 from mechattn.stats import bootstrap
-from mechattn.stats.bootstrap import of_extremes, resample, resample_sequentially, t_quantiles, tails, without_noise
+from mechattn.stats.bootstrap import (
+    of_extremes,
+    resample,
+    resample_sequentially,
+    t_quantiles,
+    tails,
+    without_noise,
+)
 
 TAILS = (0.975, 0.025)
 
@@ -91,7 +98,9 @@ def test_intervals_are_those_of_a_loop_over_the_same_resamples():
     d = lognormal(25, 4, seed=0, shared=0.5)
     d[:, 3] = np.arange(25) == 7
     error = stats.sem(d)
-    plain, sequential = (draw(25, 300, np.random.default_rng(1)) for draw in (resample, resample_sequentially))
+    plain, sequential = (
+        draw(25, 300, np.random.default_rng(1)) for draw in (resample, resample_sequentially)
+    )
     t = t_of_each_resample(d, plain)
     got = bootstrap_t(d, plain, 0.95)
     for end, tail in zip(got, TAILS, strict=True):
@@ -167,7 +176,9 @@ def test_random_signs_would_not_cover_lognormal_data():
 
     def coverage(draw, shared):
         generator = np.random.default_rng(0)
-        return np.mean([covered(*signs(draw(20, 32, seed, shared), generator)) for seed in range(60)])
+        return np.mean(
+            [covered(*signs(draw(20, 32, seed, shared), generator)) for seed in range(60)]
+        )
 
     assert coverage(normal, 0.0) > 0.87
     assert coverage(lognormal, 0.0) < 0.4
@@ -210,5 +221,8 @@ def test_cells_that_differ_by_rounding_only_are_left_out():
 
 def test_no_cells():
     counts = resample(20, 50, np.random.default_rng(0))
-    for made in (bootstrap_t(np.empty((20, 0)), counts, 0.95), simultaneous(np.empty((20, 0)), counts, 0.95)):
+    for made in (
+        bootstrap_t(np.empty((20, 0)), counts, 0.95),
+        simultaneous(np.empty((20, 0)), counts, 0.95),
+    ):
         assert [end.shape for end in made] == [(0,), (0,)]

@@ -9,7 +9,9 @@ from mechattn.stats.intervals import Moments
 
 def assert_same(a: Moments, b: Moments, tolerance=1e-10):
     for part in ("n", "mean", "m2"):
-        np.testing.assert_allclose(getattr(a, part), getattr(b, part), rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(
+            getattr(a, part), getattr(b, part), rtol=tolerance, atol=tolerance
+        )
 
 
 @settings(max_examples=50, deadline=None)
@@ -24,7 +26,9 @@ def test_mean_and_variance_equal_numpy():
     values = np.random.default_rng(0).normal(100, 0.01, (500, 3)).astype(np.float32)
     moments = Moments.of(values)
     np.testing.assert_allclose(moments.known_mean, values.astype(np.float64).mean(0), rtol=1e-12)
-    np.testing.assert_allclose(moments.variance, values.astype(np.float64).var(0, ddof=1), rtol=1e-9)
+    np.testing.assert_allclose(
+        moments.variance, values.astype(np.float64).var(0, ddof=1), rtol=1e-9
+    )
 
 
 def test_a_float32_sum_of_squares_would_be_noticed():

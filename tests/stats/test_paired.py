@@ -25,7 +25,9 @@ def test_intervals_and_tests_are_those_of_scipy():
     np.testing.assert_allclose(made.high, expected.high)
     np.testing.assert_allclose(made.effect_size, (d.mean(0) - 0.1) / d.std(0, ddof=1))
     exact = [
-        stats.permutation_test((column - 0.1,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+        stats.permutation_test(
+            (column - 0.1,), np.mean, permutation_type="samples", n_resamples=np.inf
+        ).pvalue
         for column in d.T
     ]
     np.testing.assert_allclose(made.p_flip, exact)
@@ -39,7 +41,9 @@ def test_drawn_signs_agree_with_all_signs():
     """At 12 prompts all 4,096 patterns are tried; at 13 they are drawn."""
     d = drawn(13, 6, seed=3, mean=0.3)
     exact = [
-        stats.permutation_test((column,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+        stats.permutation_test(
+            (column,), np.mean, permutation_type="samples", n_resamples=np.inf
+        ).pvalue
         for column in d.T
     ]
     got = flipped(d, drawn_signs(len(d), 40_000, np.random.default_rng(0)))
@@ -156,7 +160,9 @@ def test_what_allows_for_skewness_costs_little_power():
 def ends(made, of=""):
     """All six ends of the intervals of ``difference`` or, with "beyond_", of ``beyond``."""
     return [
-        getattr(made, f"{of}{end}{kind}") for kind in ("", "_bootstrap", "_simultaneous") for end in ("low", "high")
+        getattr(made, f"{of}{end}{kind}")
+        for kind in ("", "_bootstrap", "_simultaneous")
+        for end in ("low", "high")
     ]
 
 
@@ -188,7 +194,9 @@ def test_where_no_null_is_known_the_difference_is_tested():
     for name in ("difference", "effect_size", "p", "q", "detectable"):
         np.testing.assert_array_equal(getattr(made, name), getattr(against_none, name))
     np.testing.assert_array_equal(ends(made), ends(against_none))
-    assert np.isfinite([against_none.null, against_none.beyond, *ends(against_none, "beyond_")]).all()
+    assert np.isfinite(
+        [against_none.null, against_none.beyond, *ends(against_none, "beyond_")]
+    ).all()
 
 
 @pytest.mark.parametrize("cells", [1, 2, 64])
@@ -235,7 +243,9 @@ def test_no_spread_and_no_difference():
     constant = paired(np.full((24, 2), 0.1))
     assert np.isnan(constant.effect_size).all(), "its standard deviation is rounding, 1e-17"
     np.testing.assert_allclose(ends(constant), 0.1)
-    assert np.isnan(paired(np.zeros((9, 3))).low_simultaneous).all(), "too few prompts for all cells at once"
+    assert np.isnan(paired(np.zeros((9, 3))).low_simultaneous).all(), (
+        "too few prompts for all cells at once"
+    )
 
 
 @pytest.mark.parametrize("n", [8, 24])
@@ -246,7 +256,9 @@ def test_the_difference_is_tested_beside_what_is_beyond_the_null(n):
     null = np.concatenate([explained + 0.1 * drawn(n, 4, seed=2), unexplained + 3.0], axis=1)
     made = paired(d, null, resamples=999)
     np.testing.assert_array_equal(made.p_difference, paired(d, None, resamples=999).p)
-    np.testing.assert_array_equal(made.q_difference, stats.false_discovery_control(made.p_difference))
+    np.testing.assert_array_equal(
+        made.q_difference, stats.false_discovery_control(made.p_difference)
+    )
     found, beyond = made.q_difference < 0.05, made.q < 0.05
     assert found.tolist() == [True] * 4 + [False] * 4
     assert not np.array_equal(found, beyond), "negative control: the two tests are two"

@@ -92,7 +92,9 @@ def test_rounding_is_no_difference():
     p = against_draws(found, draws, head=1, rounding=1e-5).p
     assert p[0, 0] == 1
     assert p[1, 0] == 1 / 25
-    assert against_draws(found, draws, head=1).p[0, 0] == 1 / 25, "without it a digit of float32 would count"
+    assert against_draws(found, draws, head=1).p[0, 0] == 1 / 25, (
+        "without it a digit of float32 would count"
+    )
 
 
 def test_a_layer_without_values_stays_empty(numbers):

@@ -34,7 +34,9 @@ def test_a_large_effect_is_found_with_the_fewest_prompts_and_never_with_one_less
 @pytest.mark.parametrize("n", [3, 5, 8, 12])
 def test_the_smallest_p_is_that_of_all_patterns(n):
     column = np.arange(1.0, n + 1)
-    exact = stats.permutation_test((column,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+    exact = stats.permutation_test(
+        (column,), np.mean, permutation_type="samples", n_resamples=np.inf
+    ).pvalue
     assert resolution(n, 4).smallest_p == pytest.approx(exact)
     assert resolution(n, 4).smallest_p == pytest.approx(
         flipped(column[:, None], drawn_signs(n, 0, np.random.default_rng(0)))[0]
@@ -46,7 +48,12 @@ def test_with_drawn_signs_the_chance_is_that_of_draws(n):
     """784 tests: a single drawn pattern that is that of the data is one too many."""
     made, patterns = resolution(n, 784), enough(9999, 784)
     column = np.ones((n, 1))
-    p = np.array([flipped(column, drawn_signs(n, patterns, np.random.default_rng(seed)))[0] for seed in range(200)])
+    p = np.array(
+        [
+            flipped(column, drawn_signs(n, patterns, np.random.default_rng(seed)))[0]
+            for seed in range(200)
+        ]
+    )
     assert np.mean(784 * p < 0.05) == pytest.approx(made.chance, abs=0.08)
     assert p.min() >= made.smallest_p
     assert (made.chance >= 0.9) == (n >= made.fewest)
@@ -133,9 +140,18 @@ def test_a_comparison_is_planned_by_leaving_out_one_number():
     assert ma.power(784, effect=4.0, prompts=12) == 0, "twelve prompts have no p as small as that"
     assert np.isnan(ma.power(784, prompts=12))
     prompts = ma.power(784, effect=0.5)
-    assert ma.power(784, effect=0.5, prompts=prompts) >= 0.8 > ma.power(784, effect=0.5, prompts=prompts - 1)
+    assert (
+        ma.power(784, effect=0.5, prompts=prompts)
+        >= 0.8
+        > ma.power(784, effect=0.5, prompts=prompts - 1)
+    )
     assert ma.power(784, effect=-0.5) == prompts
     assert ma.power(784, effect=ma.power(784, prompts=64), prompts=64) == pytest.approx(0.8)
-    for wrong in (dict(), dict(effect=0.0), dict(effect=0.5, prompts=2), dict(effect=0.5, sure=1.0)):
+    for wrong in (
+        dict(),
+        dict(effect=0.0),
+        dict(effect=0.5, prompts=2),
+        dict(effect=0.5, sure=1.0),
+    ):
         with pytest.raises(OptionError, match="give"):
             ma.power(784, **wrong)

@@ -19,7 +19,9 @@ def coverage(interval, truth, draws):
     return np.mean([low <= truth <= high for _, low, high in ends])
 
 
-@pytest.mark.parametrize(("share", "n"), [(0.5, 20), (0.95, 20), (0.98, 20), (0.99, 60), (0.05, 24)])
+@pytest.mark.parametrize(
+    ("share", "n"), [(0.5, 20), (0.95, 20), (0.98, 20), (0.99, 60), (0.05, 24)]
+)
 def test_intervals_of_shares_cover(share, n):
     """At nominal 95 %; the binomial error of 600 draws is 0.9 points."""
     generator = np.random.default_rng(n)
@@ -40,17 +42,24 @@ def test_many_problems_have_the_t_interval():
     values = answered(0.5, 0.3, 5000, 8, np.random.default_rng(0))
     np.testing.assert_allclose(share_interval(values)[1:], t_interval(values)[1:], atol=2e-4)
     difference = values - answered(0.6, 0.3, 5000, 8, np.random.default_rng(1))
-    np.testing.assert_allclose(share_difference(difference)[1:], t_interval(difference)[1:], atol=2e-4)
+    np.testing.assert_allclose(
+        share_difference(difference)[1:], t_interval(difference)[1:], atol=2e-4
+    )
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.98, 0.9), (0.95, 0.95), (0.5, 0.6)])
 def test_intervals_of_differences_cover(first, second):
     generator = np.random.default_rng(0)
-    draws = [answered(first, 0.7, 12, 8, generator) - answered(second, 0.7, 12, 8, generator) for _ in range(500)]
+    draws = [
+        answered(first, 0.7, 12, 8, generator) - answered(second, 0.7, 12, 8, generator)
+        for _ in range(500)
+    ]
     assert coverage(share_difference, first - second, draws) >= 0.92
     if first == 0.98:
         assert coverage(t_interval, first - second, draws) < 0.88, "negative control"
-    assert share_difference(np.zeros(12)).high > 0.1, "no difference anywhere is not a difference of 0 for sure"
+    assert share_difference(np.zeros(12)).high > 0.1, (
+        "no difference anywhere is not a difference of 0 for sure"
+    )
 
 
 def test_a_ratio_of_means_has_the_ratios_that_a_t_test_keeps():

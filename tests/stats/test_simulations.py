@@ -11,7 +11,11 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "simulations"
 
 def rows(text):
     """The rule and the data of each row."""
-    cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
+    cells = [
+        [cell.strip() for cell in line.split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
     return [(row[1], row[2]) for row in cells[2:]]
 
 

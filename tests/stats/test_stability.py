@@ -5,7 +5,13 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest, random_halves, significant
+from mechattn.contrast.stability import (
+    jaccard,
+    jaccard_by_chance,
+    largest,
+    random_halves,
+    significant,
+)
 
 
 def index(one, other):
@@ -21,9 +27,15 @@ def test_the_jaccard_index_is_that_of_sets():
     assert np.isnan(jaccard(np.zeros(3, bool), np.zeros(3, bool)))
 
 
-@pytest.mark.parametrize(("one", "other", "of"), [(2, 2, 5), (3, 1, 6), (4, 3, 7), (2, 0, 4), (5, 5, 5)])
+@pytest.mark.parametrize(
+    ("one", "other", "of"), [(2, 2, 5), (3, 1, 6), (4, 3, 7), (2, 0, 4), (5, 5, 5)]
+)
 def test_chance_is_the_mean_over_all_pairs_of_sets(one, other, of):
-    pairs = [index(set(a), set(b)) for a in combinations(range(of), one) for b in combinations(range(of), other)]
+    pairs = [
+        index(set(a), set(b))
+        for a in combinations(range(of), one)
+        for b in combinations(range(of), other)
+    ]
     assert jaccard_by_chance(one, other, of) == pytest.approx(np.mean(pairs))
 
 

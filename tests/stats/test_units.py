@@ -31,7 +31,11 @@ def test_means_by_group_are_those_of_a_loop():
     got = Units.grouped(GROUPS).means(values)
     for place, name in enumerate(["b", "a", "c"]):
         for cell in np.ndindex(2, 3):
-            have = [values[i][cell] for i in range(6) if GROUPS[i] == name and not np.isnan(values[i][cell])]
+            have = [
+                values[i][cell]
+                for i in range(6)
+                if GROUPS[i] == name and not np.isnan(values[i][cell])
+            ]
             expected = sum(have) / len(have) if have else np.nan
             np.testing.assert_allclose(got[(place, *cell)], expected, rtol=1e-14)
 
@@ -41,7 +45,9 @@ def test_each_prompt_by_itself_changes_no_bit():
     for units in (Units(6), Units.grouped(list("fedcba"))):
         assert units.means(values) is values
         assert (units.n, units.unit, units.words) == (6, "prompts", "6 prompts")
-        assert [half.tolist() for half in units.halves()] == [half.tolist() for half in halves_of(6)]
+        assert [half.tolist() for half in units.halves()] == [
+            half.tolist() for half in halves_of(6)
+        ]
 
 
 def test_the_inflation_is_the_variance_of_a_mean_of_copies():
@@ -55,7 +61,11 @@ def test_the_inflation_is_the_variance_of_a_mean_of_copies():
 
 def test_what_units_say_and_how_they_are_halved():
     units = Units.grouped(GROUPS)
-    assert (units.n, units.unit, units.words) == (3, "groups (3 of 6 prompts)", "3 groups of 6 prompts")
+    assert (units.n, units.unit, units.words) == (
+        3,
+        "groups (3 of 6 prompts)",
+        "3 groups of 6 prompts",
+    )
     assert [half.tolist() for half in units.halves()] == [[1, 3, 4], [0, 2, 5]], "a and c; b"
 
 
@@ -63,7 +73,10 @@ def test_what_units_say_and_how_they_are_halved():
     ("units", "message"),
     [
         (Units(2), "there are 2 prompts; give at least 3"),
-        (Units.grouped(["a", "b", "a"]), r'2 groups of 3 prompts; give prompts of at least 3 groups, or unit="prompt"'),
+        (
+            Units.grouped(["a", "b", "a"]),
+            r'2 groups of 3 prompts; give prompts of at least 3 groups, or unit="prompt"',
+        ),
         (Units.grouped(["a"] * 8), "all 8 prompts are in one group, which gives no interval"),
     ],
 )
@@ -86,7 +99,9 @@ def test_intervals_over_groups_cover_and_those_over_their_prompts_do_not(size):
     assert (held > 0.93) if size == 1 else (held < 0.85), "negative control"
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(20, marks=pytest.mark.slow)]
+)
 def test_false_discoveries_over_groups_stay_at_the_nominal_rate(size):
     """800 tables of 20 heads that do nothing: how many have a q < 0.05, or a simultaneous interval off 0."""
     found, apart, ignored = [], [], []

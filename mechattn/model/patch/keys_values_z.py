@@ -16,7 +16,12 @@ from mechattn.model.head_parts import is_latent, split_heads
 from mechattn.model.hooks import Needed, blocks_of, chosen_layers
 
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")  # of attention, in transformers models
-_ONE_AFTER_THE_OTHER = {"gpt2", "gpt_bigcode", "mpt", "phi3"}  # a fused projection's columns: all q, all k, all v
+_ONE_AFTER_THE_OTHER = {
+    "gpt2",
+    "gpt_bigcode",
+    "mpt",
+    "phi3",
+}  # a fused projection's columns: all q, all k, all v
 _BY_GROUP = {"gpt_neox", "bloom", "falcon"}  # for each group: its queries, their key, their value
 Part = Literal["k", "v"]
 _PARTS: tuple[Part, Part] = ("k", "v")
@@ -36,7 +41,9 @@ def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> AbstractCo
 
 
 @contextmanager
-def _put(hooks: Callable[..., list[Any]], model: Any, layers: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
+def _put(
+    hooks: Callable[..., list[Any]], model: Any, layers: Mapping[int, Callable[..., Any]]
+) -> Iterator[None]:
     with ExitStack() as stack:
         for layer, change in layers.items():
             for handle in hooks(model, layer, change):
@@ -64,7 +71,9 @@ def check_layers(model: Any, layers: Iterable[int]) -> None:
 
 def _put_at_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
     heads = heads_of(model)
-    needed = Needed(f"layer {layer} has run without its hook_z, so the outputs of its heads cannot be changed")
+    needed = Needed(
+        f"layer {layer} has run without its hook_z, so the outputs of its heads cannot be changed"
+    )
 
     def changed(z: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "batch pos ..."]:
         needed.called = True
@@ -73,41 +82,73 @@ def _put_at_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
     block = blocks_of(model)[layer]
     if hasattr(model, "hook_dict"):
         if (point := model.hook_dict.get(name := f"blocks.{layer}.attn.hook_z")) is None:
-            raise ModelError(f"{model.cfg.model_name} has no {name}, so the outputs of its heads cannot be changed")
+            raise ModelError(
+                f"{model.cfg.model_name} has no {name}, so the outputs of its heads cannot be changed"
+            )
         handle = point.register_forward_hook(lambda module, given, z: changed(z))
     else:
-        attention = [(p.rpartition(".")[2], m) for p, m in block.named_modules() if "attn" in p or "attention" in p]
-        if (projection := next((module for name, module in attention if name in _OUTPUT), None)) is None:
-            raise ModelError(f"no output projection of layer {layer} of a {type(model).__name__} is known to mechattn")
+        attention = [
+            (p.rpartition(".")[2], m)
+            for p, m in block.named_modules()
+            if "attn" in p or "attention" in p
+        ]
+        if (
+            projection := next((module for name, module in attention if name in _OUTPUT), None)
+        ) is None:
+            raise ModelError(
+                f"no output projection of layer {layer} of a {type(model).__name__} is known to mechattn"
+            )
         handle = projection.register_forward_pre_hook(lambda module, given: (changed(given[0]),))
     return [handle, block.register_forward_hook(needed.check)]
 
 
 def _put_in_hooked(model: Any, layer: int, change: Change) -> list[Any]:
     if is_latent(model, layer):
-        raise ModelError(f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values: not known here")
+        raise ModelError(
+            f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values: not known here"
+        )
 
     def changed(part: Part, module: Any, given: Any, shown: Tensor) -> Tensor:
         return change(part, shown.flatten(2)).to(shown.dtype).reshape(shown.shape)
 
     names = {part: f"blocks.{layer}.attn.hook_{part}" for part in _PARTS}
     if missing := [name for name in names.values() if name not in model.hook_dict]:
-        raise ModelError(f"{model.cfg.model_name} has no {missing[0]}, so its keys and values cannot be changed")
-    return [model.hook_dict[name].register_forward_hook(partial(changed, part)) for part, name in names.items()]
+        raise ModelError(
+            f"{model.cfg.model_name} has no {missing[0]}, so its keys and values cannot be changed"
+        )
+    return [
+        model.hook_dict[name].register_forward_hook(partial(changed, part))
+        for part, name in names.items()
+    ]
 
 
 def _put_in_plain(model: Any, layer: int, change: Change) -> list[Any]:
-    modules = {path.rpartition(".")[2]: module for path, module in blocks_of(model)[layer].named_modules()}
+    modules = {
+        path.rpartition(".")[2]: module for path, module in blocks_of(model)[layer].named_modules()
+    }
 
     def changed(part: Part, module: Any, given: Any, out: Tensor) -> Tensor:
         return change(part, out).to(out.dtype)
 
     if "k_proj" in modules and "v_proj" in modules:
-        return [modules[f"{part}_proj"].register_forward_hook(partial(changed, part)) for part in _PARTS]
-    fused = next((modules[name] for name in ("query_key_value", "c_attn", "Wqkv", "qkv_proj") if name in modules), None)
-    columns = None if fused is None else _columns(getattr(model.config, "text_config", model.config))
+        return [
+            modules[f"{part}_proj"].register_forward_hook(partial(changed, part)) for part in _PARTS
+        ]
+    fused = next(
+        (
+            modules[name]
+            for name in ("query_key_value", "c_attn", "Wqkv", "qkv_proj")
+            if name in modules
+        ),
+        None,
+    )
+    columns = (
+        None if fused is None else _columns(getattr(model.config, "text_config", model.config))
+    )
     if fused is None or columns is None:
-        raise ModelError(f"mechattn does not know where a {type(model).__name__} makes its keys and values")
+        raise ModelError(
+            f"mechattn does not know where a {type(model).__name__} makes its keys and values"
+        )
 
     def changed_columns(module: Any, given: Any, out: Tensor) -> Tensor:
         out = out.clone()

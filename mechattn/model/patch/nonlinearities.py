@@ -43,7 +43,9 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
                 f"layer {layer} has run without its nonlinearity: its MLP computes it elsewhere (weights that were "
                 "folded do so), so its activations can be neither seen nor changed"
             )
-            stack.enter_context(attribute_set(owner, name, _Watched(getattr(owner, name), layer, see, needed)))
+            stack.enter_context(
+                attribute_set(owner, name, _Watched(getattr(owner, name), layer, see, needed))
+            )
             stack.callback(blocks_of(model)[layer].register_forward_hook(needed.check).remove)
         yield
 
@@ -56,13 +58,26 @@ def mixture_of(model: Any, layer: int) -> Mixture | None:
         if parts.get("experts") is None or getattr(whole, "original_component", None) is not None:
             continue
         experts = unwrapped(parts["experts"])
-        named = [parts[name] for name in ("shared_expert", "shared_experts") if parts.get(name) is not None]
+        named = [
+            parts[name]
+            for name in ("shared_expert", "shared_experts")
+            if parts.get(name) is not None
+        ]
         shared = unwrapped(named[0]) if named else None
-        stored = all(isinstance(getattr(experts, name, None), Tensor) for name in ("gate_up_proj", "down_proj"))
+        stored = all(
+            isinstance(getattr(experts, name, None), Tensor)
+            for name in ("gate_up_proj", "down_proj")
+        )
         formed = all(hasattr(experts, name) for name in ("is_transposed", "is_concatenated"))
-        acts = hasattr(experts, "act_fn") or (hasattr(experts, "alpha") and hasattr(experts, "limit"))
-        alike = shared is None or all(hasattr(shared, f"{name}_proj") for name in ("gate", "up", "down"))
-        other = getattr(experts, "has_post_expert_norm", False) or getattr(experts, "_is_expert_parallel", False)
+        acts = hasattr(experts, "act_fn") or (
+            hasattr(experts, "alpha") and hasattr(experts, "limit")
+        )
+        alike = shared is None or all(
+            hasattr(shared, f"{name}_proj") for name in ("gate", "up", "down")
+        )
+        other = getattr(experts, "has_post_expert_norm", False) or getattr(
+            experts, "_is_expert_parallel", False
+        )
         if not (stored and formed and acts and alike) or other:
             raise ModelError(
                 f"layer {layer} is a mixture of experts ({type(experts).__name__}) in a form that mechattn does not "
@@ -70,7 +85,9 @@ def mixture_of(model: Any, layer: int) -> Mixture | None:
             )
         mixture = Mixture(whole, experts, shared, parts.get("shared_expert_gate"))
         if any(True for _ in _nonlinearities(block, beside=mixture)):
-            raise ModelError(f"layer {layer} has an MLP next to its mixture of experts, which is not supported")
+            raise ModelError(
+                f"layer {layer} has an MLP next to its mixture of experts, which is not supported"
+            )
         return mixture
     return None
 
@@ -115,7 +132,11 @@ def _nonlinearities(block: Any, beside: Mixture | None = None) -> Iterator[tuple
     inside = set() if beside is None else {id(module) for module in beside.whole.modules()}
     for path, module in block.named_modules():
         parts = path.lower().split(".")
-        if parts[-1] in _NAMES or any("attention" in part or "attn" in part for part in parts) or id(module) in inside:
+        if (
+            parts[-1] in _NAMES
+            or any("attention" in part or "attn" in part for part in parts)
+            or id(module) in inside
+        ):
             continue
         # A bridge forwards the names of what it wraps; one that splits a fused gate and up projection has its own.
         for name in _NAMES if unwrapped(module) is module else ("_activation_fn",):
@@ -139,7 +160,10 @@ class _Watched:
         return post if made is None else made
 
 
-_FINE, _COARSE = 1e-3, 5e-2  # the largest rounding error of an output, in float32 and in half precision
+_FINE, _COARSE = (
+    1e-3,
+    5e-2,
+)  # the largest rounding error of an output, in float32 and in half precision
 
 
 @dataclass(frozen=True)
@@ -191,14 +215,21 @@ class Mixture:
 
     def times(self, up: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """The factor that multiplies the activation."""
-        return up if hasattr(self.experts, "act_fn") else up.clamp(-self.experts.limit, self.experts.limit) + 1
+        return (
+            up
+            if hasattr(self.experts, "act_fn")
+            else up.clamp(-self.experts.limit, self.experts.limit) + 1
+        )
 
     def into(self, at: Given, second: bool) -> Channels:
         """The gates (or, with ``second``, their factors) of each token's experts, and of the shared one."""
         made = at.x.new_empty((*at.experts.shape, self.width))
         for expert in at.experts.unique().tolist():
             token, slot = (at.experts == expert).nonzero(as_tuple=True)
-            weight, bias = self.experts.gate_up_proj[expert], getattr(self.experts, "gate_up_proj_bias", None)
+            weight, bias = (
+                self.experts.gate_up_proj[expert],
+                getattr(self.experts, "gate_up_proj_bias", None),
+            )
             weight = weight.T if self.experts.is_transposed else weight
             rows = slice(int(second), None, 2)
             if self.experts.is_concatenated:
@@ -215,21 +246,34 @@ class Mixture:
         made = at.weights.repeat_interleave(self.width, -1)
         if self.shared is None:
             return made
-        gate = made.new_ones(len(at.x), 1) if self.shared_gate is None else unwrapped(self.shared_gate)(at.x).sigmoid()
-        return torch.cat([made, gate.to(made.dtype).expand(-1, unwrapped(self.shared.gate_proj).out_features)], -1)
+        gate = (
+            made.new_ones(len(at.x), 1)
+            if self.shared_gate is None
+            else unwrapped(self.shared_gate)(at.x).sigmoid()
+        )
+        return torch.cat(
+            [made, gate.to(made.dtype).expand(-1, unwrapped(self.shared.gate_proj).out_features)],
+            -1,
+        )
 
     def out(self, hidden: Channels, at: Given) -> Float[Tensor, "token d_model"]:
         """The summed output of the experts from the product of activations and factors, without biases."""
         slots = at.experts.shape[1]
-        routed = rearrange(hidden[:, : slots * self.width], "token (slot d) -> token slot d", slot=slots)
-        made = hidden.new_zeros(len(hidden), self.experts.down_proj.shape[2 if self.experts.is_transposed else 1])
+        routed = rearrange(
+            hidden[:, : slots * self.width], "token (slot d) -> token slot d", slot=slots
+        )
+        made = hidden.new_zeros(
+            len(hidden), self.experts.down_proj.shape[2 if self.experts.is_transposed else 1]
+        )
         for expert in at.experts.unique().tolist():
             token, slot = (at.experts == expert).nonzero(as_tuple=True)
             weight = self.experts.down_proj[expert]
             weight = weight.T if self.experts.is_transposed else weight
             made = made.index_add(0, token, nn.functional.linear(routed[token, slot], weight))
         if self.shared is not None:
-            made = made + nn.functional.linear(hidden[:, slots * self.width :], unwrapped(self.shared.down_proj).weight)
+            made = made + nn.functional.linear(
+                hidden[:, slots * self.width :], unwrapped(self.shared.down_proj).weight
+            )
         return made
 
     def biases(self, at: Given) -> Float[Tensor, "token d_model"] | float:
@@ -277,7 +321,9 @@ class _WatchedMixture:
         if now is before:
             return None
         change = (now - before) * self.mixture.into(at, second=True)
-        whole = whole + self.mixture.out(change.to(at.x.dtype), at).reshape(whole.shape).to(whole.dtype)
+        whole = whole + self.mixture.out(change.to(at.x.dtype), at).reshape(whole.shape).to(
+            whole.dtype
+        )
         return (whole, *out[1:]) if isinstance(out, tuple) else whole
 
     def compare(self, activations: Channels, whole: Tensor, at: Given) -> None:

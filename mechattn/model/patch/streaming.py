@@ -15,7 +15,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import BLOCK, Attention, EdgeMask, Fused, Rows, attention_by_rows, fused_attention
+from mechattn.functional.attention import (
+    BLOCK,
+    Attention,
+    EdgeMask,
+    Fused,
+    Rows,
+    attention_by_rows,
+    fused_attention,
+)
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of
@@ -31,7 +39,10 @@ _NAME, _NAME_WITH_MASK = "mechattn_rows", "mechattn_rows_with_mask"  # to transf
 # Hooks of a layer that, in some models, don't fire while it is streamed, or have another layout.
 _HOOKS_ALONE = (
     *(f"attn.hook_{part}" for part in ("attn_scores", "pattern", "cos", "sin", "rot_", "q_gate")),
-    *(f"attn.{part}" for part in ("hook_q_normed", "hook_k_normed", "q_norm.", "k_norm.", "kv_b_proj.")),
+    *(
+        f"attn.{part}"
+        for part in ("hook_q_normed", "hook_k_normed", "q_norm.", "k_norm.", "kv_b_proj.")
+    ),
 )
 
 
@@ -74,7 +85,11 @@ def why_not(model: HookedModel, attending: list[int] | None = None) -> str:
     """Why this model cannot be streamed, judged by the classes of its attention layers; "" if it might."""
     attending = hooks.attention_layers(model) if attending is None else attending
     other = {type(model.blocks[layer].attn).__name__ for layer in attending} - set(_CALLS)
-    return f"its attention is a {min(other)}, and mechattn does not know where it computes its scores" if other else ""
+    return (
+        f"its attention is a {min(other)}, and mechattn does not know where it computes its scores"
+        if other
+        else ""
+    )
 
 
 def fires_while_streamed(name: str) -> bool:
@@ -123,7 +138,9 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
     for name in (_NAME, _NAME_WITH_MASK):
         AttentionInterface.register(name, _attention_function)
     AttentionMaskInterface.register(_NAME, flash_attention_mask)  # it needs masks only for padding
-    AttentionMaskInterface.register(_NAME_WITH_MASK, lambda *_, **__: torch.zeros(1, 1, 1, 1, dtype=torch.bool))
+    AttentionMaskInterface.register(
+        _NAME_WITH_MASK, lambda *_, **__: torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+    )
     # The configurations that select the attention function: usually one, shared by the layers.
     modules = [model.blocks[layer].attn.original_component for layer in attending]
     configs = [original.config, *(getattr(module, "config", None) for module in modules)]
@@ -135,7 +152,9 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
         yield
 
 
-def _attention_function(module: Any, query: Queries, key: Keys, value: Values, mask: Any, **options: Any) -> Any:
+def _attention_function(
+    module: Any, query: Queries, key: Keys, value: Values, mask: Any, **options: Any
+) -> Any:
     """Called by transformers in place of SDPA: takes [batch head pos d_head], returns [batch pos head d_head]."""
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -156,7 +175,10 @@ def _same(given: Tensor, *rest: Any) -> Tensor:
 
 @contextmanager
 def _delegated(
-    model: HookedModel, attention: Any, attend: _Layer, hooks: Sequence[Callable[[Tensor], Tensor]] = (_same,) * 3
+    model: HookedModel,
+    attention: Any,
+    attend: _Layer,
+    hooks: Sequence[Callable[[Tensor], Tensor]] = (_same,) * 3,
 ) -> Iterator[None]:
     """The transformers module does the computation, and calls the configured attention function."""
     from transformer_lens.model_bridge.generalized_components import AttentionBridge
@@ -179,7 +201,9 @@ def _plain(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[None]
     own = hasattr(attention.original_component, "_attn")
 
     def attn(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *rest: Any) -> Any:
-        return attend(query, key, value, score_scale(model, attend.number, query.shape[-1])).to(value.dtype), None
+        return attend(query, key, value, score_scale(model, attend.number, query.shape[-1])).to(
+            value.dtype
+        ), None
 
     replaced = attribute_set(attention.original_component, "_attn", attn) if own else nullcontext()
     with replaced, _delegated(model, attention, attend):
@@ -193,7 +217,9 @@ def _latent(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[None
     with ExitStack() as stack:
         for part, hook in latents.items():
             if (module := getattr(attention.original_component, part, None)) is not None:
-                fire = partial(lambda point, module, given, out: point(out), getattr(attention, hook))
+                fire = partial(
+                    lambda point, module, given, out: point(out), getattr(attention, hook)
+                )
                 stack.callback(module.register_forward_hook(fire).remove)
         parts = (attention.hook_q, attention.hook_k, attention.hook_v)
         stack.enter_context(_delegated(model, attention, attend, parts))
@@ -211,8 +237,16 @@ def _fused(model: HookedModel, attention: Any, attend: _Layer) -> AbstractContex
         q, k, v, batch, length, width = attention._reshape_qkv_to_heads(q, k, v, heads, kv_heads)
         rotation = kwargs.get("position_embeddings")
         if isinstance(rotation, tuple) and hasattr(attention, "_apply_rotary_pos_emb"):
-            q, k = attention._apply_rotary_pos_emb(q, k, *attention._apply_position_embedding_hooks(rotation))
-        out = attend(q, k, v, score_scale(model, attend.number, width), _alibi(model, kwargs, heads, length, width))
+            q, k = attention._apply_rotary_pos_emb(
+                q, k, *attention._apply_position_embedding_hooks(rotation)
+            )
+        out = attend(
+            q,
+            k,
+            v,
+            score_scale(model, attend.number, width),
+            _alibi(model, kwargs, heads, length, width),
+        )
         out = attention._reshape_attn_output(out, batch, length, heads, width)
         return attention._apply_output_projection(out), None
 
@@ -223,7 +257,9 @@ def _alibi(
     model: HookedModel, kwargs: Mapping[str, Any], heads: int, length: int, width: int
 ) -> Float[Tensor, "#batch head key"] | None:
     """The ALiBi bias of each key, under either argument name; counted once, as no mask contains it here."""
-    if (bias := kwargs.get("position_bias")) is not None:  # MPT: made for the longest sequence; take its last keys
+    if (
+        bias := kwargs.get("position_bias")
+    ) is not None:  # MPT: made for the longest sequence; take its last keys
         return rearrange(bias[..., -length:], "head 1 key -> 1 head key")
     if (bias := kwargs.get("alibi")) is None:
         return None
@@ -239,7 +275,9 @@ def _in_parts(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[No
 
     def scores(q: Tensor, k: Tensor) -> Tensor:
         asked[:] = q, k
-        return q.new_zeros(len(q), q.shape[2], 1, 1)  # a placeholder for the matrix, which is not read
+        return q.new_zeros(
+            len(q), q.shape[2], 1, 1
+        )  # a placeholder for the matrix, which is not read
 
     def z(v: Tensor, pattern: Tensor) -> Tensor:
         q, k, v = (rearrange(part, by_head) for part in (*asked, v))
@@ -252,7 +290,9 @@ def _in_parts(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[No
         out = attend(q, k, v, 1 / attention.attn_scale, bias, cap if cap > 0 else None, sinks)
         return attention.hook_z(rearrange(out, "batch head pos d_head -> batch pos head d_head"))
 
-    replaced: dict[str, Any] = dict.fromkeys(("apply_causal_mask", "hook_attn_scores", "hook_pattern"), _same)
+    replaced: dict[str, Any] = dict.fromkeys(
+        ("apply_causal_mask", "hook_attn_scores", "hook_pattern"), _same
+    )
     replaced |= {"calculate_attention_scores": scores, "calculate_z_scores": z}
     with ExitStack() as stack:
         for name, function in replaced.items():
@@ -273,4 +313,6 @@ _CLASSES: Mapping[Call, str] = {
         JointQKVPositionEmbeddingsAttentionBridge MPTALiBiAttentionBridge""",
     _in_parts: "Attention GroupedQueryAttention",
 }
-_CALLS: Mapping[str, Call] = {name: call for call, names in _CLASSES.items() for name in names.split()}
+_CALLS: Mapping[str, Call] = {
+    name: call for call, names in _CLASSES.items() for name in names.split()
+}

@@ -35,7 +35,14 @@ _PADDING = (
     "run prompts of one length together; padding changes this model",
 )
 # Input hooks that TransformerLens fires only if a flag of cfg is set.
-_BY_FLAG = ("hook_mlp_in", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_result")
+_BY_FLAG = (
+    "hook_mlp_in",
+    "hook_attn_in",
+    "hook_q_input",
+    "hook_k_input",
+    "hook_v_input",
+    "hook_result",
+)
 
 
 def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
@@ -53,14 +60,21 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         check_config(model, facts.native),
         *_weights(facts, native, tolerance),
         *check_layers(Shown(model, seen, dtype, tokens.shape[1])),
-        compare_positions("padding", logits[1, :-PADDED], logits[0, :-PADDED], tolerance, *_PADDING),
-        check_neighbours(model, facts.native, tokens, logits[:1] if native is None else native, tolerance),
+        compare_positions(
+            "padding", logits[1, :-PADDED], logits[0, :-PADDED], tolerance, *_PADDING
+        ),
+        check_neighbours(
+            model, facts.native, tokens, logits[:1] if native is None else native, tolerance
+        ),
         _bos(model),
         _hooks(model, fired),
     ]
     return Report(
         model=str(model.cfg.model_name),
-        architecture=str(getattr(model.cfg, "architecture", None) or getattr(model.cfg, "original_architecture", None)),
+        architecture=str(
+            getattr(model.cfg, "architecture", None)
+            or getattr(model.cfg, "original_architecture", None)
+        ),
         dtype=str(dtype).removeprefix("torch."),
         versions=f"transformer-lens {version('transformer-lens')}, transformers {version('transformers')}",
         checks=tuple(checks),
@@ -93,13 +107,23 @@ def _forward(
     with torch.no_grad():
         options = {"attention_mask": real, **hooks.keeping_nothing(model)}
         logits = model.run_with_hooks(both, fwd_hooks=named, return_type="logits", **options)
-    return {name: value.float().cpu() for name, value in captured.items()}, logits.detach().float().cpu(), fired
+    return (
+        {name: value.float().cpu() for name, value in captured.items()},
+        logits.detach().float().cpu(),
+        fired,
+    )
 
 
 def _logits(facts: ModelFacts, hooked: Logits, native: Logits | None, tolerance: float) -> Check:
     if native is None:
-        return Check("logits", "not checked", detail=f"{facts.why_not_native}; give the transformers model as native=…")
-    detail = f"logits against the model's own attention ({attention_of(facts.native)}), worst position"
+        return Check(
+            "logits",
+            "not checked",
+            detail=f"{facts.why_not_native}; give the transformers model as native=…",
+        )
+    detail = (
+        f"logits against the model's own attention ({attention_of(facts.native)}), worst position"
+    )
     remedy = f"the hooked model differs from the transformers model; {probe.ANOTHER_VERSION}"
     return compare_positions("logits", hooked[0], native[0], tolerance, detail, remedy)
 
@@ -113,7 +137,9 @@ def _weights(facts: ModelFacts, native: Logits | None, tolerance: float) -> list
         facts.probe_logits = now.clone()
     remedy = "weights were changed after loading; load the model again, or give verify=False if the change is intended"
     detail = f"native logits of position {probe.AT_LOADING - 1} against those when the model was first verified"
-    return [compare_positions("weights", now[None], facts.probe_logits[None], tolerance, detail, remedy)]
+    return [
+        compare_positions("weights", now[None], facts.probe_logits[None], tolerance, detail, remedy)
+    ]
 
 
 def check_neighbours(
@@ -124,7 +150,9 @@ def check_neighbours(
     device = device_of(asked)
     boundary, length = boundary_of(model), tokens.shape[1]
     own = getattr(config_of(model), "max_position_embeddings", None)
-    most = min((int(number) for number in (own, model.cfg.n_ctx) if number), default=1)  # the model has at least those
+    most = min(
+        (int(number) for number in (own, model.cfg.n_ctx) if number), default=1
+    )  # the model has at least those
     limit = min(most, boundary.at) if boundary is not None and length <= boundary.at else most
     longer = max(min(length + length // 2, limit), length)
     real = torch.ones(2, longer, dtype=torch.long, device=device)
@@ -135,7 +163,9 @@ def check_neighbours(
     far = 0
     if "position_ids" in inspect.signature((original_of(model) or asked).forward).parameters:
         far = limit - longer
-        options["position_ids"] = torch.arange(longer, device=device) + torch.tensor([[0], [far]], device=device)
+        options["position_ids"] = torch.arange(longer, device=device) + torch.tensor(
+            [[0], [far]], device=device
+        )
     try:
         beside = _logits_of(asked, both, **options)[:, :length]
     except Exception as error:
@@ -165,7 +195,17 @@ def _bos(model: HookedModel) -> Check:
     asked = bool(getattr(model.cfg, "default_prepend_bos", False))
     detail = f"cfg.default_prepend_bos={asked}"
     if asked and tokenizer.bos_token_id is None:
-        return Check("bos", "failed", None, 0.0, 1.0, 1.0, 0.0, detail, "set model.cfg.default_prepend_bos = False")
+        return Check(
+            "bos",
+            "failed",
+            None,
+            0.0,
+            1.0,
+            1.0,
+            0.0,
+            detail,
+            "set model.cfg.default_prepend_bos = False",
+        )
     usual = prepends_bos(tokenizer)
     figures = (float(asked), float(usual), float(asked != usual), 0.0)
     if asked != usual:
@@ -180,8 +220,12 @@ def _hooks(model: HookedModel, fired: set[str]) -> Check:
     figures = (float(count - len(silent)), float(count), float(len(silent)), 0.0)
     if not silent:
         return Check("hooks", "passed", None, *figures, "every declared hook fires")
-    names = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in silent})
-    detail = f"never fire: {', '.join(names[:6])}" + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    names = sorted(
+        {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in silent}
+    )
+    detail = f"never fire: {', '.join(names[:6])}" + (
+        f" and {len(names) - 6} more" if len(names) > 6 else ""
+    )
     return Check("hooks", "limited", None, *figures, detail)
 
 
@@ -205,7 +249,9 @@ def attention_of(native: Any) -> str:
     return str(getattr(native.config, "_attn_implementation", None) or "eager")
 
 
-def run_native(native: Any, tokens: Tokens) -> tuple[Float[Tensor, "batch pos d_vocab"], list[Pattern], str]:
+def run_native(
+    native: Any, tokens: Tokens
+) -> tuple[Float[Tensor, "batch pos d_vocab"], list[Pattern], str]:
     """Logits of the model itself, the pattern of each of its attention calls, and how the patterns were obtained."""
     # If the model calls SDPA, the same call, with whichever kernel torch chooses, is repeated with blocks of identity
     # matrices as values: since A · I = A, the output is that kernel's pattern. Eager attention returns its weights.
@@ -232,20 +278,28 @@ class _ThroughIdentity(TorchFunctionMode):
             value, blocks = named["value"], []
             for start in range(0, value.shape[-2], value.shape[-1]):
                 identity = value.new_zeros(value.shape)  # V[k, c] = 1 where k = start + c
-                identity[..., start : start + value.shape[-1], :].diagonal(dim1=-2, dim2=-1).fill_(1)
+                identity[..., start : start + value.shape[-1], :].diagonal(dim1=-2, dim2=-1).fill_(
+                    1
+                )
                 blocks.append(func(**named | {"value": identity}))
             self.patterns.append(torch.cat(blocks, -1)[..., : value.shape[-2]])
         return func(*args, **given)
 
 
 def check_kernel(
-    model: HookedModel, shown: dict[str, Tensor], patterns: list[Pattern], how: str, dtype: torch.dtype
+    model: HookedModel,
+    shown: dict[str, Tensor],
+    patterns: list[Pattern],
+    how: str,
+    dtype: torch.dtype,
 ) -> Check:
     """Compare the pattern of each layer at the hooks with that of the model's own attention."""
     layers = hooks.attention_layers(model)
     if len(patterns) != len(layers):
         calls = f"{len(patterns)} calls of attention were seen in {len(layers)} layers"
-        return Check("kernel", "not checked", detail=f"the model's own attention cannot be read: {calls}")
+        return Check(
+            "kernel", "not checked", detail=f"the model's own attention cannot be read: {calls}"
+        )
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     for layer, pattern in zip(layers, patterns, strict=True):
         hooked = shown.get(hooks.pattern_hook(layer))
@@ -271,7 +325,9 @@ def _against_hooks(model: HookedModel, name: str, how: str, fused: bool) -> Chec
     if reason := why_not(model):
         return Check(name, "limited", detail=reason)
     tokens = probe.probe_tokens(model, probe.PROBE).to(device_of(model))
-    windows = {layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)}
+    windows = {
+        layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)
+    }
     expected, shown = hooks.logits_and_values(model, tokens, map(hooks.pattern_hook, windows))
     patterns = {layer: shown[hooks.pattern_hook(layer)].float().cpu() for layer in windows}
     found: dict[int, Tensor] = {}
@@ -288,13 +344,24 @@ def _against_hooks(model: HookedModel, name: str, how: str, fused: bool) -> Chec
             got = model(tokens, return_type="logits", **hooks.keeping_nothing(model))[0].float()
     except Exception as error:
         return Check(name, "limited", detail=f"it raises {type(error).__name__}: {error}")
-    found |= {layer: _sums(_assembled(rows)) if fused else _assembled(rows) for layer, rows in blocks.items()}
+    found |= {
+        layer: _sums(_assembled(rows)) if fused else _assembled(rows)
+        for layer, rows in blocks.items()
+    }
     if silent := [layer for layer in windows if layer not in found]:
         return Check(name, "limited", silent[0], detail="its attention function cannot be replaced")
-    pairs = {n: (found[n], _sums(patterns[n]) if fused else patterns[n]) for n in windows if n in found}
+    pairs = {
+        n: (found[n], _sums(patterns[n]) if fused else patterns[n]) for n in windows if n in found
+    }
     dtype = probe.dtype_of(model)
     overall = dtype in _IN_HALF and not fused
-    tolerance = _IN_HALF[dtype] if overall else _STREAMED if dtype is torch.float32 else probe.PROBABILITY[dtype]
+    tolerance = (
+        _IN_HALF[dtype]
+        if overall
+        else _STREAMED
+        if dtype is torch.float32
+        else probe.PROBABILITY[dtype]
+    )
     tolerance *= tokens.shape[1] if fused else 1
     detail, logits = f"{how} against the hooks", (got.cpu(), expected[0].float().cpu())
     about = detail + ("" if fused else ": patterns" + ", root mean square" * overall)
@@ -302,7 +369,9 @@ def _against_hooks(model: HookedModel, name: str, how: str, fused: bool) -> Chec
         compare(name, pairs, tolerance, about, "", 0.0 if overall else 1.0, overall),
         compare_positions(name, *logits, probe.TOLERANCE[dtype][0], f"{detail}: logits", ""),
     )
-    return next((limited(check, str(check)) for check in checks if check.outcome != "passed"), checks[0])
+    return next(
+        (limited(check, str(check)) for check in checks if check.outcome != "passed"), checks[0]
+    )
 
 
 def _assembled(blocks: list[Rows]) -> Pattern:

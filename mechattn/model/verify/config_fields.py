@@ -92,15 +92,17 @@ def check_config(model: HookedModel, native: Any = None) -> Check:
     """Check that every field about attention is known, in the config of the model or of the one it was made from."""
     config = config_of(model) or getattr(native, "config", None)
     if config is None:
-        return Check("config", "not checked", detail=f"a {type(model).__name__} has no configuration of transformers")
+        return Check(
+            "config",
+            "not checked",
+            detail=f"a {type(model).__name__} has no configuration of transformers",
+        )
     values, unknown = dict(_fields(config)), unknown_fields(config)
     detail = f"fields unknown to mechattn, of {len(values)} about attention"
     if not unknown:
         return Check("config", "passed", None, 0.0, 0.0, 0.0, 0.0, detail)
     said = "; ".join(f"{name} = {values[name]!r} ({what})" for name, what in unknown.items())
-    remedy = (
-        "a short probe may not reveal its effect, so please report it; verify=False measures anyway and records this"
-    )
+    remedy = "a short probe may not reveal its effect, so please report it; verify=False measures anyway and records this"
     number = float(len(unknown))
     return Check("config", "failed", None, number, 0.0, number, 0.0, f"{detail}: {said}", remedy)
 
@@ -112,6 +114,10 @@ def _fields(config: Any) -> Iterator[tuple[str, Any]]:
     usual = PretrainedConfig().to_dict()
     for name, value in config.to_dict().items():
         if name == "attn_config" and isinstance(value, Mapping):
-            yield from ((f"{name}.{each}", said) for each, said in value.items() if each not in usual)
-        elif name not in usual and _ABOUT_ATTENTION.search(name) and not _OF_OTHER_PARTS.search(name):
+            yield from (
+                (f"{name}.{each}", said) for each, said in value.items() if each not in usual
+            )
+        elif (
+            name not in usual and _ABOUT_ATTENTION.search(name) and not _OF_OTHER_PARTS.search(name)
+        ):
             yield name, value

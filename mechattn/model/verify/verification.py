@@ -31,7 +31,16 @@ TOLERANCE = {
     torch.bfloat16: (2.5e-1, 1.5e-1),
 }
 PROBABILITY = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-_COLUMNS = ("check", "outcome", "layer", "hooked", "expected", "difference", "tolerance", "compared")
+_COLUMNS = (
+    "check",
+    "outcome",
+    "layer",
+    "hooked",
+    "expected",
+    "difference",
+    "tolerance",
+    "compared",
+)
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,14 @@ class Check:
         return "within" if self.outcome == "passed" and self.tolerance else _number(self.difference)
 
     def __str__(self) -> str:
-        said = f"{self.name} {self.outcome}" + ("" if self.layer is None else f" in layer {self.layer}")
+        said = f"{self.name} {self.outcome}" + (
+            "" if self.layer is None else f" in layer {self.layer}"
+        )
         if self.hooked is not None and self.expected is not None:
-            within = f"within {self.tolerance:.2g}", f"{self.apart} apart (tolerance {self.tolerance:.2g})"
+            within = (
+                f"within {self.tolerance:.2g}",
+                f"{self.apart} apart (tolerance {self.tolerance:.2g})",
+            )
             said += f": {self.hooked:.5g} where {self.expected:.5g} is expected, {within[self.apart != 'within']}"
         return ". ".join([said, self.detail, *([self.remedy] if self.remedy else [])])
 
@@ -107,7 +121,9 @@ class Report:
         for check in self.checks:
             if check.name == name:
                 return check
-        raise OptionError(f"the report has no check {name!r}; it has {', '.join(check.name for check in self.checks)}")
+        raise OptionError(
+            f"the report has no check {name!r}; it has {', '.join(check.name for check in self.checks)}"
+        )
 
     def require(self) -> None:
         """Refuse a model with a failed check.
@@ -128,7 +144,12 @@ class Report:
         rows = []
         for check in self.checks:
             layer = "" if check.layer is None else str(check.layer)
-            figures = (_number(check.hooked), _number(check.expected), check.apart, _number(check.tolerance))
+            figures = (
+                _number(check.hooked),
+                _number(check.expected),
+                check.apart,
+                _number(check.tolerance),
+            )
             rows.append([check.name, check.outcome, layer, *figures, check.detail])
         return rows
 
@@ -139,15 +160,24 @@ class Report:
 
     def _repr_html_(self) -> str:
         caption = "; ".join([self._head, *(f"mended: {text}" for text in self.mended)])
-        remedies = [[check.name, "what to do", *[""] * 5, check.remedy] for check in self.checks if check.remedy]
+        remedies = [
+            [check.name, "what to do", *[""] * 5, check.remedy]
+            for check in self.checks
+            if check.remedy
+        ]
         return table([*self._rows, *remedies], caption, _COLUMNS)
 
     def __str__(self) -> str:
         rows = [list(_COLUMNS), *self._rows]
         widths = [max(len(row[column]) for row in rows) for column in range(7)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
+            for row in rows
+        ]
         remedies = [f"{check.name}: {check.remedy}" for check in self.checks if check.remedy]
-        return "\n".join([self._head, *(f"mended: {text}" for text in self.mended), *lines, *remedies])
+        return "\n".join(
+            [self._head, *(f"mended: {text}" for text in self.mended), *lines, *remedies]
+        )
 
 
 def _number(value: float | None) -> str:
@@ -155,7 +185,13 @@ def _number(value: float | None) -> str:
 
 
 def compare(
-    name: str, pairs: Pairs, tolerance: float, detail: str, remedy: str, scale: float = 0.0, overall: bool = False
+    name: str,
+    pairs: Pairs,
+    tolerance: float,
+    detail: str,
+    remedy: str,
+    scale: float = 0.0,
+    overall: bool = False,
 ) -> Check:
     """The largest difference over layers; relative to the root mean square unless ``scale`` is given.
 
@@ -164,7 +200,10 @@ def compare(
     if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
     apart = {layer: _distances(*pair, scale) for layer, pair in pairs.items()}
-    sizes = {layer: float(each.square().mean().sqrt() if overall else each.max()) for layer, each in apart.items()}
+    sizes = {
+        layer: float(each.square().mean().sqrt() if overall else each.max())
+        for layer, each in apart.items()
+    }
     worst = max(sizes, key=lambda layer: sizes[layer])
     difference = sizes[worst]
     layer = worst if difference > tolerance else list(pairs)[-1]
@@ -172,37 +211,57 @@ def compare(
     return _with_figures(made, *pairs[layer], apart[layer])
 
 
-def compare_positions(name: str, hooked: Logits, expected: Logits, tolerance: float, detail: str, remedy: str) -> Check:
+def compare_positions(
+    name: str, hooked: Logits, expected: Logits, tolerance: float, detail: str, remedy: str
+) -> Check:
     """The largest root mean square of a position's differences."""
     # A constant added to all logits of a position changes no probability (centred unembeddings add one).
-    hooked, expected = hooked - hooked.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
-    apart = (hooked - expected).square().mean(-1).sqrt() / expected.square().mean().sqrt().clamp_min(1e-12)
+    hooked, expected = (
+        hooked - hooked.mean(-1, keepdim=True),
+        expected - expected.mean(-1, keepdim=True),
+    )
+    apart = (hooked - expected).square().mean(
+        -1
+    ).sqrt() / expected.square().mean().sqrt().clamp_min(1e-12)
     apart = torch.nan_to_num(apart, nan=torch.inf)
     worst = int(apart.argmax())
     difference = float(apart[worst])
     row = worst if difference > tolerance else -1
     made = Check(name, "passed", None, None, None, difference, tolerance, detail, remedy)
-    return _with_figures(made, hooked[row], expected[row], _distances(hooked[row], expected[row], 1.0))
+    return _with_figures(
+        made, hooked[row], expected[row], _distances(hooked[row], expected[row], 1.0)
+    )
 
 
-def _distances(hooked: Float[Tensor, ...], expected: Float[Tensor, ...], scale: float) -> Float[Tensor, " entry"]:
+def _distances(
+    hooked: Float[Tensor, ...], expected: Float[Tensor, ...], scale: float
+) -> Float[Tensor, " entry"]:
     unit = scale or max(float(expected.square().mean().sqrt()), 1e-12)
     return torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf).flatten()
 
 
 def _with_figures(
-    check: Check, hooked: Float[Tensor, ...], expected: Float[Tensor, ...], apart: Float[Tensor, " entry"]
+    check: Check,
+    hooked: Float[Tensor, ...],
+    expected: Float[Tensor, ...],
+    apart: Float[Tensor, " entry"],
 ) -> Check:
     """The check with one entry: the worst of a failure; of a pass the largest expected (equal ones look alike)."""
     failed = cast(float, check.difference) > cast(float, check.tolerance)
     entry = int(apart.argmax() if failed else expected.argmax())
-    figures = replace(check, hooked=float(hooked.flatten()[entry]), expected=float(expected.flatten()[entry]))
+    figures = replace(
+        check, hooked=float(hooked.flatten()[entry]), expected=float(expected.flatten()[entry])
+    )
     return replace(figures, outcome="failed") if failed else replace(figures, remedy="")
 
 
 def limited(check: Check, detail: str) -> Check:
     """Make a failure of this check exclude only some analyses."""
-    return replace(check, outcome="limited", detail=detail, remedy="") if check.outcome == "failed" else check
+    return (
+        replace(check, outcome="limited", detail=detail, remedy="")
+        if check.outcome == "failed"
+        else check
+    )
 
 
 def dtype_of(model: HookedModel) -> torch.dtype:
@@ -218,8 +277,14 @@ def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
     length = min(max([length, *short]), int(model.cfg.n_ctx or _LONGEST_PROBE))
     tokenizer = getattr(model, "tokenizer", None)
     special = set(getattr(tokenizer, "all_special_ids", []) or [])
-    size = min(int(model.cfg.d_vocab), len(tokenizer)) if tokenizer is not None else int(model.cfg.d_vocab)
-    drawn = torch.randint(size, (2 * max(length, _LONGEST_PROBE),), generator=torch.Generator().manual_seed(0))
+    size = (
+        min(int(model.cfg.d_vocab), len(tokenizer))
+        if tokenizer is not None
+        else int(model.cfg.d_vocab)
+    )
+    drawn = torch.randint(
+        size, (2 * max(length, _LONGEST_PROBE),), generator=torch.Generator().manual_seed(0)
+    )
     ordinary = [token for token in drawn.tolist() if token not in special][:length]
     bos = getattr(tokenizer, "bos_token_id", None)
     if getattr(model.cfg, "default_prepend_bos", False) and bos is not None:
