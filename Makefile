@@ -39,7 +39,7 @@ typed = $(PYTEST) $(TYPED) $(1) --jaxtyping-packages=$(2),beartype.beartype
 plain = $(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) $(1)
 REST := -m "slow or browser or site"
 
-.PHONY: figures selftest paper test test-compat test-extra test-rest test-without test-with test-all fuzz simulate lint docs cards bench gpu lock clean
+.PHONY: real figures selftest paper test test-compat test-extra test-rest test-without test-with test-all fuzz simulate lint docs cards bench gpu lock clean
 .NOTPARALLEL:  # as all share .venv
 
 figures: .venv/core
@@ -101,12 +101,20 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
+	$(BIN)/python experiments/density.py --check
 	$(BIN)/mypy
 	$(BIN)/typos
 	$(BIN)/proselint check README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs docs/gallery.py docs/tutorials/*.py
 
 docs: .venv/docs
 	OMP_NUM_THREADS=1 $(BIN)/mkdocs build --strict  # toys are small, and two notebooks run at a time
+
+# Every number and picture about real models that README and the docs quote, from a folder of models; an hour.
+REAL ?= out/real
+real: .venv/dev
+	$(BIN)/python experiments/real/measure.py $(REAL)
+	$(BIN)/python experiments/real/tables.py out/real-runs experiments/real/$(shell date +%F)
+	$(BIN)/python experiments/real/pictures.py experiments/real/$(shell date +%F).json docs/images/first.png
 
 cards: .venv/dev
 	$(BIN)/python experiments/toys/measure.py $(filter-out %/relay/,$(wildcard mechattn/toys/*/))
