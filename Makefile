@@ -1,6 +1,5 @@
 # make figures   the page with the figures      make test   the tests      make lint   style, types, floors
 # make docs      the site                       make cards  the toys' measured figures
-# make selftest   check against known answers; about a minute
 # make paper   judge the paper's claims for the toys and for models in MODELS; a few minutes
 # make fuzz      10,000 inputs each for configs, prompt files and stored results (a few minutes)
 # make simulate  how often each statistical rule says yes where nothing is there (ten minutes)
@@ -39,17 +38,12 @@ typed = $(PYTEST) $(TYPED) $(1) --jaxtyping-packages=$(2),beartype.beartype
 plain = $(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) $(1)
 REST := -m "slow or browser or site"
 
-.PHONY: real figures selftest paper test test-compat test-extra test-rest test-without test-with test-all fuzz simulate lint docs cards bench gpu lock clean
+.PHONY: real figures paper test test-compat test-extra test-rest test-without test-with test-all fuzz simulate lint docs cards bench gpu lock clean
 .NOTPARALLEL:  # as all share .venv
 
 figures: .venv/core
 	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about half a minute)."
 	$(BIN)/mechattn figures --out out/figures
-
-# Models trained by others are looked for in MODELS; missing ones are skipped.
-MODELS ?= $(wildcard ../shared/models)
-selftest: .venv/core
-	$(BIN)/mechattn selftest $(if $(MODELS),--models $(MODELS))
 
 paper: .venv/core
 	$(BIN)/mechattn paper --out out/paper

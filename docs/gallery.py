@@ -7,7 +7,7 @@
 
 # %%
 import mechattn as ma
-from mechattn.known_answers.known_circuits import known_circuits
+from tests.known_answers.known_circuits import known_circuits
 
 model = ma.load_model("toy:llama")
 prompts = ma.load_prompts("word-problems", limit=12)

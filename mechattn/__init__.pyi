@@ -27,7 +27,6 @@ from .evaluation.server import Server as Server
 from .evaluation.while_answering import while_answering as while_answering
 from .jobs.job import Job as Job
 from .jobs.resumable_run import run_job as run_job
-from .known_answers.selftest import selftest as selftest
 from .model.load import load_model as load_model
 from .model.load import verify_model as verify_model
 from .model.weights import random_weights as random_weights

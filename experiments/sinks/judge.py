@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import mechattn as ma
-from mechattn.known_answers.known_heads import VOCABULARY, copying_model
 from mechattn.model.checkpoint import lettered_tokenizer
+from tests.known_answers.known_heads import VOCABULARY, copying_model
 
 OUT = Path("out/sinks")
 MODELS = ["toy:llama", "toy:falcon", "toy:gemma3", "toy:qwen2"]

@@ -19,7 +19,6 @@ mechattn measures what attention does inside a language model, with and without 
   mechattn figures                                    four toy models, about half a minute; a page that opens offline
   mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
   mechattn verify toy:falcon                          check that the hooked model equals the model
-  mechattn selftest                                   check mechattn against known answers; about a minute
   mechattn paper                                      arXiv:2510.01032 claim by claim, on the toys or --model YOURS
   mechattn claims MY-REGISTER.toml --model YOURS      claims of your own, by rules that stand in the file
   mechattn run experiments/first/config.toml          a whole experiment from a file
@@ -356,28 +355,6 @@ def verify(
     report = verify_model(model, dtype=dtype_named(dtype), length=length)
     _say(str(report))
     if not report.passed:
-        raise typer.Exit(1)
-
-
-@app.command()
-def selftest(
-    models: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder with stories260K and llm-viz-sort; without it they are skipped."
-        ),
-    ] = None,
-    stories: Annotated[
-        str | None, typer.Option(help="stories260K: a directory or a hub name.")
-    ] = None,
-    sort: Annotated[str | None, typer.Option(help="The directory of llm-viz-sort.")] = None,
-) -> None:
-    """Check mechattn against known answers: published activations and known heads; about a minute."""
-    from mechattn.known_answers.selftest import selftest as all_answers
-
-    made = all_answers(models, stories=stories, sort=sort)
-    _say(str(made))
-    if not made.passed:
         raise typer.Exit(1)
 
 

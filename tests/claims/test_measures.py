@@ -18,12 +18,12 @@ from mechattn.claims.register import Measuring
 from mechattn.errors import OptionError
 from mechattn.functional.activations import redistribute
 from mechattn.functional.head_outputs import split
-from mechattn.known_answers import known_heads
-from mechattn.known_answers.known_heads import VOCABULARY, repeated_spans
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.model.patch.nonlinearities import at_nonlinearity
 from mechattn.results.result import Result
 from mechattn.stats.units import halves_of
+from tests.known_answers import known_heads
+from tests.known_answers.known_heads import VOCABULARY, repeated_spans
 
 SLASH = ma.MeaninglessTokens(count=20)
 CONDITIONS = {

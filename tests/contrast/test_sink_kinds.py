@@ -8,9 +8,9 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import OptionError
-from mechattn.known_answers import known_heads
-from mechattn.known_answers.known_heads import VOCABULARY, repeated_spans
 from mechattn.model.checkpoint import lettered_tokenizer
+from tests.known_answers import known_heads
+from tests.known_answers.known_heads import VOCABULARY, repeated_spans
 
 
 @pytest.fixture(scope="module")

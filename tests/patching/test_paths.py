@@ -7,12 +7,12 @@ import torch
 import mechattn as ma
 from mechattn.conditions import Counterpart
 from mechattn.errors import OptionError
-from mechattn.known_answers.known_heads import VOCABULARY, copying_model
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.patching.edges import EdgePair
 from mechattn.patching.graph import graph_of, showing_edges
 from mechattn.patching.pairs import pairs_of
 from tests.conftest import loaded_once
+from tests.known_answers.known_heads import VOCABULARY, copying_model
 from tests.patching.test_edges import ByHand
 from tests.patching.test_pairs import LONGER, PARTNERS
 

@@ -8,9 +8,9 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 import mechattn as ma
-from mechattn.known_answers.known_circuits import known_circuits
 from mechattn.render.draw import COLOURS, FADED, GREY, NEUTRAL, SHADE, faint
 from mechattn.render.figure_declaration import FIGURES
+from tests.known_answers.known_circuits import known_circuits
 
 BOXES = """(json) => {
   const figure = JSON.parse(json);

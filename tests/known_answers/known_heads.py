@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +13,6 @@ from mechattn.engine.attention_rows import Engine
 from mechattn.engine.run import run
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.intervention import on
-from mechattn.known_answers.answer import KnownAnswer, compared, tried
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
@@ -36,70 +34,34 @@ _TOKEN, _POSITION, _BEFORE = (
     VOCABULARY + POSITIONS,
 )  # the slices of the residual stream, each one-hot
 _SHARP = 60.0  # the score of a match, far above all others
-_PROMPTS = 24
+PROMPTS = 24
 
 
-def handmade_heads() -> Iterator[KnownAnswer]:
-    """Each handwritten head does what it was written to do, with both engines."""
-    hooked = _hooked(handmade_model())
-    tokens, _ = repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
-    by_engine = [_focus(hooked, tokens, engine) for engine in ("streaming", "hooks")]
-    for (layer, head), (name, measure) in HEADS.items():
-        away = max(
-            float(abs(values[measure].sel(layer=layer, head=head) - 1).max())
-            for values in by_engine
+def distances_from_what_was_written() -> dict[tuple[int, int], float]:
+    """How far each handwritten head's measure is from 1, the larger of both engines'."""
+    hooked = hooked_model(handmade_model())
+    tokens, _ = repeated_spans(PROMPTS, torch.Generator().manual_seed(0))
+    focus_by_engine = [attention_focus(hooked, tokens, engine) for engine in ("streaming", "hooks")]
+    distances = {}
+    for (layer, head), (_, measure) in HEADS.items():
+        distances[layer, head] = max(
+            float(abs(focus[measure].sel(layer=layer, head=head) - 1).max())
+            for focus in focus_by_engine
         )
-        known = f"{layer}.{head} is the {name} head: {measure} 1"
-        yield compared("hand-made GPT-2", known, away, 1e-5, "written by hand")
+    return distances
 
 
-def trained_heads(steps: int = STEPS) -> Iterator[KnownAnswer]:
-    """In models that learned to copy, induction heads are found in the second layer; without training, none."""
-    source = "two layers of attention can copy in no other way (Olsson et al. 2022)"
-    for seed in range(2):
-        name = f"GPT-2 of two layers, trained here, seed {seed}"
-        tokens, foreseen = repeated_spans(_PROMPTS, torch.Generator().manual_seed(seed))
-        hooked = _hooked(copying_model(seed, steps))
-        right = _copied(hooked, tokens, foreseen)
-        found, words = induction_heads(hooked, tokens)
-        layers = {layer for layer, _ in found}
-        known = "it copies: 99 % of the predictable tokens"
-        yield tried(name, known, f"{right:.1%}", right >= 0.99, "trained to do so")
-        known = "its induction heads (mass above a half, q < 0.05) are in layer 1"
-        yield tried(name, known, words, layers == {1}, source)
-        without = _copied(hooked, tokens, foreseen, found)
-        known = "without these heads it does not copy: below 20 %"
-        yield tried(name, known, f"{without:.1%}", bool(found) and without < 0.2, source)
-    untrained = _hooked(copying_model(0, steps=0))
-    tokens, _ = repeated_spans(_PROMPTS, torch.Generator().manual_seed(0))
-    found, words = induction_heads(untrained, tokens)
-    yield tried(
-        "the same, not trained",
-        "no induction head is found",
-        words,
-        not found,
-        "nothing was learned",
-    )
+def induction_heads(model: HookedModel, tokens: torch.Tensor) -> list[tuple[int, int]]:
+    """The heads with more than half of their attention on the tokens after earlier occurrences, and q < 0.05."""
+    focus = attention_focus(model, tokens)
+    excess = focus.induction_mass - focus.induction_mass_uniform
+    tested = paired(excess.transpose("prompt", "layer", "head").values, bootstrap_ends=False)
+    means = focus.induction_mass.mean("prompt").transpose("layer", "head").values
+    layers, heads = ((means > 0.5) & (tested.q < 0.05)).nonzero()
+    return [(int(layer), int(head)) for layer, head in zip(layers, heads, strict=True)]
 
 
-def induction_heads(model: HookedModel, tokens: torch.Tensor) -> tuple[list[tuple[int, int]], str]:
-    """The heads with more than half of their attention on the tokens after earlier occurrences, with p and q."""
-    values = _focus(model, tokens)
-    mass, null = values.induction_mass, values.induction_mass_uniform
-    tested = paired((mass - null).transpose("prompt", "layer", "head").values, bootstrap_ends=False)
-    means = mass.mean("prompt").transpose("layer", "head").values
-    found = [
-        (int(i), int(j))
-        for i, j in zip(*((means > 0.5) & (tested.q < 0.05)).nonzero(), strict=True)
-    ]
-    if not found:
-        return [], f"none; the largest mass is {means.max():.2f}"
-    p, q = (max(numbers[head] for head in found) for numbers in (tested.p, tested.q))
-    named = ", ".join(f"{layer}.{head} {means[layer, head]:.2f}" for layer, head in found)
-    return found, f"{named}; p ≤ {p:.1g}, q ≤ {q:.1g}"
-
-
-def _copied(
+def copied_share(
     model: HookedModel,
     tokens: torch.Tensor,
     foreseen: torch.Tensor,
@@ -112,12 +74,14 @@ def _copied(
     return float((logits[:, :-1].argmax(-1) == tokens[:, 1:])[foreseen[:, 1:]].double().mean())
 
 
-def _focus(model: HookedModel, tokens: torch.Tensor, engine: Engine = "auto") -> xr.Dataset:
+def attention_focus(
+    model: HookedModel, tokens: torch.Tensor, engine: Engine = "auto"
+) -> xr.Dataset:
     made = run(model, tokens, {}, [AttentionFocus()], engine=engine)
     return made["attention_focus"].sel(condition="baseline", segment="question").astype("float64")
 
 
-def _hooked(model: Any) -> HookedModel:
+def hooked_model(model: Any) -> HookedModel:
     return load_model(model, tokenizer=lettered_tokenizer(VOCABULARY))
 
 

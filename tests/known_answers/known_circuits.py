@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from mechattn.engine.record import head_means
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.intervention import on
-from mechattn.known_answers.answer import KnownAnswer, tried
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
@@ -327,19 +326,3 @@ def without(
     before = difference()
     with on(HeadAblation((head,), means), model):
         return 1 - difference() / before
-
-
-def found_circuits() -> Iterator[KnownAnswer]:
-    """Circuits written by hand are found by exact patching and by integrated gradients."""
-    for circuit in known_circuits():
-        for method, least in (("exact", 1.0), ("EAP-IG, 5 steps", 0.95)):
-            found = scores_of(circuit, method, prompts=3)
-            known = f"{method}: AUROC of edges and of heads at least {least:g}"
-            words = f"edges {found['edges']:.3f}, heads {found['heads']:.3f}, precision {found['precision']:.2f}"
-            passed = min(found["edges"], found["heads"]) >= least
-            yield tried(f"hand-made: {circuit.name}", known, words, passed, "written by hand")
-    constant = known_circuits()[1]
-    zero, mean = (without(constant, (0, 5), to_mean) for to_mean in (False, True))
-    known = "a head that always writes the same: set to 0 the effect falls by more than half, set to its mean by under 1 %"
-    words, passed = f"by {zero:.0%} and {mean:.1%}", zero > 0.5 and abs(mean) < 0.01
-    yield tried(f"hand-made: {constant.name}", known, words, passed, "written by hand")

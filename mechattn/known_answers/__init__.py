@@ -1,1 +1,0 @@
-"""Known answers: tests of the library on models whose heads, patterns or texts are known beforehand."""
