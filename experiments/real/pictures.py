@@ -1,6 +1,6 @@
 """Draws README's first picture: the question's change by layer and cause, in three real models.
 
-    python experiments/real/pictures.py experiments/real/2026-11-25.json docs/images/first.png
+python experiments/real/pictures.py experiments/real/2026-11-25.json docs/images/first.png
 """
 
 from __future__ import annotations

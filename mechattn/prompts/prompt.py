@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import torch
 from torch import Tensor
-from torch import bool as bool_
 
 from mechattn.errors import PromptError, check_choice, warn
 from mechattn.markup import plain
@@ -43,6 +44,9 @@ class Prompt:
         answer_tokens: Token ids to read in place of the answer's text: those that were generated.
         counterpart: The question's other version, for ``Counterpart``: a text, or token ids in place of ``tokens``.
         other_answer: The answer that the other version calls for, for the metric "answers": a text or token ids.
+        template_options: Options of the chat template, such as ``{"enable_thinking": False}``.
+        split_special_tokens: Read control tokens that the question or the system text spells out, such as "<eos>", as
+            ordinary text; without it they are control tokens, and a warning names them.
     """
 
     question: str = ""
@@ -58,6 +62,8 @@ class Prompt:
     answer_tokens: tuple[int, ...] = ()
     counterpart: str | tuple[int, ...] = ""
     other_answer: str | tuple[int, ...] = ""
+    template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    split_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         check_choice(Template, template=self.template)
@@ -108,56 +114,105 @@ class Prompt:
         return f'prompt {self.id} ("{self.excerpt}")'
 
 
-def as_prompts(prompts: Prompt | str | Tensor | Sequence[Prompt | str]) -> list[Prompt]:
-    """Convert a text, texts, prompts or a tensor of token ids [batch pos] to prompts."""
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """Convert a text, texts, prompts, or token ids [batch pos] to prompts.
+
+    Token ids come as a tensor, as an array, or as what a tokenizer returned: "input_ids" with its
+    "attention_mask", whose padding is left out.
+
+    Raises:
+        PromptError: Something else was given, there is no prompt, or two have the same id.
+    """
     if isinstance(prompts, (str, Prompt)):
         prompts = [prompts]
-    if isinstance(prompts, Tensor):
-        return _from_tokens(prompts)
-    if not isinstance(prompts, Iterable):
+    if isinstance(prompts, Mapping):
+        return _from_encoding(prompts)
+    if isinstance(prompts, (Tensor, np.ndarray)):
+        return _from_tokens(torch.as_tensor(prompts))
+    is_table = hasattr(prompts, "columns") or hasattr(prompts, "column_names")
+    if is_table or isinstance(prompts, (bytes, Set)) or not isinstance(prompts, Iterable):
         raise PromptError(
-            f"prompts={prompts!r}: give a text, a list of texts or prompts, or a tensor of token ids"
+            f"the prompts are of type {type(prompts).__name__}; give a text, a list of texts or "
+            "prompts, or a tensor of token ids (load_prompts reads files and data sets)"
         )
-    made = [p if isinstance(p, Prompt) else _from_text(i, p) for i, p in enumerate(prompts)]
-    if not made:
+
+    numbered = [_numbered(index, prompt) for index, prompt in enumerate(prompts)]
+    if not numbered:
         raise PromptError("there are no prompts; give at least one")
-    if all(prompt.id == Prompt.id for prompt in made):  # none was named
-        made = [replace(prompt, id=str(i)) for i, prompt in enumerate(made)]
-    repeated = [name for name, count in Counter(prompt.id for prompt in made).items() if count > 1]
+    if all(prompt.id == Prompt.id for prompt in numbered):  # none was named
+        numbered = [replace(prompt, id=str(index)) for index, prompt in enumerate(numbered)]
+    counts = Counter(prompt.id for prompt in numbered)
+    repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         raise PromptError(
             f"several prompts have the id {min(repeated)!r}; give every prompt its own"
         )
-    if not any(prompt.group for prompt in made):
-        return made
-    return [p if p.group else replace(p, group=f"prompt {p.id} alone") for p in made]
+    if not any(prompt.group for prompt in numbered):
+        return numbered
+    alone = [replace(prompt, group=f"prompt {prompt.id} alone") for prompt in numbered]
+    return [
+        prompt if prompt.group else ungrouped
+        for prompt, ungrouped in zip(numbered, alone, strict=True)
+    ]
 
 
-def _from_text(index: int, text: object) -> Prompt:
-    if not isinstance(text, str):
-        given = f"of type {type(text).__name__}"
+def _numbered(index: int, prompt: object) -> Prompt:
+    """One of several prompts; a text is named after its place."""
+    if isinstance(prompt, Prompt):
+        return prompt
+    if not isinstance(prompt, str):
         raise PromptError(
-            f"prompt {index} is {given}; give a text, a Prompt, or a tensor of token ids"
+            f"prompt {index} is of type {type(prompt).__name__}; give a text, a Prompt, or a tensor "
+            "of token ids"
         )
-    if text.endswith((".jsonl", ".json", ".csv", ".parquet")) and not text.count(" "):
+    if prompt.endswith((".jsonl", ".json", ".csv", ".parquet")) and not prompt.count(" "):
         raise PromptError(
-            f"prompt {index} is {text!r}, the name of a file: load_prompts({text!r}) reads its prompts"
+            f"prompt {index} is {prompt!r}, the name of a file: load_prompts({prompt!r}) reads its "
+            "prompts"
         )
-    return Prompt(text, id=str(index))
+    return Prompt(prompt, id=str(index))
+
+
+def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
+    """What a tokenizer returned: one sequence, or several with their padding."""
+    if "input_ids" not in encoding:
+        raise PromptError(
+            f"the prompts are a {type(encoding).__name__} with {_listed(encoding)}; give a list of "
+            "texts, prompts, or what a tokenizer returns (with input_ids)"
+        )
+    rows = _rows(encoding["input_ids"])
+    masks = [[1] * len(row) for row in rows]
+    if "attention_mask" in encoding:
+        masks = _rows(encoding["attention_mask"])
+    prompts = []
+    for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        tokens = tuple(token for token, is_read in zip(row, mask, strict=True) if is_read)
+        prompts.append(Prompt(tokens=tokens, id=str(index)))
+    return prompts
+
+
+def _rows(numbers: Any) -> list[list[int]]:
+    """One row of whole numbers or several, from a tensor, an array or lists, as lists."""
+    rows = numbers.tolist() if hasattr(numbers, "tolist") else [*numbers]
+    if rows and isinstance(rows[0], Integral):
+        return [rows]
+    return [row.tolist() if hasattr(row, "tolist") else [*row] for row in rows]
+
+
+def _listed(names: Iterable[object]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
 
 
 def _from_tokens(tokens: Tensor) -> list[Prompt]:
-    if (
-        tokens.ndim != 2
-        or tokens.is_floating_point()
-        or tokens.dtype == bool_
-        or not tokens.numel()
-    ):
+    """Rows of token ids, each as long as its prompt."""
+    is_integer = not tokens.is_floating_point() and tokens.dtype != torch.bool
+    if tokens.ndim != 2 or not is_integer or not tokens.numel():
         raise PromptError(
             f"token ids came as a {tokens.dtype} tensor of shape {tuple(tokens.shape)}; "
-            "give a non-empty integer tensor [batch, pos], every row as long as its prompt (one prompt: tokens[None])"
+            "give a non-empty integer tensor [batch, pos], every row as long as its prompt "
+            "(one prompt: tokens[None])"
         )
-    return [Prompt(tokens=tuple(row), id=str(i)) for i, row in enumerate(tokens.tolist())]
+    return [Prompt(tokens=tuple(row), id=str(index)) for index, row in enumerate(tokens.tolist())]
 
 
 def warn_of_likeness(prompts: Sequence[Prompt]) -> str:

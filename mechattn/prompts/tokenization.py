@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,15 +12,16 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mechattn.axes import SEGMENTS
-from mechattn.errors import ModelError, PromptError
+from mechattn.errors import ModelError, PromptError, warn
+from mechattn.prompts.chat_template import Span, chat_text
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Sequence, baseline_sequence
 
 TOKEN_CLASSES = ("digit", "operator", "conjunction", "other")
 _OPERATOR = re.compile(r"[-+*/=<>^%×÷·±√≤≥≠∑∏−]+|\\(?:times|div|cdot|frac|sqrt|pm|leq|geq|neq)")
 _CONJUNCTIONS = (
-    "and or but nor so yet for because if then than when while since although though unless until whereas once as that "
-    "whether after before therefore thus hence however"
+    "and or but nor so yet for because if then than when while since although though unless until "
+    "whereas once as that whether after before therefore thus hence however"
 )
 
 
@@ -31,36 +33,49 @@ class TokenizedModel(Protocol):
     cfg: Any
 
 
-Spans = list[tuple[str, int, int]]  # segment, first character, character after the last
-
-
 def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
     """The baseline sequence of a prompt: BOS exactly once (if the model uses one), each token in its segment."""
-    if answer := prompt.answer_tokens:
-        read = tokenize(replace(prompt, answer="", answer_tokens=()), model)
-        segments = [
-            read.first_part,
-            *(SEGMENTS[code] for code in read.segment[1:].tolist()),
-            *["answer"] * len(answer),
-        ]
-        return baseline_sequence([*read.tokens.tolist(), *answer], segments, read.decode)
+    if prompt.answer_tokens:
+        question = tokenize(replace(prompt, answer="", answer_tokens=()), model)
+        later_segments = [SEGMENTS[code] for code in question.segment[1:].tolist()]
+        answer_segments = ["answer"] * len(prompt.answer_tokens)
+        return baseline_sequence(
+            [*question.tokens.tolist(), *prompt.answer_tokens],
+            [question.first_part, *later_segments, *answer_segments],
+            question.decode,
+        )
     if prompt.tokens:
-        bos = own_bos(model)
-        _refuse_padding(prompt, model.tokenizer)
-        _refuse_other_bos(prompt, model, bos)
-        segments = [
-            "bos" if i == 0 and t == bos else "question" for i, t in enumerate(prompt.tokens)
-        ]
-        return baseline_sequence(prompt.tokens, segments, getattr(model.tokenizer, "decode", None))
+        return _of_token_ids(prompt, model)
+
     tokenizer = require_tokenizer(model)
-    text, spans = _chat(prompt, tokenizer) if prompt.template == "chat" else _plain(prompt)
-    tokens, segments = _tokens_in_spans(tokenizer, text, spans)
+    if prompt.template == "chat":
+        text, spans = chat_text(prompt, tokenizer)
+        if prompt.answer:
+            spans.append(("answer", len(text), len(text) + len(prompt.answer)))
+            text += prompt.answer
+    else:
+        text, spans = _plain(prompt)
+    tokens, segments = _tokens_in_spans(prompt, tokenizer, text, spans)
+
     bos = own_bos(model)
-    if bos is not None and tokens[:1] == [bos]:
-        segments[0] = "bos"
-    elif bos is not None:
-        tokens, segments = [bos, *tokens], ["bos", *segments]
+    if bos is not None:
+        if tokens[:1] == [bos]:
+            segments[0] = "bos"
+        else:
+            tokens.insert(0, bos)
+            segments.insert(0, "bos")
     return baseline_sequence(tokens, segments, tokenizer.decode)
+
+
+def _of_token_ids(prompt: Prompt, model: TokenizedModel) -> Sequence:
+    """A prompt given as token ids, all of them its question, apart from a BOS token."""
+    bos = own_bos(model)
+    _refuse_padding(prompt, model.tokenizer)
+    _refuse_other_bos(prompt, model, bos)
+    segments = ["question"] * len(prompt.tokens)
+    if prompt.tokens[0] == bos:
+        segments[0] = "bos"
+    return baseline_sequence(prompt.tokens, segments, getattr(model.tokenizer, "decode", None))
 
 
 def require_tokenizer(model: TokenizedModel) -> Any:
@@ -88,127 +103,132 @@ def own_bos(model: TokenizedModel) -> int | None:
 
 def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) -> None:
     """Check that token ids begin as the model's texts do, since the first token takes much of the attention."""
-    if bos is not None and prompt.tokens[0] != bos:
+    first = prompt.tokens[0]
+    if bos is not None and first != bos:
         raise PromptError(
-            f"the token ids of prompt {prompt.id} begin with {prompt.tokens[0]}, but this model reads text after a BOS "
-            f"token ({bos}); put it first, or set model.cfg.default_prepend_bos = False"
+            f"the token ids of prompt {prompt.id} begin with {first}, but this model reads text "
+            f"after a BOS token ({bos}); put it first, or set model.cfg.default_prepend_bos = False"
         )
     own = getattr(model.tokenizer, "bos_token_id", None)
-    if bos is None and own is not None and prompt.tokens[0] == own:
+    if bos is None and own is not None and first == own and not _opens_chats(model.tokenizer):
         raise PromptError(
-            f"the token ids of prompt {prompt.id} begin with the BOS token {own}, but this model reads text without "
-            f"one; remove it, or set model.cfg.default_prepend_bos = True"
+            f"the token ids of prompt {prompt.id} begin with the BOS token {own}, but this model "
+            "reads text without one; remove it, or set model.cfg.default_prepend_bos = True"
         )
+
+
+def _opens_chats(tokenizer: Any) -> bool:
+    """Whether the chat template writes the BOS token, as that of SmolLM2, whose turns begin with it."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return tokenizer.bos_token in str(template) or "bos_token" in str(template)
 
 
 def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
+    """Check that token ids hold no padding, which would count as text."""
     pad = getattr(tokenizer, "pad_token_id", None)
-    ends = (prompt.tokens[0], prompt.tokens[-1])
-    doubles = pad is not None and pad in (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    run_of_pads = (pad, pad) in (prompt.tokens[:2], prompt.tokens[-2:])
-    if pad is not None and (run_of_pads if doubles else pad in ends):
+    if pad is None:
+        return
+    if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        # One such token may be a real beginning or end, but not two.
+        is_padded = (pad, pad) in (prompt.tokens[:2], prompt.tokens[-2:])
+    else:
+        is_padded = pad in (prompt.tokens[0], prompt.tokens[-1])
+    if is_padded:
         raise PromptError(
-            f"prompt {prompt.id} begins or ends with the padding token {pad}, which would count as text; remove the "
-            f"padding and give each prompt as Prompt(tokens=…) or as text"
+            f"prompt {prompt.id} begins or ends with the padding token {pad}, which would count as "
+            "text; remove the padding and give each prompt as Prompt(tokens=…) or as text"
         )
 
 
-def _plain(prompt: Prompt) -> tuple[str, Spans]:
-    text, spans = "", []
-    between = "" if prompt.template == "joined" else "\n"
-    for segment, part in (
-        ("system", prompt.system),
-        ("question", prompt.question),
-        ("answer", prompt.answer),
-    ):
-        if part:
-            spans.append((segment, len(text), len(text) + len(part)))
-            text += part + between
-    return (text.removesuffix(between) if prompt.answer else text), spans
-
-
-def _chat(prompt: Prompt, tokenizer: Any) -> tuple[str, Spans]:
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ModelError('this tokenizer has no chat template; use template="plain"')
-    user = {"role": "user", "content": prompt.question}
-    messages = [{"role": "system", "content": prompt.system}, user] if prompt.system else [user]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (
-        Exception
-    ):  # some templates refuse a system role; the system text then starts the user's turn
-        text = _without_system(prompt, tokenizer)
-    spans: Spans = []
-    start = 0
-    for segment, part in (("system", prompt.system.strip()), ("question", prompt.question.strip())):
-        if part:
-            # The question comes last, so its last occurrence is the right one if the template repeats it.
-            start = text.rfind(part, start) if segment == "question" else text.find(part, start)
-            if start < 0:
-                raise PromptError(
-                    f"the chat template changes the {segment} of {prompt.where}, so its tokens cannot be found; use "
-                    'template="plain"'
-                )
-            spans.append((segment, start, start + len(part)))
-            start += len(part)
+def _plain(prompt: Prompt) -> tuple[str, list[Span]]:
+    """The segments one after another, and the characters of each."""
+    separator = "" if prompt.template == "joined" else "\n"
+    texts = {"system": prompt.system, "question": prompt.question, "answer": prompt.answer}
+    joined = ""
+    spans: list[Span] = []
+    for segment, text in texts.items():
+        if text:
+            spans.append((segment, len(joined), len(joined) + len(text)))
+            joined += text + separator
     if prompt.answer:
-        spans.append(("answer", len(text), len(text) + len(prompt.answer)))
-        text += prompt.answer
-    return text, spans
+        joined = joined.removesuffix(separator)
+    return joined, spans
 
 
-def _without_system(prompt: Prompt, tokenizer: Any) -> str:
-    user = {
-        "role": "user",
-        "content": f"{prompt.system}\n\n{prompt.question}" if prompt.system else prompt.question,
-    }
-    try:
-        text: str = tokenizer.apply_chat_template(
-            [user], tokenize=False, add_generation_prompt=True
-        )
-    except (
-        Exception
-    ) as error:  # a template is a program from the checkpoint and may fail in any way
-        raise ModelError(
-            f"the chat template of this tokenizer fails on prompt {prompt.id} ({type(error).__name__}: {error}); use "
-            'template="plain"'
-        ) from error
-    return text
-
-
-def _tokens_in_spans(tokenizer: Any, text: str, spans: Spans) -> tuple[list[int], list[str]]:
+def _tokens_in_spans(
+    prompt: Prompt, tokenizer: Any, text: str, spans: list[Span]
+) -> tuple[list[int], list[str]]:
+    """The tokens of a text, and the segment of each: that of its first character that is no space."""
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
-            f"{type(tokenizer).__name__} is a slow tokenizer, which does not report the characters of each token; "
-            f"load the fast one (AutoTokenizer with use_fast=True), or give token ids as prompts"
+            f"{type(tokenizer).__name__} is a slow tokenizer, which does not report the characters "
+            "of each token; load the fast one (AutoTokenizer with use_fast=True), or give token ids "
+            "as prompts"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    segments = []
-    for start, end in encoded["offset_mapping"]:
-        first = start + len(text[start:end]) - len(text[start:end].lstrip())
-        first = first if first < end else start
-        segments.append(next((name for name, a, b in spans if a <= first < b), "template"))
-    return list(encoded["input_ids"]), segments
+    control_tokens = _control_tokens(tokenizer)
+    token_ids: list[int] = []
+    segments: list[str] = []
+    for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        characters = text[start:end]
+        blank = len(characters) - len(characters.lstrip())
+        first = start if blank == len(characters) else start + blank
+        segment = next((name for name, low, high in spans if low <= first < high), "template")
+        if token in control_tokens and segment in ("system", "question"):
+            pieces = _as_written(prompt, tokenizer, token, characters)
+        else:
+            pieces = [token]
+        token_ids += pieces
+        segments += [segment] * len(pieces)
+    return token_ids, segments
+
+
+@lru_cache(maxsize=8)
+def _control_tokens(tokenizer: Any) -> frozenset[int]:
+    """The tokens that mark up a text for the model, such as its end."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    marked = {token for token, described in added.items() if described.special}
+    return frozenset(marked | set(getattr(tokenizer, "all_special_ids", ())))
+
+
+def _as_written(prompt: Prompt, tokenizer: Any, token: int, characters: str) -> list[int]:
+    """A control token that a prompt's own text spells out: itself with a warning, or its letters."""
+    if not prompt.split_special_tokens:
+        warn(
+            f"{prompt.where} contains {characters!r}, which this tokenizer reads as a control token; "
+            "Prompt(…, split_special_tokens=True) has it read as text"
+        )
+        return [token]
+    letters = tokenizer(characters, add_special_tokens=False, split_special_tokens=True)
+    pieces: list[int] = letters["input_ids"]
+    if tokenizer.decode(pieces).strip() != characters.strip():
+        raise PromptError(
+            f"{prompt.where} contains {characters!r}, which this tokenizer cannot read as text; "
+            "write it in another way"
+        )
+    return pieces
 
 
 def token_class(text: str) -> str:
     """The class of a token's text without surrounding spaces; part of a word counts as the whole word."""
     word = text.replace("▁", " ").strip()
-    if word and all(c.isnumeric() or c in ".," for c in word) and any(c.isnumeric() for c in word):
+    is_numeric = all(character.isnumeric() or character in ".," for character in word)
+    if is_numeric and any(character.isnumeric() for character in word):
         return "digit"
     if _OPERATOR.fullmatch(word):
         return "operator"
-    return "conjunction" if word.lower() in _CONJUNCTIONS.split() else "other"
+    if word.lower() in _CONJUNCTIONS.split():
+        return "conjunction"
+    return "other"
 
 
 def vocabulary_classes(tokenizer: Any, size: int) -> Int[Tensor, " d_vocab"]:
     """The index in ``TOKEN_CLASSES`` of every token id; all "other" without a tokenizer."""
-    other = TOKEN_CLASSES.index("other")
+    classes = torch.full((size,), TOKEN_CLASSES.index("other"))
     if tokenizer is None:
-        return torch.full((size,), other)
-    known = min(size, len(tokenizer))
-    made = [
-        TOKEN_CLASSES.index(token_class(text))
-        for text in tokenizer.batch_decode([[i] for i in range(known)])
-    ]
-    return torch.tensor(made + [other] * (size - known))
+        return classes
+    token_ids = range(min(size, len(tokenizer)))
+    texts = tokenizer.batch_decode([[token] for token in token_ids])
+    for token, text in zip(token_ids, texts, strict=True):
+        classes[token] = TOKEN_CLASSES.index(token_class(text))
+    return classes

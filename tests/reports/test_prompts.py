@@ -1,0 +1,143 @@
+"""Prompts as people bring them: kinds of fault from public reports, each with its right value."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import mechattn as ma
+from mechattn.axes import SEGMENTS
+from mechattn.errors import PromptError
+from mechattn.prompts.prompt import as_prompts
+from mechattn.prompts.tokenization import tokenize
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}no thoughts {% endif %}<|assistant|>"
+)
+
+
+@pytest.fixture
+def chat_model(toy):
+    tokenizer = copy.deepcopy(toy.tokenizer)
+    tokenizer.chat_template = CHATML
+    return SimpleNamespace(tokenizer=tokenizer, cfg=toy.cfg)
+
+
+def text_in(sequence, model, segment):
+    return model.tokenizer.decode(sequence.tokens[sequence.of_segment(segment)])
+
+
+# Segments found by searching the rendered text.
+
+
+@pytest.mark.parametrize("question", ["assistant", "user", "system", "|>", "Be brief."])
+def test_a_question_that_the_template_contains_too(chat_model, question):
+    prompt = ma.Prompt(question, system="Be brief.", template="chat")
+    rendered = chat_model.tokenizer.apply_chat_template(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    sequence = tokenize(prompt, chat_model)
+    before = sequence.tokens[: int(sequence.of_segment("question").nonzero()[0])]
+    expected = rendered[: rendered.index("<|user|>\n") + len("<|user|>\n")]
+    got = chat_model.tokenizer.decode(before, skip_special_tokens=True)
+    assert (
+        got.split()
+        == chat_model.tokenizer.decode(
+            chat_model.tokenizer(expected)["input_ids"], skip_special_tokens=True
+        ).split()
+    )
+    assert text_in(sequence, chat_model, "question").strip() == question
+
+
+def test_a_template_that_trims(chat_model):
+    chat_model.tokenizer.chat_template = CHATML.replace("m.content", "m.content | trim")
+    prompt = ma.Prompt("  How many?\n", system="Be brief.\n", template="chat")
+    sequence = tokenize(prompt, chat_model)
+    assert text_in(sequence, chat_model, "question").strip() == "How many?"
+    assert text_in(sequence, chat_model, "system").strip() == "Be brief."
+
+
+def test_a_template_that_rewrites_the_question_is_refused(chat_model):
+    chat_model.tokenizer.chat_template = CHATML.replace("m.content", "m.content | upper")
+    with pytest.raises(PromptError, match=r'changes the texts of prompt 0 .*use template="plain"'):
+        tokenize(ma.Prompt("How many?", template="chat"), chat_model)
+
+
+# Options of the template.
+
+
+def test_template_options_reach_the_template(chat_model):
+    plain = ma.Prompt("How many?", template="chat")
+    options = ma.Prompt("How many?", template="chat", template_options={"enable_thinking": False})
+    texts = [
+        chat_model.tokenizer.decode(tokenize(prompt, chat_model).tokens)
+        for prompt in (plain, options)
+    ]
+    assert "no thoughts" in texts[1]
+    assert "no thoughts" not in texts[0]
+
+
+# Any iterable is prompts.
+
+
+def test_what_a_tokenizer_returns_is_read_as_token_ids(toy):
+    texts = ["Tom has 3 apples.", "How many?"]
+    separate = [toy.tokenizer(text)["input_ids"] for text in texts]
+    width = max(map(len, separate))
+    rows = [row + [0] * (width - len(row)) for row in separate]
+    masks = [[1] * len(row) + [0] * (width - len(row)) for row in separate]
+    encoding = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
+    assert [list(prompt.tokens) for prompt in as_prompts(encoding)] == separate
+    assert [list(prompt.tokens) for prompt in as_prompts(toy.tokenizer(texts))] == separate
+    assert [list(prompt.tokens) for prompt in as_prompts(toy.tokenizer(texts[0]))] == separate[:1]
+    array = np.array(separate[:1])
+    assert [list(prompt.tokens) for prompt in as_prompts(array)] == separate[:1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ({"question": "How many?"}, "a dict with 'question'"),
+        ({"How many?"}, "of type set"),
+        (b"How many?", "of type bytes"),
+        ([{"question": "How many?"}], "prompt 0 is of type dict"),
+        (3, "of type int"),
+    ],
+)
+def test_other_containers_are_refused_by_their_type(prompts, message):
+    with pytest.raises(PromptError, match=message):
+        as_prompts(prompts)
+
+
+def test_a_table_is_refused_rather_than_read_as_its_column_names():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"question": ["How many?"]})
+    with pytest.raises(PromptError, match="of type DataFrame"):
+        as_prompts(table)
+
+
+# Control tokens inside a question.
+
+
+def test_a_control_token_in_a_question_is_named(toy):
+    with pytest.warns(
+        UserWarning, match="contains '<eos>', which this tokenizer reads as a control"
+    ):
+        sequence = tokenize(ma.Prompt("What is <eos> for?"), toy)
+    assert toy.tokenizer.eos_token_id in sequence.tokens
+
+
+def test_a_control_token_can_be_read_as_text(toy, recwarn):
+    sequence = tokenize(ma.Prompt("What is <eos> for?", split_special_tokens=True), toy)
+    assert toy.tokenizer.eos_token_id not in sequence.tokens
+    assert not recwarn
+    assert {SEGMENTS[code] for code in sequence.segment.tolist()} == {
+        "first",
+        "question",
+        "template",
+    }
