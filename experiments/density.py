@@ -23,9 +23,51 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mechattn"
 # Names that say nothing to a reader of their line alone.
 VAGUE = frozenset(
-    "made found one some of at each it them those these that this there here thing things given "
-    "shown seen known kept taken put got done part parts what which how when other others another "
-    "both all any every more less such same".split()
+    [
+        "made",
+        "found",
+        "one",
+        "some",
+        "of",
+        "at",
+        "each",
+        "it",
+        "them",
+        "those",
+        "these",
+        "that",
+        "this",
+        "there",
+        "here",
+        "thing",
+        "things",
+        "given",
+        "shown",
+        "seen",
+        "known",
+        "kept",
+        "taken",
+        "put",
+        "got",
+        "done",
+        "part",
+        "parts",
+        "what",
+        "which",
+        "how",
+        "when",
+        "other",
+        "others",
+        "another",
+        "both",
+        "all",
+        "any",
+        "every",
+        "more",
+        "less",
+        "such",
+        "same",
+    ]
 )
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 import mechattn as ma
-from mechattn.prompts.generated_problems import SYSTEM, word_problems
+from experiments.toys.generated_problems import SYSTEM, word_problems
 from mechattn.stats.intervals import t_interval
 from mechattn.stats.units import Units
 

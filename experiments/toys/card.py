@@ -98,7 +98,7 @@ def card_lines(
         f"{config['num_hidden_layers']} layers, {config['num_attention_heads']} heads, 1,024 positions, its own BPE "
         f"tokenizer of {config['vocab_size']} tokens. Stored as {stored.removeprefix('torch.')}, loaded as float32.",
         "",
-        "It solves generated word problems of one to five steps (`mechattn/prompts/generated_problems.py`); it is for "
+        "It solves generated word problems of one to five steps (`experiments/toys/generated_problems.py`); it is for "
         "trying out measurements, and says nothing about real models. In training, filler stood between the system "
         "prompt and the "
         "question in part of the examples, never `/`, `?` or `he`.",

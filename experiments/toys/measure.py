@@ -14,10 +14,10 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from generated_problems import word_problems
 from train import exact_match
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from mechattn.prompts.generated_problems import word_problems
 from mechattn.stats.intervals import wilson_interval
 
 FILLERS = {"clean": None, "55 “/”": "/", "55 “?”": "?", "55 “he”": "he"}

@@ -25,13 +25,13 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from generated_problems import MOST_PEOPLE, PEOPLE, Recall, recall_questions
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer
-from mechattn.prompts.generated_problems import MOST_PEOPLE, PEOPLE, Recall, recall_questions
 
 BATCH = 48
 LONGEST_FILLER = 16

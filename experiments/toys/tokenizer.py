@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from itertools import islice
 
+from generated_problems import SYSTEM, word_problems
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-
-from mechattn.prompts.generated_problems import SYSTEM, word_problems
 
 VOCABULARY = 1024
 _PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s"

@@ -24,10 +24,9 @@ from pathlib import Path
 
 import torch
 from families import PREPENDS_BOS, new_model
+from generated_problems import SYSTEM, word_problems
 from tokenizer import train_tokenizer
 from torch import Tensor
-
-from mechattn.prompts.generated_problems import SYSTEM, word_problems
 
 BATCH = 32
 POOL = 16  # batches drawn at once and cut by length, so that little is padded

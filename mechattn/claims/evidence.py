@@ -274,7 +274,7 @@ class Work:
             return repeated_random(
                 model, count, span=(min(SHORTEST, longest // 2), longest), seed=seed
             )
-        return load_prompts(section.prompts, limit=count, seed=seed)
+        return load_prompts(section.prompts, limit=count)
 
 
 def measured(work: Work) -> Evidence:

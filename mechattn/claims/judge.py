@@ -21,7 +21,7 @@ from mechattn.jobs.executors import Executor, ExecutorName, executor_named
 from mechattn.jobs.resumable_run import WHOLE, parse_shard
 from mechattn.model.checkpoint import architecture_named, layers_and_heads, toy_names
 from mechattn.model.load import check_device, dtype_named, unloaded
-from mechattn.prompts.datasets import GENERATED, RECALL, load_prompts
+from mechattn.prompts.datasets import RECALL, WORD_PROBLEMS, load_prompts
 from mechattn.prompts.tokenization import tokenize
 from mechattn.render.html_views import check_page_place
 from mechattn.render.words import model_caption
@@ -127,9 +127,9 @@ def _checked(
         raise OptionError(
             f"without={unknown[0]!r}: there is no such run; there is {', '.join(register.runs)}"
         )
-    source = {name: getattr(settings, name) for name in ("field", "system", "template", "seed")}
+    source = {name: getattr(settings, name) for name in ("field", "system", "template")}
     source |= {"answer": settings.answer_field, "group": settings.group_field}
-    if settings.system is None and settings.prompts not in (GENERATED, RECALL):
+    if settings.system is None and settings.prompts not in (WORD_PROBLEMS, RECALL):
         source["system"] = register.about.system or None
     problems = load_prompts(
         settings.prompts, limit=max(settings.limit, settings.problems), **source

@@ -145,7 +145,7 @@ def figures(
     config = checked(
         {
             "model": model or sorted(toy_names(), key=lambda name: name != "toy:llama"),
-            "prompts": {"source": prompts, "limit": limit, "field": field, "system": system, "seed": seed, **answer},
+            "prompts": {"source": prompts, "limit": limit, "field": field, "system": system, **answer},
             "conditions": {"slash": inserted},
             "output": {**places, "layer": layer, "heads": _numbers(heads)},
             "seed": seed, "device": device, "dtype": dtype,

@@ -1,4 +1,4 @@
-"""Loads prompts: built-in word problems, a .jsonl file, a dataset on the hub; and makes repeated random tokens."""
+"""Loads prompts: questions that come with the package, a .jsonl file, a dataset on the hub; makes random tokens."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import random
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
-from itertools import count, islice
+from functools import cache
+from importlib import resources
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from mechattn.errors import OptionError, PromptError, check_choice
 from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.prompts.fillers import random_tokens
-from mechattn.prompts.generated_problems import SYSTEM, recall_questions, word_problems
 from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template
 from mechattn.prompts.tokenization import TokenizedModel, own_bos
 
-GENERATED, RECALL, REPEATED = "word-problems", "recall", "repeated-random"
+WORD_PROBLEMS = "word-problems"
+RECALL = "recall"
+REPEATED = "repeated-random"
+SYSTEM = "Solve the problem step by step. End with the word Answer and the number."  # of the word problems
 _FIELDS = ("answer", "group", "counterpart", "other_answer")
-_WITHOUT_LIMIT = 64  # generated prompts
+_SHIPPED_FILES = {WORD_PROBLEMS: "word_problems.jsonl", RECALL: "recall.jsonl"}
+_WITHOUT_LIMIT = 64  # questions of the package
 _LONGEST = 4 * 2**20  # bytes per line: more than a million tokens
 
 
@@ -37,19 +42,22 @@ def load_prompts(
     seed: int = 0,
     **fields: str | None,
 ) -> list[Prompt]:
-    """Load prompts from a built-in generator, a .jsonl file or a dataset on the hub.
+    """Load prompts that come with the package, a .jsonl file or a dataset on the hub.
 
     Args:
-        source: "word-problems"; "recall", questions that contain their answer, which toy:relay solves; the path of a
+        source: "word-problems", of one to five steps, which the other toys solve; "recall", questions that contain
+            their answer, which toy:relay solves; the path of a
             .jsonl file; or a hub dataset such as "openai/gsm8k", with its subset (configuration) after a colon:
             "openai/gsm8k:socratic". For random tokens see :func:`~mechattn.prompts.datasets.repeated_random`.
-        limit: The number of prompts, from the beginning; all by default (64 of the generated ones).
+        limit: The number of prompts, from the beginning; all by default (64 of those that come with the
+            package).
         field: The field with the question.
         system: The text before each question; by default that of the word problems, and none before other questions.
         template: "plain", "joined" or "chat", as for :class:`Prompt`.
         with_answer: Whether the model reads the answer after the question.
-        split: The split of a hub dataset, or "train" / "test" of generated prompts.
-        seed: The seed of generated word problems and recall questions.
+        split: The split of a hub dataset.
+        seed: Which questions that come with the package: 512 word problems have seed 0, 128 others seed 1, and 200
+            others seed 11; 256 recall questions have seed 0. No toy was trained on any of them.
         fields: The other fields. ``answer``: the one with the answer, if there is one ("answer" by default).
             ``group``: the one with what prompts share, such as their template (``Prompt.group``); statistics treat such
             groups as the unit. No group by default for a file or dataset; word problems use their template.
@@ -70,12 +78,14 @@ def load_prompts(
     answer_field, group_field = fields.get("answer", "answer") or "", fields.get("group")
     counterpart, other = (fields.get(name) for name in ("counterpart", "other_answer"))
     with_answer = with_answer or bool(other)
-    if source in (GENERATED, RECALL):
-        rows = _generated(source, split, limit, seed, (field, answer_field))
+    if source in _SHIPPED_FILES:
+        rows = _shipped(source, split, limit, seed, field, answer_field)
     else:
         rows = _stored(source, split, limit)
-    if source == GENERATED:
-        group_field, system = group_field or "template", SYSTEM if system is None else system
+    if source == WORD_PROBLEMS:
+        group_field = group_field or "template"
+        if system is None:
+            system = SYSTEM
     prompts = []
     for index, row in enumerate(rows):
         text = _text(row, field, source, index)
@@ -115,7 +125,7 @@ def _check_options(source: str, limit: Any, fields: dict[str, Any]) -> None:
             "ma.repeated_random(model)"
         )
     if limit is not None:
-        check_limit(limit, generated=source in (GENERATED, RECALL))
+        check_limit(limit, generated=False)
 
 
 def check_limit(limit: Any, generated: bool = True) -> None:
@@ -126,21 +136,46 @@ def check_limit(limit: Any, generated: bool = True) -> None:
         raise OptionError(f"limit={limit}: at most {MOST:,} prompts are generated")
 
 
-def _generated(
-    source: str, split: str, limit: int | None, seed: int, names: tuple[str, str]
+def _shipped(
+    source: str, split: str, limit: int | None, seed: int, field: str, answer_field: str
 ) -> list[dict[str, Any]]:
-    """Word problems or recall questions as rows, with the question and the answer under these names."""
-    if split not in ("train", "test"):
-        raise OptionError(f'split={split!r}: generated prompts have "train" and "test"')
-    made: Iterator[Any] = (word_problems if source == GENERATED else recall_questions)(
-        split, seed=seed
-    )  # type: ignore[arg-type]
-    question, answer = names
-    return [
-        ({"template": p.template} if source == GENERATED else {})
-        | {question: p.question, answer: p.answer, "solution": p.solution}
-        for p in islice(made, limit or _WITHOUT_LIMIT)
-    ]
+    """Questions that come with the package as rows, with the question and the answer under these names."""
+    if split != "test":
+        raise OptionError(
+            f"split={split!r}: the questions that come with the package are all of the split "
+            '"test"; experiments/toys/generated_problems.py makes others'
+        )
+    questions_by_seed = _shipped_questions(source)
+    if seed not in questions_by_seed:
+        raise OptionError(
+            f"seed={seed}: of the questions that come with the package, {source!r} has the seeds "
+            f"{', '.join(map(str, questions_by_seed))}; experiments/toys/generated_problems.py makes "
+            "others"
+        )
+    questions = questions_by_seed[seed]
+    limit = limit or _WITHOUT_LIMIT
+    if limit > len(questions):
+        raise OptionError(
+            f"the package has {len(questions)} questions {source!r} with seed={seed}: "
+            f"limit={limit} is more; give at most that many, or write others to a .jsonl file "
+            "(experiments/toys/generated_problems.py makes them)"
+        )
+    rows = []
+    for question in questions[:limit]:
+        named = {field: question["question"], answer_field: question["answer"]}
+        rows.append({**question, **named})
+    return rows
+
+
+@cache
+def _shipped_questions(source: str) -> dict[int, list[dict[str, Any]]]:
+    """The rows of a file of the package, by their seeds."""
+    text = (resources.files("mechattn.prompts") / _SHIPPED_FILES[source]).read_text("utf-8")
+    questions_by_seed: dict[int, list[dict[str, Any]]] = {}
+    for line in text.splitlines():
+        question = json.loads(line)
+        questions_by_seed.setdefault(question["seed"], []).append(question)
+    return questions_by_seed
 
 
 def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
@@ -238,7 +273,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
-    if "/" not in name and (near := get_close_matches(name, [GENERATED, RECALL], 1, 0.7)):
+    if "/" not in name and (near := get_close_matches(name, list(_SHIPPED_FILES), 1, 0.7)):
         raise PromptError(
             f"no prompts at {name!r}: did you mean {near[0]!r}? (The hub was not queried.)"
         )

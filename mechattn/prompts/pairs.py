@@ -9,7 +9,6 @@ from typing import Any
 
 from mechattn.errors import PromptError, check_choice
 from mechattn.prompts.datasets import LONGEST, SHORTEST, check_limit, repeated_random
-from mechattn.prompts.generated_problems import PEOPLE
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.tokenization import TokenizedModel, own_bos, require_tokenizer
 
@@ -19,6 +18,10 @@ _SCENES = (
     ("After lunch {0} and {1} were at the {2}, and", "{3} handed a {4} to"),
     ("When {0} and {1} met in the {2},", "{3} offered a {4} to"),
 )
+_NAMES = (
+    "Tom", "Ben", "Omar", "Luca", "Ravi", "Sam", "Noah", "Ivan", "Hugo", "Eli", "Adam", "Finn", "Anna", "Mia", "Sara",
+    "Lena", "Zoe", "Ines", "Ruth", "Tara", "Nora", "Emma", "Yuki", "Leila",
+)  # fmt: skip
 _PLACES = ("store", "park", "school", "garden", "station", "office", "market", "library")
 _THINGS = ("book", "drink", "letter", "ball", "key", "ring", "basket", "ticket")
 _EVENTS = ("war", "journey", "strike", "voyage", "project", "dispute", "reign", "trial")
@@ -64,7 +67,7 @@ def pairs(
         return [_shuffled(model, prompt, draw) for prompt, draw in zip(prompts, draws, strict=True)]
     tokenizer = require_tokenizer(model)
     if source == "ioi":
-        make, words = _indirect_object, _alike(tokenizer, [f" {name}" for name in PEOPLE])
+        make, words = _indirect_object, _alike(tokenizer, [f" {name}" for name in _NAMES])
     else:
         make, words = _greater_than, _alike(tokenizer, [f"{n:02}" for n in range(12, 88)])
     made = [

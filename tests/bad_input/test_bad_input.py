@@ -559,8 +559,8 @@ def test_conditions_that_cannot_be(make, message):
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda n: ma.load_prompts("word-problems", limit=n), "at most 1,000,000 prompts are generated"),
-        (lambda n: ma.load_prompts("recall", limit=n), "at most 1,000,000 prompts are generated"),
+        (lambda n: ma.load_prompts("word-problems", limit=n), "the package has 512 questions .word-problems. with seed=0"),
+        (lambda n: ma.load_prompts("recall", limit=n), "the package has 256 questions .recall. with seed=0"),
         (lambda n: ma.repeated_random(None, n), "at most 1,000,000 prompts are generated"),
         (lambda n: ma.MeaninglessTokens("/", count=n), "insert at most 1,000,000 tokens"),
         (lambda n: ma.RandomSentence(count=n), "insert at most 1,000,000 tokens"),

@@ -270,7 +270,7 @@ def test_rounding_is_no_finding(toy, prompts):
 
 @pytest.mark.parametrize("count", [3, 5, 12])
 def test_the_verdict_and_the_table_find_the_same_heads(toy, count):
-    prompts = ma.load_prompts("word-problems", limit=count, seed=3)
+    prompts = ma.load_prompts("word-problems", limit=count, seed=1)
     result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 8)})
     table, verdict = result.compare("slash"), result.verdict("slash")
     found = table.q_beyond < 0.05

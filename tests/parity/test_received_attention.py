@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mechattn as ma
 from mechattn.model.checkpoint import toy_folder
-from mechattn.prompts.generated_problems import SYSTEM
+from mechattn.prompts.datasets import SYSTEM
 
 TOLERANCE = 2e-6
 

@@ -1,4 +1,4 @@
-"""Word problems: deterministic, right, varied, and split so that no test problem is a training problem."""
+"""Word problems that come with the package: what the generator gives, deterministic, right, varied, and split so that no test problem is a training problem."""
 
 import re
 from itertools import islice
@@ -6,8 +6,15 @@ from itertools import islice
 import pytest
 
 import mechattn as ma
-from mechattn.prompts import generated_problems as problems
-from mechattn.prompts.generated_problems import LARGEST, generate_problem, word_problems
+from experiments.toys import generated_problems as problems
+from experiments.toys.generated_problems import (
+    LARGEST,
+    generate_problem,
+    recall_questions,
+    word_problems,
+)
+from mechattn.errors import OptionError
+from mechattn.prompts import datasets
 
 
 def some(split="test", count=300, **options):
@@ -86,7 +93,7 @@ def test_load_prompts_gives_segments():
 def test_only_word_problems_bring_a_system_text(tmp_path):
     (tmp_path / "my.jsonl").write_text('{"question": "Why?"}')
     for source, own in (
-        ("word-problems", problems.SYSTEM),
+        ("word-problems", datasets.SYSTEM),
         ("recall", ""),
         (str(tmp_path / "my.jsonl"), ""),
     ):
@@ -123,3 +130,36 @@ def test_a_template_is_what_is_left_without_names_numbers_things_places_and_days
     assert {len(found) for found in templates.values()} == {1}
     assert 900 < len(templates) < 1000
     assert len({problem.template for problem in islice(word_problems("test"), 64)}) == 64
+
+
+@pytest.mark.parametrize(("seed", "count"), [(0, 512), (1, 128), (11, 200), (977, 16)])
+def test_shipped_word_problems_are_those_of_the_generator(seed, count):
+    prompts = ma.load_prompts("word-problems", limit=count, seed=seed, with_answer=True)
+    generated = some(seed=seed, count=count)
+    assert [prompt.question for prompt in prompts] == [problem.question for problem in generated]
+    assert [prompt.answer for prompt in prompts] == [problem.answer for problem in generated]
+    assert [prompt.group for prompt in prompts] == [problem.template for problem in generated]
+    assert [prompt.solution for prompt in prompts] == [
+        str(problem.solution) for problem in generated
+    ]
+
+
+def test_shipped_recall_questions_are_those_of_the_generator():
+    prompts = ma.load_prompts("recall", limit=256, with_answer=True)
+    generated = list(islice(recall_questions("test"), 256))
+    assert [prompt.question for prompt in prompts] == [question.question for question in generated]
+    assert [prompt.answer for prompt in prompts] == [question.answer for question in generated]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit": 513}, "512 questions 'word-problems' with seed=0: limit=513 is more"),
+        ({"seed": 11, "limit": 201}, "200 questions 'word-problems' with seed=11"),
+        ({"seed": 7}, "seed=7: .* 'word-problems' has the seeds 0, 1, 11, 977"),
+        ({"split": "train"}, "split='train': .* are all of the split .test."),
+    ],
+)
+def test_more_than_the_package_has_is_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        ma.load_prompts("word-problems", **options)
