@@ -2,6 +2,7 @@
 
 from mechattn.analysis.affine_shift import AffineShift as AffineShift
 from mechattn.analysis.analysis import QueryAnalysis as QueryAnalysis
+from mechattn.analysis.attention_budget import AttentionBudget as AttentionBudget
 from mechattn.analysis.attention_focus import AttentionFocus as AttentionFocus
 from mechattn.analysis.attention_focus import AttentionSpread as AttentionSpread
 from mechattn.analysis.attention_focus import ScoreDecomposition as ScoreDecomposition

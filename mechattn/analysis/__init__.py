@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mechattn.analysis.affine_shift import AffineShift
 from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.attention_budget import AttentionBudget
 from mechattn.analysis.attention_focus import AttentionFocus, AttentionSpread, ScoreDecomposition
 from mechattn.analysis.attention_sinks import AttentionSinks
 from mechattn.analysis.direct_logits import DirectLogits, SegmentLogits
@@ -16,4 +17,5 @@ from mechattn.analysis.updates import BlockUpdates, HeadUpdates, TopTargetUpdate
 ANALYSES: tuple[Callable[[], Analysis], ...] = (
     ReceivedAttention, AffineShift, SegmentFlow, MlpActivations, AttentionFocus, HeadUpdates, TopTargetUpdates,
     BlockUpdates, DirectLogits, SegmentLogits, AttentionSinks, AttentionSpread, ScoreDecomposition, AttentionMap,
+    AttentionBudget,
 )  # fmt: skip

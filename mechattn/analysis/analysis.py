@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.functional.attention import Fused
+from mechattn.functional.attention import AnyRows, Fused
 from mechattn.functional.received import segment_mean, visible_keys
 from mechattn.model.head_parts import split_heads
 from mechattn.model.hooked import HookedModel
@@ -37,6 +37,7 @@ class AttentionRows:
         batch: The sequences, on the device of the pattern; rows of padding are present and must not count.
         window: The largest number of keys that a query of this layer sees; None for full attention.
         v: Values at all positions; None if no hook gives them per head.
+        attention: What the rows were computed from: queries and keys, or the whole pattern of a hook; None if unknown.
         null: Whether these are the rows of the content-blind head that gives the null. Its values are all 1, of one
             dimension, and it has no hooks and no activations.
     """
@@ -48,6 +49,7 @@ class AttentionRows:
     batch: Batch
     window: int | None
     v: Float[Tensor, "batch kv_head pos d_head"] | None = None
+    attention: AnyRows | None = None
     null: bool = False
 
 

@@ -238,8 +238,9 @@ class _Rows:
                 layer, rows.attention, cast(Pairs, one.here[layer][1]), window
             )
         v = None if rows.attention is None else rows.attention.v
+        batch = one.here[layer][0]
         block = protocols.AttentionRows(
-            layer, rows.pattern, rows.queries, rows.keys, one.here[layer][0], window, v
+            layer, rows.pattern, rows.queries, rows.keys, batch, window, v, rows.attention
         )
         for number, analysis in self.by_row:
             analysis.add(self.sums.of(number, layer, heads), block)

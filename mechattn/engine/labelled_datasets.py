@@ -124,7 +124,8 @@ class Collector:
             dim: np.arange(made.sizes.get(dim, 0)) for dim in ("head", "key", "original_key")
         }
         made = made.assign_coords({dim: label for dim, label in labels.items() if dim in made.dims})
-        return made.assign_attrs({"analysis": self.analysis.name})
+        notes = getattr(self.analysis, "notes", {})
+        return made.assign_attrs({"analysis": self.analysis.name, **notes})
 
     def _position_variables(self, name: str, quantity: Quantity) -> dict:
         dim = "original_key" if name.endswith(BY_ORIGIN) else "key"

@@ -1,0 +1,239 @@
+"""The attention budget: who pays for the attention to inserted tokens, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mechattn.analysis.analysis import (
+    Analysis,
+    AnalysisBase,
+    AttentionRows,
+    Quantity,
+    Sums,
+    zeros,
+)
+from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.functional import budget as fn
+from mechattn.functional.attention import Attention
+from mechattn.model.hooked import HookedModel
+from mechattn.model.rotary_positions import rotations_of
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.token_sequences import Batch, Sequence
+
+CAUSES = ("distance", "mass", "hidden states")
+_INSERTED = SEGMENTS.index("inserted")
+
+
+@dataclass(frozen=True)
+class AttentionBudget(AnalysisBase):
+    """Divide the attention of the question's queries among the segments, and their changes among causes.
+
+    ``attention[s] = mean over queries q of the question of Σ_{k in s} A[q, k]``, and ``change[s]`` is its difference
+    from the baseline. ``by_cause`` adds up to ``change``, in this order:
+
+    - *distance*: a softmax over the original keys, with the baseline's queries and keys at the positions that they have
+      in the longer sequence, minus the baseline's attention;
+    - *mass*: the same with the inserted keys in the softmax, minus the one before;
+    - *hidden states*: the condition's attention minus the one before; 0 in layer 0.
+
+    ``change = dilution + rerouting`` needs no order and no positions: with M the attention of a query to inserted
+    tokens, ``dilution[s] = mean of −M A[s]``. Dimensions are (prompt, condition, layer, head, segment).
+
+    Where positions cannot be moved (learned ones, for instance), distance is NaN and belongs to the hidden states; the
+    dataset's attribute ``one_cause`` says why. An engine that shows no queries and keys ("hooks") leaves ``by_cause``
+    NaN. A segment without tokens is NaN.
+
+    Source:
+        Own definition. RoPE is a group (arXiv:2104.09864), so that rotated queries and keys can be rotated on.
+    """
+
+    name = "attention_budget"
+    rotations: Mapping[int, fn.Rotation] = field(default_factory=dict, repr=False, compare=False)
+    why_unknown: str = field(default="", repr=False, compare=False)
+
+    @property
+    def coords(self) -> Mapping[str, Seq[object]]:
+        """The causes, in their order."""
+        return {"cause": list(CAUSES)}
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """Why distance and hidden states are one cause; empty if they are not."""
+        return {"one_cause": self.why_unknown}
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """Attention by segment, and its change: as a whole, by cause, and split without an order."""
+        dims = ("head", "segment")
+        of_question = "attention of a question's query to the segment"
+        about = {
+            "change": f"{of_question}, minus that in the baseline",
+            "dilution": "-M A: M the attention to inserted tokens, A that to the segment in the baseline",
+            "rerouting": "change + M A: what dilution leaves",
+        }
+        mean = ", mean over the question's queries"
+        differences = {
+            name: Quantity(dims, "probability", said + mean, "difference", "it is a difference")
+            for name, said in about.items()
+        }
+        return {
+            "attention": Quantity(dims, "probability", of_question + mean, "difference"),
+            **differences,
+            "by_cause": Quantity(
+                (*dims, "cause"),
+                "probability",
+                "the change by cause: positions, inserted keys, changed queries and keys",
+                "difference",
+                "it is a difference",
+            ),
+        }
+
+    def problem(self, sequence: Sequence) -> str | None:
+        """A sequence without question tokens is refused."""
+        if sequence.of_segment("question").any():
+            return None
+        return "has no question tokens besides its first token, so there is no query whose attention could be divided"
+
+    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+        """Find how each layer rotates its queries and keys."""
+        rotations, why_unknown = rotations_of(model, layers)
+        return replace(self, rotations=rotations, why_unknown=why_unknown)
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """No masses yet."""
+        return zeros(batch, heads, "masses", last=(len(SEGMENTS),))
+
+    def add(self, sums: Sums, rows: AttentionRows) -> None:
+        """Store the masses of these queries; with a layer's first block, also what would be without some causes."""
+        members = _members(rows.batch)[:, None, rows.keys].to(rows.pattern.dtype)
+        sums["masses"][:, :, rows.queries] = rows.pattern @ members
+        if "moved" not in sums and isinstance(rows.attention, Attention) and not rows.null:
+            sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
+
+    def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:
+        """The question's attention had the hidden states not changed, with and without the inserted keys."""
+        shape = (len(batch.rows), attention.q.shape[1], len(SEGMENTS))
+        moved = torch.zeros(shape, device=attention.q.device)
+        moved_original = torch.zeros_like(moved)
+        longer = _longer_rows(batch)
+        if len(longer):
+            rotation = self.rotations.get(layer, fn.NO_ROTATION)
+            baseline = _baseline_rows(batch)[longer]
+            turns = _turns(batch, rotation)
+            attention = fn.before_hidden_states(
+                attention, longer, baseline, batch.origin[longer], rotation, turns
+            )
+            masses = fn.segment_masses(attention, batch.members()[longer])
+            original = fn.among_original(masses, _INSERTED, sinks=attention.sinks is not None)
+            weights = _question_weights(batch)[longer]
+            moved[longer] = fn.mean_over_queries(masses, weights).to(moved.dtype)
+            moved_original[longer] = fn.mean_over_queries(original, weights).to(moved.dtype)
+        knows_distance = torch.full((len(moved),), float(layer in self.rotations))
+        return {
+            "moved": moved,
+            "moved_original": moved_original,
+            "knows_distance": knows_distance.to(moved.device),
+        }
+
+    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+        """Means over the question's queries, and their differences from the baseline of the same prompt."""
+        baseline = _baseline_rows(batch)
+        weights = _question_weights(batch)
+        masses = sums["masses"]
+        attention = fn.mean_over_queries(masses, weights)
+        change = attention - attention[baseline]
+
+        source = batch.origin.clamp(min=0)[:, None, :, None].expand_as(masses)
+        baseline_masses = masses[baseline].gather(2, source)
+        to_inserted = masses[..., _INSERTED, None]
+        dilution = -fn.mean_over_queries(to_inserted * baseline_masses, weights)
+
+        measured = {
+            "attention": attention,
+            "change": change,
+            "dilution": dilution,
+            "rerouting": change - dilution,
+        }
+        absent = ~_payers(batch)[:, None]
+        values = {name: value.masked_fill(absent, torch.nan) for name, value in measured.items()}
+        by_cause = self._by_cause(sums, attention, change, baseline)
+        values["by_cause"] = by_cause.masked_fill(absent[..., None], torch.nan)
+        return values
+
+    def _by_cause(
+        self,
+        sums: Sums,
+        attention: Float[Tensor, "batch head segment"],
+        change: Float[Tensor, "batch head segment"],
+        baseline: Int[Tensor, " batch"],
+    ) -> Float[Tensor, "batch head segment cause"]:
+        """The change by cause; NaN if no queries and keys were shown."""
+        if "moved" not in sums:
+            return torch.full((*change.shape, len(CAUSES)), torch.nan, device=change.device)
+        is_longer = baseline != torch.arange(len(baseline), device=baseline.device)
+        is_longer = is_longer[:, None, None]
+        mass = sums["moved"] - sums["moved_original"]
+        distance = (sums["moved_original"] - attention[baseline]) * is_longer
+        unknown = (sums["knows_distance"] == 0)[:, None, None]
+        distance_shown = distance.masked_fill(unknown, torch.nan)
+        hidden_states = change - mass - distance.masked_fill(unknown, 0)
+        return torch.stack([distance_shown, mass, hidden_states], -1)
+
+
+# Shared by the layers and blocks of a batch.
+@lru_cache(maxsize=4)
+def _members(batch: Batch) -> Float[Tensor, "batch pos segment"]:
+    """1 where a position belongs to a segment."""
+    return batch.members().mT.float().contiguous()
+
+
+@lru_cache(maxsize=4)
+def _question_weights(batch: Batch) -> Float[Tensor, "batch pos"]:
+    """The weight of each query in a mean over the question's queries."""
+    asks = batch.of_segment("question").float()
+    return asks / asks.sum(-1, keepdim=True).clamp(min=1)
+
+
+@lru_cache(maxsize=4)
+def _baseline_rows(batch: Batch) -> Int[Tensor, " batch"]:
+    """The row of each sequence's baseline."""
+    row_of_prompt = {
+        prompt: row for row, (prompt, name) in enumerate(batch.rows) if name == BASELINE
+    }
+    rows = [row_of_prompt[prompt] for prompt, _ in batch.rows]
+    return torch.tensor(rows, device=batch.tokens.device)
+
+
+@lru_cache(maxsize=4)
+def _longer_rows(batch: Batch) -> Int[Tensor, " row"]:
+    """The rows that are not a baseline."""
+    rows = [row for row, (_, condition) in enumerate(batch.rows) if condition != BASELINE]
+    return torch.tensor(rows, dtype=torch.long, device=batch.tokens.device)
+
+
+@lru_cache(maxsize=4)
+def _payers(batch: Batch) -> Bool[Tensor, "batch segment"]:
+    """The segments that have tokens in some condition of a prompt."""
+    baseline = _baseline_rows(batch)
+    same_prompt = (baseline[:, None] == baseline).float()
+    return same_prompt @ batch.members().any(-1).float() > 0
+
+
+@lru_cache(maxsize=8)
+def _turns(batch: Batch, rotation: fn.Rotation) -> fn.Turns:
+    """How far the original tokens of each row that is not a baseline are rotated from their place in the baseline."""
+    longer = _longer_rows(batch)
+    baseline = _baseline_rows(batch)[longer]
+    position_ids = batch.position_ids
+    if position_ids is None:
+        places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        position_ids = places.expand_as(batch.tokens)
+    old = position_ids[baseline].gather(1, batch.origin[longer].clamp(min=0))
+    return rotation.turns(old, position_ids[longer], torch.float32)

@@ -1,0 +1,117 @@
+"""How each layer of a model rotates its queries and keys by position, found among its frequencies by trying them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mechattn.errors import ModelError
+from mechattn.functional.attention import Attention, Fused, Rows, widened
+from mechattn.functional.budget import NO_ROTATION, Rotation
+from mechattn.model import hooks
+from mechattn.model.hooked import HookedModel, original_of
+from mechattn.model.patch.streaming import streaming, why_not
+from mechattn.model.scores_and_positions import boundary_of
+from mechattn.model.several_devices import device_of
+
+_PROBE = 16  # tokens
+_FAR = 1000  # positions by which the probe is moved, so that slow frequencies matter too
+
+
+def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, Rotation], str]:
+    """The rotation of each layer where it is known, and why it is unknown elsewhere ("" if it is known everywhere).
+
+    A few tokens are read twice, the second time at positions that are all larger by the same number. A rotation is
+    right for a layer if it turns the first queries and keys into the second ones. None does if positions are learned,
+    because they change the hidden states. ALiBi leaves queries and keys alone: it is a rotation by no angle.
+    """
+    if reason := why_not(model):
+        return {}, reason
+    boundary = boundary_of(model)
+    if boundary is not None and boundary.kind == "longrope":
+        return {}, "its rotary frequencies depend on the length of the text (LongRoPE)"
+    at_the_start = _attentions(model, layers, rows=1)
+    if all(attention.bias is not None for attention in at_the_start.values()):
+        return dict.fromkeys(layers, NO_ROTATION), ""
+
+    longest = int(model.cfg.n_ctx) if boundary is None else min(int(model.cfg.n_ctx), boundary.at)
+    places = torch.arange(_PROBE, device=device_of(model))
+    position_ids = torch.stack([places, places + min(_FAR, longest - _PROBE)])
+    try:
+        attentions = _attentions(model, layers, rows=2, position_ids=position_ids)
+    except (TypeError, ValueError, IndexError):
+        return {}, "it takes no position ids, so its tokens cannot be moved to other positions"
+    candidates = list(_candidates(model, attentions[layers[0]].q.shape[-1]))
+    device = position_ids.device
+    errors = [_errors(candidates, attentions[layer], position_ids).to(device) for layer in layers]
+    rotations: dict[int, Rotation] = {}
+    for layer, of_layer in zip(layers, torch.stack(errors).tolist(), strict=True):
+        least = min(of_layer)
+        if least <= _tolerance(model):
+            rotations[layer] = candidates[of_layer.index(least)]
+    # A model that ignores position ids looks as if it had no positions.
+    if all(rotation is NO_ROTATION for rotation in rotations.values()):
+        return {}, "its positions are learned, or none of its rotary frequencies moves its queries"
+    failing = [str(layer) for layer in layers if layer not in rotations]
+    if failing:
+        return rotations, f"no rotation moves the queries and keys of layer {', '.join(failing)}"
+    return rotations, ""
+
+
+def _attentions(
+    model: HookedModel, layers: Sequence[int], rows: int, position_ids: Tensor | None = None
+) -> Mapping[int, Attention]:
+    """The queries and keys of each layer for a few tokens, repeated in each row."""
+    seen: dict[int, Attention] = {}
+
+    def see(layer: int, block: Rows | Fused) -> None:
+        if isinstance(block, Fused) or not isinstance(block.attention, Attention):
+            raise ModelError(f"layer {layer} shows no queries and keys")
+        seen[layer] = block.attention
+
+    windows = {layer: hooks.attention_window(model, layer) for layer in layers}
+    tokens = torch.arange(5, 5 + _PROBE, device=device_of(model)).expand(rows, -1)
+    with streaming(model, windows, see):
+        hooks.forward_to(model, tokens, max(layers), [], position_ids)
+    return seen
+
+
+def _candidates(model: HookedModel, width: int) -> Iterator[Rotation]:
+    """No rotation, and for all frequencies in the model's buffers the ways in which models use them."""
+    yield NO_ROTATION
+    distinct: list[Tensor] = []
+    owner: Any = original_of(model) or model
+    for name, buffer in owner.named_buffers():
+        frequencies = buffer.detach().cpu()
+        is_known = any(torch.equal(frequencies, known) for known in distinct)
+        if name.endswith("inv_freq") and not is_known and 2 * len(frequencies) <= width:
+            distinct.append(frequencies)
+    for frequencies in distinct:
+        for adjacent in (False, True):
+            for first in {0, width - 2 * len(frequencies)}:
+                yield Rotation(frequencies, adjacent, first)
+
+
+def _errors(
+    candidates: Sequence[Rotation], attention: Attention, position_ids: Int[Tensor, "2 pos"]
+) -> Float[Tensor, " candidate"]:
+    """How far the first row, rotated, is from the second: the largest difference relative to the largest number."""
+    errors = []
+    for rotation in candidates:
+        of_parts = []
+        for x in (attention.q, attention.k):
+            wide = x.to(widened(x))
+            ids = position_ids.to(x.device)
+            turned = rotation.moved(wide[:1], rotation.turns(ids[:1], ids[1:], wide.dtype))
+            of_parts.append((turned - wide[1:]).abs().max() / wide.abs().max())
+        errors.append(torch.stack(of_parts).max())
+    return torch.stack(errors)
+
+
+def _tolerance(model: HookedModel) -> float:
+    half_precision = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    return 0.1 if half_precision else 1e-3
