@@ -102,29 +102,18 @@ ma.pattern(model, "Tom has 3 apples. How many?", 0, [1, 2, 3], slash, difference
 ma.render.received_text(result, layer=0, condition="slash")
 
 # %% [markdown]
-# Which keys does each query attend to most: because of their content, their bias or their position? The split needs a
-# model whose scores are a sum of the three, such as `toy:falcon` (1.1 M parameters, ALiBi).
-
-# %%
-ma.explore("toy:falcon", "Tom has 3 apples. How many?", heads=[0, 1])
-
-# %% [markdown]
 # Each of these runs the model on one prompt. A result that holds attention maps gives the same views without a new run:
 
 # %%
 five = {"slash": ma.MeaninglessTokens("/", count=5)}
-maps = [ma.analyses.AttentionMap(), ma.analyses.ScoreDecomposition()]
 text = "Tom has 3 apples."
-one = ma.run("toy:falcon", text, five, maps, positions="prompts")
+one = ma.run("toy:falcon", text, five, ma.analyses.AttentionMap())
 
 # %%
 ma.render.pattern(one, layer=0, heads=[0, 1])
 
 # %%
 ma.render.pattern(one, layer=0, heads=[0, 1], condition="slash", difference=True)
-
-# %%
-ma.render.explorer(one, condition="slash", heads=[0, 1])
 
 # %% [markdown]
 # ## Is a head's output only scaled and shifted?

@@ -31,7 +31,6 @@ from .model.load import load_model as load_model
 from .model.load import verify_model as verify_model
 from .model.weights import random_weights as random_weights
 from .pages.page import browse as browse
-from .pages.show_prompt import explore as explore
 from .pages.show_prompt import pattern as pattern
 from .patching.circuit import Circuit as Circuit
 from .patching.circuit import circuit as circuit

@@ -112,7 +112,7 @@ def test_verify_prints_the_report_and_fails_where_a_model_does(here):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("toy:llama (LlamaForCausalLM, float32; transformer-lens ")
     assert ": passed" in done.stdout
-    assert "mechattn verify toy:llama" in here("verify").stderr
+    assert "Missing argument" in here("verify").stderr
 
 
 def test_run_on_a_file_of_real_questions(tmp_path, here, questions):

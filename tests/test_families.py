@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mechattn.analysis import ANALYSES
-from mechattn.commands.family_support import as_markdown, families
 from mechattn.model.architectures import FAMILIES
+from tests.family_table import as_markdown, families
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 
@@ -20,7 +20,7 @@ def rows():
 
 def test_the_page_shows_this_table(rows):
     assert as_markdown(rows) in PAGE.read_text(), (
-        "run: mechattn verify --families, and put its table into the page"
+        "run: python -m tests.family_table, and put its table into the page"
     )
 
 

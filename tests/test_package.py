@@ -31,7 +31,7 @@ def test_every_file_beside_the_code_is_taken_along():
         if path.is_file() and path.suffix != ".py"
     ]
     files = [file for file in files if "__pycache__" not in file]
-    assert {"py.typed", "render/explorer.js", "pages/templates/main.html.j2"} < set(files)
+    assert {"py.typed", "pages/templates/main.html.j2"} < set(files)
     assert sum(file.startswith("toys/") for file in files) > 20
     assert left_out(files) == []
     assert left_out(["toys/llama.zarr/zarr.json"]), "one that is ignored would be noticed"

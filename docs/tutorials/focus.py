@@ -71,14 +71,13 @@ for layer in parts.layer.values:
           f"ALiBi {100 * float(at.alibi_share):.0f} %")  # fmt: skip
 
 # %% [markdown]
-# One prompt to explore by layer, head and rank of the target. Hover to see both tokens and the parts of the
-# score.
+# One prompt, head by head. Click a head to enlarge it, and hover for the numbers.
 
 # %%
-ma.explore(
+ma.pattern(
     model,
     "Tom has 3 apples. He buys 4 more. How many apples does he have?",
-    layers=[0, 3],
+    layer=3,
     heads=[0, 1, 2, 3],
 )
 

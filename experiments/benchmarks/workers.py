@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from itertools import islice
 
 import mechattn as ma
+from experiments.toys.generated_problems import word_problems
 from mechattn.jobs.executors import Ray
 
 
@@ -34,7 +36,11 @@ def main() -> None:
     options.add_argument("--size", type=int, default=64, help="prompts a chunk")
     given = options.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    prompts = ma.load_prompts("word-problems", limit=given.chunks * given.size)
+    problems = islice(word_problems("test"), given.chunks * given.size)
+    prompts = [
+        ma.Prompt(problem.question, id=str(index), group=problem.template)
+        for index, problem in enumerate(problems)
+    ]
     conditions = {"slash": ma.MeaninglessTokens(count=55)}
     job = ma.Job("toy:llama", prompts, conditions, chunk=given.size, threads=1, verify=False)
     each = {}

@@ -331,25 +331,13 @@ def evaluate_config(
 
 @app.command()
 def verify(
-    model: Annotated[str, typer.Argument(help="A toy, a checkpoint directory or a hub name.")] = "",
-    families: Annotated[
-        bool, typer.Option(help="List which analyses run on which architecture.")
-    ] = False,
+    model: Annotated[str, typer.Argument(help="A toy, a checkpoint directory or a hub name.")],
     dtype: Dtype = "auto",
     length: Annotated[
         int, typer.Option(help="Tokens of the probe; to test a window, more than its width.")
     ] = 24,
 ) -> None:
     """Verify a hooked model against the model's own attention."""
-    from mechattn.errors import OptionError
-
-    if families == bool(model):
-        raise OptionError("give a model, or --families: mechattn verify toy:llama")
-    if families:
-        from mechattn.commands import family_support as of_families
-
-        _say(of_families.as_markdown(of_families.families()))
-        return
     from mechattn.model.load import dtype_named, verify_model
 
     report = verify_model(model, dtype=dtype_named(dtype), length=length)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from mechattn.analysis.analysis import Analysis
-from mechattn.analysis.attention_focus import ScoreDecomposition
 from mechattn.analysis.received_attention import AttentionMap
 from mechattn.axes import BASELINE
 from mechattn.engine.run import run
-from mechattn.errors import ModelError
-from mechattn.model.hooked import alone
-from mechattn.model.hooks import chosen_layers
-from mechattn.model.load import as_hooked, load_model
-from mechattn.model.scores_and_positions import scores_of
+from mechattn.model.load import as_hooked
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.render import html_views
@@ -55,52 +48,6 @@ def pattern(
     chosen, (name, conditions) = _heads(model, heads), _named(condition)
     result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed)
     return html_views.pattern(result, layer, chosen, name, difference=difference)
-
-
-@alone
-def explore(
-    model: Any,
-    prompt: Prompt | str,
-    layers: Iterable[int] | int | None = None,
-    heads: Seq[int] | int | None = None,
-    condition: Condition | None = None,
-    *,
-    max_tokens: int = 256,
-    seed: int = 0,
-) -> View:
-    """Explore the attention of one prompt by layer, head and rank of the target, offline.
-
-    Shows the attention map with the strongest targets marked. If the model's scores can be decomposed (ALiBi, or no
-    position in the scores), it also shows their content, bias and ALiBi parts. See ``render.explorer``.
-
-    Args:
-        model: A hooked model, or anything that ``load_model`` takes.
-        prompt: A prompt or a text.
-        layers: The layers, from 0; all by default. At most 64 heads in total.
-        heads: The heads of each layer, from 0; all by default.
-        condition: The condition to apply to the prompt; the baseline by default.
-        max_tokens: The largest number of tokens; longer prompts are refused.
-        seed: The seed of conditions that draw at random.
-
-    Raises:
-        MechattnError: The prompt is too long, a layer or head is out of range, or there are too many heads.
-    """
-    model = as_hooked(model)
-    chosen, of_layer, (name, conditions) = (
-        chosen_layers(model, layers),
-        _heads(model, heads),
-        _named(condition),
-    )
-    html_views.check_count(len(chosen), len(of_layer))
-    analyses: list[Analysis] = [AttentionMap(max_tokens)]
-    note = ""
-    try:
-        scores_of(load_model(model), chosen)
-        analyses.append(ScoreDecomposition())
-    except ModelError as error:
-        note = f"scores cannot be decomposed: {error}"
-    result = run(model, prompt, conditions, analyses, layers=chosen, positions="prompts", seed=seed)
-    return html_views.explorer(result, name, heads=of_layer, note=note)
 
 
 def _heads(model: Any, heads: Seq[int] | int | None) -> list[int]:

@@ -18,7 +18,6 @@ from mechattn.render.attention_figures import received_attention as received_att
 from mechattn.render.attention_figures import received_by_model as received_by_model
 from mechattn.render.change_figures import changes as changes
 from mechattn.render.change_figures import verdicts as verdicts
-from mechattn.render.html_views import explorer as explorer
 from mechattn.render.html_views import pattern as pattern
 from mechattn.render.html_views import received_text as received_text
 from mechattn.render.layer_figures import by_layer as by_layer

@@ -51,12 +51,15 @@ def test_all_identical_tokens(toy):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: ma.explore(m, PROMPT, layers=7), "layer 7 is out of range"),
-        (lambda m: ma.explore(m, PROMPT, heads=[0, 8]), "head 8 is out of range: heads are 0 to 7"),
-        (lambda m: ma.explore(m, PROMPT, heads=[]), "heads=.. is empty"),
-        (lambda m: ma.explore(m, PROMPT, heads="0"), "heads holds '0'; give whole numbers"),
-        (lambda m: ma.explore(m, PROMPT, heads=[1.5]), "heads holds 1.5; give whole numbers"),
-        (lambda m: ma.explore(m, PROMPT, max_tokens="5"), "max_tokens=5: give a number"),
+        (lambda m: ma.pattern(m, PROMPT, 7), "layer 7 is out of range"),
+        (
+            lambda m: ma.pattern(m, PROMPT, 0, heads=[0, 8]),
+            "head 8 is out of range: heads are 0 to 7",
+        ),
+        (lambda m: ma.pattern(m, PROMPT, 0, heads=[]), "heads=.. is empty"),
+        (lambda m: ma.pattern(m, PROMPT, 0, heads="0"), "heads holds '0'; give whole numbers"),
+        (lambda m: ma.pattern(m, PROMPT, 0, heads=[1.5]), "heads holds 1.5; give whole numbers"),
+        (lambda m: ma.pattern(m, PROMPT, 0, max_tokens="5"), "max_tokens=5: give a number"),
         (
             lambda m: ma.run(m, PROMPT, analyses=ma.analyses.HeadUpdates(), layers=[9]),
             "layer 9 is out of range",

@@ -276,36 +276,6 @@ def test_a_page_that_asks_the_network_would_be_noticed(opened, tmp_path):
         opened(path)
 
 
-def test_the_explorer_of_one_prompt(opened, tmp_path):
-    """Figures 1 and 2: tokens are escaped, a slider changes the layer, hovering shows the numbers."""
-    falcon = ma.load_model("toy:falcon")
-    view = ma.explore(falcon, "Tom has <b>3</b> apples & 2 pears. How many?")
-    view.save(tmp_path / "explore.html")
-    page = opened(tmp_path / "explore.html")
-    assert page.title() == "Attention"
-    title = page.locator("[data-part=map] .gtitle")
-    assert title.text_content() == "Figure 1: attention map, layer 0, head 0"
-    before = page.evaluate("document.querySelector('[data-part=map]').data[0].z[9][3]")
-    page.locator("[data-part=layer]").fill("2")
-    page.locator("[data-part=head]").select_option(value="3")
-    shows(page, "[data-part=map] .gtitle", "Figure 1: attention map, layer 2, head 3")
-    assert page.evaluate("document.querySelector('[data-part=map]').data[0].z[9][3]") != before
-    hover(page, "[data-part=map]")
-    words = page.locator("[data-part=map] .hoverlayer").text_content()
-    assert "p = " in words
-    assert "ALiBi" in words
-    page.locator("[data-part=rank]").select_option(index=1)
-    shows(page, "[data-part=parts] .gtitle", "target of rank 2")
-    count = page.evaluate("document.querySelector('[data-part=parts]').data[0].a.length")
-    tokens = page.evaluate("document.querySelector('[data-part=course]').data[0].x.length")
-    assert count == tokens - 1
-    shares = page.evaluate(
-        "(() => { const d = document.querySelector('[data-part=parts]').data[0];"
-        " return d.a.map((x, i) => x + d.b[i] + d.c[i]); })()"
-    )
-    assert all(abs(share - 1) < 1e-6 for share in shares)
-
-
 def test_figures_of_layers_and_updates(opened, toy, prompts, tmp_path):
     """Figures 4 and 9: a tooltip that names the head, a slider that shows another layer."""
     from mechattn.pages.page import results_page
@@ -371,28 +341,4 @@ def test_two_figures_of_one_title_have_files_of_their_own(opened, slash_result, 
     assert len(set(names)) == 2
     assert all("layer-0-heads-chosen-by-hand-condition-slash" in name for name in names), (
         "the title isn't cut"
-    )
-
-
-def test_the_explorer_on_a_dark_phone(opened, tmp_path):
-    """Titles in as many lines as they need, grid lines that don't shine, a legend of the marks."""
-    falcon = ma.load_model("toy:falcon")
-    ma.explore(falcon, "Tom has 3 apples. How many?", layers=[0], heads=[0, 1]).save(
-        tmp_path / "explore.html"
-    )
-    page = opened(tmp_path / "explore.html", 390, 844, "dark")
-    page.locator("[data-part=course] .gtitle").wait_for()
-    for part in ("map", "parts", "course"):
-        box = page.locator(f"[data-part={part}] .gtitle").bounding_box()
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= 390
-    lines = page.evaluate(
-        "[...document.querySelectorAll('[data-part=map] .gridlayer path, [data-part=course] .gridlayer path')]"
-        ".map((one) => getComputedStyle(one).stroke)"
-    )
-    assert set(lines) == {"rgb(52, 58, 66)"}
-    assert "by rank ● 1 ■ 2" in page.locator("figure.explorer").inner_text()
-    assert (
-        page.locator("[data-part=key-itself]").evaluate("(one) => one.style.color")
-        == "rgb(63, 207, 159)"
     )

@@ -19,7 +19,7 @@ def public() -> list[str]:
         if inspect.isfunction(thing) and not name.startswith("_")
     ]
     assert set(FIGURES) < set(names), "a figure is drawn under a name that ma.render lacks"
-    return [f"ma.render.{name}(" for name in names] + ["ma.pattern(", "ma.explore(", "ma.browse("]
+    return [f"ma.render.{name}(" for name in names] + ["ma.pattern(", "ma.browse("]
 
 
 def missing(source: str) -> set[str]:
@@ -46,7 +46,7 @@ def test_most_figures_answer_a_question():
     cells = re.findall(
         r"^# %%( \[markdown\])?\n(.*?)(?=^# %%|\Z)", SOURCE, re.MULTILINE | re.DOTALL
     )
-    drawing = re.compile(r"^(print\()?ma\.(render|pattern|explore|browse)", re.MULTILINE)
+    drawing = re.compile(r"^(print\()?ma\.(render|pattern|browse)", re.MULTILINE)
     drawn = [code for mark, code in cells if not mark and drawing.search(code)]
     asked = [words for mark, words in cells if mark and "?" in words]
     assert (

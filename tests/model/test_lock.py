@@ -48,7 +48,6 @@ USES = {
     "head_means": lambda model: ma.head_means(model, [ASKED], layers=0),
     "verify_model": ma.verify_model,
     "load_model": lambda model: ma.load_model(model),
-    "explore": lambda model: ma.explore(model, "What is 2 + 3?", 0, 0),
     "an intervention by itself": ablated,
 }
 
@@ -84,9 +83,7 @@ def test_a_second_thread_waits_until_the_first_has_ended(toy, use, waited, monke
             assert met.wait(60)
             seen.append("on")
 
-    model = (
-        ma.load_model("toy:falcon") if use is USES["explore"] else toy
-    )  # its scores are tried before the run
+    model = toy
     use(model)  # what is found out once about a model is known from now on
     if use is USES["load_model"]:
         facts_of(model).boots = -1  # verified again, as after another model was made

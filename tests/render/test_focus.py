@@ -1,15 +1,10 @@
 """What the figures of focus, updates and sinks show is what the result holds; what is not there is said."""
 
-import base64
-import json
-import re
-
 import numpy as np
 import pytest
 import torch
 
 import mechattn as ma
-from mechattn.analysis.received_attention import AttentionMap
 from mechattn.errors import OptionError
 from mechattn.model.architectures import tiny_model
 
@@ -115,8 +110,8 @@ def test_what_cannot_be_shown_is_said(result, toy, prompts):
         (lambda: ma.render.update_map(result, reading="all"), 'choose "mixed" or "top_target"'),
         (lambda: ma.render.update_map(result, "x"), "there is no condition 'x'"),
         (lambda: ma.render.update_by_position(result, reading="top_target"), "were not kept"),
-        (lambda: ma.explore(toy, prompts[0], heads=[99]), "head 99 is out of range"),
-        (lambda: ma.explore(toy, prompts[0], max_tokens=10), "a map shows at most 10"),
+        (lambda: ma.pattern(toy, prompts[0], 0, heads=[99]), "head 99 is out of range"),
+        (lambda: ma.pattern(toy, prompts[0], 0, max_tokens=10), "a map shows at most 10"),
     ):
         with pytest.raises(
             OptionError if "a map" not in message else ma.MechattnError, match=message
@@ -130,55 +125,8 @@ def test_what_cannot_be_shown_is_said(result, toy, prompts):
     )
 
 
-def blob(explorer):
-    """The data that the script of an explorer reads."""
-    text = re.search(
-        r'mechattnExplorer\(document.getElementById\("[^"]+"\), (\{.*\})\);</script>',
-        explorer.body,
-        re.S,
-    )
-    return json.loads(text.group(1))
-
-
-def test_the_explorer_holds_probabilities_and_parts(prompts):
-    falcon = ma.load_model("toy:falcon")
-    analyses = [AttentionMap(), ma.analyses.ScoreDecomposition()]
-    result = ma.run(falcon, prompts[:1], analyses=analyses, positions="prompts")
-    data = blob(ma.render.explorer(result, heads=[5, 2]))
-    maps = result["attention_map"].attention.isel(prompt=0, condition=0)
-    n = len(data["tokens"])
-    logs = np.frombuffer(base64.b64decode(data["logs"]), "<i2").reshape(len(data["heads"]), -1)
-    for head, packed in zip(data["heads"], logs, strict=True):
-        expected = (
-            maps.sel(layer=head["layer"]).isel(head=head["head"]).values[:n, :n][np.tril_indices(n)]
-        )
-        seen = expected > 1e-30
-        np.testing.assert_allclose(np.exp(packed * data["step"])[seen], expected[seen], rtol=0.0016)
-    assert [(h["layer"], h["head"]) for h in data["heads"][:3]] == [(0, 5), (0, 2), (1, 5)]
-    alibi = np.frombuffer(base64.b64decode(data["parts"]["alibi"]), "<f4").reshape(
-        len(data["heads"]), n
-    )
-    expected = result["score_decomposition"].alibi_of_key_per_prompt.isel(prompt=0, condition=0)
-    np.testing.assert_allclose(alibi[0], expected.sel(layer=0).isel(head=5).values[:n], rtol=1e-6)
-    # The parts that the script rebuilds: content = log p less bias and ALiBi, centred.
-    row, q = maps.sel(layer=0).isel(head=5).values[n - 1, :n], n - 1
-    bias = np.frombuffer(base64.b64decode(data["parts"]["bias"]), "<f4").reshape(
-        len(data["heads"]), n
-    )[0]
-    parts = [np.log(row), -bias, -alibi[0]]
-    content = sum(part - part.mean() for part in parts)
-    again = ma.run(
-        falcon,
-        prompts[:1],
-        analyses=ma.analyses.ScoreDecomposition(per_query=True),
-        positions="prompts",
-    )["score_decomposition"].isel(prompt=0, condition=0, layer=0, head=5)
-    target = int(again.target_at_per_prompt[q])
-    assert content[target] == pytest.approx(float(again.content_at_per_prompt[q]), abs=2e-3)
-
-
 def test_sizes_for_a_passage_of_170_tokens(tokenizer):
-    """24 layers of 32 heads: summaries below 3 MB; 64 maps below 10 MB; more maps are refused."""
+    """24 layers of 32 heads: summaries below 3 MB."""
     model = ma.load_model(
         tiny_model("BLOOM", len(tokenizer), hidden_size=256, n_head=32, n_layer=24),
         tokenizer=tokenizer,
@@ -196,18 +144,3 @@ def test_sizes_for_a_passage_of_170_tokens(tokenizer):
         ma.render.update_map(result)
     ]
     assert sum(len(figure.to_json()) for figure in drawn) < 3e6
-    maps = ma.run(
-        model, tokens[:1], analyses=[AttentionMap(), ma.analyses.ScoreDecomposition()], layers=[0, 1], positions="prompts",
-    )  # fmt: skip
-    assert len(ma.render.explorer(maps).body) < 10e6
-    with pytest.raises(
-        OptionError, match="24 layers × 32 heads are 768 maps, but a page shows at most 64"
-    ):
-        ma.explore(model, tokens[0])
-
-
-def test_a_model_without_alibi_is_explored_without_parts(toy):
-    view = ma.explore(toy, "Tom has 3 apples.", layers=0)
-    assert blob(view)["parts"] is None
-    with pytest.raises(ma.MechattnError, match="RoPE"):
-        ma.run(toy, "Tom has 3 apples.", analyses=ma.analyses.ScoreDecomposition())

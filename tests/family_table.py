@@ -136,3 +136,7 @@ def _refused(row: Family) -> dict[str, list[str]]:
 
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print(as_markdown(families()))
