@@ -20,13 +20,17 @@ from mechattn.analysis.analysis import (
     WholeAttention,
     zeros,
 )
-from mechattn.axes import SEGMENTS
+from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import received as fn
 from mechattn.functional.attention import for_each_head
-from mechattn.prompts.token_sequences import Batch, Sequence, pad_right
+from mechattn.prompts.token_sequences import Batch, Pairs, Sequence, pad_right, pairs_of
 
 Queries = Literal["original", "all", "question", "answer"]
+DILUTION = "_dilution"  # after a quantity's name: its dilution null
+_GROUPS = (
+    2 * len(SEGMENTS) + 1
+)  # of keys: each segment by two sets of weights, and the inserted tokens
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,11 @@ class ReceivedAttention(AnalysisBase):
     """Measure how much attention each key and each segment receives (arXiv:2510.01032, section 2).
 
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
+
+    What each segment receives comes with its dilution null: what it would be if the original tokens kept their attention
+    to each other, and gave way to the inserted ones in equal parts. For each head and query q it is that of the row
+    ``(1 − M[q]) · A[q, k]``, where A is the baseline's row of the same query and M[q] the attention of q to all inserted
+    tokens, as measured. It is NaN where tokens of the baseline are changed (``Counterpart``).
 
     Args:
         queries: Which queries count: "original" (all but the inserted ones), "all", "question" or "answer".
@@ -52,17 +61,24 @@ class ReceivedAttention(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Received attention per key and per segment, and the mass of each segment."""
+        """Received attention per key and per segment, the mass of each segment, and the dilution null of both."""
         per_key = (
             "mean attention that the key receives from the counted queries after it that can see it"
         )
         per_segment = "received attention, mean over the keys of the segment"
         mass = "attention of a counted query to all keys of the segment together, mean over the counted queries"
-        return {
-            "received": Quantity(("head", "key"), "probability", per_key),
-            "received_by_segment": Quantity(("head", "segment"), "probability", per_segment),
-            "mass_by_segment": Quantity(("head", "segment"), "probability", mass),
-        }
+        by_segment = {"received_by_segment": per_segment, "mass_by_segment": mass}
+        quantities = {"received": Quantity(("head", "key"), "probability", per_key)}
+        for name, description in by_segment.items():
+            quantities[name] = Quantity(("head", "segment"), "probability", description)
+        if self.queries == "all":  # inserted queries have no row in the baseline
+            return quantities
+        for name, description in by_segment.items():
+            diluted = f"{description}, if the original tokens kept their attention to each other"
+            quantities[name + DILUTION] = Quantity(
+                ("head", "segment"), "probability", diluted, no_null="it is a null"
+            )
+        return quantities
 
     def problem(self, sequence: Sequence) -> str | None:
         """A sequence without any counted query is refused."""
@@ -77,8 +93,11 @@ class ReceivedAttention(AnalysisBase):
         return None
 
     def start(self, batch: Batch, heads: int) -> Sums:
-        """Zero column sums and self-attention."""
-        return zeros(batch, heads, "columns", "own")
+        """Zero column sums, self-attention, and sums over groups of keys."""
+        sums = zeros(batch, heads, "columns", "own")
+        if self.queries != "all":
+            sums |= zeros(batch, heads, "by_query", last=(_GROUPS,))
+        return sums
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add column sums over the counted queries in this block, and each query's attention to itself."""
@@ -87,12 +106,18 @@ class ReceivedAttention(AnalysisBase):
         sums["own"][..., rows.queries].add_(
             fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
         )
+        if "by_query" in sums:
+            groups = _key_groups(self, rows.batch, rows.window)[:, None, rows.keys]
+            sums["by_query"][:, :, rows.queries] += rows.pattern @ groups
 
     def add_whole(self, sums: Sums, whole: WholeAttention) -> None:
         """The same from a fused kernel."""
         counted = _counted(self.queries, whole.batch)[..., None].to(sums["columns"].dtype)
         sums["columns"].add_(whole.fused.column_sums(counted)[..., 0])
         sums["own"].add_(whole.fused.own)
+        if "by_query" in sums:
+            groups = _key_groups(self, whole.batch, whole.window)
+            sums["by_query"].add_(whole.fused.query_sums(groups))
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
@@ -103,11 +128,14 @@ class ReceivedAttention(AnalysisBase):
             else columns - sums["own"] * _counted(self.queries, batch)[:, None]
         )
         received, by_segment, mass = _weights(self, batch, window)
-        return {
+        values = {
             "received": attended * received,
             "received_by_segment": attended @ by_segment,
             "mass_by_segment": columns @ mass,
         }
+        if "by_query" in sums:
+            values |= _diluted(self, sums, batch, window, values)
+        return values
 
 
 @lru_cache(maxsize=4)  # shared by the layers and blocks of a batch, like the weights below
@@ -140,6 +168,57 @@ def _weights(
     by_segment = seen * each.nan_to_num() / seen.sum(-1, keepdim=True)
     mass = keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
     return each, by_segment.mT, mass.mT
+
+
+@lru_cache(maxsize=4)
+def _key_groups(
+    analysis: ReceivedAttention, batch: Batch, window: int | None
+) -> Float[Tensor, "batch key group"]:
+    """Groups of keys: by their weights in received attention by segment, in mass, and the inserted tokens."""
+    _, by_segment, mass = _weights(analysis, batch, window)
+    inserted = batch.inserted[..., None].to(mass.dtype)
+    return torch.cat([by_segment.nan_to_num(), mass.nan_to_num(), inserted], -1)
+
+
+@lru_cache(maxsize=4)  # its pairs are made on the CPU
+def _pairs(batch: Batch) -> tuple[Pairs, Bool[Tensor, " pair"]]:
+    """Each sequence with its baseline, and whether it has the baseline's tokens, none of them changed."""
+    pairs = pairs_of(batch, BASELINE)
+    tokens = batch.tokens.gather(1, pairs.place)
+    baseline_tokens = tokens[pairs.baseline]
+    return pairs, ((tokens == baseline_tokens) | ~pairs.original).all(-1)
+
+
+def _diluted(
+    analysis: ReceivedAttention,
+    sums: Sums,
+    batch: Batch,
+    window: int | None,
+    measured: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """The dilution nulls: the baseline's rows of the same queries, times ``1 − M[q]``."""
+    pairs, comparable = _pairs(batch)
+    baseline = pairs.baseline
+    originals = pairs.place.shape[1]
+    left = 1 - sums["by_query"][..., -1]  # of each query's attention, by the inserted tokens
+    counts = pairs.original & _counted(analysis.queries, batch).gather(1, pairs.place)
+    place = pairs.place[:, None].expand(-1, left.shape[1], -1)
+    left = left.gather(2, place) * counts[:, None]  # by the position in the baseline
+
+    rows = sums["by_query"][baseline, :, :originals, :-1]
+    received, mass = (left[:, :, None] @ rows).squeeze(2).chunk(2, -1)
+    if not analysis.include_self:
+        own = left * sums["own"][baseline, :, :originals]
+        received = (
+            received
+            - own @ _key_groups(analysis, batch, window)[baseline, :originals, : len(SEGMENTS)]
+        )
+    diluted = {"received_by_segment": received, "mass_by_segment": mass}
+    values = {}
+    for name, value in diluted.items():
+        unknown = measured[name][baseline].isnan() | ~comparable[:, None, None]
+        values[name + DILUTION] = value.masked_fill(unknown, torch.nan)
+    return values
 
 
 @dataclass(frozen=True)

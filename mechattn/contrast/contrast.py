@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
@@ -87,8 +88,10 @@ class Contrast:
         quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
         segment: The segment; None for all of them, which makes the family of tests larger.
         other: The result that contains ``to``, for the same prompts; this one by default.
-        null: "uniform"; or "blind", for models that add something to their scores besides content (ALiBi, learned
-            sinks): the softmax of these terms alone.
+        null: "dilution": the original tokens keep their attention to each other, and give way to the inserted ones in
+            equal parts. "uniform", the default: all keys get the same.
+            "blind", for models that add something to their scores besides content (ALiBi, learned sinks): the softmax
+            of these terms alone.
         scale: "log-ratio" or "difference"; by default the quantity's own. A cell without a ratio (0 in some prompt) is
             left out, with a warning that names it.
         unit: "auto" uses groups of prompts (``Prompt.group``) as units if there are any, by the means over their
@@ -109,7 +112,7 @@ class Contrast:
     quantity: str = "received"
     segment: str | None = "question"
     other: Result | None = None
-    null: Null = "uniform"
+    null: Null | None = None
     scale: Scale | None = None
     unit: Unit = "auto"
     matched: bool = True
@@ -137,6 +140,13 @@ class Contrast:
         """The result that contains ``to``."""
         return self.result if self.other is None else self.other
 
+    @cached_property
+    def null_used(self) -> Null:
+        """The null, as asked for or by default."""
+        if self.null is not None:
+            return self.null
+        return "uniform"
+
     @property
     def sides(self) -> list[tuple[Result, str]]:
         """Both conditions with their results."""
@@ -145,7 +155,8 @@ class Contrast:
     def part(self, dim: str, some: slice) -> Contrast:
         """The same question of some layers or prompts."""
         other = None if self.other is None else part_of(self.other, dim, some)
-        return replace(self, result=part_of(self.result, dim, some), other=other)
+        result = part_of(self.result, dim, some)
+        return replace(self, result=result, other=other, null=self.null_used)
 
     def at_layer(self, layer: int | None) -> Contrast:
         """The same question of one layer; of all where it is None."""

@@ -70,7 +70,7 @@ def differences(asked: Contrast, labels: Labels | None = None) -> Differences:
     ours, theirs, null, their_null = parts
     difference = ours.copy(data=_between(ours.values, theirs.values, scale))
     if null is not None and their_null is not None:
-        expected, words = _expected(null.values, their_null.values, scale), NULLS[asked.null]
+        expected, words = _expected(null.values, their_null.values, scale), NULLS[asked.null_used]
     elif _alike(asked):
         expected, words = np.zeros(ours.shape), "no difference"
     else:
@@ -137,7 +137,7 @@ def aligned(asked: Contrast, labels: Labels) -> Four:
     quantity, segment = asked.quantity, asked.segment
     made = []
     for result, condition in asked.sides:
-        values, null = values_of(result, condition, quantity, segment, asked.null)
+        values, null = values_of(result, condition, quantity, segment, asked.null_used)
         values = values.sel(
             {dim: of for dim, of in labels.items() if of != values[dim].values.tolist()}
         )

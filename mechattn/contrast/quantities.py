@@ -18,14 +18,24 @@ from mechattn.results.result import Result, memory_bytes
 from mechattn.stats.resolution import RESAMPLES
 from mechattn.stats.units import resampled
 
-Null = Literal["uniform", "blind"]
+Null = Literal["dilution", "uniform", "blind"]
 Side = tuple[Result, str]  # a condition of a result
-NULLS = {"uniform": "uniform attention", "blind": "attention by position alone"}
+NULLS = {
+    "dilution": "dilution of the baseline's attention",
+    "uniform": "uniform attention",
+    "blind": "attention by position alone",
+}
 FURTHER = (
     "segment",
     "to_segment",
     "band",
 )  # dimensions that a quantity may have beside prompt, layer and head
+_NULL_NEEDS = {
+    "dilution": 'it exists for "received" and "mass" in segments of the baseline, in conditions that change no token, '
+    'unless queries="all"; otherwise use null="uniform"',
+    "blind": "it exists only in models that add something to their scores (ALiBi, learned sinks), for quantities made "
+    'of attention; otherwise use null="uniform"',
+}
 _A_HEAD = {"prompt", "condition", "layer", "head"}
 _COPIES = (
     8  # float64 arrays [prompt, cell] in memory at the same time in a comparison: measured 4 to 6
@@ -90,22 +100,43 @@ def _quantities(result: Result, has: Callable[[set[Any]], bool]) -> list[str]:
     return list(dict.fromkeys(name.removesuffix("_by_segment") for name in found))
 
 
+def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
+    """Whether each number of a quantity in a condition has its dilution null."""
+    result, condition = side
+    dataset_name, name = dataset_of(result, quantity)
+    dataset = result[dataset_name]
+    null_name = f"{name}_dilution"
+    if null_name not in dataset:
+        return False
+    check_condition(result, condition)
+    values = in_segment(dataset[name].sel(condition=condition), segment)
+    nulls = in_segment(dataset[null_name].sel(condition=condition), segment)
+    prompts = values.sizes["prompt"]
+    bytes_of_a_prompt = 8 * _COPIES * values.size // max(1, prompts)
+    for prompt in slices(prompts, bytes_of_a_prompt, result.memory, "a prompt"):
+        lacks = nulls.isel(prompt=prompt).isnull() & values.isel(prompt=prompt).notnull()
+        if lacks.any():
+            return False
+    return True
+
+
 def values_of(
     result: Result, condition: str, quantity: str, segment: str | None, kind: Null = "uniform"
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
     """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; errors if absent."""
     check_condition(result, condition)
-    at, name = dataset_of(result, quantity)
-    dataset = result[at]
+    dataset_name, name = dataset_of(result, quantity)
+    dataset = result[dataset_name]
     values = chosen(dataset[name], condition, segment)
-    of_null = f"{name}_{kind}"
-    null = chosen(dataset[of_null], condition, segment) if of_null in dataset else None
-    if null is None and kind == "blind":
-        raise OptionError(
-            f'{quantity!r} has no null="blind": it exists only in models that add something to their scores (ALiBi, '
-            'learned sinks), for quantities made of attention; otherwise use null="uniform"'
-        )
-    return values, null
+    null_name = f"{name}_{kind}"
+    if null_name not in dataset and kind == "uniform":
+        return values, None  # the table says that no null is known
+    if null_name not in dataset:
+        raise OptionError(f"{quantity!r} has no null={kind!r}: {_NULL_NEEDS[kind]}")
+    if kind == "dilution" and not has_dilution((result, condition), quantity, segment):
+        in_words = f" with {condition!r} in the segment {segment or 'inserted'!r}"
+        raise OptionError(f"{quantity!r} has no null={kind!r}{in_words}: {_NULL_NEEDS[kind]}")
+    return values, chosen(dataset[null_name], condition, segment)
 
 
 def check_present(

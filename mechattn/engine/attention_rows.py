@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mechattn.analysis import analysis as protocols
 from mechattn.analysis.analysis import Analysis, PairedRows, Quantity, Sums
+from mechattn.analysis.received_attention import DILUTION
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import (
     AnyRows,
@@ -232,7 +233,7 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
 
 def has_null(name: str, quantity: Quantity) -> bool:
     """Whether the engine computes a null of this quantity; it does not if the quantity is itself a null."""
-    return not quantity.no_null and not name.endswith((UNIFORM, BLIND))
+    return not quantity.no_null and not name.endswith((UNIFORM, BLIND, DILUTION))
 
 
 @dataclass

@@ -351,6 +351,20 @@ class Fused:
         calls = [self._reversed_call(None, some) for some in back.split(self.q.shape[-1], -1)]
         return torch.cat([mean * lse.exp()[..., None] for mean, lse in calls], -1).flip(2)
 
+    def query_sums(
+        self, weights: Float[Tensor, "batch pos group"]
+    ) -> Float[Tensor, "batch head pos group"]:
+        """``Σ_k A[q, k] w[k, group]`` of each query, for groups of keys.
+
+        One more causal call, with these weights as values. In half precision its output would keep only 8 or 11 bits,
+        so the call is in float32.
+        """
+        dtype = torch.float32 if self.q.dtype in _HALF else self.q.dtype
+        values = weights.to(dtype)[:, None].expand(-1, self.q.shape[1], -1, -1)
+        mean, lse = _kernel(self.q.to(dtype), self.k.to(dtype), values, self.scale)
+        without_sink = (lse - self.lse).exp()
+        return mean * without_sink[..., None]
+
     def _reversed_call(
         self,
         log_weight: Float[Tensor, "batch head pos"] | None,

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class Options(TypedDict, total=False):
     """Options of every comparison, as keywords of the methods below; see :class:`mechattn.Contrast` for each.
 
-    ``segment`` ("question"), ``other``, ``null`` ("uniform"), ``scale``, ``unit`` ("auto"), ``matched`` (True),
-    ``level`` (0.95), ``resamples`` (9999) and ``seed`` (0).
+    ``segment`` ("question"), ``other``, ``null`` ("uniform"), ``scale``, ``unit`` ("auto"),
+    ``matched`` (True), ``level`` (0.95), ``resamples`` (9999) and ``seed`` (0).
     """
 
     segment: str | None
     other: Result | None
-    null: Literal["uniform", "blind"]
+    null: Literal["dilution", "uniform", "blind"] | None
     scale: Literal["log-ratio", "difference"] | None
     unit: Literal["auto", "prompt"]
     matched: bool

@@ -1,0 +1,135 @@
+"""Whether a condition takes the sink from the first token of the baseline, and whether it puts tokens before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import xarray as xr
+
+from mechattn.axes import BASELINE
+from mechattn.contrast.means import mean_over_prompts, overall_mean
+from mechattn.contrast.quantities import check_condition
+from mechattn.results.result import Result
+from mechattn.stats.intervals import Interval
+
+SINK_ABOVE = 0.3  # attention to one token: more than this is a sink
+FEWEST_SINK_HEADS = 0.1  # of all heads: with fewer, a sink that moves is not worth a sentence
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The attention to the first token of the baseline, without and with a condition.
+
+    Attention is that of a counted query, averaged over the queries of a prompt, then over prompts. A head has its sink
+    there if it pays more than 0.3 in the baseline, and has lost it if it pays less than half of that in the condition.
+
+    Args:
+        condition: The condition.
+        text: The text of the token, in the first prompt.
+        text_now: The text of the token that comes first in the condition, in the first prompt.
+        before: Attention in the baseline, mean over layers and heads, with its interval over prompts.
+        after: The same in the condition.
+        now: Attention to the token that comes first in the condition, mean over layers and heads; NaN if not stored.
+        sink_heads: The number of heads that have their sink there in the baseline.
+        lost_heads: The number of these that have lost it in the condition.
+        heads: The number of heads in all layers.
+        preceded: Whether the condition puts tokens before the first token of the baseline.
+    """
+
+    condition: str
+    text: str
+    text_now: str
+    before: Interval
+    after: Interval
+    now: float
+    sink_heads: int
+    lost_heads: int
+    heads: int
+    preceded: bool
+
+    @property
+    def moved(self) -> bool:
+        """Whether the sink has moved: at least half of the heads with a sink there, a tenth of all, have lost it."""
+        enough = self.sink_heads >= FEWEST_SINK_HEADS * self.heads
+        return enough and 2 * self.lost_heads >= self.sink_heads
+
+
+def first_token(result: Result, condition: str) -> FirstToken | None:
+    """How much attention the first token of the baseline gets, without and with a condition.
+
+    Args:
+        result: A result with received attention.
+        condition: A condition.
+
+    Returns:
+        None for the baseline, or where the attention to the first token was not measured (``skip_first``).
+
+    Raises:
+        OptionError: There is no such condition.
+    """
+    check_condition(result, condition)
+    dataset = result.datasets.get("received_attention")
+    if condition == BASELINE or dataset is None or "mass_by_segment" not in dataset:
+        return None
+    if "first" not in dataset.segment.values or BASELINE not in result.conditions:
+        return None
+    masses = dataset.mass_by_segment.sel(segment="first")
+    baseline = masses.sel(condition=BASELINE)
+    changed = masses.sel(condition=condition)
+    head_means = np.asarray(mean_over_prompts(result, baseline).estimate)
+    head_means_after = np.asarray(mean_over_prompts(result, changed).estimate)
+    if np.isnan(head_means).all():
+        return None
+    has_sink = head_means > SINK_ABOVE
+    has_lost_it = has_sink & (head_means_after < head_means / 2)
+    sequences = result["sequences"]
+    origin = sequences.origin.sel(condition=condition).isel(pos=0).values
+    return FirstToken(
+        condition=condition,
+        text=_first_text(sequences, BASELINE),
+        text_now=_first_text(sequences, condition),
+        before=overall_mean(result, baseline),
+        after=overall_mean(result, changed),
+        now=_attention_to_position_0(dataset, condition),
+        sink_heads=int(has_sink.sum()),
+        lost_heads=int(has_lost_it.sum()),
+        heads=has_sink.size,
+        preceded=bool((origin == -1).any()),
+    )
+
+
+def first_token_words(result: Result, condition: str) -> str:
+    """One sentence on the first token where a condition comes before it or takes its sink; otherwise "".
+
+    It says how much attention the token held and holds, and that it is not part of the question's numbers.
+    """
+    token = first_token(result, condition)
+    if token is None or not (token.preceded or token.moved):
+        return ""
+    before = f"{100 * float(token.before.estimate):.1f}"
+    after = f"{100 * float(token.after.estimate):.1f}"
+    held = f"The baseline's first token (“{token.text.strip()}” in the first prompt) held"
+    sentence = f"{held} {before} points of 100 of the attention, and {after} with “{condition}”"
+    if token.preceded:
+        sentence += f", whose tokens come before it (now “{token.text_now.strip()}” is first"
+        sentence += "" if np.isnan(token.now) else f", and gets {100 * token.now:.1f}"
+        sentence += ")"
+    if token.moved:
+        lost = f"{token.lost_heads} of the {token.sink_heads} heads that had their sink there"
+        sentence += f": the sink moves, as {lost} lose it"
+    return f"{sentence}. The first token is counted by itself, in no other segment."
+
+
+def _first_text(sequences: xr.Dataset, condition: str) -> str:
+    """The text of the first position in the first prompt; empty if no texts are stored."""
+    if "first_prompt_text" not in sequences:
+        return ""
+    return str(sequences.first_prompt_text.sel(condition=condition).isel(pos=0).item())
+
+
+def _attention_to_position_0(dataset: xr.Dataset, condition: str) -> float:
+    """Received attention of the first position, mean over prompts, layers and heads; NaN if not stored."""
+    if "received" not in dataset:
+        return float("nan")
+    return float(dataset.received.sel(condition=condition).isel(key=0).mean())
