@@ -131,12 +131,12 @@ gpu:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "requirements.lock needs Python 3.11 or newer, but this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 …")'
 	@echo "Creating the environment in .venv (about a minute; 1.5 GB with the CPU build of torch)."
 	$(PYTHON) -m venv .venv
-	$(INSTALL) --constraint requirements.lock --editable .
+	$(INSTALL) --constraint requirements.lock --editable '.[gguf]'
 	@touch $@
 
 .venv/dev: .venv/core
 	@echo "Installing the packages for tests and lint (about a minute; 0.6 GB)."
-	$(INSTALL) --constraint requirements.lock --editable '.[dev,images,math,netcdf,ray,server,widget]'
+	$(INSTALL) --constraint requirements.lock --editable '.[dev,gguf,images,math,netcdf,ray,server,widget]'
 	@touch $@
 
 .venv/docs: .venv/core
@@ -147,7 +147,7 @@ gpu:
 # uv resolves for every system at once. The CUDA libraries that some builds of torch bring are left out: pip adds them
 # where the build of torch that it finds needs them.
 lock:
-	uv pip compile pyproject.toml --extra dev --extra docs --extra math --extra images --extra netcdf --extra ray --extra server --extra widget --universal --python-version 3.11 --no-header --no-annotate \
+	uv pip compile pyproject.toml --extra dev --extra docs --extra math --extra gguf --extra images --extra netcdf --extra ray --extra server --extra widget --universal --python-version 3.11 --no-header --no-annotate \
 	  --quiet --constraint experiments/lock.txt \
 	  | grep -vE '^(nvidia|cuda|triton)' | sed -E 's/^torch==[^ ]+.*/torch==2.13.0/' | uniq > requirements.new
 	mv requirements.new requirements.lock

@@ -19,9 +19,9 @@ def may_be_on_hub(name: str) -> bool:
 @contextmanager
 def asked_once(place: str) -> Iterator[None]:
     """Within it only what was downloaded before is found if the hub does not answer; otherwise each file is asked for
-    six times, for 24 s. A directory needs no hub.
+    six times, for 24 s. A directory or file needs no hub.
     """
-    if os.path.isdir(place):
+    if os.path.exists(place):
         yield
         return
     from huggingface_hub import constants, get_session

@@ -362,6 +362,7 @@ def described(plan: Plan, prompts: Seq[Prompt], made: Mapping[str, Sequence]) ->
             "hooked_by": type(model).__name__,
             "revision": revision(model),
             "weights": facts.weights,
+            **({} if facts.gguf is None else {"gguf": dict(facts.gguf)}),
             "weights_hash": weights_hash(model),
             "verified": facts.verified,
             "not_verified": facts.report.not_checked if facts.report else [],

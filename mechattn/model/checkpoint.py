@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from mechattn.errors import ModelError
 from mechattn.hub_access import asked_once, may_be_on_hub
+from mechattn.model.gguf_files import as_transformers_names, gguf_header, is_gguf, read_once
 
 PREFIX = "toy:"
 RELAY = (
@@ -58,8 +59,11 @@ def load_tokenizer(name: str) -> Any:
 
 
 def model_place(name: str) -> str:
-    """The place of a model: the folder of a toy, a directory, or a hub name, which is not looked up yet."""
+    """The place of a model: a folder (of a toy, too), a GGUF file, or a hub name, which is not looked up yet."""
     place = str(toy_folder(name)) if name.startswith(PREFIX) else name
+    if is_gguf(place):
+        gguf_header(place)
+        return place
     if os.path.isdir(place) and not (Path(place) / "config.json").exists():
         raise ModelError(
             f"the directory {place} has no config.json, so it is not a checkpoint; save one with save_pretrained"
@@ -101,8 +105,10 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
         next(Path(place).glob(kind), None) for kind in _TOKENIZER_FILES
     ):
         return None
+    folder, file = as_transformers_names(place)
     try:
-        return AutoTokenizer.from_pretrained(place, **remote)
+        with read_once():
+            return AutoTokenizer.from_pretrained(folder, **file, **remote)
     except Exception as error:
         refuse_own_code(error, place)
         raise ModelError(
@@ -137,6 +143,8 @@ def config_of_place(place: str, **remote: Any) -> Any:
     """The config of a checkpoint, whose sizes are checked, as it may be anyone's file."""
     from transformers import AutoConfig
 
+    if is_gguf(place):
+        return _config_of_gguf(place)
     try:
         config = AutoConfig.from_pretrained(place, **remote)
     except Exception as error:
@@ -149,6 +157,36 @@ def config_of_place(place: str, **remote: Any) -> Any:
             f"there is no model {place!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not a checkpoint directory "
             f"here, and loading it from the hub failed ({reason(error)})"
         ) from error
+    _check_sizes(config, place)
+    return config
+
+
+def _config_of_gguf(place: str) -> Any:
+    """The config that transformers makes of a GGUF file's header, with the class of the model."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    architecture = gguf_header(place).architecture
+    folder, file = as_transformers_names(place)
+    try:
+        with read_once():
+            config = AutoConfig.from_pretrained(folder, **file)
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot read {place}, whose architecture is {architecture!r}: {reason(error)}"
+        ) from error
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if model_class is None:
+        raise ModelError(
+            f"{place} is not of a language model that answers token by token: its architecture is {architecture!r}"
+        )
+    config.architectures = [model_class]
+    _check_sizes(config, place)
+    return config
+
+
+def _check_sizes(config: Any, place: str) -> None:
+    """Refuse sizes that no model has."""
     text = config.get_text_config(decoder=True)
     for part, most in (
         ("num_hidden_layers", _LAYERS),
@@ -160,7 +198,6 @@ def config_of_place(place: str, **remote: Any) -> Any:
             raise ModelError(
                 f"the config of {place} has {part} = {size:.3g}, but models have 1 to {most:,}: is the file damaged?"
             )
-    return config
 
 
 def text_config(name: str) -> Any:
@@ -288,10 +325,11 @@ def _wrap_once() -> None:
         setattr(
             dynamic_module_utils, name, around(getattr(dynamic_module_utils, name), _without_code)
         )
-    for module in (dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto):
+    asking: list[Any] = [dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto]
+    for module in asking:
         module.resolve_trust_remote_code = around(
             module.resolve_trust_remote_code, _without_a_question
-        )  # type: ignore[attr-defined]
+        )
 
 
 def _without_pickles(

@@ -97,6 +97,7 @@ class ModelFacts:
         None  # whether row blocks give the hooks' numbers; None if not tried yet
     )
     hashed: tuple[object, str] | None = None  # what was hashed of the weights, and the last hash
+    gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 
     @property
     def verified(self) -> bool:

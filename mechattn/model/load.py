@@ -17,6 +17,15 @@ from mechattn.hub_access import asked_once
 from mechattn.model import checkpoint
 from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason
+from mechattn.model.gguf_files import (
+    as_plain,
+    gguf_header,
+    gguf_of,
+    gguf_place,
+    is_gguf,
+    load_dequantised,
+    read_once,
+)
 from mechattn.model.hooked import (
     HookedModel,
     ModelFacts,
@@ -33,6 +42,7 @@ from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROB
 
 Dtype = torch.dtype | Literal["auto"]
 Made = TypeVar("Made")
+_PLACING = ("device_map", "max_memory", "offload_folder")  # where transformers puts the weights
 _PATCHED = (
     "transformers.models.gemma2.modeling_gemma2",
     "transformers.models.gemma3.modeling_gemma3",
@@ -48,6 +58,7 @@ def load_model(
     device: str | torch.device | None = None,
     verify: bool = True,
     pickled_weights: bool = False,
+    gguf_file: str | None = None,
     **options: Any,
 ) -> Any:
     """Load a hooked model with raw weights, and verify it against the model's own attention.
@@ -56,19 +67,20 @@ def load_model(
     token is prepended if the tokenizer does so (``cfg.default_prepend_bos``), unlike TransformerLens's default of True.
 
     Args:
-        model: "toy:llama"; a checkpoint directory; a hub name; a transformers model (changed in place), which may be
-            dispatched over several devices, offloaded to memory or disk, or quantised; or a
-            ``TransformerBridge`` or ``HookedTransformer``, which is verified, corrected in place if it is a Falcon with
-            ALiBi, and returned.
+        model: "toy:llama"; a checkpoint directory; a GGUF file ("model.gguf"), whose weights are dequantised; a hub
+            name; a transformers model (changed in place), which may be dispatched over several devices, offloaded to
+            memory or disk, or quantised; or a ``TransformerBridge`` or ``HookedTransformer``, which is verified,
+            corrected in place if it is a Falcon with ALiBi, and returned.
         tokenizer: A transformers tokenizer to use in place of the model's own. A checkpoint directory without a
             tokenizer gives a model without one, whose prompts must be token ids.
-        dtype: The dtype of the weights; "auto" uses the checkpoint's (float32 for the toys).
+        dtype: The dtype of the weights; "auto" uses the checkpoint's (float32 for the toys and for GGUF files).
         device: The device; by default TransformerLens's choice.
         verify: Compare the hooked model with the model itself (``verify_model``) and refuse it if they differ. An
             already verified model is verified again if another model has been made since, because booting one can
             change shared classes. With False the model stays unverified, and its results record this.
         pickled_weights: Also load a checkpoint without safetensors. A pickle can run code, so use this only for sources
             that you trust.
+        gguf_file: The name of a GGUF file in the directory, or in the hub's repository.
         **options: Other options of ``TransformerBridge.boot_transformers``, such as ``n_ctx``, ``revision`` or
             ``trust_remote_code`` (which runs the checkpoint's own code). ``device_map`` ("auto", or a dict of
             modules with devices, "cpu" or "disk") and ``offload_folder`` dispatch the model with accelerate.
@@ -80,7 +92,7 @@ def load_model(
         ModelError: There is no such model, it cannot be hooked, or the hooked model differs from the model itself.
     """
     if hasattr(model, "hook_dict") and hasattr(model, "cfg"):
-        if tokenizer is not None or dtype != "auto" or device is not None or options:
+        if tokenizer is not None or dtype != "auto" or device is not None or gguf_file or options:
             raise OptionError(
                 "a hooked model is used unchanged; set tokenizer, dtype and device where it is made"
             )
@@ -88,6 +100,12 @@ def load_model(
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
     check_device(device)
+    if gguf_file is not None:
+        if not isinstance(model, (str, Path)):
+            raise OptionError(
+                "gguf_file=…: name the directory or the hub's repository that holds the file"
+            )
+        model = gguf_place(str(model), gguf_file, options.get("revision"))
     if isinstance(model, torch.nn.Module):
         with (
             making,
@@ -95,8 +113,14 @@ def load_model(
         ):
             made = _from_object(model, tokenizer, dtype, device, options)
     elif isinstance(model, (str, Path)):
-        own_code, place = options.get("trust_remote_code"), checkpoint.model_place(str(model))
-        with making, as_trusted(own_code, pickled_weights, name=str(model)), asked_once(place):
+        own_code = options.get("trust_remote_code")
+        place = checkpoint.model_place(str(model))
+        with (
+            making,
+            as_trusted(own_code, pickled_weights, name=str(model)),
+            asked_once(place),
+            read_once(),
+        ):
             made = _from_name(str(model), tokenizer, dtype, device, options)
     else:
         raise ModelError(
@@ -181,7 +205,9 @@ def unloaded(model: Any) -> UnloadedModel:
         longest = longest if isinstance(longest, int) else checkpoint.NO_LIMIT
         try:
             settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
-        except OSError:  # there are no generation settings
+        except (
+            OSError
+        ):  # there are no generation settings, as in a GGUF file, whose tokenizer has the end
             settings = None
         return checkpoint.unloaded_tokenizer(
             checkpoint.tokenizer_named(name), name, longest, settings
@@ -236,6 +262,8 @@ def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> M
 def _from_name(
     name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]
 ) -> Any:
+    from transformer_lens.utilities import get_device
+
     is_toy = name.startswith(checkpoint.PREFIX)
     place = checkpoint.model_place(name)
     remote = {"trust_remote_code": False} | {
@@ -249,11 +277,26 @@ def _from_name(
         tokenizer = (
             checkpoint.load_tokenizer(name) if is_toy else checkpoint.tokenizer_of(place, **remote)
         )
-    return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
+    if not is_gguf(place):
+        return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
+
+    placing = {option: options.pop(option) for option in _PLACING if option in options}
+    if device is None and not placing:
+        device = get_device()
+    with classes_left_alone():
+        hf_model = load_dequantised(place, config, dtype, **placing)
+    hooked = _from_object(hf_model, tokenizer, "auto", device, options, name)
+    _known_or_met(hooked).gguf = gguf_header(place).provenance()
+    return hooked
 
 
 def _from_object(
-    hf_model: Any, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]
+    hf_model: Any,
+    tokenizer: Any,
+    dtype: Dtype,
+    device: Any,
+    options: dict[str, Any],
+    name: str = "",
 ) -> Any:
     if not hasattr(hf_model, "config"):
         raise ModelError(
@@ -263,8 +306,10 @@ def _from_object(
         raise ModelError(
             "a model object has no tokenizer; pass one to load_model(model, tokenizer=…)"
         )
+    gguf = gguf_of(hf_model)
+    hf_model = as_plain(hf_model)
     hf_model.config.architectures = [type(hf_model).__name__]
-    name = getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
+    name = name or getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
     placed = getattr(hf_model, "is_quantized", False) or getattr(hf_model, "hf_device_map", None)
     if placed and (dtype != "auto" or device is not None):
         raise OptionError(
@@ -273,7 +318,9 @@ def _from_object(
     if not placed:
         hf_model = hf_model.to(device=device, dtype=None if dtype == "auto" else dtype)
     kept = {"hf_model": hf_model.eval(), "dtype": hf_model.dtype if dtype == "auto" else dtype}
-    return _boot(name, tokenizer=tokenizer, device=device, shown=name, **kept, **options)
+    hooked = _boot(name, tokenizer=tokenizer, device=device, shown=name, **kept, **options)
+    _known_or_met(hooked).gguf = gguf
+    return hooked
 
 
 def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
+from mechattn.model.gguf_files import SUFFIX
 from mechattn.model.hooked import ModelFacts, alone, facts_of, making
 from mechattn.model.load import load_model
 from mechattn.model.several_devices import device_of, unoffloaded
@@ -119,14 +120,17 @@ def weights_hash(model: Any) -> str:
 
 
 def stored_hash(name: str) -> str | None:
-    """A hash of the weights, configs and vocabularies of a checkpoint directory, without loading it."""
+    """A hash of a GGUF file, or of a directory's weights, configs and vocabularies, without loading it."""
+    place = Path(name)
     try:
-        if not Path(name).is_dir():
+        if place.is_dir():
+            files = [path for path in place.iterdir() if path.suffix in _STORED and path.is_file()]
+        elif place.suffix == SUFFIX:
+            files = [place]
+        else:
             return None
         made = hashlib.sha256()
-        for path in sorted(
-            path for path in Path(name).iterdir() if path.suffix in _STORED and path.is_file()
-        ):
+        for path in sorted(files):
             size = path.stat().st_size
             made.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
             with open(path, "rb") as stored:

@@ -30,12 +30,14 @@ def quantity_words(quantity: str, segment: str) -> str:
 
 
 def model_caption(result: Result) -> str:
-    """The model's name and size; a toy is called a toy."""
+    """The model's name and size; a toy is called a toy, and weights from a quantised file are called so."""
     model = result.provenance["model"]
     size = model["parameters"]
     words = f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
     toy = "toy, " if str(model["name"]).startswith("toy:") else ""
-    return f"{model['name']} ({toy}{words} parameters)"
+    stored = model.get("gguf", {}).get("words", "")
+    comma = ", " if stored else ""
+    return f"{model['name']} ({toy}{words} parameters{comma}{stored})"
 
 
 def says(figure: go.Figure, *sentences: str) -> go.Figure:

@@ -1,0 +1,272 @@
+"""GGUF files: weights in llama.cpp's format, which transformers turns into the tensors of an ordinary model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+
+from mechattn.errors import ModelError, OptionError
+from mechattn.hub_access import asked_once, may_be_on_hub
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_BLOCK = 2**22  # bytes
+_FEW = 0.01  # of the weights: the bits of fewer are not worth a word
+_NOT_QUANTISED = ("F64", "F32", "F16", "BF16")
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_patching = RLock()  # what the package gguf has is replaced for all threads
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file, by its header."""
+
+    path: str
+    architecture: str  # in llama.cpp's words, such as "llama"
+    types: Mapping[str, int]  # how many weights are stored in each type, such as "Q4_1"
+
+    @property
+    def words(self) -> str:
+        """The weights in words, such as "4- and 8-bit weights, dequantised"; empty if they are plain floats."""
+        few = _FEW * sum(self.types.values())
+        bits = set()
+        for name, number in self.types.items():
+            digits = re.search(r"\d+", name)  # of "Q4_K", "IQ2_XXS", "MXFP4"
+            if digits and number > few and name not in _NOT_QUANTISED:
+                bits.add(int(digits[0]))
+        if not bits:
+            return ""
+        return f"{'- and '.join(map(str, sorted(bits)))}-bit weights, dequantised"
+
+    def provenance(self) -> dict[str, Any]:
+        """The file's name, its SHA-256 (which is read now) and how its weights are stored."""
+        return {
+            "file": os.path.basename(self.path),
+            "sha256": _sha256(self.path),
+            "types": dict(self.types),
+            "words": self.words,
+        }
+
+
+def is_gguf(place: str) -> bool:
+    """Whether the place of a model is a GGUF file, by its name."""
+    return place.endswith(SUFFIX)
+
+
+def as_transformers_names(place: str) -> tuple[str, dict[str, str]]:
+    """A place as the arguments of transformers: a folder or hub name, and ``gguf_file`` if it is such a file."""
+    if not is_gguf(place):
+        return place, {}
+    folder, file = os.path.split(place)
+    return folder or os.curdir, {"gguf_file": file}
+
+
+def gguf_place(name: str, gguf_file: str, revision: str | None) -> str:
+    """The path of a GGUF file in a directory, or in a repository of the hub, from which it is downloaded."""
+    if not is_gguf(gguf_file):
+        raise OptionError(f"gguf_file={gguf_file!r}: give a name that ends in {SUFFIX}")
+    if os.path.isdir(name):
+        return os.path.join(name, gguf_file)
+    if not may_be_on_hub(name):
+        raise ModelError(
+            f"there is no directory {name!r}, and models on the hub are named owner/name"
+        )
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with asked_once(name):
+            return str(hf_hub_download(name, gguf_file, revision=revision))
+    except Exception as error:
+        raise ModelError(
+            f"{gguf_file} of {name} cannot be loaded from the hub ({type(error).__name__})"
+        ) from error
+
+
+def gguf_of(model: Any) -> dict[str, Any] | None:
+    """The provenance of the GGUF file that transformers made a model of; None if there is none, or it is gone."""
+    quantisation = getattr(model.config, "quantization_config", None)
+    file = getattr(quantisation, "gguf_file", None)
+    path = os.path.join(getattr(model.config, "_name_or_path", ""), file or "")
+    if file is None or not os.path.isfile(path):
+        return None
+    return gguf_header(path).provenance()
+
+
+def gguf_header(path: str) -> GgufFile:
+    """The header of a GGUF file, which is checked to be whole.
+
+    Raises:
+        ModelError: The package gguf is missing, or the file is absent, damaged, cut off or one of several parts.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(
+            f'{path} is a GGUF file, which needs the package gguf: pip install "mechattn[gguf]"'
+        )
+    if not os.path.isfile(path):
+        raise ModelError(f"there is no file {path}")
+    if part := _PART.search(path):
+        raise ModelError(
+            f"{path} is part {int(part[1])} of {int(part[2])} of a split model, and transformers reads whole files: "
+            f"join the parts with llama.cpp's llama-gguf-split --merge"
+        )
+    with open(path, "rb") as file:
+        start = file.read(len(_MAGIC))
+    if start != _MAGIC:
+        raise ModelError(
+            f"{path} is not a GGUF file: it starts with {start!r}, where {_MAGIC!r} is expected"
+        )
+    about = os.stat(path)
+    return _read_header(path, about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _read_header(path: str, size: int, changed: int) -> GgufFile:
+    with read_once():
+        from gguf import GGUFReader  # the one that reads each file once
+
+        try:
+            reader = GGUFReader(path)
+            architecture = reader.fields["general.architecture"].contents()
+        except Exception as error:  # of numpy, about shapes and sizes
+            raise ModelError(
+                f"{path} is damaged or cut off: its {size:,} bytes end before what its header names, or the header "
+                f"itself is broken ({type(error).__name__}). Copy or download it again"
+            ) from error
+    types: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        types[tensor.tensor_type.name] += int(tensor.n_elements)
+    return GgufFile(path, str(architecture), dict(types))
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Inside a ``with`` block, each GGUF file is parsed once, fast and without a progress bar.
+
+    For one model transformers 5 parses the file four times, 4 to 20 s each with a vocabulary of 50,000 to 260,000, and
+    makes the table of names again for each of the model's modules. It imports both when it uses them, so they can be
+    replaced here.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        yield  # transformers says what is missing
+        return
+    gguf: Any = importlib.import_module("gguf")
+    reading: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+
+    with _patching, ExitStack() as undo:
+        if not hasattr(gguf.GGUFReader, "cache_info"):  # not inside another such block
+            undo.callback(setattr, gguf, "GGUFReader", gguf.GGUFReader)
+            undo.callback(setattr, gguf, "get_tensor_name_map", gguf.get_tensor_name_map)
+            undo.callback(setattr, reading, "tqdm", reading.tqdm)
+            gguf.GGUFReader = cache(_quick_reader())
+            gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
+            reading.tqdm = partial(reading.tqdm, disable=True)
+        yield
+
+
+def _quick_reader() -> Callable[[str], Any]:
+    """A ``GGUFReader`` that takes an array of texts or numbers by slices of plain memory."""
+    from gguf import GGUFReader, GGUFValueType
+
+    base: Any = GGUFReader
+
+    class QuickReader(base):
+        data: Any
+
+        def _get(self, *arguments: Any, **options: Any) -> Any:
+            self.data = np.asarray(self.data)  # a slice of np.memmap costs ten times as much
+            return super()._get(*arguments, **options)
+
+        def _get_field_parts(self, offset: int, value_type: int) -> Any:
+            if value_type != GGUFValueType.ARRAY or self.byte_order == "S":
+                return super()._get_field_parts(offset, value_type)
+            kind = self._get(offset, np.uint32)
+            count = self._get(offset + 4, np.uint64)
+            start = offset + 12
+            item_type = GGUFValueType(int(kind[0]))
+            if item_type == GGUFValueType.STRING:
+                end, items = self._texts(start, int(count[0]))
+            elif item_type in self.gguf_scalar_to_np:
+                values = self._get(start, self.gguf_scalar_to_np[item_type], int(count[0]))
+                end = start + values.nbytes
+                items = list(values.reshape(-1, 1))
+            else:
+                return super()._get_field_parts(offset, value_type)
+            types = [GGUFValueType.ARRAY, item_type][: 2 if items else 1]
+            return end - offset, [kind, count, *items], list(range(2, 2 + len(items))), types
+
+        def _texts(self, offset: int, count: int) -> tuple[int, list[Any]]:
+            memory = memoryview(self.data)
+            texts = []
+            for _ in range(count):
+                length = int.from_bytes(memory[offset : offset + 8], "little")
+                start = offset + 8
+                offset = start + length
+                texts.append(self.data[start:offset])
+            return offset, texts
+
+    return QuickReader
+
+
+def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
+    """The transformers model of a GGUF file, as an ordinary model: nothing of it is quantised any more."""
+    import transformers
+
+    folder, file = as_transformers_names(place)
+    if hasattr(transformers, "GgufConfig"):  # of 5.20 on, which otherwise keeps the blocks of some
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, **file, **options
+        )
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot read the weights of {place}: {type(error).__name__}: {error}"
+        ) from error
+    return as_plain(model)
+
+
+def as_plain(model: Any) -> Any:
+    """The same model, without the mark of a quantiser if all that it stores is plain floats.
+
+    transformers 5 marks a model that it made of a GGUF file as quantised, though it has dequantised every weight.
+    """
+    if not getattr(model, "is_quantized", False):
+        return model
+    if any(tensor.dtype not in _PLAIN for tensor in model.state_dict().values()):
+        return model
+    model.is_quantized = False
+    model.hf_quantizer = None
+    for config in {
+        id(each): each for each in (model.config, model.config.get_text_config())
+    }.values():
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+    return model
+
+
+@lru_cache(maxsize=8)
+def _digest(path: str, size: int, changed: int) -> str:
+    content = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            content.update(block)
+    return content.hexdigest()
+
+
+def _sha256(path: str) -> str:
+    about = os.stat(path)
+    return _digest(path, about.st_size, about.st_mtime_ns)
