@@ -301,7 +301,7 @@ class ScoreDecomposition(AnalysisBase):
 
     Args:
         rank: Which target: 0 for the strongest, 1 for the second strongest, …
-        per_query: Also keep the parts of each query, as ``…_at``, and the index of its target.
+        per_query: Also keep the parts of each query, as ``…_at``, and the index of its target, ``ranked_target_at``.
     """
 
     name = "score_decomposition"
@@ -340,7 +340,7 @@ class ScoreDecomposition(AnalysisBase):
                 f"{p}_at": Quantity(("head", "key"), "logits", f"{_ABOUT[p]}, of each query")
                 for p in PARTS
             }
-            made["target_at"] = Quantity(
+            made["ranked_target_at"] = Quantity(
                 ("head", "key"), "position", "index of the target of each query"
             )
         return made
@@ -407,5 +407,5 @@ class ScoreDecomposition(AnalysisBase):
         }
         if self.per_query:
             made |= {f"{part}_at": value for part, value in each.items()}
-            made["target_at"] = sums["target"].masked_fill(hidden, torch.nan)
+            made["ranked_target_at"] = sums["target"].masked_fill(hidden, torch.nan)
         return made

@@ -19,6 +19,7 @@ from mechattn.analysis.analysis import (
     Quantity,
     Sums,
 )
+from mechattn.analysis.direct_logits import POST, norms_after
 from mechattn.errors import ModelError
 from mechattn.functional import head_outputs as fn
 from mechattn.functional.attention import for_each_head
@@ -26,6 +27,7 @@ from mechattn.functional.focus import top_two
 from mechattn.functional.received import segment_mean
 from mechattn.model.head_parts import output_weights, wide
 from mechattn.model.hooked import HookedModel
+from mechattn.model.unembedding import FrozenNorm
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch
 
@@ -41,15 +43,46 @@ _UNITS = {
     "orthogonal": ("ratio", "|part of the update across resid_pre| / |resid_pre|"),
     "update_norm": ("residual norm", "|update|"),
 }
-_COUNTS = (
-    ("magnitude", ("head", "magnitude_bin"), " magnitude in the bin"),
-    ("orientation", ("head", "orientation_bin"), "n orientation in the bin"),
-    (
-        "joint",
-        ("magnitude_bin", "orientation_bin"),
-        " magnitude and orientation in the bins, all heads",
+_SIGNED = ("orientation", "parallel")  # may be 0, so conditions are compared by their difference
+_PER_QUERY = ("magnitude", "orientation")
+_COUNTS = {
+    "magnitude_counts": (
+        ("head", "magnitude_bin"),
+        "original tokens with a magnitude in the bin",
     ),
-)
+    "orientation_counts": (
+        ("head", "orientation_bin"),
+        "original tokens with an orientation in the bin",
+    ),
+    "joint_counts": (
+        ("magnitude_bin", "orientation_bin"),
+        "original tokens with a magnitude and orientation in the bins, all heads",
+    ),
+}
+_NO_NULL = "it depends on the values"
+BEFORE_NORM = "_before_norm"  # ends the names of what enters a norm after attention
+_AFTER = ", after the norm that follows attention (its scale is shared by the heads)"
+_BEFORE = ", before the norm that follows attention, so not what reaches the residual stream"
+
+
+@dataclass(frozen=True)
+class _LayerWeights:
+    """What turns the z of a layer's heads into their updates."""
+
+    w_o: Float[Tensor, "head d_head d_model"]  # in the model's dtype
+    factor: fn.Factor  # of W_O
+    norm: FrozenNorm | None  # the norm between attention and the residual stream
+    factor_after: fn.Factor | None  # of W_O followed by γ of that norm
+
+
+def _layer_weights(
+    w_o: Float[Tensor, "head d_head d_model"], norm: FrozenNorm | None
+) -> _LayerWeights:
+    factor = fn.output_factor(wide(w_o))
+    if norm is None:
+        return _LayerWeights(w_o, factor, None, None)
+    factor_after = fn.output_factor(norm.of_part(wide(w_o)))
+    return _LayerWeights(w_o, factor, norm, factor_after)
 
 
 @dataclass(frozen=True)
@@ -57,9 +90,7 @@ class _Updates(AnalysisBase):
     """What the updates of whole heads and those of single targets have in common."""
 
     per_query: bool = False
-    weights: Any = field(
-        default=None, repr=False, compare=False
-    )  # of each layer, W_O and its factor
+    weights: Any = field(default=None, repr=False, compare=False)  # _LayerWeights by layer
 
     name: ClassVar[str]
     prefix: ClassVar[str] = ""
@@ -73,93 +104,129 @@ class _Updates(AnalysisBase):
         }
 
     @property
+    def _normed(self) -> bool:
+        """Whether a norm follows attention; unknown, and so False, before the model has been inspected."""
+        return any(layer.norm is not None for layer in (self.weights or {}).values())
+
+    @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Means over the tokens of each segment, counts in bins, and each token's own with ``per_query``."""
-        no_null, prefix = "it depends on the values", self.prefix
-        made = {
-            f"{prefix}{name}": Quantity(
-                ("head", "segment"), units, f"{about}, mean over the tokens of the segment",
-                "difference" if name in ("orientation", "parallel") else "ratio", no_null,
-            )
-            for name, (units, about) in _UNITS.items()
-        }  # fmt: skip
-        made |= {
-            f"{prefix}{name}_counts": Quantity(
-                dims, "tokens", f"original tokens with a{about}", no_null=no_null
-            )
-            for name, dims, about in _COUNTS
-        }
-        at = {name: _UNITS[name] for name in ("magnitude", "orientation") if self.per_query}
-        return made | {
-            f"{prefix}{name}_at": Quantity(
-                ("head", "key"), units, f"{about}, of each token", no_null=no_null
-            )
-            for name, (units, about) in at.items()
-        }
+        """Means over the tokens of each segment, counts in bins, each token's own with ``per_query``.
+
+        In a model with a norm after attention all of these are after it, and the means are also given before it.
+        """
+        quantities = {}
+        after = _AFTER if self._normed else ""
+        for name, (units, about) in _UNITS.items():
+            compared: Any = "difference" if name in _SIGNED else "ratio"
+            mean = f"{about}, mean over the tokens of the segment"
+            dims = ("head", "segment")
+            quantities[name] = Quantity(dims, units, mean + after, compared, _NO_NULL)
+            if self._normed:
+                before = Quantity(dims, units, mean + _BEFORE, compared, _NO_NULL)
+                quantities[name + BEFORE_NORM] = before
+        for name, (bins, about) in _COUNTS.items():
+            quantities[name] = Quantity(bins, "tokens", about + after, no_null=_NO_NULL)
+        for name in _PER_QUERY if self.per_query else ():
+            units, about = _UNITS[name]
+            described = f"{about}, of each token{after}"
+            quantities[f"{name}_at"] = Quantity(("head", "key"), units, described, no_null=_NO_NULL)
+        return {self.prefix + name: quantity for name, quantity in quantities.items()}
 
     @property
     def captures(self) -> Sequence[str]:
-        """The residual stream before the block, and each head's output before W_O, which arrives after its rows."""
-        return ("hook_resid_pre", "attn.hook_z")
+        """The residual stream before the block, each head's output before W_O, which arrives after its rows, and the
+        input of a norm after attention."""
+        hooks = ("hook_resid_pre", "attn.hook_z")
+        return (*hooks, POST) if self._normed else hooks
 
     def calibrated(
         self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
     ) -> Analysis:
-        """Prepare W_O of the layers and its factors."""
-        made = {layer: output_weights(model, layer) for layer in layers}
-        return replace(
-            self, weights={layer: (w_o, fn.output_factor(wide(w_o))) for layer, w_o in made.items()}
-        )
+        """Prepare W_O of the layers, its factors and the norms after attention.
+
+        Raises:
+            ModelError: The model's heads have no separate updates, or the scale of a norm after attention is unknown.
+        """
+        norms = norms_after(model, layers)
+        weights = {
+            layer: _layer_weights(output_weights(model, layer), norms.get(layer))
+            for layer in layers
+        }
+        return replace(self, weights=weights)
 
     def measured(self, z: Float[Tensor, "batch pos head d_head"], captures: Captures) -> Sums:
         """Norms and products for each token, from what each head writes before W_O."""
-        weights, factor = self.weights[captures.layer]
-        w_o = wide(weights)
-        stream, z = captures.tensors["hook_resid_pre"].to(w_o.dtype), z.to(w_o.dtype)
-        size = stream.norm(dim=-1)[:, None]
-        return {
-            "norm": fn.update_norm(z, factor),
+        weights = self.weights[captures.layer]
+        w_o = wide(weights.w_o)
+        stream = captures.tensors["hook_resid_pre"].to(w_o.dtype)
+        z = z.to(w_o.dtype)
+        sums = {
+            "stream": stream.norm(dim=-1)[:, None],
+            "norm": fn.update_norm(z, weights.factor),
             "product": fn.update_product(z, w_o, stream),
-            "stream": size,
         }
+        if weights.norm is None:
+            return sums
+        # The heads share the scale of what they write together: then their updates add up to what the block adds.
+        scale = weights.norm.scale(captures.tensors[POST]).to(w_o.dtype)[:, None]
+        sums["norm" + BEFORE_NORM] = sums["norm"]
+        sums["product" + BEFORE_NORM] = sums["product"]
+        sums["norm"] = fn.update_norm(z, weights.factor_after) / scale
+        sums["product"] = fn.update_product(z, w_o, weights.norm.toward(stream)) / scale
+        return sums
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments, and counts."""
-        norm, stream = sums["norm"], sums["stream"]
-        turned, magnitude = fn.orientation(sums["product"], norm, stream), norm / stream
-        each = {
-            "magnitude": magnitude,
-            "orientation": turned,
-            "parallel": sums["product"] / stream**2,
-            "orthogonal": magnitude * (1 - turned.nan_to_num() ** 2).sqrt(),
-            "update_norm": norm,
-        }
-        original, hidden = batch.origin >= 0, ~batch.real[:, None]
-        sizes, cosines = (
-            torch.tensor(e, device=norm.device, dtype=norm.dtype)
-            for e in (_MAGNITUDES, _ORIENTATIONS)
+        stream = sums["stream"]
+        per_token = _per_token(sums["norm"], sums["product"], stream)
+        means = dict(per_token)
+        if "norm" + BEFORE_NORM in sums:
+            norm, product = (sums[name + BEFORE_NORM] for name in ("norm", "product"))
+            before = _per_token(norm, product, stream)
+            means |= {name + BEFORE_NORM: value for name, value in before.items()}
+        members = batch.members()
+        values = {name: segment_mean(value, members) for name, value in means.items()}
+
+        magnitude, orientation = (per_token[name] for name in _PER_QUERY)
+        sizes = magnitude.new_tensor(_MAGNITUDES)
+        cosines = magnitude.new_tensor(_ORIENTATIONS)
+        original = batch.origin >= 0
+        values["magnitude_counts"] = fn.counts_in_bins(magnitude, sizes, original)
+        values["orientation_counts"] = fn.counts_in_bins(orientation, cosines, original)
+        values["joint_counts"] = fn.counts_in_pairs_of_bins(
+            magnitude, orientation, (sizes, cosines), original
         )
-        made = {name: segment_mean(value, batch.members()) for name, value in each.items()}
-        made |= {
-            "magnitude_counts": fn.counts_in_bins(magnitude, sizes, original),
-            "orientation_counts": fn.counts_in_bins(turned, cosines, original),
-            "joint_counts": fn.counts_in_pairs_of_bins(
-                magnitude, turned, (sizes, cosines), original
-            ),
-        }
-        at = ("magnitude", "orientation") if self.per_query else ()
-        made |= {f"{name}_at": each[name].masked_fill(hidden, torch.nan) for name in at}
-        return {f"{self.prefix}{name}": value for name, value in made.items()}
+        padding = ~batch.real[:, None]
+        for name in _PER_QUERY if self.per_query else ():
+            values[f"{name}_at"] = per_token[name].masked_fill(padding, torch.nan)
+        return {self.prefix + name: value for name, value in values.items()}
+
+
+def _per_token(norm: fn.PerPart, product: fn.PerPart, stream: fn.PerPart) -> dict[str, Tensor]:
+    """The quantities of each token, from ``‖Δ‖``, ``⟨r, Δ⟩`` and ``‖r‖``."""
+    orientation = fn.orientation(product, norm, stream)
+    magnitude = norm / stream
+    return {
+        "magnitude": magnitude,
+        "orientation": orientation,
+        "parallel": product / stream**2,
+        "orthogonal": magnitude * (1 - orientation.nan_to_num() ** 2).sqrt(),
+        "update_norm": norm,
+    }
 
 
 @dataclass(frozen=True)
 class HeadUpdates(_Updates):
     """Measure the magnitude and orientation of each head's update of the residual stream (R. Claus, figures 7 to 10).
 
-    ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre, Δ)``. The updates of
-    all heads of a layer and b_O add up to the attention output (before the norm that follows it in Gemma 2 and 3 and
-    OLMo 2). Gives means over the tokens of each segment, and counts of the original tokens in fixed bins, which can be
-    added over prompts.
+    ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre, Δ)``. Where a norm
+    follows attention (Gemma 2 and 3, OLMo 2, GLM-4), ``Δ[q, h] = γ · z[q, h] W_O[h] / σ[q]``, with the norm's weight γ
+    and the scale σ of the whole block's output at that token, which the heads share. The updates of all heads of a
+    layer, and b_O taken through the same norm, add up to what attention adds to the residual stream. There, means of
+    what enters the norm are given too, as ``…_before_norm``.
+
+    Gives means over the tokens of each segment, and counts of the original tokens in fixed bins, which can be added
+    over prompts.
 
     Args:
         per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
@@ -169,17 +236,17 @@ class HeadUpdates(_Updates):
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
-        sums |= self.measured(
-            captures.by_head("attn.hook_z", len(self.weights[captures.layer][0])), captures
-        )
+        heads = len(self.weights[captures.layer].w_o)
+        sums |= self.measured(captures.by_head("attn.hook_z", heads), captures)
 
 
 @dataclass(frozen=True)
 class TopTargetUpdates(_Updates):
     """Measure the part of each head's update that comes from its strongest target, as :class:`HeadUpdates` does.
 
-    ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9. Interventions on z
-    (an ablated head) act later and have no effect on it.
+    ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9; taken through the
+    norm after attention where there is one, with the scale of the whole block's output. Interventions on z (an ablated
+    head) act later and have no effect on ``A[q, k] v[k] W_O[h]``.
 
     Args:
         per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
@@ -194,9 +261,10 @@ class TopTargetUpdates(_Updates):
             raise ModelError(
                 f"layer {rows.layer} has no hook_v per head, so a target's contribution cannot be measured"
             )
-        first, _, at = top_two(rows.pattern)
-        v = for_each_head(rows.v[:, :, rows.keys], rows.pattern.shape[1]).to(first.dtype)
-        read = v.gather(2, at[..., None].expand(*at.shape, v.shape[-1])) * first[..., None]
+        largest, _, target = top_two(rows.pattern)
+        v = for_each_head(rows.v[:, :, rows.keys], rows.pattern.shape[1]).to(largest.dtype)
+        index = target[..., None].expand(*target.shape, v.shape[-1])
+        read = v.gather(2, index) * largest[..., None]
         if "read" not in sums:
             sums["read"] = read.new_zeros(
                 (len(read), rows.batch.tokens.shape[1], *read.shape[1::2])

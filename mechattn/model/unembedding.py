@@ -29,6 +29,12 @@ class FrozenNorm:
     eps: float  # added to the variance under the root
     scales: bool = True  # in a model without norms it is the identity, with σ = 1
 
+    def of_part(self, part: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """``γ · (Δ − mean)`` of a part Δ of the norm's input; divided by σ it is that part of the output."""
+        if self.centres:
+            part = part - part.mean(-1, keepdim=True)
+        return self.gamma * part
+
     def toward(self, direction: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The direction before the norm: ``⟨norm's share of Δ, direction⟩ = ⟨Δ, toward(direction)⟩ / σ``."""
         made = direction * self.gamma

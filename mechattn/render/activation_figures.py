@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 import xarray as xr
 
+from mechattn.analysis.updates import BEFORE_NORM
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import mean_over_prompts, summed
@@ -458,6 +459,8 @@ def _finished(
     """Set the title, a slider with one step per layer, and the sentence on the question's tokens."""
     note = f"{condition}; {count_words(result)}"
     note += "; only the part from the strongest target" if reading == "top_target" else ""
+    if f"{_prefix(reading)}magnitude{BEFORE_NORM}" in result[READINGS[reading]]:
+        note += "; after the norm that follows attention"
     layers, title = values.layer.values.tolist(), f"{model_caption(result)}: {what}"
     draw.by_layer_slider(
         figure, layers, lambda layer: f"{title}<br><sup>layer {layer}; {note}</sup>", height

@@ -48,6 +48,7 @@ class Passed:
     w_o: list  # head d_head d_model
     resid: list  # pos d_model, before each block; after the last norm at the end of the list
     attention: list  # pos d_model, what the attention block adds, after a norm where one follows
+    gain: list  # pos d_model, the factor of that norm; 1 where there is none
     logits: np.ndarray
 
 
@@ -109,7 +110,7 @@ def passed(plain, ids, monkeypatch):
         made = plain(torch.tensor([ids]), output_attentions=True)
     for handle in handles:
         handle.remove()
-    found = Passed([], [], [], [], [], [], [], [], made.logits[0].numpy())
+    found = Passed([], [], [], [], [], [], [], [], [], made.logits[0].numpy())
     for n in range(len(blocks)):
         found.pattern.append(made.attentions[n][0].numpy())
         if (
@@ -140,6 +141,8 @@ def passed(plain, ids, monkeypatch):
         found.resid.append(seen[n, "resid"][0].numpy())
         bias = 0 if seen[n, "out"].bias is None else seen[n, "out"].bias.detach().numpy()
         added = np.einsum("phd,hdm->pm", found.z[n], found.w_o[n]) + bias
-        found.attention.append(seen[n, "normed"][0].numpy() if (n, "normed") in seen else added)
+        written = seen[n, "normed"][0].numpy() if (n, "normed") in seen else added
+        found.attention.append(written)
+        found.gain.append(written / added)  # an RMSNorm multiplies each coordinate by γ / σ
     found.resid.append(seen[len(blocks) - 1, "after"][0].numpy())
     return found

@@ -164,7 +164,7 @@ def test_head_updates_with_the_whole_delta(measured):
                     ],
                     1,
                 )
-            delta = np.einsum("phd,hdm->phm", z, w_o)
+            delta = np.einsum("phd,hdm->phm", z, w_o) * plain.gain[layer][:, None]
             size = np.linalg.norm(delta, axis=-1)
             stream = np.linalg.norm(resid, axis=-1)[:, None]
             magnitude.append((size / stream).T)
@@ -203,7 +203,7 @@ def test_head_updates_with_the_whole_delta(measured):
 def test_the_oracle_would_notice_another_head(measured):
     _, result, plain, sequence, _ = measured
     mine = at(result, "head_updates", "magnitude_at", len(sequence))[0]
-    delta = np.einsum("phd,hdm->phm", plain.z[0], plain.w_o[0][::-1])
+    delta = np.einsum("phd,hdm->phm", plain.z[0], plain.w_o[0][::-1]) * plain.gain[0][:, None]
     other = (np.linalg.norm(delta, axis=-1) / np.linalg.norm(plain.resid[0], axis=-1)[:, None]).T
     assert abs(mine / other - 1).max() > 0.05
 
@@ -314,14 +314,14 @@ def test_the_parts_of_scores(name, rank, prompts, monkeypatch):
         of = data.sel(layer=layer)
         of = {
             part: of[f"{part}_at_per_prompt"].values
-            for part in ("target", "content", "bias", "alibi")
+            for part in ("ranked_target", "content", "bias", "alibi")
         }
         wrong = 0
         for head, query in np.ndindex(heads, length):
             if query <= rank:
                 continue
             target = np.argsort(-total[head, query], kind="stable")[rank]
-            if target != int(of["target"][head, query]):
+            if target != int(of["ranked_target"][head, query]):
                 wrong += 1
                 continue
             for part, value in (("content", content), ("bias", bias), ("alibi", alibi)):
@@ -397,7 +397,7 @@ def test_masked_tokens_and_knockouts(prompts, shared):
         rows = maps.values[..., :n, :n]
         targets = (
             result["score_decomposition"]
-            .target_at_per_prompt.sel(condition=name)[0]
+            .ranked_target_at_per_prompt.sel(condition=name)[0]
             .values[..., :n]
         )
         for layer, head, q in zip(*np.nonzero(~np.isnan(targets)), strict=True):

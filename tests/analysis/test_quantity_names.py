@@ -1,0 +1,54 @@
+"""The analyses of the package can be measured together: no two of them name a quantity alike."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+import mechattn as ma
+from mechattn.analysis.analysis import AnalysisBase
+from mechattn.engine.request_checks import with_names
+from mechattn.errors import OptionError
+
+
+def with_every_option():
+    """One of each analysis, with every option that adds quantities."""
+    classes = [
+        thing
+        for thing in vars(ma.analyses).values()
+        if inspect.isclass(thing) and issubclass(thing, AnalysisBase)
+    ]
+    analyses = []
+    for kind in classes:
+        if not dataclasses.is_dataclass(kind):
+            continue  # a base class for analyses of one's own
+        names = {field.name for field in dataclasses.fields(kind)}
+        options = dict.fromkeys(names & {"per_query", "half_mass"}, True)
+        analyses.append(kind(**options))
+    return analyses
+
+
+def test_all_analyses_can_be_measured_together():
+    analyses = with_every_option()
+    assert {"attention_focus", "score_decomposition", "head_updates"} <= {a.name for a in analyses}
+    assert with_names(analyses) == analyses
+
+
+def test_two_with_a_name_in_common_are_noticed():
+    class Twin(ma.analyses.AttentionFocus):
+        name = "twin"
+
+    with pytest.raises(OptionError, match="both measure a quantity named"):
+        with_names([ma.analyses.AttentionFocus(), Twin()])
+
+
+def test_focus_and_scores_of_each_query_in_one_run(prompts, shared):
+    analyses = [
+        ma.analyses.AttentionFocus(per_query=True),
+        ma.analyses.ScoreDecomposition(per_query=True),
+    ]
+    result = ma.run(shared("toy:falcon"), prompts[:1], analyses=analyses, positions="prompts")
+    focus = result["attention_focus"].target_at_per_prompt.values
+    scores = result["score_decomposition"].ranked_target_at_per_prompt.values
+    same = (focus == scores)[focus == focus]
+    assert same.mean() > 0.99, "the strongest target either way, but for ties in rounding"
