@@ -22,7 +22,7 @@ conditions = {
 analyses = [
     ma.ReceivedAttention(),
     ma.analyses.AffineShift(),
-    ma.analyses.AttentionFocus(),
+    ma.analyses.AttentionFocus(per_query=True),
     ma.analyses.AttentionSinks(),
     ma.analyses.HeadUpdates(per_query=True),
     ma.analyses.MlpActivations(),
@@ -156,6 +156,12 @@ ma.render.update_histogram(result)
 
 # %%
 ma.render.update_map(result, "slash")
+
+# %% [markdown]
+# Does a head write nothing where it looks at the first token? (A figure for real models: in a toy few heads do so.)
+
+# %%
+ma.render.focus_and_impact(result)
 
 # %% [markdown]
 # At which positions do heads write most?

@@ -26,7 +26,12 @@ from mechattn.analysis.analysis import (
 from mechattn.errors import OptionError
 from mechattn.functional import focus as fn
 from mechattn.functional.attention import BLOCK, centred, ranked_target
-from mechattn.functional.received import segment_mean, self_attention, visible_counts
+from mechattn.functional.received import (
+    segment_mean,
+    segment_means,
+    self_attention,
+    visible_counts,
+)
 from mechattn.model.hooked import HookedModel
 from mechattn.model.scores_and_positions import K, Q, scores_of
 from mechattn.prompts.prompt import Prompt
@@ -143,8 +148,8 @@ class AttentionFocus(AnalysisBase):
             "self_mass": self_attention(pattern, start, first),
             "first_mass": pattern[..., 0] if first == 0 else torch.zeros_like(largest),
             "previous_mass": fn.looking_back(pattern, 1, start, first)[0],
-            "duplicate_mass": fn.repeated_mass(pattern, rows.batch.tokens, 0, start, first),
-            "induction_mass": fn.repeated_mass(pattern, rows.batch.tokens, 1, start, first),
+            "duplicate_mass": _repeated_mass(rows, 0),
+            "induction_mass": _repeated_mass(rows, 1),
             "concentration": largest - second.clamp(min=0),
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, start, first),
@@ -171,11 +176,36 @@ class AttentionFocus(AnalysisBase):
         each = {name: value.masked_fill(~several, torch.nan) for name, value in each.items()}
         for name, after in (("duplicate_mass", 0), ("induction_mass", 1)):
             each[name] = each[name].masked_fill(_no_repeat(batch, after)[:, None], torch.nan)
-        means = {name: segment_mean(value, batch.members()) for name, value in each.items()}
+        means = segment_means(each, batch.members())
         if not self.per_query:
             return means
         each["target"] = sums["target"].masked_fill(~several, torch.nan)
         return means | {f"{name}_at": value for name, value in each.items()}
+
+
+def _repeated_mass(rows: AttentionRows, after: int) -> Float[Tensor, "batch head query"]:
+    """Each query's attention to ``fn.repeats_of`` its token, whose places are looked up once for all layers."""
+    block = (rows.batch, after, *_ends(rows.queries), *_ends(rows.keys))
+    if rows.pattern.is_cuda:
+        return fn.masked_mass(rows.pattern, _repeats(*block))
+    return fn.looked_up_mass(rows.pattern, _places_of_repeats(*block))
+
+
+def _ends(positions: slice) -> tuple[int, int]:
+    return positions.start, positions.stop
+
+
+@lru_cache(maxsize=2)
+def _repeats(
+    batch: Batch, after: int, query: int, last_query: int, key: int, last_key: int
+) -> Bool[Tensor, "batch query key"]:
+    return fn.repeats_of(batch.tokens, after, slice(query, last_query), slice(key, last_key))
+
+
+@lru_cache(maxsize=256)  # both kinds, in the blocks of a long sequence: few places in a text
+def _places_of_repeats(batch: Batch, after: int, *block: int) -> tuple[Tensor, Tensor, Tensor]:
+    row, query, key = _repeats(batch, after, *block).nonzero(as_tuple=True)
+    return row, query, key
 
 
 @lru_cache(maxsize=4)  # the layers of a batch share them

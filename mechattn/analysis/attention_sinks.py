@@ -168,7 +168,8 @@ class AttentionSinks(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        return zeros(batch, heads, "columns", "near", "columns_after")
+        sums = zeros(batch, heads, "columns", "columns_after")
+        return sums | zeros(batch, heads, "near", last=(self.gap,))
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add column sums over all queries, over those after the insertion, and over those near the key."""
@@ -183,8 +184,8 @@ class AttentionSinks(AnalysisBase):
             )
         counted = rows.batch.real[:, rows.queries]
         sums["columns"][..., keys] += fn.column_sums(pattern, counted)
-        sums["near"][..., keys] += fn.near_sums(
-            pattern, counted, self.gap, rows.queries.start, keys.start
+        sums["near"][:, :, rows.queries] = fn.near_band(
+            pattern, self.gap, rows.queries.start, keys.start
         )
         first, beyond = inserted_span(rows.batch)
         if beyond and rows.queries.stop > first:
@@ -284,7 +285,8 @@ class AttentionSinks(AnalysisBase):
         seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
         distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
         far = batch.real & (distant > 0)
-        score = (sums["columns"] - sums["near"]) / distant.clamp(min=1)[:, None]
+        near = fn.near_sums(sums["near"], batch.real)
+        score = (sums["columns"] - near) / distant.clamp(min=1)[:, None]
         shown = score.masked_fill(~far[:, None], torch.nan)
         return {"vertical": shown, "vertical_kurtosis": fn.kurtosis_over_keys(score, far)}
 

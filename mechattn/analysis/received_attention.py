@@ -255,22 +255,23 @@ class SegmentFlow(AnalysisBase):
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add the flow of these queries."""
-        queries, member = (
-            part.to(rows.pattern.dtype)
-            for part in (self._queries(rows.batch), rows.batch.members())
-        )
-        of_queries = rearrange(
-            queries[..., rows.queries], "batch segment query -> batch 1 segment query"
-        )
-        of_keys = rearrange(member[..., rows.keys], "batch segment key -> batch 1 key segment")
-        sums["flow"] += of_queries @ (rows.pattern @ of_keys)
+        pattern = rows.pattern
+        queries = self._queries(rows.batch)[..., rows.queries].to(pattern.dtype)
+        members = rows.batch.members()[..., rows.keys].to(pattern.dtype)
+        of_queries = rearrange(queries, "batch segment query -> batch 1 segment query")
+        of_keys = rearrange(members, "batch segment key -> batch 1 key segment")
         if rows.v is None:
+            sums["flow"] += of_queries @ (pattern @ of_keys)
             sums["value_flow"].fill_(-1)
             return
-        norms = rows.v[:, :, rows.keys].to(rows.pattern.dtype).norm(dim=-1)
-        norms = for_each_head(norms, rows.pattern.shape[1])
-        by_value = rows.pattern @ (norms.unsqueeze(-1) * of_keys)
-        total = (rows.pattern @ norms.unsqueeze(-1)).clamp(min=torch.finfo(norms.dtype).tiny)
+        norms = rows.v[:, :, rows.keys].to(pattern.dtype).norm(dim=-1)
+        norms = for_each_head(norms, pattern.shape[1]).unsqueeze(-1)
+        # One product for both: reading the pattern costs more than a few columns.
+        columns = torch.cat([of_keys.expand(*norms.shape[:3], -1), norms * of_keys], -1)
+        flow, by_value = (pattern @ columns).chunk(2, -1)
+        sums["flow"] += of_queries @ flow
+        # Every key that is seen is in one segment, so the segments add up to all keys.
+        total = by_value.sum(-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
         sums["value_flow"] += of_queries @ (by_value / total)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:

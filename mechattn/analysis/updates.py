@@ -24,7 +24,7 @@ from mechattn.errors import ModelError
 from mechattn.functional import head_outputs as fn
 from mechattn.functional.attention import for_each_head
 from mechattn.functional.focus import top_two
-from mechattn.functional.received import segment_mean
+from mechattn.functional.received import segment_mean, segment_means
 from mechattn.model.head_parts import output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.model.unembedding import FrozenNorm
@@ -185,7 +185,7 @@ class _Updates(AnalysisBase):
             before = _per_token(norm, product, stream)
             means |= {name + BEFORE_NORM: value for name, value in before.items()}
         members = batch.members()
-        values = {name: segment_mean(value, members) for name, value in means.items()}
+        values = segment_means(means, members)
 
         magnitude, orientation = (per_token[name] for name in _PER_QUERY)
         sizes = magnitude.new_tensor(_MAGNITUDES)

@@ -14,6 +14,7 @@ from mechattn.functional.attention import Marked, Pattern, Tokens, widened
 Squares = Float[Tensor, "*batch query key"]
 PerQuery = Float[Tensor, "*batch query"]
 PerHead = Float[Tensor, "batch head query"]
+Places = Int[Tensor, " place"]
 _CHUNK = 64  # keys
 _PIECE = (
     2**18
@@ -89,35 +90,34 @@ def half_mass_keys(pattern: Squares) -> Int[Tensor, "*batch query"]:
     return 1 + (ordered.cumsum(-1) < enough).sum(-1).clamp(max=pattern.shape[-1] - 1)
 
 
-def repeated_mass(
-    pattern: Pattern, tokens: Tokens, after: int = 0, first_query: int = 0, first_key: int = 0
-) -> PerHead:
-    """Each query's attention to positions ``after`` tokens behind earlier occurrences of its own token.
+def repeats_of(
+    tokens: Tokens, after: int, queries: slice, keys: slice
+) -> Bool[Tensor, "batch query key"]:
+    """Which keys are ``after`` tokens behind an earlier occurrence of the query's own token, and before the query.
 
-    ``Σ A[q, p + after]`` over all p with ``tokens[p] = tokens[q]`` and ``p + after < q``: the duplicate-token mass for
-    ``after=0``, the induction mass for ``after=1``. A query's attention to itself belongs to neither.
+    ``p + after`` for all p with ``tokens[p] = tokens[q]`` and ``p + after < q``. The attention to them is the
+    duplicate-token mass for ``after=0`` and the induction mass for ``after=1``. A query itself belongs to neither.
 
     Source: "Duplicate token" and "induction" of TransformerLens's head detector, which also counts a query's own key.
     """
-    queries = first_query + torch.arange(pattern.shape[-2], device=tokens.device)
-    keys = first_key + torch.arange(pattern.shape[-1], device=tokens.device)
-    same = tokens[:, queries, None] == tokens[:, None, (keys - after).clamp(min=0)]
-    there = same & (keys < queries[:, None]) & (keys >= after)
-    return masked_mass(pattern, there) if pattern.is_cuda else looked_up_mass(pattern, there)
+    query = torch.arange(queries.start, queries.stop, device=tokens.device)
+    key = torch.arange(keys.start, keys.stop, device=tokens.device)
+    same = tokens[:, query, None] == tokens[:, None, (key - after).clamp(min=0)]
+    return same & (key < query[:, None]) & (key >= after)
 
 
-def masked_mass(pattern: Pattern, there: Bool[Tensor, "batch query key"]) -> PerHead:
+def masked_mass(pattern: Pattern, chosen: Bool[Tensor, "batch query key"]) -> PerHead:
     """Each query's attention to some keys, computed with a mask over all keys: for a GPU, to avoid a sync."""
     return einsum(
         pattern,
-        there.to(pattern.dtype),
+        chosen.to(pattern.dtype),
         "batch head query key, batch query key -> batch head query",
     )
 
 
-def looked_up_mass(pattern: Pattern, there: Bool[Tensor, "batch query key"]) -> PerHead:
-    """The same, by looking up only these keys: for a CPU, as there are few of them in a text."""
-    row, query, key = there.nonzero(as_tuple=True)
+def looked_up_mass(pattern: Pattern, chosen: tuple[Places, Places, Places]) -> PerHead:
+    """The same, by looking up only these keys (row, query, key): for a CPU, as there are few of them in a text."""
+    row, query, key = chosen
     mass = pattern.new_zeros(pattern.shape[0], pattern.shape[2], pattern.shape[1])
     mass.index_put_((row, query), pattern[row, :, query, key], accumulate=True)
     return mass.transpose(1, 2)

@@ -18,6 +18,7 @@ from mechattn.render.attention_figures import received_attention as received_att
 from mechattn.render.attention_figures import received_by_model as received_by_model
 from mechattn.render.change_figures import changes as changes
 from mechattn.render.change_figures import verdicts as verdicts
+from mechattn.render.focus_figures import focus_and_impact as focus_and_impact
 from mechattn.render.html_views import pattern as pattern
 from mechattn.render.html_views import received_text as received_text
 from mechattn.render.layer_figures import by_layer as by_layer

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
-from mechattn.functional import focus as repeats
 
 ASKS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.is_nonzero}
 BY_TOKEN = (
@@ -41,8 +40,7 @@ def asked(model, prompts, analyses, layers):
 
 
 @pytest.mark.parametrize("make", [make for make in ANALYSES if make not in BY_TOKEN + NO_SCORES])
-def test_a_pass_waits_as_often_for_one_layer_as_for_four(make, llama, monkeypatch):
-    monkeypatch.setattr(repeats, "looked_up_mass", repeats.masked_mass)  # as on a GPU
+def test_a_pass_waits_as_often_for_one_layer_as_for_four(make, llama):
     prompts = ma.load_prompts("word-problems", limit=2)
     asked(llama, prompts, [make()], [3])  # what is asked once a model
     assert asked(llama, prompts, [make()], [3]) == asked(llama, prompts, [make()], [0, 1, 2, 3])

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from mechattn.functional import head_outputs as fn
-from mechattn.functional.received import kurtosis_over_keys, massive, near_sums
+from mechattn.functional.received import kurtosis_over_keys, massive, near_band, near_sums
 
 
 def ill_conditioned(heads=3, width=16, model=48):
@@ -79,19 +79,13 @@ def test_near_sums_in_blocks(random_pattern):
     pattern = random_pattern(2, 30)[None]
     counted = torch.ones(1, 30, dtype=torch.bool)
     counted[0, 25:] = False
-    total = torch.zeros(1, 2, 30)
-    for start in (0, 10, 20):
-        rows = slice(start, start + 10)
-        total += fn_near(pattern[:, :, rows], counted[:, rows], start)
-    expected = torch.zeros(2, 30)
+    blocks = [near_band(pattern[:, :, start : start + 10], 4, start) for start in (0, 10, 20)]
+    total = near_sums(torch.cat(blocks, 2), counted)
+    expected = torch.zeros(2, 30, dtype=pattern.dtype)
     for k in range(30):
         for q in range(k, min(k + 4, 25)):
             expected[:, k] += pattern[0, :, q, k]
     torch.testing.assert_close(total[0], expected)
-
-
-def fn_near(block, counted, start):
-    return near_sums(block, counted, 4, start, 0)
 
 
 def test_massive_activations_and_kurtosis():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformer_lens import head_detector
 
-from mechattn.functional.focus import has_repeat, looked_up_mass, masked_mass, repeated_mass
+from mechattn.functional.focus import has_repeat, looked_up_mass, masked_mass, repeats_of
 
 LENGTH, HEADS = 23, 3
 PATTERNS = {
@@ -23,6 +23,13 @@ def tokens():
 @pytest.fixture
 def pattern(random_pattern):
     return torch.stack([random_pattern(heads=HEADS, length=LENGTH, seed=seed) for seed in (1, 2)])
+
+
+def repeated_mass(pattern, tokens, after, first_query=0, first_key=0):
+    queries = slice(first_query, first_query + pattern.shape[2])
+    keys = slice(first_key, first_key + pattern.shape[3])
+    repeats = repeats_of(tokens, after, queries, keys)
+    return looked_up_mass(pattern, repeats.nonzero(as_tuple=True))
 
 
 @pytest.mark.parametrize("after", PATTERNS)
@@ -76,6 +83,10 @@ def test_both_ways_of_adding_up_are_the_same():
     pattern = torch.rand(3, 4, 7, 9, generator=generator, dtype=torch.float64)
     there = torch.rand(3, 7, 9, generator=generator) < 0.3
     torch.testing.assert_close(
-        masked_mass(pattern, there), looked_up_mass(pattern, there), atol=1e-12, rtol=0
+        masked_mass(pattern, there),
+        looked_up_mass(pattern, there.nonzero(as_tuple=True)),
+        atol=1e-12,
+        rtol=0,
     )
-    assert not torch.allclose(masked_mass(pattern, there), looked_up_mass(pattern, ~there))
+    others = (~there).nonzero(as_tuple=True)
+    assert not torch.allclose(masked_mass(pattern, there), looked_up_mass(pattern, others))

@@ -40,8 +40,9 @@ def figures(toy, prompts):
     slash = ma.MeaninglessTokens("/", 20)
     conditions = {"slash": slash, "sentence": ma.RandomSentence(20), "unshifted": slash.unshifted()}
     of = ma.analyses
-    analyses = [ma.ReceivedAttention(), of.AffineShift(), of.AttentionFocus(), of.AttentionSinks()]
-    analyses += [of.HeadUpdates(per_query=True), of.MlpActivations()]
+    analyses = [ma.ReceivedAttention(), of.AffineShift(), of.AttentionSinks()]
+    analyses += [of.AttentionFocus(per_query=True), of.HeadUpdates(per_query=True)]
+    analyses += [of.MlpActivations()]
     result = ma.run(toy, prompts[:4], conditions, analyses, positions="prompts")
     counts = ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20])
     counted = table(["baseline", *counts], accuracy=[0.9, 0.8, 0.5])
@@ -69,6 +70,7 @@ def figures(toy, prompts):
         "update_histogram": draw.update_histogram(result),
         "update_map": draw.update_map(result, "slash"),
         "update_by_position": draw.update_by_position(result),
+        "focus_and_impact": draw.focus_and_impact(result),
         "activation_histogram": draw.activation_histogram(result),
         "activation_metrics": draw.activation_metrics(result),
         "near_zero_by_class": draw.near_zero_by_class(result),

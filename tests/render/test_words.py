@@ -21,7 +21,7 @@ CONDITIONS = {
     "masked": ma.MeaninglessTokens("/", 20).masked(),
 }
 ANALYSES = [
-    ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.MlpActivations(), ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates(per_query=True),
+    ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.MlpActivations(), ma.analyses.AttentionFocus(per_query=True), ma.analyses.HeadUpdates(per_query=True),
     ma.analyses.AttentionSinks(),
 ]  # fmt: skip
 OPTIONS = {

@@ -1,0 +1,169 @@
+"""Figures of what attention focuses on beside what heads write there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from mechattn.analysis.updates import BEFORE_NORM
+from mechattn.axes import BASELINE
+from mechattn.contrast.focus_and_impact import (
+    EARLY_LAYERS,
+    MOST,
+    NEARLY_ALL,
+    impact_above,
+)
+from mechattn.contrast.focus_and_impact import (
+    focus_and_impact as table_of,
+)
+from mechattn.render import draw
+from mechattn.render.draw import WITH, WITHOUT
+from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.words import count_words, model_caption, number_words, says
+from mechattn.results.result import Result
+
+CLAIM = "“when attention focuses on the first token, that head has no impact”"
+_HOVER = (
+    "attention to the first token %{customdata[0]}: mean %{y:.2f} [%{customdata[1]:.2f}, "
+    "%{customdata[2]:.2f}], median %{customdata[3]:.2f}, quartiles %{customdata[4]:.2f} and "
+    "%{customdata[5]:.2f}<extra></extra>"
+)
+
+
+@declare("head_updates")
+def focus_and_impact(
+    result: Result, condition: str = BASELINE, segment: str = "question"
+) -> go.Figure:
+    """Plot the size of heads' updates by how much attention the query gives to the first token.
+
+    Above, a panel for each group of layers: an update's size over the mean of its layer (1 on the line), as the median
+    over queries and heads with the band of the quartiles, and the mean with its 95 % interval over prompts. A head
+    without impact would be at 0. Below, the share of queries in each bin.
+
+    Args:
+        result: A result with ``AttentionFocus(per_query=True)`` and ``HeadUpdates(per_query=True)``, measured in one
+            run with ``positions="prompts"``.
+        condition: The condition.
+        segment: The segment of the queries.
+
+    Raises:
+        OptionError: The two were not measured for each query, or there is no such condition or segment.
+
+    Source:
+        The claim in the title is that of R. Claus, "Attention Focus Plots".
+    """
+    table = table_of(result, condition, segment)
+    groups = [(words, rows) for words, rows in table.groupby("layers", sort=False)]
+    titles = [str(words) for words, _ in groups]
+    figure = draw.panels(
+        [*titles, *("" for _ in titles)],
+        rows=2,
+        row_heights=[0.76, 0.24],
+        vertical_spacing=0.05,
+        horizontal_spacing=0.04,
+        shared_xaxes=True,
+        shared_yaxes=True,
+    )
+    colour = WITHOUT if condition == BASELINE else WITH
+    for column, (_, rows) in enumerate(groups, 1):
+        _impact(figure, rows, colour, column)
+        draw.rule(figure, y=1, column=column)
+        draw.rule(figure, y=0, dash="dot", width=1.5, column=column)
+        _share_of_queries(figure, rows, column)
+    figure.update_yaxes(title_text="update / mean<br>of the layer", row=1, col=1)
+    figure.update_yaxes(title_text="% of<br>queries", row=2, col=1)
+    figure.update_yaxes(rangemode="tozero")
+    middle = (len(groups) + 1) // 2
+    figure.update_xaxes(title_text="attention of the query to the first token", row=2, col=middle)
+    note = (
+        f"the claim: {CLAIM} (dotted). {condition}, {segment} queries, n = {count_words(result)}; "
+        "line and band: median and quartiles; points: means, 95 % intervals"
+    )
+    if f"magnitude{BEFORE_NORM}" in result["head_updates"]:
+        note += "; after the norm that follows attention"
+    heading = f"{model_caption(result)}: what heads write where they look at the first token"
+    draw.title(figure, heading, note, 580, top=110)
+    figure.update_layout(showlegend=False, bargap=0.15)
+    return says(figure, _measured_answer(result, condition, segment))
+
+
+def _bin_words(rows: pd.DataFrame) -> list[str]:
+    return [f"{above:g}–{up_to:g}" for above, up_to in zip(rows.above, rows.up_to, strict=True)]
+
+
+def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> None:
+    """The median with its quartiles, and the mean with its interval; nothing where no query is."""
+    words = np.array(_bin_words(rows), dtype=object)
+    filled = (rows.queries > 0).to_numpy()
+    place = np.flatnonzero(filled)
+    rows, words = rows[filled], words[filled]
+    draw.ribbon(
+        figure,
+        place,
+        rows.quartile_low.to_numpy(),
+        rows.quartile_high.to_numpy(),
+        colour,
+        column=column,
+    )
+    figure.add_scatter(
+        x=place,
+        y=rows["median"],
+        mode="lines",
+        line=dict(color=colour, width=1.6),
+        hoverinfo="skip",
+        **draw.at(column),
+    )
+    numbers = rows[["low", "high", "median", "quartile_low", "quartile_high"]]
+    hover = np.column_stack([words, numbers.to_numpy(dtype=object)])
+    draw.points(
+        figure,
+        place,
+        (rows["mean"], rows.low, rows.high),
+        "mean",
+        colour,
+        column,
+        customdata=hover,
+        meta=["bin", "low", "high", "median", "quartile_low", "quartile_high"],
+        hovertemplate=_HOVER,
+    )
+
+
+def _share_of_queries(figure: go.Figure, rows: pd.DataFrame, column: int) -> None:
+    words = _bin_words(rows)
+    figure.add_bar(
+        x=list(range(len(rows))),
+        y=100 * rows.share,
+        marker_color=draw.GREY,
+        customdata=np.column_stack([words, rows.queries]),
+        meta=["bin", "queries"],
+        hovertemplate="%{customdata[0]}: %{customdata[1]:,} queries, %{y:.1f} %<extra></extra>",
+        **draw.at(column, 2),
+    )
+    figure.update_xaxes(
+        tickvals=list(range(len(rows))),
+        ticktext=words,
+        tickangle=-90,
+        **draw.at(column, 2),
+    )
+
+
+def _measured_answer(result: Result, condition: str, segment: str) -> str:
+    """What the claim comes to in this result, in one sentence."""
+    parts = []
+    for least, words in ((MOST, "more than half"), (NEARLY_ALL, f"more than {NEARLY_ALL:.2f}")):
+        impact, share = impact_above(result, least, condition, segment)
+        of_queries = f"({100 * share:.1f}\u00a0% of the queries)"
+        if np.isnan(impact.estimate):
+            parts.append(f"nowhere does it hold {words}")
+        else:
+            parts.append(
+                f"where it holds {words} {of_queries}, their heads' updates are "
+                f"{number_words(impact)} of the mean of the layer"
+            )
+    later = int(max(result["head_updates"].layer)) >= EARLY_LAYERS
+    where = f"Layers from {EARLY_LAYERS} on" if later else "All layers"
+    return (
+        f"{where}, attention of {segment} queries to the first token: {'; '.join(parts)}. "
+        f"No impact would be 0."
+    )

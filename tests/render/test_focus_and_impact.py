@@ -1,0 +1,143 @@
+"""What heads write by their attention to the first token: the table against loops in float64, and its figure."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import mechattn as ma
+from mechattn.axes import SEGMENTS
+from mechattn.contrast.focus_and_impact import (
+    BIN_EDGES,
+    focus_and_impact,
+    impact_above,
+    layer_groups,
+)
+from mechattn.errors import OptionError
+
+ANALYSES = [
+    ma.analyses.AttentionFocus(per_query=True),
+    ma.analyses.HeadUpdates(per_query=True),
+]
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    slash = {"slash": ma.MeaninglessTokens("/", 20)}
+    return ma.run(toy, prompts[:5], slash, ANALYSES, positions="prompts")
+
+
+def impacts_by_loops(result, condition, segment, layers):
+    """(prompt, attention to the first token, update over the mean of its layer), one for each head and query."""
+    focus = result["attention_focus"].first_mass_at_per_prompt.sel(condition=condition)
+    sizes = result["head_updates"].magnitude_at_per_prompt.sel(condition=condition)
+    texts = result["sequences"].segment_index.sel(condition=condition)
+    code = SEGMENTS.index(segment)
+    rows = []
+    for prompt in range(focus.sizes["prompt"]):
+        queries = np.flatnonzero(texts[prompt].values == code)
+        for layer in layers:
+            of_layer = sizes.isel(prompt=prompt).sel(layer=layer).transpose("head", "key").values
+            mass = focus.isel(prompt=prompt).sel(layer=layer).transpose("head", "key").values
+            known = [
+                (float(mass[head, q]), float(of_layer[head, q]))
+                for head in range(len(mass))
+                for q in queries
+                if not np.isnan(mass[head, q])
+            ]
+            mean = sum(size for _, size in known) / len(known)
+            rows += [(prompt, share, size / mean) for share, size in known]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("condition", "segment"), [("baseline", "question"), ("slash", "inserted")]
+)
+def test_the_table_equals_loops(result, condition, segment):
+    table = focus_and_impact(result, condition, segment)
+    layers = result["head_updates"].layer.values.tolist()
+    assert table.layers.unique().tolist() == [words for words, _ in layer_groups(layers)]
+    for words, group in layer_groups(layers):
+        rows = impacts_by_loops(result, condition, segment, group)
+        of_group = table[table.layers == words]
+        assert of_group.queries.sum() == len(rows)
+        for row in of_group.itertuples():
+            inside = [
+                (prompt, impact)
+                for prompt, share, impact in rows
+                if row.above < share <= row.up_to or (row.above == 0 and share == 0)
+            ]
+            assert row.queries == len(inside)
+            assert row.share == pytest.approx(len(inside) / len(rows))
+            if not inside:
+                assert np.isnan(row.mean)
+                continue
+            values = [impact for _, impact in inside]
+            assert row.median == pytest.approx(np.median(values), rel=1e-6)
+            assert row.quartile_low == pytest.approx(np.percentile(values, 25), rel=1e-6)
+            by_prompt = [
+                np.mean([impact for prompt, impact in inside if prompt == number])
+                for number in sorted({prompt for prompt, _ in inside})
+            ]
+            assert row.mean == pytest.approx(np.mean(by_prompt), rel=1e-6)
+
+
+def test_the_loops_would_notice_another_heads_updates(result):
+    updates = result["head_updates"]
+    other = updates.assign(
+        magnitude_at_per_prompt=updates.magnitude_at_per_prompt.roll(head=1, roll_coords=False)
+    )
+    changed = replace(result, datasets={**result.datasets, "head_updates": other})
+    mine, theirs = focus_and_impact(result), focus_and_impact(changed)
+    assert (mine.queries == theirs.queries).all()
+    assert abs(mine["median"] - theirs["median"]).max() > 0.05
+
+
+def test_later_layers_alone_are_in_the_sentence(result):
+    layers = result["head_updates"].layer.values.tolist()
+    later = [layer for layer in layers if layer >= 4] or layers
+    rows = impacts_by_loops(result, "baseline", "question", later)
+    impact, share = impact_above(result, 0.2)
+    inside = [(prompt, value) for prompt, mass, value in rows if mass > 0.2]
+    assert share == pytest.approx(len(inside) / len(rows))
+    by_prompt = [
+        np.mean([value for prompt, value in inside if prompt == number])
+        for number in sorted({prompt for prompt, _ in inside})
+    ]
+    assert float(impact.estimate) == pytest.approx(np.mean(by_prompt), rel=1e-6)
+
+
+def test_groups_of_layers():
+    assert layer_groups([0, 1]) == [("layers 0 to 1", [0, 1])]
+    assert [words for words, _ in layer_groups(list(range(9)))] == [
+        "layers 0 to 3",
+        "layers 4 to 6",
+        "layers 7 to 8",
+    ]
+    assert layer_groups([7]) == [("layer 7", [7])]
+
+
+def test_the_figure_shows_the_table(result):
+    figure = ma.render.focus_and_impact(result)
+    table = focus_and_impact(result)
+    bars = [trace for trace in figure.data if trace.type == "bar"]
+    np.testing.assert_allclose(np.concatenate([bar.y for bar in bars]), 100 * table.share)
+    points = [trace for trace in figure.data if trace.name == "mean"]
+    expected = table["mean"][table.queries > 0]
+    np.testing.assert_allclose(np.concatenate([trace.y for trace in points]), expected)
+    assert len(bars[0].x) == len(BIN_EDGES) - 1
+    words = ma.render.caption(figure)
+    assert "that head has no impact" in words
+    assert "attention of question queries to the first token" in words
+
+
+def test_what_is_missing_is_said(toy, prompts, result):
+    without = ma.run(toy, prompts[:1], analyses=ANALYSES)
+    for call, message in (
+        (lambda: ma.render.focus_and_impact(without), 'positions="prompts"'),
+        (lambda: ma.render.focus_and_impact(result, "x"), "there is no condition 'x'"),
+        (lambda: ma.render.focus_and_impact(result, segment="poem"), "segment='poem'"),
+        (lambda: ma.render.focus_and_impact(result, segment="inserted"), "no prompt has tokens"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            call()
