@@ -122,6 +122,7 @@ bench: .venv/dev
 	$(BIN)/python experiments/benchmarks/generate.py
 	$(BIN)/python experiments/benchmarks/circuits.py
 	$(BIN)/python experiments/benchmarks/workers.py
+	test ! -d $(REAL) || $(BIN)/python experiments/benchmarks/real.py $(REAL)
 
 # Installs nothing: with .venv, or where there is none, the python on the path. GPU="--parts received-1B" narrows it.
 gpu:

@@ -79,10 +79,14 @@ def focus_and_impact(
     return pd.DataFrame(rows)
 
 
-def impact_above(
-    result: Result, least: float, condition: str = "baseline", segment: str = "question"
+def impact_within(
+    result: Result,
+    above: float,
+    up_to: float,
+    condition: str = "baseline",
+    segment: str = "question",
 ) -> tuple[Interval, float]:
-    """Mean impact of the queries that give the first token more than this, in all but the early layers, and their share.
+    """Mean impact of the queries that give the first token so much, in all but the early layers, and their share.
 
     The interval is over prompts. A model without later layers is taken whole.
     """
@@ -90,7 +94,7 @@ def impact_above(
     layers = masses.layer.values.tolist()
     later = [layer for layer in layers if layer >= EARLY_LAYERS] or layers
     prompts = list(_by_prompt(masses, magnitudes, members, later))
-    chosen = [queries.impact[queries.first_mass > least] for queries in prompts]
+    chosen = [queries.impact[_within(queries, above, up_to)] for queries in prompts]
     total = sum(len(queries.impact) for queries in prompts)
     share = sum(map(len, chosen)) / max(1, total)
     return _over_prompts(result, chosen), share

@@ -12,7 +12,7 @@ from mechattn.contrast.focus_and_impact import (
     EARLY_LAYERS,
     MOST,
     NEARLY_ALL,
-    impact_above,
+    impact_within,
 )
 from mechattn.contrast.focus_and_impact import (
     focus_and_impact as table_of,
@@ -148,22 +148,26 @@ def _share_of_queries(figure: go.Figure, rows: pd.DataFrame, column: int) -> Non
     )
 
 
+_RANGES = (
+    (0.0, MOST, "at most half"),
+    (MOST, 1.0, "more than half"),
+    (NEARLY_ALL, 1.0, f"more than {NEARLY_ALL:.2f}"),
+)
+
+
 def _measured_answer(result: Result, condition: str, segment: str) -> str:
     """What the claim comes to in this result, in one sentence."""
     parts = []
-    for least, words in ((MOST, "more than half"), (NEARLY_ALL, f"more than {NEARLY_ALL:.2f}")):
-        impact, share = impact_above(result, least, condition, segment)
-        of_queries = f"({100 * share:.1f}\u00a0% of the queries)"
+    for above, up_to, words in _RANGES:
+        impact, share = impact_within(result, above, up_to, condition, segment)
         if np.isnan(impact.estimate):
-            parts.append(f"nowhere does it hold {words}")
-        else:
-            parts.append(
-                f"where it holds {words} {of_queries}, their heads' updates are "
-                f"{number_words(impact)} of the mean of the layer"
-            )
+            parts.append(f"nowhere {words}")
+            continue
+        of_queries = f"{100 * share:.2g}\u00a0% of the queries"
+        parts.append(f"{number_words(impact)} where it holds {words} ({of_queries})")
     later = int(max(result["head_updates"].layer)) >= EARLY_LAYERS
-    where = f"Layers from {EARLY_LAYERS} on" if later else "All layers"
+    layers = f"layers from {EARLY_LAYERS} on" if later else "all layers"
     return (
-        f"{where}, attention of {segment} queries to the first token: {'; '.join(parts)}. "
-        f"No impact would be 0."
+        f"Updates over the mean of their layer, by the attention that {segment} queries give to the "
+        f"first token ({layers}): {'; '.join(parts)}. No impact would be 0."
     )

@@ -10,7 +10,7 @@ from mechattn.axes import SEGMENTS
 from mechattn.contrast.focus_and_impact import (
     BIN_EDGES,
     focus_and_impact,
-    impact_above,
+    impact_within,
     layer_groups,
 )
 from mechattn.errors import OptionError
@@ -97,7 +97,7 @@ def test_later_layers_alone_are_in_the_sentence(result):
     layers = result["head_updates"].layer.values.tolist()
     later = [layer for layer in layers if layer >= 4] or layers
     rows = impacts_by_loops(result, "baseline", "question", later)
-    impact, share = impact_above(result, 0.2)
+    impact, share = impact_within(result, 0.2, 1.0)
     inside = [(prompt, value) for prompt, mass, value in rows if mass > 0.2]
     assert share == pytest.approx(len(inside) / len(rows))
     by_prompt = [
@@ -128,7 +128,8 @@ def test_the_figure_shows_the_table(result):
     assert len(bars[0].x) == len(BIN_EDGES) - 1
     words = ma.render.caption(figure)
     assert "that head has no impact" in words
-    assert "attention of question queries to the first token" in words
+    assert "attention that question queries give to the first token" in words
+    assert "No impact would be 0" in words
 
 
 def test_what_is_missing_is_said(toy, prompts, result):
