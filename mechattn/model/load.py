@@ -67,10 +67,11 @@ def load_model(
     token is prepended if the tokenizer does so (``cfg.default_prepend_bos``), unlike TransformerLens's default of True.
 
     Args:
-        model: "toy:llama"; a checkpoint directory; a GGUF file ("model.gguf"), whose weights are dequantised; a hub
-            name; a transformers model (changed in place), which may be dispatched over several devices, offloaded to
-            memory or disk, or quantised; or a ``TransformerBridge`` or ``HookedTransformer``, which is verified,
-            corrected in place if it is a Falcon with ALiBi, and returned.
+        model: "toy:llama"; "real:smollm2", a trained model whose file `make figures` fetches; a checkpoint directory; a
+            GGUF file ("model.gguf"), whose weights are dequantised; a hub name; a transformers model (changed in
+            place), which may be dispatched over several devices, offloaded to memory or disk, or quantised; or a
+            ``TransformerBridge`` or ``HookedTransformer``, which is verified, corrected in place if it is a Falcon with
+            ALiBi, and returned.
         tokenizer: A transformers tokenizer to use in place of the model's own. A checkpoint directory without a
             tokenizer gives a model without one, whose prompts must be token ids.
         dtype: The dtype of the weights; "auto" uses the checkpoint's (float32 for the toys and for GGUF files).

@@ -15,6 +15,7 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.model.gguf_files import SUFFIX
 from mechattn.model.hooked import ModelFacts, alone, facts_of, making
 from mechattn.model.load import load_model
+from mechattn.model.packaged import REAL, packaged_file
 from mechattn.model.several_devices import device_of, unoffloaded
 
 Kind = Literal["initialised", "shuffled"]
@@ -121,8 +122,8 @@ def weights_hash(model: Any) -> str:
 
 def stored_hash(name: str) -> str | None:
     """A hash of a GGUF file, or of a directory's weights, configs and vocabularies, without loading it."""
-    place = Path(name)
     try:
+        place = Path(packaged_file(name) if name.startswith(REAL) else name)
         if place.is_dir():
             files = [path for path in place.iterdir() if path.suffix in _STORED and path.is_file()]
         elif place.suffix == SUFFIX:

@@ -22,10 +22,21 @@ from mechattn.prompts.tokenization import TokenizedModel, own_bos
 
 WORD_PROBLEMS = "word-problems"
 RECALL = "recall"
+GSM8K = "gsm8k"
 REPEATED = "repeated-random"
 SYSTEM = "Solve the problem step by step. End with the word Answer and the number."  # of the word problems
 _FIELDS = ("answer", "group", "counterpart", "other_answer")
-_SHIPPED_FILES = {WORD_PROBLEMS: "word_problems.jsonl", RECALL: "recall.jsonl"}
+_SHIPPED_FILES = {
+    GSM8K: "gsm8k.jsonl",
+    WORD_PROBLEMS: "word_problems.jsonl",
+    RECALL: "recall.jsonl",
+}
+_MORE_TOY_QUESTIONS = "experiments/toys/generated_problems.py makes others"
+_MORE = {  # where there are more questions than those that come with the package
+    GSM8K: 'the data set "openai/gsm8k" on the hub has others',
+    WORD_PROBLEMS: _MORE_TOY_QUESTIONS,
+    RECALL: _MORE_TOY_QUESTIONS,
+}
 _WITHOUT_LIMIT = 64  # questions of the package
 _LONGEST = 4 * 2**20  # bytes per line: more than a million tokens
 
@@ -45,9 +56,9 @@ def load_prompts(
     """Load prompts that come with the package, a .jsonl file or a dataset on the hub.
 
     Args:
-        source: "word-problems", of one to five steps, which the other toys solve; "recall", questions that contain
-            their answer, which toy:relay solves; the path of a
-            .jsonl file; or a hub dataset such as "openai/gsm8k", with its subset (configuration) after a colon:
+        source: "gsm8k", the first 200 questions of GSM8K's test split, which people wrote; "word-problems", of one to
+            five steps, which the toys solve; "recall", questions that contain their answer, which toy:relay solves; the
+            path of a .jsonl file; or a hub dataset such as "openai/gsm8k", with its subset (configuration) after a colon:
             "openai/gsm8k:socratic". For random tokens see :func:`~mechattn.prompts.datasets.repeated_random`.
         limit: The number of prompts, from the beginning; all by default (64 of those that come with the
             package).
@@ -57,7 +68,7 @@ def load_prompts(
         with_answer: Whether the model reads the answer after the question.
         split: The split of a hub dataset.
         seed: Which questions that come with the package: 512 word problems have seed 0, 128 others seed 1, and 200
-            others seed 11; 256 recall questions have seed 0. No toy was trained on any of them.
+            others seed 11; 256 recall questions have seed 0, and so do GSM8K's. No toy was trained on any of them.
         fields: The other fields. ``answer``: the one with the answer, if there is one ("answer" by default).
             ``group``: the one with what prompts share, such as their template (``Prompt.group``); statistics treat such
             groups as the unit. No group by default for a file or dataset; word problems use their template.
@@ -71,7 +82,8 @@ def load_prompts(
     check_choice(Template, template=template)
     if not isinstance(source, (str, os.PathLike)):
         raise PromptError(
-            f'source={source!r}: give "word-problems", "recall", the path of a .jsonl file, or a dataset on the hub'
+            f'source={source!r}: give "gsm8k", "word-problems", "recall", the path of a .jsonl file, or a '
+            "dataset on the hub"
         )
     source = os.fspath(source)
     _check_options(source, limit, fields)
@@ -143,22 +155,20 @@ def _shipped(
     if split != "test":
         raise OptionError(
             f"split={split!r}: the questions that come with the package are all of the split "
-            '"test"; experiments/toys/generated_problems.py makes others'
+            f'"test"; {_MORE[source]}'
         )
     questions_by_seed = _shipped_questions(source)
     if seed not in questions_by_seed:
         raise OptionError(
             f"seed={seed}: of the questions that come with the package, {source!r} has the seeds "
-            f"{', '.join(map(str, questions_by_seed))}; experiments/toys/generated_problems.py makes "
-            "others"
+            f"{', '.join(map(str, questions_by_seed))}; {_MORE[source]}"
         )
     questions = questions_by_seed[seed]
     limit = limit or _WITHOUT_LIMIT
     if limit > len(questions):
         raise OptionError(
             f"the package has {len(questions)} questions {source!r} with seed={seed}: "
-            f"limit={limit} is more; give at most that many, or write others to a .jsonl file "
-            "(experiments/toys/generated_problems.py makes them)"
+            f"limit={limit} is more; give at most that many ({_MORE[source]})"
         )
     rows = []
     for question in questions[:limit]:
@@ -286,8 +296,8 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
             rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:
         raise PromptError(
-            f'no prompts at {name!r}: it is not "word-problems", not a file here, and loading it from the hub failed '
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'})"
+            f'no prompts at {name!r}: it is not "gsm8k" or "word-problems", not a file here, and loading it from '
+            f"the hub failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'})"
         ) from error
     return [
         dict(row) for row in (rows if limit is None else rows.select(range(min(limit, len(rows)))))

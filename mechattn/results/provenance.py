@@ -54,14 +54,20 @@ _NOTHING: Mapping[str, Any] = dict(
 
 
 def versions() -> dict[str, str]:
-    """The versions of the software that computed the numbers."""
-    found = {"python": sys.version.split()[0]}
+    """The versions of the software that computed the numbers.
+
+    A loaded module says its own version: that of the metadata may be of another build, such as
+    2.13.0 where 2.13.0+cpu runs, or of another copy on the path.
+    """
+    versions_by_package = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
+        module = sys.modules.get(package)
+        loaded_version = getattr(module, "__version__", None)
         try:
-            found[package] = version(package)
+            versions_by_package[package] = str(loaded_version or version(package))
         except PackageNotFoundError:
-            found[package] = "not installed as a package"
-    return found
+            versions_by_package[package] = "not installed as a package"
+    return versions_by_package
 
 
 def name_of(place: str) -> str:

@@ -2,6 +2,7 @@
 
 import re
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -163,3 +164,25 @@ def test_shipped_recall_questions_are_those_of_the_generator():
 def test_more_than_the_package_has_is_refused(options, message):
     with pytest.raises(OptionError, match=message):
         ma.load_prompts("word-problems", **options)
+
+
+def test_gsm8k_is_that_of_the_data_set(questions):
+    """Beside the file of the whole test split, read as any file of prompts."""
+    ours = ma.load_prompts("gsm8k", limit=200)
+    assert ours == ma.load_prompts(str(questions), limit=200)
+    assert "#### 18" in ours[0].solution
+
+
+def test_gsm8k_takes_a_system_text_and_a_chat_template():
+    prompts = ma.load_prompts("gsm8k", limit=3, system="Think.", template="chat")
+    assert {(prompt.system, prompt.template) for prompt in prompts} == {("Think.", "chat")}
+    assert len({prompt.question for prompt in prompts}) == 3
+    assert prompts[0].group is None
+    with pytest.raises(OptionError, match=r'200 questions .*"openai/gsm8k" on the hub has others'):
+        ma.load_prompts("gsm8k", limit=201)
+
+
+def test_gsm8k_has_its_licence_beside_it():
+    notice = Path(datasets.__file__).with_name("gsm8k.LICENSE").read_text()
+    assert "Copyright (c) 2021 OpenAI" in notice
+    assert "Permission is hereby granted" in notice
