@@ -214,6 +214,8 @@ def main() -> None:
     parser.add_argument("--note", default="", help="a sentence on the machine, for the table")
     parser.add_argument("--out", type=Path, help="a Markdown file; its numbers beside it as JSON")
     args = parser.parse_args()
+    if args.prompts < 3:
+        parser.error("--prompts: a comparison needs at least 3 prompts")
     torch.set_num_threads(1)
 
     folders = [args.folder / name for name in args.models or []]
