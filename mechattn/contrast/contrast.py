@@ -20,7 +20,8 @@ from mechattn.contrast.differences import (
     differences,
     labels_of,
 )
-from mechattn.contrast.quantities import Null, check_layer, slices, variable_of
+from mechattn.contrast.first_token import first_token_words
+from mechattn.contrast.quantities import Null, check_layer, has_dilution, slices, variable_of
 from mechattn.errors import OptionError, check_counts
 from mechattn.results.result import Result, part_of, units_of
 from mechattn.stats.intervals import FEWEST, Interval, relative_change
@@ -40,11 +41,11 @@ class Verdict:
 
     ``change`` and ``null`` are fractions (−0.2 is a fifth less): the change of each prompt's mean over layers and heads
     (geometric mean over prompts), so that heads count by how much they receive; the mean of ``compare``'s column
-    ``change`` counts each head alike. The null is that of a model whose heads all attend uniformly. ``beyond`` marks
-    the heads whose change is below the null's, ``above`` those above it (q_beyond < 0.05, two-sided tests), ``rises``
-    and ``falls`` those in which the quantity itself does (q_difference < 0.05), whatever the null does. With a margin,
-    ``same`` marks the heads whose change is the null's to within ± margin (``q_same`` < 0.05). ``n`` counts what
-    ``unit`` names: prompts, or groups of them.
+    ``change`` counts each head alike. ``null_kind`` names the null. ``beyond`` marks the heads whose change is below
+    the null's, ``above`` those above it (q_beyond < 0.05, two-sided tests), ``rises`` and ``falls`` those in which the
+    quantity itself does (q_difference < 0.05), whatever the null does, and ``marked`` those of them that change by more
+    than ``margin``, or 5 % without one. With a margin, ``same`` marks the heads whose change is the null's to within
+    ± margin (``q_same`` < 0.05). ``n`` counts what ``unit`` names: prompts, or groups of them.
     """
 
     change: Interval
@@ -57,6 +58,8 @@ class Verdict:
     unit: str = "prompts"
     margin: float | None = None
     same: np.ndarray | None = None
+    null_kind: Null = "uniform"
+    marked: np.ndarray | None = None
 
     @property
     def findable(self) -> bool:
@@ -89,7 +92,7 @@ class Contrast:
         segment: The segment; None for all of them, which makes the family of tests larger.
         other: The result that contains ``to``, for the same prompts; this one by default.
         null: "dilution": the original tokens keep their attention to each other, and give way to the inserted ones in
-            equal parts. "uniform", the default: all keys get the same.
+            equal parts; the default where the quantity has it. "uniform": all keys get the same; the default elsewhere.
             "blind", for models that add something to their scores besides content (ALiBi, learned sinks): the softmax
             of these terms alone.
         scale: "log-ratio" or "difference"; by default the quantity's own. A cell without a ratio (0 in some prompt) is
@@ -145,7 +148,8 @@ class Contrast:
         """The null, as asked for or by default."""
         if self.null is not None:
             return self.null
-        return "uniform"
+        known = [has_dilution(side, self.quantity, self.segment) for side in self.sides]
+        return "dilution" if all(known) else "uniform"
 
     @property
     def sides(self) -> list[tuple[Result, str]]:
@@ -181,7 +185,10 @@ class Contrast:
         Raises:
             OptionError: There is nothing to compare, or too few prompts; a layer doesn't fit in memory.
         """
-        return table.table(self, table.Selection(select, top, by), random, margin)
+        heads = table.table(self, table.Selection(select, top, by), random, margin)
+        if told := first_token_words(self.result, self.condition):
+            heads.attrs["first_token"] = told
+        return heads
 
     def across(self, conditions: Seq[str]) -> pd.DataFrame:
         """The mean change over several conditions, such as fillers, as a sample of others; see ``Result.across``.
@@ -305,20 +312,31 @@ class Contrast:
             raise OptionError(
                 f"{self.quantity!r} has no null in this result, and a verdict compares with it"
             )
-        made = table.table(self, margin=margin, bootstrap_ends=False)
+        heads = table.table(self, margin=margin, bootstrap_ends=False)
         variable = variable_of(self.result, self.quantity)
-        at = tuple(variable.indexes[dim].get_indexer(made[dim]) for dim in ("layer", "head"))
-        signs, own, same = (
-            np.zeros((variable.sizes["layer"], variable.sizes["head"]), dtype=int) for _ in range(3)
-        )
-        for of, column in ((signs, "beyond"), (own, "difference")):
-            of[at] = np.where(made[f"q_{column}"] < 0.05, np.sign(made[column]), 0)
-        if margin is not None:
-            same[at] = made.q_same < 0.05
-        n, unit = int(made.n.iloc[0]), made.attrs["unit"]
-        of_same = None if margin is None else same > 0
+        rows = tuple(variable.indexes[dim].get_indexer(heads[dim]) for dim in ("layer", "head"))
+        shape = (variable.sizes["layer"], variable.sizes["head"])
+
+        def mask(which: np.ndarray) -> np.ndarray:
+            by_layer = np.zeros(shape, dtype=bool)
+            by_layer[rows] = which
+            return by_layer
+
+        differs = heads.q_beyond < 0.05
+        changes = heads.q_difference < 0.05
         return Verdict(
-            change, null, signs < 0, signs > 0, own > 0, own < 0, n, unit, margin, of_same
+            change=change,
+            null=null,
+            beyond=mask(differs & (heads.beyond < 0)),
+            above=mask(differs & (heads.beyond > 0)),
+            rises=mask(changes & (heads.difference > 0)),
+            falls=mask(changes & (heads.difference < 0)),
+            n=int(heads.n.iloc[0]),
+            unit=heads.attrs["unit"],
+            margin=margin,
+            same=None if margin is None else mask(heads.q_same < 0.05),
+            null_kind=self.null_used,
+            marked=mask(table.marked(heads, margin)),
         )
 
     def resolution(

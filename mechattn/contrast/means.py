@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.quantities import in_parts
+from mechattn.contrast.quantities import has_dilution, in_parts
 from mechattn.contrast.table import Ranking
 from mechattn.errors import OptionError
 from mechattn.results.result import Result, units_in
@@ -95,12 +95,12 @@ def choose_heads(
     count: int,
     condition: str,
     prompts: np.ndarray,
-    by: Ranking = "beyond",
+    by: Ranking = "difference",
 ) -> list[tuple[int, int]]:
-    """The ``count`` heads, of a layer or of all, whose attention to the question is furthest from the null, by layer.
+    """The ``count`` heads, of a layer or of all, whose attention to the question changes most, by layer.
 
-    With ``by="difference"``, those in which it changes most. On these prompts; the choice of
-    ``Result.compare(…, select="half", top=count, by=…)`` if they are one half.
+    With ``by="beyond"``, those furthest from the null; in the baseline, from uniform attention. On these
+    prompts; the choice of ``Result.compare(…, select="half", top=count, by=…)`` if they are one half.
     """
     dataset = result["received_attention"]
     if "received_per_prompt" not in dataset:
@@ -116,10 +116,14 @@ def choose_heads(
             f"cannot choose {count} of {heads} heads on {len(prompts)} prompts (one half); "
             "name the heads, or run at least 6 prompts"
         )
-    against_null = by == "beyond" or condition == BASELINE
-    logs = np.log(
-        half.received_by_segment / (half.received_by_segment_uniform if against_null else 1.0)
-    )
+    if condition == BASELINE:
+        logs = np.log(half.received_by_segment / half.received_by_segment_uniform)
+    elif by == "difference":
+        logs = np.log(half.received_by_segment)
+    else:
+        known = has_dilution((result, condition), "received", "question")
+        null = "dilution" if known else "uniform"
+        logs = np.log(half.received_by_segment / half[f"received_by_segment_{null}"])
     far = logs.sel(condition=condition)
     if condition != BASELINE:
         far = far - logs.sel(condition=BASELINE)

@@ -82,7 +82,7 @@ class Selection:
                 f"top={self.top!r}: give a number of heads, at least 1, or None for those with q < 0.05"
             )
         if self.by not in (None, *get_args(Ranking)):
-            raise OptionError(f'by={self.by!r}: give "beyond" (the null) or "difference"')
+            raise OptionError(f'by={self.by!r}: give "difference" or "beyond" (the null)')
         if self.top is not None and self.select is None:
             raise OptionError(
                 f'top={self.top}: say select="half" too, which ranks heads on one half of the prompts and reports them '
@@ -101,9 +101,9 @@ class Selection:
     def scores(self, found: Paired) -> np.ndarray:
         """What ranks the cells of one half; −inf for those that are not selected."""
         if self.top is None:
-            return np.where(found.q < 0.05, 0.0, -np.inf)
-        known = self.by != "difference" and not np.isnan(found.beyond).all()
-        far = abs(found.beyond if known else found.difference)
+            return np.where(found.q_difference < 0.05, 0.0, -np.inf)
+        from_null = self.by == "beyond" and not np.isnan(found.beyond).all()
+        far = abs(found.beyond if from_null else found.difference)
         chosen = np.argsort(-far, kind="stable")[: self.top]
         scores = np.full(far.shape, -np.inf)
         scores[chosen] = far[chosen]

@@ -51,7 +51,7 @@ class ShownModel:
         ):
             try:
                 with explained([self.result]):
-                    found[name] = self.result.verdict(name)
+                    found[name] = self.result.verdict(name, null="uniform")
             except MemoryOptionError:
                 raise
             except (

@@ -155,7 +155,8 @@ def _changes(
 ) -> dict[str, Any]:
     """Changes from the baseline with their intervals, the null's change, and the change beyond it."""
     table = of_contrast(
-        Contrast(of, condition, quantity=quantity, other=reference), bootstrap_ends=False
+        Contrast(of, condition, quantity=quantity, other=reference, null="uniform"),
+        bootstrap_ends=False,
     )
     table = table.assign(
         half=table.difference_high - table.difference, beyond_half=table.beyond_high - table.beyond

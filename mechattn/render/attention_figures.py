@@ -45,7 +45,7 @@ def received_attention(
     condition: str | None = None,
     *,
     top: int | None = None,
-    by: Ranking = "beyond",
+    by: Ranking = "difference",
     one_based: bool = False,
 ) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
@@ -59,11 +59,11 @@ def received_attention(
         result: A result with received attention.
         layer: The layer, from 0; a list such as [0, 1, 2] shows the same heads of each; None is for heads of any.
         heads: The heads, from 0, or by name, such as "L1H2".
-        top: In place of heads: how many to choose by the largest change (in the baseline: the largest distance) from
-            the null on one half of the prompts, of each layer or, with None, of all; as
+        top: In place of heads: how many to choose by the largest change (in the baseline: the largest distance from
+            uniform attention) on one half of the prompts, of each layer or, with None, of all; as
             ``result.compare(…, select="half", top=…)`` does. The figure then shows the other half; the run must have
             used ``positions="prompts"``.
-        by: With ``top``: "difference" chooses by the change itself.
+        by: With ``top``: "beyond" chooses by the distance of the change from that of the null.
         condition: The condition in orange; by default the first that isn't the baseline, where there is one.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
@@ -81,14 +81,15 @@ def received_attention(
             check_layer(one, dataset)
     listed, top = listed_or_chosen(heads, top)
     Selection(
-        "half" if top else None, top, by if top or by != "beyond" else None
+        "half" if top else None, top, by if top or by != "difference" else None
     )  # refuses what compare refuses
     if top is not None:
         units = units_of(result, len(shown))
         units.refuse_below(2 * FEWEST, " for two halves", instead="")
         chosen, shown = units.halves()
-        against = "distances from" if alone else "changes relative to"
-        largest = "changes" if by == "difference" else f"{against} uniform attention"
+        largest = "changes" if by == "difference" else "changes relative to the null"
+        if alone:
+            largest = "distances from uniform attention"
         how = f"with the largest {largest} in the other half of the prompts"
     of_layers: dict[int, list[int]] = {}
     for one in layers or [layer]:
@@ -335,7 +336,7 @@ def change_map(
         to: The condition to compare with, such as a random sentence of as many tokens.
     """
     condition = result.condition(condition)
-    table = Contrast(result, condition, to, quantity, segment).table()
+    table = Contrast(result, condition, to, quantity, segment, null="uniform").table()
     if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     known = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"

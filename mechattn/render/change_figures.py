@@ -62,7 +62,10 @@ def changes(
     lines = _swept(names, over) if over else {"": {name: name for name in names}}
     figure, said, mode = draw.panels(), [], "lines+markers" if over else "markers"
     for (words, named), colour in zip(lines.items(), cycle((WITH, *OTHERS)), strict=False):
-        found = [Contrast(result, n, to, quantity, segment).overall(layer) for n in named.values()]
+        found = [
+            Contrast(result, n, to, quantity, segment, null="uniform").overall(layer)
+            for n in named.values()
+        ]
         numeric = bool(over) and all(value.lstrip("-").isdigit() for value in named)
         start = [(0.0, 0.0, 0.0)] * (
             numeric and to == BASELINE
@@ -142,7 +145,10 @@ def verdicts(
     if not results:
         raise OptionError("results=[] is empty; give at least one result with received attention")
     names = [result.condition(condition) for result in results]
-    found = [result.verdict(name, segment) for result, name in zip(results, names, strict=True)]
+    found = [
+        result.verdict(name, segment, null="uniform")
+        for result, name in zip(results, names, strict=True)
+    ]
     words = _rows(results, names)
     change, null = (
         100 * np.array(of, dtype=np.float64)

@@ -13,10 +13,12 @@ import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast, Verdict
+from mechattn.contrast.first_token import first_token_words
 from mechattn.contrast.means import overall_mean
+from mechattn.contrast.table import LARGER_THAN
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.result import Result, alike_words, units_of
-from mechattn.stats.intervals import Interval
+from mechattn.stats.intervals import FEWEST, Interval
 
 
 def quantity_words(quantity: str, segment: str) -> str:
@@ -129,7 +131,11 @@ def verdict_words(
     to: str | None = None,
     margin: float | None = None,
 ) -> str:
-    """State the change of a segment's received attention from the baseline, and its uniform null, in words.
+    """State in words how the attention that a segment receives changes from the baseline.
+
+    First the change over all layers and heads, in percent and in points of 100 of the attention; then the layer where it
+    is largest; that of a control; what the dilution null would give; the number of heads that fall and that rise; and
+    where a condition takes the sink from the first token, that.
 
     Args:
         result: A result with received attention.
@@ -137,18 +143,19 @@ def verdict_words(
         segment: The segment that receives attention.
         to: A condition whose change is stated too, with the difference of both, such as a random sentence of as many
             tokens; ``result.compare(condition, to=to)`` has it by head.
-        margin: The largest change that counts as none, such as 0.02, for heads that change as under uniform attention.
+        margin: The largest change that counts as none, such as 0.02; by default 0.05, for heads that fall or rise.
 
     Raises:
         OptionError: There is no such condition or segment, there are fewer than 3 prompts, or the two conditions insert
             different numbers of tokens.
     """
     condition = result.condition(condition)
-    apart = None if to is None else result.verdict(condition, segment, to=to).change
-    other = None if to is None or apart is None else (to, result.verdict(to, segment), apart)
-    return stated(
-        result, condition, result.verdict(condition, segment, margin=margin), segment, other
-    )
+    verdict = result.verdict(condition, segment, margin=margin)
+    if to is None:
+        return stated(result, condition, verdict, segment, None)
+    apart = result.verdict(condition, segment, to=to).change
+    other = (to, result.verdict(to, segment), apart)
+    return stated(result, condition, verdict, segment, other)
 
 
 def stated(
@@ -159,24 +166,71 @@ def stated(
     other: tuple[str, Verdict, Interval] | None,
 ) -> str:
     """The sentences of a verdict; beside that of another condition, and the relative difference between both."""
-    beside, sizes, null = "", result["received_attention"].sizes, percent(verdict.null.estimate)
+    sizes = result["received_attention"].sizes
+    layers, heads = _many(sizes, "layer"), _many(sizes, "head")
+    prompts = units_of(result, sizes["prompt"]).words
+    points = points_words(result, condition, segment)
+    sentences = [
+        f"With “{condition}”, attention received by the {segment} changes by {percent_words(verdict.change)} over "
+        f"{layers} × {heads}{points} ({prompts})",
+        largest_layer_words(result, condition, segment),
+    ]
     if other is not None:
         name, its, apart = other
-        beside = f" and by {percent_words(its.change)} with “{name}” (“{condition}” relative to “{name}”: "
-        beside += f"{percent_words(apart)})"
-        null = " and ".join(dict.fromkeys((null, percent(its.null.estimate))))
-    heads = heads_words(verdict)
-    if other is not None:  # after the other condition
-        heads = f"With “{condition}”, {heads[0].lower()}{heads[1:]}"
-    same = ""
+        sentences.append(
+            f"With “{name}” it changes by {percent_words(its.change)} (“{condition}” relative to “{name}”: "
+            f"{percent_words(apart)})"
+        )
+    if verdict.null_kind == "dilution":
+        null = percent(verdict.null.estimate)
+        sentences.append(
+            f"If the original tokens kept their attention to each other, “{condition}” would change it by {null}"
+        )
+    sentences.append(heads_words(verdict))
     if verdict.same is not None:
         within = f"± {100 * (verdict.margin or 0):g}\u00a0%"
-        same = f"; in {int(verdict.same.sum())} the change is the same as its null's to within {within} (q_same < 0.05)"
-    return (
-        f"Attention received by the {segment} changes by {percent_words(verdict.change)} with “{condition}”{beside}; "
-        f"under uniform attention it would change by {null} (changes of the mean over {_many(sizes, 'layer')} × "
-        f"{_many(sizes, 'head')}, {units_of(result, sizes['prompt']).words}). {heads}{same}. {alike_words(result)}"
-    ).rstrip()
+        same = int(verdict.same.sum())
+        sentences.append(
+            f"In {same} of {verdict.same.size} heads the change is that of the null to within {within} (q_same < 0.05)"
+        )
+    told = ". ".join(filter(None, sentences)) + "."
+    return " ".join(filter(None, (told, first_token_words(result, condition), alike_words(result))))
+
+
+def points_words(result: Result, condition: str, segment: str) -> str:
+    """The change of a segment's mass in points of 100, with its interval; "" if it was not measured."""
+    dataset = result["received_attention"]
+    if "mass_by_segment" not in dataset:
+        return ""
+    masses = dataset.mass_by_segment.sel(segment=segment)
+    change = masses.sel(condition=condition) - masses.sel(condition=BASELINE)
+    ends = overall_mean(result, 100 * change)
+    if not np.isfinite(ends.estimate):
+        return ""
+    numbers = [f"{float(end):+.1f}".replace("-", "−") for end in ends]
+    return f", and all of it by {numbers[0]} [{numbers[1]}, {numbers[2]}] points of 100"
+
+
+def largest_layer_words(result: Result, condition: str, segment: str) -> str:
+    """The layer in which a segment's attention changes most, chosen on one half of the prompts and told of the other.
+
+    With too few prompts for halves it is said to be a maximum. "" for one layer.
+    """
+    layers = result["received_attention"].layer.values.tolist()
+    if len(layers) < 2:
+        return ""
+    units = units_of(result, result["sequences"].sizes["prompt"])
+    has_halves = units.n >= 2 * FEWEST
+    choosing, telling = units.halves() if has_halves else (None, None)
+    of_half = Contrast(_part(result, None, choosing), condition, segment=segment)
+    sizes = [abs(float(of_half.overall(layer)[0].estimate)) for layer in layers]
+    largest = layers[int(np.argmax(sizes))]
+    told = Contrast(_part(result, None, telling), condition, segment=segment)
+    change = percent_words(told.overall(largest)[0])
+    how = "chosen on one half of the prompts, told of the other"
+    if not has_halves:
+        how = f"the largest of {len(layers)}, on the prompts that made it so"
+    return f"It changes most in layer {largest}: {change} ({how})"
 
 
 def _many(sizes: Mapping[Any, int], dim: str) -> str:
@@ -184,39 +238,20 @@ def _many(sizes: Mapping[Any, int], dim: str) -> str:
 
 
 def heads_words(verdict: Verdict) -> str:
-    """How many heads differ from uniform attention, and in which direction their own attention changes."""
-    null, size = round(float(verdict.null.estimate), 5), verdict.above.size
-    up = verdict.rises | (
-        ~verdict.falls & (null > 0)
-    )  # what does neither for sure is said to go the null's way
-    down = verdict.falls | (~verdict.rises & (null < 0))
-    kinds = {  # of heads above and below what uniform attention would do
-        "lose less": verdict.above & ~up,
-        "gain more" if null > 0 else "gain": verdict.above & up,
-        "lose more" if null < 0 else "lose": verdict.beyond & down,
-        "gain less": verdict.beyond & ~down,
-    }
-    counts = {words: int(mask.sum()) for words, mask in kinds.items() if mask.any()}
-    if not counts and not verdict.findable:
+    """How many heads fall and how many rise by more than the margin, and not by chance."""
+    size = verdict.falls.size
+    margin = LARGER_THAN["log-ratio"] if verdict.margin is None else verdict.margin
+    by_more = f"by more than {100 * margin:g}\u00a0% (q < 0.05)"
+    if not verdict.findable:
         few = f"{verdict.n} {verdict.unit.partition(' ')[0]}"
-        return f"With {few} no head could be shown to differ from uniform attention (q < 0.05)"
-    if not counts:
-        return "No head differs from uniform attention (q < 0.05)"
-    would = "lose" if null < 0 else "gain" if null > 0 else "change nothing"
-    said: list[str] = []
-    for words, count in counts.items():
-        verb, _, how = words.partition(" ")
-        all_heads = f"All {size} heads" if size > 1 else "The only head"
-        who = str(count) if said else all_heads if count == size else f"{count} of {size} heads"
-        than = (
-            ""
-            if said
-            else " than uniform attention would"
-            if how
-            else f", where uniform attention would {would}"
-        )
-        said.append(f"{who} {verb}{'s' * (count == 1)}{' ' * bool(how)}{how}{than}")
-    return f"{', '.join(said)} (q < 0.05)"
+        return f"With {few} no head could be shown to change (q < 0.05)"
+    large = np.ones(size, dtype=bool) if verdict.marked is None else verdict.marked.reshape(-1)
+    falling = int((verdict.falls.reshape(-1) & large).sum())
+    rising = int((verdict.rises.reshape(-1) & large).sum())
+    heads = "1 head" if size == 1 else f"{size} heads"
+    if not falling and not rising:
+        return f"Of {heads}, none changes {by_more}"
+    return f"Of {heads}, {falling} fall and {rising} rise {by_more}"
 
 
 def _part(result: Result, heads: Seq[int] | None, prompts: np.ndarray | None) -> Result:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Options(TypedDict, total=False):
     """Options of every comparison, as keywords of the methods below; see :class:`mechattn.Contrast` for each.
 
-    ``segment`` ("question"), ``other``, ``null`` ("uniform"), ``scale``, ``unit`` ("auto"),
+    ``segment`` ("question"), ``other``, ``null`` ("dilution" where it exists), ``scale``, ``unit`` ("auto"),
     ``matched`` (True), ``level`` (0.95), ``resamples`` (9999) and ``seed`` (0).
     """
 
@@ -47,8 +47,9 @@ class Questions:
         to: str = BASELINE,
         unit: Literal["auto", "prompt"] = "auto",
         margin: float | None = None,
+        null: Literal["dilution", "uniform", "blind"] | None = None,
     ) -> Verdict:
-        """Test how the attention that a segment receives changes from the baseline, compared with uniform attention.
+        """Test how the attention that a segment receives changes from the baseline, beside a null.
 
         Args:
             condition: The condition; by default the first that isn't the baseline.
@@ -56,12 +57,14 @@ class Questions:
             to: The condition to compare it with.
             unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single prompts.
             margin: The largest change that counts as none, as for :meth:`compare`: the verdict then says which heads
-                change as under uniform attention, to within ± margin.
+                change as the null does, to within ± margin.
+            null: As for :class:`mechattn.Contrast`.
 
         Raises:
             OptionError: There is no such condition or segment, or there are fewer than 3 prompts (or groups).
         """
-        return self._contrast(condition, to=to, segment=segment, unit=unit).verdict(margin=margin)
+        asked = self._contrast(condition, to=to, segment=segment, unit=unit, null=null)
+        return asked.verdict(margin=margin)
 
     def compare(
         self,
@@ -79,8 +82,9 @@ class Questions:
         """Compare a quantity between two conditions for every layer and head, paired by prompt; returns a tidy table.
 
         ``difference`` is the mean over prompts of ``log(value / reference)``: −0.22 is a fall by a fifth. If the
-        quantity can be 0 or negative, it is the mean of ``value − reference``. ``null`` is the same difference under
-        uniform attention, and ``beyond = difference − null`` is tested. If no null is known, null and beyond are NaN
+        quantity can be 0 or negative, it is the mean of ``value − reference``. ``null`` is the same difference if
+        the original tokens kept their attention to each other (or under uniform attention, see :class:`mechattn.Contrast`),
+        and ``beyond = difference − null``. If no null is known, null and beyond are NaN
         and the difference is tested; ``table.attrs["null"]`` then says that the definition may cause part of it.
 
         Rows are named by their heads (``table.loc["L1H2"]``). The first columns are layer, head; change, change_low,
@@ -102,7 +106,7 @@ class Questions:
                 of a head selected on the same prompts is too narrow. Do not select again from this table
                 (``.nsmallest(3)``); use ``top=3``.
             top: With ``select``, the number of heads, the furthest from 0 first; by default those with q < 0.05.
-            by: What ranks the ``top`` heads: "beyond", the default where there is a null, or "difference".
+            by: What ranks the ``top`` heads: "difference", the default, or "beyond" (the null).
             random: The results of ``run_random`` for this run. Adds null_random (mean change of the layer's heads in
                 models with random weights), random_low and random_high (95 % prediction interval for a head of one
                 more such model), p_random, and q_random, of the larger of p_beyond and p_random: below 0.05, neither
@@ -357,4 +361,15 @@ class Questions:
     def _contrast(self, condition: str | None, **asked: Any) -> Contrast:
         from mechattn.contrast.contrast import Contrast
 
+        known = [*Options.__annotations__, "to", "quantity"]
+        unknown = [name for name in asked if name not in known]
+        if "to_segment" in unknown:
+            raise OptionError(
+                f"to_segment={asked['to_segment']!r}: the table has a row for each to_segment; for one of them say "
+                'result.sel(to_segment=…).compare(…, quantity="flow"), whose q-values are of its rows alone'
+            )
+        if unknown:
+            raise OptionError(
+                f"a comparison has no option {unknown[0]!r}; its options are {', '.join(known)}"
+            )
         return Contrast(self._result, self._result.condition(condition), **asked)

@@ -17,6 +17,7 @@ from mechattn.pages.page import (
     write_page,
 )
 from mechattn.pages.page import page as result_page
+from mechattn.render.words import percent
 
 ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title and its axis
 STRANGE = "</script><script>document.title='broken'</script> 🙂 \u200b שלום & <b>bold</b>"
@@ -54,15 +55,18 @@ def test_several_models_have_their_verdicts_in_a_table(
     page.locator(".numbers summary").click()
     rows = [row.split("\t") for row in page.locator(".numbers tbody").inner_text().splitlines()]
     assert rows[0] == rows[1]
-    verdict, words = slash_result.verdict("slash"), ma.render.verdict_words(slash_result)
+    verdict, words = (
+        slash_result.verdict("slash", null="uniform"),
+        ma.render.verdict_words(slash_result),
+    )
     model, condition, change, null, heads, count = rows[0]
     assert (model, condition, count) == (
         "toy:llama (toy, 1.0 M parameters)",
         "slash",
         str(verdict.n),
     )
-    assert f"received by the question changes by {change} with" in words
-    assert f"under uniform attention it would change by {null} (" in words
+    assert f"received by the question changes by {change} over" in words
+    assert null == percent(verdict.null.estimate)
     assert heads == f"{verdict.beyond.sum()} and {verdict.above.sum()} of 32"
     assert rows[2][2].startswith("no verdict, since"), "two prompts have no interval"
 

@@ -324,10 +324,18 @@ def test_two_results_of_the_same_prompts():
         (dict(condition="slash", select="half", top=3, by="q"), "by='q': give"),
         (dict(condition="slash", level=95), "level=95"),
         (
+            dict(condition="slash", quantity="flow", to_segment="system"),
+            "to_segment='system': the table has a row for each",
+        ),
+        (dict(condition="slash", margins=0.1), "a comparison has no option 'margins'"),
+        (
             dict(condition="slash", scale="ratio"),
             "scale='ratio': choose one of 'log-ratio', 'difference'",
         ),
-        (dict(condition="slash", null="random"), "null='random': choose one of 'uniform', 'blind'"),
+        (
+            dict(condition="slash", null="random"),
+            "null='random': choose one of 'dilution', 'uniform', 'blind'",
+        ),
         (dict(condition="slash", null="blind"), "has no null=.blind.*ALiBi"),
     ],
 )

@@ -160,8 +160,8 @@ def test_halves_never_share_a_group(result, prompts, toy):
 def test_sentences_and_captions_say_what_they_are_over(result, ungrouped):
     from mechattn.render.words import mean_words, said
 
-    assert "6 groups of 18 prompts). " in ma.render.verdict_words(result, "slash")
-    assert "18 prompts). " in ma.render.verdict_words(ungrouped, "slash")
+    assert "6 groups of 18 prompts). It changes most" in ma.render.verdict_words(result, "slash")
+    assert "18 prompts). It changes most" in ma.render.verdict_words(ungrouped, "slash")
     assert "n = 6 groups of 18 prompts" in ma.render.change_map(result, "slash").layout.title.text
     values = result["attention_focus"].self_share.sel(condition="slash", segment="question")
     interval = t_interval(by_group(values.mean(["layer", "head"]).values.astype(float)))

@@ -71,7 +71,7 @@ def test_what_it_says(result):
         "; no tokens inserted), in one pass.",
         "received attention (queries original, include_self False, skip_first False) and attention focus",
         "in all layers.",
-        "its value under uniform attention.",
+        "its value under dilution of the baseline's attention and uniform attention.",
         "“slash” was compared with “baseline” in received of the question as log-ratios, paired by groups (n = 8): "
         "95 % t intervals; sign-flip tests (all patterns of signs) against uniform attention; Benjamini-Hochberg over "
         "32 tests: layer × head; seed 0.",

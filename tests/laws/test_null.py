@@ -252,7 +252,7 @@ def test_one_head_that_looks_at_content_is_found(tokenizer, answered):
         "scale",
     ):
         table = (
-            result.compare("slash", quantity=quantity, resamples=99)
+            result.compare("slash", quantity=quantity, resamples=99, null="uniform")
             .set_index(["layer", "head"])
             .beyond.abs()
         )

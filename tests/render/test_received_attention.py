@@ -167,11 +167,12 @@ def test_choosing_needs_the_prompts(toy, prompts):
 def test_verdict_words(slash_result):
     words = ma.render.verdict_words(slash_result)
     assert re.search(
-        r"question changes by −\d+\.\d\s% \[−\d+\.\d\s%, −\d+\.\d\s%\] with .* would change by −",
+        r"question changes by −\d+\.\d\s% \[−\d+\.\d\s%, −\d+\.\d\s%\] over .* would change it by −",
         words,
     )
     assert "12 prompts" in words
-    assert "of 32 heads" in words
+    assert "Of 32 heads" in words
+    assert "uniform" not in words
 
 
 def test_no_span_is_shaded_where_there_is_none_in_common(toy, prompts):
