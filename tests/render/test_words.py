@@ -142,7 +142,7 @@ def test_the_sentence_holds_the_layer_the_points_and_the_dilution_null(result):
         slash.received_by_segment.mean("head") / baseline.received_by_segment.mean("head")
     )
     chosen, told = (by_layer.isel(prompt=half) for half in halves_of(8))
-    layer = int(abs(chosen.mean("prompt")).argmax())
+    layer = int(abs(chosen.mean("prompt")).values.argmax())
     expected = interval_by_hand(np.exp(told.isel(layer=layer).values))
     shown = numbers(words.partition(f"most in layer {layer}: ")[2])
     np.testing.assert_allclose(shown[:3], expected, atol=0.051)
