@@ -179,8 +179,8 @@ class Analysis(Protocol):
 
     An analysis has ``add`` (see :class:`RowAnalysis`), ``add_pairs`` (:class:`PairAnalysis`), ``add_activations``
     (:class:`ActivationAnalysis`), ``add_captures`` (:class:`CaptureAnalysis`) or ``add_final``
-    (:class:`FinalAnalysis`), or several of them. It may also have ``coords``, the labels of its own dimensions, and
-    ``calibrated`` (see :class:`Calibrates`).
+    (:class:`FinalAnalysis`), or several of them. It may also have ``coords``, the labels of its own dimensions,
+    ``notes``, attributes of its dataset, and ``calibrated`` (see :class:`Calibrates`).
 
     ``name`` is the name of its dataset, ``options`` are recorded with the result, and ``quantities`` are what it
     measures. A quantity with dimension "key" is per position, with "segment" per segment, and otherwise per head.

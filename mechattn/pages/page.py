@@ -49,6 +49,7 @@ CONCEPTS = {
     "attention-sinks": ("attention_sinks",),
     "affine-shift": ("affine_shift",),
     "segment-flow": ("segment_flow",),
+    "attention-budget": ("attention_budget",),
     "head-updates": (
         "head_updates",
         "top_target_updates",

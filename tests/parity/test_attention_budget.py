@@ -1,0 +1,134 @@
+"""`AttentionBudget` against plain transformers in float64, its identities, and what it says where positions are learned."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import mechattn as ma
+from experiments.real.budget_oracle import largest_differences, oracle
+from mechattn.model.architectures import tiny_model
+from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from mechattn.prompts.token_sequences import baseline_sequence
+
+SLASH = ma.MeaninglessTokens("/", 20)
+PROMPT = ma.Prompt(
+    "Tom has 3 apples and gives 2 to Mia, who has 5 and eats 1. How many apples has she now, and how many has he?",
+    system="Solve it.",
+    id="apples",
+)
+BUDGET = ma.analyses.AttentionBudget()
+
+
+def conditions_for(name):
+    found = {"slash": SLASH, "masked": SLASH.masked()}
+    if name != "toy:falcon":  # takes no position ids
+        found["unshifted"] = SLASH.unshifted()
+    return found
+
+
+@pytest.fixture(scope="module")
+def budgets(shared):
+    """The budget of each toy, measured once."""
+    measured = {}
+
+    def budget(name):
+        if name not in measured:
+            result = ma.run(shared(name), PROMPT, conditions_for(name), BUDGET)
+            measured[name] = result["attention_budget"].isel(prompt=0)
+        return measured[name]
+
+    return budget
+
+
+@pytest.fixture(scope="module")
+def plain():
+    def load(name):
+        return AutoModelForCausalLM.from_pretrained(toy_folder(name), dtype=torch.float64).eval()
+
+    return load
+
+
+@pytest.mark.parametrize("name", [name for name in toy_names() if name != "toy:relay"])
+def test_the_budget_equals_the_oracle(name, budgets, plain, shared):
+    model = shared(name)
+    double = plain(name)
+    baseline = ma.Baseline().apply(PROMPT, model)
+    for condition, made in conditions_for(name).items():
+        if (name, condition) == ("toy:falcon", "masked"):
+            continue  # transformers takes no mask of edges beside its ALiBi
+        expected = oracle(double, baseline, made.apply(PROMPT, model))
+        measured = budgets(name).sel(condition=condition)
+        differences = largest_differences(measured, expected)
+        assert max(differences.values()) < 5e-6, (condition, differences)
+        assert measured.attrs["one_cause"] == ""
+
+
+def test_the_oracle_would_notice_a_query_one_position_off(budgets, plain, shared):
+    model = shared("toy:llama")
+    sequences = [condition.apply(PROMPT, model) for condition in (ma.Baseline(), SLASH)]
+    expected = oracle(plain("toy:llama"), *sequences, off=1)
+    measured = budgets("toy:llama").sel(condition="slash")
+    assert largest_differences(measured, expected)["by_cause"] > 1e-2
+
+
+@pytest.mark.parametrize("name", [name for name in toy_names() if name != "toy:relay"])
+def test_identities(name, budgets):
+    budget = budgets(name)
+    close = dict(rtol=0, atol=1e-6)
+    change = budget.change.fillna(0)
+    np.testing.assert_allclose(budget.by_cause.sum("cause"), change, **close)
+    np.testing.assert_allclose((budget.dilution + budget.rerouting).fillna(0), change, **close)
+    np.testing.assert_allclose(budget.attention.sum("segment"), 1, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(change.sum("segment"), 0, rtol=0, atol=1e-5)
+    first_layer = budget.by_cause.sel(layer=0, cause="hidden states").fillna(0)
+    np.testing.assert_allclose(first_layer, 0, **close)
+    masked = budget.sel(condition="masked")
+    np.testing.assert_allclose(masked.by_cause.sel(cause="mass").fillna(0), 0, **close)
+    np.testing.assert_allclose(budget.sel(condition="baseline").change.fillna(0), 0, **close)
+    # A payer without tokens is no payer; one that a condition adds had nothing before.
+    assert budget.attention.sel(segment="answer").isnull().all()
+    assert (budget.attention.sel(condition="baseline", segment="inserted") == 0).all()
+    assert abs(budget.by_cause).sel(condition="slash").max() > 0.05
+
+
+def test_kept_positions_leave_no_distance(budgets):
+    distance = budgets("toy:llama").by_cause.sel(condition="unshifted", cause="distance")
+    np.testing.assert_allclose(distance.fillna(0), 0, rtol=0, atol=1e-6)
+
+
+def test_learned_positions_are_one_cause_with_the_hidden_states(shared):
+    name = "GPT-2"
+    model = shared(name)
+    budget = ma.run(model, PROMPT, {"slash": SLASH}, BUDGET)["attention_budget"].isel(prompt=0)
+    assert "learned" in budget.attrs["one_cause"]
+    causes = budget.sel(condition="slash").by_cause
+    assert causes.sel(cause="distance").isnull().all()
+
+    double = tiny_model(name, len(load_tokenizer("toy:llama"))).double()
+    sequences = [condition.apply(PROMPT, model) for condition in (ma.Baseline(), SLASH)]
+    expected = oracle(double, *sequences)["by_cause"]
+    together = expected[..., 0] + expected[..., 2]
+    for cause, values in (("mass", expected[..., 1]), ("hidden states", together)):
+        difference = abs(causes.sel(cause=cause).values - values)
+        assert np.nanmax(difference) < 5e-6, cause
+
+
+def test_an_engine_without_queries_and_keys_still_splits_without_an_order(budgets, shared):
+    run = ma.run(shared("toy:llama"), PROMPT, conditions_for("toy:llama"), BUDGET, engine="hooks")
+    budget = run["attention_budget"].isel(prompt=0)
+    assert budget.by_cause.isnull().all()
+    for name in ("attention", "change", "dilution", "rerouting"):
+        np.testing.assert_allclose(budget[name], budgets("toy:llama")[name], atol=1e-6)
+
+
+def test_a_run_without_conditions_has_no_change(shared):
+    budget = ma.run(shared("toy:llama"), PROMPT, analyses=BUDGET)["attention_budget"]
+    assert (budget.change.fillna(0) == 0).all()
+    assert (budget.by_cause.fillna(0) == 0).all()
+
+
+def test_a_prompt_without_a_question_is_refused():
+    sequence = baseline_sequence([1, 5, 6], ["bos", "system", "system"])
+    assert "no question tokens" in BUDGET.problem(sequence)
+    assert BUDGET.problem(baseline_sequence([1, 5, 6], ["bos", "system", "question"])) is None
