@@ -91,6 +91,6 @@ def test_the_real_model_is_verified_and_runs(shared, smollm2):
     assert model_caption(result) == (
         "real:smollm2 (134.5 M parameters, 4- and 8-bit weights, dequantised)"
     )
-    received = result["received_attention"]["received"].sel(segment="question")
+    received = result["received_attention"]["received_by_segment"].sel(segment="question")
     change = received.sel(condition="slash") / received.sel(condition="baseline") - 1
     assert change.mean() < -0.05
