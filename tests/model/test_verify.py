@@ -7,6 +7,7 @@ import mechattn as ma
 from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import toy_names
 from mechattn.model.hooks import attention_layers
+from mechattn.model.verify.layer_checks import Shown, check_layers
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
 
@@ -211,3 +212,25 @@ def test_layers_without_attention_are_left_out(shared):
     model = shared("Qwen3-Next (hybrid)")
     assert attention_layers(model) == [1]
     assert ma.run(model, TEXT)["received_attention"].layer.values.tolist() == [1]
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [(0.0, "passed"), (60.0, "limited")])
+def test_a_massive_entry_in_bfloat16_is_no_fault(toy, fault, outcome):
+    """An entry of 12,000 is rounded to a multiple of 64, which is half the root mean square of the others."""
+    torch.manual_seed(0)
+    parts = {name: torch.randn(1, 24, 576) for name in ("resid_pre", "attn_out", "mlp_out")}
+    parts["resid_pre"][0, 0, 0] = 12_000
+    parts["attn_out"][0, 0, 0] = 40
+    parts["mlp_out"][0, 0, 0] = 40
+    rounded = {name: value.bfloat16() for name, value in parts.items()}
+    after = rounded["resid_pre"] + rounded["attn_out"] + rounded["mlp_out"]
+    after = after.float()
+    after[0, 5, 5] += fault
+    by_name = {f"blocks.0.hook_{name}": value.float() for name, value in rounded.items()}
+    by_name["blocks.0.hook_resid_post"] = after
+    shown = Shown(toy, by_name, torch.bfloat16, 24)
+    checks = {check.name: check for check in check_layers(shown)}
+    assert checks["residual"].outcome == outcome
+    exact = sum(value.float() for value in rounded.values())
+    apart = (exact - after).abs().max() / after.square().mean().sqrt()
+    assert apart > 0.15, "negative control: a sum in float32 is further away than the tolerance"

@@ -17,7 +17,7 @@ import torch
 import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.interventions.ablation import HeadMeans
-from mechattn.results.provenance import identity
+from mechattn.results.provenance import identity, versions
 
 SLASH = ma.MeaninglessTokens(count=5)
 OURS = [
@@ -168,3 +168,9 @@ def test_no_word_depends_on_the_process(tmp_path):
         for seed in (1, 2)
     }  # fmt: skip
     assert len(said) == 1
+
+
+def test_torch_is_named_by_what_is_loaded():
+    """The metadata of a package may be of another build, which lacks "+cpu"."""
+    assert versions()["torch"] == torch.__version__
+    assert versions()["mechattn"] == ma.__version__
