@@ -124,13 +124,14 @@ def _section_at(root: Any, place: Iterable[Any]) -> Any:
 
 
 class Prompts(Section):
-    """The arguments of ``load_prompts``."""
+    """The arguments of ``load_prompts``; commands also take the template "auto"."""
 
     source: str
     limit: _Int | None = None
     field: str = "question"
     system: str | None = None
-    template: Literal["plain", "chat", "joined"] = "plain"
+    # "auto": the chat template where the tokenizer of the model has one, else "plain".
+    template: Literal["auto", "plain", "chat", "joined"] = "auto"
     with_answer: bool = False
     split: str = "test"
     seed: _Int = 0

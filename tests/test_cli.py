@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,12 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.main import get_command
 
 import mechattn as ma
 from mechattn.commands.main import app, main
 from mechattn.jobs.executors import Local
-from mechattn.model.checkpoint import toy_names
 
 
 @pytest.fixture
@@ -95,16 +96,103 @@ def test_every_public_name_is_there():
         ma.runn
 
 
-def test_figures_writes_a_page_and_a_result_for_every_toy(tmp_path, here):
-    done = here("figures", "--out", tmp_path / "out", "--limit", 6)
+def test_figures_of_two_models_are_on_one_page(tmp_path, here):
+    names = ("toy:llama", "toy:falcon")
+    models = [word for name in names for word in ("--model", name)]
+    done = here(
+        "figures", *models, "--prompts", "word-problems", "--out", tmp_path / "out", "--limit", 6
+    )
     assert done.returncode == 0, done.stderr
     assert "index.html" in done.stdout
     text = (tmp_path / "out" / "index.html").read_text()
-    for name in toy_names():
+    assert "6 prompts of word-problems, as plain text, after “" in text
+    for name in names:
         assert f"{name} (toy, " in text
         result = ma.load_result(tmp_path / "out" / f"{name.replace(':', '-')}.zarr")
         assert result["received_attention"].sizes["prompt"] == 6
         assert result.provenance["model"]["verified"]
+
+
+def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(
+    tmp_path, here, monkeypatch
+):
+    monkeypatch.setattr("mechattn.commands.figures.load_model", None)
+    asked = ("--model", "toy:llama", "--prompts", "word-problems", "--chat-template")
+    done = here("figures", *asked, "--out", tmp_path)
+    assert done.returncode == 2
+    assert "the tokenizer of toy:llama has no chat template; give --no-chat-template" in done.stderr
+    config = tmp_path / "c.toml"
+    config.write_text(
+        'model = "toy:llama"\n[prompts]\nsource = "word-problems"\n[output]\nresult = "r.zarr"\n'
+    )
+    assert "has no chat template" in here("run", config, "--chat-template").stderr
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chatting(checkpoint, tmp_path):
+    """A checkpoint whose tokenizer has a chat template."""
+    folder = tmp_path / "chatting"
+    shutil.copytree(checkpoint, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def read_by(result):
+    """The first prompt as its model read it."""
+    tokens = result["sequences"].first_prompt_text.sel(condition="baseline").values
+    return "".join(tokens.tolist())
+
+
+def test_the_chat_template_is_the_default_where_there_is_one(chatting, tmp_path, here):
+    asked = ("figures", "--model", chatting, "--prompts", "word-problems", "--limit", 6)
+    system = ("--system", "Be brief.")
+    for folder, more in (("chat", ()), ("plain", ("--no-chat-template",))):
+        done = here(*asked, *system, *more, "--out", tmp_path / folder)
+        assert done.returncode == 0, done.stderr
+    chat = ma.load_result(tmp_path / "chat" / "chatting.zarr")
+    plain = ma.load_result(tmp_path / "plain" / "chatting.zarr")
+    assert chat.provenance["prompts"]["template"] == "chat"
+    assert "<system>Be brief.\n<user>" in read_by(chat)
+    assert "<system>" not in read_by(plain)
+    page = (tmp_path / "chat" / "index.html").read_text()
+    assert "in the model&#39;s chat template, after “Be brief.”" in page
+
+
+def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here):
+    config = tmp_path / "c.toml"
+    config.write_text(
+        f'model = "{chatting}"\n[prompts]\nsource = "word-problems"\nlimit = 3\n[output]\nresult = "r.zarr"\n'
+    )
+    assert here("run", config, "--system", "Be brief.").returncode == 0
+    assert "<system>Be brief.\n<user>" in read_by(ma.load_result(tmp_path / "r.zarr"))
+
+
+@pytest.mark.parametrize(("heads", "layers"), [(1, 1), (2, 3), (14, 2)])
+def test_figures_of_any_number_of_heads(heads, layers, tokenizer, tmp_path, here):
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=4 * heads,
+        intermediate_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=4,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    asked = ("--model", tmp_path / "model", "--prompts", "word-problems", "--limit", 8)
+    done = here("figures", *asked, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
 
 
 def test_verify_prints_the_report_and_fails_where_a_model_does(here):
@@ -211,7 +299,7 @@ def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monke
     file.write_text("\n".join(map(json.dumps, rows)))
     figures = partial(here, "figures", "--prompts", file, "--model", "toy:llama")
     done = figures("--out", tmp_path / "plain")
-    assert "toy:llama: 6 prompts with and without 55 inserted tokens; about" in done.stderr
+    assert "toy:llama: 6 prompts with and without 55 inserted tokens." in done.stderr
     assert f"Open {tmp_path / 'plain' / 'index.html'} in a browser" in done.stdout
     tokens = ma.load_result(tmp_path / "plain" / "toy-llama.zarr")["sequences"].first_prompt_text
     assert "".join(tokens.sel(condition="baseline").values.tolist()) == f"<bos>{QUESTIONS[0]}\n"
@@ -221,7 +309,7 @@ def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monke
             model.tokenizer.decode(conditions["slash"].apply(prompts[0], model).tokens)
         )
 
-    monkeypatch.setattr("mechattn.commands.pages.run", read)
+    monkeypatch.setattr("mechattn.commands.figures.run", read)
     asked = ["--system", "Be brief.", "--answer-field", "reply", "--separator", "", "--count", 4]
     done = figures("--out", tmp_path / "asked", *asked, "--place", "before_answer")
     assert f"mechattn: <bos>Be brief.\n{QUESTIONS[0]}\n////Answer: 3\n" in done.stderr
@@ -249,7 +337,7 @@ def test_show_and_report(slash_result, tmp_path, here):
     )
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "a" / "page.html").read_text()
-    assert page.count('<script type="application/json">') == 3
+    assert page.count('<script type="application/json">') == 4
     assert "layer 0 heads 1, 2 (mean) with “slash”" in page
 
 

@@ -8,7 +8,8 @@ import pytest
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.commands.pages import make_figures, report
+from mechattn.commands.figures import make_figures
+from mechattn.commands.pages import report
 from mechattn.commands.run_config import run_from_config
 from mechattn.errors import MechattnError
 from tests.figures_config import figures_config

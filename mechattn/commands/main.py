@@ -16,7 +16,7 @@ from mechattn.markup import shown
 FIRST_LOOK = """\
 mechattn measures what attention does inside a language model, with and without meaningless tokens before the question.
 
-  mechattn figures                                    four toy models, about half a minute; a page that opens offline
+  mechattn figures                                    a small real model on real questions; a page that opens offline
   mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
   mechattn verify toy:falcon                          check that the hooked model equals the model
   mechattn paper                                      arXiv:2510.01032 claim by claim, on the toys or --model YOURS
@@ -31,6 +31,9 @@ mechattn measures what attention does inside a language model, with and without 
 Each takes --help. In Python: import mechattn as ma. Completion for your shell: mechattn --install-completion
 """
 PAPER = "2510.01032"
+DEFAULT_MODEL = "toy:llama"
+REASON = "Please reason step by step and put your final answer within \\boxed{}."  # before GSM8K
+TEMPLATES = {None: "auto", True: "chat", False: "plain"}  # what --chat-template asks for
 
 # Options that several commands have.
 Models = Annotated[
@@ -41,6 +44,17 @@ Models = Annotated[
 ]
 Source = Annotated[str, typer.Option(help='"word-problems", a .jsonl file, or a hub dataset.')]
 Field = Annotated[str, typer.Option(help="The field of a file or dataset with the question.")]
+System = Annotated[
+    str | None,
+    typer.Option(help="The text before each question; the default is the prompts' own, if any."),
+]
+ChatTemplate = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat-template/--no-chat-template",
+        help="Use the model's chat template; by default where its tokenizer has one.",
+    ),
+]
 Device = Annotated[
     str | None, typer.Option(help='Torch device: "cpu", "cuda:1". Default: first GPU, if any.')
 ]
@@ -86,27 +100,31 @@ def first_look(
 @app.command()
 def figures(
     out: Annotated[Path, typer.Option(help="The folder for the page.")] = Path("out/figures"),
-    model: Models = [],  # noqa: B006
-    prompts: Source = "word-problems",
+    model: Annotated[
+        list[str],
+        typer.Option(help="A checkpoint directory, a hub name or a toy; repeat for several."),
+    ] = [DEFAULT_MODEL],  # noqa: B006
+    prompts: Annotated[
+        str, typer.Option(help='"gsm8k", "word-problems", a .jsonl file, or a hub dataset.')
+    ] = "word-problems",
     field: Field = "question",
     answer_field: Annotated[
         str | None,
         typer.Option(help="The field with an answer to read after the question; none by default."),
     ] = None,
-    system: Annotated[
-        str | None,
+    system: System = None,
+    chat_template: ChatTemplate = None,
+    limit: Annotated[int, typer.Option(help="The largest number of prompts.")] = 32,
+    layer: Annotated[
+        int | None,
         typer.Option(
-            help="The text before each question; by default that of the word problems, none before others."
+            help="The layer to draw, from 0; by default that of the head that changes most."
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="The largest number of prompts.")] = 64,
-    layer: Annotated[int, typer.Option(help="The layer to draw, from 0.")] = 0,
     heads: Annotated[
         str,
-        typer.Option(
-            help="The heads of the second figure; those of the first are chosen by the data."
-        ),
-    ] = "2,3,4",
+        typer.Option(help="The heads to draw, such as 2,3,4; by default those that change most."),
+    ] = "",
     text: Annotated[str, typer.Option(help="The meaningless text to repeat.")] = "/",
     separator: Annotated[
         str, typer.Option(help='The text between two repetitions; "" for none.')
@@ -128,37 +146,48 @@ def figures(
     seed: Seed = 0,
     force: Force = False,
 ) -> None:
-    """Draw received attention with and without meaningless tokens, on one page that opens offline."""
-    from mechattn.commands.pages import make_figures
-    from mechattn.model.checkpoint import toy_names
+    """Draw attention with and without meaningless tokens, on one page that opens offline.
+
+    Heads are chosen by their change on one half of the prompts, and drawn on the other half.
+    """
+    from mechattn.commands.figures import make_figures
     from mechattn.toml_sections import checked
 
-    places = {"result": str(out / "{model}.zarr"), "page": str(out / "index.html")}
+    if system is None and prompts == "gsm8k":
+        system = REASON
     answer = {"answer": answer_field, "with_answer": True} if answer_field else {}
-    inserted = {
-        "kind": "MeaninglessTokens",
-        "text": text,
-        "count": count,
-        "place": place,
-        "separator": separator,
-    }
     config = checked(
         {
-            "model": model or sorted(toy_names(), key=lambda name: name != "toy:llama"),
-            "prompts": {"source": prompts, "limit": limit, "field": field, "system": system, **answer},
-            "conditions": {"slash": inserted},
-            "output": {**places, "layer": layer, "heads": _numbers(heads)},
-            "seed": seed, "device": device, "dtype": dtype,
+            "model": model,
+            "prompts": {
+                "source": prompts,
+                "limit": limit,
+                "field": field,
+                "system": system,
+                "template": TEMPLATES[chat_template],
+                **answer,
+            },
+            "conditions": {
+                "slash": {
+                    "kind": "MeaninglessTokens",
+                    "text": text,
+                    "count": count,
+                    "place": place,
+                    "separator": separator,
+                }
+            },
+            "output": {
+                "result": str(out / "{model}.zarr"),
+                "page": str(out / "index.html"),
+                "layer": layer,
+                "heads": _numbers(heads) if heads else None,
+            },
+            "seed": seed,
+            "device": device,
+            "dtype": dtype,
         }
-    )  # fmt: skip
-
-    toys = all(name.startswith("toy:") for name in config.models)
-    takes = (
-        f"about {8 * len(config.models) + 5} s"
-        if toys
-        else "large models take tens of minutes on a CPU"
     )
-    page = make_figures(config, _command(), force, takes)
+    page = make_figures(config, _command(), force)
     _say(f"Open {page} in a browser; it works offline.")
 
 
@@ -264,6 +293,8 @@ def run_config(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Compute again, ignoring stored results and chunks.")
     ] = False,
+    system: System = None,
+    chat_template: ChatTemplate = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a page that mechattn did not write.")
     ] = False,
@@ -279,6 +310,8 @@ def run_config(
         "address": address,
         "workers": workers,
         "values": values,
+        "system": system,
+        "template": None if chat_template is None else TEMPLATES[chat_template],
     }
     for path in run_from_config(
         config, sys.argv[1:], shard=shard, fresh=fresh, force=force, **options
@@ -315,6 +348,8 @@ def evaluate_config(
     server_key: Annotated[
         str | None, typer.Option(help="Environment variable with the server's key.")
     ] = None,
+    system: System = None,
+    chat_template: ChatTemplate = None,
 ) -> None:
     """Generate and grade answers under each condition; print accuracy with intervals. Resumes where it stopped."""
     from mechattn.toml_sections import read_sections
@@ -322,7 +357,10 @@ def evaluate_config(
     read_sections(config)
     from mechattn.commands.run_config import evaluate_from_config
 
-    evaluations, written = evaluate_from_config(config, server, served_model, server_key)
+    template = None if chat_template is None else TEMPLATES[chat_template]
+    evaluations, written = evaluate_from_config(
+        config, server, served_model, server_key, system, template
+    )
     for model, made in evaluations.items():
         _say(f"{model}\n{_accuracies(made)}\n")
     for path in written:

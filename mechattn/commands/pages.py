@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,43 +14,22 @@ import pandas as pd
 import xarray as xr
 
 from mechattn.analysis import ANALYSES
-from mechattn.analysis.analysis import Analysis
-from mechattn.analysis.attention_focus import AttentionFocus
-from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
 from mechattn.axes import BASELINE
-from mechattn.commands.run_config import prepared
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.quantities import head_quantities, kept, segment_of, variable_of
-from mechattn.engine.run import run
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.jobs.from_config import made_conditions
-from mechattn.markup import plain
-from mechattn.model.hooked import HookedModel
-from mechattn.model.hooks import chosen_layers
-from mechattn.model.load import check_device, dtype_named, load_model
 from mechattn.pages.first_screen import ShownModel, flat, verdict_sentences
+from mechattn.pages.lead_figures import Shown
 from mechattn.pages.page import (
-    About,
-    Section,
-    drawn_section,
     heads_options,
-    prompt_section,
     results_page,
-    view_section,
-    write_page,
 )
-from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
-from mechattn.prompts.prompt import Prompt
-from mechattn.render.attention_figures import received_attention
 from mechattn.render.figure_declaration import FIGURES, check_heads
-from mechattn.render.html_views import check_page_place, pattern, received_text
-from mechattn.render.words import model_caption
+from mechattn.render.html_views import check_page_place
 from mechattn.results.arrays import TEXT
-from mechattn.results.provenance import name_of
 from mechattn.results.result import MEMORY, Result
-from mechattn.store.atomic_writes import check_writable, say, write_whole
+from mechattn.store.atomic_writes import check_writable, write_whole
 from mechattn.store.reading import load_result
-from mechattn.toml_sections import Config
 
 COLUMNS = (
     "result", "model", "quantity", "segment", "units", "condition", "layer", "head", "value", "value_low",
@@ -59,17 +37,8 @@ COLUMNS = (
     "difference", "difference_low", "difference_high", "null",
     "beyond", "beyond_low", "beyond_high", "p_beyond", "q_beyond", "p_difference", "q_difference", "level", "n", "n_of",
 )  # fmt: skip
+LEADING = ("attention_budget", "received_attention", "received_by_model")  # of lead_figures
 Figures = list[tuple[Callable, Mapping[str, Any]]]
-VIEW_TOKENS = 16
-WHERE = {  # a place, in words
-    "before_question": "before the question", "start": "at the start", "middle": "in the middle of the question",
-    "after_question": "after the question", "before_answer": "before the answer",
-    "random": "at a random place in the question",
-}  # fmt: skip
-READ_TEXT = (
-    "Each token is coloured by the average attention that it receives from the original tokens after it; both texts "
-    "share one scale. Hover over a token for its number."
-)
 
 
 def report(
@@ -88,18 +57,22 @@ def report(
             raise OptionError(f"layer {layer} was not measured; the result has {measured}")
         check_heads([0] if heads is None else heads, count)
     missing: list[str] = []
-    results_page(results, out, figures_of(results[0], layer, heads, top), command, missing, force)
+    figures = figures_of(results[0], layer, heads, top)
+    results_page(results, out, figures, command, missing, force, Shown(layer, heads, top))
     return missing
 
 
 def figures_of(
     result: Result, layer: int | None, heads: Seq[int] | None = None, top: int = 3
 ) -> Figures:
-    """The figures for the analyses of a result, in the order of the analyses, with their options."""
+    """The figures for the analyses of a result that do not lead the page, in the order of the analyses."""
     layer = int(result.provenance["measured_layers"][0]) if layer is None else layer
     given = {"layer": layer} | heads_options(result, heads, top)
     found = [
-        (at, one, options) for one in FIGURES.values() for at, options in one.shown(result, given)
+        (at, one, options)
+        for one in FIGURES.values()
+        if one.draw.__name__ not in LEADING
+        for at, options in one.shown(result, given)
     ]
     order = [make().name for make in ANALYSES]
     found.sort(
@@ -229,106 +202,3 @@ def _rows(of: Result, reference: Result, quantity: str, condition: str) -> pd.Da
     columns = [name for name in COLUMNS if name in changes and name not in given]
     changes = changes.rename(columns={"reference": "baseline"})[["baseline", *columns]]
     return values.merge(changes, on=["layer", "head"], how="left")
-
-
-def make_figures(config: Config, command: str = "", force: bool = False, takes: str = "") -> Path:
-    """Write a page with two panels of the paper's redistribution figure and an attention map per model.
-
-    The config has one condition, ``MeaninglessTokens``, and ``output.heads``; a control of equal length is added.
-    """
-    dtype = dtype_named(config.dtype)
-    check_device(config.device)
-    (inserted,) = made_conditions(config.conditions).values()
-    assert isinstance(inserted, MeaninglessTokens)
-    places, prompts = prepared(config, force, by_half=True)
-    if takes:
-        names = ", ".join(config.models)
-        say(
-            f"{names}: {len(prompts)} prompts with and without {inserted.count} inserted tokens; {takes}."
-        )
-    looked: list[_Looked] = []
-    for name, place in places.items():
-        hooked = load_model(name, dtype=dtype, device=config.device)
-        chosen_layers(hooked, config.output.layer)
-        check_heads(_heads(config), hooked.cfg.n_heads)
-        looked.append(_looked_at(hooked, config, prompts, inserted, Path(place), command))
-    tokens = " or ".join(map(str, sorted({one.count for one in looked})))
-    slash = f"{tokens} tokens of “{plain(inserted.text)}” ({_name(inserted)})"
-    what = f"{slash}, or as many tokens of random sentences (sentence), are inserted {WHERE[inserted.place]}"
-    subtitle = (
-        f"Attention when {what}, for {len(prompts)} prompts of {name_of(config.prompts.source)}."
-    )
-    about = About("mechattn: attention under meaningless tokens", subtitle, command)
-    each = [ShownModel(one.result, one.maps) for one in looked]
-    page = Path(str(config.output.page))
-    return write_page(
-        page, about, each, [section for one in looked for section in one.sections], force
-    )
-
-
-def _heads(config: Config) -> list[int]:
-    heads = config.output.heads
-    return heads if isinstance(heads, list) else [int(heads or 0)]
-
-
-@dataclass(frozen=True)
-class _Looked:
-    """What is shown for one model: its result, the maps of a short prompt, figures, the number of inserted tokens."""
-
-    result: Result
-    maps: Result
-    sections: list[Section]
-    count: int
-
-
-def _looked_at(
-    hooked: HookedModel,
-    config: Config,
-    prompts: Seq[Prompt],
-    inserted: MeaninglessTokens,
-    place: Path,
-    command: str,
-) -> _Looked:
-    """Run one model on all prompts, and on the shortest one for its maps; store the result immediately."""
-    fitted = inserted.fitted(hooked)  # some tokenizers split each "/" in two
-    if fitted.count != inserted.count:
-        cannot = f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of {inserted.text!r}"
-        say(f"{cannot}; {fitted.count} are inserted")
-    sentence = RandomSentence(count=fitted.count, place=fitted.place)  # the matched control
-    conditions: dict[str, Condition] = {_name(fitted): fitted, "sentence": sentence}
-    analyses: list[Analysis] = [ReceivedAttention(), AttentionFocus()]
-    result = run(hooked, prompts, conditions, analyses, seed=config.seed, positions="prompts")
-    result.save(place)
-    layer, heads = config.output.layer or 0, _heads(config)
-    one = min(prompts, key=lambda prompt: len(prompt.question))
-    maps, views = _of_one(hooked, result, one, fitted, layer, heads, config.seed)
-    options: list[dict[str, Any]] = [{"top": min(3, hooked.cfg.n_heads)}, {"heads": list(heads)}]
-    drawn = [
-        drawn_section(received_attention, result, {"layer": layer} | some, command)
-        for some in options
-    ]
-    title = f"{model_caption(result)}: attention received in the first prompt"
-    text = view_section(received_text(result, layer, heads), title, READ_TEXT)
-    return _Looked(result, maps, [prompt_section(result), *drawn, text, *views], fitted.count)
-
-
-def _name(inserted: MeaninglessTokens) -> str:
-    return "slash" if inserted.text == "/" else "meaningless"
-
-
-def _of_one(
-    hooked: HookedModel, result: Result, prompt: Prompt, inserted: MeaninglessTokens, layer: int, heads: Seq[int],
-    seed: int,
-) -> tuple[Result, list[Section]]:  # fmt: skip
-    """One prompt's attention in every layer, with few enough inserted tokens that single cells are visible."""
-    few = replace(inserted, count=min(VIEW_TOKENS, inserted.count)).fitted(hooked)
-    name, what = model_caption(result), f"{few.count} “{plain(few.text)}”"
-    one = run(hooked, prompt, {_name(few): few}, [AttentionMap()], seed=seed)
-    note = f"The shortest prompt with {what}, so that single cells are visible. Click a head to enlarge it."
-    map_of_one = pattern(one, layer, heads, _name(few))
-    difference = pattern(one, layer, heads, difference=True)
-    what_differs = "The same prompt: attention between original tokens, with minus without the inserted tokens."
-    return one, [
-        view_section(map_of_one, f"{name}: one prompt's attention, {what}", note),
-        view_section(difference, f"{name}: how {what} change one prompt's attention", what_differs),
-    ]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.load import dtype_named, load_model
 from mechattn.pages.page import results_page
 from mechattn.prompts.datasets import load_prompts
-from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.prompt import Prompt, Template
 from mechattn.render.figure_declaration import FIGURES as DECLARED
 from mechattn.render.figure_declaration import check_heads
 from mechattn.render.html_views import check_page_place
@@ -35,6 +36,7 @@ from mechattn.store.atomic_writes import check_writable, file_names
 from mechattn.store.saving import check_result_place
 from mechattn.toml_sections import Config, Figure, near, no_such_key, read_sections
 
+TemplateWord = Literal["auto", "plain", "chat", "joined"]
 FIGURES: dict[str, Callable] = {
     name: one.draw for name, one in DECLARED.items() if one.draws_results
 }
@@ -51,9 +53,14 @@ def run_from_config(
     values: Literal["float32", "float16"] | None = None,
     fresh: bool = False,
     force: bool = False,
+    system: str | None = None,
+    template: TemplateWord | None = None,
 ) -> list[Path | str]:
-    """Run a config file, or one part of its chunks; return what was written."""
-    config = read_config(path)
+    """Run a config file, or one part of its chunks; return what was written.
+
+    ``system`` and ``template`` replace what the file says of its prompts.
+    """
+    config = with_prompt_options(read_config(path), system, template)
     config = config.model_copy(update={} if values is None else {"values": values})
     command = command_of(words, config.paths) if words else ""
     part = parse_shard(shard)
@@ -66,7 +73,7 @@ def run_from_config(
     with ExitStack() as stack:  # finished chunks are kept until the page is drawn
         results = []
         for name, place in places.items():
-            job = _job(config, name, prompts, shown, command)
+            job = _job(config, name, prompts[name], shown, command)
             made = stack.enter_context(computed(job, place, part, where, fresh))
             results.append(made.result)
             written += (
@@ -80,8 +87,8 @@ def run_from_config(
 
 def prepared(
     config: Config, force: bool, *, part: Shard = WHOLE, used: bool = False, by_half: bool = False
-) -> tuple[dict[str, str], list[Prompt]]:
-    """Each model's place for its result, and the prompts; all is checked that can be before a model is loaded."""
+) -> tuple[dict[str, str], dict[str, list[Prompt]]]:
+    """Each model's place for its result, and its prompts; all is checked that can be before a model is loaded."""
     shown = _shown(config)
     places = {
         name: config.output.result.replace("{model}", file)
@@ -91,21 +98,63 @@ def prepared(
         check_page_place(config.output.page, force)
     for place in places.values():
         check_result_place(shard_place(place, part), used=used)
-    prompts = load_prompts(**config.prompts.model_dump())
+    for name in config.models:
+        check_in_model(name, config.layers, shown)
+    prompts = prompts_by_model(config)
+    count = len(prompts[config.models[0]])
     halves = by_half or any(map(_chooses, shown))
     needed = 2 * FEWEST if halves else FEWEST  # the least for an interval, of each half
-    if shown and len(prompts) < needed:
+    if shown and count < needed:
         why = (
             "the heads are chosen on one half and shown on the other"
             if halves
             else "it shows intervals"
         )
         raise OptionError(
-            f"a page needs at least {needed} prompts, since {why}; there are only {len(prompts)}"
+            f"a page needs at least {needed} prompts, since {why}; there are only {count}"
         )
-    for name in config.models:
-        check_in_model(name, config.layers, shown)
     return places, prompts
+
+
+def prompts_by_model(config: Config) -> dict[str, list[Prompt]]:
+    """The prompts of a config as each of its models reads them: in its chat template, where it has one."""
+    options = config.prompts.model_dump()
+    wanted = options.pop("template")
+    prompts = load_prompts(**options)  # once, as a file may be large and a data set far away
+    by_model = {}
+    for name in config.models:
+        template = template_of(name, wanted)
+        by_model[name] = [replace(prompt, template=template) for prompt in prompts]
+    return by_model
+
+
+def template_of(model: str, wanted: TemplateWord) -> Template:
+    """The template of a model's prompts; "auto" is its chat template, or "plain" where it has none.
+
+    Raises:
+        OptionError: The chat template is asked for, and the tokenizer has none.
+    """
+    if wanted in ("plain", "joined"):
+        return wanted
+    if getattr(tokenizer_named(model), "chat_template", None):
+        return "chat"
+    if wanted == "chat":
+        raise OptionError(
+            f'the tokenizer of {model} has no chat template; give --no-chat-template, or template = "plain"'
+        )
+    return "plain"
+
+
+def with_prompt_options(
+    config: Config, system: str | None, template: TemplateWord | None
+) -> Config:
+    """A config whose prompts have another text before the question, or another template."""
+    changed: dict[str, str] = {}
+    if system is not None:
+        changed["system"] = system
+    if template is not None:
+        changed["template"] = template
+    return config.model_copy(update={"prompts": config.prompts.model_copy(update=changed)})
 
 
 def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], command: str) -> Job:
@@ -129,9 +178,11 @@ def evaluate_from_config(
     server: str | None = None,
     served_model: str | None = None,
     server_key: str | None = None,
+    system: str | None = None,
+    template: TemplateWord | None = None,
 ) -> tuple[dict[str, Evaluation], list[Path]]:
     """Run the [evaluation] section of a config file; return each model's evaluation, and what was written."""
-    config = read_config(path)
+    config = with_prompt_options(read_config(path), system, template)
     if config.evaluation is None:
         raise OptionError(
             f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"'
@@ -153,7 +204,7 @@ def evaluate_from_config(
     places = {name: Path(options["out"].replace("{model}", file)) for name, file in files.items()}
     for place in places.values():
         check_writable(place)
-    prompts = load_prompts(**config.prompts.model_dump())
+    prompts = prompts_by_model(config)
     found = {}
     for name, place in places.items():
         model, tokenizer = name, partial(tokenizer_named, name)
@@ -164,7 +215,7 @@ def evaluate_from_config(
             tokenizer = partial(getattr, model, "tokenizer")
         conditions = made_conditions(config.conditions, tokenizer)
         found[name] = evaluate(
-            model, prompts, conditions, seed=config.seed, **(options | {"out": place})
+            model, prompts[name], conditions, seed=config.seed, **(options | {"out": place})
         )
     return found, list(places.values())
 

@@ -6,7 +6,7 @@ import html
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from mechattn.pages.first_screen import (
     verdict_rows,
     verdict_sentences,
 )  # fmt: skip
+from mechattn.pages.lead_figures import CHANGING_MOST, Shown, lead_figures
 from mechattn.pages.page_data import check_memory, instrument, named_data
 from mechattn.pages.plain_table import plain_tables
 from mechattn.render.attention_figures import received_attention
@@ -73,6 +74,7 @@ class Section:
     view: str = ""  # HTML
     script: str = ""  # the library that the view needs
     tokens: Seq[tuple[str, str]] = ()  # their texts and segments
+    leads: bool = False  # stands open before the map
     made: Seq[tuple[str, str]] = ()
     citation: str = ""
 
@@ -96,7 +98,7 @@ class About:
 def page(
     result: Result,
     path: str | Path,
-    layer: int = 0,
+    layer: int | None = None,
     heads: Seq[int] | None = None,
     force: bool = False,
     *,
@@ -104,10 +106,7 @@ def page(
 ) -> Path:
     """Write a result's page; see :meth:`mechattn.Result.page`."""
     check_page_place(path, force)
-    names, which = result.conditions[1:] or [BASELINE], heads_options(result, heads, top)
-    options = [{"layer": layer, "condition": name} | which for name in names]
-    figures = [(received_attention, some) for some in options]
-    return results_page([result], path, figures, force=force)
+    return results_page([result], path, [], force=force, shown=Shown(layer, heads, top))
 
 
 def heads_options(result: Result, heads: Seq[int] | None, top: int) -> dict[str, Any]:
@@ -199,7 +198,8 @@ def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dic
         "verdict_columns": VERDICT_COLUMNS,
         "verdict_rows": [row for shown in models for row in verdict_rows(shown)],
         "strips": [strip_words(result) for result in results],
-        "sections": sections,
+        "lead_sections": [section for section in sections if section.leads],
+        "sections": [section for section in sections if not section.leads],
         "concepts": concepts(results),
         "citation": citation(about.title, results),
         "provenance": [row for result in results for row in flat(result.provenance)]
@@ -221,34 +221,33 @@ def results_page(
     command: str = "",
     missing: list[str] | None = None,
     force: bool = False,
+    shown: Shown = CHANGING_MOST,
 ) -> Path:
     """Write a page for several results, with each figure once per result, or once if it compares models."""
     for result in results:
         check_memory(result)
-    of_many = [
-        one for one in figures if "results" in inspect.signature(one[0]).parameters
-    ]  # models side by side
-    of_one = [one for one in figures if one not in of_many]
+    compares_models = [
+        figure for figure in figures if "results" in inspect.signature(figure[0]).parameters
+    ]
+    of_one_model = [figure for figure in figures if figure not in compares_models]
     sections: list[Section] = []
     for result in results:
+        sections += lead_sections(result, shown, command)
+    for result in results:
         sections.append(prompt_section(result))
-        sections += _drawn(of_one, result, command, missing)
-    sections += _drawn(of_many, list(results), command, missing)
+        sections += _drawn(of_one_model, result, command, missing)
+    sections += _drawn(compares_models, list(results), command, missing)
     title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
-    models = [ShownModel(result, start=_first_shown(figures)) for result in results]
+    models = [ShownModel(result, start=shown.named_head) for result in results]
     return write_page(path, About(title, _subtitle(results), command), models, sections, force)
 
 
-def _first_shown(figures: Figures) -> tuple[int, int] | None:
-    """The first layer and head that are named for a figure of received attention; None if none is."""
-    for draw, options in figures:
-        if (
-            draw is received_attention
-            and isinstance(options.get("heads"), list)
-            and options["heads"]
-        ):
-            return int(np.atleast_1d(options["layer"])[0]), int(options["heads"][0])
-    return None
+def lead_sections(result: Result, shown: Shown, command: str = "") -> list[Section]:
+    """The sections that stand open before the map."""
+    with explained([result]):
+        drawings = lead_figures(result, shown)
+        sections = [drawn_section(draw, result, options, command) for draw, options in drawings]
+    return [replace(section, leads=True) for section in sections]
 
 
 def _subtitle(results: Seq[Result]) -> str:

@@ -10,9 +10,14 @@ import pandas as pd
 import plotly.graph_objects as go
 import xarray as xr
 
-from mechattn.axes import BASELINE, SEGMENTS, head_named
+from mechattn.axes import BASELINE, head_named
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.means import at_positions, choose_heads, uniform_at_positions
+from mechattn.contrast.means import (
+    Positions,
+    at_positions,
+    choose_heads,
+    uniform_at_positions,
+)
 from mechattn.contrast.quantities import check_layer
 from mechattn.contrast.table import Ranking, Selection
 from mechattn.errors import OptionError
@@ -106,11 +111,11 @@ def received_attention(
     aligned = _Line("received_by_origin", condition, f"with {condition}", WITH)
     rows = [[base]] if alone else [[base, aligned], [aligned._replace(quantity="received")]]
     panels = [
-        _Panel(result, one, head, f"Layer {one + one_based} head {head + one_based}")
+        _Panel(result, one, head, f"Layer {one + one_based} head {head + one_based}", shown)
         for one, some in of_layers.items()
         for head in some
     ]
-    figure = _by_position(panels, rows, shown)
+    figure = _by_position(panels, rows)
     span = _inserted_span(result, condition)
     _shade(figure, span, condition, 2, "all")
     where = "" if span or alone else "; inserted at positions that differ between prompts"
@@ -191,6 +196,7 @@ class _Panel(NamedTuple):
     layer: int
     head: int
     title: str
+    prompts: np.ndarray  # those that are shown
 
 
 class _Line(NamedTuple):
@@ -204,7 +210,7 @@ class _Line(NamedTuple):
 def received_by_model(
     results: Seq[Result] | Result,
     layer: int = 0,
-    heads: Seq[int] | int = 0,
+    heads: Seq[int] | int | None = None,
     conditions: tuple[str, str] = ("slash", "sentence"),
     *,
     one_based: bool = False,
@@ -216,101 +222,141 @@ def received_by_model(
     Args:
         results: One result per model.
         layer: The layer, from 0.
-        heads: The head of each model, from 0; or one number for all.
+        heads: The head of each model, from 0; or one number for all. By default the one that changes most under the
+            first condition, chosen on one half of each model's prompts; the figure then shows the other half.
         conditions: The two conditions, the first in orange and the second in green.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
-        OptionError: There is no such layer, head or condition, or the numbers of heads and models differ.
+        OptionError: There is no such layer, head or condition, the numbers of heads and models differ, or a head cannot
+            be chosen.
     """
     results = [results] if isinstance(results, Result) else list(results)
-    chosen = [heads] * len(results) if isinstance(heads, int) else list(heads)
-    if len(chosen) != len(results):
-        raise OptionError(
-            f"heads={chosen} for {len(results)} models: give one head per model, or one for all"
-        )
+    if heads is not None:
+        heads = [heads] * len(results) if isinstance(heads, int) else list(heads)
+        if len(heads) != len(results):
+            raise OptionError(
+                f"heads={heads} for {len(results)} models: give one head per model, or one for all"
+            )
     panels = []
-    for result, head in zip(results, chosen, strict=True):
+    for number, result in enumerate(results):
         check_layer(layer, result[NAME])
-        (head,) = check_heads([head], result[NAME].sizes["head"], layer)
+        prompts = np.arange(result[NAME].sizes["prompt"])
+        if heads is None:
+            choosing, prompts = units_of(result, len(prompts)).halves()
+            chosen = choose_heads(result, layer, 1, conditions[0], choosing, "difference")
+            head = chosen[0][1]
+        else:
+            (head,) = check_heads([heads[number]], result[NAME].sizes["head"], layer)
         where = f"{model_caption(result)}<br>layer {layer + one_based} head {head + one_based}"
-        panels.append(_Panel(result, layer, head, where))
-    colours = zip(conditions, (WITH, THIRD), strict=False)
-    figure = _by_position(
-        panels, [[_Line("received", name, name, colour) for name, colour in colours]]
-    )
+        panels.append(_Panel(result, layer, head, where, prompts))
+    lines = [
+        _Line("received", name, name, colour)
+        for name, colour in zip(conditions, (WITH, THIRD), strict=False)
+    ]
+    figure = _by_position(panels, [lines])
     for column, result in enumerate(results, 1):
         for span in {_inserted_span(result, name) for name in conditions}:
             _shade(figure, span, "inserted", 1, column)
-    counts = ", ".join(sorted({str(result["sequences"].sizes["prompt"]) for result in results}))
+    counts = ", ".join(sorted({str(len(panel.prompts)) for panel in panels}))
     about = f"mean over {counts} prompts, bands: pointwise 95 % intervals{band_words(results[0])}; dotted: uniform"
+    if heads is None:
+        about += "; the head with the largest change in the other half of the prompts"
     draw.title(figure, f"{' and '.join(conditions)}: received attention", about, 450, 150)
-    said = [
-        f"{panel.title.replace('<br>', ', ')}, “{name}”: {change}."
-        for panel in panels
-        for name in conditions
-        if (change := change_words(panel.result, name, layer=layer, heads=[panel.head]))
-    ]
-    return says(figure, "Change of the attention received by the question's tokens.", *said)
+    sentences = []
+    for panel in panels:
+        for name in conditions:
+            change = change_words(panel.result, name, layer, [panel.head], panel.prompts)
+            where = panel.title.replace("<br>", ", ")
+            if change:
+                sentences.append(f"{where}, “{name}”: {change}.")
+    return says(figure, "Change of the attention received by the question's tokens.", *sentences)
 
 
-def _by_position(
-    panels: list[_Panel], rows: list[list[_Line]], shown: np.ndarray | None = None
-) -> go.Figure:
+def _by_position(panels: list[_Panel], rows: list[list[_Line]]) -> go.Figure:
     """A column for each head, with rows of lines over positions, their bands and uniform attention."""
     titles = [panel.title for panel in panels] + [""] * len(panels) * (len(rows) - 1)
-    figure, named = (
-        draw.panels(titles, len(rows), vertical_spacing=0.16, horizontal_spacing=0.06),
-        set(),
-    )
+    figure = draw.panels(titles, len(rows), vertical_spacing=0.16, horizontal_spacing=0.06)
+    in_legend: set[str] = set()
     for column, panel in enumerate(panels, 1):
-        dataset = panel.result[NAME]
-        prompts = np.arange(dataset.sizes["prompt"]) if shown is None else shown
         for row, lines in enumerate(rows, 1):
-            here, drawn = [], []
-            for quantity, name, label, colour in lines:
-                if name != BASELINE:
-                    panel.result.condition(name)
-                where: dict[str, object] = {"condition": name, "layer": panel.layer}
-                found = at_positions(dataset, quantity, where | {"head": panel.head}, prompts)
-                draw.line_and_band(
-                    figure, found, label, colour, column=column, row=row, legend=label not in named
-                )
-                null = uniform_at_positions(dataset, quantity, where, prompts)[found.at]
-                here.append(found)
-                drawn.append((found.at, null, f"uniform, {label}", colour))
-                named.add(label)
-            at, null, *_ = drawn[0]
-            if len(drawn) > 1 and all(
-                len(one) == len(null) and np.allclose(one, null) for _, one, *_ in drawn
-            ):
-                drawn = [(at, null, "uniform attention", WITHOUT)]  # one line would hide the others
-            for at, null, label, colour in drawn:
-                style = dict(
-                    legendgroup=label, hovertemplate="%{y:.4f}", showlegend=label not in named
-                )
-                draw.dotted(figure, at, null, label, colour, column=column, row=row, **style)
-                named.add(label)
-            here = [found for found in here if len(found.at) > 1 and found.at[0] == 0]
-            first = max((found.mean[0] for found in here), default=0.0)
-            if here and first > 2 * max(
-                found.mean[1:].max() for found in here
-            ):  # as a sink sets the scale of the axis
-                segment = int(
-                    panel.result["sequences"].segment_index.sel(condition=lines[0].condition)[0, 0]
-                )
-                figure.add_annotation(
-                    x=0, y=first, text=f"position 0 ({SEGMENTS[segment]})", xanchor="left", xshift=8, showarrow=False,
-                    row=row, col=column,
-                )  # fmt: skip
-    for row, of in enumerate(rows, 1):
-        whole = of[0].quantity == "received"
+            positions = _lines_of_panel(figure, panel, lines, column, row, in_legend)
+            _cut_first_token(figure, positions, lines, column, row)
+    for row, lines in enumerate(rows, 1):
+        whole = lines[0].quantity == "received"
         figure.update_xaxes(
             title_text="position in the sequence" if whole else "original token position", row=row
         )
     figure.update_yaxes(title_text="attention received<br>(probability)", col=1)
-    figure.update_yaxes(rangemode="tozero")
     return figure.update_layout(hovermode="x unified")
+
+
+def _lines_of_panel(
+    figure: go.Figure,
+    panel: _Panel,
+    lines: list[_Line],
+    column: int,
+    row: int,
+    in_legend: set[str],
+) -> list[Positions]:
+    """Draw the lines of one panel with their bands, and what uniform attention would give."""
+    dataset = panel.result[NAME]
+    positions = []
+    nulls = []
+    for quantity, condition, label, colour in lines:
+        if condition != BASELINE:
+            panel.result.condition(condition)  # refuses a name that the result does not have
+        place: dict[str, object] = {"condition": condition, "layer": panel.layer}
+        means = at_positions(dataset, quantity, place | {"head": panel.head}, panel.prompts)
+        where = {"column": column, "row": row}
+        draw.line_and_band(figure, means, label, colour, legend=label not in in_legend, **where)
+        in_legend.add(label)
+        null = uniform_at_positions(dataset, quantity, place, panel.prompts)[means.at]
+        positions.append(means)
+        nulls.append((means.at, null, f"uniform, {label}", colour))
+
+    first_at, first_null, *_ = nulls[0]
+    same_null = all(
+        len(null) == len(first_null) and np.allclose(null, first_null) for _, null, *_ in nulls
+    )
+    if len(nulls) > 1 and same_null:  # one line would hide the others
+        nulls = [(first_at, first_null, "uniform attention", WITHOUT)]
+    for at, null, label, colour in nulls:
+        style = {
+            "legendgroup": label,
+            "hovertemplate": "%{y:.4f}",
+            "showlegend": label not in in_legend,
+        }
+        draw.dotted(figure, at, null, label, colour, column=column, row=row, **style)
+        in_legend.add(label)
+    return positions
+
+
+def _cut_first_token(
+    figure: go.Figure, positions: list[Positions], lines: list[_Line], column: int, row: int
+) -> None:
+    """End the vertical axis at the largest value but the first token's, and write that one beside its place.
+
+    The first token is the sink of most models: it gets a hundred times what any other gets.
+    """
+    after_first = []
+    first_values = []
+    for means, line in zip(positions, lines, strict=True):
+        upper = np.where(np.isfinite(means.high), means.high, means.mean)
+        is_first = means.at == 0
+        after_first += upper[~is_first].tolist()
+        first_values += [(float(value), line) for value in means.mean[is_first]]
+    top = 1.08 * max(after_first, default=0.0)
+    if top <= 0:
+        return
+    figure.update_yaxes(range=[0, top], row=row, col=column)
+    beyond = [(value, line) for value, line in first_values if value > top]
+    if beyond:
+        values = ", ".join(f"{value:.2g} {line.label}" for value, line in beyond)
+        figure.add_annotation(
+            x=0, y=top, text=f"↑ first token: {values}", xanchor="left", yanchor="top", showarrow=False,
+            font_size=11, row=row, col=column,
+        )  # fmt: skip
 
 
 @declare(compares=True, report=[{}])

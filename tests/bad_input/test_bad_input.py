@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.commands.pages import make_figures
+from mechattn.commands.figures import make_figures
 from mechattn.commands.run_config import run_from_config
 from mechattn.errors import (
     ConditionError,
@@ -431,7 +431,7 @@ def test_saving_over_something_else(slash_result, tmp_path):
 
 
 def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr("mechattn.commands.pages.run", None)
+    monkeypatch.setattr("mechattn.commands.figures.run", None)
     with pytest.raises(OptionError, match="at least 6 prompts"):
         make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", 5, 0, [0]))
     with pytest.raises(OptionError, match="heads are 0 to 7"):
@@ -441,7 +441,7 @@ def test_too_few_prompts_for_a_page_are_found_before_the_work(tmp_path, monkeypa
 def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_loaded(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("mechattn.commands.pages.load_model", None)
+    monkeypatch.setattr("mechattn.commands.figures.load_model", None)
     monkeypatch.setattr("mechattn.commands.run_config.computed", None)
     both = ["toy:gemma3", "toy:llama"]
     with pytest.raises(OptionError, match="layer 5 is out of range: toy:llama has layers 0 to 3"):

@@ -3,7 +3,7 @@
 import pytest
 
 import mechattn as ma
-from mechattn.commands.pages import make_figures
+from mechattn.commands.figures import make_figures
 from mechattn.commands.run_config import read_config, run_from_config
 from mechattn.errors import MechattnError, ModelError, OptionError, PromptError
 from mechattn.jobs.from_config import made_conditions

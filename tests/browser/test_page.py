@@ -196,7 +196,7 @@ def test_the_keyboard_reaches_everything(opened, place):
 
 def test_a_page_is_small_beside_its_scripts(toy, prompts, tmp_path):
     """A quarter of the 12 MB that four models may take, scripts not counted."""
-    from mechattn.commands.pages import make_figures
+    from mechattn.commands.figures import make_figures
     from mechattn.pages.embedded import packed_script
     from tests.figures_config import figures_config
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import mechattn as ma
-from mechattn.commands.pages import make_figures
+from mechattn.commands.figures import make_figures
 from mechattn.commands.run_config import run_from_config
 from mechattn.results.provenance import command_of, name_of
 from tests.figures_config import figures_config

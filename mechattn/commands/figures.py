@@ -1,0 +1,140 @@
+"""The command ``mechattn figures``: a page about models that read questions with and without inserted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
+from mechattn.commands.run_config import prepared
+from mechattn.engine.run import run
+from mechattn.jobs.from_config import made_conditions
+from mechattn.markup import plain
+from mechattn.model.hooked import HookedModel
+from mechattn.model.load import check_device, dtype_named, load_model
+from mechattn.pages.first_screen import ShownModel
+from mechattn.pages.lead_figures import Shown
+from mechattn.pages.page import About, lead_sections, prompt_section, write_page
+from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
+from mechattn.prompts.prompt import Prompt
+from mechattn.results.provenance import name_of
+from mechattn.results.result import Result
+from mechattn.store.atomic_writes import say
+from mechattn.toml_sections import Config
+
+FEW_TOKENS = (
+    16  # inserted into the prompt whose patterns are kept, so that single cells are visible
+)
+PLACES = {
+    "before_question": "before the question",
+    "start": "at the start",
+    "middle": "in the middle of the question",
+    "after_question": "after the question",
+    "before_answer": "before the answer",
+    "random": "at a random place in the question",
+}
+TEMPLATES = {
+    "chat": "in the model's chat template",
+    "plain": "as plain text",
+    "joined": "as joined text",
+}
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What was measured of one model: its result, the patterns of one short prompt, and what was inserted."""
+
+    result: Result
+    maps: Result
+    inserted: MeaninglessTokens
+
+
+def make_figures(config: Config, command: str = "", force: bool = False) -> Path:
+    """Run the models of a config and write their page.
+
+    The config has one condition, ``MeaninglessTokens``; a random sentence of equal length is added as its control.
+
+    Raises:
+        MechattnError: An option cannot be used with a model or its prompts; found before any model is loaded where its
+            config says enough.
+    """
+    dtype = dtype_named(config.dtype)
+    check_device(config.device)
+    (inserted,) = made_conditions(config.conditions).values()
+    assert isinstance(inserted, MeaninglessTokens)
+    places, prompts = prepared(config, force, by_half=True)
+    page = Path(str(config.output.page))
+    heads = config.output.heads
+    shown = Shown(
+        config.output.layer, [heads] if isinstance(heads, int) else heads, config.output.top
+    )
+
+    measured = []
+    for name, place in places.items():
+        say(
+            f"{name}: {len(prompts[name])} prompts with and without {inserted.count} inserted tokens."
+        )
+        hooked = load_model(name, dtype=dtype, device=config.device)
+        measured.append(_measure(hooked, prompts[name], inserted, config.seed, place))
+
+    models = [ShownModel(model.result, model.maps, shown.named_head) for model in measured]
+    sections = [
+        section for model in measured for section in lead_sections(model.result, shown, command)
+    ]
+    sections += [prompt_section(model.result) for model in measured]
+    title = f"What {_what(measured[:1])} do to attention"
+    about = About(title, _subtitle(config, measured, prompts), command)
+    return write_page(page, about, models, sections, force)
+
+
+def _measure(
+    hooked: HookedModel, prompts: Seq[Prompt], inserted: MeaninglessTokens, seed: int, place: str
+) -> _Measured:
+    """Run one model on all prompts and store its result; keep the patterns of the shortest prompt too."""
+    fitted = inserted.fitted(hooked)
+    if fitted.count != inserted.count:  # some tokenizers split each "/" in two
+        say(
+            f"the tokenizer of {hooked.cfg.model_name} cannot make {inserted.count} tokens of "
+            f"{inserted.text!r}; {fitted.count} are inserted"
+        )
+    name = _condition_name(fitted)
+    control = RandomSentence(count=fitted.count, place=fitted.place)
+    conditions: dict[str, Condition] = {name: fitted, "sentence": control}
+    analyses: list[Analysis] = [ReceivedAttention()]
+    result = run(hooked, prompts, conditions, analyses, seed=seed, positions="prompts")
+    result.save(place)
+
+    few = replace(inserted, count=min(FEW_TOKENS, inserted.count)).fitted(hooked)
+    maps = run(hooked, _shortest(prompts), {name: few}, [AttentionMap()], seed=seed)
+    return _Measured(result, maps, fitted)
+
+
+def _shortest(prompts: Seq[Prompt]) -> Prompt:
+    return min(prompts, key=lambda prompt: len(prompt.question))
+
+
+def _condition_name(inserted: MeaninglessTokens) -> str:
+    return "slash" if inserted.text == "/" else "meaningless"
+
+
+def _what(measured: Seq[_Measured]) -> str:
+    """The inserted tokens in words, such as "55 “/”"; "55 or 56 “/”" where tokenizers make different numbers."""
+    counts = sorted({model.inserted.count for model in measured})
+    return f"{' or '.join(map(str, counts))} “{plain(measured[0].inserted.text)}”"
+
+
+def _subtitle(config: Config, measured: Seq[_Measured], prompts: dict[str, list[Prompt]]) -> str:
+    """What was inserted where, and what the models read."""
+    inserted = measured[0].inserted
+    what = (
+        f"{_what(measured)} ({_condition_name(inserted)}), or as many tokens of random sentences (sentence), "
+        f"{PLACES[inserted.place]}"
+    )
+    first_prompts = [of_model[0] for of_model in prompts.values()]
+    templates = " or ".join(dict.fromkeys(TEMPLATES[prompt.template] for prompt in first_prompts))
+    system = first_prompts[0].system
+    before = f", after “{plain(system)}”" if system else ", without a system prompt"
+    count = len(next(iter(prompts.values())))
+    return f"{what}. {count} prompts of {name_of(config.prompts.source)}, {templates}{before}."

@@ -1,0 +1,98 @@
+"""The figures that stand open on a page, before the map: who pays for the inserted tokens, and the paper's lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from mechattn.axes import BASELINE
+from mechattn.contrast.means import choose_heads
+from mechattn.render.attention_figures import received_attention, received_by_model
+from mechattn.render.budget_figures import attention_budget
+from mechattn.render.figure_declaration import check_heads, listed_or_chosen
+from mechattn.results.provenance import matched_control
+from mechattn.results.result import Result, units_of
+from mechattn.stats.intervals import FEWEST
+
+FIRST_LAYERS = 3  # the paper shows one head in its layers 1, 2 and 3
+Drawing = tuple[Callable, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Which heads the lines of a page show: those of a layer or list, or those that change most.
+
+    Args:
+        layer: The layer, from 0; None is the layer of the head that changes most.
+        heads: The heads, from 0; None chooses ``top`` of the layer.
+        top: How many heads to choose, or all of a layer that has fewer.
+    """
+
+    layer: int | None = None
+    heads: Seq[int] | None = None
+    top: int = 3
+
+    @property
+    def named_head(self) -> tuple[int, int] | None:
+        """The layer and head that were named first; None if the data choose."""
+        if not self.heads:
+            return None
+        return self.layer or 0, int(self.heads[0])
+
+
+CHANGING_MOST = Shown()
+
+
+def lead_figures(result: Result, shown: Shown) -> list[Drawing]:
+    """The figures of one result that stand open on its page, with their options.
+
+    Heads are chosen by their change on one half of the prompts, and shown on the other half.
+    """
+    figures: list[Drawing] = []
+    if "attention_budget" in result.datasets:
+        figures.append((attention_budget, {}))
+    if "received_attention" not in result.datasets:
+        return figures
+    condition = result.shown_condition()
+    layer, which = shown_heads(result, condition, shown)
+    figures.append((received_attention, {"layer": layer, "condition": condition} | which))
+    if condition == BASELINE:
+        return figures
+
+    one_head = {"heads": which["heads"][:1]} if "heads" in which else which | {"top": 1}
+    control = matched_control(result, condition)
+    if control is not None:
+        beside = {"layer": layer, "conditions": (condition, control)}
+        if "heads" in which:
+            beside["heads"] = which["heads"][0]
+        figures.append((received_by_model, beside))
+
+    measured = [int(number) for number in result["received_attention"].layer.values]
+    first_layers = measured[:FIRST_LAYERS]
+    if len(first_layers) > 1:
+        options = {"layer": first_layers, "condition": condition} | one_head
+        figures.append((received_attention, options))
+    return figures
+
+
+def shown_heads(result: Result, condition: str, shown: Shown) -> tuple[int, dict[str, Any]]:
+    """The layer of the lines, and the options of ``received_attention`` that name or choose its heads."""
+    count = int(result.provenance["model"]["heads"])
+    dataset = result["received_attention"]
+    first_measured = int(dataset.layer.values[0])
+    layer = first_measured if shown.layer is None else shown.layer
+    listed_or_chosen(shown.heads, None if shown.heads is not None else shown.top)
+    if shown.heads is not None:
+        return layer, {"heads": check_heads(list(shown.heads), count, layer)}
+
+    units = units_of(result, dataset.sizes["prompt"])
+    top = min(shown.top, count)
+    if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
+        # Nothing to choose by: single prompts were not kept, or there are too few for two halves.
+        return layer, {"heads": list(range(top))}
+    if shown.layer is None:
+        choosing, _ = units.halves()
+        ((layer, _),) = choose_heads(result, None, 1, condition, choosing, "difference")
+    return layer, {"top": top, "by": "difference"}

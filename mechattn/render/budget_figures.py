@@ -1,0 +1,263 @@
+"""The attention budget: what the question attends to in each layer, and why its attention to itself changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from mechattn.axes import BASELINE
+from mechattn.contrast.budget_table import (
+    NAME,
+    budget_table,
+    busiest_layer,
+    by_layer,
+    known_causes,
+    payers,
+)
+from mechattn.render import draw
+from mechattn.render.draw import THIRD, WITH, WITHOUT
+from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.words import count_words, model_caption, says
+from mechattn.results.result import Result
+
+PAYER_COLOURS = {
+    "question": WITHOUT,
+    "inserted": WITH,
+    "system": THIRD,
+    "template": "#888",
+    "first": "#444",
+    "answer": "#cc79a7",
+    "changed": "#e69f00",
+}
+CAUSE_COLOURS = {"distance": "#56b4e9", "mass": WITH, "hidden states": "#7a5c00"}
+PAYER_WORDS = {
+    "first": "first token",
+    "template": "template",
+    "system": "system text",
+    "inserted": "inserted tokens",
+    "question": "the question itself",
+    "answer": "answer",
+    "changed": "changed tokens",
+}
+CAUSE_WORDS = {
+    "distance": "greater distance",
+    "mass": "attention taken by inserted tokens",
+    "hidden states": "changed hidden states",
+}
+ONE_CAUSE = {"hidden states": "distance and changed hidden states"}
+SENTENCES = {
+    "taken": "With “{condition}”, the inserted tokens take {inserted} of 100 points of the question's attention, "
+    "averaged over all layers and heads ({most} in layer {layer}).",
+    "paid": "The others change by: {changes}.",
+    "causes": "The question's attention to itself changes by {question} points, by cause: {causes}.",
+    "not_inserted": "With “{condition}”, the question's attention changes, averaged over all layers and heads, by: "
+    "{changes}.",
+}
+
+
+@declare(NAME, report=[{}])
+def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
+    """Plot what the question attends to by layer, and the change of its attention to itself by cause.
+
+    Above: the attention of the question's queries in points of 100, stacked by what receives it. Below on the left: how
+    much each of these gains or loses over all layers. Below the conditions: how the question's attention to its own
+    tokens changes in each layer, and how much of that is due to the greater distance to what stands before the inserted
+    tokens, to the attention that these take, and to changed hidden states, in this order. Means over heads and prompts;
+    intervals are 95 % t intervals over prompts.
+
+    Args:
+        result: A result with ``ma.analyses.AttentionBudget()``.
+        conditions: Names of conditions; all by default.
+
+    Raises:
+        OptionError: The budget was not measured, or there is no such condition.
+    """
+    dataset = result[NAME]
+    shown = result.conditions[1:] if conditions is None else list(conditions)
+    shown = [result.condition(name) for name in shown]
+    titles = ["without (baseline)", *(f"with {name}" for name in shown)]
+    rows = 2 if shown else 1
+    below = ["change over all layers", *(f"question's change, {name}" for name in shown)]
+    figure = draw.panels(
+        titles + below * (rows - 1),
+        rows,
+        shared_yaxes=False,
+        vertical_spacing=0.17,
+        horizontal_spacing=0.055,
+    )
+    for column, condition in enumerate([BASELINE, *shown], 1):
+        _stack(figure, result, condition, column)
+    if shown:
+        tables = {name: budget_table(result, name) for name in shown}
+        _changes_by_payer(figure, tables)
+    for column, condition in enumerate(shown, 2):
+        _causes(figure, result, condition, column)
+
+    figure.update_xaxes(title_text="layer", title_standoff=4, **draw.steps(dataset.sizes["layer"]))
+    figure.update_yaxes(title_text="question's attention<br>(points of 100)", row=1, col=1)
+    figure.update_yaxes(range=[0, 100], row=1)
+    if shown:
+        figure.update_xaxes(title_text="", tick0=None, dtick=None, row=2, col=1)
+        figure.update_yaxes(title_text="change (points)", row=2, col=1)
+        _share_range(figure, len(shown))
+    note = f"mean over heads and {count_words(result)}; bars with ends: 95 % intervals over prompts"
+    one_cause = str(dataset.attrs.get("one_cause", ""))
+    if one_cause:
+        note += f"; distance and hidden states are one cause, since {one_cause}"
+    heading = f"{model_caption(result)}: what the question attends to"
+    draw.title(figure, heading, note, 640 if shown else 380, 118)
+    figure.update_layout(barmode="relative", bargap=0.06, legend_traceorder="normal")
+    return says(figure, *(budget_words(result, name) for name in shown))
+
+
+def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> None:
+    """What the question attends to in each layer, one bar a layer."""
+    dataset = result[NAME]
+    layers = dataset.layer.values
+    for payer in payers(result):
+        attention = dataset.attention.sel(condition=condition, segment=payer)
+        interval = by_layer(result, attention)
+        words = PAYER_WORDS[payer]
+        figure.add_bar(
+            x=layers,
+            y=np.nan_to_num(interval.estimate),
+            name=words,
+            legendgroup=payer,
+            showlegend=column == 1,
+            marker=dict(color=PAYER_COLOURS[payer], line_width=0),
+            customdata=np.stack([interval.low, interval.high], -1),
+            meta=["low", "high"],
+            hovertemplate=f"layer %{{x}}, {words}: %{{y:.1f}} [%{{customdata[0]:.1f}}, %{{customdata[1]:.1f}}]<extra></extra>",
+            **draw.at(column, 1),
+        )
+
+
+def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> None:
+    """The change of what each payer gets over all layers, one mark for each condition."""
+    draw.rule(figure, y=0, column=1, row=2)
+    colours = [colour for _, colour in draw.of_conditions(list(tables))]
+    symbols = ("circle", "diamond", "square", "triangle-up")
+    apart = 0.22
+    names: list[str] = []
+    for number, (condition, table) in enumerate(tables.items()):
+        names = [PAYER_WORDS[payer].replace(" ", "<br>", 1) for payer in table.payer]
+        place = np.arange(len(table)) + apart * (number - (len(tables) - 1) / 2)
+        bars = dict(
+            type="data",
+            array=table.change_high - table.change,
+            arrayminus=table.change - table.change_low,
+            symmetric=False,
+            thickness=1.5,
+            width=4,
+        )
+        figure.add_scatter(
+            x=place,
+            y=table.change,
+            error_y=bars,
+            mode="markers",
+            name=f"change with {condition}",
+            marker=dict(color=colours[number], size=8, symbol=symbols[number % len(symbols)]),
+            customdata=table.payer,
+            meta=["payer"],
+            hovertemplate="%{customdata}: %{y:.2f}<extra></extra>",
+            **draw.at(1, 2),
+        )
+    ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names}
+    figure.update_xaxes(tickangle=0, tickfont_size=10, row=2, col=1, **ticks)
+
+
+def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> None:
+    """The question's change in each layer: a bar for each cause, and a line for their sum."""
+    dataset = result[NAME].sel(condition=condition, segment="question")
+    layers = dataset.layer.values
+    words = CAUSE_WORDS | (ONE_CAUSE if result[NAME].attrs.get("one_cause") else {})
+    for cause in known_causes(result, condition):
+        interval = by_layer(result, dataset.by_cause.sel(cause=cause))
+        figure.add_bar(
+            x=layers,
+            y=np.nan_to_num(interval.estimate),
+            name=f"due to {words[cause]}",
+            legendgroup=cause,
+            showlegend=column == 2,
+            marker=dict(color=CAUSE_COLOURS[cause], line_width=0, opacity=0.75),
+            customdata=np.stack([interval.low, interval.high], -1),
+            meta=["low", "high"],
+            hovertemplate=f"layer %{{x}}, {cause}: %{{y:.2f}} [%{{customdata[0]:.2f}}, %{{customdata[1]:.2f}}]<extra></extra>",
+            **draw.at(column, 2),
+        )
+    total = by_layer(result, dataset.change)
+    draw.points(
+        figure,
+        layers,
+        total,
+        "question's change",
+        "#000000",
+        None,
+        mode="markers+lines",
+        line=dict(width=1),
+        marker=dict(size=4),
+        legendgroup="total",
+        showlegend=column == 2,
+        hovertemplate="layer %{x}, all causes: %{y:.2f}<extra></extra>",
+        row=2,
+        col=column,
+    )
+    draw.rule(figure, y=0, column=column, row=2)
+
+
+def _share_range(figure: go.Figure, count: int) -> None:
+    """Give the panels of causes one range, so that conditions can be compared."""
+    for column in range(3, count + 2):
+        first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
+        figure.update_yaxes(matches=first_axis, row=2, col=column)
+
+
+def budget_words(result: Result, condition: str) -> str:
+    """The budget of a condition in words: what the inserted tokens take, who pays, and why the question's changes."""
+    table = budget_table(result, condition).set_index("payer")
+    changes = [
+        f"{PAYER_WORDS[payer]} {_points(table.loc[payer], 'change')}"
+        for payer in reversed(table.index)
+        if payer != "inserted"
+    ]
+    sentences = []
+    if "inserted" in table.index and table.change["inserted"] > 0:
+        layer = busiest_layer(result, condition)
+        most = budget_table(result, condition, layer).set_index("payer").value["inserted"]
+        sentences.append(
+            SENTENCES["taken"].format(
+                condition=condition,
+                inserted=_points(table.loc["inserted"], "value", signed=False),
+                most=f"{most:.1f}",
+                layer=layer,
+            )
+        )
+        sentences.append(SENTENCES["paid"].format(changes=", ".join(changes)))
+    else:
+        joined = ", ".join(changes)
+        sentences.append(SENTENCES["not_inserted"].format(condition=condition, changes=joined))
+    words = CAUSE_WORDS | (ONE_CAUSE if result[NAME].attrs.get("one_cause") else {})
+    question = table.loc["question"]
+    causes = [
+        f"{words[cause]} {_points(question, cause)}" for cause in known_causes(result, condition)
+    ]
+    if causes:
+        total = _points(question, "change")
+        sentences.append(SENTENCES["causes"].format(question=total, causes=", ".join(causes)))
+    return " ".join(sentences)
+
+
+def _points(row: pd.Series, name: str, signed: bool = True) -> str:
+    """A number of points with its interval."""
+    form = "{:+.1f}" if signed else "{:.1f}"
+    estimate, low, high = (
+        form.format(row[column] + 0.0).replace("-", "−")
+        for column in (name, f"{name}_low", f"{name}_high")
+    )
+    if np.isnan(row[f"{name}_low"]):  # fewer than three prompts
+        return estimate
+    return f"{estimate} [{low}, {high}]"
