@@ -44,10 +44,12 @@ PAYER_WORDS = {
     "changed": "changed tokens",
 }
 CAUSE_WORDS = {
-    "distance": "greater distance",
-    "mass": "attention taken by inserted tokens",
-    "hidden states": "changed hidden states",
+    "distance": "distance",
+    "mass": "attention taken",
+    "hidden states": "hidden states",
 }
+HOVER = "%{y:.2f} [%{customdata[0]:.2f}, %{customdata[1]:.2f}]<extra></extra>"
+LOWER = "legend2"  # of the panels below
 ONE_CAUSE = {"hidden states": "distance and changed hidden states"}
 SENTENCES = {
     "taken": "With “{condition}”, the inserted tokens take {inserted} of 100 points of the question's attention, "
@@ -81,12 +83,15 @@ def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.F
     shown = [result.condition(name) for name in shown]
     titles = ["without (baseline)", *(f"with {name}" for name in shown)]
     rows = 2 if shown else 1
-    below = ["change over all layers", *(f"question's change, {name}" for name in shown)]
+    below = [
+        "change, mean over layers",
+        *(f"change of question → question, {name}" for name in shown),
+    ]
     figure = draw.panels(
         titles + below * (rows - 1),
         rows,
         shared_yaxes=False,
-        vertical_spacing=0.17,
+        vertical_spacing=0.24,
         horizontal_spacing=0.055,
     )
     for column, condition in enumerate([BASELINE, *shown], 1):
@@ -97,11 +102,13 @@ def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.F
     for column, condition in enumerate(shown, 2):
         _causes(figure, result, condition, column)
 
-    figure.update_xaxes(title_text="layer", title_standoff=4, **draw.steps(dataset.sizes["layer"]))
+    figure.update_xaxes(
+        title_text="layer", title_standoff=4, tickangle=0, **draw.steps(dataset.sizes["layer"])
+    )
     figure.update_yaxes(title_text="question's attention<br>(points of 100)", row=1, col=1)
     figure.update_yaxes(range=[0, 100], row=1)
     if shown:
-        figure.update_xaxes(title_text="", tick0=None, dtick=None, row=2, col=1)
+        figure.update_xaxes(title_text="", row=2, col=1)
         figure.update_yaxes(title_text="change (points)", row=2, col=1)
         _share_range(figure, len(shown))
     note = f"mean over heads and {count_words(result)}; bars with ends: 95 % intervals over prompts"
@@ -109,8 +116,9 @@ def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.F
     if one_cause:
         note += f"; distance and hidden states are one cause, since {one_cause}"
     heading = f"{model_caption(result)}: what the question attends to"
-    draw.title(figure, heading, note, 640 if shown else 380, 118)
-    figure.update_layout(barmode="relative", bargap=0.06, legend_traceorder="normal")
+    draw.title(figure, heading, note, 660 if shown else 380, 104)
+    lower = dict(orientation="h", x=0, y=0.46, yanchor="bottom", xanchor="left")
+    figure.update_layout(barmode="relative", bargap=0.06, legend_traceorder="normal", legend2=lower)
     return says(figure, *(budget_words(result, name) for name in shown))
 
 
@@ -131,7 +139,7 @@ def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> No
             marker=dict(color=PAYER_COLOURS[payer], line_width=0),
             customdata=np.stack([interval.low, interval.high], -1),
             meta=["low", "high"],
-            hovertemplate=f"layer %{{x}}, {words}: %{{y:.1f}} [%{{customdata[0]:.1f}}, %{{customdata[1]:.1f}}]<extra></extra>",
+            hovertemplate=f"layer %{{x}}, {words}: {HOVER}",
             **draw.at(column, 1),
         )
 
@@ -159,7 +167,8 @@ def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> 
             y=table.change,
             error_y=bars,
             mode="markers",
-            name=f"change with {condition}",
+            name=condition,
+            legend=LOWER,
             marker=dict(color=colours[number], size=8, symbol=symbols[number % len(symbols)]),
             customdata=table.payer,
             meta=["payer"],
@@ -180,13 +189,14 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
         figure.add_bar(
             x=layers,
             y=np.nan_to_num(interval.estimate),
-            name=f"due to {words[cause]}",
+            name=words[cause],
+            legend=LOWER,
             legendgroup=cause,
             showlegend=column == 2,
             marker=dict(color=CAUSE_COLOURS[cause], line_width=0, opacity=0.75),
             customdata=np.stack([interval.low, interval.high], -1),
             meta=["low", "high"],
-            hovertemplate=f"layer %{{x}}, {cause}: %{{y:.2f}} [%{{customdata[0]:.2f}}, %{{customdata[1]:.2f}}]<extra></extra>",
+            hovertemplate=f"layer %{{x}}, {cause}: {HOVER}",
             **draw.at(column, 2),
         )
     total = by_layer(result, dataset.change)
@@ -194,13 +204,14 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
         figure,
         layers,
         total,
-        "question's change",
+        "all causes",
         "#000000",
         None,
         mode="markers+lines",
         line=dict(width=1),
         marker=dict(size=4),
         legendgroup="total",
+        legend=LOWER,
         showlegend=column == 2,
         hovertemplate="layer %{x}, all causes: %{y:.2f}<extra></extra>",
         row=2,
