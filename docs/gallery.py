@@ -21,6 +21,7 @@ conditions = {
 }
 analyses = [
     ma.ReceivedAttention(),
+    ma.analyses.AttentionBudget(),
     ma.analyses.AffineShift(),
     ma.analyses.AttentionFocus(per_query=True),
     ma.analyses.AttentionSinks(),
@@ -36,6 +37,12 @@ result = ma.run(model, prompts, conditions, analyses, positions="prompts")
 
 # %%
 print(ma.render.verdict_words(result, "slash"))
+
+# %% [markdown]
+# Who pays for the attention to the inserted tokens, and why?
+
+# %%
+ma.render.attention_budget(result, ["slash", "sentence"])
 
 # %% [markdown]
 # At which tokens do these heads lose attention?

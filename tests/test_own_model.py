@@ -51,7 +51,7 @@ def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys):
         "the control is as long"
     )
     assert (
-        "when 56 tokens of “/” (slash), or as many tokens of random sentences (sentence), are inserted before the question"
+        "56 “/” (slash), or as many tokens of random sentences (sentence), before the question."
         in page.read_text(encoding="utf-8")
     )
 
@@ -71,10 +71,9 @@ def test_figures_of_a_text_a_count_and_a_place_of_ones_own(checkpoint, tmp_path)
     assert result.provenance["model"]["dtype"] == "bfloat16"
     text = page.read_text(encoding="utf-8")
     assert (
-        "8 tokens of “ .” (meaningless), or as many tokens of random sentences (sentence), are inserted in the middle"
+        "8 “ .” (meaningless), or as many tokens of random sentences (sentence), in the middle"
         in text
     )
-    assert "8 “ .”" in text, "one prompt is drawn with no more of them than were asked for"
 
 
 def test_a_config_without_a_count_suits_the_tokenizer(halving, tmp_path):

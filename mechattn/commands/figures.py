@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.attention_budget import AttentionBudget
 from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
 from mechattn.commands.run_config import prepared
 from mechattn.engine.run import run
@@ -102,7 +103,7 @@ def _measure(
     name = _condition_name(fitted)
     control = RandomSentence(count=fitted.count, place=fitted.place)
     conditions: dict[str, Condition] = {name: fitted, "sentence": control}
-    analyses: list[Analysis] = [ReceivedAttention()]
+    analyses: list[Analysis] = [ReceivedAttention(), AttentionBudget()]
     result = run(hooked, prompts, conditions, analyses, seed=seed, positions="prompts")
     result.save(place)
 

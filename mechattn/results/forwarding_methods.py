@@ -331,7 +331,7 @@ class Questions:
     def page(
         self,
         path: str | Path,
-        layer: int = 0,
+        layer: int | None = None,
         heads: Seq[int] | None = None,
         force: bool = False,
         *,
@@ -341,8 +341,8 @@ class Questions:
 
         Args:
             path: The HTML file.
-            layer: The layer shown first, from 0.
-            heads: The heads of the figure, from 0; the first is selected. By default heads are chosen.
+            layer: The layer of the lines, from 0; by default that of the head that changes most.
+            heads: The heads of the lines, from 0; the first is selected on the map. By default heads are chosen.
             force: Replace a file that mechattn did not write.
             top: The number of heads to choose by the largest change on one half of the prompts and show on the
                 other. Without ``positions="prompts"`` in the run, the first heads are shown.

@@ -1,0 +1,145 @@
+"""The figure of the attention budget: every number in its traces is that of a loop over prompts, in float64."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import mechattn as ma
+from mechattn.contrast.budget_table import PAYERS, budget_table, busiest_layer
+from mechattn.errors import OptionError
+
+CAUSES = ("distance", "mass", "hidden states")
+
+
+@pytest.fixture(scope="module")
+def result(toy, prompts):
+    conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(10)}
+    return ma.run(toy, prompts[:5], conditions, [ma.analyses.AttentionBudget()])
+
+
+def interval_by_loop(values):
+    """The mean over prompts and its t interval, in points of 100, from [prompt, head or layer and head]."""
+    means = []
+    for prompt in np.asarray(values, dtype=np.float64):
+        means.append(prompt.sum() / prompt.size)
+    half = stats.t.ppf(0.975, len(means) - 1) * np.std(means, ddof=1) / np.sqrt(len(means))
+    middle = sum(means) / len(means)
+    return 100 * np.array([middle, middle - half, middle + half])
+
+
+def traces(figure, name, kind):
+    return [trace for trace in figure.data if trace.name == name and trace.type == kind]
+
+
+def test_the_stacks_are_the_means_of_each_layer(result):
+    figure = ma.render.attention_budget(result)
+    attention = result["attention_budget"].attention
+    stacks = traces(figure, "system text", "bar")
+    assert len(stacks) == 3
+    for condition, stack in zip(result.conditions, stacks, strict=True):
+        for number, layer in enumerate(attention.layer.values):
+            cell = attention.sel(condition=condition, layer=layer, segment="system")
+            expected = interval_by_loop(cell)
+            drawn = [stack.y[number], *stack.customdata[number]]
+            np.testing.assert_allclose(drawn, expected, rtol=1e-6, atol=1e-8)
+    other = interval_by_loop(attention.sel(condition="slash", layer=0, segment="template"))
+    assert abs(other[0] - stacks[1].y[0]) > 0.1, "the loop would notice another segment"
+
+
+def test_a_stack_has_all_of_the_attention(result):
+    figure = ma.render.attention_budget(result, ["slash"])
+    for axis in ("y", "y2"):
+        bars = [trace.y for trace in figure.data if trace.type == "bar" and trace.yaxis == axis]
+        np.testing.assert_allclose(np.sum(bars, axis=0), 100, atol=1e-3)
+
+
+def test_causes_and_their_sum_are_those_of_the_loop(result):
+    figure = ma.render.attention_budget(result, ["slash"])
+    question = result["attention_budget"].sel(condition="slash", segment="question")
+    (total,) = traces(figure, "all causes", "scatter")
+    drawn_sum = np.zeros(question.sizes["layer"])
+    for cause, words in zip(CAUSES, ("distance", "attention taken", "hidden states"), strict=True):
+        (bars,) = traces(figure, words, "bar")
+        drawn_sum += bars.y
+        for number, layer in enumerate(question.layer.values):
+            expected = interval_by_loop(question.by_cause.sel(layer=layer, cause=cause))
+            np.testing.assert_allclose(bars.y[number], expected[0], rtol=1e-6, atol=1e-8)
+    for number, layer in enumerate(question.layer.values):
+        middle, low, high = interval_by_loop(question.change.sel(layer=layer))
+        ends = [middle, high - middle, middle - low]
+        drawn = [total.y[number], total.error_y.array[number], total.error_y.arrayminus[number]]
+        np.testing.assert_allclose(drawn, ends, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(drawn_sum, total.y, atol=1e-4)
+
+
+def test_the_table_is_the_mean_over_layers_and_heads(result):
+    table = budget_table(result, "sentence").set_index("payer")
+    dataset = result["attention_budget"].sel(condition="sentence")
+    assert list(table.index) == [name for name in PAYERS if name in table.index]
+    for payer in table.index:
+        expected = interval_by_loop(dataset.change.sel(segment=payer))
+        row = table.loc[payer, ["change", "change_low", "change_high"]]
+        np.testing.assert_allclose(row.astype(float), expected, rtol=1e-5, atol=1e-8)
+        causes = table.loc[payer, list(CAUSES)].astype(float)
+        assert causes.sum() == pytest.approx(table.change[payer], abs=1e-4)
+    assert table.change.sum() == pytest.approx(0, abs=1e-3), "what some pay, others get"
+    of_layer = budget_table(result, "sentence", layer=1).set_index("payer")
+    expected = interval_by_loop(dataset.by_cause.sel(layer=1, segment="question", cause="mass"))
+    row = of_layer.loc["question", ["mass", "mass_low", "mass_high"]]
+    np.testing.assert_allclose(row.astype(float), expected, rtol=1e-5, atol=1e-8)
+
+
+def test_the_marks_over_all_layers_are_those_of_the_table(result):
+    figure = ma.render.attention_budget(result)
+    for condition in ("slash", "sentence"):
+        table = budget_table(result, condition)
+        (marks,) = traces(figure, condition, "scatter")
+        np.testing.assert_allclose(marks.y, table.change)
+        np.testing.assert_allclose(marks.error_y.array, table.change_high - table.change)
+
+
+def test_the_sentence_has_the_numbers_of_the_table(result):
+    words = ma.render.attention_budget(result, ["slash"]).layout.meta["says"]
+    table = budget_table(result, "slash").set_index("payer")
+    layer = busiest_layer(result, "slash")
+    most = budget_table(result, "slash", layer).set_index("payer").value["inserted"]
+    taken = table.value["inserted"]
+    assert f"the inserted tokens take {taken:.1f} [" in words
+    assert f"({most:.1f} in layer {layer})" in words
+    system = f"{table.change['system']:+.1f}".replace("-", "−")
+    assert f"system text {system} [" in words
+
+
+def test_one_cause_where_positions_cannot_be_moved(result):
+    dataset = result["attention_budget"].copy(deep=True)
+    dataset.by_cause.loc[{"cause": "distance"}] = np.nan
+    dataset.attrs["one_cause"] = "positions are learned"
+    changed = replace(result, datasets=dict(result.datasets) | {"attention_budget": dataset})
+    figure = ma.render.attention_budget(changed, ["slash"])
+    assert not traces(figure, "distance", "bar")
+    assert traces(figure, "distance and hidden states", "bar")
+    assert "since positions are learned" in figure.layout.title.text.replace("<br>", " ")
+
+
+def test_two_prompts_have_no_intervals_and_one_condition_has_a_panel(result):
+    few = result.sel(prompt=result["sequences"].prompt.values[:2])
+    words = ma.render.attention_budget(few, ["slash"]).layout.meta["says"]
+    assert "nan" not in words
+    assert "[" not in words
+
+
+def test_a_result_of_the_baseline_alone(toy, prompts):
+    alone = ma.run(toy, prompts[:3], None, [ma.analyses.AttentionBudget()])
+    figure = ma.render.attention_budget(alone)
+    assert {trace.type for trace in figure.data} == {"bar"}
+
+
+def test_what_was_not_measured_is_refused(slash_result, result):
+    with pytest.raises(OptionError, match="this result has no 'attention_budget'"):
+        ma.render.attention_budget(slash_result)
+    with pytest.raises(OptionError, match="there is no condition 'slsh'"):
+        ma.render.attention_budget(result, ["slsh"])
+    with pytest.raises(OptionError, match="layer 9"):
+        budget_table(result, "slash", layer=9)
