@@ -278,7 +278,8 @@ def _shown_layers(section: Figure) -> list[int]:
 
 def _chooses(section: Figure) -> bool:
     """Whether the heads of a figure are chosen by the data."""
-    return section.options.get("top") is not None
+    by_default = section.kind == "received_by_model" and section.options.get("heads") is None
+    return by_default or section.options.get("top") is not None
 
 
 def read_config(path: str | Path) -> Config:

@@ -50,7 +50,7 @@ CAUSE_WORDS = {
 }
 HOVER = "%{y:.2f} [%{customdata[0]:.2f}, %{customdata[1]:.2f}]<extra></extra>"
 LOWER = "legend2"  # of the panels below
-ONE_CAUSE = {"hidden states": "distance and changed hidden states"}
+ONE_CAUSE = {"hidden states": "distance and hidden states"}
 SENTENCES = {
     "taken": "With “{condition}”, the inserted tokens take {inserted} of 100 points of the question's attention, "
     "averaged over all layers and heads ({most} in layer {layer}).",

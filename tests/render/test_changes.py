@@ -65,23 +65,43 @@ def test_received_by_model(result):
     with pytest.raises(OptionError, match="one head per model"):
         ma.render.received_by_model([result, result], heads=[1])
     with pytest.raises(OptionError, match="layer 9 was not measured"):
-        ma.render.received_by_model(result, layer=9)
+        ma.render.received_by_model(result, layer=9, heads=0)
 
 
-def test_a_first_token_that_sets_the_axis_is_named(result):
-    named = [a.text for a in ma.render.received_attention(result, 0, heads=[5]).layout.annotations]
-    assert not any("position 0" in text for text in named)
+def test_a_first_token_does_not_set_the_axis_and_is_named(result):
+    def notes_of(figure):
+        return [note for note in figure.layout.annotations if "first token" in note.text]
+
+    plain = ma.render.received_attention(result, 0, heads=[5])
     dataset = result["received_attention"].copy(deep=True)
     dataset["received_by_origin"][{"original_key": 0}] = 0.9
     sink = replace(result, datasets=result.datasets | {"received_attention": dataset})
-    notes = ma.render.received_attention(sink, 0, heads=[5]).layout.annotations
-    assert [(a.x, round(a.y, 3)) for a in notes if a.text == "position 0 (first)"] == [(0, 0.9)]
+    figure = ma.render.received_attention(sink, 0, heads=[5])
+    low, high = figure.layout.yaxis.range
+    others = [trace.y[1:].max() for trace in figure.data if trace.name == "without slash"]
+    assert (low, figure.layout.yaxis.range) == (0, plain.layout.yaxis.range)
+    assert max(others) < high < 0.9
+    (note,) = notes_of(figure)
+    assert note.text == "↑ first token: 0.9 without slash, 0.9 with slash"
+    assert (note.x, note.y) == (0, high)
+    assert not any("0.9" in note.text for note in notes_of(plain))
     for name in (
         "received_by_origin",
         "received",
     ):  # as of prompts so unlike that no position has enough of them
         dataset[f"{name}_n"][:] = 0
     ma.render.received_attention(sink, 0, heads=[5])
+
+
+def test_the_head_of_a_model_is_chosen_on_one_half_and_shown_on_the_other(toy, prompts):
+    conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(10)}
+    kept = ma.run(toy, prompts[:8], conditions, positions="prompts")
+    figure = ma.render.received_by_model(kept, layer=1)
+    chosen = kept.compare("slash", select="half", top=1, by="difference", layer=1)
+    assert f"layer 1 head {int(chosen['head'].iloc[0])}" in figure.layout.annotations[0].text
+    assert "mean over 4 prompts" in figure.layout.title.text
+    with pytest.raises(OptionError, match='run with positions="prompts", or name the heads'):
+        ma.render.received_by_model(ma.run(toy, prompts[:8], conditions), layer=1)
 
 
 def test_several_layers(result):
