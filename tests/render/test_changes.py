@@ -11,6 +11,7 @@ from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
 from mechattn.render.draw import THIRD, WITH, WITHOUT
 from mechattn.render.words import said
+from mechattn.stats.units import halves_of
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +98,16 @@ def test_the_head_of_a_model_is_chosen_on_one_half_and_shown_on_the_other(toy, p
     conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(10)}
     kept = ma.run(toy, prompts[:8], conditions, positions="prompts")
     figure = ma.render.received_by_model(kept, layer=1)
-    chosen = kept.compare("slash", select="half", top=1, by="difference", layer=1)
-    assert f"layer 1 head {int(chosen['head'].iloc[0])}" in figure.layout.annotations[0].text
+    choosing, _ = halves_of(8)
+    received = kept["received_attention"].received_by_segment.sel(layer=1, segment="question")
+    changes = []
+    for head in range(kept["received_attention"].sizes["head"]):
+        ratios = []
+        for prompt in choosing:
+            cell = received.isel(prompt=prompt).sel(head=head)
+            ratios.append(np.log(float(cell.sel(condition="slash")) / float(cell[0])))
+        changes.append(abs(np.mean(ratios)))
+    assert f"layer 1 head {int(np.argmax(changes))}" in figure.layout.annotations[0].text
     assert "mean over 4 prompts" in figure.layout.title.text
     with pytest.raises(OptionError, match='run with positions="prompts", or name the heads'):
         ma.render.received_by_model(ma.run(toy, prompts[:8], conditions), layer=1)
