@@ -24,6 +24,7 @@ from mechattn.jobs.resumable_run import WHOLE, Shard, computed, parse_shard, sha
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import dtype_named, load_model
+from mechattn.pages.lead_figures import Shown
 from mechattn.pages.page import results_page
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt, Template
@@ -80,8 +81,16 @@ def run_from_config(
                 [made.path if "://" in str(made.path) else Path(made.path)] if made.now else []
             )
         if config.output.page and part == WHOLE:
-            figures = [(FIGURES[section.kind], section.options) for section in shown]
-            written.append(results_page(results, config.output.page, figures, command, force=force))
+            # Without [[figures]], those of the first condition lead the page in any case.
+            more = shown if config.figures is not None else shown[1:]
+            figures = [(FIGURES[section.kind], section.options) for section in more]
+            heads = config.output.heads
+            heads = [heads] if isinstance(heads, int) else heads
+            lines = Shown(config.output.layer, heads, config.output.top)
+            page = results_page(
+                results, config.output.page, figures, command, force=force, shown=lines
+            )
+            written.append(page)
     return written
 
 

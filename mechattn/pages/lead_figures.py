@@ -51,18 +51,19 @@ def lead_figures(result: Result, shown: Shown) -> list[Drawing]:
     Heads are chosen by their change on one half of the prompts, and shown on the other half.
     """
     figures: list[Drawing] = []
+    condition = result.shown_condition()
+    control = None if condition == BASELINE else matched_control(result, condition)
+    compared = [name for name in (condition, control) if name not in (None, BASELINE)]
     if "attention_budget" in result.datasets:
-        figures.append((attention_budget, {}))
+        figures.append((attention_budget, {"conditions": compared}))
     if "received_attention" not in result.datasets:
         return figures
-    condition = result.shown_condition()
     layer, which = shown_heads(result, condition, shown)
     figures.append((received_attention, {"layer": layer, "condition": condition} | which))
     if condition == BASELINE:
         return figures
 
     one_head = {"heads": which["heads"][:1]} if "heads" in which else which | {"top": 1}
-    control = matched_control(result, condition)
     if control is not None:
         beside = {"layer": layer, "conditions": (condition, control)}
         if "heads" in which:
