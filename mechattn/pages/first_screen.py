@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 
 from mechattn.analysis import ANALYSES
+from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast, Verdict
+from mechattn.contrast.first_token import first_token_words
 from mechattn.engine.labelled_datasets import lacking
 from mechattn.errors import MemoryOptionError, OptionError
+from mechattn.render.budget_figures import budget_sentences
 from mechattn.render.words import model_caption, percent, percent_words, stated
 from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
@@ -97,9 +100,7 @@ class Mark:
     low: float = 0.0  # where the interval starts
     length: float = 0.0  # of the interval
     point: float = 0.0
-    null: float = 0.0
     words: str = ""
-    null_words: str = ""
     problem: str = ""
 
 
@@ -140,9 +141,7 @@ def picture(rows: Seq[Change]) -> Picture | None:
     drawn = [row.verdict for row in rows if row.verdict is not None]
     if not drawn:
         return None
-    ends = np.array(
-        [(v.change.low, v.change.high, v.null.estimate, 0.0) for v in drawn], dtype=float
-    )
+    ends = np.array([(v.change.low, v.change.high, 0.0) for v in drawn], dtype=float)
     reach, steps = (
         float(ends.max() - ends.min()),
         (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
@@ -164,17 +163,15 @@ def picture(rows: Seq[Change]) -> Picture | None:
             marks.append(Mark(model, row.condition, problem=row.problem))
             continue
         low, high = at(v.change.low), at(v.change.high)
-        words = (percent_words(v.change), percent(v.null.estimate))
-        place = (low, round(high - low, 3), at(v.change.estimate), at(v.null.estimate))
-        marks.append(Mark(model, row.condition, *place, *words))
+        place = (low, round(high - low, 3), at(v.change.estimate))
+        marks.append(Mark(model, row.condition, *place, percent_words(v.change)))
     places = np.arange(start, end + step / 2, step)
     ticks = [
         (at(value), percent(value).replace(".0", "") if abs(value) > step / 2 else "0")
         for value in places
     ]
     says = "; ".join(
-        f"{row.model}, {row.condition}: {percent_words(row.verdict.change)}, uniform attention "
-        f"{percent(row.verdict.null.estimate)}"
+        f"{row.model}, {row.condition}: {percent_words(row.verdict.change)}"
         for row in rows
         if row.verdict is not None
     )
@@ -182,33 +179,54 @@ def picture(rows: Seq[Change]) -> Picture | None:
 
 
 def sentence(rows: Seq[Change]) -> str:
-    """Describe the picture in one sentence: the first condition, a control or second one, uniform attention."""
+    """Describe the picture in one sentence: the first condition, and a control or second one."""
     drawn = [row for row in rows if row.verdict is not None]
     if not drawn:
         return next((f"{row.model}: {row.problem}." for row in rows), "")
-    found: dict[str, list[Verdict]] = {}
+    verdicts: dict[str, list[Verdict]] = {}
     for row in drawn:
-        found.setdefault(row.condition, []).extend([row.verdict] if row.verdict is not None else [])
-    name, *others = found
-    here, control = found[name], found[others[0]] if len(others) == 1 else []
-    amount, who = (
-        _amount([v.change for v in here]),
-        "" if len(here) == 1 else f", in {len(here)} models",
+        of_condition = verdicts.setdefault(row.condition, [])
+        if row.verdict is not None:
+            of_condition.append(row.verdict)
+    first_condition, *others = verdicts
+    first = verdicts[first_condition]
+    amount = _amount([verdict.change for verdict in first])
+    where = "" if len(first) == 1 else f", in {len(first)} models"
+    change = (
+        f"the attention that each token of the question receives on average changes by {amount}"
+        f"{where}{_unsure(first)}"
     )
-    first = f"the attention that each token of the question receives on average changes by {amount}{who}{_unsure(here)}"
     if amount.endswith(("less", "more")):
-        first = f"each token of the question receives on average {amount} attention than without it{who}"
-    null = _amount([v.null for v in here])
-    would = "be" if null.endswith(("less", "more")) else "change by"
-    of_control = _amount([v.change for v in control]) if control else ""
-    how = (
-        f"is {of_control} than without it"
-        if of_control.endswith(("less", "more"))
-        else f"changes by {of_control}"
-    )
-    beside = f" With “{others[0]}”, attention to the question {how}." if control else ""
-    beside = _against(drawn) or beside
-    return f"With “{name}”, {first}. If heads attended uniformly, it would {would} {null}; {_beside(here)}.{beside}"
+        change = (
+            f"each token of the question receives on average {amount} attention than without it"
+            f"{where}"
+        )
+    return f"With “{first_condition}”, {change}.{_against(drawn) or _second(verdicts, others)}"
+
+
+def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
+    """What the first condition's tokens take, for a page about one model; and whether a sink moves, for any."""
+    sentences = []
+    for shown in models:
+        result = shown.result
+        condition = result.shown_condition()
+        if condition == BASELINE:
+            continue
+        if len(models) == 1 and "attention_budget" in result.datasets:
+            sentences.append(budget_sentences(result, condition)[0])
+        sentences.append(first_token_words(result, condition))
+    return sentences
+
+
+def _second(verdicts: Mapping[str, Seq[Verdict]], others: Seq[str]) -> str:
+    """How attention changes with the only other condition; empty if there are none or several."""
+    if len(others) != 1:
+        return ""
+    amount = _amount([verdict.change for verdict in verdicts[others[0]]])
+    change = f"changes by {amount}"
+    if amount.endswith(("less", "more")):
+        change = f"is {amount} than without it"
+    return f" With “{others[0]}”, attention to the question {change}."
 
 
 def _against(rows: Seq[Change]) -> str:
@@ -255,26 +273,6 @@ def _unsure(found: Seq[Verdict]) -> str:
     count = sum(bool(v.change.low <= 0 <= v.change.high) for v in found)
     of = f" in {count} of them" if len(found) > 1 else ""
     return f", which cannot be distinguished from 0{of}" if count else ""
-
-
-def _beside(found: Seq[Verdict]) -> str:
-    """On which side of uniform attention the intervals are; "loses" only where both lose."""
-    above = sum(bool(v.change.low > v.null.estimate) for v in found)
-    below = sum(bool(v.change.high < v.null.estimate) for v in found)
-    falls = all(v.change.high < 0 and v.null.estimate < 0 for v in found)
-    more, less = (
-        ("it loses less than that", "it loses more than that")
-        if falls
-        else (f"it receives {way} than that" for way in ("more", "less"))
-    )
-    sides = {more: above, less: below}
-    sides["the two cannot be distinguished"] = len(found) - above - below
-    said = {
-        words: f"in {f'all {count}' if count == len(found) else f'{count} of {len(found)}'} models "
-        for words, count in sides.items()
-        if count
-    }
-    return ", ".join((where if len(found) > 1 else "") + words for words, where in said.items())
 
 
 def verdict_sentences(shown: ShownModel) -> list[str]:

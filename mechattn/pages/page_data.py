@@ -16,6 +16,7 @@ from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions
 from mechattn.contrast.quantities import head_quantities, kept, layer_blocks, variable_of
+from mechattn.contrast.table import LARGER_THAN, marked
 from mechattn.contrast.table import table as of_contrast
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.markup import visible
@@ -30,7 +31,9 @@ NAME = "received_attention"
 PATTERNS = 3_000_000  # numbers in all patterns together: 8 MB of the page
 PROMPTS = 3
 # A t interval is symmetric, so half of it is enough.
-_CHANGES = ("difference", "half", "null", "beyond", "beyond_half", "q")  # q is of what is tested
+_CHANGES = (
+    "difference", "half", "null", "beyond", "beyond_half", "q_difference", "q_beyond", "marked",
+)  # fmt: skip
 
 
 def named_data(models: Seq[ShownModel]) -> list[dict[str, Any]]:
@@ -161,11 +164,12 @@ def _changes(
     table = table.assign(
         half=table.difference_high - table.difference, beyond_half=table.beyond_high - table.beyond
     )
-    table = table.assign(q=table[f"q_{table.attrs['tested']}"])
+    table = table.assign(marked=marked(table).astype(float))
     found = {name: _square(table, name, layers, heads) for name in _CHANGES}
     about = {
         "scale": str(table.scale.iloc[0]),
         "against": table.attrs["null"],
+        "margin": LARGER_THAN[str(table.scale.iloc[0])],
         "n": int(table.n.iloc[0]),
     }
     tested = f", tested by {table.attrs['resampled']}" if "resampled" in table.attrs else ""

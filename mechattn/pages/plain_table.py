@@ -14,7 +14,6 @@ from mechattn.pages.embedded import unpacked
 from mechattn.render.words import percent
 
 HEADS = 300  # rows at most: 50 kB
-TIMES = "\u00a0×"
 Written = Callable[[float], str]
 
 
@@ -60,23 +59,14 @@ def _changes(
     model: Mapping[str, Any], change: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], np.ndarray, str]:
     """The columns of a change, as in the page's own table, and what they are ranked by, with its name."""
-    of = {
-        name: _of_heads(model, change[name])
-        for name in ("difference", "half", "null", "beyond", "beyond_half", "q")
+    difference = _of_heads(model, change["difference"])
+    half = _of_heads(model, change["half"])
+    amount = _relative if change["scale"] == "log-ratio" else _signed
+    columns = {
+        "change": _written(difference, amount, half),
+        "q, against no change": _written(_of_heads(model, change["q_difference"]), "{:.2g}".format),
     }
-    relative = change["scale"] == "log-ratio"
-    amount = _relative if relative else _signed
-    by, words = of["difference"], "change"
-    columns = {words: _written(by, amount, of["half"])}
-    uniform = change["known"] and change["against"] != "no difference"
-    if uniform:
-        columns["under uniform attention"] = _written(of["null"], amount)
-        by, words = of["beyond"], "× uniform" if relative else "less that of uniform"
-        columns[words] = _written(by, _times if relative else _signed, of["beyond_half"])
-    columns[f"q, against {'uniform' if uniform else 'no change'}"] = _written(
-        of["q"], "{:.2g}".format
-    )
-    return columns, by, words
+    return columns, difference, "change"
 
 
 def _of_heads(model: Mapping[str, Any], array: dict[str, Any] | None) -> np.ndarray:
@@ -90,7 +80,7 @@ def _written(values: np.ndarray, how: Written, half: np.ndarray | None = None) -
     halves = np.full(values.shape, np.nan) if half is None else half
     made = []
     for value, width in zip(values.tolist(), halves.tolist(), strict=True):
-        low, high = (how(value + sign * width).removesuffix(TIMES) for sign in (-1, 1))
+        low, high = (how(value + sign * width) for sign in (-1, 1))
         ends = "" if np.isnan(width) else f" [{low}, {high}]"
         made.append("–" if np.isnan(value) else how(value) + ends)
     return made
@@ -106,7 +96,3 @@ def _signed(value: float) -> str:
 
 def _relative(value: float) -> str:
     return percent(np.expm1(value))
-
-
-def _times(value: float) -> str:
-    return f"{np.exp(value):.2f}{TIMES}"

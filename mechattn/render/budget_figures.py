@@ -229,6 +229,11 @@ def _share_range(figure: go.Figure, count: int) -> None:
 
 def budget_words(result: Result, condition: str) -> str:
     """The budget of a condition in words: what the inserted tokens take, who pays, and why the question's changes."""
+    return " ".join(budget_sentences(result, condition))
+
+
+def budget_sentences(result: Result, condition: str) -> list[str]:
+    """The sentences of :func:`budget_words`, the most important first."""
     table = budget_table(result, condition).set_index("payer")
     changes = [
         f"{PAYER_WORDS[payer]} {_points(table.loc[payer], 'change')}"
@@ -238,16 +243,14 @@ def budget_words(result: Result, condition: str) -> str:
     sentences = []
     if "inserted" in table.index and table.change["inserted"] > 0:
         layer = busiest_layer(result, condition)
-        most = budget_table(result, condition, layer).set_index("payer").value["inserted"]
-        sentences.append(
-            SENTENCES["taken"].format(
-                condition=condition,
-                inserted=_points(table.loc["inserted"], "value", signed=False),
-                most=f"{most:.1f}",
-                layer=layer,
-            )
+        of_layer = budget_table(result, condition, layer).set_index("payer")
+        taken = SENTENCES["taken"].format(
+            condition=condition,
+            inserted=_points(table.loc["inserted"], "value", signed=False),
+            most=f"{of_layer.value['inserted']:.1f}",
+            layer=layer,
         )
-        sentences.append(SENTENCES["paid"].format(changes=", ".join(changes)))
+        sentences += [taken, SENTENCES["paid"].format(changes=", ".join(changes))]
     else:
         joined = ", ".join(changes)
         sentences.append(SENTENCES["not_inserted"].format(condition=condition, changes=joined))
@@ -259,7 +262,7 @@ def budget_words(result: Result, condition: str) -> str:
     if causes:
         total = _points(question, "change")
         sentences.append(SENTENCES["causes"].format(question=total, causes=", ".join(causes)))
-    return " ".join(sentences)
+    return sentences
 
 
 def _points(row: pd.Series, name: str, signed: bool = True) -> str:

@@ -44,22 +44,16 @@ def test_a_cell_is_the_number_of_the_table_s_column(opened, place, result, quant
     page.locator("#quantity").select_option(quantity)
     page.locator("#more-rows").click()
     table = result.compare("slash", quantity=quantity).set_index(["layer", "head"])
-    known = bool(table.null.notna().any())
     expected = table.copy()
     for end in ("", "_low", "_high", "_null"):
         of = {"_null": "null"}.get(end, f"difference{end}")
         expected[f"change{end}"] = np.expm1(expected[of])
     ratio = table.scale.iloc[0] == "log-ratio"
-    if ratio:
-        for end in ("", "_low", "_high"):
-            expected[f"beyond{end}"] = np.exp(expected[f"beyond{end}"])
     found = cells(page)
     assert len(found) == 32
     names = set(found[0][1])
     first = {"change"} if ratio else {"difference"}
-    assert names == {"value", "reference"} | first | (
-        {"beyond", "q_beyond", "change_null" if ratio else "null"} if known else {"q_difference"}
-    )
+    assert names == {"value", "reference", "q_difference"} | first
     for head, shown in found:
         row = expected.loc[tuple(map(int, re.findall(r"\d+", head)))]
         for name, (words, ends) in shown.items():
@@ -84,7 +78,6 @@ def test_a_cell_is_the_number_of_the_table_s_column(opened, place, result, quant
 def test_the_cell_of_another_column_would_be_noticed(result):  # negative control
     table = result.compare("slash")
     assert abs(np.expm1(table.difference) - table.difference).max() > 5.1e-4
-    assert abs(np.exp(table.beyond) - table.beyond).max() > 5.1e-3
 
 
 def test_the_table_is_sorted_by_what_it_says(opened, place, result):
@@ -105,11 +98,11 @@ def test_the_table_is_sorted_by_what_it_says(opened, place, result):
             for _, row in table.iloc[np.argsort(-abs(by(table)).values)].iterrows()
         ]
 
-    assert order() == heads(lambda table: table.beyond)[:12]
-    page.locator("#show").select_option("change")
     assert order() == heads(lambda table: np.expm1(table.difference))[:12]
+    page.locator("#show").select_option("value")
+    assert order() == heads(lambda table: table.value)[:12]
     assert (
-        heads(lambda table: table.beyond)[:12]
+        heads(lambda table: table.value)[:12]
         != heads(lambda table: np.expm1(table.difference))[:12]
     )  # control
 
@@ -117,7 +110,9 @@ def test_the_table_is_sorted_by_what_it_says(opened, place, result):
 def test_the_page_starts_with_the_head_that_differs_most(opened, place, result):
     page = opened(place)
     table = result.compare("slash")
-    most, least = (table.loc[getattr(table.beyond.abs(), f"idx{end}")()] for end in ("max", "min"))
+    most, least = (
+        table.loc[getattr(table.difference.abs(), f"idx{end}")()] for end in ("max", "min")
+    )
     assert (
         page.locator("#room h3").inner_text() == f"Layer {most.layer:.0f}, head {most['head']:.0f}"
     )
@@ -129,12 +124,14 @@ def test_the_page_starts_with_the_head_that_differs_most(opened, place, result):
 def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(opened, place):
     page = opened(place)
     show = page.locator("#show")
-    assert show.input_value() == "beyond"
+    assert show.input_value() == "change"
+    assert "change from the baseline" in page.locator("#map-title").inner_text()
+    show.select_option("beyond")
     assert "relative to uniform attention" in page.locator("#map-title").inner_text()
     page.locator("#quantity").select_option("self_share")
     assert show.input_value() == "change"
     assert "against no change" in page.locator("#said").inner_text()
-    assert "differs from no change, q < 0.05" in page.locator("#scale").inner_text()
+    assert "differs from no change, by more than" in page.locator("#scale").inner_text()
     page.locator("#quantity").select_option("entropy")
     assert show.input_value() == "beyond", "what the reader saw before"
     page.locator("#condition").select_option("baseline")

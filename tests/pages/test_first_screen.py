@@ -62,16 +62,12 @@ def test_marks_stand_at_their_numbers():
 
     first, second, _ = made.rows
     assert first.point == pytest.approx(place(-0.2), abs=0.01)
-    assert first.null == pytest.approx(place(-0.5), abs=0.01)
     assert (first.low, first.low + first.length) == pytest.approx(
         (place(-0.22), place(-0.18)), abs=0.01
     )
     assert second.point == pytest.approx(place(0.1), abs=0.01)
     assert made.zero == pytest.approx(place(0), abs=0.01)
-    assert (
-        "b, x: −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%], uniform attention −50.0\u00a0%"
-        in made.says
-    )
+    assert "b, x: −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%]" in made.says
 
 
 MORE, UNSURE = (0.2, 0.18, 0.22), (0.003, -0.01, 0.016)
@@ -80,25 +76,16 @@ BY = "the attention that each token of the question receives on average changes 
 
 
 @pytest.mark.parametrize(
-    ("measured", "null", "first", "then"),
+    ("measured", "words"),
     [
-        (LESS, -0.5, f"{RECEIVES} 20.0\u00a0% less attention than without it", "be 50.0\u00a0% less; it loses less than that"),
-        (LESS, -0.1, f"{RECEIVES} 20.0\u00a0% less attention than without it", "be 10.0\u00a0% less; it loses more than that"),
-        (LESS, 0.1, f"{RECEIVES} 20.0\u00a0% less attention than without it", "be 10.0\u00a0% more; it receives less than that"),
-        (MORE, -0.1, f"{RECEIVES} 20.0\u00a0% more attention than without it", "be 10.0\u00a0% less; it receives more than that"),
-        (MORE, 0.1, f"{RECEIVES} 20.0\u00a0% more attention than without it", "be 10.0\u00a0% more; it receives more than that"),
-        (MORE, 0.5, f"{RECEIVES} 20.0\u00a0% more attention than without it", "be 50.0\u00a0% more; it receives less than that"),
-        (LESS, -0.2, f"{RECEIVES} 20.0\u00a0% less attention than without it", "be 20.0\u00a0% less; the two cannot be distinguished"),
-        (LESS, 0.0, f"{RECEIVES} 20.0\u00a0% less attention than without it", "change by +0.0\u00a0%; it receives less than that"),
-        (UNSURE, -0.1, BY, "be 10.0\u00a0% less; it receives more than that"),
-        (UNSURE, 0.1, BY, "be 10.0\u00a0% more; it receives less than that"),
-        (UNSURE, 0.0, BY, "change by +0.0\u00a0%; the two cannot be distinguished"),
+        (LESS, f"{RECEIVES} 20.0\u00a0% less attention than without it"),
+        (MORE, f"{RECEIVES} 20.0\u00a0% more attention than without it"),
+        (UNSURE, BY),
     ],
-)  # fmt: skip
-def test_the_sentence_is_true_of_each_change_and_null(measured, null, first, then):
-    """The first sentence of the page says neither "loses" of what gains, nor "more" of what cannot be told."""
-    said = sentence([change("a", "slash", measured, null)])
-    assert said == f"With “slash”, {first}. If heads attended uniformly, it would {then}."
+)
+def test_the_sentence_is_true_of_each_change(measured, words):
+    """The first sentence of the page says neither "less" of what gains, nor "more" of what cannot be told."""
+    assert sentence([change("a", "slash", measured, -0.5)]) == f"With “slash”, {words}."
 
 
 def test_a_sentence_of_several_models_says_where_they_differ():
@@ -112,16 +99,9 @@ def test_a_sentence_of_several_models_says_where_they_differ():
         "receives on average 20.0 to 40.0\u00a0% less attention than without it, in 3 models."
         in said
     )
-    assert said.endswith(
-        "; in 1 of 3 models it loses less than that, in 1 of 3 models it loses more than that, "
-        "in 1 of 3 models the two cannot be distinguished."
-    )
-    alike = sentence([*rows[:1], change("b", "x", LESS, -0.4)])
-    assert alike.endswith("; in all 2 models it loses less than that.")
     both = sentence([change("a", "x", LESS, 0.1), change("b", "x", UNSURE, 0.1)])
     by = "changes by +0.3 to −20.0\u00a0%, in 2 models, which cannot be distinguished from 0 in 1 of them."
     assert f"the attention that each token of the question receives on average {by}" in both
-    assert both.endswith("; in all 2 models it receives less than that.")
 
 
 def test_a_control_stands_beside_the_first_condition():

@@ -83,8 +83,11 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
             )
         for condition, found in held["changes"].items():
             table = focused.compare(condition, quantity=name)
-            table["q"] = table[f"q_{table.attrs['tested']}"]
-            for column in ("difference", "null", "beyond", "q"):
+            margin = 0.05 if "change" in table else 0.005
+            size = table["change" if "change" in table else "difference"].abs()
+            table["marked"] = ((size > margin) & (table.q_difference < 0.05)).astype(float)
+            assert found["margin"] == margin
+            for column in ("difference", "null", "beyond", "q_difference", "q_beyond", "marked"):
                 np.testing.assert_allclose(
                     held_square(found[column]), square(table, column, [1, 3]), rtol=1e-6
                 )

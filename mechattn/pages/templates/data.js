@@ -4,7 +4,7 @@
 /** @typedef {{shape: number[], kind: "f4" | "f2" | "u2", data: string}} Packed */
 /** @typedef {{quantity: string, condition: string, show: string}} Measure */
 
-export const SHOWS = ["beyond", "change", "value"]; // the first that there is, is shown
+export const SHOWS = ["change", "value", "beyond"]; // the first that there is, is shown
 const SCALE = 1024;
 const read = new WeakMap();
 /** @type {Float32Array | undefined} */
@@ -138,10 +138,24 @@ export function measured(model, { quantity: name, condition, show }) {
     ...{ quantity, condition, show, parts, n: part.n, unit: part.unit },
     ...parts[show],
     null: ofHeads(part.null, model),
-    q: show === "value" ? undefined : ofHeads(part.q, model),
-    tests: parts.beyond ? "uniform attention" : "no change",
+    ...testsOf(part, show, model),
     signed: show !== "value" || value.some((one) => one < 0),
   };
+}
+
+/** What a q tests, and which heads a map marks: those that differ, and of changes those that are large too.
+ * @param {any} part
+ * @param {string} show
+ * @param {any} model */
+function testsOf(part, show, model) {
+  if (show === "value") return { q: undefined, marked: undefined, tests: "no change" };
+  if (show === "beyond") {
+    const q = ofHeads(part.q_beyond, model);
+    return { q, marked: q.map((one) => Number(one < 0.05)), tests: "uniform attention" };
+  }
+  const q = ofHeads(part.q_difference, model);
+  const more = { q_beyond: ofHeads(part.q_beyond, model), margin: part.margin };
+  return { q, marked: ofHeads(part.marked, model), ...more, tests: "no change" };
 }
 
 /** Which head an index is.

@@ -7,7 +7,8 @@ import { called, said, shown } from "./words.js";
 
 const LEFT = 46,
   TOP = 32,
-  WIDEST = 72; // pixels of a head's picture
+  WIDEST = 72, // pixels of a head's picture
+  CLIPPED = 0.98;
 
 /** Draw the map of a measure.
  * @param {HTMLElement} place
@@ -115,11 +116,11 @@ function edges(model, width, height) {
   return found;
 }
 
-/** A dot on each head with q < 0.05, among those that the brush took. */
+/** A dot on each head that differs by more than the margin, among those that the brush took. */
 function marks(model, made, width, height, brushed) {
   const found = [];
-  made.q?.forEach((q, index) => {
-    if (!(q < 0.05) || (brushed && !brushed.has(index))) return;
+  made.marked?.forEach((isMarked, index) => {
+    if (isMarked !== 1 || (brushed && !brushed.has(index))) return;
     const { x, y } = corner(model, index, width, height);
     found.push(svg("circle", { class: "mark", cx: x + width / 2, cy: y + height / 2, r: Math.min(2.6, width / 7) }));
   });
@@ -158,22 +159,34 @@ export function drawScale(place, made, most) {
     stops = made.signed ? [-1, 0, 1] : [0, 1],
     end = (value) => `${shown(value, made.scale)}${made.scale === "ratio" ? " uniform" : ""}`;
   bar.style.background = `linear-gradient(90deg, ${stops.map(colour).join(",")})`;
-  const tests = `differs from ${made.tests}, q < 0.05 (Benjamini-Hochberg over the heads of the map)`;
-  const ends = [made.signed ? -most : 0, most].map((value) => html("span", { textContent: end(value) }));
+  const larger = made.margin ? `, by more than ${shown(made.margin, made.scale).replace("+", "")}` : "";
+  const tests = `differs from ${made.tests}${larger}, q < 0.05 (Benjamini-Hochberg over the heads of the map)`;
+  const beyond = reach(made.value) > most; // the strongest colours stand for more than the end says
+  const sign = (value) => (beyond && value !== 0 ? (value < 0 ? "≤\u00a0" : "≥\u00a0") : "");
+  const ends = [made.signed ? -most : 0, most].map((value) =>
+    html("span", { textContent: `${sign(value)}${end(value)}` }),
+  );
   const dot = html("span", { className: "dot", textContent: made.q ? `○ ${tests}` : "" });
   place.replaceChildren(ends[0], bar, ends[1], dot);
 }
 
-/** The size that has the strongest colour: the largest on any of some maps.
+/** The size that has the strongest colour, the same on some maps: 98 of 100 heads have less, so that a few do not
+ * leave all others pale.
  * @param {...any} maps What measured() gave */
-export const strongest = (...maps) => Math.max(...maps.map((made) => reach(made.value)));
+export function strongest(...maps) {
+  const sizes = maps.flatMap((made) => [...made.value].filter(Number.isFinite).map(Math.abs)).sort((a, b) => a - b);
+  const clipped = sizes[Math.ceil(CLIPPED * sizes.length) - 1];
+  return clipped > 0 ? clipped : reach(sizes);
+}
 
 /** How many heads are marked, for those who don't see the map.
  * @param {any} model
  * @param {any} made */
 export function sureHeads(model, made) {
-  const sure = made.q ? [...made.q].filter((q) => q < 0.05).length : 0;
-  return made.q ? `${sure} of ${model.layers.length * model.heads} heads differ from ${made.tests} (q < 0.05)` : "";
+  if (!made.q) return "";
+  const sure = [...made.marked].filter((one) => one === 1).length;
+  const larger = made.margin ? ` by more than ${shown(made.margin, made.scale).replace("+", "")}` : "";
+  return `${sure} of ${model.layers.length * model.heads} heads differ from ${made.tests}${larger} (q < 0.05)`;
 }
 
 /** The head with the largest size.

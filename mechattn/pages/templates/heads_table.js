@@ -39,7 +39,8 @@ const ofValues = (made, condition) => [
   { name: "uniform", of: made.null, scale: "value", words: "uniform attention" },
 ];
 
-/** The change as a fraction and as it was computed, each beside its interval; uniform attention's, and what q tests. */
+/** The change as a fraction and as it was computed, each beside its interval, and its q; in CSV also what uniform
+ * attention would give, and the change relative to that. */
 function ofChanges(made) {
   const { change, beyond } = made.parts,
     relative = change.scale === "log-ratio";
@@ -49,13 +50,12 @@ function ofChanges(made) {
   ];
   const [value, low, high, none] = [change.value, change.low, change.high, made.null].map((of) => of.map(Math.expm1));
   const columns = relative ? three("change", { value, low, high, scale: "fraction" }, "change") : [];
-  const words = beyond && "under uniform attention";
-  if (relative) columns.push({ name: "change_null", of: none, scale: "fraction", words });
+  if (relative) columns.push({ name: "change_null", of: none, scale: "fraction" });
   columns.push(...three("difference", change, relative ? undefined : "difference"));
-  columns.push({ name: "null", of: made.null, scale: change.scale, words: relative ? undefined : words });
-  if (beyond) columns.push(...three("beyond", beyond, relative ? "× uniform" : "less that of uniform"));
-  const name = beyond ? "q_beyond" : "q_difference";
-  return [...columns, { name, of: made.q, scale: "q", words: `q, against ${beyond ? "uniform" : "no change"}` }];
+  columns.push({ name: "null", of: made.null, scale: change.scale });
+  if (beyond) columns.push(...three("beyond", beyond, undefined));
+  if (beyond) columns.push({ name: "q_beyond", of: made.q_beyond, scale: "q" });
+  return [...columns, { name: "q_difference", of: made.q, scale: "q", words: "q, against no change" }];
 }
 
 /** A cell of the table: a number, and its interval in small print. */

@@ -90,17 +90,16 @@ function standalone(drawing) {
 /** A table of every quantity of the head. */
 function quantities(model, index, condition) {
   const compared = condition !== "baseline",
-    names = ["quantity", "baseline", ...(compared ? [condition, "change", "uniform", "q"] : [])];
+    names = ["quantity", "baseline", ...(compared ? [condition, "change", "q"] : [])];
   const rows = model.quantities.map((quantity) => rowOf(model, quantity, index, condition));
   const header = html("tr", {}, ...names.map((words) => html("th", { scope: "col", textContent: words })));
   const table = html("table", {}, html("thead", {}, header), html("tbody", {}, ...rows));
-  const note =
-    "q tests the change against that of uniform attention, where that stands beside it, else against no change.";
+  const note = "q tests the change against no change.";
   const place = html("div", { className: "wide", tabIndex: 0 }, table);
   return compared ? html("div", {}, place, html("p", { className: "note", textContent: note })) : place;
 }
 
-/** A quantity of the head: its means, its change with the interval below it, uniform attention's, and q. */
+/** A quantity of the head: its means, its change with the interval below it, and q. */
 function rowOf(model, quantity, index, condition) {
   const of = (name, show) => measured(model, { quantity: quantity.name, condition: name, show });
   const value = (name) => (quantity.values[name] ? shown(of(name, "value").value[index], "value") : "–");
@@ -110,7 +109,6 @@ function rowOf(model, quantity, index, condition) {
   if (change) {
     const ends = html("span", { className: "ends", textContent: endsOf(change, index) });
     cells.push(html("td", {}, shown(change.value[index], change.scale), ends));
-    cells.push(html("td", { textContent: change.parts.beyond ? shown(change.null[index], change.scale) : "–" }));
     cells.push(html("td", { textContent: chance(change.q[index]) }));
   }
   return html("tr", { title: `${quantity.about} (${quantity.units})` }, ...cells);

@@ -72,8 +72,9 @@ export function said(model, made, index) {
     uniform = Number.isNaN(made.null[index]) ? "" : shown(made.null[index], parts[made.q ? "change" : "value"].scale);
   if (!made.q) found.push(withInterval(parts.value, index));
   else found.push(`change ${withInterval(parts.change, index)}`);
-  if (uniform && (parts.beyond || !made.q)) found.push(`under uniform attention ${uniform}`);
-  if (made.q && parts.beyond)
+  const besideUniform = made.show === "beyond" || !made.q;
+  if (uniform && besideUniform) found.push(`under uniform attention ${uniform}`);
+  if (made.show === "beyond")
     found.push(`${parts.beyond.scale === "ratio" ? "" : "less that: "}${withInterval(parts.beyond, index)}`);
   if (made.q) found.push(`q = ${chance(made.q[index])} against ${made.tests}`);
   return `${start}${found.join("; ")}; ${made.n} ${made.unit}`;
