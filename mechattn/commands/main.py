@@ -31,7 +31,7 @@ mechattn measures what attention does inside a language model, with and without 
 Each takes --help. In Python: import mechattn as ma. Completion for your shell: mechattn --install-completion
 """
 PAPER = "2510.01032"
-DEFAULT_MODEL = "toy:llama"
+DEFAULT_MODEL = "real:smollm2"
 REASON = "Please reason step by step and put your final answer within \\boxed{}."  # before GSM8K
 TEMPLATES = {None: "auto", True: "chat", False: "plain"}  # what --chat-template asks for
 
@@ -106,7 +106,7 @@ def figures(
     ] = [DEFAULT_MODEL],  # noqa: B006
     prompts: Annotated[
         str, typer.Option(help='"gsm8k", "word-problems", a .jsonl file, or a hub dataset.')
-    ] = "word-problems",
+    ] = "gsm8k",
     field: Field = "question",
     answer_field: Annotated[
         str | None,

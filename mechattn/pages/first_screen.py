@@ -18,7 +18,7 @@ from mechattn.contrast.first_token import first_token_words
 from mechattn.engine.labelled_datasets import lacking
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.render.budget_figures import budget_sentences
-from mechattn.render.words import model_caption, percent, percent_words, stated
+from mechattn.render.words import largest_layer_words, model_caption, percent, percent_words, stated
 from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
@@ -212,6 +212,8 @@ def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
         condition = result.shown_condition()
         if condition == BASELINE:
             continue
+        if len(models) == 1 and isinstance(shown.verdicts.get(condition), Verdict):
+            sentences.append(f"{largest_layer_words(result, condition, 'question')}.")
         if len(models) == 1 and "attention_budget" in result.datasets:
             sentences.append(budget_sentences(result, condition)[0])
         sentences.append(first_token_words(result, condition))
