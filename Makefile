@@ -1,6 +1,6 @@
 # make figures   the page with the figures      make test   the tests      make lint   style, types, floors
 # make docs      the site                       make cards  the toys' measured figures
-# make paper   judge the paper's claims for the toys and for models in MODELS; a few minutes
+# make paper   what the paper published, beside what toy:llama and untrained weights show
 # make fuzz      10,000 inputs each for configs, prompt files and stored results (a few minutes)
 # make simulate  how often each statistical rule says yes where nothing is there (ten minutes)
 # make bench     time and memory of the engines and their peers, on an idle machine
@@ -53,7 +53,7 @@ figures: .venv/core $(SMOLLM2_FILE)
 	$(BIN)/mechattn figures --out out/figures
 
 paper: .venv/core
-	$(BIN)/mechattn paper --out out/paper
+	$(BIN)/mechattn paper --model toy:llama --out out/paper
 
 test: .venv/dev
 	$(call typed,-m "not slow",$(TYPES))

@@ -124,7 +124,10 @@ def walk() -> None:
             "paper": lambda: ma.paper(
                 "toy:llama",
                 out / "paper",
-                settings=ma.ClaimSettings(limit=8, problems=20, samples=2, new_tokens=8),
+                limit=8,
+                draws=1,
+                problems=8,
+                new_tokens=8,
             ),
         }
         for name, call in calls.items():

@@ -4,9 +4,6 @@ from . import conditions as conditions
 from . import interventions as interventions
 from . import render as render
 from .analysis.received_attention import ReceivedAttention as ReceivedAttention
-from .claims.evidence import ClaimSettings as ClaimSettings
-from .claims.judge import judge as judge
-from .claims.judge import paper as paper
 from .contrast.adjust import adjust as adjust
 from .contrast.contrast import Contrast as Contrast
 from .engine.queries_and_keys import AttentionScores as AttentionScores
@@ -47,6 +44,7 @@ from .prompts.datasets import repeated_random as repeated_random
 from .prompts.pairs import pairs as pairs
 from .prompts.prompt import Prompt as Prompt
 from .prompts.sweeps import sweep as sweep
+from .published.paper import paper as paper
 from .results.merge import merge_results as merge_results
 from .results.result import Result as Result
 from .stats.resolution import power as power

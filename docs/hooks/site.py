@@ -68,7 +68,7 @@ def on_build_error(error):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Fill in what a page takes from the code: rooms, claims, figures, headings of the API."""
+    """Fill in what a page takes from the code: rooms, figures, headings of the API."""
     if page.file.src_uri == "gallery.py":  # figures need the width
         page.meta["hide"] = ["toc"]
     if "<!-- figures -->" in markdown:
@@ -79,12 +79,6 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.src_uri.startswith("api/"):
         typed = partial(_typed, page=page.file.src_uri)
         markdown = re.sub(r"^::: (\S+)$", typed, markdown, flags=re.MULTILINE)
-    if "<!-- claims -->" in markdown:
-        from mechattn.claims.register import PAPER, read_register
-        from mechattn.claims.verdicts import measures_markdown, register_markdown
-
-        markdown = markdown.replace("<!-- measures -->", measures_markdown())
-        markdown = markdown.replace("<!-- claims -->", register_markdown(read_register(PAPER)))
     return (
         markdown.replace("<!-- rooms -->", _rooms()) if "<!-- rooms -->" in markdown else markdown
     )

@@ -19,7 +19,6 @@ import xarray as xr
 from scipy import stats
 
 import mechattn as ma
-from mechattn.claims.rules import Rule, decide, estimated, family, together
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.table import with_equivalence
 from mechattn.patching.effects import Patching
@@ -305,30 +304,6 @@ def equivalence(tables: int) -> Iterator[Row]:
         yield row("q_same < 0.05 at the margin", f"{kind}, 24 prompts, one head", same, "≤ 0.05")
 
 
-def claims(tables: int) -> Iterator[Row]:
-    """Claims of three parts whose truth is on the line; and pages of 115 of them."""
-    rule = Rule("above", 0.02, 0.0, 0.02)
-    for kind, n in (("normal", 8), ("normal", 24), (SKEWED, 8), (SKEWED, 24)):
-        ours, apart, page = [], [], []
-        for seed in range(max(1, tables // 5)):
-            generator, cells = np.random.default_rng([seed, n]), []
-            for _ in range(115):
-                values = 0.02 + 0.1 * KINDS[kind](normal(n, 3, generator), generator)
-                parts = [decide(rule, estimated(part)) for part in values.T]
-                cells.append(together(parts))
-                apart.append(any(part.word == "contradicted" for part in parts))
-            q = family([cell.p for cell in cells])
-            against = [cell.word == "contradicted" for cell in cells]
-            ours += against
-            page.append(
-                any(no and (one or 0.0) <= 0.05 for no, one in zip(against, q, strict=True))
-            )
-        data = f"{kind}, {n} prompts, three parts on the line"
-        yield row("a claim is contradicted", data, ours, "≤ 0.025")
-        yield row("the same if each part counted by itself", data, apart, "no promise")
-        yield row("some claim of 115 is contradicted on a page", data, page, "≤ 0.05")
-
-
 def verdicts(tables: int) -> Iterator[Row]:
     """A verdict and a table of the same question, of heads with weak effects."""
     differ, seeds = [], []
@@ -400,7 +375,7 @@ PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
     part.__name__: part
     for part in (
         tables_of_heads, groups, power, patching, random_weights, shares, fillers, single_intervals, equivalence,
-        claims, verdicts, measured,
+        verdicts, measured,
     )
 }  # fmt: skip
 

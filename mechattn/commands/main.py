@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import wraps
-from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +17,7 @@ mechattn measures what attention does inside a language model, with and without 
   mechattn figures                                    a small real model on real questions; a page that opens offline
   mechattn figures --model Qwen/Qwen2.5-Math-1.5B     your model, from the hub or a directory
   mechattn verify toy:falcon                          check that the hooked model equals the model
-  mechattn paper                                      arXiv:2510.01032 claim by claim, on the toys or --model YOURS
-  mechattn claims MY-REGISTER.toml --model YOURS      claims of your own, by rules that stand in the file
+  mechattn paper --model YOURS                        what arXiv:2510.01032 published, beside what your model shows
   mechattn run experiments/first/config.toml          a whole experiment from a file
   mechattn run CONFIG.toml --shard 3/16               one of 16 parts, for a job array; then: mechattn merge
   mechattn evaluate CONFIG.toml                       the effect on the model's answers
@@ -30,7 +27,6 @@ mechattn measures what attention does inside a language model, with and without 
 
 Each takes --help. In Python: import mechattn as ma. Completion for your shell: mechattn --install-completion
 """
-PAPER = "2510.01032"
 DEFAULT_MODEL = "real:smollm2"
 REASON = "Please reason step by step and put your final answer within \\boxed{}."  # before GSM8K
 TEMPLATES = {None: "auto", True: "chat", False: "plain"}  # what --chat-template asks for
@@ -191,91 +187,44 @@ def figures(
     _say(f"Open {page} in a browser; it works offline.")
 
 
-@app.command()
-def claims(
-    register: Annotated[
-        str, typer.Argument(help="A TOML file with claims, or a register that mechattn ships.")
-    ],
+@app.command("paper")
+def beside_the_paper(
     model: Models = [],  # noqa: B006
-    out: Annotated[
-        Path | None, typer.Option(help="The folder for page, JSON and Markdown; out/NAME.")
-    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder for page, table and runs.")] = Path(
+        "out/paper"
+    ),
     prompts: Source = "word-problems",
     field: Field = "question",
     answer_field: Annotated[str, typer.Option(help="The field with the solution.")] = "answer",
-    group_field: Annotated[
-        str | None, typer.Option(help="The field with what problems share.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="The text before each question.")] = None,
-    chat_template: Annotated[
-        bool, typer.Option("--chat-template", help="Use the model's chat template.")
-    ] = False,
-    limit: Annotated[int, typer.Option(help="Number of prompts to measure attention on.")] = 32,
-    problems: Annotated[int, typer.Option(help="Number of problems to answer.")] = 100,
-    samples: Annotated[
-        int, typer.Option(help="Sampled answers to each of two fifths of them.")
-    ] = 4,
-    new_tokens: Annotated[
-        int, typer.Option(help="Longest answer in tokens; real models need 1,000 or more.")
-    ] = 90,
-    without: Annotated[
-        str, typer.Option(help="Runs of the register to leave out, such as place,samples.")
-    ] = "",
+    limit: Annotated[int, typer.Option(help="Number of prompts to measure attention on.")] = 64,
+    draws: Annotated[int, typer.Option(help="Number of models with untrained weights.")] = 3,
+    problems: Annotated[int, typer.Option(help="Number of problems to answer; 0 for none.")] = 0,
+    new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 512,
     device: Device = None,
     dtype: Dtype = "auto",
     seed: Seed = 0,
-    shard: Annotated[
-        str | None,
-        typer.Option(help='"3/16" measures the third of 16 parts; afterwards run without it.'),
-    ] = None,
-    executor: Annotated[str, typer.Option(help='"local", or "ray" for a cluster.')] = "local",
-    address: Address = None,
-    workers: Workers = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start again, ignoring stored parts.")
-    ] = False,
     force: Force = False,
 ) -> None:
-    """Test the claims of a register on your model, by rules that stand in it."""
-    from mechattn.claims.evidence import ClaimSettings
-    from mechattn.claims.judge import judge
-    from mechattn.claims.register import read_register
-    from mechattn.jobs.executors import executor_named
+    """Show what arXiv:2510.01032 published beside what models and untrained weights show."""
+    from mechattn.published.paper import paper
 
-    read = read_register(register)
-    out = out or Path("out") / (
-        "paper" if read.about.name == register == PAPER else read.about.name
+    comparison = paper(
+        model,
+        out,
+        prompts=prompts,
+        field=field,
+        answer_field=answer_field,
+        limit=limit,
+        draws=draws,
+        problems=problems,
+        new_tokens=new_tokens,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        command=_command(),
+        force=force,
     )
-    settings = ClaimSettings(
-        prompts=prompts, field=field, answer_field=answer_field, group_field=group_field, system=system,
-        template="chat" if chat_template else "plain", limit=limit, problems=problems, samples=samples,
-        new_tokens=new_tokens, without=[name for name in without.split(",") if name], seed=seed, dtype=dtype,
-        device=device, command=_command(),
-    )  # fmt: skip
-    where = executor_named(executor, address, workers)  # type: ignore[arg-type]
-    found = judge(read, model, out, settings, shard=shard, executor=where, fresh=fresh, force=force)
-    if found is None:
-        _say(
-            f"This part is in {out}. When all parts are there, run the same command without --shard."
-        )
-        return
-    _say(f"{found}\n\nOpen {out / 'index.html'} in a browser; it works offline.")
-
-
-@wraps(claims)
-def paper(**options: Any) -> None:
-    """Test the claims of arXiv:2510.01032 on your model: mechattn claims 2510.01032."""
-    claims(PAPER, **options)
-
-
-paper.__doc__ = (
-    "Test each claim of arXiv:2510.01032 on your model, by rules that stand in a register."
-)
-_OPTIONS = [
-    one for one in signature(claims, eval_str=True).parameters.values() if one.name != "register"
-]
-paper.__signature__ = signature(claims, eval_str=True).replace(parameters=_OPTIONS)  # type: ignore[attr-defined]
-app.command("paper")(paper)
+    _say(f"{comparison}\n\nOpen {out / 'index.html'} in a browser; it works offline.")
 
 
 @app.command("run")

@@ -1,4 +1,4 @@
-"""Builds conditions and analyses from the kinds and options that a config file or a register of claims gives."""
+"""Builds conditions and analyses from the kinds and options that a config file gives."""
 
 from __future__ import annotations
 

@@ -566,7 +566,6 @@ def test_conditions_that_cannot_be(make, message):
         (lambda n: ma.RandomSentence(count=n), "insert at most 1,000,000 tokens"),
         (lambda n: ma.conditions.RepeatQuestion(times=n), "times=.*from 1 to 1,000,000"),
         (lambda n: ma.evaluate("toy:llama", "2 + 3?", samples=n), "samples=.*at most 1,000,000 answers"),
-        (lambda n: ma.paper("toy:llama", "never", settings=ma.ClaimSettings(problems=n)), "problems=.*from 6 to 1,000,000"),
         (lambda n: ma.random_weights("toy:llama", seed=n), r"seed=.*from 0 to 2\^63"),
     ],
 )  # fmt: skip

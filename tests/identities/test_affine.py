@@ -320,3 +320,25 @@ def test_both_engines_hide_and_keep_alike(prompts, shared):
             gap = abs(streamed[analysis][quantity] - hooked[analysis][quantity]).max()
             assert float(gap) < 2e-6, (name, quantity)
         assert streamed.provenance["engine"] == "streaming"
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_within_a_layer_the_affine_form_is_exact(shared, prompts, layer):
+    """With a layer's own input, and the inserted keys hidden in this layer alone: out' = λ · out + Σσ, to rounding."""
+    model = shared("toy:llama")
+    sequence = SLASH.apply(prompts[0], model, 0)
+    _, cache = model.run_with_cache(sequence.tokens[None])
+    scores, pattern, v = (
+        cache[f"blocks.{layer}.attn.hook_{name}"] for name in ("attn_scores", "pattern", "v")
+    )
+    v = v.transpose(1, 2)
+    original = sequence.origin >= 0
+    hidden = scores[..., original].softmax(-1)
+    queries = slice(int(original.nonzero()[0]), None)
+    before = hidden[:, :, queries], v[:, :, original]
+    aligned = pattern[:, :, queries][..., original], v[:, :, original]
+    parts = fn.split(pattern[:, :, queries], v, ~original[None], *aligned, *before)
+    asks = original[queries]
+    missed = parts.output - parts.scale[..., None] * parts.before - parts.shift
+    assert float(missed[:, :, asks].norm() / parts.output[:, :, asks].norm()) < 1e-5
+    assert float(parts.shift.norm() / parts.output.norm()) > 0.1, "the inserted tokens do nothing"

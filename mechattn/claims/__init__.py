@@ -1,1 +1,0 @@
-"""Published claims, tested on a model by rules fixed beforehand."""

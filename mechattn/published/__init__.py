@@ -1,0 +1,1 @@
+"""What a paper published, beside what a model of yours shows and what untrained weights show."""

@@ -1,0 +1,218 @@
+"""Measures one model for all statements; each run is stored as soon as it is done, and is not repeated."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mechattn.engine.run import run
+from mechattn.errors import ModelError, OptionError
+from mechattn.evaluation.evaluate import evaluate
+from mechattn.interventions.arm import ARM
+from mechattn.model.checkpoint import architecture_named
+from mechattn.model.load import dtype_named, load_model
+from mechattn.model.weights import random_weights, stored_hash
+from mechattn.prompts.prompt import Prompt
+from mechattn.published.cells import NOT_MEASURABLE, Cell, accuracy_cell, measured_cell
+from mechattn.published.runs import ANSWERS, CONDITIONS, RUNS, conditions_for
+from mechattn.published.statements import Statement, Statements
+from mechattn.published.values import NotMeasurable, value_of
+from mechattn.results import provenance
+from mechattn.results.provenance import identity
+from mechattn.results.result import Result
+from mechattn.store.atomic_writes import say, write_whole
+from mechattn.store.reading import load_result
+
+UNTRAINED_PROMPTS = 8  # of the prompts, for each draw of untrained weights
+FIRST_DRAW = 1000  # the seed of the first draw: far from the seeds that a user takes
+DRAWN_RUN = "first"  # the run whose result the page draws
+
+# By statement: one value a prompt, or why there are none.
+StatementValues = dict[str, list[float] | str]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the numbers, beside the statements and the model."""
+
+    prompts: Seq[Prompt]
+    problems: Seq[Prompt]  # to be answered
+    draws: int
+    new_tokens: int
+    seed: int
+    dtype: str
+    device: str | None
+    folder: Path
+
+
+@dataclass
+class ModelRuns:
+    """All runs of one model; the model is loaded when the first run is not stored yet."""
+
+    name: str
+    file_name: str
+    statements: Statements
+    settings: Settings
+    drawn: Any = field(default=None, init=False)  # the untrained model of the current draw
+
+    @cached_property
+    def model(self) -> Any:
+        """The hooked model."""
+        dtype = dtype_named(self.settings.dtype)
+        return load_model(self.name, dtype=dtype, device=self.settings.device)
+
+    @cached_property
+    def arm(self) -> ARM | None:
+        """ARM with the published values for the model, or else for its family; None if there are none."""
+        short_name = provenance.name_of(self.name).casefold()
+        family = architecture_named(self.name).partition("For")[0]
+        published = self.statements.arms
+        of_model = [arm for arm in published if arm.model.casefold() == short_name]
+        of_family = [arm for arm in published if arm.family == family]
+        for arm in of_model + of_family:
+            return ARM(form=arm.form, c=arm.c, p1=arm.p1)  # type: ignore[arg-type]
+        return None
+
+    def cells(self) -> dict[str, Cell]:
+        """The cell of every statement, by its key."""
+        measured = self.all_values()
+        untrained = [self.all_values(draw) for draw in range(self.settings.draws)]
+        cells = self._answer_cells()
+        for statement in self.statements.statements:
+            if statement.run == ANSWERS:
+                continue
+            values = measured[statement.key]
+            if isinstance(values, str):
+                cells[statement.key] = Cell(NOT_MEASURABLE, note=values)
+                continue
+            draws = [of_draw[statement.key] for of_draw in untrained]
+            means = [sum(draw) / len(draw) for draw in draws if not isinstance(draw, str)]
+            cells[statement.key] = measured_cell(statement, values, means)
+        return cells
+
+    def all_values(self, draw: int | None = None) -> StatementValues:
+        """The values of all runs; of untrained weights with a draw."""
+        values: StatementValues = {}
+        for run_name in RUNS:
+            values |= self.values(run_name, draw)
+        self.drawn = None
+        return values
+
+    def values(self, run_name: str, draw: int | None = None) -> StatementValues:
+        """The values of one run, from its file if it is stored; of untrained weights with a draw."""
+        path = self._place(run_name, draw)
+        is_drawn = run_name == DRAWN_RUN and draw is None
+        if path.exists() and (self.result_place.exists() or not is_drawn):
+            return json.loads(path.read_text(encoding="utf-8"))
+
+        trained = "" if draw is None else f", untrained weights {draw + 1}"
+        say(f"{self.name}: {RUNS[run_name].says}{trained}")
+        statements = self._of_run(run_name)
+        try:
+            result = self._result(run_name, draw)
+        except (ModelError, OptionError) as error:
+            if is_drawn:
+                raise  # a model without received attention has nothing to compare
+            return {statement.key: str(error) for statement in statements}
+        if is_drawn:
+            result.save(self.result_place)
+        values = {statement.key: _values(statement, result) for statement in statements}
+        text = json.dumps(values, indent=1)
+        write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
+        return values
+
+    @property
+    def result_place(self) -> Path:
+        """Where the result is stored that the page draws."""
+        return self._place(DRAWN_RUN).with_suffix(".zarr")
+
+    def _answer_cells(self) -> dict[str, Cell]:
+        statements = self._of_run(ANSWERS)
+        problems = self.settings.problems
+        if not problems:
+            unanswered = Cell(NOT_MEASURABLE, note="no problem was answered (problems, --problems)")
+            return {statement.key: unanswered for statement in statements}
+        say(f"{self.name}: answers to {len(problems)} problems")
+        evaluation = evaluate(
+            self.model,
+            problems,
+            conditions_for(self.model, CONDITIONS, self.arm),
+            out=self.settings.folder / f"{self.file_name}-answers.jsonl",
+            seed=self.settings.seed,
+            new_tokens=self.settings.new_tokens,
+        )
+        cells = {}
+        for statement in statements:
+            if statement.condition in evaluation.conditions:
+                cells[statement.key] = accuracy_cell(statement, evaluation)
+            else:
+                cells[statement.key] = Cell(NOT_MEASURABLE, note=self._without_arm())
+        return cells
+
+    def _without_arm(self) -> str:
+        families = ", ".join(arm.family for arm in self.statements.arms)
+        architecture = architecture_named(self.name)
+        return f"ARM is published for the families {families}, and this model is {architecture}"
+
+    def _of_run(self, run_name: str) -> list[Statement]:
+        return [each for each in self.statements.statements if each.run == run_name]
+
+    def _result(self, run_name: str, draw: int | None) -> Result:
+        planned = RUNS[run_name]
+        model = self.model
+        prompts = self.settings.prompts
+        if draw is not None:
+            if self.drawn is None:
+                seed = FIRST_DRAW * (1 + self.settings.seed) + draw
+                self.drawn = random_weights(self.model, seed=seed)
+            model = self.drawn
+            prompts = prompts[:UNTRAINED_PROMPTS]
+        layers = None
+        if planned.first_layers is not None:
+            layers = range(min(planned.first_layers, model.cfg.n_layers))
+        return run(
+            model,
+            prompts,
+            conditions_for(model, planned.conditions, self.arm),
+            planned.analyses,
+            layers=layers,
+            seed=self.settings.seed,
+            positions=planned.positions,
+        )
+
+    def _place(self, run_name: str, draw: int | None = None) -> Path:
+        """The file of a run, which is named after everything that decides its numbers."""
+        planned = RUNS[run_name]
+        decides = [
+            self.name,
+            stored_hash(self.name),
+            identity(planned),
+            [(each.key, each.values, each.asked) for each in self._of_run(run_name)],
+            provenance.digest(self.settings.prompts),
+            self.settings.seed,
+            self.settings.dtype,
+            provenance.versions(),
+        ]
+        trained = "" if draw is None else f"-untrained-{draw}"
+        name = f"{self.file_name}-{run_name}{trained}-{provenance.digest(decides)[:8]}.json"
+        return self.settings.folder / name
+
+
+def measured_model(runs: ModelRuns) -> tuple[dict[str, Cell], Result, float]:
+    """The cells of a model, the result that the page draws, and the seconds that they took."""
+    begun = time.monotonic()
+    cells = runs.cells()
+    return cells, load_result(runs.result_place), time.monotonic() - begun
+
+
+def _values(statement: Statement, result: Result) -> list[float] | str:
+    """One value a prompt; or why the statement cannot be measured."""
+    try:
+        return value_of(result, statement.values, statement.asked).tolist()
+    except NotMeasurable as error:
+        return str(error)

@@ -1,0 +1,164 @@
+"""Measures what a paper published in models of the user's, and writes the table and the page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+from mechattn.errors import OptionError
+from mechattn.model.checkpoint import architecture_named
+from mechattn.model.load import check_device, dtype_named
+from mechattn.prompts.datasets import load_prompts
+from mechattn.prompts.prompt import Prompt
+from mechattn.published.cells import Cell
+from mechattn.published.comparison import Comparison
+from mechattn.published.measure import (
+    UNTRAINED_PROMPTS,
+    ModelRuns,
+    Settings,
+    measured_model,
+)
+from mechattn.published.page import write_comparison
+from mechattn.published.statements import read_statements
+from mechattn.render.html_views import check_page_place
+from mechattn.results import provenance
+from mechattn.stats.intervals import FEWEST
+from mechattn.store.atomic_writes import file_names
+
+
+def paper(
+    models: Seq[str] | str,
+    out: str | os.PathLike[str] = "out/paper",
+    *,
+    prompts: str = "word-problems",
+    field: str = "question",
+    answer_field: str = "answer",
+    limit: int = 64,
+    draws: int = 3,
+    problems: int = 0,
+    new_tokens: int = 512,
+    seed: int = 0,
+    dtype: str = "auto",
+    device: str | None = None,
+    command: str = "",
+    force: bool = False,
+) -> Comparison:
+    """Show what arXiv:2510.01032 published beside what models show, and beside what untrained weights show.
+
+    Prompts have the paper's form: its system prompt, the inserted tokens and the question are concatenated. Writes
+    ``index.html``, ``paper.md`` and ``paper.json`` to a folder, which also keeps every finished run: the same call
+    goes on where an earlier one stopped.
+
+    Args:
+        models: Names, directories or files that ``load_model`` takes; the page has a column for each.
+        out: The folder.
+        prompts: As the ``source`` of ``load_prompts``.
+        field: The field of a file or dataset with the question.
+        answer_field: The field with the solution.
+        limit: The number of prompts on which attention is measured, at least 3.
+        draws: The number of models with untrained weights; each is measured on the first 8 prompts.
+        problems: The number of problems to answer; 0 leaves accuracy out.
+        new_tokens: The longest answer, in tokens.
+        seed: The seed of all draws.
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        device: The torch device.
+        command: The command line, for the record.
+        force: Replace a page that mechattn did not write.
+
+    Returns:
+        The comparison; ``table()`` has a row for each statement and model.
+
+    Raises:
+        MechattnError: A model, the prompts, an option or the folder cannot be used.
+    """
+    folder = Path(out)
+    names = [models] if isinstance(models, str) else list(models)
+    _check(names, limit, draws, problems)
+    file_name_of = file_names(names)
+    dtype_named(dtype)
+    check_device(device)
+    check_page_place(folder / "index.html", force)
+    for name in names:
+        architecture_named(name)  # raises where there is no such model
+
+    statements = read_statements()
+    asked = load_prompts(
+        prompts,
+        limit=max(limit, problems),
+        field=field,
+        system=statements.system,
+        template="joined",
+        seed=seed,
+        answer=answer_field,
+    )
+    _check_prompts(asked, prompts, limit, problems, answer_field)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = Settings(
+        prompts=asked[:limit],
+        problems=asked[:problems],
+        draws=draws,
+        new_tokens=new_tokens,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        folder=folder,
+    )
+
+    results = []
+    seconds = {}
+    cells: dict[str, dict[str, Cell]] = {each.key: {} for each in statements.statements}
+    for name in names:
+        runs = ModelRuns(name, file_name_of[name], statements, settings)
+        of_model, result, taken = measured_model(runs)
+        short_name = provenance.name_of(name)
+        results.append(result)
+        seconds[short_name] = round(taken, 1)
+        for key, cell in of_model.items():
+            cells[key][short_name] = cell
+
+    about = {
+        "made": provenance.now(),
+        "command": command,
+        "prompts": provenance.name_of(prompts),
+        "limit": len(settings.prompts),
+        "draws": draws,
+        "untrained_prompts": min(UNTRAINED_PROMPTS, len(settings.prompts)),
+        "problems": problems,
+        "new_tokens": new_tokens,
+        "seed": seed,
+        "seconds": seconds,
+        "versions": provenance.versions(),
+    }
+    comparison = Comparison(statements, cells, about)
+    texts = {"paper.json": comparison.to_json(), "paper.md": comparison.to_markdown() + "\n"}
+    for file_name, text in texts.items():
+        (folder / file_name).write_text(text, encoding="utf-8")
+    write_comparison(comparison, results, folder / "index.html", force)
+    return comparison
+
+
+def _check(names: Seq[str], limit: int, draws: int, problems: int) -> None:
+    if not names:
+        raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')
+    if len(set(names)) < len(names):
+        raise OptionError(f"models={names}: a model is given twice; give each once")
+    least = {"limit": (limit, FEWEST), "draws": (draws, 0), "problems": (problems, 0)}
+    for option, (number, lowest) in least.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < lowest:
+            raise OptionError(f"{option}={number!r}: give a whole number, at least {lowest}")
+
+
+def _check_prompts(
+    asked: Seq[Prompt], source: str, limit: int, problems: int, answer_field: str
+) -> None:
+    name = provenance.name_of(source)
+    if len(asked) < FEWEST:
+        raise OptionError(f"{name} has {len(asked)} prompts; intervals need at least {FEWEST}")
+    for prompt in asked[:problems]:
+        if prompt.solution is None:
+            raise OptionError(
+                f"{problems} problems are to be answered, but {prompt.where} of {name} has no "
+                f"{answer_field!r}, so no answer can be graded; name the field with the solution "
+                f"(answer_field=…, --answer-field), or leave problems out"
+            )

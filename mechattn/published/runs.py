@@ -1,0 +1,68 @@
+"""What is run of each model: conditions and analyses, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mechattn.analysis.affine_shift import AffineShift
+from mechattn.analysis.analysis import Analysis
+from mechattn.analysis.attention_focus import AttentionFocus
+from mechattn.analysis.mlp_activations import MlpActivations
+from mechattn.analysis.received_attention import ReceivedAttention
+from mechattn.analysis.updates import HeadUpdates
+from mechattn.engine.labelled_datasets import Positions
+from mechattn.interventions.arm import ARM
+from mechattn.prompts.conditions import Baseline, Condition, MeaninglessTokens, RandomSentence
+
+ANSWERS = "answers"  # the run that generates answers in place of measuring attention
+COUNT = 55  # inserted tokens: the default of the paper's code
+CONDITIONS = ("slash", "sentence", "arm")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The arguments of ``ma.run``, except model and prompts."""
+
+    says: str
+    conditions: tuple[str, ...]
+    analyses: tuple[Analysis, ...]
+    first_layers: int | None = None  # how many; None for all
+    positions: Positions = "moments"
+
+    @property
+    def quantities(self) -> list[str]:
+        """The names of everything that it measures."""
+        return [name for analysis in self.analyses for name in analysis.quantities]
+
+
+RUNS = {
+    "first": PlannedRun(
+        "attention of layers 0 to 2",
+        ("slash", "sentence"),
+        (ReceivedAttention(), AffineShift()),
+        first_layers=3,
+        positions="prompts",
+    ),
+    "activations": PlannedRun(
+        "activations of the first MLP",
+        ("slash",),
+        (MlpActivations(rule="quantile", value=0.25),),
+        first_layers=1,
+    ),
+    "layers": PlannedRun("attention of all layers", ("slash",), (ReceivedAttention(),)),
+    "tokens": PlannedRun(
+        "what each token looks at, and what heads write, without inserted tokens",
+        (),
+        (AttentionFocus(per_query=True), HeadUpdates(per_query=True)),
+        positions="prompts",
+    ),
+}
+
+
+def conditions_for(model: object, names: tuple[str, ...], arm: ARM | None) -> dict[str, Condition]:
+    """The conditions of these names, with as many “/” as the model's tokenizer can make."""
+    slash = MeaninglessTokens("/", COUNT).fitted(model)  # type: ignore[arg-type]
+    conditions: dict[str, Condition] = {"slash": slash, "sentence": RandomSentence(slash.count)}
+    if arm is not None:
+        conditions["arm"] = Baseline(intervention=arm)
+    return {name: conditions[name] for name in names if name in conditions}

@@ -1,0 +1,121 @@
+"""The published statements: quotes, where they stand, published values, and what is measured beside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, field_validator
+
+from mechattn.axes import BASELINE
+from mechattn.errors import OptionError
+from mechattn.published.runs import ANSWERS, CONDITIONS, RUNS
+from mechattn.published.values import UNITS, Asked
+from mechattn.toml_sections import Section, all_words, near, toml_values
+
+SHIPPED = Path(__file__).parent / "statements.toml"
+LONGEST_QUOTE = 25  # words
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Arm(Section):
+    """The published hyperparameters of ARM for a model; others of its family take them, too."""
+
+    model: Text
+    family: Text
+    form: Text
+    c: float
+    p1: float
+
+
+class Statement(Section):
+    """What was published, and the measured value that stands beside it.
+
+    As published: the whole interval lies beyond ``line`` in ``direction``; opposite: beyond ``opposite``, the other way.
+    """
+
+    key: Text
+    title: Text
+    quote: Text
+    source: Text
+    where: Text
+    read: Literal["stated", "caption"]
+    of: Text
+    published: Text
+    run: Text
+    values: Text
+    quantities: list[str] = Field([])
+    condition: str = "slash"
+    to: str = BASELINE
+    layers: list[int] = Field([0])
+    less_layers: list[int] = Field([])
+    direction: Literal["above", "below"]
+    line: float
+    opposite: float
+    differs: Text
+
+    @field_validator("quote")
+    @classmethod
+    def _short(cls, quote: str) -> str:
+        words = len(quote.split())
+        if words > LONGEST_QUOTE:
+            raise ValueError(f"it has {words} words; quote at most {LONGEST_QUOTE}")
+        return quote
+
+    @property
+    def asked(self) -> Asked:
+        """What the function of its values takes besides a result."""
+        layers, less_layers = (tuple(numbers) for numbers in (self.layers, self.less_layers))
+        return Asked(tuple(self.quantities), self.condition, self.to, layers, less_layers)
+
+    @property
+    def unit(self) -> str:
+        """The unit in which its values and lines are written."""
+        unit = UNITS[self.values]
+        return "points" if unit == "share" and self.less_layers else unit
+
+
+class Statements(Section):
+    """The file of statements."""
+
+    system: str
+    sources: dict[str, Text]
+    arms: list[Arm]
+    statements: Annotated[list[Statement], Field(min_length=1)]
+
+
+def read_statements(path: Path = SHIPPED) -> Statements:
+    """Read the statements and check every name in them.
+
+    Raises:
+        OptionError: A key, quantity, function, run or condition is unknown, or a quote is too long.
+    """
+    try:
+        read = Statements.model_validate(toml_values(path, "file of statements"))
+    except ValidationError as error:
+        raise OptionError(f"{path}: {all_words(error, Statements)}") from None
+
+    counts = Counter(statement.key for statement in read.statements)
+    for key, count in counts.items():
+        if count > 1:
+            raise OptionError(f"{path}: the key {key!r} is given {count} times; give each its own")
+
+    for statement in read.statements:
+        where = f"{path}: {statement.key}"
+        _check_known(where, "source", statement.source, list(read.sources))
+        _check_known(where, "function of values", statement.values, list(UNITS))
+        _check_known(where, "run", statement.run, [*RUNS, ANSWERS])
+        for condition in (statement.condition, statement.to):
+            _check_known(where, "condition", condition, [BASELINE, *CONDITIONS])
+        for quantity in statement.quantities:
+            _check_known(where, "quantity", quantity, RUNS[statement.run].quantities)
+    return read
+
+
+def _check_known(where: str, kind: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        choices = ", ".join(known)
+        raise OptionError(
+            f"{where}: there is no {kind} {name!r}{near(name, known)}; give {choices}"
+        )

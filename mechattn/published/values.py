@@ -1,0 +1,280 @@
+"""Values beside published ones: each is a function of a result, and gives one float64 number a prompt.
+
+A value whose unit is "change" is a log-ratio; it is written in percent once its mean and interval are taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import xarray as xr
+from jaxtyping import Float
+
+from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.errors import MechattnError
+from mechattn.results.result import Result
+
+PEAKS = 0.1  # share of the question's tokens that are a head's peaks
+QUERIES_AFTER = 8  # original tokens after a peak, at least: a mean over one or two is hardly one
+LARGE = 0.1  # share of the baseline's activations that are large
+FROM_LAYER = 4  # the blog speaks of layers 4 and later
+
+PerPrompt = Float[np.ndarray, " prompt"]
+
+
+class NotMeasurable(MechattnError):
+    """A model, or these prompts, do not have what a value is about."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a value is about: quantities by the names of ``ma.run``, conditions and layers."""
+
+    quantities: tuple[str, ...]
+    condition: str = "slash"
+    to: str = BASELINE
+    layers: tuple[int, ...] = (0,)
+    less_layers: tuple[int, ...] = ()  # the same of these layers is subtracted
+
+
+def change(result: Result, asked: Asked) -> PerPrompt:
+    """Log-ratio of what the question has under two conditions; mean over heads, then over layers."""
+    after = of_segment(result, asked, asked.condition)
+    before = of_segment(result, asked, asked.to)
+    return log_ratio(after, before).mean(1)
+
+
+def layers_falling(result: Result, asked: Asked) -> PerPrompt:
+    """Share of all measured layers in which the question has less than under the other condition."""
+    every_layer = Asked(asked.quantities, layers=measured_layers(result, asked.quantities[0]))
+    after = of_segment(result, every_layer, asked.condition)
+    before = of_segment(result, every_layer, asked.to)
+    return (after < before).mean(1)
+
+
+def inserted_beside_question(result: Result, asked: Asked) -> PerPrompt:
+    """Log-ratio of what an inserted token receives to what a token of the question does."""
+    inserted = of_segment(result, asked, asked.condition, "inserted")
+    question = of_segment(result, asked, asked.condition, "question")
+    return log_ratio(inserted, question).mean(1)
+
+
+def level(result: Result, asked: Asked) -> PerPrompt:
+    """A quantity under one condition, mean over heads and layers."""
+    return of_segment(result, asked, asked.condition).mean(1)
+
+
+def affine_share(result: Result, asked: Asked) -> PerPrompt:
+    """Share of the change of outputs that is dilution and shift: 1 − |re-routing + new values|.
+
+    The four parts are ``⟨part, change⟩ / ‖change‖²`` and add up to 1. Mean over heads and layers.
+    """
+    parts = [selected(result, name, asked, asked.condition) for name in asked.quantities]
+    rest = sum(parts[1:], parts[0]).sel(segment="question")
+    return (1 - abs(rest)).mean(("layer", "head")).values
+
+
+def change_at_peaks(result: Result, asked: Asked) -> PerPrompt:
+    """Log-ratio of what the peaks of the question receive; mean over heads.
+
+    A head's peaks are the tenth of the question's tokens with the largest geometric mean of both conditions: peaks of
+    one condition alone would fall in the other without any effect.
+    """
+    changes = []
+    for after, before in both_curves(result, asked):
+        count = max(1, round(PEAKS * after.shape[1]))
+        peaks = np.argsort(-after * before, axis=1, kind="stable")[:, :count]
+        log_changes = log_ratio(after, before)
+        changes.append(np.take_along_axis(log_changes, peaks, axis=1).mean())
+    return np.array(changes)
+
+
+def peak_moved(result: Result, asked: Asked) -> PerPrompt:
+    """Share of a layer's heads whose most attended token of the question is another one."""
+    moved = []
+    for after, before in both_curves(result, asked):
+        moved.append((after.argmax(1) != before.argmax(1)).mean())
+    return np.array(moved)
+
+
+def band_width(result: Result, asked: Asked) -> PerPrompt:
+    """Log-ratio of a prompt's mean distance from the mean of all prompts, over heads and places of the question."""
+    distances = []
+    for curves in zip(*both_curves(result, asked), strict=True):
+        shortest = min(curve.shape[1] for curve in curves)
+        aligned = np.stack([curve[:, :shortest] for curve in curves])
+        distances.append(abs(aligned - aligned.mean(0)).mean((1, 2)))
+    after, before = distances
+    return log_ratio(after, before)
+
+
+def evenness_apart(result: Result, asked: Asked) -> PerPrompt:
+    """How evenly the inserted tokens receive attention, less the same under the other condition; mean over heads.
+
+    ``exp(−Σ p log p) / n`` over n inserted tokens, with p the share of each in what all of them receive.
+    """
+    evenness = {}
+    for condition in (asked.condition, asked.to):
+        received = selected(result, f"{asked.quantities[0]}_per_prompt", asked, condition)
+        inserted = places(result, condition, "inserted")
+        shares = received.isel(layer=0).transpose("prompt", "head", "key").values
+        shares = np.where(inserted[:, None], shares, 0.0)
+        shares = shares / shares.sum(2, keepdims=True)
+        entropy = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(2)
+        evenness[condition] = np.exp(entropy).mean(1) / inserted.sum(1)
+    return evenness[asked.condition] - evenness[asked.to]
+
+
+def change_of_large(result: Result, asked: Asked) -> PerPrompt:
+    """Log-ratio of the share of large activations: beyond the bound that a tenth of the baseline's exceed."""
+    after = of_segment(result, asked, asked.condition)[:, 0]
+    before = of_segment(result, asked, asked.to)[:, 0]
+    left = dataset_with(result, asked.quantities[0]).bin.values.astype(np.float64)  # from −∞
+    right = np.append(left[1:], np.inf)
+    for bound in sorted({abs(edge) for edge in left[1:]}):
+        beyond = (left >= bound) | (right <= -bound)
+        if before.mean(0)[beyond].sum() <= LARGE:
+            return log_ratio(after[:, beyond].sum(1), before[:, beyond].sum(1))
+    raise NotMeasurable("more than a tenth of the activations lie beyond the histogram's last bin")
+
+
+def classes_beside_other(result: Result, asked: Asked) -> PerPrompt:
+    """Log-ratio of a share at digits, operators and conjunctions (mean of those there) to that at other tokens."""
+    shares = selected(result, asked.quantities[0], asked, asked.condition).isel(layer=0)
+    other = shares.sel(token_class="other").values
+    classes = shares.drop_sel(token_class="other").mean("token_class").values
+    return log_ratio(classes, other)
+
+
+def updates_at_first(result: Result, asked: Asked) -> PerPrompt:
+    """‖update‖ / ‖hidden state‖ where the strongest target is the first token, over the mean of its layer.
+
+    Over all heads and all tokens after the first, which sees no other; mean over layers from 4 on.
+    """
+    layers = measured_layers(result, asked.quantities[0])[FROM_LAYER:]
+    if not layers:
+        raise NotMeasurable(f"the model has no layer {FROM_LAYER}")
+    later = Asked(asked.quantities, layers=layers)
+    target, size = (
+        selected(result, f"{name}_per_prompt", later, asked.condition).isel(key=slice(1, None))
+        for name in asked.quantities
+    )
+    at_first = size.where(target == 0).mean(("head", "key"))
+    ratio = at_first / size.mean(("head", "key"))
+    if ratio.isnull().any():
+        raise NotMeasurable("in some layer no head looks at the first token most of all")
+    return ratio.mean("layer").values
+
+
+FUNCTIONS = {
+    "change": change,
+    "layers_falling": layers_falling,
+    "inserted_beside_question": inserted_beside_question,
+    "level": level,
+    "affine_share": affine_share,
+    "change_at_peaks": change_at_peaks,
+    "peak_moved": peak_moved,
+    "band_width": band_width,
+    "evenness_apart": evenness_apart,
+    "change_of_large": change_of_large,
+    "classes_beside_other": classes_beside_other,
+    "updates_at_first": updates_at_first,
+}
+# "change" is a log-ratio, "share" lies between 0 and 1, "points" are differences of shares.
+UNITS = {
+    **dict.fromkeys(FUNCTIONS, "change"),
+    **dict.fromkeys(("layers_falling", "level", "affine_share", "peak_moved"), "share"),
+    "updates_at_first": "share",
+    "evenness_apart": "points",
+    "accuracy": "points",  # of answers, not of a result
+}
+
+
+def value_of(result: Result, function: str, asked: Asked) -> PerPrompt:
+    """One number a prompt; less that of other layers, where there are some to subtract.
+
+    Raises:
+        NotMeasurable: The model, or these prompts, do not have it.
+    """
+    values = FUNCTIONS[function](result, asked)
+    if asked.less_layers:
+        other = Asked(asked.quantities, asked.condition, asked.to, asked.less_layers)
+        values = values - FUNCTIONS[function](result, other)
+    if not np.isfinite(values).all():
+        raise NotMeasurable("it is undefined in some prompt")
+    return values
+
+
+def dataset_with(result: Result, name: str) -> xr.Dataset:
+    """The dataset of a result that holds a quantity."""
+    for dataset in result.datasets.values():
+        if name in dataset or f"{name}_per_prompt" in dataset:
+            return dataset
+    raise NotMeasurable(f"the model has no {name}")
+
+
+def measured_layers(result: Result, name: str) -> tuple[int, ...]:
+    """The layers in which a quantity was measured."""
+    return tuple(dataset_with(result, name).layer.values.tolist())
+
+
+def selected(result: Result, name: str, asked: Asked, condition: str) -> xr.DataArray:
+    """A quantity under a condition in the layers that are asked for, in float64."""
+    dataset = dataset_with(result, name)
+    missing = [layer for layer in asked.layers if layer not in dataset.layer.values]
+    if missing:
+        raise NotMeasurable(f"the model has no layer {missing[0]}")
+    if condition not in result.conditions:
+        raise NotMeasurable(f"the model cannot be run under {condition!r}")
+    return dataset[name].sel(condition=condition, layer=list(asked.layers)).astype(np.float64)
+
+
+def of_segment(
+    result: Result, asked: Asked, condition: str, segment: str = "question"
+) -> Float[np.ndarray, "prompt layer *rest"]:
+    """The quantity of a segment, mean over heads."""
+    values = selected(result, asked.quantities[0], asked, condition)
+    if "segment" in values.dims:
+        values = values.sel(segment=segment)
+    if "head" in values.dims:
+        values = values.mean("head")
+    return values.transpose("prompt", "layer", ...).values
+
+
+def both_curves(result: Result, asked: Asked) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What each token of the question receives in a layer under both conditions, [head, key], for each prompt.
+
+    Without the last eight original tokens, which hardly any token follows.
+    """
+    name = f"{asked.quantities[0]}_by_origin_per_prompt"
+    after, before = (
+        selected(result, name, asked, condition).isel(layer=0).transpose("prompt", "head", ...)
+        for condition in (asked.condition, asked.to)
+    )
+    question = places(result, BASELINE, "question")
+    lengths = (result["sequences"].origin.sel(condition=BASELINE).values >= 0).sum(1)
+    curves = []
+    for prompt, length in enumerate(lengths):
+        keys = np.flatnonzero(question[prompt, : max(0, length - QUERIES_AFTER)])
+        if not len(keys):
+            raise NotMeasurable(f"prompt {prompt} has too few tokens")
+        curves.append((after.values[prompt][:, keys], before.values[prompt][:, keys]))
+    return curves
+
+
+def places(result: Result, condition: str, segment: str) -> np.ndarray:
+    """Which positions hold a segment [prompt, pos]."""
+    segments = result["sequences"].segment_index.sel(condition=condition)
+    return segments.values == SEGMENTS.index(segment)
+
+
+def log_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+    """``log(above / below)``.
+
+    Raises:
+        NotMeasurable: One of them is 0 or undefined, so there is no ratio.
+    """
+    if not ((above > 0).all() and (below > 0).all()):
+        raise NotMeasurable("in some prompt one of the two numbers is 0, so there is no ratio")
+    return np.log(above / below)

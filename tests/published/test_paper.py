@@ -1,0 +1,151 @@
+"""The whole call: table, page and files; it resumes; and mistakes are said before anything is measured."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import mechattn as ma
+from mechattn.commands.main import app
+from mechattn.errors import ModelError, OptionError
+from mechattn.published import measure, paper
+from mechattn.published.cells import NOT_MEASURABLE, WORDS
+from mechattn.published.measure import ModelRuns, Settings
+from mechattn.published.statements import read_statements
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison of the toy with few prompts, and its folder."""
+    out = tmp_path_factory.mktemp("paper")
+    options = {"limit": 6, "draws": 1, "problems": 4, "new_tokens": 8}
+    return ma.paper("toy:llama", out, **options), out, options
+
+
+def test_a_row_for_each_statement_and_model(compared):
+    comparison, _, _ = compared
+    table = comparison.table()
+    assert list(table.statement) == [each.key for each in read_statements().statements]
+    assert set(table.word) <= set(WORDS)
+    measured = table[table.word != NOT_MEASURABLE]
+    assert (measured.low <= measured.value).all()
+    assert (measured.value <= measured.high).all()
+    row = table.set_index("statement").loc["attention_falls"]
+    result = ma.run(
+        "toy:llama",
+        ma.load_prompts(
+            "word-problems", limit=6, template="joined", system=comparison.statements.system
+        ),
+        {"slash": ma.MeaninglessTokens()},
+        layers=0,
+    )
+    received = result["received_attention"].received_by_segment.sel(segment="question", layer=0)
+    means = received.astype(float).mean("head")
+    changes = means.sel(condition="slash") / means.sel(condition="baseline")
+    assert 1 + row.value / 100 == pytest.approx(float(changes.prod()) ** (1 / 6), rel=1e-4)
+    answered = table.set_index("statement").loc[["tokens_help", "sentence_harms", "arm_helps"]]
+    assert (answered.n == 4).all()
+    assert answered.note.str.contains("exact McNemar").all()
+
+
+def test_page_markdown_and_json_say_the_same(compared):
+    comparison, out, _ = compared
+    page = (out / "index.html").read_text(encoding="utf-8")
+    markdown = (out / "paper.md").read_text(encoding="utf-8")
+    for statement in comparison.statements.statements:
+        cell = comparison.cells[statement.key]["toy:llama"]
+        assert cell.word in page
+        assert str(cell) in markdown
+    assert comparison.summary in page
+    assert "about 1 miss the true value by chance" in comparison.summary
+    for caption in (
+        "captions of figures 15 and 18",
+        "a caption of figure 11",
+        "a caption of figure 9",
+    ):
+        assert caption in page
+    rows = json.loads((out / "paper.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 25
+    assert next(row for row in rows if row["word"] == NOT_MEASURABLE)["value"] is None
+
+
+def test_the_same_call_measures_nothing_again(compared, monkeypatch):
+    comparison, out, options = compared
+
+    def refused(*arguments, **_):
+        raise AssertionError("it was measured again")
+
+    monkeypatch.setattr(measure, "run", refused)
+    again = ma.paper("toy:llama", out, **options)
+    assert again.table().equals(comparison.table())
+    with pytest.raises(AssertionError, match="measured again"):
+        ma.paper("toy:llama", out, **options | {"limit": 7})
+
+
+def test_a_model_without_the_arm_of_its_family(tmp_path):
+    statements = read_statements()
+    settings = Settings([], [], 0, 8, 0, "auto", None, tmp_path)
+    falcon = ModelRuns("toy:falcon", "falcon", statements, settings)
+    assert falcon.arm is None
+    said = "ARM is published for the families Qwen2, Llama, Gemma3, and this model is FalconForCausalLM"
+    assert falcon._without_arm() == said
+    llama = ModelRuns("toy:llama", "llama", statements, settings)
+    assert (llama.arm.form, llama.arm.c, llama.arm.p1) == ("released_llama", 0.32, 90.0)
+
+
+@pytest.mark.parametrize(
+    ("models", "options", "message"),
+    [
+        ([], {}, "give a model"),
+        (["toy:llama", "toy:llama"], {}, "a model is given twice"),
+        ("toy:llama", {"limit": 2}, "limit=2: give a whole number, at least 3"),
+        ("toy:llama", {"draws": -1}, "draws=-1"),
+        ("toy:llama", {"problems": True}, "problems=True"),
+        ("toy:llama", {"dtype": "float8"}, "float8"),
+    ],
+)
+def test_a_mistake_is_said_before_anything_is_measured(
+    tmp_path, monkeypatch, models, options, message
+):
+    monkeypatch.setattr(paper, "measured_model", None)
+    with pytest.raises(OptionError, match=message):
+        ma.paper(models, tmp_path / "out", **options)
+
+
+def test_there_is_no_such_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(paper, "measured_model", None)
+    with pytest.raises(ModelError, match="no-such-folder"):
+        ma.paper("./no-such-folder", tmp_path / "out")
+
+
+def test_a_data_set_without_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(paper, "measured_model", None)
+    path = tmp_path / "questions.jsonl"
+    lines = [json.dumps({"question": f"How many are {i} and 2?"}) for i in range(4)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    said = r"3 problems are to be answered, but prompt 0 .* has no 'answer'.*name the field"
+    with pytest.raises(OptionError, match=said):
+        ma.paper("toy:llama", tmp_path / "out", prompts=str(path), limit=4, problems=3)
+
+
+def test_the_command_hands_on_its_options(monkeypatch, tmp_path):
+    given = {}
+
+    def called(models, out, **options):
+        given.update(options, models=models, out=out)
+        return "the comparison"
+
+    monkeypatch.setattr(paper, "paper", called)
+    words = ["paper", "--model", "toy:qwen2", "--model", "toy:llama", "--out", str(tmp_path)]
+    words += ["--limit", "9", "--draws", "4", "--problems", "8", "--new-tokens", "7", "--seed", "5"]
+    words += ["--prompts", "a.jsonl", "--field", "problem", "--answer-field", "a"]
+    words += ["--dtype", "float32", "--device", "cpu", "--force"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "the comparison" in done.output
+    assert given.pop("command")
+    assert given == {
+        "models": ["toy:qwen2", "toy:llama"], "out": tmp_path, "limit": 9, "draws": 4, "problems": 8, "new_tokens": 7,
+        "seed": 5, "prompts": "a.jsonl", "field": "problem", "answer_field": "a", "dtype": "float32", "device": "cpu",
+        "force": True,
+    }  # fmt: skip

@@ -1,0 +1,53 @@
+"""The file of statements: it is short, its quotes are short, and every name in it is known."""
+
+import pytest
+
+from mechattn.errors import OptionError
+from mechattn.published.statements import LONGEST_QUOTE, SHIPPED, read_statements
+
+TEXT = SHIPPED.read_text(encoding="utf-8")
+
+
+def test_the_file_is_short_and_so_are_its_quotes():
+    assert len(TEXT.splitlines()) <= 500
+    statements = read_statements().statements
+    assert len(statements) == 25
+    for statement in statements:
+        assert len(statement.quote.split()) <= LONGEST_QUOTE
+        assert statement.line != statement.opposite or statement.unit in ("share", "points")
+        sides = (statement.line - statement.opposite) * (
+            1 if statement.direction == "above" else -1
+        )
+        assert sides >= 0, "no interval can be as published and opposite"
+
+
+def test_a_caption_is_said_to_be_one():
+    captions = [each for each in read_statements().statements if each.read == "caption"]
+    assert len(captions) == 7
+    assert all(each.source == "paper" and "figure" in each.where for each in captions)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            'quantities = ["received_by_segment"]',
+            'quantities = ["recieved_by_segment"]',
+            r"attention_falls: there is no quantity 'recieved_by_segment' \(did you mean 'received_by_segment'\?\)",
+        ),
+        ('values = "change"', 'values = "chnage"', "there is no function of values 'chnage'"),
+        ('run = "first"', 'run = "frist"', "there is no run 'frist'"),
+        ('to = "sentence"', 'to = "sentance"', "there is no condition 'sentance'"),
+        ('source = "paper"', 'source = "book"', "there is no source 'book'"),
+        ('direction = "below"', 'direction = "under"', "direction.*'above' or 'below'"),
+        ("line = -2.0", 'lien = -2.0', r"lien.*there is no such key.*did you mean 'line'"),
+        ('key = "attention_rises"', 'key = "attention_falls"', "'attention_falls' is given 2 times"),
+        ('quote = "All heads', f'quote = "{"word " * 26}All heads', "it has 44 words; quote at most 25"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_a_sentence(tmp_path, old, new, message):
+    assert old in TEXT
+    path = tmp_path / "statements.toml"
+    path.write_text(TEXT.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(OptionError, match=message):
+        read_statements(path)
