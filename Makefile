@@ -1,6 +1,6 @@
 # make figures   the page with the figures      make test   the tests      make lint   style, types, floors
 # make docs      the site                       make cards  the toys' measured figures
-# make paper   what the paper published, beside what toy:llama and untrained weights show
+# make paper   what the paper published, beside what SmolLM2 and untrained weights show
 # make fuzz      10,000 inputs each for configs, prompt files and stored results (a few minutes)
 # make simulate  how often each statistical rule says yes where nothing is there (ten minutes)
 # make bench     time and memory of the engines and their peers, on an idle machine
@@ -52,8 +52,8 @@ figures: .venv/core $(SMOLLM2_FILE)
 	@echo "Running SmolLM2-135M-Instruct on 32 questions of GSM8K, with and without 55 meaningless tokens (under a minute)."
 	$(BIN)/mechattn figures --out out/figures
 
-paper: .venv/core
-	$(BIN)/mechattn paper --model toy:llama --out out/paper
+paper: .venv/core $(SMOLLM2_FILE)
+	$(BIN)/mechattn paper --model real:smollm2 --limit 16 --out out/paper
 
 test: .venv/dev
 	$(call typed,-m "not slow",$(TYPES))

@@ -193,7 +193,7 @@ def beside_the_paper(
     out: Annotated[Path, typer.Option(help="The folder for page, table and runs.")] = Path(
         "out/paper"
     ),
-    prompts: Source = "word-problems",
+    prompts: Source = "gsm8k",
     field: Field = "question",
     answer_field: Annotated[str, typer.Option(help="The field with the solution.")] = "answer",
     limit: Annotated[int, typer.Option(help="Number of prompts to measure attention on.")] = 64,

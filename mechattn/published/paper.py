@@ -31,7 +31,7 @@ def paper(
     models: Seq[str] | str,
     out: str | os.PathLike[str] = "out/paper",
     *,
-    prompts: str = "word-problems",
+    prompts: str = "gsm8k",
     field: str = "question",
     answer_field: str = "answer",
     limit: int = 64,

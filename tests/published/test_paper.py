@@ -18,7 +18,7 @@ from mechattn.published.statements import read_statements
 def compared(tmp_path_factory):
     """A comparison of the toy with few prompts, and its folder."""
     out = tmp_path_factory.mktemp("paper")
-    options = {"limit": 6, "draws": 1, "problems": 4, "new_tokens": 8}
+    options = {"limit": 6, "draws": 1, "problems": 4, "new_tokens": 8, "prompts": "word-problems"}
     return ma.paper("toy:llama", out, **options), out, options
 
 
