@@ -189,7 +189,7 @@ def figures(
 
 @app.command("paper")
 def beside_the_paper(
-    model: Models = [],  # noqa: B006
+    model: Models = [DEFAULT_MODEL],  # noqa: B006
     out: Annotated[Path, typer.Option(help="The folder for page, table and runs.")] = Path(
         "out/paper"
     ),
