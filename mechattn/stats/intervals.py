@@ -25,9 +25,11 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Moments:
-    """Per-cell count, mean and sum of squared deviations (M2) in float64, mergeable; NaN means absent.
+    """Per-cell count, mean and sum of squared deviations (M2) in float64, mergeable; NaN means
+    absent.
 
-    Merging follows Chan, Golub and LeVeque (1979); a float32 sum of squares would lose a small spread.
+    Merging follows Chan, Golub and LeVeque (1979); a float32 sum of squares would lose a small
+    spread.
     """
 
     n: np.ndarray
@@ -46,40 +48,51 @@ class Moments:
 
     @classmethod
     def of_rows(cls, values: np.ndarray) -> Moments:
-        """As :meth:`of`, for an interval; without a large temporary array where there are many rows."""
+        """As :meth:`of`, for an interval; without a large temporary array where there are many
+        rows.
+        """
         if len(values) < FEWEST:
             raise OptionError(
-                f"an interval over prompts, or over groups of prompts, needs at least {FEWEST}, but there are "
-                f"{len(values)}"
+                f"an interval over prompts, or over groups of prompts, needs at least {FEWEST}, "
+                f"but there are {len(values)}"
             )
-        if len(values) <= ALONE or np.isnan(mean := values.sum(axis=0) / len(values)).any():
+        if len(values) <= ALONE:
+            return cls.of(values)
+        mean = values.sum(axis=0) / len(values)
+        if np.isnan(mean).any():
             return cls.of(values)
         m2 = np.zeros(mean.shape)
         for rows in blocks_of(values):
-            off = values[rows] - mean
-            m2 += np.einsum("i...,i...->...", off, off)
+            deviations = values[rows] - mean
+            m2 += np.einsum("i...,i...->...", deviations, deviations)
         return cls(np.full(mean.shape, float(len(values))), mean, m2)
 
     @classmethod
     def from_statistics(cls, n: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> Moments:
-        """Restore moments from stored statistics: NaN is the mean of no values, or the variance of fewer than two."""
+        """Restore moments from stored statistics: NaN is the mean of no values, or the variance of
+        fewer than two.
+        """
         n = n.astype(np.float64)
-        return cls(
-            n, np.where(n > 0, mean, 0.0), np.where(n > 1, variance, 0.0) * np.maximum(n - 1, 0)
-        )
+        m2 = np.where(n > 1, variance, 0.0) * np.maximum(n - 1, 0)
+        return cls(n, np.where(n > 0, mean, 0.0), m2)
 
     def merge(self, other: Moments) -> Moments:
-        """The moments of both sets of observations combined; the last axis is padded to the longer one."""
-        a, b = self._as_long_as(other), other._as_long_as(self)
-        n = a.n + b.n
-        share = np.divide(b.n, n, out=np.zeros_like(n), where=n > 0)
-        delta = b.mean - a.mean
-        return Moments(n, a.mean + delta * share, a.m2 + b.m2 + delta**2 * a.n * share)
+        """The moments of both sets of observations combined; the last axis is padded to the longer
+        one.
+        """
+        first = self._as_long_as(other)
+        second = other._as_long_as(self)
+        n = first.n + second.n
+        second_share = np.divide(second.n, n, out=np.zeros_like(n), where=n > 0)
+        delta = second.mean - first.mean
+        mean = first.mean + delta * second_share
+        m2 = first.m2 + second.m2 + delta**2 * first.n * second_share
+        return Moments(n, mean, m2)
 
     def _as_long_as(self, other: Moments) -> Moments:
         missing = max(0, other.n.shape[-1] - self.n.shape[-1])
         width = [(0, 0)] * (self.n.ndim - 1) + [(0, missing)]
-        return Moments(*(np.pad(part, width) for part in (self.n, self.mean, self.m2)))
+        return Moments(np.pad(self.n, width), np.pad(self.mean, width), np.pad(self.m2, width))
 
     @property
     def variance(self) -> np.ndarray:
@@ -93,11 +106,11 @@ class Moments:
 
     def interval(self, level: float = 0.95) -> Interval:
         """The t interval for the mean; its ends are NaN below 3 observations."""
-        half = stats.t.ppf((1 + level) / 2, np.maximum(self.n, 2) - 1) * np.sqrt(
-            self.variance / np.maximum(self.n, 1)
-        )
+        error = np.sqrt(self.variance / np.maximum(self.n, 1))
+        half = stats.t.ppf((1 + level) / 2, np.maximum(self.n, 2) - 1) * error
         half = np.where(self.n >= FEWEST, half, np.nan)
-        return Interval(self.known_mean, self.known_mean - half, self.known_mean + half)
+        mean = self.known_mean
+        return Interval(mean, mean - half, mean + half)
 
 
 def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
@@ -109,67 +122,81 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def blocks_of(values: np.ndarray) -> list[slice]:
-    """Blocks of rows, so that what is computed from each stays in a processor's cache: three times as fast."""
+    """Blocks of rows, so that what is computed from each stays in a processor's cache: three times
+    as fast.
+    """
     return [slice(start, start + _ROWS) for start in range(0, len(values), _ROWS)]
 
 
 def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) -> Interval:
-    """The ratio of two means over the same units, with Fieller's interval; NaN where the mean below could be 0.
+    """The ratio of two means over the same units, with Fieller's interval; NaN where the mean below
+    could be 0.
 
-    The ratios r whose ``mean(above − r · below)`` a t test doesn't tell from 0: an interval if the mean of ``below``
-    differs from 0 at this level.
+    The ratios r whose ``mean(above − r · below)`` a t test doesn't tell from 0: an interval if the
+    mean of ``below`` differs from 0 at this level.
 
     Source: Fieller 1954.
     """
     n = len(below)
-    covariance = ((above.T - above.mean(0)[..., None]) @ (below - below.mean())).T / (n - 1)
+    mean_above = above.mean(0)
+    mean_below = below.mean()
+    covariance = ((above.T - mean_above[..., None]) @ (below - mean_below)).T / (n - 1)
+
+    # The ends are the roots of a r² − 2 b r + c.
     far = stats.t.ppf((1 + level) / 2, n - 1) ** 2 / n
-    a = below.mean() ** 2 - far * below.var(ddof=1)
-    b = above.mean(0) * below.mean() - far * covariance
-    c = above.mean(0) ** 2 - far * above.var(0, ddof=1)
+    a = mean_below**2 - far * below.var(ddof=1)
+    b = mean_above * mean_below - far * covariance
+    c = mean_above**2 - far * above.var(0, ddof=1)
     if a <= 0:
-        return Interval(*(np.full(b.shape, np.nan) for _ in range(3)))
+        nan = np.full(b.shape, np.nan)
+        return Interval(nan, nan, nan)
     half = np.sqrt(np.maximum(b**2 - a * c, 0.0)) / a
-    return Interval(above.mean(0) / below.mean(), b / a - half, b / a + half)
+    return Interval(mean_above / mean_below, b / a - half, b / a + half)
 
 
 def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval for a proportion."""
     if not 0 <= successes <= n or n < 1:
         raise OptionError(
-            f"{successes} successes in {n} trials: give at least one trial, and at most as many successes"
+            f"{successes} successes in {n} trials: give at least one trial, "
+            "and at most as many successes"
         )
     interval = stats.binomtest(successes, n).proportion_ci(level, method="wilson")
     return float(interval.low), float(interval.high)
 
 
 def shrunken(estimate: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """Estimates moved towards their mean by as much as their errors explain their differences; NaN is left out.
+    """Estimates moved towards their mean by as much as their errors explain their differences; NaN
+    is left out.
 
-    ``mean + τ² / (τ² + error²) · (estimate − mean)``, with τ² the variance of estimates beyond their errors. The
-    largest of many estimates is too large (the winner's curse); this one is not, if true values are about normal.
+    ``mean + τ² / (τ² + error²) · (estimate − mean)``, with τ² the variance of estimates beyond
+    their errors. The largest of many estimates is too large (the winner's curse); this one is not,
+    if true values are about normal.
 
     Source: Efron and Morris 1975; τ² of DerSimonian and Laird 1986, without weights.
     """
-    there = ~(np.isnan(estimate) | np.isnan(error))
-    if there.sum() < 3:
+    present = ~(np.isnan(estimate) | np.isnan(error))
+    if present.sum() < 3:
         return estimate
-    mean, noise = estimate[there].mean(), error**2
-    spread = max(0.0, float(estimate[there].var(ddof=1) - noise[there].mean()))
+    mean = estimate[present].mean()
+    noise = error**2
+    spread = max(0.0, float(estimate[present].var(ddof=1) - noise[present].mean()))
     total = spread + noise
-    return mean + np.divide(spread, total, out=np.ones_like(total), where=total > 0) * (
-        estimate - mean
-    )
+    weight = np.divide(spread, total, out=np.ones_like(total), where=total > 0)
+    return mean + weight * (estimate - mean)
 
 
 def relative_change(
     values: np.ndarray, baseline: np.ndarray, units: Units | None = None
 ) -> Interval:
-    """Geometric-mean relative change over prompts (first axis) with a 95 % t interval of the log-ratio.
+    """Geometric-mean relative change over prompts (first axis) with a 95 % t interval of the
+    log-ratio.
 
-    ``exp(mean log(value / baseline)) − 1``; if units are groups, the mean over groups of each group's mean.
+    ``exp(mean log(value / baseline)) − 1``; if units are groups, the mean over groups of each
+    group's mean.
     """
-    ratio = np.log(values / baseline)
-    return Interval(
-        *(np.expm1(end) for end in t_interval(ratio if units is None else units.means(ratio)))
-    )
+    log_ratio = np.log(values / baseline)
+    if units is not None:
+        log_ratio = units.means(log_ratio)
+    mean, low, high = t_interval(log_ratio)
+    return Interval(np.expm1(mean), np.expm1(low), np.expm1(high))

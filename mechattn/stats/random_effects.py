@@ -1,4 +1,4 @@
-"""Conditions, prompts and models as random samples: crossed means, and heads beside those of random models."""
+"""Random conditions, prompts and models: crossed means, and heads beside random ones."""
 
 from __future__ import annotations
 
@@ -27,54 +27,60 @@ class Crossed(NamedTuple):
 
 
 def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
-    """Estimate ``d[unit, condition, cell] = mean + unit + condition + rest``, with random units and conditions.
+    """Estimate ``d[unit, condition, cell] = mean + unit + condition + rest``, with random units and
+    conditions.
 
-    Variances by analysis of variance (as REML gives them where none is 0), ``var(mean) = σ²_unit / units +
-    σ²_condition / conditions + σ²_rest / (units · conditions)``, degrees of freedom by Satterthwaite.
+    Variances by analysis of variance (as REML gives them where none is 0), ``var(mean) = σ²_unit /
+    units + σ²_condition / conditions + σ²_rest / (units · conditions)``, degrees of freedom by
+    Satterthwaite.
 
     Source: Clark 1973 (the language-as-fixed-effect fallacy); Satterthwaite 1946.
     """
     units, conditions = d.shape[:2]
+    cells = units * conditions
+
+    # Mean squares of the analysis of variance.
     mean = d.mean((0, 1))
-    of_unit, of_condition = d.mean(1) - mean, d.mean(0) - mean
-    rest = d - mean - of_unit[:, None] - of_condition[None]
-    freedom = units - 1, conditions - 1, (units - 1) * (conditions - 1)
-    squares = (
-        conditions * (of_unit**2).sum(0),
-        units * (of_condition**2).sum(0),
-        (rest**2).sum((0, 1)),
-    )
-    ms_unit, ms_condition, ms_rest = (
-        square / df for square, df in zip(squares, freedom, strict=True)
-    )
-    unit = np.maximum(0.0, (ms_unit - ms_rest) / conditions)
-    condition = np.maximum(0.0, (ms_condition - ms_rest) / units)
-    variance = unit / units + condition / conditions + ms_rest / (units * conditions)
-    doubt = ms_unit**2 / freedom[0] + ms_condition**2 / freedom[1] + ms_rest**2 / freedom[2]
-    expected = variance + unit + condition + ms_rest  # of a new condition in a new unit
-    both = units * conditions
-    parts = (
-        (units + 1) / both * (ms_rest + conditions * unit),
-        (conditions + 1) / both * (ms_rest + units * condition),
-        (both - units - conditions - 1) / both * ms_rest,
-    )
+    unit_effects = d.mean(1) - mean
+    condition_effects = d.mean(0) - mean
+    residuals = d - mean - unit_effects[:, None] - condition_effects[None]
+    df_unit = units - 1
+    df_condition = conditions - 1
+    df_rest = df_unit * df_condition
+    ms_unit = conditions * (unit_effects**2).sum(0) / df_unit
+    ms_condition = units * (condition_effects**2).sum(0) / df_condition
+    ms_rest = (residuals**2).sum((0, 1)) / df_rest
+
+    unit_variance = np.maximum(0.0, (ms_unit - ms_rest) / conditions)
+    condition_variance = np.maximum(0.0, (ms_condition - ms_rest) / units)
+    variance = unit_variance / units + condition_variance / conditions + ms_rest / cells
+    new_variance = variance + unit_variance + condition_variance + ms_rest
+
+    # Satterthwaite's degrees of freedom: of the mean, and of a new condition in a new unit.
+    doubt = ms_unit**2 / df_unit + ms_condition**2 / df_condition + ms_rest**2 / df_rest
+    new_unit = (units + 1) / cells * (ms_rest + conditions * unit_variance)
+    new_condition = (conditions + 1) / cells * (ms_rest + units * condition_variance)
+    new_rest = (cells - units - conditions - 1) / cells * ms_rest
+    new_doubt = new_unit**2 / df_unit + new_condition**2 / df_condition + new_rest**2 / df_rest
     with np.errstate(invalid="ignore", divide="ignore"):
-        df = np.clip((variance * both) ** 2 / doubt, 1, freedom[2])
+        df = np.clip((variance * cells) ** 2 / doubt, 1, df_rest)
+        new_df = new_variance**2 / new_doubt
         p = 2 * stats.t.sf(abs(mean) / np.sqrt(variance), df)
-        new_df = expected**2 / sum(part**2 / df for part, df in zip(parts, freedom, strict=True))
-    half = stats.t.ppf((1 + level) / 2, np.nan_to_num(df, nan=1.0)) * np.sqrt(variance)
-    new = stats.t.ppf((1 + level) / 2, np.nan_to_num(new_df, nan=1.0)) * np.sqrt(expected)
-    p = np.where(variance > 0, p, np.where(mean == 0, 1.0, 0.0))
+
+    p_without_variance = np.where(mean == 0, 1.0, 0.0)
+    quantile = (1 + level) / 2
+    half = stats.t.ppf(quantile, np.nan_to_num(df, nan=1.0)) * np.sqrt(variance)
+    new_half = stats.t.ppf(quantile, np.nan_to_num(new_df, nan=1.0)) * np.sqrt(new_variance)
     return Crossed(
-        mean,
-        mean - half,
-        mean + half,
-        p,
-        np.sqrt(condition),
-        np.sqrt(unit),
-        np.sqrt(ms_rest),
-        mean - new,
-        mean + new,
+        mean=mean,
+        low=mean - half,
+        high=mean + half,
+        p=np.where(variance > 0, p, p_without_variance),
+        condition_sd=np.sqrt(condition_variance),
+        unit_sd=np.sqrt(unit_variance),
+        rest_sd=np.sqrt(ms_rest),
+        new_low=mean - new_half,
+        new_high=mean + new_half,
     )
 
 
@@ -84,7 +90,7 @@ class AgainstDraws(NamedTuple):
     mean: np.ndarray  # over the heads of the same layer in all draws
     low: np.ndarray  # the prediction interval for a head of another draw
     high: np.ndarray
-    p: np.ndarray  # two-sided, by the rank among heads of random models; NaN if there is nothing to compare with
+    p: np.ndarray  # two-sided, by the rank among random heads; NaN if there are none
     compared: int  # heads of random models; ``1 / (compared + 1)`` is the smallest p
 
 
@@ -97,46 +103,62 @@ def against_draws(
 ) -> AgainstDraws:
     """Test whether a model's heads could come from another random model.
 
-    ``z = |found − mean| / s`` with mean and standard deviation over the heads of the layer in all draws;
-    ``p = (1 + #{z of random heads ≥ z}) / (1 + random heads)``
+    ``z = |found − mean| / s`` with mean and standard deviation over the heads of the layer in all
+    draws; ``p = (1 + #{z of random heads ≥ z}) / (1 + random heads)``
 
-    Each draw in turn stands in for the model: its z use the mean and s of the other draws, so they include the
-    variation between draws. The z of all layers are ranked together.
+    Each draw in turn stands in for the model: its z use the mean and s of the other draws, so they
+    include the variation between draws. The z of all layers are ranked together.
     """
     if len(draws) < FEWEST_DRAWS:
         raise OptionError(f"there are {len(draws)} random models; give at least {FEWEST_DRAWS}")
-    over = (0,) if head is None else (0, head + 1)
+    axes: tuple[int, ...] = (0,)
+    if head is not None:
+        axes = (0, head + 1)
     rounding = np.broadcast_to(rounding, found.shape)
-    others = [_z(draws[i], np.delete(draws, i, axis=0), over, rounding) for i in range(len(draws))]
-    random = np.sort(np.concatenate([z[np.isfinite(z)] for z in others]))
-    mean, s = _moments(draws, over)
-    z = _z(found, draws, over, rounding)
-    p = (1 + len(random) - np.searchsorted(random, z * (1 - 1e-12))) / (1 + len(random))
-    rank = int(np.ceil(level * (len(random) + 1) - 1e-9))
-    far = random[rank - 1] if 0 < rank <= len(random) else np.inf
+
+    z_of_draws = []
+    for index, draw in enumerate(draws):
+        z = _z(draw, np.delete(draws, index, axis=0), axes, rounding)
+        z_of_draws.append(z[np.isfinite(z)])
+    random_z = np.sort(np.concatenate(z_of_draws))
+    compared = len(random_z)
+
+    z = _z(found, draws, axes, rounding)
+    nearer = np.searchsorted(random_z, z * (1 - 1e-12))  # equal z count as at least as far
+    p = (1 + compared - nearer) / (1 + compared)
+
+    rank = int(np.ceil(level * (compared + 1) - 1e-9))
+    far = np.inf
+    if 0 < rank <= compared:
+        far = random_z[rank - 1]
+    mean, deviation = _moments(draws, axes)
     with np.errstate(invalid="ignore"):
-        half = np.maximum(far * s, rounding)
-    return AgainstDraws(
-        mean, mean - half, mean + half, np.where(np.isfinite(z), p, np.nan), len(random)
-    )
+        half = np.maximum(far * deviation, rounding)
+    p = np.where(np.isfinite(z), p, np.nan)
+    return AgainstDraws(mean, mean - half, mean + half, p, compared)
 
 
 def _z(
-    values: np.ndarray, draws: np.ndarray, over: tuple[int, ...], rounding: np.ndarray
+    values: np.ndarray, draws: np.ndarray, axes: tuple[int, ...], rounding: np.ndarray
 ) -> np.ndarray:
     """The distance of values from the mean of the draws, in standard deviations."""
-    mean, s = _moments(draws, over)
-    away = abs(values - mean)
-    away = np.where(away <= rounding, 0.0, away)
-    return away / np.maximum(s, np.maximum(rounding, np.finfo(float).tiny))
+    mean, deviation = _moments(draws, axes)
+    distance = abs(values - mean)
+    distance = np.where(distance <= rounding, 0.0, distance)
+    smallest = np.maximum(rounding, np.finfo(float).tiny)
+    return distance / np.maximum(deviation, smallest)
 
 
-def _moments(draws: np.ndarray, over: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The mean and standard deviation over draws and heads, in the shape of the cells; NaN with fewer than 2 values."""
-    there = np.isfinite(draws)
-    n = there.sum(over, keepdims=True)
+def _moments(draws: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The mean and standard deviation over draws and heads, in the shape of the cells; NaN with
+    fewer than 2 values.
+    """
+    finite = np.isfinite(draws)
+    n = finite.sum(axes, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.where(there, draws, 0.0).sum(over, keepdims=True) / n
-        s = np.sqrt((np.where(there, draws - mean, 0.0) ** 2).sum(over, keepdims=True) / (n - 1))
+        mean = np.where(finite, draws, 0.0).sum(axes, keepdims=True) / n
+        squares = np.where(finite, draws - mean, 0.0) ** 2
+        deviation = np.sqrt(squares.sum(axes, keepdims=True) / (n - 1))
+    deviation = np.where(n > 1, deviation, np.nan)
     shape = draws.shape[1:]
-    return np.broadcast_to(mean[0], shape), np.broadcast_to(np.where(n > 1, s, np.nan)[0], shape)
+    return np.broadcast_to(mean[0], shape), np.broadcast_to(deviation[0], shape)

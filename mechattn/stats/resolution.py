@@ -1,4 +1,4 @@
-"""What tests can find: the smallest p and q for a number of prompts and tests, and the power of a test among many."""
+"""What tests can find: the smallest p and q, and the power of one test among many."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ _MOST = 200
 
 @dataclass(frozen=True)
 class Resolution:
-    """The smallest p and q that sign flips over n units can reach in a family of tests (Benjamini-Hochberg).
+    """The smallest p and q that sign flips over n units can reach in a family of tests
+    (Benjamini-Hochberg).
 
     Args:
         n: The number of units: prompts, or groups of prompts.
         unit: The kind of unit.
         tests: The number of tests in the family.
         level: The level of q below which a test is a finding.
-        smallest_p: The smallest possible p, and so q: ``2^(1 − n)`` if all patterns of signs are tried (up to 12
-            units), and ``1 / (1 + resamples)`` if they are drawn.
-        smallest_q: The q of one test at that p if no other test is significant: ``tests · smallest_p``.
-        together: The number of tests that must reach the smallest p for their q to pass; None if all don't suffice.
-        chance: The probability that a single test passes whose differences all have one sign: 0 or 1 up to 12 units;
-            with more units, a drawn pattern may by chance equal that of the data.
+        smallest_p: The smallest possible p, and so q: ``2^(1 − n)`` if all patterns of signs are
+            tried (up to 12 units), and ``1 / (1 + resamples)`` if they are drawn.
+        smallest_q: The q of one test at that p if no other test is significant:
+            ``tests · smallest_p``.
+        together: The number of tests that must reach the smallest p for their q to pass; None if
+            all don't suffice.
+        chance: The probability that a single test passes whose differences all have one sign: 0 or
+            1 up to 12 units; with more units, a drawn pattern may by chance equal that of the data.
         fewest: The smallest number of units at which that probability is at least 90 %.
         detectable: The effect (d_z) that one test finds with 80 % power if no other has an effect.
-        random: The same for ``q_random``, in words; empty unless a number of draws of random weights is named.
+        random: The same for ``q_random``, in words; empty unless a number of draws of random
+            weights is named.
     """
 
     n: int
@@ -51,39 +55,56 @@ class Resolution:
 
     def __str__(self) -> str:
         """A sentence with these figures."""
-        return "; ".join(filter(None, [self._of_units(), self.random]))
+        if not self.random:
+            return self._sentence_about_units()
+        return f"{self._sentence_about_units()}; {self.random}"
 
-    def _of_units(self) -> str:
+    def _sentence_about_units(self) -> str:
         unit = self.unit.partition(" ")[0]
-        among = f"with {self.n} {unit} and {self.tests} tests"
-        needs = f"the smallest effect that q finds in one test alone, with 80 % power, is d_z = {self.detectable:.2g}"
+        start = f"with {self.n} {unit} and {self.tests} tests"
+        smallest = f"(smallest p {self.smallest_p:.2g})"
         if self.n >= self.fewest:
-            return f"{among} one test alone can pass q < {self.level:g} (smallest p {self.smallest_p:.2g}); {needs}"
-        more = f"one test alone can with {self.fewest} {unit} or more"
-        if self.together is None:
-            return f"{among} no p can pass q < {self.level:g} (smallest p {self.smallest_p:.2g}); {more}"
-        if self.together > 1:
-            alone = (
-                f"{among} no p can pass q < {self.level:g} alone (smallest p {self.smallest_p:.2g})"
+            return (
+                f"{start} one test alone can pass q < {self.level:g} {smallest}; the smallest effect "
+                f"that q finds in one test alone, with 80 % power, is d_z = {self.detectable:.2g}"
             )
-            return f"{alone}: {self.together} tests must reach it together, or use {self.fewest} {unit}"
-        return f"{among} one test alone passes q < {self.level:g} in {100 * self.chance:.0f} % of draws at most; {more}"
+        needed = f"one test alone can with {self.fewest} {unit} or more"
+        if self.together is None:
+            return f"{start} no p can pass q < {self.level:g} {smallest}; {needed}"
+        if self.together > 1:
+            return (
+                f"{start} no p can pass q < {self.level:g} alone {smallest}: {self.together} tests "
+                f"must reach it together, or use {self.fewest} {unit}"
+            )
+        return (
+            f"{start} one test alone passes q < {self.level:g} in {100 * self.chance:.0f} % of draws "
+            f"at most; {needed}"
+        )
 
 
 def random_words(draws: int, tests: int, compared: int, level: float = 0.05) -> str:
-    """What draws of random weights can show: the smallest ``q_random`` of one test alone, ``tests / (compared + 1)``.
+    """What draws of random weights can show: the smallest ``q_random`` of one test alone,
+    ``tests / (compared + 1)``.
 
-    ``compared`` is the number of heads in all draws; where q cannot be below the level, how many draws would do.
+    ``compared`` is the number of heads in all draws; where q cannot be below the level, how many
+    draws would do.
     """
     if not compared:
         return f"with {draws} draws there is no head of a random model to compare with"
-    smallest, fewest = tests / (compared + 1), floor(draws * (tests / level - 1) / compared) + 1
-    needs = f"; {fewest} draws would do" if smallest >= level else ""
-    return f"with {draws} draws the smallest q_random of one head alone is {min(1.0, smallest):.2g}{needs}"
+    smallest = tests / (compared + 1)
+    sentence = (
+        f"with {draws} draws the smallest q_random of one head alone is {min(1.0, smallest):.2g}"
+    )
+    if smallest < level:
+        return sentence
+    fewest_draws = floor(draws * (tests / level - 1) / compared) + 1
+    return f"{sentence}; {fewest_draws} draws would do"
 
 
 def enough(resamples: int, cells: int) -> int:
-    """The number of sign patterns that the false discovery rate needs for this number of cells: at least 20 each."""
+    """The number of sign patterns that the false discovery rate needs for this number of cells: at
+    least 20 each.
+    """
     return max(resamples, 20 * cells)
 
 
@@ -95,31 +116,46 @@ def resolution(
     if not 0 < level < 1:
         raise OptionError(f"level={level!r}: give a probability such as 0.05")
     patterns = enough(resamples, tests)
-    p = 2.0 ** (1 - n) if n <= EXACT else 1 / (1 + patterns)
-    needed = floor(tests * p / level) + 1
-    together, alone = needed if needed <= tests else None, chance(n, tests, level, patterns)
-    fewest, detectable = _fewest(tests, level, patterns), detectable_size(n, tests, level)
+    smallest_p = 1 / (1 + patterns)
+    if n <= EXACT:
+        smallest_p = 2.0 ** (1 - n)
+    needed = floor(tests * smallest_p / level) + 1
+    together: int | None = needed
+    if needed > tests:
+        together = None
     return Resolution(
-        n, unit, tests, level, p, min(1.0, tests * p), together, alone, fewest, detectable
+        n=n,
+        unit=unit,
+        tests=tests,
+        level=level,
+        smallest_p=smallest_p,
+        smallest_q=min(1.0, tests * smallest_p),
+        together=together,
+        chance=chance(n, tests, level, patterns),
+        fewest=_fewest(tests, level, patterns),
+        detectable=detectable_size(n, tests, level),
     )
 
 
 def power(
     heads: int, *, effect: float | None = None, prompts: int | None = None, sure: float = 0.8
 ) -> float:
-    """Plan a comparison: how surely q < 0.05 finds one head, what it finds, or how many prompts it takes.
+    """Plan a comparison: how surely q < 0.05 finds one head, what it finds, or how many prompts it
+    takes.
 
-    ``P(|T| > t(1 − 0.05 / (2 heads), prompts − 1))`` for noncentral T with ``effect · √prompts``: one head with an
-    effect among heads without one. More heads with effects are found more easily.
+    ``P(|T| > t(1 − 0.05 / (2 heads), prompts − 1))`` for noncentral T with ``effect · √prompts``:
+    one head with an effect among heads without one. More heads with effects are found more easily.
 
     Args:
         heads: The number of tests in the table, such as layers × heads.
-        effect: The mean of the tested difference divided by its standard deviation over prompts (d_z).
+        effect: The mean of the tested difference divided by its standard deviation over prompts
+            (d_z).
         prompts: The number of prompts, or of groups.
         sure: The power to reach, where effect or prompts is left out.
 
     Returns:
-        The power (0 where q cannot be reached), the effect or the number of prompts: what is not given.
+        The power (0 where q cannot be reached), the effect or the number of prompts: what is not
+        given.
 
     Raises:
         OptionError: Both effect and prompts are left out, or a number is out of range.
@@ -127,11 +163,11 @@ def power(
     check_counts(heads=heads)
     if prompts is not None:
         check_counts(3, prompts=prompts)
-    if effect is not None and not (
-        isinstance(effect, (int, float)) and 0.01 <= abs(effect) < np.inf
-    ):
+    is_number = isinstance(effect, (int, float))
+    if effect is not None and not (is_number and 0.01 <= abs(effect) < np.inf):
         raise OptionError(
-            f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01, such as 0.5"
+            f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01, "
+            "such as 0.5"
         )
     if not isinstance(sure, float) or not 0 < sure < 1:
         raise OptionError(f"sure={sure!r}: give a probability such as 0.8")
@@ -141,9 +177,10 @@ def power(
         return detectable_size(int(prompts or 0), heads, sure=sure)
     if prompts is not None:
         return power_of(abs(effect), prompts, heads)
+
     n = 3
     while power_of(abs(effect), n, heads) < sure:
-        n = max(n + 1, n * 21 // 20)
+        n = max(n + 1, n * 21 // 20)  # in steps of 5 %, then back one by one
     while n > 3 and power_of(abs(effect), n - 1, heads) >= sure:
         n -= 1
     return n
@@ -159,35 +196,39 @@ def _fewest(tests: int, level: float, patterns: int) -> int:
 
 
 def chance(n: int, tests: int, level: float, patterns: int) -> float:
-    """The probability that a test whose differences all have one sign has q below the level by itself."""
-    extreme = 2.0 ** (
-        1 - n
-    )  # the fraction of patterns with as large a mean: all signs kept, or all flipped
+    """The probability that a test whose differences all have one sign has q below the level by
+    itself.
+    """
+    # The fraction of patterns with as large a mean: all signs kept, or all flipped.
+    extreme = 2.0 ** (1 - n)
     if n <= EXACT:
         return float(tests * extreme < level)
-    hits = (
-        ceil(level * (1 + patterns) / tests) - 2
-    )  # the most allowed: tests · (1 + hits) / (1 + patterns) < level
+    # The most drawn patterns that may be as extreme: tests · (1 + hits) / (1 + patterns) < level.
+    hits = ceil(level * (1 + patterns) / tests) - 2
     return float(stats.binom.cdf(hits, patterns, extreme))
 
 
 def power_of(effect: float, n: int, tests: int = 1, level: float = 0.05) -> float:
-    """The probability that a t test over n units finds an effect (d_z), if none of the other tests finds one.
+    """The probability that a t test over n units finds an effect (d_z), if none of the other tests
+    finds one.
 
-    ``P(|T| > t(1 − level / (2 tests), n − 1))`` for noncentral T with ``effect · √n``: what q < level asks of a test
-    alone; times the probability that sign flips can be as small.
+    ``P(|T| > t(1 − level / (2 tests), n − 1))`` for noncentral T with ``effect · √n``: what q <
+    level asks of a test alone; times the probability that sign flips can be as small.
     """
-    reach = chance(n, tests, level, enough(RESAMPLES, tests))
-    far, shift = stats.t.ppf(1 - level / (2 * tests), n - 1), effect * np.sqrt(n)
-    wrong = np.nan_to_num(
-        stats.nct.cdf(-far, n - 1, shift)
-    )  # SciPy gives NaN for what is below 1e-20
-    return reach * float(stats.nct.sf(far, n - 1, shift) + wrong)
+    reachable = chance(n, tests, level, enough(RESAMPLES, tests))
+    critical_t = stats.t.ppf(1 - level / (2 * tests), n - 1)
+    shift = effect * np.sqrt(n)
+    right_sign = stats.nct.sf(critical_t, n - 1, shift)
+    # SciPy gives NaN for what is below 1e-20.
+    wrong_sign = np.nan_to_num(stats.nct.cdf(-critical_t, n - 1, shift))
+    return reachable * float(right_sign + wrong_sign)
 
 
 @lru_cache(maxsize=256)
 def detectable_size(n: int, tests: int = 1, level: float = 0.05, sure: float = 0.8) -> float:
-    """The effect (d_z) that :func:`power_of` finds with a given probability; NaN with too few units for any."""
+    """The effect (d_z) that :func:`power_of` finds with a given probability; NaN with too few units
+    for any.
+    """
     if n < 3 or chance(n, tests, level, enough(RESAMPLES, tests)) <= sure:
         return float("nan")
     if power_of(0.0, n, tests, level) >= sure:

@@ -1,4 +1,4 @@
-"""Units of replication: prompts, groups of prompts that depend on each other, or random bags where there are many."""
+"""Units of replication: prompts, groups of prompts, or random bags where there are many."""
 
 from __future__ import annotations
 
@@ -21,63 +21,75 @@ class Units:
     """The units of replication of a set of prompts, in order of first appearance."""
 
     prompts: int
-    of: np.ndarray | None = (
-        None  # the unit of each prompt, counted from 0; None if every prompt is its own unit
-    )
+    # The unit of each prompt, counted from 0; None if every prompt is its own unit.
+    of: np.ndarray | None = None
 
     @classmethod
     def grouped(cls, groups: Seq[str]) -> Units:
         """One unit per group; if no two prompts share a group, each prompt is a unit."""
-        place = {name: i for i, name in enumerate(dict.fromkeys(groups))}
-        alone = len(place) == len(groups)
-        return cls(len(groups), None if alone else np.array([place[name] for name in groups]))
+        number_of = {name: number for number, name in enumerate(dict.fromkeys(groups))}
+        if len(number_of) == len(groups):
+            return cls(len(groups))
+        return cls(len(groups), np.array([number_of[name] for name in groups]))
 
     @property
     def n(self) -> int:
         """The number of units."""
-        return self.prompts if self.of is None else int(self.of.max()) + 1
+        if self.of is None:
+            return self.prompts
+        return int(self.of.max()) + 1
 
     @property
     def unit(self) -> str:
         """The kind of unit as tables state it: "prompts", or "groups (24 of 96 prompts)"."""
-        return "prompts" if self.of is None else f"groups ({self.n} of {self.prompts} prompts)"
+        if self.of is None:
+            return "prompts"
+        return f"groups ({self.n} of {self.prompts} prompts)"
 
     @property
     def words(self) -> str:
         """The units in words, such as "24 groups of 96 prompts"."""
-        return (
-            f"{self.prompts} prompts"
-            if self.of is None
-            else f"{self.n} groups of {self.prompts} prompts"
-        )
+        if self.of is None:
+            return f"{self.prompts} prompts"
+        return f"{self.n} groups of {self.prompts} prompts"
 
     @property
     def inflation(self) -> float:
-        """The largest factor by which the groups can increase the variance of the mean over independent prompts.
+        """The largest factor by which the groups can increase the variance of the mean over
+        independent prompts.
 
-        ``Σ m_g² / n`` with m_g prompts in group g: Kish's design effect at a correlation of 1 within groups.
+        ``Σ m_g² / n`` with m_g prompts in group g: Kish's design effect at a correlation of 1
+        within groups.
         """
-        return 1.0 if self.of is None else float((np.bincount(self.of) ** 2).sum() / self.prompts)
+        if self.of is None:
+            return 1.0
+        sizes = np.bincount(self.of)
+        return float((sizes**2).sum() / self.prompts)
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """The mean of each unit's prompts, for values [prompt, …]; NaN is left out, and single prompts are unchanged.
+        """The mean of each unit's prompts, for values [prompt, …]; NaN is left out, and single
+        prompts are unchanged.
 
         ``means[g] = mean of values[i] over the prompts i of group g``
         """
         if self.of is None:
             return values
         values = np.asarray(values, dtype=np.float64)
-        there = ~np.isnan(values)
-        total, count = (np.zeros((self.n, *values.shape[1:])) for _ in range(2))
-        np.add.at(total, self.of, np.where(there, values, 0.0))
-        np.add.at(count, self.of, there)
+        present = ~np.isnan(values)
+        total = np.zeros((self.n, *values.shape[1:]))
+        count = np.zeros_like(total)
+        np.add.at(total, self.of, np.where(present, values, 0.0))
+        np.add.at(count, self.of, present)
         return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
         """The prompts of one half of the units, and the others, so that no group is on both sides."""
-        unit = np.arange(self.prompts) if self.of is None else self.of
-        first = np.isin(unit, halves_of(self.n)[0])
-        return np.flatnonzero(first), np.flatnonzero(~first)
+        units_of_half, _ = halves_of(self.n)
+        unit = self.of
+        if unit is None:
+            unit = np.arange(self.prompts)
+        in_half = np.isin(unit, units_of_half)
+        return np.flatnonzero(in_half), np.flatnonzero(~in_half)
 
     def refuse_below(
         self,
@@ -85,20 +97,26 @@ class Units:
         why: str = "",
         instead: str = ', or unit="prompt", which uses single prompts',
     ) -> None:
-        """Refuse fewer units than an interval or test needs; ``instead`` is what to do other than adding groups."""
+        """Refuse fewer units than an interval or test needs; ``instead`` is what to do other than
+        adding groups.
+        """
         if self.n >= fewest:
             return
         if self.of is None:
             raise OptionError(f"there are {self.words}; give at least {fewest}{why}")
-        one = f"all {self.prompts} prompts are in one group, which gives no interval"
-        have = one if self.n == 1 else f"there are {self.words}"
-        raise OptionError(f"{have}; give prompts of at least {fewest} groups{why}{instead}")
+        state = f"there are {self.words}"
+        if self.n == 1:
+            state = f"all {self.prompts} prompts are in one group, which gives no interval"
+        raise OptionError(f"{state}; give prompts of at least {fewest} groups{why}{instead}")
 
 
 def halves_of(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two halves of n units, the same ones at each call: drawn at random, as the classes of many files alternate."""
+    """Two halves of n units, the same ones at each call: drawn at random, as the classes of many
+    files alternate.
+    """
     order = np.random.default_rng(n).permutation(n)
-    return np.sort(order[: (n + 1) // 2]), np.sort(order[(n + 1) // 2 :])
+    middle = (n + 1) // 2
+    return np.sort(order[:middle]), np.sort(order[middle:])
 
 
 def check_unit(unit: str) -> None:
@@ -111,7 +129,8 @@ def check_unit(unit: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """Random bags of equal size that are resampled in place of very many units: ``⌊n / m⌋`` of ``m = ⌈n / 1000⌉``.
+    """Random bags of equal size that are resampled in place of very many units: ``⌊n / m⌋`` of
+    ``m = ⌈n / 1000⌉``.
 
     ``n mod m`` bags get one of the remaining units each.
     """
@@ -127,9 +146,8 @@ class Bags:
         count = resampled(n)
         sizes = np.full(count, n // count)
         sizes[: n - sizes.sum()] += 1
-        order = np.random.default_rng([seed, 1]).permutation(
-            n
-        )  # a stream other than that of the resamples
+        generator = np.random.default_rng([seed, 1])  # another stream than that of the resamples
+        order = generator.permutation(n)
         return cls(order, np.concatenate([[0], np.cumsum(sizes)[:-1]]))
 
     @property
@@ -140,20 +158,27 @@ class Bags:
     @property
     def words(self) -> str:
         """The bags in words, such as "1,000 random bags of 100" or "876 random bags of 6 or 7"."""
-        least, rest = divmod(len(self.order), self.n)
-        return f"{self.n:,} random bags of {least:,}" + (f" or {least + 1:,}" if rest else "")
+        size, remaining = divmod(len(self.order), self.n)
+        words = f"{self.n:,} random bags of {size:,}"
+        if remaining:
+            words += f" or {size + 1:,}"
+        return words
 
     def means(self, values: np.ndarray) -> np.ndarray:
         """The mean of each bag's units, for values [unit, …]."""
-        ends = np.append(self.starts, len(self.order))
-        sums = sparse.csr_array(
-            (np.ones(len(self.order)), self.order, ends), shape=(self.n, len(self.order))
-        )
-        made: np.ndarray = sums @ values.reshape(len(values), -1)
-        made /= np.diff(ends)[:, None]
-        return made.reshape(self.n, *values.shape[1:])
+        n_units = len(self.order)
+        ends = np.append(self.starts, n_units)
+        membership = sparse.csr_array(
+            (np.ones(n_units), self.order, ends), shape=(self.n, n_units)
+        )  # [bag, unit]
+        means: np.ndarray = membership @ values.reshape(len(values), -1)
+        means /= np.diff(ends)[:, None]
+        return means.reshape(self.n, *values.shape[1:])
 
 
 def resampled(n: int) -> int:
     """The number of units, or bags of units, that are resampled when there are n units."""
-    return n if n <= ALONE else n // -(-n // _MOST)
+    if n <= ALONE:
+        return n
+    bag_size = -(-n // _MOST)
+    return n // bag_size
