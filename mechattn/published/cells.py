@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import expm1, nan
 
+import numpy as np
 from scipy.stats import binomtest
 
 from mechattn.evaluation.evaluation import Evaluation
@@ -78,7 +79,7 @@ def measured_cell(statement: Statement, values: Seq[float], untrained: Seq[float
         untrained: The mean over prompts of the same values, for each draw of untrained weights.
     """
     unit = statement.unit
-    value, low, high = (written(float(end), unit) for end in t_interval(values))
+    value, low, high = (written(float(end), unit) for end in t_interval(np.asarray(values)))
     draws = tuple(written(draw, unit) for draw in untrained)
     word = word_of(statement, low, high)
     return Cell(word, unit, value, low, high, len(values), draws)
