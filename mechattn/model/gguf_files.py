@@ -50,6 +50,8 @@ class GgufFile:
                 bits.add(int(digits[0]))
         if not bits:
             return ""
+        if len(bits) > 2:
+            return f"{min(bits)}- to {max(bits)}-bit weights, dequantised"
         return f"{'- and '.join(map(str, sorted(bits)))}-bit weights, dequantised"
 
     def provenance(self) -> dict[str, Any]:

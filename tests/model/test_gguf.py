@@ -19,7 +19,7 @@ from mechattn.model.checkpoint import (
     text_config,
     tokenizer_named,
 )
-from mechattn.model.gguf_files import gguf_header, read_once
+from mechattn.model.gguf_files import GgufFile, gguf_header, read_once
 from mechattn.model.hooked import facts_of
 from mechattn.model.weights import stored_hash
 from mechattn.render.words import model_caption
@@ -183,6 +183,19 @@ def test_plain_floats_are_not_called_quantised(llama, tmp_path):
     header = gguf_header(str(tmp_path / "plain.gguf"))
     assert header.words == ""
     assert set(header.types) == {"F32"}
+
+
+def test_bits_in_words():
+    few = {"Q8_0": 1, "F32": 1}
+    told = [
+        GgufFile("model.gguf", "llama", types).words
+        for types in ({"Q4_1": 900, **few}, {"Q4_K": 500, "Q6_K": 400}, {"IQ2_XXS": 9, "Q5_0": 9, "Q8_0": 9})
+    ]  # fmt: skip
+    assert told == [
+        "4-bit weights, dequantised",
+        "4- and 6-bit weights, dequantised",
+        "2- to 8-bit weights, dequantised",
+    ]
 
 
 def test_a_model_that_transformers_made_of_a_file_is_verified_too(llama, quantised):
