@@ -116,7 +116,7 @@ def among_original(masses: Masses, inserted: int, sinks: bool) -> Masses:
     Args:
         masses: Masses of a softmax over all keys.
         inserted: The index of the segment of inserted tokens.
-        sinks: Whether learned sinks take a share of each row, which is then no sum of masses.
+        sinks: Whether learned sinks take part of each row, so that its masses do not add up to 1.
     """
     original = masses.clone()
     original[..., inserted] = 0
