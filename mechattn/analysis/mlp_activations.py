@@ -30,7 +30,7 @@ from mechattn.prompts.tokenization import TOKEN_CLASSES, vocabulary_classes
 
 Rule = Literal["quantile", "mad", "absolute"]
 _NONE = -1.0  # stands for an undefined number, as sums must be finite
-_METRICS = ("near_zero", "saturated", "l1", "l2", "gini", "variance", "kurtosis", "change")
+_METRICS = ("near_zero", "saturated", "l1", "l2", "gini", "variance", "kurtosis", "token_change")
 _OF_CHANGES = {
     "change_product": "sum over the question's tokens of <change, change in the other condition>, from the baseline",
     "change_within": "sum of squared changes of the question's tokens, over the entries that the other condition "
@@ -145,7 +145,7 @@ class MlpActivations(AnalysisBase):
                 f"{n}_by_segment": Quantity(("segment",), u, d + mean)
                 for n, (u, d) in per_segment.items()
             },
-            "change_by_segment": Quantity(("segment",), "share", change + mean, "difference"),
+            "token_change_by_segment": Quantity(("segment",), "share", change + mean, "difference"),
             "near_zero_by_token_class": Quantity(("token_class",), "share", of_class),
             "histogram": Quantity(
                 ("bin",), "share", "share of the question's activations in [bin, next bin)"
@@ -250,7 +250,7 @@ class MlpActivations(AnalysisBase):
             for row, places, value in zip(
                 rows, at, torch.where(norm > 0, size / norm, _NONE), strict=True
             ):
-                sums["change"][row, places] = value
+                sums["token_change"][row, places] = value
             asked = (change * (size > _LEAST * norm)[..., None])[:, question].double()
             asked = rearrange(asked, "row token d_mlp -> row (token d_mlp)")
             sums["product"][rows] += asked @ asked.T

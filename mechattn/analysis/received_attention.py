@@ -295,7 +295,7 @@ class SegmentFlow(AnalysisBase):
 class AttentionMap(AnalysisBase):
     """Keep the attention probabilities of every query and key of prompts with up to ``max_tokens`` tokens.
 
-    ``attention_map[q, k] = A[q, k]``; NaN beyond the end of a sequence.
+    ``pattern[q, k] = A[q, k]``; NaN beyond the end of a sequence.
     """
 
     name = "attention_map"
@@ -310,7 +310,7 @@ class AttentionMap(AnalysisBase):
     def quantities(self) -> Mapping[str, Quantity]:
         """The map."""
         return {
-            "attention": Quantity(
+            "pattern": Quantity(
                 ("head", "query", "target"), "probability", "attention from query to target"
             )
         }
@@ -327,15 +327,15 @@ class AttentionMap(AnalysisBase):
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty [query, key] maps."""
         shape = (len(batch.rows), heads, self.max_tokens, self.max_tokens)
-        return {"attention": torch.zeros(shape, device=batch.tokens.device)}
+        return {"pattern": torch.zeros(shape, device=batch.tokens.device)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Copy this block of rows to its place in the map."""
-        sums["attention"][:, :, rows.queries, rows.keys] = rows.pattern
+        sums["pattern"][:, :, rows.queries, rows.keys] = rows.pattern
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The maps, NaN where there is no token."""
-        lengths = batch.lengths.to(sums["attention"].device)
+        lengths = batch.lengths.to(sums["pattern"].device)
         inside = torch.arange(self.max_tokens, device=lengths.device) < lengths[:, None]
         both = inside[:, None, :, None] & inside[:, None, None, :]
-        return {"attention": sums["attention"].masked_fill(~both, torch.nan)}
+        return {"pattern": sums["pattern"].masked_fill(~both, torch.nan)}

@@ -327,7 +327,7 @@ def head_patterns(result: Result) -> dict[str, Any]:
         return {
             "missing": "There are no attention patterns: run with ma.analyses.AttentionMap() on a few short prompts."
         }
-    maps = result["attention_map"].attention
+    maps = result["attention_map"].pattern
     shown: list[dict[str, Any]] = []
     left = PATTERNS
     for prompt in range(min(PROMPTS, maps.sizes["prompt"])):

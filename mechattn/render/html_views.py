@@ -157,9 +157,7 @@ def _map(
     )
     heads = check_heads(heads, dataset.sizes["head"], layer)
     maps = (
-        dataset.attention.sel(layer=layer, condition=condition)
-        .isel(prompt=prompt, head=heads)
-        .values
+        dataset.pattern.sel(layer=layer, condition=condition).isel(prompt=prompt, head=heads).values
     )
     tokens = prompt_tokens(result, condition, prompt)
     return maps[:, : len(tokens), : len(tokens)], tokens

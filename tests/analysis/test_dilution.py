@@ -59,7 +59,7 @@ def parts_of(result, prompt, condition):
     """The patterns [layer, head, query, key] of a prompt, and the origin and segment of each position."""
     sequences = result["sequences"].isel(prompt=prompt).sel(condition=condition)
     length = int((sequences.origin > -2).sum())
-    patterns = result["attention_map"].attention.isel(prompt=prompt).sel(condition=condition)
+    patterns = result["attention_map"].pattern.isel(prompt=prompt).sel(condition=condition)
     return (
         patterns.values[..., :length, :length],
         sequences.origin.values[:length],

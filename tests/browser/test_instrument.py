@@ -150,7 +150,7 @@ def test_a_pattern_says_its_numbers(opened, place, result):
     words = page.locator("#tip").inner_text()
     weight = (
         result["attention_map"]
-        .attention.sel(condition="baseline", layer=1, head=4)
+        .pattern.sel(condition="baseline", layer=1, head=4)
         .isel(prompt=0)
         .values[7, 2]
     )

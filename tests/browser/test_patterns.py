@@ -38,7 +38,7 @@ def place(result, tmp_path_factory):
 def weights(result, condition, layer, head, prompt=0):
     """The pattern of a head, without what stands beyond the prompt's tokens."""
     n = int((result["sequences"].origin.sel(condition=condition).isel(prompt=prompt) >= -1).sum())
-    maps = result["attention_map"].attention.sel(condition=condition, layer=layer, head=head)
+    maps = result["attention_map"].pattern.sel(condition=condition, layer=layer, head=head)
     return maps.isel(prompt=prompt).transpose("query", "target").values[:n, :n]
 
 

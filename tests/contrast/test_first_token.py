@@ -79,7 +79,7 @@ def test_the_numbers_are_those_of_the_patterns(toy, prompts):
         by_prompt = []
         for prompt in range(3):
             origin = result["sequences"].origin.sel(condition=condition).values[prompt]
-            pattern = result["attention_map"].attention.sel(condition=condition).values[prompt]
+            pattern = result["attention_map"].pattern.sel(condition=condition).values[prompt]
             counted = np.flatnonzero(origin >= 0)
             first = int(np.flatnonzero(origin == 0)[0])
             by_prompt.append(pattern[:, :, counted, first].mean())

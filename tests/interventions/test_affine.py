@@ -122,7 +122,7 @@ def test_in_a_run_the_recorded_map_takes_the_place_of_the_tokens(toy, prompts):
     table = result.agreement("tokens", "map").set_index("other")
     assert table.cosine["map"] > 0.99999
     assert table.cosine["scale"] < 0.99
-    data = result["mlp_activations"].change_by_segment.sel(segment="question", layer=0)
+    data = result["mlp_activations"].token_change_by_segment.sel(segment="question", layer=0)
     np.testing.assert_allclose(data.sel(condition="map"), data.sel(condition="tokens"), atol=1e-5)
     assert repr(recorded) in result.provenance["conditions"]["map"]["written"]
 

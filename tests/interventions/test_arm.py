@@ -88,7 +88,7 @@ def test_batches_and_order_decide_nothing(toy, prompts):
 
     one = measured(prompts[:3], "2GiB")
     for other in (measured(prompts[:3], "1KiB"), measured([*reversed(prompts[:3])], "2GiB")):
-        for name in ("l1_by_segment", "near_zero_by_segment", "change_by_segment"):
+        for name in ("l1_by_segment", "near_zero_by_segment", "token_change_by_segment"):
             np.testing.assert_allclose(one[name], other[name], atol=2e-3, rtol=1e-4, err_msg=name)
     seeds = ma.Baseline(
         intervention=ma.interventions.ARM(form="released_llama", p1=95.0, layers=(0, 1), seed=1)

@@ -177,7 +177,7 @@ def test_patterns_are_lower_triangles(toy, monkeypatch):
     )
     held = head_patterns(result)
     n = len(held["prompts"][1]["baseline"]["tokens"])
-    square = result["attention_map"].attention.values[1, 0, :, :, :n, :n]
+    square = result["attention_map"].pattern.values[1, 0, :, :, :n, :n]
     queries, keys = np.tril_indices(n)
     expected = square[..., queries, keys]
     np.testing.assert_allclose(

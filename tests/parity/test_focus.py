@@ -63,7 +63,7 @@ def means(values, segment):
 
 def patterns(result, length):
     """As the hooked model computed them, [layer head query key]."""
-    return got(result, "attention_map", "attention").astype(np.float64)[..., :length, :length]
+    return got(result, "attention_map", "pattern").astype(np.float64)[..., :length, :length]
 
 
 def apart(pattern, plain):
@@ -392,7 +392,7 @@ def test_masked_tokens_and_knockouts(prompts, shared):
         positions="prompts",
     )
     for name in ("masked", "cut"):
-        maps = result["attention_map"].attention.sel(condition=name)[0]
+        maps = result["attention_map"].pattern.sel(condition=name)[0]
         n = int((result["sequences"].origin.sel(condition=name)[0] >= -1).sum())
         rows = maps.values[..., :n, :n]
         targets = (

@@ -279,7 +279,7 @@ def test_the_analysis(pair, prompts):
     change = (after - before)[asks]
     relative = np.linalg.norm(change, axis=1) / np.linalg.norm(before[asks], axis=1)
     at = result.sel(condition="slash")
-    assert float(at.change_by_segment.sel(segment="question")) == pytest.approx(
+    assert float(at.token_change_by_segment.sel(segment="question")) == pytest.approx(
         relative.mean(), rel=1e-4
     )
     assert float(at.change_product.sel(other_condition="slash")) == pytest.approx(
@@ -300,7 +300,7 @@ def test_both_engines_give_the_same(pair, prompts):
         ma.run(pair[2], prompts[:2], {"slash": SLASH}, analysis, engine=engine)["mlp_activations"]
         for engine in ("streaming", "hooks")
     )
-    for name in ("l2_by_segment", "gini_by_segment", "change_by_segment"):
+    for name in ("l2_by_segment", "gini_by_segment", "token_change_by_segment"):
         np.testing.assert_allclose(one[name], other[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 

@@ -109,7 +109,7 @@ def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
                     # A share changes by a step where an activation lies at the threshold.
                     near = 3 / post[question].size if metric in ("near_zero", "saturated") else 0
                     assert got == pytest.approx(number, rel=2e-4, abs=near + 1e-9), (where, metric)
-                got = float(at.change_by_segment.sel(segment="question"))
+                got = float(at.token_change_by_segment.sel(segment="question"))
                 assert got == pytest.approx(relative.mean(), abs=2e-5), where
                 for kind in TOKEN_CLASSES:
                     of_kind = [
@@ -130,7 +130,7 @@ def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
                 other,
             )
     for result in results:
-        change = result["mlp_activations"].change_by_segment.sel(
+        change = result["mlp_activations"].token_change_by_segment.sel(
             segment="question", condition="slash"
         )
         assert float(change.min()) > 0.01, "the oracle is tried where nothing changes"

@@ -28,7 +28,7 @@ def drawn(view):
 
 def test_a_difference_is_of_the_same_two_tokens(mapped):
     properties = drawn(ma.render.pattern(mapped, 1, [0, 3], difference=True))
-    maps = mapped["attention_map"].attention.isel(prompt=0).sel(layer=1)
+    maps = mapped["attention_map"].pattern.isel(prompt=0).sel(layer=1)
     origin = mapped["sequences"].origin.isel(prompt=0).sel(condition="slash").values
     length = int((origin >= 0).sum())
     for i, head in enumerate((0, 3)):
