@@ -1,4 +1,4 @@
-"""MLP activations: statistics over channels, redistribution (ARM, arXiv:2510.01032) and its keyed random numbers."""
+"""MLP activations: statistics over channels, and ARM with its keyed random numbers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ def near_zero_share(x: Channels, threshold: float) -> PerToken:
 
 
 def saturated_share(x: Channels, pre: Channels, threshold: float, minimum: float) -> PerToken:
-    """The share of channels with ``|x| ≤ threshold`` and an input left of the nonlinearity's minimum.
+    """The share of channels with ``|x| ≤ threshold`` and an input left of the nonlinearity's
+    minimum.
 
-    SiLU and GELU are near zero around ``pre = 0`` and far below it, where a channel is switched off. These two
-    populations lie on different sides of the minimum.
+    SiLU and GELU are near zero around ``pre = 0`` and far below it, where a channel is switched
+    off. These two populations lie on different sides of the minimum.
     """
-    return ((x.abs() <= threshold) & (pre < minimum)).float().mean(-1)
+    near_zero = x.abs() <= threshold
+    return (near_zero & (pre < minimum)).float().mean(-1)
 
 
 def minimum_of(nonlinearity: Callable[[Tensor], Tensor]) -> float:
-    """The largest input in [−20, 0] at a nonlinearity's minimum: −1.28 for SiLU, −0.75 for GELU, 0 for ReLU.
+    """The largest input in [−20, 0] at a nonlinearity's minimum: −1.28 for SiLU, −0.75 for GELU, 0
+    for ReLU.
 
     Below −15 for a monotonic nonlinearity, for which nothing counts as saturated.
     """
@@ -40,9 +43,11 @@ def minimum_of(nonlinearity: Callable[[Tensor], Tensor]) -> float:
 
 
 def gini(x: Channels) -> PerToken:
-    """The Gini coefficient of ``|x|``: 0 if all channels are equally active, ``1 − 1/n`` if only one is.
+    """The Gini coefficient of ``|x|``: 0 if all channels are equally active, ``1 − 1/n`` if only
+    one is.
 
-    ``G = 2 Σ i·|x|₍ᵢ₎ / (n Σ |x|) − (n + 1) / n`` with ``|x|₍₁₎ ≤ |x|₍₂₎ ≤ …``; NaN where all are 0.
+    ``G = 2 Σ i·|x|₍ᵢ₎ / (n Σ |x|) − (n + 1) / n`` with ``|x|₍₁₎ ≤ |x|₍₂₎ ≤ …``; NaN where all are
+    0.
     """
     size = x.abs().sort(-1).values
     n = size.shape[-1]
@@ -51,14 +56,20 @@ def gini(x: Channels) -> PerToken:
 
 
 def kurtosis(x: Channels) -> PerToken:
-    """``mean of (x − mean)⁴ / variance²``: 3 for a normal distribution, more for heavy tails; NaN for a constant."""
+    """``mean of (x − mean)⁴ / variance²``: 3 for a normal distribution, more for heavy tails; NaN
+    for a constant.
+    """
     centred = x - x.mean(-1, keepdim=True)
-    return (centred / centred.square().mean(-1, keepdim=True).sqrt()).pow(4).mean(-1)
+    deviation = centred.square().mean(-1, keepdim=True).sqrt()
+    return (centred / deviation).pow(4).mean(-1)
 
 
 def counts_between(x: Float[Tensor, "*any"], edges: Float[Tensor, " edge"]) -> Int[Tensor, " bin"]:
-    """Counts of entries below the first edge, in each ``[edge, next edge)``, and at or above the last edge."""
-    return torch.bincount(torch.bucketize(x.flatten(), edges, right=True), minlength=len(edges) + 1)
+    """Counts of entries below the first edge, in each ``[edge, next edge)``, and at or above the
+    last edge.
+    """
+    bins = torch.bucketize(x.flatten(), edges, right=True)
+    return torch.bincount(bins, minlength=len(edges) + 1)
 
 
 Form = Literal["paper", "released_llama", "released_qwen2", "gemma"]
@@ -81,49 +92,64 @@ def redistribute(
 ) -> Channels:
     """Apply ARM to activations: ``x + strength · (arm(x) − x)``; ``strength=0`` returns x.
 
-    With ``ε = 1.4826 · c · MAD(|x|)`` and p the share of ``|x| ≤ ε``, the ``round(clip(p) · n)`` smallest ``|x|`` are
-    moved, with ties by index; 0 is not moved. The bound of positive entries is the ``p1``-th percentile of x, at least
-    0; that of negative entries is ``min(x)``, at most 0. An entry whose bound is 0 is not moved.
+    With ``ε = 1.4826 · c · MAD(|x|)`` and p the share of ``|x| ≤ ε``, the ``round(clip(p) · n)``
+    smallest ``|x|`` are moved, with ties by index; 0 is not moved. The bound of positive entries is
+    the ``p1``-th percentile of x, at least 0; that of negative entries is ``min(x)``, at most 0. An
+    entry whose bound is 0 is not moved.
 
     - "paper": p is clipped to [0.02, 0.25], and ``uniform · bound`` is added.
-    - "released_llama" (the published code, its file for Llama): p is clipped to [0.2, 0.25], and the entry becomes
-      ``uniform · bound``. Some entries move inward.
+    - "released_llama" (the published code, its file for Llama): p is clipped to [0.2, 0.25], and
+      the entry becomes ``uniform · bound``. Some entries move inward.
     - "released_qwen2" (its file for Qwen2): the same, with p clipped to [0.02, 0.25].
-    - "gemma" (its file for Gemma 3): all ``|x| ≤ quantile(|x|, c)`` become ``uniform · bound``, with the percentile of
-      ``|x|`` as the bound above.
+    - "gemma" (its file for Gemma 3): all ``|x| ≤ quantile(|x|, c)`` become ``uniform · bound``,
+      with the percentile of ``|x|`` as the bound above.
 
-    Medians are lower medians, percentiles interpolate linearly, halves round to even; statistics are in float32.
+    Medians are lower medians, percentiles interpolate linearly, halves round to even; statistics
+    are in float32.
 
     Args:
         x: Activations after the nonlinearity.
-        uniform: Random numbers in [0, 1), see :func:`mechattn.functional.activations.keyed_uniform`.
+        uniform: Random numbers in [0, 1), see
+            :func:`mechattn.functional.activations.keyed_uniform`.
         c: The factor of the threshold; for "gemma" the share itself.
         p1: A percentile, 0 to 100.
         form: The published form.
-        scope: Whether statistics and selection are over the channels of each token, or (as published) over the whole
-            tensor, so that the result depends on batch and padding.
+        scope: Whether statistics and selection are over the channels of each token, or (as
+            published) over the whole tensor, so that the result depends on batch and padding.
         strength: The fraction of the change to apply.
     """
     if strength == 0:
         return x
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    flat = rearrange(
-        x, "... channel -> 1 (... channel)" if scope == "tensor" else "... channel -> (...) channel"
-    )
-    rows, drawn = flat.to(wide), uniform.reshape(flat.shape).to(wide)
-    sizes = rows.abs().sort(-1).values
-    if form == "gemma":
-        selected = rows.abs() <= _percentile(rows.abs(), 100 * c)
-        above = _percentile(rows.abs(), p1)
+    if scope == "tensor":
+        flat = rearrange(x, "... channel -> 1 (... channel)")
     else:
-        selected = _smallest(rows.abs(), sizes, _count(sizes, c, _SHARES[form]))
-        above = _percentile(rows, p1).clamp(min=0)
-    # An entry moves on its own side of 0: up to the percentile, or down to the row's smallest entry. If there is no
-    # such bound, or the entry is exactly 0, it stays the same to the bit: not rounded through float32.
-    bound = torch.where(rows > 0, above, rows.amin(-1, keepdim=True).clamp(max=0))
-    moved = rows + drawn * bound if form == "paper" else drawn * bound
+        flat = rearrange(x, "... channel -> (...) channel")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows = flat.to(wide)
+    uniform = uniform.reshape(flat.shape).to(wide)
+
+    sizes = rows.abs()
+    if form == "gemma":
+        selected = sizes <= _percentile(sizes, 100 * c)
+        upper = _percentile(sizes, p1)
+    else:
+        ordered = sizes.sort(-1).values
+        selected = _smallest(sizes, ordered, _count(ordered, c, _SHARES[form]))
+        upper = _percentile(rows, p1).clamp(min=0)
+
+    # An entry moves on its own side of 0: up to the percentile, or down to the row's smallest
+    # entry.
+    lower = rows.amin(-1, keepdim=True).clamp(max=0)
+    bound = torch.where(rows > 0, upper, lower)
+    target = uniform * bound
+    if form == "paper":
+        target = rows + target
+    moved = rows + strength * (target - rows)
+
+    # If there is no such bound, or the entry is exactly 0, it stays the same to the bit: not
+    # rounded through float32.
     moves = selected & (rows != 0) & (bound != 0)
-    return torch.where(moves, (rows + strength * (moved - rows)).to(x.dtype), flat).reshape(x.shape)
+    return torch.where(moves, moved.to(x.dtype), flat).reshape(x.shape)
 
 
 def as_control(change: Channels, uniform: Channels, control: Control) -> Channels:
@@ -135,56 +161,57 @@ def as_control(change: Channels, uniform: Channels, control: Control) -> Channel
     """
     if control == "random_direction":
         direction = (2 * uniform - 1).to(change.dtype)
-        return direction * (
-            change.norm(dim=-1, keepdim=True) / direction.norm(dim=-1, keepdim=True)
-        )
+        norm = change.norm(dim=-1, keepdim=True)
+        return direction * (norm / direction.norm(dim=-1, keepdim=True))
     if control == "random_channels":
         return change.gather(-1, uniform.argsort(stable=True, dim=-1))
     return torch.where(uniform < 0.5, -change, change)
 
 
 def _count(
-    sizes: Float[Tensor, "row entry"], c: float, shares: tuple[float, float]
+    ordered: Float[Tensor, "row entry"], c: float, shares: tuple[float, float]
 ) -> Int[Tensor, " row"]:
     """The number of entries to move in each row, from the sorted absolute values."""
-    n = sizes.shape[-1]
+    n = ordered.shape[-1]
     middle = (n - 1) // 2
-    median = sizes[:, middle : middle + 1]
-    mad = (
-        (sizes - median)
-        .abs()
-        .kthvalue(middle + 1, dim=-1, keepdim=True)
-        .values.clamp(min=_LEAST_MAD)
-    )
-    share = (sizes <= KAPPA * c * mad).sum(-1).double() / n
+    median = ordered[:, middle : middle + 1]
+    deviations = (ordered - median).abs()
+    mad = deviations.kthvalue(middle + 1, dim=-1, keepdim=True).values.clamp(min=_LEAST_MAD)
+    share = (ordered <= KAPPA * c * mad).sum(-1).double() / n
     return (share.clamp(*shares) * n).round().long()
 
 
 def _smallest(
-    size: Float[Tensor, "row entry"], sizes: Float[Tensor, "row entry"], count: Int[Tensor, " row"]
+    sizes: Float[Tensor, "row entry"],
+    ordered: Float[Tensor, "row entry"],
+    count: Int[Tensor, " row"],
 ) -> Bool[Tensor, "row entry"]:
-    """The ``count`` smallest entries of each row, the first among equals; found by a threshold, with one sort."""
-    threshold = sizes.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1))
-    below, equal = size < threshold, size == threshold
+    """The ``count`` smallest entries of each row, the first among equals, from their sorted values."""
+    threshold = ordered.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1))
+    below = sizes < threshold
+    equal = sizes == threshold
     room = (count - below.sum(-1)).clamp(min=0).unsqueeze(-1)
-    return below & (count > 0).unsqueeze(-1) | (equal & (equal.cumsum(-1) <= room))
+    among_equals = equal & (equal.cumsum(-1) <= room)
+    return below & (count > 0).unsqueeze(-1) | among_equals
 
 
 def _percentile(x: Float[Tensor, "row entry"], percent: float) -> Float[Tensor, "row 1"]:
-    """The percentile of each row; ``torch.quantile`` takes at most 2²⁴ entries and no bfloat16. Avoids a full sort."""
-    position = percent / 100 * (x.shape[-1] - 1)
-    low = int(position)
-    high = min(low + 1, x.shape[-1] - 1)
-    largest = (
-        x.topk(x.shape[-1] - low, -1).values.flip(-1)
-        if low > _HIGH * x.shape[-1]
-        else x.sort(-1).values[:, low:]
-    )
-    return torch.lerp(largest[:, :1], largest[:, high - low : high - low + 1], position - low)
+    """The percentile of each row; ``torch.quantile`` takes at most 2²⁴ entries and no bfloat16."""
+    n = x.shape[-1]
+    position = percent / 100 * (n - 1)
+    rank = int(position)
+    if rank > _HIGH * n:
+        from_rank = x.topk(n - rank, -1).values.flip(-1)
+    else:
+        from_rank = x.sort(-1).values[:, rank:]
+    following = min(1, n - 1 - rank)
+    above = from_rank[:, following : following + 1]
+    return torch.lerp(from_rank[:, :1], above, position - rank)
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+_FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 
 
 def token_keys(
@@ -194,29 +221,34 @@ def token_keys(
     layer: int,
     purpose: str = "",
 ) -> Int[Tensor, "row pos"]:
-    """A key for each token of some rows, from the seed, the row's prompt, the position, the layer and a purpose."""
-    words = [f"{seed} {layer} {purpose} {prompt}".encode() for prompt in prompts]
-    hashes = [
-        int.from_bytes(hashlib.blake2b(w, digest_size=8).digest(), "little", signed=True)
-        for w in words
-    ]
+    """A key for each token of some rows, from the seed, the row's prompt, the position, the layer
+    and a purpose.
+    """
+    hashes = []
+    for prompt in prompts:
+        text = f"{seed} {layer} {purpose} {prompt}".encode()
+        digest = hashlib.blake2b(text, digest_size=8).digest()
+        hashes.append(int.from_bytes(digest, "little", signed=True))
     rows = torch.tensor(hashes, dtype=torch.long, device=positions.device)
     return _mix(rows[:, None] + positions.long() * _GOLDEN)
 
 
 def keyed_uniform(keys: Int[Tensor, "*token"], channels: int) -> Float[Tensor, "*token {channels}"]:
-    """Numbers in [0, 1), multiples of 2⁻²⁴, one for each channel of each token: the bits of SplitMix64.
+    """Numbers in [0, 1), multiples of 2⁻²⁴, one for each channel of each token: the bits of
+    SplitMix64.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     channel = torch.arange(1, channels + 1, device=keys.device)
-    return ((_mix(keys.unsqueeze(-1) + channel * _GOLDEN) >> 40) & 0xFFFFFF).float() / 2**24
+    mixed = _mix(keys.unsqueeze(-1) + channel * _GOLDEN)
+    top_bits = (mixed >> 40) & 0xFFFFFF
+    return top_bits.float() / 2**24
 
 
 def _mix(z: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
     """The finaliser of SplitMix64, in 64-bit integers that wrap around."""
-    z = (z ^ _unsigned_shift(z, 30)) * _FIRST
-    z = (z ^ _unsigned_shift(z, 27)) * _SECOND
+    z = (z ^ _unsigned_shift(z, 30)) * _FIRST_FACTOR
+    z = (z ^ _unsigned_shift(z, 27)) * _SECOND_FACTOR
     return z ^ _unsigned_shift(z, 31)
 
 

@@ -1,4 +1,4 @@
-"""Per-query statistics of how attention spreads over keys: maxima, entropy, distance, repeats, bands."""
+"""How each query spreads its attention: maxima, entropy, distance, repeats, bands."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ PerQuery = Float[Tensor, "*batch query"]
 PerHead = Float[Tensor, "batch head query"]
 Places = Int[Tensor, " place"]
 _CHUNK = 64  # keys
-_PIECE = (
-    2**18
-)  # elements; beyond this the logarithms leave the CPU's cache, which is four times as slow
+# Elements; beyond this the logarithms leave the CPU's cache, which is four times as slow.
+_PIECE = 2**18
 
 
 def top_two(pattern: Squares) -> tuple[PerQuery, PerQuery, Int[Tensor, "*batch query"]]:
     """The largest and the second largest probability of each query, and the index of the largest.
 
-    ``p(1), p(2), argmax``; ties by index. With a single key the second is −1, which is meaningless. The pattern is
-    modified temporarily and restored, as two maxima cost half as much as a sort.
+    ``p(1), p(2), argmax``; ties by index. With a single key the second is −1, which is meaningless.
+    The pattern is modified temporarily and restored, as two maxima cost half as much as a sort.
     """
-    # A maximum without an index is vectorised, ten times as fast as one with its index: so use chunks first.
+    # A maximum without an index is vectorised, ten times as fast as one with its index: so use
+    # chunks first.
     chunks = pattern.shape[-1] // _CHUNK
     if chunks < 2:
-        first, at = pattern.max(-1)
+        first, argmax = pattern.max(-1)
     else:
-        even, rest = pattern.split([chunks * _CHUNK, pattern.shape[-1] - chunks * _CHUNK], -1)
-        first, chunk = (
-            rearrange(even, "... (chunk key) -> ... chunk key", key=_CHUNK).amax(-1).max(-1)
+        in_chunks = chunks * _CHUNK
+        chunked = rearrange(
+            pattern[..., :in_chunks], "... (chunk key) -> ... chunk key", key=_CHUNK
         )
-        start = chunk.unsqueeze(-1) * _CHUNK
-        at = chunk * _CHUNK + pattern.gather(
-            -1, start + torch.arange(_CHUNK, device=pattern.device)
-        ).argmax(-1)
-        if rest.shape[-1]:
-            last, last_at = rest.max(-1)
-            at = torch.where(last > first, last_at + chunks * _CHUNK, at)
+        first, best_chunk = chunked.amax(-1).max(-1)
+        start = best_chunk * _CHUNK
+        keys = start.unsqueeze(-1) + torch.arange(_CHUNK, device=pattern.device)
+        argmax = start + pattern.gather(-1, keys).argmax(-1)
+        if in_chunks < pattern.shape[-1]:
+            last, last_argmax = pattern[..., in_chunks:].max(-1)
+            argmax = torch.where(last > first, last_argmax + in_chunks, argmax)
             first = torch.maximum(first, last)
-    where = at.unsqueeze(-1)
-    pattern.scatter_(-1, where, -1.0)
+    index = argmax.unsqueeze(-1)
+    pattern.scatter_(-1, index, -1.0)
     second = pattern.amax(-1)
-    pattern.scatter_(-1, where, first.unsqueeze(-1))
-    return first, second, at
+    pattern.scatter_(-1, index, first.unsqueeze(-1))
+    return first, second, argmax
 
 
 def entropy(pattern: Squares) -> PerQuery:
     """``−Σ_k A[q, k] log A[q, k]``, in nats; a key with no attention adds nothing."""
     tiny = torch.finfo(pattern.dtype).tiny
     squares = rearrange(pattern, "... query key -> (...) query key")
-    pieces = squares.split(max(1, _PIECE // max(1, squares[0].numel())))
-    return torch.cat([-torch.linalg.vecdot(p, p.clamp(min=tiny).log_()) for p in pieces]).view(
-        pattern.shape[:-1]
-    )
+    at_once = max(1, _PIECE // max(1, squares[0].numel()))
+    entropies = []
+    for piece in squares.split(at_once):
+        entropies.append(-torch.linalg.vecdot(piece, piece.clamp(min=tiny).log_()))
+    return torch.cat(entropies).view(pattern.shape[:-1])
 
 
 def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) -> PerQuery:
@@ -71,19 +72,23 @@ def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) ->
 def looking_back(
     pattern: Pattern, back: int, first_query: int = 0, first_key: int = 0
 ) -> tuple[PerHead, slice]:
-    """``A[q, q − back]`` of each query, 0 if that key is not in this block; and the keys that are, in order."""
+    """``A[q, q − back]`` of each query, 0 if that key is not in this block; and the keys that are,
+    in order.
+    """
     offset = first_query - first_key - back
-    found = pattern.diagonal(offset, -2, -1)
+    diagonal = pattern.diagonal(offset, -2, -1)
     missing = min(pattern.shape[-2], max(0, -offset))
     start = max(0, offset)
-    return torch.nn.functional.pad(found, (missing, 0)), slice(start, start + found.shape[-1])
+    keys = slice(start, start + diagonal.shape[-1])
+    return torch.nn.functional.pad(diagonal, (missing, 0)), keys
 
 
 def half_mass_keys(pattern: Squares) -> Int[Tensor, "*batch query"]:
     """The size of the smallest set of keys that holds half of a query's attention to keys.
 
-    ``min n: p(1) + … + p(n) ≥ Σ p / 2``, with probabilities in descending order (a learned sink takes the rest). Half
-    counts as reached within 1e-6. Sorts every row, which costs ten times its softmax.
+    ``min n: p(1) + … + p(n) ≥ Σ p / 2``, with probabilities in descending order (a learned sink
+    takes the rest). Half counts as reached within 1e-6. Sorts every row, which costs ten times its
+    softmax.
     """
     ordered = pattern.sort(-1, descending=True).values
     enough = 0.5 * ordered.sum(-1, keepdim=True) - 1e-6
@@ -98,7 +103,8 @@ def repeats_of(
     ``p + after`` for all p with ``tokens[p] = tokens[q]`` and ``p + after < q``. The attention to them is the
     duplicate-token mass for ``after=0`` and the induction mass for ``after=1``. A query itself belongs to neither.
 
-    Source: "Duplicate token" and "induction" of TransformerLens's head detector, which also counts a query's own key.
+    Source: "Duplicate token" and "induction" of TransformerLens's head detector, which also counts
+    a query's own key.
     """
     query = torch.arange(queries.start, queries.stop, device=tokens.device)
     key = torch.arange(keys.start, keys.stop, device=tokens.device)
@@ -127,9 +133,8 @@ def has_repeat(tokens: Tokens, after: int = 0) -> Marked:
     """Which queries have an earlier occurrence p of their own token with ``p + after < q``."""
     places = torch.arange(tokens.shape[-1], device=tokens.device)
     ordered, order = tokens.sort(dim=-1, stable=True)
-    is_new = torch.cat(
-        [torch.ones_like(ordered[:, :1], dtype=torch.bool), ordered[:, 1:] != ordered[:, :-1]], -1
-    )
+    is_new = torch.ones_like(ordered, dtype=torch.bool)
+    is_new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     start = torch.where(is_new, places, 0).cummax(-1).values
     first = torch.empty_like(order).scatter_(-1, order, order.gather(-1, start))
     return first + after < places
@@ -143,26 +148,28 @@ def band_edges(bands: int) -> tuple[int, ...]:
 def band_mass(
     pattern: Squares, bands: int, first_query: int = 0, first_key: int = 0
 ) -> Float[Tensor, "*batch query {bands}"]:
-    """Attention to the token itself, and to the keys t to 2t − 1 positions back, for t = 1, 2, 4, ….
+    """Attention to the token itself, and to the keys t to 2t − 1 positions back, for t = 1, 2, 4,
+    ….
 
     ``M[q, t] = Σ_{t ≤ q − k < 2t} A[q, k]``.
     """
     queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
     edges = torch.tensor(band_edges(bands), device=pattern.device)
     up_to = torch.nn.functional.pad(pattern.cumsum(-1, dtype=widened(pattern)), (1, 0))
-    ends: Int[Tensor, "query edge"] = (queries[:, None] - edges + 1 - first_key).clamp(
-        0, pattern.shape[-1]
-    )
-    at = up_to.gather(-1, ends.expand(*pattern.shape[:-1], len(edges)))
-    return (at[..., :-1] - at[..., 1:]).to(pattern.dtype)
+    ends: Int[Tensor, "query edge"] = queries[:, None] - edges + 1 - first_key
+    ends = ends.clamp(0, pattern.shape[-1])
+    up_to_ends = up_to.gather(-1, ends.expand(*pattern.shape[:-1], len(edges)))
+    return (up_to_ends[..., :-1] - up_to_ends[..., 1:]).to(pattern.dtype)
 
 
 def near_best(pattern: Squares, shares: Sequence[float]) -> Float[Tensor, "*batch query share"]:
-    """How many keys get at least this fraction of the best key's attention: ``N = #{k : A[q, k] ≥ share · max A[q]}``.
+    """How many keys get at least this fraction of the best key's attention.
 
-    In scores these are the keys at most ``g = −log share`` below the best, ``#{k : max s − s[k] ≤ g}``.
+    ``N = #{k : A[q, k] ≥ share · max A[q]}``
+
+    In scores these are the keys at most ``g = −log share`` below the best,
+    ``#{k : max s − s[k] ≤ g}``.
     """
     best = pattern.amax(-1, keepdim=True)
-    return torch.stack([(pattern >= share * best).sum(-1) for share in shares], -1).to(
-        widened(pattern)
-    )
+    counts = [(pattern >= share * best).sum(-1) for share in shares]
+    return torch.stack(counts, -1).to(widened(pattern))

@@ -1,4 +1,4 @@
-"""What heads write: updates of the residual stream, and their affine decomposition under inserted tokens."""
+"""What heads write: updates of the stream, and their affine parts under inserted tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ Factor = Float[Tensor, "head rank d_head"]  # see output_factor
 
 
 def output_factor(w_o: Weights) -> Factor:
-    """R of the QR decomposition ``W_O[h]ᵀ = Q R``, so that ``‖z W_O[h]‖ = ‖z Rᵀ‖`` with d_head numbers, not d_model.
+    """R of the QR decomposition ``W_O[h]ᵀ = Q R``.
 
-    The Gram form ``z (W_O W_Oᵀ) zᵀ`` squares the condition number: in float32 it loses up to 19 % of a small update.
+    ``‖z W_O[h]‖ = ‖z Rᵀ‖``, with d_head numbers in place of d_model. The Gram form
+    ``z (W_O W_Oᵀ) zᵀ`` squares the condition number: in float32 it loses up to 19 % of a small
+    update.
     """
-    return torch.linalg.qr(rearrange(w_o, "head d_head d_model -> head d_model d_head"), mode="r").R
+    return torch.linalg.qr(w_o.mT, mode="r").R
 
 
 def update_norm(
@@ -32,7 +34,7 @@ def update_norm(
 ) -> Float[Tensor, "batch head pos"]:
     """``‖Δ‖`` of each head's update ``Δ = z W_O[h]``, from :func:`output_factor`."""
     by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head")
-    return (by_head @ rearrange(factor, "head rank d_head -> head d_head rank")).norm(dim=-1)
+    return (by_head @ factor.mT).norm(dim=-1)
 
 
 def update_product(
@@ -40,10 +42,12 @@ def update_product(
     w_o: Weights,
     direction: Float[Tensor, "batch pos d_model"],
 ) -> Float[Tensor, "batch head pos"]:
-    """``⟨direction, Δ⟩ = z · (W_O[h] direction)`` of each head's update; no [pos, head, d_model] is built."""
-    seen = direction @ rearrange(w_o, "head d_head d_model -> d_model (head d_head)")
-    seen = rearrange(seen, "batch pos (head d_head) -> batch pos head d_head", head=len(w_o))
-    return rearrange(torch.linalg.vecdot(seen, z), "batch pos head -> batch head pos")
+    """``⟨direction, Δ⟩ = z · (W_O[h] direction)`` of each head's update; no [pos, head, d_model] is
+    built.
+    """
+    read = direction @ rearrange(w_o, "head d_head d_model -> d_model (head d_head)")
+    read = rearrange(read, "batch pos (head d_head) -> batch pos head d_head", head=len(w_o))
+    return torch.linalg.vecdot(read, z).mT
 
 
 def orientation(
@@ -58,34 +62,36 @@ def orientation(
 def counts_in_bins(
     value: PerPart, edges: Edges, counted: Marked
 ) -> Float[Tensor, "batch part bin"]:
-    """The number of counted tokens below the first edge, between each two edges, and at or above the last.
+    """The number of counted tokens below the first edge, between each two edges, and at or above
+    the last.
 
     Bin i holds ``edges[i − 1] ≤ value < edges[i]``. Counts of several prompts can be added.
     """
-    at = torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
-    made = value.new_zeros((*value.shape[:-1], len(edges) + 1))
-    return made.scatter_add_(
-        -1, at, (counted[:, None] & ~value.isnan()).to(made.dtype).expand(value.shape)
-    )
+    bins = torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
+    weight = (counted[:, None] & ~value.isnan()).to(value.dtype)
+    counts = value.new_zeros((*value.shape[:-1], len(edges) + 1))
+    return counts.scatter_add_(-1, bins, weight.expand(value.shape))
 
 
 def counts_in_pairs_of_bins(
-    one: PerPart, other: PerPart, edges: tuple[Edges, Float[Tensor, " edge2"]], counted: Marked
+    first: PerPart, second: PerPart, edges: tuple[Edges, Float[Tensor, " edge2"]], counted: Marked
 ) -> Float[Tensor, "batch bin bin2"]:
     """The same for two values at once, over all parts together."""
-    bins = len(edges[1]) + 1
-    first = torch.bucketize(one.nan_to_num().contiguous(), edges[0], right=True)
-    second = torch.bucketize(other.nan_to_num().contiguous(), edges[1], right=True)
-    flat = rearrange(first * bins + second, "batch part pos -> batch (part pos)")
-    weight = (counted[:, None] & ~one.isnan() & ~other.isnan()).to(one.dtype).expand(one.shape)
-    made = one.new_zeros((len(one), (len(edges[0]) + 1) * bins))
-    made.scatter_add_(1, flat, rearrange(weight, "batch part pos -> batch (part pos)"))
-    return rearrange(made, "batch (bin bin2) -> batch bin bin2", bin2=bins)
+    first_edges, second_edges = edges
+    second_bins = len(second_edges) + 1
+    first_bin = torch.bucketize(first.nan_to_num().contiguous(), first_edges, right=True)
+    second_bin = torch.bucketize(second.nan_to_num().contiguous(), second_edges, right=True)
+    both_bins = (first_bin * second_bins + second_bin).flatten(1)
+    weight = (counted[:, None] & ~first.isnan() & ~second.isnan()).to(first.dtype).flatten(1)
+    counts = first.new_zeros((len(first), (len(first_edges) + 1) * second_bins))
+    counts.scatter_add_(1, both_bins, weight)
+    return rearrange(counts, "batch (bin bin2) -> batch bin bin2", bin2=second_bins)
 
 
 @dataclass(frozen=True)
 class Split:
-    """The exact decomposition of each head's output [batch head query d_head] under inserted tokens.
+    """The exact decomposition of each head's output [batch head query d_head] under inserted
+    tokens.
 
     ``output = scale · before + shift + rerouting + new_values``
     """
@@ -120,12 +126,13 @@ def split(
     baseline: Aligned,
     v_baseline: Float[Tensor, "batch kv_head original d_head"],
 ) -> Split:
-    """Split each query's output into four parts, from the same query with and without inserted tokens."""
+    """Split each query's output into four parts, from the same query with and without inserted
+    tokens.
+    """
     to_inserted = pattern * inserted[:, None, None].to(pattern.dtype)
     scale = 1 - to_inserted.sum(-1)
-    scale = torch.where(
-        scale < 1e-3, aligned.sum(-1), scale
-    )  # 1 minus a sum near 1 has lost its digits
+    # 1 minus a sum near 1 has lost its digits.
+    scale = torch.where(scale < 1e-3, aligned.sum(-1), scale)
     return Split(
         output=mix(pattern, v),
         before=mix(baseline, v_baseline),
@@ -139,16 +146,20 @@ def split(
 def total_variation(
     aligned: Aligned, baseline: Aligned, scale: Float[Tensor, "batch head query"]
 ) -> Float[Tensor, "batch head query"]:
-    """``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys: 0 if attention among them is only diluted."""
+    """``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys: 0 if attention among them is only
+    diluted.
+    """
     return (aligned / scale.unsqueeze(-1) - baseline).abs().sum(-1) / 2
 
 
 def question_ratio(
     aligned: Aligned, baseline: Aligned, question: Bool[Tensor, "batch original"]
 ) -> Float[Tensor, "batch head query"]:
-    """``ρ_Q[q] = Σ_{k in question} A'[q, k] / Σ_{k in question} A[q, k]``; NaN where the baseline has none there.
+    """``ρ_Q[q] = Σ_{k in question} A'[q, k] / Σ_{k in question} A[q, k]``; NaN where the baseline
+    has none there.
 
-    In layer 0 with RoPE or ALiBi and full attention every question key has this ratio. It may exceed 1.
+    In layer 0 with RoPE or ALiBi and full attention every question key has this ratio. It may
+    exceed 1.
     """
     member = question[:, None, None].to(aligned.dtype)
     return (aligned * member).sum(-1) / (baseline * member).sum(-1)
@@ -165,6 +176,9 @@ def rank_one_share(energies: Float[Tensor, "*batch d_head"]) -> Float[Tensor, "*
 
 
 def effective_rank(energies: Float[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch"]:
-    """``exp(−Σ p log p)`` with ``p = s / Σ s``; NaN for a zero matrix. Source: Roy and Vetterli, EUSIPCO 2007."""
-    s = energies.sqrt()
-    return torch.special.entr(s / s.sum(-1, keepdim=True)).sum(-1).exp()
+    """``exp(−Σ p log p)`` with ``p = s / Σ s``; NaN for a zero matrix. Source: Roy and Vetterli,
+    EUSIPCO 2007.
+    """
+    singular_values = energies.sqrt()
+    shares = singular_values / singular_values.sum(-1, keepdim=True)
+    return torch.special.entr(shares).sum(-1).exp()

@@ -1,4 +1,4 @@
-"""Received attention: how much a key, or a segment of keys, gets from the queries after it; attention sinks."""
+"""Received attention of keys and segments, from the queries after them; attention sinks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,22 @@ Counted = Bool[Tensor, "batch query"]
 def visible_keys(
     queries: Int[Tensor, " query"], keys: int, window: int | None = None
 ) -> Bool[Tensor, "query key"]:
-    """Which keys each query can see: the keys not after it and, in a windowed layer, the last ``window`` of these."""
+    """Which keys each query can see: those not after it, in a windowed layer the last ``window`` of
+    these.
+    """
     distance = queries[:, None] - torch.arange(keys, device=queries.device)
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    return visible
 
 
 def column_sums(pattern: Pattern, counted: Counted) -> PerKey:
-    """Attention that each key gets from the counted queries, summed over those queries, its own included.
+    """Attention that each key gets from the counted queries, summed over those queries, its own
+    included.
 
-    ``sums[k] = Σ_q counted[q] · A[q, k]``, a probability mass. Additive over blocks of query rows. A key that a query
-    cannot see has A = 0, so causality and windows need no mask here.
+    ``sums[k] = Σ_q counted[q] · A[q, k]``, a probability mass. Additive over blocks of query rows.
+    A key that a query cannot see has A = 0, so causality and windows need no mask here.
     """
     return (counted[:, None, None, :].to(pattern.dtype) @ pattern).squeeze(-2)
 
@@ -36,7 +42,9 @@ def column_sums(pattern: Pattern, counted: Counted) -> PerKey:
 def self_attention(
     pattern: Pattern, first_query: int = 0, first_key: int = 0
 ) -> Float[Tensor, "batch head query"]:
-    """``A[q, q]`` of each query; a view. The pattern's first row and first key are at these positions."""
+    """``A[q, q]`` of each query; a view. The pattern's first row and first key are at these
+    positions.
+    """
     return pattern.diagonal(first_query - first_key, -2, -1)
 
 
@@ -45,23 +53,27 @@ def _sums_over_seeing(
 ) -> Float[Tensor, "batch key"]:
     """For each key the sum of the weights of the queries that can see it, from one cumulative sum."""
     length = weight.shape[-1]
-    after = torch.nn.functional.pad(weight.double().flip(-1).cumsum(-1).flip(-1), (0, length + 1))
-    first = 0 if include_self else 1
-    last = length if window is None else min(max(window, first), length)
-    return after[:, first : first + length] - after[:, last : last + length]
+    from_here_on = weight.double().flip(-1).cumsum(-1).flip(-1)
+    from_here_on = torch.nn.functional.pad(from_here_on, (0, length + 1))
+    first = int(not include_self)
+    end = length
+    if window is not None:
+        end = min(max(window, first), length)
+    return from_here_on[:, first : first + length] - from_here_on[:, end : end + length]
 
 
 def visible_counts(
     marked: Marked, window: int | None = None, edge_mask: EdgeMask | None = None
 ) -> Float[Tensor, "batch query"]:
     """The number of marked keys that each query sees, including its own position."""
-    seen = marked.double().cumsum(-1)
+    count = marked.double().cumsum(-1)
     if window is not None and window < marked.shape[-1]:
-        seen[:, window:] -= seen[:, :-window].clone()
+        count[:, window:] -= count[:, :-window].clone()
     if edge_mask is None:
-        return seen
+        return count
     lost = marked & edge_mask.keys
-    return seen - edge_mask.queries * (visible_counts(lost, window) - lost.double())
+    lost_besides_itself = visible_counts(lost, window) - lost.double()
+    return count - edge_mask.queries * lost_besides_itself
 
 
 def seeing_queries(
@@ -70,11 +82,12 @@ def seeing_queries(
     include_self: bool = False,
     edge_mask: EdgeMask | None = None,
 ) -> Float[Tensor, "batch key"]:
-    """The number of counted queries that can see each key: the denominator of :func:`received_attention`."""
+    """The number of counted queries that can see each key: the denominator of
+    :func:`received_attention`.
+    """
     sums = _sums_over_seeing(counted.double(), window, include_self)
-    if (
-        edge_mask is not None
-    ):  # blind queries don't see these keys; other queries, and each token itself, still do
+    if edge_mask is not None:
+        # Blind queries don't see these keys; other queries, and each token itself, still do.
         others = _sums_over_seeing(counted & ~edge_mask.queries, window, include_self)
         own = counted & edge_mask.queries & include_self
         sums = torch.where(edge_mask.keys, others + own, sums)
@@ -88,16 +101,19 @@ def received_attention(sums: PerKey, queries: Float[Tensor, "batch key"]) -> Per
 
     Source: "Average attention weight" in arXiv:2510.01032, section 2.
     """
-    return torch.where(queries > 0, 1.0, torch.nan)[:, None] * sums / queries.clamp(min=1)[:, None]
+    nan_without_queries = torch.where(queries > 0, 1.0, torch.nan)
+    return nan_without_queries[:, None] * sums / queries.clamp(min=1)[:, None]
 
 
 def segment_mean(
     received: PerKey, member: Bool[Tensor, "batch segment key"]
 ) -> Float[Tensor, "batch head segment"]:
-    """Mean of a per-key quantity over the keys of each segment, keys with NaN left out; NaN for an empty segment."""
+    """Mean of a per-key quantity over the keys of each segment, keys with NaN left out; NaN for an
+    empty segment.
+    """
     segments = member.to(received.dtype).mT
-    known = ~received.isnan()
-    return (received.nan_to_num() @ segments) / (known.to(received.dtype) @ segments)
+    counted = (~received.isnan()).to(received.dtype)
+    return (received.nan_to_num() @ segments) / (counted @ segments)
 
 
 def segment_means(
@@ -138,7 +154,9 @@ def near_sums(band: Float[Tensor, "batch head pos gap"], counted: Counted) -> Pe
 def near_queries(
     real: Marked, gap: int, window: int | None = None, edge_mask: EdgeMask | None = None
 ) -> Float[Tensor, "batch key"]:
-    """The number of real queries less than ``gap`` positions later that see each key, its own included."""
+    """The number of real queries less than ``gap`` positions later that see each key, its own
+    included.
+    """
     length = real.shape[1]
     near = torch.zeros(real.shape, device=real.device)
     for back in range(min(gap, length, window or length)):
@@ -169,21 +187,26 @@ def value_norms(
 def kurtosis_over_keys(
     value: PerKey, counted: Bool[Tensor, "batch key"]
 ) -> Float[Tensor, "batch head"]:
-    """``mean (x − mean)⁴ / variance²`` over the counted keys: 3 if normal, large where a few keys stand out.
+    """``mean (x − mean)⁴ / variance²`` over the counted keys: 3 if normal, large where a few keys
+    stand out.
 
     NaN if all are equal.
     """
+    value = value.double()
     weight = counted[:, None].double()
     n = weight.sum(-1)
-    away = (value.double() - ((value.double() * weight).sum(-1) / n)[..., None]) * weight
-    variance = away.square().sum(-1) / n
-    return torch.where(variance > 0, away.pow(4).sum(-1) / n / variance.square(), torch.nan).float()
+    mean = (value * weight).sum(-1) / n
+    deviation = (value - mean[..., None]) * weight
+    variance = deviation.square().sum(-1) / n
+    fourth_moment = deviation.pow(4).sum(-1) / n
+    return torch.where(variance > 0, fourth_moment / variance.square(), torch.nan).float()
 
 
 def massive(
     stream: Float[Tensor, "batch pos d_model"], real: Marked, least: float, ratio: float
 ) -> dict[str, Float[Tensor, " batch"]]:
-    """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|`` of their sequence.
+    """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|`` of their
+    sequence.
 
     Source: Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762.
     """
