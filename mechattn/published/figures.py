@@ -33,6 +33,11 @@ THREE_LAYERS = (
     "from 0.075 to 0.15; in layer 2 the peaks are higher with the tokens, 0.075 beside 0.05."
 )
 
+CHOICE = (
+    "Heads are those of layer 0 that change most on one half of the prompts (the first ones, of "
+    "few prompts); all prompts are drawn, so a change in them looks somewhat larger than it is."
+)
+
 
 def figure_sections(results: Seq[Result]) -> list[Section]:
     """Three figures of every model, each with what was published; figure by figure."""
@@ -75,4 +80,4 @@ def changing_heads(result: Result) -> list[int]:
 
 def _beside(section: Section, title: str, published: str) -> Section:
     """A figure with what was published before how to read it."""
-    return replace(section, title=title, note=f"{published} {section.note}")
+    return replace(section, title=title, note=f"{published} {CHOICE} {section.note}")
