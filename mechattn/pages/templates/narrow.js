@@ -74,7 +74,7 @@ function placed(layout, letters) {
 /** A figure as it fits into some pixels.
  * @param {{data: any[], layout: any}} figure
  * @param {number} width */
-export function narrowed({ data, layout }, width) {
+export function narrowed({ data, layout: { legend2, ...layout } }, width) {
   const letters = Math.floor(width / LETTER),
     { count, annotations } = placed(layout, letters),
     text = wrapped((layout.title?.text ?? "").replace(/<br>/g, " "), letters - 2),
@@ -83,8 +83,10 @@ export function narrowed({ data, layout }, width) {
     height = count > 1 ? count * PANEL + top + 60 : Math.max(layout.height ?? 450, 380);
   const container = { x: 0, xref: "container", y: 1, yref: "container", yanchor: "top", pad: { t: 14, l: 4 } };
   const below = { orientation: "h", x: 0, xref: "paper", y: -64 / (height - top - 60), yref: "paper", yanchor: "top" };
-  const margin = { l: 62, r: 12, t: top, b: 60 },
-    thin = (trace) => (trace.colorbar ? { ...trace, colorbar: { ...trace.colorbar, thickness: 10 } } : trace);
+  const margin = { l: 62, r: 12, t: top, b: 60 };
+  // Names that stood between two rows of panels go to the others, under all panels.
+  const thin = ({ legend, ...trace }) =>
+    trace.colorbar ? { ...trace, colorbar: { ...trace.colorbar, thickness: 10 } } : trace;
   const rest = { title: { ...layout.title, text, ...container }, legend: { ...layout.legend, ...below } };
   layout.sliders?.forEach((slider) => (slider.pad = { t: 96 }));
   return { data: data.map(thin), layout: { ...layout, annotations, height, margin, ...rest } };
