@@ -178,8 +178,8 @@ def picture(rows: Seq[Change]) -> Picture | None:
     return Picture(marks, ticks, at(0.0), says)
 
 
-def sentence(rows: Seq[Change]) -> str:
-    """Describe the picture in one sentence: the first condition, and a control or second one."""
+def sentence(rows: Seq[Change], in_layers: str = "") -> str:
+    """Describe the picture in words: the first condition, what stands in ``in_layers``, and a control or second one."""
     drawn = [row for row in rows if row.verdict is not None]
     if not drawn:
         return next((f"{row.model}: {row.problem}." for row in rows), "")
@@ -201,7 +201,20 @@ def sentence(rows: Seq[Change]) -> str:
             f"each token of the question receives on average {amount} attention than without it"
             f"{where}"
         )
-    return f"With “{first_condition}”, {change}.{_against(drawn) or _second(verdicts, others)}"
+    beside = _against(drawn) or _second(verdicts, others)
+    return f"With “{first_condition}”, {change}.{in_layers}{beside}"
+
+
+def layer_sentence(models: Seq[ShownModel]) -> str:
+    """In which layer attention changes most, for a page about one model; empty for several, or without a verdict."""
+    if len(models) != 1:
+        return ""
+    result = models[0].result
+    condition = result.shown_condition()
+    if not isinstance(models[0].verdicts.get(condition), Verdict):
+        return ""
+    words = largest_layer_words(result, condition, "question")
+    return f" {words}." if words else ""
 
 
 def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
@@ -212,8 +225,6 @@ def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
         condition = result.shown_condition()
         if condition == BASELINE:
             continue
-        if len(models) == 1 and isinstance(shown.verdicts.get(condition), Verdict):
-            sentences.append(f"{largest_layer_words(result, condition, 'question')}.")
         if len(models) == 1 and "attention_budget" in result.datasets:
             sentences.append(budget_sentences(result, condition)[0])
         sentences.append(first_token_words(result, condition))

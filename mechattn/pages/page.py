@@ -22,6 +22,7 @@ from mechattn.pages.first_screen import (
     changes,
     explained,
     flat,
+    layer_sentence,
     more_of_the_answer,
     picture,
     premise,
@@ -177,6 +178,7 @@ def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dic
 
     results = [shown.result for shown in models]
     rows, data = changes(models), named_data(models)
+    answer = [sentence(rows, layer_sentence(models)), *more_of_the_answer(models)]
     needed: dict[Script, bool] = {
         "plotly": any(section.figure or section.script == "plotly" for section in sections),
         "circuitsvis": any(section.script == "circuitsvis" for section in sections),
@@ -192,7 +194,7 @@ def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dic
         ],
         "data": instrument(data),
         "tables": plain_tables(data),
-        "answer": " ".join(filter(None, [sentence(rows), *more_of_the_answer(models)])),
+        "answer": " ".join(filter(None, answer)),
         "picture_open": not any("attention_budget" in result.datasets for result in results),
         "picture": picture(rows),
         "premise": premise(models),
