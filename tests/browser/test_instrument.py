@@ -271,7 +271,7 @@ def test_tabs_are_models(opened, result, slash_result, tmp_path):
 
 def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp_path):
     page = opened(place)
-    table = result.compare("slash")
+    table = result.compare("slash", null="uniform")  # the change beyond which the file has
     expected = table.reindex(table.change.abs().sort_values(ascending=False).index)
     first = page.locator("#heads-table tbody tr").first.locator("button").inner_text()
     assert first == f"L{expected.layer.iloc[0]}H{expected['head'].iloc[0]}"

@@ -119,12 +119,12 @@ def test_the_numbers_behind_a_figure_are_a_hover_or_a_click_away(
 ):
     page = opened(place)
     unfold(page)
-    page.locator(".js-plotly-plot .nsewdrag").first.scroll_into_view_if_needed()
-    box = page.locator(".js-plotly-plot .nsewdrag").first.bounding_box()
+    page.locator("#lead-1 .nsewdrag").first.scroll_into_view_if_needed()
+    box = page.locator("#lead-1 .nsewdrag").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_timeout(500)
-    assert "n = 12" in page.locator(".hoverlayer").text_content()
-    figure = page.locator("details.section > figure")
+    assert "n = 12" in page.locator("#lead-1 .hoverlayer").text_content()
+    figure = page.locator("#lead-1 > figure")
     with page.expect_download() as caught:
         figure.get_by_role("button", name="CSV").click()
     caught.value.save_as(tmp_path / "data.csv")
@@ -338,7 +338,7 @@ def test_two_figures_of_one_title_have_files_of_their_own(opened, slash_result, 
     names = []
     for at in range(2):
         with page.expect_download() as caught:
-            page.locator("details.section > figure").nth(at).get_by_role(
+            page.locator("#more .section > figure").nth(at).get_by_role(
                 "button", name="CSV"
             ).click()
         names.append(caught.value.suggested_filename)

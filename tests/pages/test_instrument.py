@@ -82,7 +82,7 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
                 square(table, "high", [1, 3]),
             )
         for condition, found in held["changes"].items():
-            table = focused.compare(condition, quantity=name)
+            table = focused.compare(condition, quantity=name, null="uniform")
             margin = 0.05 if "change" in table else 0.005
             size = table["change" if "change" in table else "difference"].abs()
             table["marked"] = ((size > margin) & (table.q_difference < 0.05)).astype(float)

@@ -159,7 +159,7 @@ export function drawScale(place, made, most) {
     stops = made.signed ? [-1, 0, 1] : [0, 1],
     end = (value) => `${shown(value, made.scale)}${made.scale === "ratio" ? " uniform" : ""}`;
   bar.style.background = `linear-gradient(90deg, ${stops.map(colour).join(",")})`;
-  const larger = made.margin ? `, by more than ${shown(made.margin, made.scale).replace("+", "")}` : "";
+  const larger = made.margin ? `,${byMoreThan(made)}` : "";
   const tests = `differs from ${made.tests}${larger}, q < 0.05 (Benjamini-Hochberg over the heads of the map)`;
   const beyond = reach(made.value) > most; // the strongest colours stand for more than the end says
   const sign = (value) => (beyond && value !== 0 ? (value < 0 ? "≤\u00a0" : "≥\u00a0") : "");
@@ -179,13 +179,19 @@ export function strongest(...maps) {
   return clipped > 0 ? clipped : reach(sizes);
 }
 
+/** The margin in words; of ratios it is a fraction. */
+function byMoreThan({ margin, scale }) {
+  const words = shown(margin, scale === "log-ratio" ? "fraction" : scale);
+  return ` by more than ${words.replace("+", "")}`;
+}
+
 /** How many heads are marked, for those who don't see the map.
  * @param {any} model
  * @param {any} made */
 export function sureHeads(model, made) {
   if (!made.q) return "";
   const sure = [...made.marked].filter((one) => one === 1).length;
-  const larger = made.margin ? ` by more than ${shown(made.margin, made.scale).replace("+", "")}` : "";
+  const larger = made.margin ? byMoreThan(made) : "";
   return `${sure} of ${model.layers.length * model.heads} heads differ from ${made.tests}${larger} (q < 0.05)`;
 }
 
