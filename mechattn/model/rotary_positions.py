@@ -107,7 +107,8 @@ def _errors(
             wide = x.to(widened(x))
             ids = position_ids.to(x.device)
             turned = rotation.moved(wide[:1], rotation.turns(ids[:1], ids[1:], wide.dtype))
-            of_parts.append((turned - wide[1:]).abs().max() / wide.abs().max())
+            size = wide.abs().max().clamp(min=torch.finfo(wide.dtype).tiny)  # all may be 0
+            of_parts.append((turned - wide[1:]).abs().max() / size)
         errors.append(torch.stack(of_parts).max())
     return torch.stack(errors)
 

@@ -118,7 +118,7 @@ def measured(family, model, prompts):
         ma.analyses.AttentionFocus(half_mass=True, per_query=True),
         ma.analyses.AttentionSinks(least_queries=8),
     ]
-    analyses += [ma.analyses.AttentionSpread(bands=6)]
+    analyses += [ma.analyses.AttentionSpread(bands=6), ma.analyses.AttentionBudget()]
     assert {type(analysis) for analysis in analyses} | {
         AttentionMap,
         ma.analyses.SegmentLogits,
