@@ -11,5 +11,5 @@ from mechattn.interventions.recorded import Transplant as Transplant
 def __dir__() -> list[str]:
     """The interventions; not the files that they are in."""
     return sorted(
-        name for name, thing in globals().items() if callable(thing) and not name.startswith("_")
+        name for name, member in globals().items() if callable(member) and not name.startswith("_")
     )

@@ -1,4 +1,4 @@
-"""Ablation of heads (their output is replaced by zero or by a mean) and of edges (attention knockout)."""
+"""Ablation of heads (by zero or by a mean) and of edges (attention knockout)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from mechattn.prompts.token_sequences import Sequence as Tokens
 
 @dataclass(frozen=True)
 class HeadMeans:
-    """Each head's mean output before W_O over the tokens of some prompts; see :func:`mechattn.head_means`."""
+    """Each head's mean output before W_O over the tokens of some prompts; see
+    :func:`mechattn.head_means`.
+    """
 
     # A config can name HeadAblation, without means.
     __pydantic_config__: ClassVar[dict[str, bool]] = {"arbitrary_types_allowed": True}
@@ -31,31 +33,32 @@ class HeadMeans:
     prompts: int
 
     def __repr__(self) -> str:
-        made = digest(self.by_layer[layer] for layer in sorted(self.by_layer))
-        return (
-            f"HeadMeans(of {self.prompts} prompts, layers {sorted(self.by_layer)}, digest={made})"
-        )
+        layers = sorted(self.by_layer)
+        short_hash = digest(self.by_layer[layer] for layer in layers)
+        return f"HeadMeans(of {self.prompts} prompts, layers {layers}, digest={short_hash})"
 
 
 @dataclass(frozen=True)
 class HeadAblation:
-    """Replace the output of some heads (before W_O) by 0, or by its mean over other prompts, at every token.
+    """Replace the output of some heads (before W_O) by 0, or by its mean over other prompts, at
+    every token.
 
     Args:
         heads: (layer, head) pairs, from 0.
-        means: Means that replace the output; 0 by default, which is further from the model's usual activations.
+        means: Means that replace the output; 0 by default, which is further from the model's usual
+            activations.
     """
 
     heads: tuple[tuple[int, int], ...]
     means: HeadMeans | None = None
 
     def __post_init__(self) -> None:
-        for pair in self.heads if isinstance(self.heads, (tuple, list)) else (self.heads,):
-            numbers = pair if isinstance(pair, (tuple, list)) else ()
-            if len(numbers) != 2 or not all(type(n) is int for n in numbers):
-                raise OptionError(
-                    f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as HeadAblation(((1, 4),))"
-                )
+        is_sequence = isinstance(self.heads, (tuple, list))
+        if not is_sequence or not all(_is_layer_and_head(pair) for pair in self.heads):
+            raise OptionError(
+                f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as "
+                "HeadAblation(((1, 4),))"
+            )
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse a layer or head that doesn't exist, or that has no mean if means are given."""
@@ -65,7 +68,8 @@ class HeadAblation:
         for layer, head in self.heads:
             if not 0 <= head < heads_of(model):
                 raise OptionError(
-                    f"head {head} is out of range: {model.cfg.model_name} has heads 0 to {model.cfg.n_heads - 1}"
+                    f"head {head} is out of range: {model.cfg.model_name} has heads 0 to "
+                    f"{model.cfg.n_heads - 1}"
                 )
             if self.means is not None and layer not in self.means.by_layer:
                 raise OptionError(
@@ -78,18 +82,27 @@ class HeadAblation:
         def ablate(
             layer: int, z: Float[Tensor, "batch pos head d_head"]
         ) -> Float[Tensor, "batch pos head d_head"]:
-            z, rows = z.clone(), target().rows.to(z.device)
-            for head in (head for n, head in self.heads if n == layer):
-                z[rows, :, head] = (
-                    0.0 if self.means is None else self.means.by_layer[layer][head].to(z)
-                )
+            z = z.clone()
+            rows = target().rows.to(z.device)
+            for layer_of_head, head in self.heads:
+                if layer_of_head != layer:
+                    continue
+                if self.means is None:
+                    z[rows, :, head] = 0.0
+                else:
+                    z[rows, :, head] = self.means.by_layer[layer][head].to(z)
             return z
 
-        return changing_z(
-            model, {layer: partial(ablate, layer) for layer in sorted({n for n, _ in self.heads})}
-        )
+        layers = sorted({layer for layer, _ in self.heads})
+        return changing_z(model, {layer: partial(ablate, layer) for layer in layers})
 
     on = on
+
+
+def _is_layer_and_head(pair: Any) -> bool:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        return False
+    return all(type(number) is int for number in pair)
 
 
 _ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")
@@ -97,12 +110,14 @@ _ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")
 
 @dataclass(frozen=True)
 class Knockout:
-    """Hide the keys of some segments from the queries of others; the softmax is over the rest (arXiv:2304.14767).
+    """Hide the keys of some segments from the queries of others; the softmax is over the rest
+    (arXiv:2304.14767).
 
     A token always sees itself. ``Knockout(keys="inserted")`` equals ``.masked()``.
 
     Args:
-        queries: The segment or segments of the affected queries; all but the inserted tokens by default.
+        queries: The segment or segments of the affected queries; all but the inserted tokens by
+            default.
         keys: The segment or segments to hide.
         layers: The layers, from 0; all by default.
     """
@@ -114,9 +129,8 @@ class Knockout:
     def __post_init__(self) -> None:
         for name in ("queries", "keys"):
             value: Any = getattr(self, name)
-            given = _several(value) if isinstance(value, (str, tuple)) else (value,)
-            unknown = [segment for segment in given if segment not in SEGMENTS]
-            if unknown or not given:
+            segments = value if isinstance(value, tuple) else (value,)
+            if not segments or any(segment not in SEGMENTS for segment in segments):
                 raise OptionError(
                     f"{name}={value!r}: choose among {', '.join(map(repr, SEGMENTS))}"
                 )
@@ -129,21 +143,33 @@ class Knockout:
         """
         if sequence.edge_mask is not None:
             raise OptionError(
-                "this sequence already has cut edges (masked, or another Knockout): use a single Knockout"
+                "this sequence already has cut edges (masked, or another Knockout): use a single "
+                "Knockout"
             )
 
-        def members(segments: str | tuple[str, ...]) -> Bool[Tensor, " pos"]:
-            return torch.stack([sequence.of_segment(name) for name in _several(segments)]).any(0)
-
-        queries, keys = members(self.queries), members(self.keys)
-        if not (queries & (keys.cumsum(0) - keys.long() > 0)).any():
+        query_segments = _as_tuple(self.queries)
+        queries = _in_segments(sequence, query_segments)
+        keys = _in_segments(sequence, _as_tuple(self.keys))
+        keys_before = keys.cumsum(0) - keys.long()
+        if not (queries & (keys_before > 0)).any():
             raise OptionError(
                 f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys} here"
             )
-        later = "answer" in _several(self.queries)
-        layers = (self.layers,) if isinstance(self.layers, int) else self.layers
+
+        layers = self.layers
+        if isinstance(layers, int):
+            layers = (layers,)
+        # Generated tokens belong to the answer.
+        later = "answer" in query_segments
         return replace(sequence, edge_mask=EdgeMask(queries, keys, layers, later))
 
 
-def _several(segments: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (segments,) if isinstance(segments, str) else tuple(segments)
+def _as_tuple(segments: str | tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(segments, str):
+        return (segments,)
+    return tuple(segments)
+
+
+def _in_segments(sequence: Tokens, segments: tuple[str, ...]) -> Bool[Tensor, " pos"]:
+    """Which tokens belong to any of these segments."""
+    return torch.stack([sequence.of_segment(segment) for segment in segments]).any(0)

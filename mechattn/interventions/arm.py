@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import activations as fn
-from mechattn.interventions.intervention import Target, on
+from mechattn.interventions.intervention import Target, as_layers, on
 from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain_nonlinearity
 
 _ENTRIES = 2**22  # at a time, because the random number of each takes 8 bytes
@@ -22,25 +22,30 @@ _ENTRIES = 2**22  # at a time, because the random number of each takes 8 bytes
 
 @dataclass(frozen=True)
 class ARM:
-    """``act(gate) → act(gate) + strength · (arm(act(gate)) − act(gate))``; see ``functional.activations.redistribute``.
+    """``act(gate) → act(gate) + strength · (arm(act(gate)) −
+    act(gate))``; see ``functional.activations.redistribute``.
 
-    With ``scope="token"`` a token's random numbers depend only on the seed, its prompt's id, its original position, the
-    layer and the channel, so a run gives the same numbers with any batching. The share of near-zero activations falls
-    by construction, which is no evidence of an effect; see ``control``. In a mixture of experts the channels are those
-    of the token's experts, activations times the router's weights (:mod:`mechattn.model.patch.nonlinearities`).
+    With ``scope="token"`` a token's random numbers depend only on the seed, its prompt's id, its
+    original position, the layer and the channel, so a run gives the same numbers with any batching.
+    The share of near-zero activations falls by construction, which is no evidence of an effect; see
+    ``control``. In a mixture of experts the channels are those of the token's experts, activations
+    times the router's weights (:mod:`mechattn.model.patch.nonlinearities`).
 
     Args:
-        c: The factor of the threshold, 0 or more; for ``form="gemma"`` the share of activations to move. The released
-            code has 0.13 for Qwen2.5-Math-1.5B, 0.1 for the 7B model, 0.32 for Llama-3.1-8B, 0.25 for Gemma 3 4B. In
-            the other forms it has no effect while the share of near-zeros is clipped.
-        p1: The percentile that bounds positive entries, 0 or above 1; 99.5, 95, 90 and 85 for these models.
+        c: The factor of the threshold, 0 or more; for ``form="gemma"`` the share of activations to
+            move. The released code has 0.13 for Qwen2.5-Math-1.5B, 0.1 for the 7B model, 0.32 for
+            Llama-3.1-8B, 0.25 for Gemma 3 4B. In the other forms it has no effect while the share
+            of near-zeros is clipped.
+        p1: The percentile that bounds positive entries, 0 or above 1; 99.5, 95, 90 and 85 for these
+            models.
         layers: One or several layers, from 0; the paper uses the first.
-        form: "paper", or the released code for a family: "released_llama", "released_qwen2", "gemma".
-        scope: "token" computes statistics and selection over each token's channels; "tensor" over the whole batch,
-            including padding, as published.
+        form: "paper", or the released code for a family: "released_llama", "released_qwen2",
+            "gemma".
+        scope: "token" computes statistics and selection over each token's channels; "tensor" over
+            the whole batch, including padding, as published.
         strength: The fraction of the change to apply; 0 changes nothing.
-        control: A control in place of the change, of the same size at each token: "random_direction", "random_channels"
-            or "shuffled_signs".
+        control: A control in place of the change, of the same size at each token:
+            "random_direction", "random_channels" or "shuffled_signs".
         seed: The seed of the random numbers.
     """
 
@@ -58,10 +63,11 @@ class ARM:
         check_choice(fn.Scope, scope=self.scope)
         if self.control is not None:
             check_choice(fn.Control, control=self.control)
-        most = 1.0 if self.form == "gemma" else float("inf")
-        if not (_is_number(self.c) and 0 <= self.c <= most):
-            range_ = "a share, 0 to 1" if self.form == "gemma" else "a factor, 0 or more"
-            raise OptionError(f"c={self.c!r}: give {range_}")
+        if not _is_number(self.c) or self.c < 0 or (self.form == "gemma" and self.c > 1):
+            expected = "a factor, 0 or more"
+            if self.form == "gemma":
+                expected = "a share, 0 to 1"
+            raise OptionError(f"c={self.c!r}: give {expected}")
         if not (_is_number(self.p1) and 0 <= self.p1 <= 100):
             raise OptionError(f"p1={self.p1!r}: give a percentile, 0 to 100, such as 99.5")
         if 0 < self.p1 <= 1:
@@ -72,13 +78,13 @@ class ARM:
             raise OptionError(
                 f"strength={self.strength!r}: give a number; 1 applies the whole change"
             )
-        if not self.which or not all(isinstance(n, int) and n >= 0 for n in self.which):
+        if not self.which or not all(_is_layer(layer) for layer in self.which):
             raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")
 
     @property
     def which(self) -> tuple[int, ...]:
         """The layers."""
-        return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
+        return as_layers(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse a layer without an MLP of a known nonlinearity."""
@@ -88,24 +94,25 @@ class ARM:
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Move the activations of these tokens."""
 
-        def see(layer: int, pre: Activity, post: Activity) -> Activity | None:
+        def move(layer: int, pre: Activity, post: Activity) -> Activity | None:
             if self.strength == 0:
                 return None
-            now = target()
-            rows, positions = (each.to(post.device) for each in (now.rows, now.positions))
-            every = post.reshape(-1, positions.shape[1], post.shape[-1]).clone()
-            if self.scope == "tensor":
-                every[rows] = self._moved(every[rows], layer, now.prompts, positions)
-            else:
-                at_once = max(1, _ENTRIES // every[0].numel())
-                for first in range(0, len(rows), at_once):
-                    some = slice(first, first + at_once)
-                    every[rows[some]] = self._moved(
-                        every[rows[some]], layer, now.prompts[some], positions[some]
-                    )
-            return every.reshape(post.shape)
+            tokens = target()
+            rows = tokens.rows.to(post.device)
+            positions = tokens.positions.to(post.device)
+            activations = post.reshape(-1, positions.shape[1], post.shape[-1]).clone()
 
-        return at_nonlinearity(model, dict.fromkeys(self.which, see))
+            rows_at_once = max(1, len(rows))
+            if self.scope == "token":
+                rows_at_once = max(1, _ENTRIES // activations[0].numel())
+            for start in range(0, len(rows), rows_at_once):
+                block = slice(start, start + rows_at_once)
+                activations[rows[block]] = self._moved(
+                    activations[rows[block]], layer, tokens.prompts[block], positions[block]
+                )
+            return activations.reshape(post.shape)
+
+        return at_nonlinearity(model, dict.fromkeys(self.which, move))
 
     def _moved(
         self,
@@ -114,21 +121,25 @@ class ARM:
         prompts: Sequence[str],
         positions: Int[Tensor, "row pos"],
     ) -> Float[Tensor, "row pos d_mlp"]:
-        def drawn(purpose: str) -> Float[Tensor, "row pos d_mlp"]:
-            return fn.keyed_uniform(
-                fn.token_keys(self.seed, prompts, positions, layer, purpose), x.shape[-1]
-            )
+        def uniform(purpose: str) -> Float[Tensor, "row pos d_mlp"]:
+            keys = fn.token_keys(self.seed, prompts, positions, layer, purpose)
+            return fn.keyed_uniform(keys, x.shape[-1])
 
-        made = fn.redistribute(
-            x, drawn("arm"), self.c, self.p1, self.form, self.scope, self.strength
+        moved = fn.redistribute(
+            x, uniform("arm"), self.c, self.p1, self.form, self.scope, self.strength
         )
         if self.control is None:
-            return made
+            return moved
         wide = torch.promote_types(x.dtype, torch.float32)
-        change = fn.as_control(made.to(wide) - x.to(wide), drawn(self.control), self.control)
+        change = moved.to(wide) - x.to(wide)
+        change = fn.as_control(change, uniform(self.control), self.control)
         return (x.to(wide) + change).to(x.dtype)
 
     on = on
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 def _is_number(value: Any) -> bool:

@@ -25,18 +25,25 @@ class Target:
     prompts: tuple[str, ...]  # the id of each row's prompt
     # The index of each token in the baseline sequence; −1 and less for inserted tokens and padding
     positions: Int[Tensor, "row pos"]
-    # The index of each token's segment in SEGMENTS; −1 and less for padding and generated tokens; None if unknown
+    # The index of each token's segment in SEGMENTS; −1 and less for padding and generated tokens;
+    # None if unknown
     segments: Int[Tensor, "row pos"] | None = None
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
     """A short hash of some tensors, for the recorded description of an intervention."""
-    made = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for tensor in tensors:
-        made.update(
-            repr(tuple(tensor.shape)).encode() + tensor.detach().cpu().double().numpy().tobytes()
-        )
-    return made.hexdigest()[:12]
+        sha256.update(repr(tuple(tensor.shape)).encode())
+        sha256.update(tensor.detach().cpu().double().numpy().tobytes())
+    return sha256.hexdigest()[:12]
+
+
+def as_layers(layers: int | Iterable[int]) -> tuple[int, ...]:
+    """One or several layers as a tuple."""
+    if isinstance(layers, int):
+        return (layers,)
+    return tuple(layers)
 
 
 @runtime_checkable
@@ -51,8 +58,11 @@ class Intervention(Protocol):
 
 
 def read_first(interventions: Iterable[Any]) -> bool:
-    """Whether one has ``reads_first = True``: it leaves the first of two passes over a batch as it is, to learn."""
-    return any(getattr(each, "reads_first", False) for each in interventions)
+    """Whether one has ``reads_first = True``.
+
+    It then leaves the first of two passes over a batch as it is, to learn from it.
+    """
+    return any(getattr(intervention, "reads_first", False) for intervention in interventions)
 
 
 @runtime_checkable
@@ -65,12 +75,14 @@ class ChecksSequences(Protocol):
 
 @contextmanager
 def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> Iterator[None]:
-    """Apply an intervention to everything a model reads inside a ``with`` block, including cached generation.
+    """Apply an intervention to everything a model reads inside a ``with`` block, including cached
+    generation.
 
     Args:
         intervention: The intervention.
         model: A hooked model or a model of transformers.
-        prompts: The id of the prompt in each row of the batch, on which random draws depend; one for all by default.
+        prompts: The id of the prompt in each row of the batch, on which random draws depend; one
+            for all by default.
 
     Raises:
         ModelError: The intervention cannot act on this model.
@@ -81,48 +93,54 @@ def on(intervention: Intervention, model: Any, prompts: Sequence[str] = ()) -> I
         inner = getattr(model, "original_model", None) or model
         forward = inner.forward
 
-        def noting(
-            *given: Any, **named: Any
-        ) -> Any:  # replaces forward itself, because some callers call it directly
-            positions[:] = [_positions(inner, given, named)]
-            return forward(*given, **named)
+        # Replaces forward itself and is no hook, because some callers call forward directly.
+        def forward_with_positions(*arguments: Any, **options: Any) -> Any:
+            positions[:] = [_positions(inner, arguments, options)]
+            return forward(*arguments, **options)
 
         def target() -> Target:
-            now = positions[0]
-            if prompts and len(prompts) != len(now):
+            (current,) = positions
+            rows = len(current)
+            if prompts and len(prompts) != rows:
                 raise OptionError(
-                    f"{len(prompts)} prompt ids were given, but the model reads {len(now)} rows: give one for each row"
+                    f"{len(prompts)} prompt ids were given, but the model reads {rows} rows: "
+                    "give one for each row"
                 )
-            return Target(
-                torch.arange(len(now), device=now.device), tuple(prompts) or ("",) * len(now), now
-            )
+            ids = tuple(prompts) or ("",) * rows
+            return Target(torch.arange(rows, device=current.device), ids, current)
 
-        with attribute_set(inner, "forward", noting), intervention.acting(model, target):
+        recording = attribute_set(inner, "forward", forward_with_positions)
+        with recording, intervention.acting(model, target):
             yield
 
 
-def _positions(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Int[Tensor, "row pos"]:
-    """The positions of the tokens of a forward pass, counted after its cache and without padding on the left."""
-    by_name = [
-        named[name]
-        for name in ("input_ids", "input", "inputs_embeds")
-        if named.get(name) is not None
-    ]
-    tokens = (by_name or given)[0]
+def _positions(
+    model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Int[Tensor, "row pos"]:
+    """The positions of the tokens of a forward pass, without padding on the left.
+
+    They are counted after the tokens of its cache.
+    """
+    inputs = list(arguments)
+    for name in ("inputs_embeds", "input", "input_ids"):
+        if options.get(name) is not None:
+            inputs.insert(0, options[name])
+    tokens = inputs[0]
     if not isinstance(tokens, Tensor):  # a HookedTransformer also takes text
         tokens = model.to_tokens(tokens)
-    if named.get("position_ids") is not None:
-        return named["position_ids"].expand(len(tokens), -1)
-    mask = named.get("attention_mask")
+    rows, length = tokens.shape[:2]
+
+    if options.get("position_ids") is not None:
+        return options["position_ids"].expand(rows, -1)
+    mask = options.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
-        return mask.long().cumsum(-1)[:, -tokens.shape[1] :] - 1
+        return mask.long().cumsum(-1)[:, -length:] - 1
+
     past = 0
-    for cache in (
-        named[name] for name in ("past_key_values", "past_kv_cache") if named.get(name) is not None
-    ):
-        past = int(
-            cache.get_seq_length()
-            if hasattr(cache, "get_seq_length")
-            else cache[0].past_keys.shape[1]
-        )
-    return (past + torch.arange(tokens.shape[1], device=tokens.device)).expand(len(tokens), -1)
+    cache = options.get("past_key_values")
+    if cache is not None:
+        past = int(cache.get_seq_length())
+    cache = options.get("past_kv_cache")  # a HookedTransformer's
+    if cache is not None:
+        past = int(cache[0].past_keys.shape[1])
+    return (past + torch.arange(length, device=tokens.device)).expand(rows, -1)

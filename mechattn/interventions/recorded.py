@@ -1,4 +1,7 @@
-"""Interventions with what was recorded in another run: the affine map of inserted tokens, and their keys and values."""
+"""Interventions with what was recorded in another run of the model.
+
+That is the affine map of inserted tokens, or their keys and values.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice
-from mechattn.interventions.intervention import Target, digest, on
+from mechattn.interventions.intervention import Target, as_layers, digest, on
 from mechattn.model.hooks import attention_layers, blocks_of
 from mechattn.model.patch.keys_values_z import (
     Part,
@@ -40,11 +43,13 @@ class Affine:
 
 @dataclass(frozen=True, eq=False)
 class AffineAttention:
-    """Apply ``z → λ · z + Σσ`` to each original token and head (before W_O): the effect of insertion, without it.
+    """Apply ``z → λ · z + Σσ`` to each original token and head (before W_O): the effect of
+    insertion, without it.
 
-    Measured values come from :func:`mechattn.record_affine`; you can also choose your own. Values recorded with
-    ``.unshifted()`` tokens reproduce layer 0's output at the original tokens exactly. Otherwise re-routing is missing,
-    and in later layers also changed values (``AffineShift`` reports both).
+    Measured values come from :func:`mechattn.record_affine`; you can also choose your own. Values
+    recorded with ``.unshifted()`` tokens reproduce layer 0's output at the original tokens exactly.
+    Otherwise re-routing is missing, and in later layers also changed values (``AffineShift``
+    reports both).
 
     Args:
         scale: A chosen λ for all tokens: one number, or one per head.
@@ -72,7 +77,7 @@ class AffineAttention:
     @property
     def which(self) -> tuple[int, ...]:
         """The layers."""
-        return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
+        return as_layers(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist and prompts that were not recorded."""
@@ -81,19 +86,20 @@ class AffineAttention:
         if self.recorded is None:
             if isinstance(self.scale, Tensor) and self.scale.shape != (heads,):
                 raise OptionError(
-                    f"scale has the shape {tuple(self.scale.shape)}; give a number, or {heads} numbers"
+                    f"scale has the shape {tuple(self.scale.shape)}; give a number, or {heads} "
+                    "numbers"
                 )
             if self.shift is not None and self.shift.shape[0] != heads:
                 raise OptionError(
-                    f"shift has the shape {tuple(self.shift.shape)}; give [head d_head], with {heads} heads"
+                    f"shift has the shape {tuple(self.shift.shape)}; give [head d_head], with "
+                    f"{heads} heads"
                 )
             return
-        missing = [prompt for prompt in prompts if prompt not in self.recorded]
-        if missing or not prompts:
-            what = f"prompt {missing[0]!r} was not recorded" if missing else "name the prompts"
-            raise OptionError(
-                f"{what}: an AffineAttention from record_affine acts only on the prompts that it was recorded on"
-            )
+        _refuse_unrecorded(
+            [prompt for prompt in prompts if prompt not in self.recorded],
+            prompts,
+            "an AffineAttention from record_affine acts only on the prompts that it was recorded on",
+        )
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Scale and shift the output of these tokens."""
@@ -101,11 +107,11 @@ class AffineAttention:
         def affine(
             layer: int, z: Float[Tensor, "batch pos head d_head"]
         ) -> Float[Tensor, "batch pos head d_head"]:
-            z, now = z.clone(), target()
-            for row, prompt, positions in zip(
-                now.rows.tolist(), now.prompts, now.positions.to(z.device), strict=True
-            ):
-                z[row] = self._applied(z[row], layer, prompt, positions)
+            z = z.clone()
+            tokens = target()
+            positions = tokens.positions.to(z.device)
+            for index, row in enumerate(tokens.rows.tolist()):
+                z[row] = self._applied(z[row], layer, tokens.prompts[index], positions[index])
             return z
 
         return changing_z(model, {layer: partial(affine, layer) for layer in self.which})
@@ -117,33 +123,51 @@ class AffineAttention:
         prompt: str,
         positions: Int[Tensor, " pos"],
     ) -> Float[Tensor, "pos head d_head"]:
-        """The output of one sequence; tokens that were not recorded, such as generated ones, do not change."""
-        there = positions >= 0
+        """The output of one sequence; tokens that were not recorded, such as generated ones, do not
+        change.
+        """
+        original = positions >= 0
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         if self.recorded is None:
             scale = torch.as_tensor(self.scale, device=z.device, dtype=z.dtype)[..., None]
-            shift = torch.zeros((), device=z.device) if self.shift is None else self.shift.to(z)
+            shift = torch.zeros((), device=z.device)
+            if self.shift is not None:
+                shift = self.shift.to(z)
         else:
-            found = self.recorded[prompt][layer]
-            length = found.scale.shape[1]
-            if bool((positions == 0).any()) and int(there.sum()) != length:
+            affine = self.recorded[prompt][layer]
+            length = affine.scale.shape[1]
+            count = int(original.sum())
+            reads_the_prompt = bool((positions == 0).any())  # not only tokens after it
+            if reads_the_prompt and count != length:
                 raise OptionError(
-                    f"prompt {prompt!r} has {int(there.sum())} tokens here but had {length} when recorded, so it is "
-                    f"another prompt"
+                    f"prompt {prompt!r} has {count} tokens here but had {length} when recorded, "
+                    "so it is another prompt"
                 )
-            there &= positions < length
-            at = positions.clamp(0, length - 1)
-            scale = rearrange(found.scale.to(z)[:, at], "head pos -> pos head 1")
-            shift = rearrange(found.shift.to(z)[:, at], "head pos d_head -> pos head d_head")
-        scaled = z if self.parts == "shift" else scale * z
-        moved = scaled if self.parts == "scale" else scaled + shift
-        return torch.where(there[:, None, None], moved, z)
+            original &= positions < length
+            places = positions.clamp(0, length - 1)
+            scale = rearrange(affine.scale.to(z)[:, places], "head pos -> pos head 1")
+            shift = rearrange(affine.shift.to(z)[:, places], "head pos d_head -> pos head d_head")
+
+        changed = z
+        if self.parts != "shift":
+            changed = scale * changed
+        if self.parts != "scale":
+            changed = changed + shift
+        return torch.where(original[:, None, None], changed, z)
 
     def __repr__(self) -> str:
-        chosen = [torch.as_tensor(self.scale), *([] if self.shift is None else [self.shift])]
-        maps = [m for layers in (self.recorded or {}).values() for m in layers.values()]
-        made = digest([part for m in maps for part in (m.scale, m.shift)] if maps else chosen)
-        return f"AffineAttention({self.source}, layers={self.which}, parts={self.parts!r}, digest={made})"
+        tensors = [torch.as_tensor(self.scale)]
+        if self.shift is not None:
+            tensors.append(self.shift)
+        if self.recorded:
+            tensors = []
+            for affine_by_layer in self.recorded.values():
+                for affine in affine_by_layer.values():
+                    tensors += [affine.scale, affine.shift]
+        return (
+            f"AffineAttention({self.source}, layers={self.which}, parts={self.parts!r}, "
+            f"digest={digest(tensors)})"
+        )
 
     on = on
 
@@ -153,7 +177,8 @@ class KeysValues:
     """Recorded keys and values of one segment's tokens; see :func:`mechattn.record_keys_values`.
 
     Args:
-        of: By prompt, layer and "k" or "v": all heads concatenated, before RoPE and norms [pos width].
+        of: By prompt, layer and "k" or "v": all heads concatenated, before RoPE and norms [pos
+            width].
         segment: The recorded segment.
         source: Where they come from, in words.
         donors: For each prompt, the prompt whose keys and values it gets; itself by default.
@@ -165,21 +190,24 @@ class KeysValues:
     donors: Mapping[str, str] = field(default_factory=dict)
 
     def from_other_prompts(self, seed: int = 0) -> KeysValues:
-        """Return a version that gives each prompt the keys and values of another, drawn at random without repeats.
+        """Return a version that gives each prompt the keys and values of another, drawn at random
+        without repeats.
 
         Raises:
             OptionError: Only one prompt was recorded.
         """
         if len(self.of) < 2:
             raise OptionError(
-                "only one prompt was recorded, so there is no other prompt to take keys and values from"
+                "only one prompt was recorded, so there is no other prompt to take keys and values "
+                "from"
             )
         order = random.Random(f"donors {seed}").sample(sorted(self.of), len(self.of))
-        donors = dict(
-            zip(order, [*order[1:], order[0]], strict=True)
-        )  # a ring, so no prompt gets its own
+        # A ring, so no prompt gets its own.
+        following = [*order[1:], order[0]]
         return replace(
-            self, donors=donors, source=f"{self.source}, each from another prompt (seed {seed})"
+            self,
+            donors=dict(zip(order, following, strict=True)),
+            source=f"{self.source}, each from another prompt (seed {seed})",
         )
 
     def donor(self, prompt: str) -> str:
@@ -192,26 +220,32 @@ class KeysValues:
         return tuple(next(iter(self.of.values())))
 
     def __repr__(self) -> str:
-        made = digest(
-            part for one in self.of.values() for layer in one.values() for part in layer.values()
-        )
-        return f"KeysValues({self.segment!r}, {self.source}, digest={made})"
+        tensors = []
+        for by_layer in self.of.values():
+            for by_part in by_layer.values():
+                tensors += list(by_part.values())
+        return f"KeysValues({self.segment!r}, {self.source}, digest={digest(tensors)})"
 
 
 @dataclass(frozen=True, eq=False)
 class Transplant:
-    """Replace keys and values at a segment's tokens by those of another run: ``k[l, i], v[l, i] → k′[l, i], v′[l, i]``.
+    """Replace keys and values at a segment's tokens by those of another run.
 
-    Later tokens then read the other run's keys and values there. What these tokens themselves read and predict does not
-    change, as in a key-value cache that is edited after them: their heads' outputs are those of a first pass without
-    the exchange (yet ``run`` measures these tokens' own rows of attention over the exchanged keys). Keys are exchanged
-    before RoPE, so they get the receiving tokens' positions. If the answer follows, these tokens carried it (as in
-    "Reading Between the Dots", ICML workshop 2026); its first token cannot, where one of these tokens predicts it.
+    ``k[l, i], v[l, i] → k′[l, i], v′[l, i]``
+
+    Later tokens then read the other run's keys and values there. What these tokens themselves read
+    and predict does not change, as in a key-value cache that is edited after them: their heads'
+    outputs are those of a first pass without the exchange (yet ``run`` measures these tokens' own
+    rows of attention over the exchanged keys). Keys are exchanged before RoPE, so they get the
+    receiving tokens' positions. If the answer follows, these tokens carried it (as in "Reading
+    Between the Dots", ICML workshop 2026); its first token cannot, where one of these tokens
+    predicts it.
 
     Args:
         segment: The segment to replace; "inserted" for filler.
-        from_: The result of :func:`mechattn.record_keys_values`: for the same prompts under another filler of equal
-            length, or, with ``.from_other_prompts()``, for another prompt under the same filler.
+        from_: The result of :func:`mechattn.record_keys_values`: for the same prompts under another
+            filler of equal length, or, with ``.from_other_prompts()``, for another prompt under the
+            same filler.
         layers: The layers, from 0; all recorded ones by default.
     """
 
@@ -224,8 +258,8 @@ class Transplant:
         check_choice(SEGMENTS, segment=self.segment)
         if not isinstance(self.from_, KeysValues):
             raise OptionError(
-                f"from_={self.from_!r}: give the result of ma.record_keys_values(model, prompts, condition), "
-                f"optionally with .from_other_prompts()"
+                f"from_={self.from_!r}: give the result of ma.record_keys_values(model, prompts, "
+                "condition), optionally with .from_other_prompts()"
             )
         if self.from_.segment != self.segment:
             raise OptionError(
@@ -248,81 +282,87 @@ class Transplant:
         """The layers."""
         if self.layers is None:
             return self.recorded.layers
-        return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
+        return as_layers(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist, and prompts or donors that were not recorded."""
         check_layers(model, self.which)
-        attending = attention_layers(model) if hasattr(model, "hook_dict") else []
+        attending = []
+        if hasattr(model, "hook_dict"):  # models of transformers have none
+            attending = attention_layers(model)
         if attending and len(attending) < model.cfg.n_layers:
             raise OptionError(
-                f"{model.cfg.model_name} has attention in {len(attending)} of {model.cfg.n_layers} layers; the other "
-                f"layers pass on these tokens' content whatever their keys and values are"
+                f"{model.cfg.model_name} has attention in {len(attending)} of "
+                f"{model.cfg.n_layers} layers; the other layers pass on these tokens' content "
+                "whatever their keys and values are"
             )
-        missing = [
-            prompt for prompt in prompts if self.recorded.donor(prompt) not in self.recorded.of
-        ]
-        if missing or not prompts:
-            what = f"prompt {missing[0]!r} was not recorded" if missing else "name the prompts"
-            raise OptionError(
-                f"{what}: a Transplant acts only on the prompts that record_keys_values recorded"
-            )
+        _refuse_unrecorded(
+            [prompt for prompt in prompts if self.recorded.donor(prompt) not in self.recorded.of],
+            prompts,
+            "a Transplant acts only on the prompts that record_keys_values recorded",
+        )
 
     def check_sequence(self, prompt: str, sequence: Tokens) -> None:
         """Refuse a sequence whose segment has another length than the recorded one."""
-        there = int(sequence.of_segment(self.segment).sum())
-        whose = self.recorded.donor(prompt)
-        if (recorded := len(self.recorded.of[whose][self.which[0]]["k"])) != there:
+        count = int(sequence.of_segment(self.segment).sum())
+        donor = self.recorded.donor(prompt)
+        recorded_count = len(self.recorded.of[donor][self.which[0]]["k"])
+        if recorded_count != count:
             raise OptionError(
-                f"prompt {prompt} has {there} {self.segment} tokens, but {recorded} were recorded for prompt {whose}: "
-                f"the numbers must be equal"
+                f"prompt {prompt} has {count} {self.segment} tokens, but {recorded_count} were "
+                f"recorded for prompt {donor}: the numbers must be equal"
             )
 
     @contextmanager
     def acting(self, model: Any, target: Callable[[], Target]) -> Iterator[None]:
-        """Exchange keys and values of these tokens, and keep their own outputs as they were in the first pass."""
-        first: dict[int, Tensor] = {}  # each layer's outputs at these tokens, before W_O
+        """Exchange keys and values of these tokens, and keep their own outputs as in the first
+        pass.
+        """
+        first_outputs: dict[int, Tensor] = {}  # of each layer at these tokens, before W_O
 
-        def places(like: Float[Tensor, "batch pos ..."]) -> Bool[Tensor, "batch pos"]:
-            now = target()
-            if now.segments is None:
+        def in_segment(tensor: Float[Tensor, "batch pos ..."]) -> Bool[Tensor, "batch pos"]:
+            """The tokens to act on; none while an answer is generated."""
+            tokens = target()
+            if tokens.segments is None:
                 raise OptionError(
                     "a Transplant needs the segment of each token: use it in run or evaluate"
                 )
-            made = torch.zeros(like.shape[:2], dtype=torch.bool, device=like.device)
-            made[now.rows.to(like.device)] = (now.segments == SEGMENTS.index(self.segment)).to(
-                like.device
-            )
-            return made  # without any token while an answer is generated
+            mask = torch.zeros(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
+            of_rows = tokens.segments == SEGMENTS.index(self.segment)
+            mask[tokens.rows.to(tensor.device)] = of_rows.to(tensor.device)
+            return mask
 
-        def exchanged(layer: int, part: Part, shown: Float[Tensor, "batch pos width"]) -> Tensor:
-            where = places(shown)
-            if layer not in first or not where.any():
-                return shown
-            given = [
-                self.recorded.of[self.recorded.donor(prompt)][layer][part]
-                for prompt in target().prompts
-            ]
-            return shown.masked_scatter(where[..., None], torch.cat(given).to(shown))
+        def exchange(layer: int, part: Part, own: Float[Tensor, "batch pos width"]) -> Tensor:
+            mask = in_segment(own)
+            if layer not in first_outputs or not mask.any():
+                return own
+            recorded = []
+            for prompt in target().prompts:
+                donor = self.recorded.donor(prompt)
+                recorded.append(self.recorded.of[donor][layer][part])
+            return own.masked_scatter(mask[..., None], torch.cat(recorded).to(own))
 
-        def kept(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Tensor:
-            where = places(z)
-            return (
-                z.masked_scatter(where[..., None, None], first.setdefault(layer, z[where]))
-                if where.any()
-                else z
-            )
+        def keep(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Tensor:
+            mask = in_segment(z)
+            if not mask.any():
+                return z
+            outputs = first_outputs.setdefault(layer, z[mask])
+            return z.masked_scatter(mask[..., None, None], outputs)
 
-        outputs = {
-            layer: partial(kept, layer) for layer in range(min(self.which), len(blocks_of(model)))
-        }
-        with (
-            changing_keys_values(model, {layer: partial(exchanged, layer) for layer in self.which}),
-            changing_z(model, outputs),
-        ):
+        exchanges = {layer: partial(exchange, layer) for layer in self.which}
+        later_layers = range(min(self.which), len(blocks_of(model)))
+        keeps = {layer: partial(keep, layer) for layer in later_layers}
+        with changing_keys_values(model, exchanges), changing_z(model, keeps):
             yield
 
     def __repr__(self) -> str:
         return f"Transplant({self.segment!r}, from_={self.recorded!r}, layers={self.which})"
 
     on = on
+
+
+def _refuse_unrecorded(missing: list[str], prompts: Sequence[str], reason: str) -> None:
+    if missing:
+        raise OptionError(f"prompt {missing[0]!r} was not recorded: {reason}")
+    if not prompts:
+        raise OptionError(f"name the prompts: {reason}")
