@@ -1,4 +1,6 @@
-"""The result of a run: labelled numbers and their provenance, and the units that its prompts are. It draws nothing."""
+"""The result of a run: labelled numbers and their provenance, and the units that its prompts are.
+It draws nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ _BUDGETS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 class Result(Questions):
     """The result of a run: one xarray dataset per analysis, and their provenance.
 
-    ``result["received_attention"]`` is a dataset. Its dimensions are named: prompt, condition, layer, head, segment,
-    key, original_key. Every variable has units and a description. ``memory`` is what each table or figure of it may
-    take: of a result that is larger, some layers or prompts are read at a time.
+    ``result["received_attention"]`` is a dataset. Its dimensions are named: prompt, condition,
+    layer, head, segment, key, original_key. Every variable has units and a description. ``memory``
+    is what each table or figure of it may take: of a result that is larger, some layers or prompts
+    are read at a time.
     """
 
     datasets: Mapping[str, xr.Dataset]
@@ -52,53 +55,63 @@ class Result(Questions):
     _ipython_key_completions_ = keys
 
     def sel(self, **labels: Any) -> Result:
-        """The result of some prompts, conditions, layers, heads …, by their labels; as ``xarray.Dataset.sel`` does.
+        """The result of some prompts, conditions, layers, heads …, by their labels; as
+        ``xarray.Dataset.sel`` does.
 
         Args:
-            labels: A label, a list or a slice for each dimension, such as ``head=[0, 3]``, ``layer=1`` or
-                ``prompt=result["sequences"].prompt[:8]``; "L1H3" for one head. A dimension is kept with one label, so
-                that what is selected can be compared and drawn.
+            labels: A label, a list or a slice for each dimension, such as ``head=[0, 3]``,
+                ``layer=1`` or ``prompt=result["sequences"].prompt[:8]``; "L1H3" for one head. A
+                dimension is kept with one label, so that what is selected can be compared and
+                drawn.
 
         Raises:
             OptionError: There is no such dimension or label.
         """
-        if pair := head_named(labels.get("head")):
-            labels = {**labels, "layer": pair[0], "head": pair[1]}
-        known = {str(dim) for data in self.datasets.values() for dim in data.dims}
-        if strange := sorted(set(labels) - known):
+        layer_and_head = head_named(labels.get("head"))
+        if layer_and_head:
+            layer, head = layer_and_head
+            labels = {**labels, "layer": layer, "head": head}
+        dims = {str(dim) for dataset in self.datasets.values() for dim in dataset.dims}
+        unknown = sorted(set(labels) - dims)
+        if unknown:
             raise OptionError(
-                f"this result has no dimension {strange[0]!r}; it has {', '.join(sorted(known))}"
+                f"this result has no dimension {unknown[0]!r}; it has {', '.join(sorted(dims))}"
             )
-        wanted = {
-            dim: of if isinstance(of, slice) or np.ndim(of) else [of] for dim, of in labels.items()
-        }
-        made = {}
-        for name, data in self.datasets.items():
+
+        indexers = {}
+        for dim, label in labels.items():
+            keeps_dim = isinstance(label, slice) or np.ndim(label)
+            indexers[dim] = label if keeps_dim else [label]
+        datasets = {}
+        for name, dataset in self.datasets.items():
+            own = {dim: label for dim, label in indexers.items() if dim in dataset.dims}
             try:
-                made[name] = data.sel({dim: of for dim, of in wanted.items() if dim in data.dims})
+                datasets[name] = dataset.sel(own)
             except KeyError:
-                asked = ", ".join(f"{dim}={of!r}" for dim, of in labels.items())
+                arguments = ", ".join(f"{dim}={label!r}" for dim, label in labels.items())
                 raise OptionError(
-                    f"sel({asked}): not all of these labels are in {name}; result[{name!r}].coords shows which are"
+                    f"sel({arguments}): not all of these labels are in {name}; "
+                    f"result[{name!r}].coords shows which are"
                 ) from None
-        return replace(self, datasets=made)
+        return replace(self, datasets=datasets)
 
     @property
     def conditions(self) -> list[str]:
         """The names of the conditions, the baseline first."""
-        return [str(c) for c in self["sequences"].condition.values]
+        return [str(name) for name in self["sequences"].condition.values]
 
     def shown_condition(self, name: str | None = None) -> str:
-        """The condition to show in a figure: by default the first that isn't the baseline, or else the baseline.
+        """The condition to show in a figure: by default the first that isn't the baseline, or else
+        the baseline.
 
         Raises:
             OptionError: There is no such condition.
         """
-        return (
-            BASELINE
-            if name == BASELINE or [name, *self.conditions] == [None, BASELINE]
-            else self.condition(name)
-        )
+        if name == BASELINE:
+            return BASELINE
+        if name is None and self.conditions == [BASELINE]:
+            return BASELINE  # nothing else to show
+        return self.condition(name)
 
     def condition(self, name: str | None = None) -> str:
         """The condition to compare with the baseline; by default the first that isn't the baseline.
@@ -113,7 +126,8 @@ class Result(Questions):
         others = [condition for condition in self.conditions if condition != BASELINE]
         if not others:
             raise OptionError(
-                "this result has only the baseline; run it with a condition such as MeaninglessTokens()"
+                "this result has only the baseline; run it with a condition such as "
+                "MeaninglessTokens()"
             )
         if name not in (None, *others):
             raise OptionError(
@@ -122,9 +136,11 @@ class Result(Questions):
         return name or others[0]
 
     def digest(self) -> str:
-        """A hash of the numbers: every array with its name, dimensions and attributes, without the provenance.
+        """A hash of the numbers: every array with its name, dimensions and attributes, without the
+        provenance.
 
-        Equal runs, stored or not, have the same digest. With another CPU or number of threads, the last digits differ.
+        Equal runs, stored or not, have the same digest. With another CPU or number of threads, the
+        last digits differ.
         """
         from mechattn.results.arrays import numbers_digest
 
@@ -137,49 +153,51 @@ class Result(Questions):
             name: The analysis; by default the first.
             quantity: One of its quantities; by default all per segment.
         """
-        name = name or next((each for each in self.datasets if each != "sequences"), "sequences")
+        if name is None:
+            name = next(iter(self._analyses()), "sequences")
         dataset = self[name]
         if quantity is not None and quantity not in dataset:
             raise OptionError(
                 f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}"
             )
-        by_segment = [v for v in dataset if "segment" in dataset[v].dims] or list(dataset)
-        return dataset[quantity or by_segment].to_dataframe().dropna(how="all").reset_index()
+        if quantity is not None:
+            chosen = dataset[quantity]
+        else:
+            by_segment = [variable for variable in dataset if "segment" in dataset[variable].dims]
+            chosen = dataset[by_segment or list(dataset)]
+        return chosen.to_dataframe().dropna(how="all").reset_index()
+
+    def _analyses(self) -> list[str]:
+        """The names of the datasets that analyses made."""
+        return [name for name in self.datasets if name != "sequences"]
 
     def _repr_html_(self) -> str:
-        about, model, sizes = self.provenance, self.provenance["model"], self["sequences"].sizes
-        units = units_of(self, sizes["prompt"])
+        about = self.provenance
+        model = about["model"]
+        prompts = self["sequences"].sizes["prompt"]
+        units = units_of(self, prompts)
+        size = f"{model['layers']} layers × {model['heads']} heads"
         rows = [
-            (
-                "model",
-                f"{model['name']}, {model['layers']} layers × {model['heads']} heads, {model['dtype']}",
-            ),
+            ("model", f"{model['name']}, {size}, {model['dtype']}"),
             ("verified", model["verified"]),
-            ("prompts", sizes["prompt"]),
-            *([] if units.of is None else [("groups", units.n)]),
-            *(
-                (f"condition {name}", about["conditions"].get(name, {}).get("written", ""))
-                for name in self.conditions
-            ),
-            *(
-                (name, ", ".join(map(str, d)))
-                for name, d in self.datasets.items()
-                if name != "sequences"
-            ),
-            ("seed", about.get("seed", "")),
+            ("prompts", prompts),
         ]
+        if units.of is not None:
+            rows.append(("groups", units.n))
+        for name in self.conditions:
+            written = about["conditions"].get(name, {}).get("written", "")
+            rows.append((f"condition {name}", written))
+        for name in self._analyses():
+            rows.append((name, ", ".join(map(str, self.datasets[name]))))
+        rows.append(("seed", about.get("seed", "")))
         return table(rows, "Result")
 
     def __repr__(self) -> str:
-        model, prompts, names = (
-            self.provenance["model"]["name"],
-            self["sequences"].sizes["prompt"],
-            self.conditions,
-        )
-        of = f"{prompts} prompts × {len(names)} conditions ({', '.join(names)})"
-        return shown(
-            f"Result({model}: {of}; {', '.join(name for name in self.datasets if name != 'sequences')})"
-        )
+        model = self.provenance["model"]["name"]
+        prompts = self["sequences"].sizes["prompt"]
+        conditions = self.conditions
+        sizes = f"{prompts} prompts × {len(conditions)} conditions ({', '.join(conditions)})"
+        return shown(f"Result({model}: {sizes}; {', '.join(self._analyses())})")
 
 
 def memory_bytes(memory: str) -> int:
@@ -190,15 +208,16 @@ def memory_bytes(memory: str) -> int:
     return int(float(match[1]) * _BUDGETS[match[2].upper()])
 
 
-def part_of(result: Result, dim: str, some: slice | np.ndarray) -> Result:
+def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
     """The result for some layers or prompts only, without reading any values."""
-    if isinstance(some, slice) and some == slice(None):
+    if isinstance(indices, slice) and indices == slice(None):
         return result
-    cut = {
-        name: one.isel({dim: some}) if dim in one.dims else one
-        for name, one in result.datasets.items()
-    }
-    return replace(result, datasets=cut)
+    datasets = {}
+    for name, dataset in result.datasets.items():
+        if dim in dataset.dims:
+            dataset = dataset.isel({dim: indices})
+        datasets[name] = dataset
+    return replace(result, datasets=datasets)
 
 
 def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
@@ -211,36 +230,42 @@ def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
 
 
 def alike_words(result: Result) -> str:
-    """How much the prompts repeat each other, as a sentence; empty if they do not, or if groups take account of it."""
-    said, n = result.provenance["prompts"].get("alike", {}), result["sequences"].sizes["prompt"]
-    of = (
-        ""
-        if set(said.values()) <= {n}
-        else "In the whole run, "
-        if max(said.values()) > n
-        else "In parts of it, "
-    )
-    return f"{of}{'; '.join(said)}." if said else ""
+    """How much the prompts repeat each other, as a sentence; empty if they do not, or if groups
+    take account of it.
+    """
+    prompts_by_sentence = result.provenance["prompts"].get("alike", {})
+    if not prompts_by_sentence:
+        return ""
+    n = result["sequences"].sizes["prompt"]
+    start = ""
+    if max(prompts_by_sentence.values()) > n:
+        start = "In the whole run, "
+    elif min(prompts_by_sentence.values()) < n:
+        start = "In parts of it, "
+    return f"{start}{'; '.join(prompts_by_sentence)}."
 
 
 def units_in(result: Result, values: xr.DataArray) -> Units:
     """The units of some prompts of a result, by their ids."""
-    ids = values["prompt"].values.tolist() if "prompt" in values.coords else None
-    if ids is None or "group" not in result["sequences"]:
+    if "prompt" not in values.coords or "group" not in result["sequences"]:
         return Units(values.sizes["prompt"])
-    found = result["sequences"].group.sel(prompt=ids)
-    return Units.grouped([str(group) for group in found.values])
+    ids = values["prompt"].values.tolist()
+    groups = result["sequences"].group.sel(prompt=ids)
+    return Units.grouped([str(group) for group in groups.values])
 
 
 def shared_units(result: Result, other: Result, prompts: int, unit: Unit) -> Units:
     """The units of two results of the same prompts, which must have the same groups."""
-    groups = [
-        r["sequences"].group.values.tolist() if "group" in r["sequences"] else None
-        for r in (result, other)
-    ]
-    if unit == "auto" and groups[0] != groups[1]:
+    if unit == "auto" and _groups_of(result) != _groups_of(other):
         raise OptionError(
-            "the prompts have different groups in the two results; run both with the same prompts, or give "
-            'unit="prompt" to use single prompts'
+            "the prompts have different groups in the two results; run both with the same prompts, "
+            'or give unit="prompt" to use single prompts'
         )
     return units_of(result, prompts, unit)
+
+
+def _groups_of(result: Result) -> list[str] | None:
+    sequences = result["sequences"]
+    if "group" not in sequences:
+        return None
+    return sequences.group.values.tolist()
