@@ -18,7 +18,8 @@ from mechattn.prompts.tokenization import tokenize
 Logits = Float[Tensor, "row answer d_vocab"]
 Named = Literal["logprob", "margin", "answers", "kl"]
 Metric = Named | Callable[[Logits, Int[Tensor, " answer"]], Float[Tensor, " row"]]
-# Logits before each token of the answer, the answer, and the baseline's logits there; returns one number per row.
+# Logits before each token of the answer, the answer, and the baseline's logits there; returns one
+# number per row.
 Measured = Callable[[Logits, Int[Tensor, " answer"], Logits], Float[Tensor, " row"]]
 
 WORDS: Mapping[str, str] = {
@@ -40,7 +41,8 @@ def answer_logprob(
 def answer_margin(
     logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
 ) -> Float[Tensor, " row"]:
-    """Margin of the reference answer, ``mean_t (logit[answer_t] − max over all other tokens)``, in logits.
+    """Margin of the reference answer, ``mean_t (logit[answer_t] − max over all other tokens)``, in
+    logits.
 
     Above 0 if greedy decoding would give the answer.
     """
@@ -52,42 +54,52 @@ def answer_margin(
 def answer_difference(
     logits: Logits, answer: Int[Tensor, " answer"], other: Int[Tensor, " other"]
 ) -> Float[Tensor, " row"]:
-    """Logit difference of two answers, ``logit[answer_t] − logit[other_t]`` at the first t where they differ."""
+    """Logit difference of two answers, ``logit[answer_t] − logit[other_t]`` at the first t where
+    they differ.
+    """
     shorter = min(len(answer), len(other))
-    at = int((answer[:shorter] != other[:shorter].to(answer.device)).nonzero()[0])
-    return logits[:, at, answer[at]] - logits[:, at, other[at]]
+    differs = answer[:shorter] != other[:shorter].to(answer.device)
+    first = int(differs.nonzero()[0])
+    return logits[:, first, answer[first]] - logits[:, first, other[first]]
 
 
 def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     """The tokens of a prompt's other answer, where the model would read them."""
     if not prompt.other_answer:
         raise PromptError(
-            f'{prompt.where} has no other answer, which metric="answers" needs: load_prompts(…, other_answer=<field>) '
-            "or Prompt(…, other_answer=…)"
+            f'{prompt.where} has no other answer, which metric="answers" needs: '
+            "load_prompts(…, other_answer=<field>) or Prompt(…, other_answer=…)"
         )
-    text = isinstance(prompt.other_answer, str)
-    changed: dict[str, Any] = {"answer" if text else "answer_tokens": prompt.other_answer}
-    own, other = (
-        tokenize(one, model) for one in (prompt, replace(prompt, **{"answer_tokens": ()} | changed))
-    )
-    tokens, others = (one.tokens[one.of_segment("answer")] for one in (own, other))
-    shorter = min(len(tokens), len(others))
-    if tokens[:shorter].equal(others[:shorter]):
-        same = (
-            "are the same tokens"
-            if len(tokens) == len(others)
-            else "begin with the same tokens, and one ends there"
-        )
+    if isinstance(prompt.other_answer, str):
+        with_other = replace(prompt, answer=prompt.other_answer, answer_tokens=())
+    else:
+        with_other = replace(prompt, answer_tokens=prompt.other_answer)
+
+    answer = _answer_tokens(prompt, model)
+    other = _answer_tokens(with_other, model)
+    shorter = min(len(answer), len(other))
+    if answer[:shorter].equal(other[:shorter]):
+        same = "begin with the same tokens, and one ends there"
+        if len(answer) == len(other):
+            same = "are the same tokens"
         raise PromptError(
-            f"both answers of {prompt.where} {same}, so no logits tell them apart; give other answers"
+            f"both answers of {prompt.where} {same}, so no logits tell them apart; give other "
+            "answers"
         )
-    return others
+    return other
+
+
+def _answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " answer"]:
+    sequence = tokenize(prompt, model)
+    return sequence.tokens[sequence.of_segment("answer")]
 
 
 def divergence(
     logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
 ) -> Float[Tensor, " row"]:
-    """KL divergence from the baseline, ``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``, in nats."""
+    """KL divergence from the baseline, ``mean_t Σ_w p_baseline(w) · log (p_baseline(w) / p(w))``,
+    in nats.
+    """
     expected = baseline.log_softmax(-1)
     return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1).mean(-1)
 
@@ -103,10 +115,12 @@ _NAMED: Mapping[str, Measured] = {
 def metric_of(metric: Metric) -> tuple[Measured, str]:
     """The function of a metric, and its description."""
     if callable(metric):
-        own = metric
-        return lambda logits, answer, baseline: own(logits, answer), getattr(
-            metric, "__name__", "a function"
-        )
+        own_metric = metric
+
+        def measured(logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Tensor:
+            return own_metric(logits, answer)
+
+        return measured, getattr(metric, "__name__", "a function")
     if metric not in get_args(Named):
         known = ", ".join(map(repr, get_args(Named)))
         raise OptionError(

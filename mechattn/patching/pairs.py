@@ -42,10 +42,11 @@ class Pair:
 
     def measure(self, logits: Logits, base: Logits) -> Float[Tensor, " row"]:
         """The metric of each row, checked; ``base`` are the baseline's logits."""
-        wide = [each if each.dtype == torch.float64 else each.float() for each in (logits, base)]
-        made = self.measured(wide[0], self.answer.to(logits.device), wide[1])
-        check_metric(made, len(logits), logits.requires_grad)
-        return made
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        base = base.to(torch.promote_types(base.dtype, torch.float32))
+        values = self.measured(logits, self.answer.to(logits.device), base)
+        check_metric(values, len(logits), logits.requires_grad)
+        return values
 
 
 def pairs_of(
@@ -56,23 +57,30 @@ def pairs_of(
     direction: Direction,
     seed: int,
 ) -> tuple[list[Pair], list[Mapping[str, Sequence]]]:
-    """The pairs of all prompts, and their sequences under "condition" and the baseline; refused if not patchable."""
+    """The pairs of all prompts, and their sequences under "condition" and the baseline.
+
+    Raises:
+        MechattnError: They cannot be patched.
+    """
     check_choice(Direction, direction=direction)
     metric_of(metric)
     sequences = made_sequences(with_baseline({"condition": condition}), prompts, model, seed)
     check_sequences(model, prompts, sequences)
     denoising = direction == "denoising"
-    made = []
-    for prompt, given, measured in zip(
-        prompts, sequences, measured_by(metric, prompts, model), strict=True
-    ):
-        both = (given["condition"], given[BASELINE])
-        origin = given["condition"].origin
-        shared = origin[origin >= 0].sort().values
-        made.append(
-            Pair(prompt.id, *(both if denoising else both[::-1]), shared, measured, denoising)
-        )
-    return made, list(sequences)
+    metrics = measured_by(metric, prompts, model)
+    pairs = []
+    for prompt, by_condition, measured in zip(prompts, sequences, metrics, strict=True):
+        changed = by_condition["condition"]
+        baseline = by_condition[BASELINE]
+        if denoising:
+            receiver = changed
+            donor = baseline
+        else:
+            receiver = baseline
+            donor = changed
+        shared = changed.origin[changed.origin >= 0].sort().values
+        pairs.append(Pair(prompt.id, receiver, donor, shared, measured, denoising))
+    return pairs, list(sequences)
 
 
 def about_of(
@@ -97,4 +105,4 @@ def about_of(
 
 def units_of(prompts: Seq[Prompt]) -> Units:
     """The units of replication; a prompt without a group is its own."""
-    return Units.grouped([p.group or f"\0{p.id}" for p in prompts])
+    return Units.grouped([prompt.group or f"\0{prompt.id}" for prompt in prompts])

@@ -1,4 +1,39 @@
-"""Activation patching: which heads, layers and segments carry the effect of a condition."""
+"""Activation patching: which heads, layers and segments carry the effect of a condition.
+
+Each prompt is read twice: once as it is, the *baseline* run, and once under a condition, which
+inserts tokens or exchanges some (``Counterpart``). The field calls the run whose answer is right
+the *clean* run and the other one *corrupted*; here either may be either, so they are named by what
+is done with them. The *receiver* is the run that is patched, the *donor* the run from which an
+activation is taken.
+
+- *denoising*: the receiver is the run under the condition, the donor the baseline. An effect says
+  that this activation of the baseline is enough to bring (part of) its answer back.
+- *noising*: the receiver is the baseline, the donor the run under the condition. An effect says
+  that the baseline's answer needs this activation.
+
+The two differ where one activation is enough but another could stand in for it, so one direction
+says little about the other.
+
+A patch takes one activation, such as a head's output ``z`` at the original tokens, from the donor
+and puts it into the receiver's forward pass; everything after it is computed again::
+
+    effect = metric(receiver with the donor's activation) − metric(receiver)
+    whole  = metric(donor) − metric(receiver)
+
+An effect of the same size as the whole says that all of the difference passes through there. The
+effects of two activations do not add up, since one may read what the other writes.
+
+The two runs differ in length, so tokens are aligned by their origin: the original tokens that both
+have. Each effect stands beside two controls, what another prompt's activation and a random step of
+equal length do at the same place.
+
+*Attribution* replaces the patch by its first-order estimate, the gradient of the metric times the
+difference of activations: one backward pass for all heads. Where attention is saturated the
+gradient is nearly 0 and the effect is not, so eight heads are also patched.
+
+``paths.py`` patches what one head passes to another, ``edges.py`` attributes every such edge of a
+model, and ``circuit.py`` asks how much of the effect a set of edges carries by itself.
+"""
 
 from __future__ import annotations
 
@@ -57,44 +92,51 @@ def patch(
     direction: Direction = "denoising",
     seed: int = 0,
 ) -> Patching:
-    """Patch or attribute: how the answer changes when a head's output, or a layer's, comes from the prompt's other run.
+    """Patch or attribute: how the answer changes when a head's or layer's output is that of the
+    prompt's other run.
 
-    In "denoising" the model reads each prompt under the condition, and the part at every original token is replaced by
-    that of the same token in the baseline run. Tokens are aligned by origin because the runs differ in length. In
-    "noising" the baseline is read with the condition's. ``effect = metric(patched) − metric(unpatched)``; the whole
-    effect is ``metric(the other run) − metric(unpatched)``. Everything is patched exactly, with one row of a forward
-    pass for each, except ``at="z"``: then all heads are attributed to first order, ``Σ ∂metric/∂z · (z_other − z)``,
-    with three forward passes and one backward pass per prompt, and eight are also patched. The logits depend only on
-    the residual stream after the last layer, so its effect is the whole effect.
+    In "denoising" the model reads each prompt under the condition, and the part at every original
+    token is replaced by that of the same token in the baseline run. Tokens are aligned by origin
+    because the runs differ in length. In "noising" the baseline is read with the condition's.
+    ``effect = metric(patched) − metric(unpatched)``; the whole effect is
+    ``metric(the other run) − metric(unpatched)``. Everything is patched exactly, with one row of a
+    forward pass for each, except ``at="z"``: then all heads are attributed to first order,
+    ``Σ ∂metric/∂z · (z_other − z)``, with three forward passes and one backward pass per prompt,
+    and eight are also patched. The logits depend only on the residual stream after the last layer,
+    so its effect is the whole effect.
 
-    Each cell has two controls: the part in another prompt's run, and a step of equal norm in a random direction (of a
-    pattern: each token's probabilities, permuted among the keys that it sees). The other prompt is drawn by ``seed``
-    among those that are at least as long, with another answer where there are such. Tokens with which both prompts
-    begin are aligned with each other, the rest from the end, where the answer is. For a prompt that is longer than all
-    others this control is NaN.
+    Each cell has two controls: the part in another prompt's run, and a step of equal norm in a
+    random direction (of a pattern: each token's probabilities, permuted among the keys that it
+    sees). The other prompt is drawn by ``seed`` among those that are at least as long, with another
+    answer where there are such. Tokens with which both prompts begin are aligned with each other,
+    the rest from the end, where the answer is. For a prompt that is longer than all others this
+    control is NaN.
 
     Args:
         model: A hooked model, or anything that ``load_model`` accepts.
-        prompts: Prompts with an answer that the model reads, as ``load_prompts(…, with_answer=True)`` gives them.
+        prompts: Prompts with an answer that the model reads, as
+            ``load_prompts(…, with_answer=True)`` gives them.
         condition: The condition to compare with the baseline.
-        at: Heads to patch, as (layer, head) from 0 or "L0H2"; "all", each head exactly; a part of all of them: "z",
-            "v", "pattern" or "resid_post"; or :class:`Sites`, which names a part, heads or layers, and segments.
-        together: Patch all of ``at`` as one set. Heads that compensate for each other, or that are only right as a sum,
-            may have no effect alone but one together.
-        metric: "logprob" of the reference answer, in nats; "margin" of its tokens over the best others, in logits; "kl"
-            from the baseline, in nats; or a function of logits [row answer d_vocab] and answer [answer] that returns
-            one number per row [row].
+        at: Heads to patch, as (layer, head) from 0 or "L0H2"; "all", each head exactly; a part of
+            all of them: "z", "v", "pattern" or "resid_post"; or :class:`Sites`, which names a part,
+            heads or layers, and segments.
+        together: Patch all of ``at`` as one set. Heads that compensate for each other, or that are
+            only right as a sum, may have no effect alone but one together.
+        metric: "logprob" of the reference answer, in nats; "margin" of its tokens over the best
+            others, in logits; "kl" from the baseline, in nats; or a function of logits [row answer
+            d_vocab] and answer [answer] that returns one number per row [row].
         direction: "denoising" or "noising", which decides the run to patch.
-        seed: The seed of random directions and other prompts, of the condition's draws and of the heads to check.
+        seed: The seed of random directions and other prompts, of the condition's draws and of the
+            heads to check.
 
     Raises:
-        MechattnError: A prompt has no answer, a head or layer doesn't exist, a condition hides tokens or acts inside
-            the model, or gradients are needed for quantised weights or for "kl" with "noising", where all are 0; raised
-            before the first forward pass.
+        MechattnError: A prompt has no answer, a head or layer doesn't exist, a condition hides
+            tokens or acts inside the model, or gradients are needed for quantised weights or for
+            "kl" with "noising", where all are 0; raised before the first forward pass.
 
     Source:
-        Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after the softmax, no
-        softmax has to be recomputed.
+        Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after
+        the softmax, no softmax has to be recomputed.
     """
     model = load_model(model)
     target = target_in(model, at, together)
@@ -103,31 +145,41 @@ def patch(
     prompts = as_prompts(prompts)
     pairs, sequences = pairs_of(model, prompts, condition, metric, direction, seed)
     slots = _slots(target, prompts, sequences)
-    ones = [_Prompt(model, target, slots, pair, seed) for pair in pairs]
-    others = _others(
-        {pair.id: (len(pair.origins), tuple(pair.answer.tolist())) for pair in pairs}, seed
-    )
-    found = []
-    steps = tqdm(ones, desc="patching", unit="prompt", delay=2)
-    for one, other in zip(steps, others, strict=True):
-        found.append(one.effects(None if other is None else ones[other].read(pairs[other].donor)))
-    about = about_of(model, prompts, condition, metric, direction, seed) | {
-        "method": "attributed (first order)" if target.attributed else "patched",
-        "part": target.part,
-        "heads": list(target.heads),
-    }
-    made = Patching(
-        _dataset(found, [p.id for p in prompts], target, slots), units_of(prompts), about
-    )
+    patched_prompts = [_Prompt(model, target, slots, pair, seed) for pair in pairs]
+
+    length_and_answer = {}
+    for pair in pairs:
+        length_and_answer[pair.id] = (len(pair.origins), tuple(pair.answer.tolist()))
+    others = _others(length_and_answer, seed)
+
+    effects = []
+    progress = tqdm(patched_prompts, desc="patching", unit="prompt", delay=2)
+    for prompt, other in zip(progress, others, strict=True):
+        other_run = None
+        if other is not None:
+            other_run = patched_prompts[other].read(pairs[other].donor)
+        effects.append(prompt.effects(other_run))
+
+    about = about_of(model, prompts, condition, metric, direction, seed)
+    about["method"] = "patched"
+    if target.attributed:
+        about["method"] = "attributed (first order)"
+    about["part"] = target.part
+    about["heads"] = list(target.heads)
+    dataset = _dataset(effects, [prompt.id for prompt in prompts], target, slots)
+    patching = Patching(dataset, units_of(prompts), about)
     if not target.attributed:
-        return made
-    sample = checked_sample(made, seed)
-    return made.compared([one.exact(sample) for one in ones[:_CHECKED]], sample)
+        return patching
+    sample = checked_sample(patching, seed)
+    exact = [prompt.exact(sample) for prompt in patched_prompts[:_CHECKED]]
+    return patching.compared(exact, sample)
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """The measurements to make on a prompt; a cell is a unit of the target, at a segment, a position, or all."""
+    """The measurements to make on a prompt; a cell is a unit of the target, at a segment, a
+    position, or all.
+    """
 
     model: HookedModel
     target: Target
@@ -140,102 +192,114 @@ class _Prompt:
 
     def cells(self, run: Run) -> list[tuple[tuple[Where, ...], Bool[Tensor, " shared"]]]:
         """The heads of each cell, and which of the original tokens are patched."""
-        codes = run.sequence.segment[run.places]
+        segments = run.sequence.segment[run.places]
+        masks = []
+        for slot in self.slots:
+            if slot is None:
+                masks.append(segments >= 0)
+            elif isinstance(slot, str):
+                masks.append(segments == SEGMENTS.index(slot))
+            else:
+                masks.append(self.pair.origins == slot)
+        return [(heads, mask) for heads in self.target.units for mask in masks]
 
-        def at(slot: str | int | None) -> Bool[Tensor, " shared"]:
-            if isinstance(slot, str):
-                return codes == SEGMENTS.index(slot)
-            return codes >= 0 if slot is None else self.pair.origins == slot
-
-        chosen = list(map(at, self.slots))
-        return [(heads, some) for heads in self.target.units for some in chosen]
-
-    def effects(self, stranger: Run | None) -> dict[str, np.ndarray]:
-        """The effect of each cell and its controls, and the whole effect; NaN where no token has a partner."""
-        by_z: dict[int, Z] = {}
-        pair, target, source = self.pair, self.target, self.read(self.pair.donor)
+    def effects(self, other_prompt: Run | None) -> dict[str, np.ndarray]:
+        """The effect of each cell and its controls, and the whole effect; NaN where no token has a
+        partner.
+        """
+        pair = self.pair
+        target = self.target
+        source = self.read(pair.donor)
+        gradients: dict[int, Z] = {}
         if target.attributed:
 
-            def measure(made: Run) -> Float[Tensor, " row"]:
-                return pair.measure(made.logits, source.logits if pair.denoising else made.logits)
+            def measure(run: Run) -> Float[Tensor, " row"]:
+                base = source if pair.denoising else run
+                return pair.measure(run.logits, base.logits)
 
-            run, by_z = read_with_gradients(
+            run, gradients = read_with_gradients(
                 self.model, pair.receiver, target.layers, pair.origins, measure
             )
         else:
             run = restartable(self.model, self.read(pair.receiver), target.layers)
         base = source if pair.denoising else run
-        before, after = (float(pair.measure(each.logits, base.logits)) for each in (run, source))
-        values = {
-            name: {where: _aligned(run, given, where, target.part) for where in target.heads}
-            for name, given in (("effect", source), ("other_prompt", stranger))
-            if given is not None
-        }
-        values["random"] = {
-            where: self._random(run, where, step) for where, step in values["effect"].items()
-        }
+        before = float(pair.measure(run.logits, base.logits))
+        after = float(pair.measure(source.logits, base.logits))
+
+        # What is put in place of each head's output.
+        replacements = {"effect": self._aligned_to(run, source, target.heads)}
+        if other_prompt is not None:
+            replacements["other_prompt"] = self._aligned_to(run, other_prompt, target.heads)
+        replacements["random"] = {}
+        for where, value in replacements["effect"].items():
+            replacements["random"][where] = self._random(run, where, value)
+
         cells = self.cells(run)
-        made = {"other_prompt": np.full(len(cells), np.nan), "whole": np.array(after - before)}
-        for name, given in values.items():
+        empty = [not mask.any() for _, mask in cells]
+        effects = {"other_prompt": np.full(len(cells), np.nan), "whole": np.array(after - before)}
+        for name, values in replacements.items():
             if target.attributed:
-                made[name] = np.array([_attributed(run, by_z, given, *cell) for cell in cells])
+                attributed = [_attributed(run, gradients, values, *cell) for cell in cells]
+                effects[name] = np.array(attributed)
             else:
-                made[name] = self._patched(run, base, given, cells) - before
-            made[name][[not some.any() for _, some in cells]] = np.nan
-        return made
+                effects[name] = self._patched(run, base, values, cells) - before
+            effects[name][empty] = np.nan
+        return effects
 
     def exact(self, sample: Seq[int]) -> np.ndarray:
         """The effect of some cells, patched exactly."""
-        run, source = self.read(self.pair.receiver), self.read(self.pair.donor)
+        run = self.read(self.pair.receiver)
+        source = self.read(self.pair.donor)
         base = source if self.pair.denoising else run
-        cells = [self.cells(run)[i] for i in sample]
-        given = {
-            where: _aligned(run, source, where, self.target.part)
-            for heads, _ in cells
-            for where in heads
-        }
-        return self._patched(run, base, given, cells) - float(
-            self.pair.measure(run.logits, base.logits)
-        )
+        cells = self.cells(run)
+        cells = [cells[index] for index in sample]
+        values = self._aligned_to(run, source, [where for heads, _ in cells for where in heads])
+        before = float(self.pair.measure(run.logits, base.logits))
+        return self._patched(run, base, values, cells) - before
+
+    def _aligned_to(self, run: Run, source: Run, heads: Seq[Where]) -> dict[Where, Z]:
+        """The outputs of these heads in another run, at this run's original tokens."""
+        return {where: _aligned(run, source, where, self.target.part) for where in heads}
 
     def _patched(
-        self, run: Run, base: Run, given: Mapping[Where, Z], cells: Seq[tuple[Any, Tensor]]
+        self, run: Run, base: Run, values: Mapping[Where, Z], cells: Seq[tuple[Any, Tensor]]
     ) -> np.ndarray:
         """The metric with each cell patched, a batch of them at a time."""
-        put = [
-            [
-                (where, run.places[some], given[where][some.to(given[where].device)])
-                for where in heads
+        changes_by_row = []
+        for heads, mask in cells:
+            places = run.places[mask]
+            changes = [
+                (where, places, values[where][mask.to(values[where].device)]) for where in heads
             ]
-            for heads, some in cells
-        ]
+            changes_by_row.append(changes)
+
         rows = max(1, min(_ROWS, _TOKENS // len(run.sequence)))
-        found = []
-        for first in range(0, len(put), rows):
-            logits = patched_logits(self.model, run, put[first : first + rows], self.target.part)
-            found.append(self.pair.measure(logits, base.logits).double().cpu())
-        return torch.cat(found).numpy()
+        metrics = []
+        for start in range(0, len(changes_by_row), rows):
+            batch = changes_by_row[start : start + rows]
+            logits = patched_logits(self.model, run, batch, self.target.part)
+            metrics.append(self.pair.measure(logits, base.logits).double().cpu())
+        return torch.cat(metrics).numpy()
 
     def _random(self, run: Run, where: Where, value: Float[Tensor, "original d_head"]) -> Tensor:
         layer, head = where
         own = run.z[layer][run.places.to(value.device), head]
         purpose = f"a random direction of head {head}"
         keys = token_keys(self.seed, [self.pair.id], torch.arange(len(own))[None], layer, purpose)
-        draw = keyed_uniform(keys[0], own.shape[-1]).to(own.device)
-        if (
-            self.target.part == "pattern"
-        ):  # a token sees at least as many keys as have probabilities above 0
-            back = run.places.to(own.device)[:, None] - torch.arange(
-                own.shape[-1], device=own.device
-            )
-            unseen = (back < 0) | (back >= (attention_window(self.model, layer) or own.shape[-1]))
-            order = draw.masked_fill(unseen, 2.0).argsort(-1)
-            return torch.zeros_like(value).scatter(
-                -1, order, value.sort(-1, descending=True).values
-            )
-        draw = torch.special.ndtri(draw.clamp(min=2**-25)).to(own)
-        step = (value - own).norm(dim=-1, keepdim=True)
-        return own + step * draw / draw.norm(dim=-1, keepdim=True)
+        uniform = keyed_uniform(keys[0], own.shape[-1]).to(own.device)
+        if self.target.part == "pattern":
+            # A token sees at least as many keys as have probabilities above 0: these are permuted.
+            width = own.shape[-1]
+            window = attention_window(self.model, layer) or width
+            key_positions = torch.arange(width, device=own.device)
+            distance = run.places.to(own.device)[:, None] - key_positions
+            unseen = (distance < 0) | (distance >= window)
+            order = uniform.masked_fill(unseen, 2.0).argsort(-1)
+            probabilities = value.sort(-1, descending=True).values
+            return torch.zeros_like(value).scatter(-1, order, probabilities)
+        direction = torch.special.ndtri(uniform.clamp(min=2**-25)).to(own)
+        length = (value - own).norm(dim=-1, keepdim=True)
+        return own + length * direction / direction.norm(dim=-1, keepdim=True)
 
 
 def _slots(
@@ -244,101 +308,142 @@ def _slots(
     """The segments that every prompt has, or its positions; None for all original tokens at once."""
     if target.by is None:
         return [None]
-    own = [made[BASELINE] for made in sequences]
+    baselines = [by_condition[BASELINE] for by_condition in sequences]
     if target.by == "segment":
-        return [name for name in SEGMENTS if all(one.of_segment(name).any() for one in own)]
-    lengths = [len(one) for one in own]
+        return [
+            segment
+            for segment in SEGMENTS
+            if all(baseline.of_segment(segment).any() for baseline in baselines)
+        ]
+    lengths = [len(baseline) for baseline in baselines]
     if len(set(lengths)) > 1:
-        at = lengths.index(max(lengths))
+        longest = prompts[lengths.index(max(lengths))]
         raise OptionError(
-            f"prompts have {min(lengths)} to {max(lengths)} tokens (prompt {prompts[at].id} the most), so a position "
-            'means another token in each: give prompts of equal length, or by="segment"'
+            f"prompts have {min(lengths)} to {max(lengths)} tokens (prompt {longest.id} the most), "
+            "so a position means another token in each: give prompts of equal length, or "
+            'by="segment"'
         )
     return list(range(lengths[0]))
 
 
-def _others(known: Mapping[str, tuple[int, Seq[int]]], seed: int) -> list[int | None]:
-    """The index of another prompt for each, of length and answer, drawn among those at least as long; None without any.
+def _others(length_and_answer: Mapping[str, tuple[int, Seq[int]]], seed: int) -> list[int | None]:
+    """The index of another prompt for each, drawn among those at least as long; None without any.
 
-    Those with the same answer are left out where there are others: what they bring may be the answer itself.
+    Those with the same answer are left out where there are others: what they bring may be the
+    answer itself.
     """
-    ids, drawn = list(known), []
-    for own, (length, answer) in known.items():
-        longer = sorted(other for other in ids if other != own and known[other][0] >= length)
-        some = [other for other in longer if known[other][1] != answer] or longer
-        drawn.append(
-            ids.index(random.Random(f"other prompt {seed} {own}").choice(some)) if some else None
-        )
+    ids = list(length_and_answer)
+    drawn: list[int | None] = []
+    for own_id, (length, answer) in length_and_answer.items():
+        candidates = []
+        with_another_answer = []
+        for other_id in sorted(ids):
+            other_length, other_answer = length_and_answer[other_id]
+            if other_id == own_id or other_length < length:
+                continue
+            candidates.append(other_id)
+            if other_answer != answer:
+                with_another_answer.append(other_id)
+        if not candidates:
+            drawn.append(None)
+            continue
+        generator = random.Random(f"other prompt {seed} {own_id}")
+        drawn.append(ids.index(generator.choice(with_another_answer or candidates)))
     return drawn
 
 
 def _aligned(
     run: Run, source: Run, where: Where, part: Part = "z"
 ) -> Float[Tensor, "original d_head"]:
-    """A head's output in another run at the receiver's original tokens; from the end, after a shared beginning."""
+    """A head's output in another run at the receiver's original tokens; from the end, after a
+    shared beginning.
+    """
     layer, head = where
-    own = run.z[layer][run.places.to(run.z[layer].device), head]
-    ours, theirs = (each.sequence.tokens[each.places] for each in (run, source))
-    after = int(
-        (ours == theirs[: len(ours)]).long().cumprod(0).sum()
-    )  # all, if it is the same prompt
+    device = run.z[layer].device
+    own_places = run.places.to(device)
+    own_tokens = run.sequence.tokens[run.places]
+    source_tokens = source.sequence.tokens[source.places]
+    longer_by = len(source_tokens) - len(own_tokens)
+
+    # All of them, if it is the same prompt.
+    same = own_tokens == source_tokens[: len(own_tokens)]
+    shared_beginning = int(same.long().cumprod(0).sum())
     chosen = torch.cat(
-        [source.places[:after], source.places[after + len(theirs) - len(ours) :]]
-    ).to(own.device)
-    given = source.z[layer][chosen, head]
+        [source.places[:shared_beginning], source.places[shared_beginning + longer_by :]]
+    ).to(device)
+    value = source.z[layer][chosen, head]
     if part != "pattern":
-        return given
-    made = torch.zeros_like(own)
-    made[:, run.places.to(own.device)] = given[:, chosen]
-    return made
+        return value
+    own = run.z[layer][own_places, head]
+    pattern = torch.zeros_like(own)
+    pattern[:, own_places] = value[:, chosen]
+    return pattern
 
 
 def _attributed(
     run: Run,
-    by_z: Mapping[int, Z],
-    given: Mapping[Where, Z],
+    gradients: Mapping[int, Z],
+    values: Mapping[Where, Z],
     heads: Seq[Where],
-    some: Bool[Tensor, " original"],
+    mask: Bool[Tensor, " original"],
 ) -> float:
     """The first-order effect of one head at some of the original tokens."""
-    (layer, head) = heads[0]
-    value, here = given[layer, head], some.to(run.z[layer].device)
-    places = run.places.to(value.device)[here]
-    step = value[here].double() - run.z[layer][places, head].double()
-    return float((by_z[layer][places, head].double() * step).sum())
+    layer, head = heads[0]
+    z = run.z[layer]
+    mask = mask.to(z.device)
+    places = run.places.to(z.device)[mask]
+    step = values[layer, head][mask].double() - z[places, head].double()
+    return float((gradients[layer][places, head].double() * step).sum())
 
 
 def _dataset(
-    found: Seq[Mapping[str, np.ndarray]], prompts: Seq[str], target: Target, slots: Seq[Any]
+    effects: Seq[Mapping[str, np.ndarray]],
+    prompts: Seq[str],
+    target: Target,
+    slots: Seq[Any],
 ) -> xr.Dataset:
-    """The effects by layer and head, layer, or set, and segment or position; NaN for heads that were not requested."""
-    by: dict[str, list[Any]] = {} if target.by is None else {target.by: list(slots)}
-    layers, heads = (sorted({where[i] for where in target.heads}) for i in (0, 1))
-    labels: dict[str, list[Any]] = {"layer": layers} | ({} if target.of_layers else {"head": heads})
-    at: tuple[list[int], ...] = (
-        [layers.index(n) for n, _ in target.heads],
-        [heads.index(h) for _, h in target.heads],
-    )
+    """The effects by layer and head, layer, or set, and segment or position; NaN for heads that
+    were not requested.
+    """
+    layers = sorted({layer for layer, _ in target.heads})
+    heads = sorted({head for _, head in target.heads})
+    layer_indices = [layers.index(layer) for layer, _ in target.heads]
+    head_indices = [heads.index(head) for _, head in target.heads]
+    labels: dict[str, list[Any]]
+    indices: tuple[list[int], ...]
     if target.together:
-        labels, at = {"set": [_set_name(target)]}, ([0],)
+        labels = {"set": [_set_name(target)]}
+        indices = ([0],)
+    elif target.of_layers:
+        labels = {"layer": layers}
+        indices = (layer_indices,)
+    else:
+        labels = {"layer": layers, "head": heads}
+        indices = (layer_indices, head_indices)
+
+    coords: dict[str, list[Any]] = {"prompt": list(prompts), **labels}
+    if target.by is not None:
+        coords[target.by] = list(slots)
     sizes = [len(label) for label in labels.values()]
-    made: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     for name in ("effect", *CONTROLS):
         values = np.full((len(prompts), *sizes, len(slots)), np.nan)
-        each = np.stack([row[name] for row in found]).reshape(len(prompts), len(at[0]), -1)
-        cells: Any = (slice(None), *at[: len(sizes)])
-        values[cells] = each
-        made[name] = (("prompt", *labels, *by), values if by else values[..., 0])
-    made["whole"] = (("prompt",), np.array([float(row["whole"]) for row in found]))
-    return xr.Dataset(made, {"prompt": list(prompts), **labels, **by})
+        rows = np.stack([effects_of_prompt[name] for effects_of_prompt in effects])
+        values[(slice(None), *indices)] = rows.reshape(len(prompts), len(indices[0]), -1)
+        if target.by is None:
+            values = values[..., 0]
+        variables[name] = (tuple(coords), values)
+    whole = [float(effects_of_prompt["whole"]) for effects_of_prompt in effects]
+    variables["whole"] = (("prompt",), np.array(whole))
+    return xr.Dataset(variables, coords)
 
 
 def _set_name(target: Target) -> str:
-    names = [
-        f"L{layer}" if target.of_layers else f"L{layer}H{head}" for layer, head in target.heads
-    ]
-    return (
-        " + ".join(names)
-        if len(names) <= 8
-        else f"{len(names)} {'layers' if target.of_layers else 'heads'}"
-    )
+    if target.of_layers:
+        names = [f"L{layer}" for layer, _ in target.heads]
+    else:
+        names = [f"L{layer}H{head}" for layer, head in target.heads]
+    if len(names) <= 8:
+        return " + ".join(names)
+    kind = "layers" if target.of_layers else "heads"
+    return f"{len(names)} {kind}"

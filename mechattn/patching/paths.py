@@ -1,4 +1,4 @@
-"""Exact paths: how much of an effect one head passes to another's queries, keys or values, or to the logits."""
+"""Exact paths: what one head passes to another's q, k or v, or to the logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import xarray as xr
 from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -22,7 +21,7 @@ from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_layers
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.effects import Patching
+from mechattn.patching.effects import Patching, effects_dataset
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
 from mechattn.patching.patched_runs import (
     Run,
@@ -30,7 +29,6 @@ from mechattn.patching.patched_runs import (
     changing,
     logits_of,
     patched_logits,
-    places_of,
     read,
     restartable,
 )
@@ -62,20 +60,22 @@ def paths(
     direction: Direction = "noising",
     seed: int = 0,
 ) -> Patching:
-    """Patch paths exactly: from a head to another head's queries, keys or values, or directly to the logits.
+    """Patch paths exactly: from a head to another head's queries, keys or values, or directly to
+    the logits.
 
-    First the run is repeated with every head's output held at its own value, except the sender's, which is that of the
-    other run, while MLPs are computed again; this gives what the receiver would get:
-    ``r' = r(z_sender := z'_sender, z_h := z_h for all other heads h)``. Then the run is repeated with r' in that place
-    alone, and all that comes after is computed: ``effect = metric(run with r') − metric(run)``. For "logits" the first
-    repetition's are measured.
+    First the run is repeated with every head's output held at its own value, except the sender's,
+    which is that of the other run, while MLPs are computed again; this gives what the receiver
+    would get: ``r' = r(z_sender := z'_sender, z_h := z_h for all other heads h)``. Then the run is
+    repeated with r' in that place alone, and all that comes after is computed:
+    ``effect = metric(run with r') − metric(run)``. For "logits" the first repetition's are
+    measured.
 
     Args:
         model: A hooked model, or anything that ``load_model`` accepts.
         prompts: Prompts with an answer that the model reads.
         condition: The other version: ``Counterpart()``, or inserted tokens.
-        between: Pairs such as ``("L0H1", "L1H0.k")`` or ``("L1H0", "logits")``; keys and values are counted by heads
-            that have their own.
+        between: Pairs such as ``("L0H1", "L1H0.k")`` or ``("L1H0", "logits")``; keys and values are
+            counted by heads that have their own.
         metric: As for ``patch``.
         direction: As for ``edges``.
         seed: The seed of random directions.
@@ -93,50 +93,58 @@ def paths(
     named = _paths_in(model, between)
     prompts = as_prompts(prompts)
     pairs, _ = pairs_of(model, prompts, condition, metric, direction, seed)
-    rows = [
-        _effects(model, pair, named, seed + i)
-        for i, pair in enumerate(tqdm(pairs, desc="paths", delay=2))
-    ]
-    found = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    effects = xr.Dataset(
-        {
-            name: (("prompt", "path") if each.ndim == 2 else ("prompt",), each)
-            for name, each in found.items()
-        },
-        {"prompt": [p.id for p in prompts], "path": [path.name for path in named]},
-    )
-    about = about_of(model, prompts, condition, metric, direction, seed) | {"method": "patched"}
-    return Patching(effects, units_of(prompts), about)
+    effects = []
+    for index, pair in enumerate(tqdm(pairs, desc="paths", delay=2)):
+        effects.append(_effects(model, pair, named, seed + index))
+    dataset = effects_dataset(effects, prompts, {"path": [path.name for path in named]})
+    about = about_of(model, prompts, condition, metric, direction, seed)
+    about["method"] = "patched"
+    return Patching(dataset, units_of(prompts), about)
 
 
 def _paths_in(model: HookedModel, between: Any) -> list[Path]:
     """The named paths, each checked."""
-    layers, own = attention_layers(model), kv_heads_of(model)
-    made, counts = [], {"q": int(model.cfg.n_heads), "k": own, "v": own}
-    for one in between if isinstance(between, (list, tuple)) else ():
-        both = one if isinstance(one, (list, tuple)) and len(one) == 2 else ("", "")
-        start, (receiver, _, part) = head_named(both[0]), str(both[1]).partition(".")
-        end = head_named(receiver)
-        if start is None or (both[1] != "logits" and (end is None or part not in counts)):
-            raise OptionError(
-                f'{one!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or "logits"'
-            )
-        for where, count in ((start, counts["q"]), (end, counts.get(part, 0))):
-            if where is not None and (where[0] not in layers or where[1] >= count):
-                raise OptionError(
-                    f"{one!r}: {model.cfg.model_name} has heads 0 to {count - 1} there, in layers "
-                    f"{', '.join(map(str, layers))}"
-                )
-        if end is not None and end[0] <= start[0]:
-            raise OptionError(
-                f"{one!r}: nothing passes from layer {start[0]} to layer {end[0]}; name a later layer"
-            )
-        made.append(Path(start, end, part or None, f"{both[0]} → {both[1]}"))  # type: ignore[arg-type]
-    if not made:
+    if not isinstance(between, (list, tuple)) or not between:
         raise OptionError(
             f'between={between!r}: give paths such as [("L0H1", "L1H0.k"), ("L1H0", "logits")]'
         )
-    return made
+    layers = attention_layers(model)
+    key_heads = kv_heads_of(model)
+    heads_of_part = {"q": int(model.cfg.n_heads), "k": key_heads, "v": key_heads}
+
+    def check_head(pair: Any, where: Where, count: int) -> None:
+        layer, head = where
+        if layer not in layers or head >= count:
+            raise OptionError(
+                f"{pair!r}: {model.cfg.model_name} has heads 0 to {count - 1} there, in layers "
+                f"{', '.join(map(str, layers))}"
+            )
+
+    named = []
+    for pair in between:
+        sender = receiver = None
+        part = end = ""
+        if isinstance(pair, (list, tuple)) and len(pair) == 2:
+            end = str(pair[1])
+            head_of_end, _, part = end.partition(".")
+            sender = head_named(pair[0])
+            receiver = head_named(head_of_end)
+        to_a_head = receiver is not None and part in heads_of_part
+        if sender is None or not (to_a_head or end == "logits"):
+            raise OptionError(
+                f'{pair!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or '
+                '"logits"'
+            )
+        check_head(pair, sender, heads_of_part["q"])
+        if receiver is not None:
+            check_head(pair, receiver, heads_of_part[part])
+            if receiver[0] <= sender[0]:
+                raise OptionError(
+                    f"{pair!r}: nothing passes from layer {sender[0]} to layer {receiver[0]}; name "
+                    "a later layer"
+                )
+        named.append(Path(sender, receiver, part or None, f"{pair[0]} → {pair[1]}"))  # type: ignore[arg-type]
+    return named
 
 
 def _effects(
@@ -144,24 +152,29 @@ def _effects(
 ) -> dict[str, np.ndarray]:
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     layers = attention_layers(model)
-    own, other = (
-        read(model, one, layers, "z", pair.origins) for one in (pair.receiver, pair.donor)
-    )
+    own = read(model, pair.receiver, layers, "z", pair.origins)
+    other = read(model, pair.donor, layers, "z", pair.origins)
     own = restartable(model, own, (path.receiver[0] for path in named if path.receiver))
-    base = (other if pair.denoising else own).logits
+    base = other.logits if pair.denoising else own.logits
     before = float(pair.measure(own.logits, base))
+    whole = float(pair.measure(other.logits, base)) - before
+
     generator = torch.Generator().manual_seed(seed)
-    here, there = (places_of(one, pair.origins) for one in (pair.receiver, pair.donor))
-    given: dict[str, dict[Where, Output]] = {"effect": {}, "random": {}}
+    other_outputs: dict[Where, Output] = {}
+    random_outputs: dict[Where, Output] = {}
     for layer, head in dict.fromkeys(path.sender for path in named):
-        mine, theirs = own.z[layer][here, head], other.z[layer][there, head]
-        drawn = torch.randn(mine.shape, generator=generator, dtype=torch.float64).to(mine)
-        step = (theirs - mine).norm(dim=-1, keepdim=True) * drawn / drawn.norm(dim=-1, keepdim=True)
-        given["effect"][layer, head], given["random"][layer, head] = theirs, mine + step
-    made = {
-        name: _patched(model, pair, named, own, each, base) - before for name, each in given.items()
+        z = own.z[layer][own.places, head]
+        other_z = other.z[layer][other.places, head]
+        direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
+        length = (other_z - z).norm(dim=-1, keepdim=True)
+        step = length * direction / direction.norm(dim=-1, keepdim=True)
+        other_outputs[layer, head] = other_z
+        random_outputs[layer, head] = z + step
+    return {
+        "effect": _patched(model, pair, named, own, other_outputs, base) - before,
+        "random": _patched(model, pair, named, own, random_outputs, base) - before,
+        "whole": np.array(whole),
     }
-    return made | {"whole": np.array(float(pair.measure(other.logits, base)) - before)}
 
 
 def _patched(
@@ -169,45 +182,49 @@ def _patched(
     pair: Pair,
     named: Sequence[Path],
     own: Run,
-    given: Mapping[Where, Output],
+    outputs: Mapping[Where, Output],
     base: Tensor,
 ) -> np.ndarray:
     """The metric with each path patched: one row of two passes for each."""
-    here = places_of(pair.receiver, pair.origins)
-    seen: dict[tuple[str, int], Tensor] = {}
+    rows_by_part: dict[Any, dict[int, Where]] = {}  # the receiver in each row
+    for row, path in enumerate(named):
+        if path.receiver is not None:
+            rows_by_part.setdefault(path.part, {})[row] = path.receiver
 
-    def frozen(layer: int, z: Tensor) -> Tensor:
+    # The first pass: all heads are held except each row's sender, and receivers' parts are
+    # recorded.
+    recorded: dict[tuple[str, int], Tensor] = {}
+
+    def hold(layer: int, z: Tensor) -> Tensor:
         z = own.z[layer].expand_as(z).clone()
+        places = own.places.to(z.device)
         for row, path in enumerate(named):
-            if path.sender[0] == layer:
-                z[row, here.to(z.device), path.sender[1]] = given[path.sender].to(z)
+            sender_layer, head = path.sender
+            if sender_layer == layer:
+                z[row, places, head] = outputs[path.sender].to(z)
         return z
 
-    def keep(part: str, layer: int, x: Tensor) -> Tensor:
-        seen[part, layer] = x.detach()
+    def record(part: str, layer: int, x: Tensor) -> Tensor:
+        recorded[part, layer] = x.detach()
         return x
 
     with ExitStack() as stack:
-        stack.enter_context(
-            changing(model, "z", {layer: partial(frozen, layer) for layer in own.z})
-        )
-        for part in {path.part for path in named if path.part}:
-            layers = {path.receiver[0] for path in named if path.receiver and path.part == part}
-            stack.enter_context(
-                changing(model, part, {layer: partial(keep, part, layer) for layer in layers})
-            )
-        made = (
-            pair.measure(logits_of(model, pair.receiver, len(named)), base).double().cpu().numpy()
-        )
-    everywhere = torch.arange(len(pair.receiver))
-    for part in {path.part for path in named if path.part}:
-        ends = {
-            row: path.receiver
-            for row, path in enumerate(named)
-            if path.receiver and path.part == part
-        }
-        put = [[(to, everywhere, seen[part, to[0]][row, :, to[1]])] for row, to in ends.items()]
-        made[list(ends)] = (
-            pair.measure(patched_logits(model, own, put, part), base).double().cpu().numpy()
-        )
-    return made
+        holds = {layer: partial(hold, layer) for layer in own.z}
+        stack.enter_context(changing(model, "z", holds))
+        for part, receivers in rows_by_part.items():
+            layers = {layer for layer, _ in receivers.values()}
+            records = {layer: partial(record, part, layer) for layer in layers}
+            stack.enter_context(changing(model, part, records))
+        logits = logits_of(model, pair.receiver, len(named))
+    metrics = pair.measure(logits, base).double().cpu().numpy()
+
+    # The second: only the receivers' parts are changed.
+    all_places = torch.arange(len(pair.receiver))
+    for part, receivers in rows_by_part.items():
+        changes = []
+        for row, (layer, head) in receivers.items():
+            value = recorded[part, layer][row, :, head]
+            changes.append([((layer, head), all_places, value)])
+        logits = patched_logits(model, own, changes, part)
+        metrics[list(receivers)] = pair.measure(logits, base).double().cpu().numpy()
+    return metrics

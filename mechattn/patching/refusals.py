@@ -34,7 +34,9 @@ def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:
 def check_sequences(
     model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]
 ) -> None:
-    """Refuse prompts without an answer, conditions that do more than insert, and sequences too long for the model."""
+    """Refuse prompts without an answer, conditions that do more than insert, and sequences too long
+    for the model.
+    """
     if len(prompts) < 2:
         raise OptionError(
             "one prompt: give at least two, as the control uses another prompt's output"
@@ -76,7 +78,9 @@ def check_sequences(
 
 
 def check_metric(made: Any, rows: int, gradients: bool) -> None:
-    """Refuse the values of a custom metric if they are not one number per row, or lack a gradient that is needed."""
+    """Refuse the values of a custom metric if they are not one number per row, or lack a gradient
+    that is needed.
+    """
     if not isinstance(made, Tensor) or tuple(made.shape) != (rows,):
         shape = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise OptionError(
