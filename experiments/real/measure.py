@@ -24,7 +24,7 @@ SLASH = ma.MeaninglessTokens("/", count=COUNT)
 CONDITIONS = {
     "slash": SLASH,
     "sentence": ma.RandomSentence(count=COUNT),
-    "he": ma.RepeatedWord("he", count=COUNT),
+    "he": ma.conditions.RepeatedWord("he", count=COUNT),
     "masked": SLASH.masked(),
     "unshifted": SLASH.unshifted(),
 }

@@ -75,7 +75,7 @@ def question_percent(budget: xr.Dataset, condition: str) -> dict[str, Any]:
     first_layer = int(budget.layer.values[0])
     heads = [
         relative(change.sel(layer=first_layer, head=h), baseline.sel(layer=first_layer, head=h))
-        for h in budget.head.values
+        for h in budget["head"].values
     ]
     return {
         "all layers": relative(change, baseline),
