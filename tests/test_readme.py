@@ -6,13 +6,14 @@ import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import numpy as np
 import plotly.io
 import pytest
+from scipy import stats
 from typer.testing import CliRunner
 
 import mechattn as ma
 from mechattn.commands.main import app
-from mechattn.commands.run_config import read_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,17 +23,6 @@ NUMBER = re.compile(r"(?<![\w.])[+−-]?\d+(?:\.\d+)?")
 
 def block(language):
     return re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)[1]
-
-
-def test_the_config_measures_what_the_ten_lines_do():
-    config = read_config(ROOT / "experiments" / "first" / "config.toml")
-    assert "`experiments/first/config.toml`" in README
-    assert f'load_model("{config.models[0]}")' in block("python")
-    assert f'load_prompts("{config.prompts.source}", limit={config.prompts.limit})' in block(
-        "python"
-    )
-    slash = config.conditions["slash"]
-    assert f'MeaninglessTokens("{slash.text}", count={slash.count})' in block("python")
 
 
 def assert_same_words_and_numbers(quoted, printed):
@@ -50,7 +40,7 @@ def assert_same_words_and_numbers(quoted, printed):
 
 
 @pytest.fixture(scope="module")
-def pasted(tmp_path_factory):
+def pasted(tmp_path_factory, smollm2):
     """All blocks in one process, as a reader pastes them, one after another: what each printed, showed and wrote."""
     scope, done = {}, []
     blocks = re.findall(r"```py(?:thon)?\n(.*?)```", README, re.DOTALL)
@@ -69,39 +59,19 @@ def pasted(tmp_path_factory):
                     printed.getvalue(),
                     shown,
                     {path.name for path in Path().iterdir()},
-                    scope.get("result"),
                 )
             )
     return done
 
 
 def test_all_blocks_run_in_order_and_the_ten_lines_print_the_verdict(pasted):
-    printed, shown, written, result = pasted[0]
+    printed, shown, written = pasted[0]
     assert README.index("```py") == README.index("```python\n"), "they are the first block"
     assert len(shown) == 1
-    assert written == {"pattern.html", "llama.zarr"}
-    verdict = re.search(r"The verdict that it prints:\n\n> (.*?)\n\n", README, re.DOTALL)[
-        1
-    ].replace("\n> ", " ")
-    table = re.search(r"```text\n( +layer  head.*?)```", README, re.DOTALL)[1]
-    assert_same_words_and_numbers([verdict, *table.splitlines()], printed.splitlines())
-    assert f"9 of its {len(result.compare('slash', resamples=99).columns)} columns" in block(
-        "python"
-    )
-    assert {"pattern.html", "llama.zarr"} <= pasted[-1][2], "all later blocks ran in order too"
-
-
-def test_other_fillers_are_those_of_the_experiment():
-    written = (ROOT / "experiments" / "first" / "other-fillers.md").read_text(encoding="utf-8")
-    falls = sorted(re.findall(r"\| `[^/]` \| −([\d.]+)\s%", written), key=float)
-    heads = re.search(r"(\d+) of 32 heads lose less", written)[1]
-    said = re.search(
-        r"With\s+seven\s+other\s+characters.*?falls by ([\d.]+) to ([\d.]+) %.*?(\d+) heads still",
-        README,
-        re.DOTALL,
-    )
-    assert len(falls) == 7
-    assert said.groups() == (falls[0], falls[-1], heads)
+    assert written == {"pattern.html", "smollm2.zarr"}
+    verdict = re.search(r"It prints:\n\n> (.*?)\n\n", README, re.DOTALL)[1]
+    assert_same_words_and_numbers([verdict.replace("\n> ", " ")], [" ".join(printed.splitlines())])
+    assert written <= pasted[-1][2], "all later blocks ran in order too"
 
 
 @pytest.mark.parametrize(
@@ -195,22 +165,78 @@ def test_what_it_costs_is_what_was_measured():
         assert cells == [measured[way][length] for length in lengths], way
 
 
-def test_the_first_picture_is_described_by_its_numbers():
-    """The picture and the numbers come from the same command: python experiments/first_picture.py docs/images/first.png."""
-    stored = json.loads((ROOT / "docs" / "images" / "first.json").read_text(encoding="utf-8"))
-    falls, nulls = ([-of[part] for of in stored.values()] for part in ("estimate", "uniform"))
-    said = (
-        f"Attention to the question falls by {min(falls):.0f} to {max(falls):.0f} % in four small models; under uniform "
-        f"attention it would fall by {min(nulls):.0f} to {max(nulls):.0f} %"
-    )
-    for page in (README, (ROOT / "docs" / "index.md").read_text(encoding="utf-8")):
-        assert f"![{said}](" in page
-    llama = ma.run(
-        "toy:llama", ma.load_prompts("word-problems", limit=64), {"s": ma.MeaninglessTokens()}
-    )
-    assert 100 * float(llama.verdict("s").change.estimate) == pytest.approx(
-        stored["toy:llama"]["estimate"], abs=0.06
-    )
+RUNS = {"SmolLM2": "smollm2-chat", "Qwen2.5": "qwen2.5-chat", "Gemma-3": "gemma3-plain"}
+MEASURED = json.loads((ROOT / "experiments" / "real" / "2026-11-25.json").read_text("utf-8"))
+
+
+def told(triple):
+    """A mean with the ends of its interval, as the README writes them."""
+    mean, low, high = (f"{number:+.1f}".replace("-", "−") for number in triple)
+    return f"{mean} [{low}, {high}]"
+
+
+def caption_of(page):
+    return " ".join(re.search(r"\*We inserted.*?\*\n\n", page, re.DOTALL)[0].split())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_picture_is_described_by_its_numbers(page):
+    """The picture and the numbers come from one command: make real."""
+    caption = caption_of((ROOT / page).read_text(encoding="utf-8"))
+    for run in RUNS.values():
+        budget = MEASURED[run]["budget"]["slash"]["change"]
+        assert told(budget["question"]) in caption, run
+        assert f"{budget['inserted'][0]:.1f}" in caption, run
+        assert str(MEASURED[run]["prompts"]) in caption, run
+    for run in ("smollm2-chat", "qwen2.5-chat"):
+        layer_0 = MEASURED[run]["question in percent"]["slash"]["layer 0"][0]
+        taken = MEASURED[run]["layer 0"]["slash"]["change"]["inserted"][0]
+        assert f"{-layer_0:.0f} %" in caption
+        assert f"{taken:.0f}" in caption
+
+
+def test_the_oracle_of_the_caption_would_notice_another_interval():
+    mean, low, high = MEASURED["smollm2-chat"]["budget"]["slash"]["change"]["question"]
+    assert told([mean, low, high + 0.2]) not in caption_of(README)
+
+
+PAPER = json.loads((ROOT / "experiments" / "paper" / "2026-11-25.json").read_text("utf-8"))
+RATIOS = ["attention_falls", "filler_gets_little", "large_grows", "bands_wider"]
+
+
+def paper_percent(model, name):
+    """Mean over prompts, with its t interval, in percent; of log-ratios as a change."""
+    values = np.array(PAPER[model]["values by prompt"][name])
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    ends = np.array([values.mean(), values.mean() - half, values.mean() + half])
+    if name in RATIOS:
+        ends = np.expm1(ends)
+    return 100 * ends
+
+
+def test_the_paragraph_on_the_paper_is_what_was_measured():
+    paragraph = re.search(r"## A paper's numbers.*?(?=\n## )", README, re.DOTALL)[0]
+    paragraph = " ".join(paragraph.split())
+    falls = [told(paper_percent(model, "attention_falls")) for model in PAPER]
+    assert f"SmolLM2 {falls[0].replace(' [', ' % [')}" in paragraph
+    assert f"Qwen {falls[1].replace(' [', ' % [')}" in paragraph
+
+    little = [-paper_percent(model, "filler_gets_little")[0] for model in PAPER]
+    assert f"{little[0]:.0f} and {little[1]:.0f} % less" in paragraph
+    affine = [paper_percent(model, "affine_first_layer")[0] for model in PAPER]
+    assert f"({affine[0]:.0f} and {affine[1]:.0f} %)" in paragraph
+    for model in PAPER:
+        layers, low, high = paper_percent(model, "most_layers_fall")
+        assert f"{layers:.1f} % [{low:.1f}, {high:.1f}]" in paragraph
+    large = [f"{paper_percent(model, 'large_grows')[0]:.1f}" for model in PAPER]
+    assert f"large ones: {large[0]} and {large[1]} %".replace("-", "−") in paragraph
+    bands = [f"{paper_percent(model, 'bands_wider')[0]:.0f}" for model in PAPER]
+    assert f"({bands[0]} and {bands[1]} %)".replace("-", "−") in paragraph
+    writes = paper_percent("smollm2", "first_token_no_update")[0]
+    assert f"write {writes:.0f} % of their layer's mean" in paragraph
+    untrained = PAPER["smollm2"]["untrained, mean of each draw"]["attention_falls"]
+    least, most = sorted(-100 * np.expm1([max(untrained), min(untrained)]))
+    assert f"the fall is {least:.0f} to {most:.0f} %" in paragraph
 
 
 def test_it_is_short():

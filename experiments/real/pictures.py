@@ -30,7 +30,7 @@ LABELS = {
 def figure_of(runs: dict[str, dict[str, Any]], condition: str = "slash") -> go.Figure:
     """A panel a model: bars of causes by layer, and the total with its interval."""
     titles = [
-        f"{label} ({runs[name]['layers']} layers × {runs[name]['heads of a layer']} heads)"
+        f"{label}: {runs[name]['layers']} layers × {runs[name]['heads of a layer']} heads"
         for name, label in RUNS.items()
     ]
     figure = make_subplots(rows=1, cols=len(RUNS), subplot_titles=titles, shared_yaxes=True)
@@ -54,9 +54,10 @@ def figure_of(runs: dict[str, dict[str, Any]], condition: str = "slash") -> go.F
         figure.add_trace(line, row=1, col=column)
     figure.update_layout(
         barmode="relative", template="simple_white", width=1200, height=420,
-        title="Attention from the question to itself, with 55 “/” before it: change by layer",
+        title="Change of the question's attention to itself, by layer, with 55 “/” before it",
         legend={"orientation": "h", "y": -0.2}, margin={"l": 60, "r": 20, "t": 80, "b": 90},
     )  # fmt: skip
+    figure.update_annotations(font_size=13)
     figure.update_yaxes(title_text="change (points of 100)", col=1)
     figure.update_yaxes(zeroline=True, zerolinecolor="#888")
     figure.update_xaxes(title_text="layer")

@@ -123,7 +123,7 @@ def numbers_of(result: ma.Result) -> dict[str, Any]:
         "first token's share": points(first),
         "budget": {name: budget_of(budget, name) for name in conditions},
         "layer 0": {name: budget_of(budget.sel(layer=[0]), name) for name in conditions},
-        "by layer": {name: by_layer(budget, name) for name in conditions},
+        "by layer": {"slash": by_layer(budget, "slash")},
         "question in percent": {name: question_percent(budget, name) for name in conditions},
         "heads": {name: heads_that_change(result, name) for name in conditions},
         "per inserted token": {name: per_token(result, name) for name in conditions},
@@ -131,9 +131,22 @@ def numbers_of(result: ma.Result) -> dict[str, Any]:
     }
 
 
+def rounded(numbers: Any) -> Any:
+    """The same numbers to four digits after the point; None where there is none."""
+    if isinstance(numbers, dict):
+        return {name: rounded(value) for name, value in numbers.items()}
+    if isinstance(numbers, list):
+        return [rounded(value) for value in numbers]
+    if isinstance(numbers, float):
+        return None if np.isnan(numbers) else round(numbers, 4)
+    return numbers
+
+
 def written(triple: Triple, digits: int = 1) -> str:
-    """A mean with half the width of its interval: −0.1 ± 0.5."""
+    """A mean with half the width of its interval: −0.1 ± 0.5; a dash for a text that is not there."""
     mean, low, high = triple
+    if np.isnan(mean):
+        return "—"
     return f"{mean:+.{digits}f} ± {(high - low) / 2:.{digits}f}".replace("-", "−")
 
 
@@ -185,7 +198,7 @@ def main() -> None:
     for path in sorted(folder.glob("*.zarr")):
         runs[path.stem] = numbers_of(ma.load_result(path))
 
-    text = json.dumps(runs, indent=1, ensure_ascii=False)
+    text = json.dumps(rounded(runs), indent=1, ensure_ascii=False)
     target.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
     lines = [
         f"# Real models, {target.name}",
