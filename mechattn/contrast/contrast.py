@@ -22,6 +22,7 @@ from mechattn.contrast.differences import (
 )
 from mechattn.contrast.first_token import first_token_words
 from mechattn.contrast.quantities import Null, check_layer, has_dilution, slices, variable_of
+from mechattn.contrast.table import Ranking
 from mechattn.errors import OptionError, check_counts
 from mechattn.results.result import Result, part_of, units_of
 from mechattn.stats.intervals import FEWEST, Interval, relative_change
@@ -130,7 +131,7 @@ class Contrast:
         if self.null == "random-weights":
             raise OptionError(
                 'null="random-weights": a result holds no model to draw weights for; make them with ma.run_random('
-                "model, prompts, conditions) and pass random=…, whose columns come with those of the uniform null"
+                "model, prompts, conditions) and pass random=…, whose columns stand beside those of the null"
             )
         for name, given, known in (("null", self.null, Null), ("scale", self.scale, Scale)):
             if given not in (*get_args(known), None):
@@ -176,7 +177,7 @@ class Contrast:
         *,
         select: Literal["half"] | None = None,
         top: int | None = None,
-        by: table.Ranking | None = None,
+        by: Ranking | None = None,
         random: Seq[Result] | None = None,
         margin: float | None = None,
     ) -> pd.DataFrame:
@@ -366,13 +367,14 @@ class Contrast:
         self,
         *,
         top: int | None = 10,
+        by: Ranking | None = None,
         layer: int | None = None,
         over: Seq[str] | None = None,
         splits: int = 200,
         patterns: int = 999,
     ) -> pd.DataFrame:
         """How much selections of heads overlap on random disjoint halves; see :meth:`mechattn.Result.stability`."""
-        return stability.stability(self, top, layer, over, splits, patterns)
+        return stability.stability(self, top, by, layer, over, splits, patterns)
 
 
 def _means(asked: Contrast) -> tuple[list[np.ndarray], np.ndarray]:

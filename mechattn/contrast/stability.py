@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from mechattn.contrast.table import Selection, several_tested
+from mechattn.contrast.table import Ranking, Selection, several_tested
 from mechattn.errors import OptionError, check_counts
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Bags
@@ -26,6 +26,7 @@ Halves = list[tuple[np.ndarray, np.ndarray]]
 def stability(
     asked: Contrast,
     top: int | None,
+    by: Ranking | None,
     layer: int | None,
     over: Seq[str] | None,
     splits: int,
@@ -38,7 +39,8 @@ def stability(
             raise OptionError(f"over={over!r}: name at least two different conditions")
         names = [asked.result.condition(name) for name in over]
     check_counts(splits=splits, patterns=patterns)
-    made, there = several_tested(asked, names, layer, bags=seed)
+    selection = Selection("half", top, by)
+    made, there = several_tested(asked, names, layer, bags=seed, by=by or "difference")
     units = made[0].units
     bags = Bags.drawn(units.n, seed)
     cells = int(there.sum())
@@ -48,7 +50,7 @@ def stability(
         raise OptionError(
             f"top={top!r}: give a number of heads below {cells}, or None for those with q < 0.05"
         )
-    units.refuse_below(*Selection("half", top).fewest)
+    units.refuse_below(*selection.fewest)
     values = {name: one.values[:, there] for name, one in zip(names, made)}
     generator = np.random.default_rng(seed)
     halves = [random_halves(bags.n if bags else units.n, generator) for _ in range(splits)]
@@ -57,11 +59,15 @@ def stability(
             values, halves, lambda d: significant(d, patterns) if top is None else largest(d, top)
         )
     )
-    selection = "q < 0.05" if top is None else f"the {top} furthest from the null"
+    words = "q < 0.05"
+    if top is not None:
+        words = f"the {top} furthest from the null"
+    if top is not None and by != "beyond":
+        words = f"the {top} that change most"
     table.attrs = {
         "quantity": asked.quantity,
         "segment": asked.segment or "all",
-        "selection": selection,
+        "selection": words,
     }
     table.attrs |= {"of": cells, "unit": units.unit, "splits": splits, "seed": seed}
     table.attrs |= {} if bags is None else {"resampled": bags.words}

@@ -326,7 +326,7 @@ def check_margin(margin: object) -> None:
 
 
 class Tested(NamedTuple):
-    """What a table tests: differences minus those of the null [unit, cell], NaN for missing cells; units and labels."""
+    """The numbers of a table's test [unit, cell], NaN for missing cells; their units, their labels and the null."""
 
     values: np.ndarray
     units: Units
@@ -334,15 +334,27 @@ class Tested(NamedTuple):
     null: str
 
 
-def what_is_tested(asked: Contrast, layer: int | None = None, bags: int | None = None) -> Tested:
-    """What the table tests, of all layers or one; the means of bags of units where ``bags`` is their seed."""
+def what_is_tested(
+    asked: Contrast, layer: int | None = None, bags: int | None = None, by: Ranking = "beyond"
+) -> Tested:
+    """What the table tests, of all layers or one: differences, by default minus those of the null.
+
+    Args:
+        asked: The comparison.
+        layer: One layer; by default all.
+        bags: The seed of bags of units, whose means are then returned.
+        by: "beyond" subtracts the null where it is known; "difference" does not.
+    """
     check_alike(asked)
     asked = asked.at_layer(layer)
     units = units_of(asked.result, asked.result["sequences"].sizes["prompt"], asked.unit)
     in_bags = None if bags is None else Bags.drawn(units.n, bags)
     found, left_out, labels = [], [], []
     for made in layers_of(asked, signs=0 if bags is None else 1)():
-        d = units.means(made.difference.values - (0.0 if made.expected is None else made.expected))
+        tested = made.difference.values
+        if by == "beyond" and made.expected is not None:
+            tested = tested - made.expected
+        d = units.means(tested)
         d = np.where(made.cells, without_rounding(d, made.rounding(units)), np.nan).reshape(
             units.n, -1
         )
@@ -355,10 +367,25 @@ def what_is_tested(asked: Contrast, layer: int | None = None, bags: int | None =
 
 
 def several_tested(
-    asked: Contrast, names: Seq[str], layer: int | None = None, bags: int | None = None
+    asked: Contrast,
+    names: Seq[str],
+    layer: int | None = None,
+    bags: int | None = None,
+    by: Ranking = "beyond",
 ) -> tuple[list[Tested], np.ndarray]:
-    """What the tables of several conditions test, and the cells that all have; their labels must be the same."""
-    tested = [what_is_tested(replace(asked, condition=name), layer, bags) for name in names]
+    """What the tables of several conditions test, and the cells that all have.
+
+    Their labels must be the same, and their nulls where ``by`` is "beyond".
+    """
+    comparisons = [replace(asked, condition=name) for name in names]
+    nulls = [comparison.null_used for comparison in comparisons]
+    if by == "beyond" and len(set(nulls)) > 1:
+        words = ", ".join(f"{name!r}: {null}" for name, null in zip(names, nulls, strict=True))
+        raise OptionError(
+            f"the conditions have different nulls by default ({words}), so what is beyond them cannot be taken together; "
+            'give one for all, such as null="uniform"'
+        )
+    tested = [what_is_tested(comparison, layer, bags, by) for comparison in comparisons]
     first = tested[0].labels
     for one, name in zip(tested, names, strict=True):
         if any(not np.array_equal(one.labels[dim], first[dim]) for dim in first):

@@ -110,7 +110,7 @@ class Questions:
             random: The results of ``run_random`` for this run. Adds null_random (mean change of the layer's heads in
                 models with random weights), random_low and random_high (95 % prediction interval for a head of one
                 more such model), p_random, and q_random, of the larger of p_beyond and p_random: below 0.05, neither
-                chance over prompts nor random weights explain the change.
+                the null, chance over prompts nor random weights explain the change.
             margin: The largest change that counts as none, as a fraction for a log-ratio (0.02 is 2 %). Adds q_same,
                 by two one-sided t tests: below 0.05, the tested difference lies within ± margin. It is too small if
                 differences are very skewed (docs/concepts/intervals.md).
@@ -233,6 +233,7 @@ class Questions:
         quantity: str = "received",
         *,
         top: int | None = 10,
+        by: Literal["beyond", "difference"] | None = None,
         layer: int | None = None,
         over: Seq[str] | None = None,
         splits: int = 200,
@@ -249,7 +250,8 @@ class Questions:
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
             quantity: As for :meth:`compare`.
-            top: The number of heads with the largest tested differences; None selects those with q < 0.05.
+            top: The number of heads that change most; None selects those with q_difference < 0.05.
+            by: What ranks the ``top`` heads, as for :meth:`compare`.
             layer: Only heads of this layer; by default all.
             over: Several conditions, such as fillers: one row for each and one for each pair, in which the first
                 selects on one half and the second on the other.
@@ -265,7 +267,9 @@ class Questions:
         if condition is not None and over is not None:
             raise OptionError("give condition=… or over=[…]: over names all conditions to compare")
         asked = self._contrast(condition, quantity=quantity, **options)
-        return asked.stability(top=top, layer=layer, over=over, splits=splits, patterns=patterns)
+        return asked.stability(
+            top=top, by=by, layer=layer, over=over, splits=splits, patterns=patterns
+        )
 
     def agreement(
         self,

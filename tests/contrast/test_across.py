@@ -1,5 +1,7 @@
 """Fillers as a sample: against the differences of single comparisons, and what is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,7 +22,7 @@ def result(toy, prompts):
 
 
 def test_the_differences_are_those_of_single_comparisons(result):
-    table = result.across(FILLERS)
+    table = result.across(FILLERS, null="uniform")
     received = (
         result["received_attention"]
         .sel(segment="question")
@@ -40,7 +42,7 @@ def test_the_differences_are_those_of_single_comparisons(result):
     np.testing.assert_allclose(table["mean"], expected.mean, atol=1e-6)
     np.testing.assert_allclose(table.low, expected.low, atol=1e-5)
     assert table.attrs["null"] == "uniform attention"
-    alone = result.compare("/").set_index(["layer", "head"])
+    alone = result.compare("/", null="uniform").set_index(["layer", "head"])
     wider = (table.high - table.low).values > (alone.beyond_high - alone.beyond_low).values
     assert wider.mean() > 0.5, "other fillers may differ"
 
@@ -51,6 +53,17 @@ def test_few_conditions_are_refused(result):
             result.across(wrong)
     with pytest.raises(OptionError, match="no condition 'dots'"):
         result.across([*FILLERS, "dots"])
+
+
+def test_conditions_with_different_nulls_are_refused(result):
+    dataset = result["received_attention"]
+    name = "received_by_segment_dilution"
+    without = dataset.assign({name: dataset[name].where(dataset.condition != "=")})
+    other = replace(result, datasets=result.datasets | {"received_attention": without})
+    with pytest.raises(OptionError, match=r"'=': uniform.*give one for all"):
+        other.across(FILLERS)
+    table = other.across(FILLERS, null="uniform")
+    pd.testing.assert_frame_equal(table, result.across(FILLERS, null="uniform"))
 
 
 def test_what_cannot_be_compared_is_refused_as_in_a_table(result, toy, prompts):

@@ -448,7 +448,8 @@ def test_a_null_of_one_number_for_all_heads_beside_one_for_each(slash_result):
         datasets=slash_result.datasets
         | {"received_attention": data.assign({name: data[name] * heads})},
     )
-    found = slash_result.compare("slash", other=other).set_index(["layer", "head"]).null
-    expected = slash_result.compare("slash").set_index(["layer", "head"]).null
+    found = slash_result.compare("slash", other=other, null="uniform")
+    found = found.set_index(["layer", "head"]).null
+    expected = slash_result.compare("slash", null="uniform").set_index(["layer", "head"]).null
     minus = np.log(np.arange(1.0, data.sizes["head"] + 1))[expected.index.get_level_values("head")]
     np.testing.assert_allclose(found, expected - minus, atol=1e-6)

@@ -52,7 +52,7 @@ def by_group(values):
 
 
 def test_the_table_is_that_of_group_means(result):
-    table = result.compare("slash")
+    table = result.compare("slash", null="uniform")
     assert set(table.n) == {6}
     assert table.attrs["unit"] == "groups (6 of 18 prompts)"
     at = (

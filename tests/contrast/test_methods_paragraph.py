@@ -73,8 +73,8 @@ def test_what_it_says(result):
         "in all layers.",
         "its value under dilution of the baseline's attention and uniform attention.",
         "“slash” was compared with “baseline” in received of the question as log-ratios, paired by groups (n = 8): "
-        "95 % t intervals; sign-flip tests (all patterns of signs) against uniform attention; Benjamini-Hochberg over "
-        "32 tests: layer × head; seed 0.",
+        "95 % t intervals; sign-flip tests (all patterns of signs) against dilution of the baseline's attention; "
+        "Benjamini-Hochberg over 32 tests: layer × head; seed 0.",
         "The random seed was 3.",
     ):
         assert part in text, part

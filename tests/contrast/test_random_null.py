@@ -90,7 +90,7 @@ def test_hardly_a_head_of_a_random_model_is_found(random):
 
 
 def test_most_heads_of_a_trained_toy_are_found(trained, random):
-    table = trained.compare("slash", random=random[:3])
+    table = trained.compare("slash", null="uniform", random=random[:3])
     assert (table.q_random < 0.05).mean() > 0.5
     both = stats.false_discovery_control(np.maximum(table.p_beyond, table.p_random))
     np.testing.assert_allclose(table.q_random, both)

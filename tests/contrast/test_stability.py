@@ -130,6 +130,8 @@ def test_what_it_refuses():
         (dict(over="c0"), "name at least two different conditions"),
         (dict(condition="c9"), "no condition 'c9'"),
         (dict(splits=0), "splits=0"),
+        (dict(by="change"), 'by=\'change\': give "difference" or "beyond"'),
+        (dict(top=None, by="beyond"), "by='beyond' ranks heads, so say top="),
     ):
         with pytest.raises(OptionError, match=message):
             ask(result, **options)
@@ -146,28 +148,41 @@ def test_of_a_real_result(slash_result):
     assert not other[0].equals(other[1]), "another seed, other halves"
 
 
+def overlap_of_halves(differences, count=3):
+    """The mean overlap of the heads that differ most, on 200 random halves of twelve prompts."""
+    by_prompt = differences.transpose("prompt", "head").values
+    generator = np.random.default_rng(0)
+    overlaps = []
+    for _ in range(200):
+        order = generator.permutation(12)
+        selections = []
+        for half in (order[:6], order[6:]):
+            sizes = abs(by_prompt[half].mean(0))
+            selections.append(set(np.argsort(-sizes)[:count]))
+        overlaps.append(len(selections[0] & selections[1]) / len(selections[0] | selections[1]))
+    return np.mean(overlaps)
+
+
 def test_within_a_layer_and_in_the_note_of_a_page(slash_result, tmp_path):
     from mechattn.render.words import choice_words
 
     table = slash_result.stability("slash", top=3, layer=1)
     assert (table.attrs["of"], table.by_chance[0]) == (8, pytest.approx(jaccard_by_chance(3, 3, 8)))
-    at = slash_result["received_attention"].sel(segment="question", layer=1).astype(float)
-    ratio = [
-        np.log(of.sel(condition="slash") / of.sel(condition="baseline"))
-        for of in (at.received_by_segment, at.received_by_segment_uniform)
-    ]
-    d = (ratio[0] - ratio[1]).transpose("prompt", "head").values
-    generator, found = np.random.default_rng(0), []
-    for _ in range(200):
-        order = generator.permutation(12)
-        a, b = (set(np.argsort(-abs(d[some].mean(0)))[:3]) for some in (order[:6], order[6:]))
-        found.append(len(a & b) / len(a | b))
-    assert table.jaccard[0] == pytest.approx(np.mean(found))
-    words = choice_words(slash_result, "slash", 1, 3)
-    assert (
-        f"have {100 * np.mean(found):.0f}\u00a0% of both choices in common ({100 * table.by_chance[0]:.0f}\u00a0% by chance)"
-        in words
+    assert table.attrs["selection"] == "the 3 that change most"
+    dataset = slash_result["received_attention"].sel(segment="question", layer=1).astype(float)
+    log_ratio, log_ratio_dilution = (
+        np.log(values.sel(condition="slash") / values.sel(condition="baseline"))
+        for values in (dataset.received_by_segment, dataset.received_by_segment_dilution)
     )
+    overlap = overlap_of_halves(log_ratio)
+    assert table.jaccard[0] == pytest.approx(overlap)
+    beyond = slash_result.stability("slash", top=3, layer=1, by="beyond")
+    assert beyond.attrs["selection"] == "the 3 furthest from the null"
+    assert beyond.jaccard[0] == pytest.approx(overlap_of_halves(log_ratio - log_ratio_dilution))
+    assert beyond.jaccard[0] != pytest.approx(overlap), "negative control"
+    words = choice_words(slash_result, "slash", 1, 3)
+    in_common = f"have {100 * overlap:.0f}\u00a0% of both choices in common"
+    assert f"{in_common} ({100 * table.by_chance[0]:.0f}\u00a0% by chance)" in words
     slash_result.page(tmp_path / "page.html", layer=1)
     assert words in (tmp_path / "page.html").read_text(encoding="utf-8").replace("&nbsp;", "\u00a0")
     assert choice_words(slash_result, "slash", 1, 8) == "", "a choice of all heads is none"

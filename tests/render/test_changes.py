@@ -154,7 +154,7 @@ def test_sweeps(swept):
     shown = lines(figure)
     measured = shown["received"]
     assert list(measured.x) == [0, 10, 25]
-    change, null = Contrast(swept, "count=25").overall()
+    change, null = Contrast(swept, "count=25", null="uniform").overall()
     assert measured.y[2] == pytest.approx(100 * float(change.estimate))
     assert shown["uniform attention"].y[2] == pytest.approx(100 * float(null.estimate))
     assert measured.y[0] == 0
@@ -255,7 +255,10 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
     """A row a model: the numbers of each one's verdict, beside those of uniform attention."""
     other = ma.run(toy, prompts[:6], {"dots": ma.MeaninglessTokens(".", 5)})
     figure = ma.render.verdicts([slash_result, other])
-    found = [slash_result.verdict("slash"), other.verdict("dots")]
+    found = [
+        slash_result.verdict("slash", null="uniform"),
+        other.verdict("dots", null="uniform"),
+    ]
     measured, uniform = (
         next(t for t in figure.data if t.name and t.name.startswith(n))
         for n in ("meas", "if every")

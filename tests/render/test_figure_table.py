@@ -38,7 +38,7 @@ def test_panels_and_maps_are_told_apart(slash_result):
     }, "a band is no series"  # fmt: skip
     table, compared = (
         ma.render.figure_table(ma.render.change_map(slash_result)),
-        slash_result.compare("slash"),
+        slash_result.compare("slash", null="uniform"),
     )
     cells = table[table.z.notna()]
     np.testing.assert_allclose(cells.z.astype(float), compared.beyond)

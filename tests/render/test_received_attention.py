@@ -131,16 +131,12 @@ def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
     every = slash_result["received_attention"].received_by_origin_per_prompt.isel(
         prompt=halves_of(12)[1]
     )
-    table = slash_result.compare("slash", select="half", top=4, by="difference")
+    table = slash_result.compare("slash", select="half", top=4)
     most = sorted(zip(table.layer, table["head"], strict=True))
-    assert (
-        drawn_heads(ma.render.received_attention(slash_result, None, top=4, by="difference"))
-        == most
-    )
-    assert most != drawn_heads(ma.render.received_attention(slash_result, None, top=4)), (
-        "negative control"
-    )
-    with pytest.raises(OptionError, match=r'by=.effect.: give "beyond"'):
+    assert drawn_heads(ma.render.received_attention(slash_result, None, top=4)) == most
+    by_null = ma.render.received_attention(slash_result, None, top=4, by="beyond")
+    assert most != drawn_heads(by_null), "negative control"
+    with pytest.raises(OptionError, match=r'by=.effect.: give "difference" or "beyond"'):
         ma.render.received_attention(slash_result, 0, top=3, by="effect")
     expected = every.sel(condition="baseline", layer=0, head=chosen[0][1]).mean("prompt").values
     first = lines(figure)[0]
