@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -29,7 +29,11 @@ Each takes --help. In Python: import mechattn as ma. Completion for your shell: 
 """
 DEFAULT_MODEL = "real:smollm2"
 REASON = "Please reason step by step and put your final answer within \\boxed{}."  # before GSM8K
-TEMPLATES = {None: "auto", True: "chat", False: "plain"}  # what --chat-template asks for
+TEMPLATES: dict[bool | None, Literal["auto", "chat", "plain"]] = {
+    None: "auto",
+    True: "chat",
+    False: "plain",
+}  # what --chat-template asks for
 
 # Options that several commands have.
 Models = Annotated[

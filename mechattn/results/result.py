@@ -160,12 +160,10 @@ class Result(Questions):
             raise OptionError(
                 f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}"
             )
+        chosen = [variable for variable in dataset if "segment" in dataset[variable].dims]
         if quantity is not None:
-            chosen = dataset[quantity]
-        else:
-            by_segment = [variable for variable in dataset if "segment" in dataset[variable].dims]
-            chosen = dataset[by_segment or list(dataset)]
-        return chosen.to_dataframe().dropna(how="all").reset_index()
+            chosen = [quantity]
+        return dataset[chosen or list(dataset)].to_dataframe().dropna(how="all").reset_index()
 
     def _analyses(self) -> list[str]:
         """The names of the datasets that analyses made."""
