@@ -202,7 +202,9 @@ class _Updates(AnalysisBase):
         return {self.prefix + name: value for name, value in values.items()}
 
 
-def _per_token(norm: fn.PerPart, product: fn.PerPart, stream: fn.PerPart) -> dict[str, Tensor]:
+def _per_token(
+    norm: fn.PerPart, product: fn.PerPart, stream: Float[Tensor, "batch #part pos"]
+) -> dict[str, Tensor]:
     """The quantities of each token, from ``‖Δ‖``, ``⟨r, Δ⟩`` and ``‖r‖``."""
     orientation = fn.orientation(product, norm, stream)
     magnitude = norm / stream

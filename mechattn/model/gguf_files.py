@@ -192,7 +192,7 @@ def _quick_reader() -> Callable[[str], Any]:
             self.data = np.asarray(self.data)  # a slice of np.memmap costs ten times as much
             return super()._get(*arguments, **options)
 
-        def _get_field_parts(self, offset: int, value_type: int) -> Any:
+        def _get_field_parts(self, offset: int | np.integer, value_type: int | np.integer) -> Any:
             if value_type != GGUFValueType.ARRAY or self.byte_order == "S":
                 return super()._get_field_parts(offset, value_type)
             kind = self._get(offset, np.uint32)
