@@ -42,7 +42,7 @@ def figures(toy, prompts):
     of = ma.analyses
     analyses = [ma.ReceivedAttention(), of.AffineShift(), of.AttentionSinks()]
     analyses += [of.AttentionFocus(per_query=True), of.HeadUpdates(per_query=True)]
-    analyses += [of.MlpActivations()]
+    analyses += [of.MlpActivations(), of.AttentionBudget()]
     result = ma.run(toy, prompts[:4], conditions, analyses, positions="prompts")
     counts = ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20])
     counted = table(["baseline", *counts], accuracy=[0.9, 0.8, 0.5])
@@ -61,6 +61,7 @@ def figures(toy, prompts):
         "received_attention": draw.received_attention(result, [0, 1], [0]),
         "three heads": draw.received_attention(result, 0, [1, 2, 3]),
         "received_by_model": draw.received_by_model(result, heads=0),
+        "attention_budget": draw.attention_budget(result),
         "change_map": draw.change_map(result),
         "changes": draw.changes(result),
         "scale_by_layer": draw.scale_by_layer(result, "slash"),

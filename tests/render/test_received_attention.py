@@ -178,14 +178,14 @@ def test_no_span_is_shaded_where_there_is_none_in_common(toy, prompts):
     assert "differ between prompts" in figure.layout.title.text
 
 
-def test_a_page_shows_every_condition(toy, prompts, tmp_path):
+def test_a_page_tells_of_every_condition(toy, prompts, tmp_path):
     from mechattn.pages.page import page
 
     conditions = {"four": ma.MeaninglessTokens(count=4), "nine": ma.MeaninglessTokens(count=9)}
     result = ma.run(toy, prompts[:4], conditions, [ma.ReceivedAttention(queries="all")])
     text = page(result, tmp_path / "index.html", 0, [0]).read_text()
     assert "with “four”" in text
-    assert "with “nine”" in text
+    assert "With “nine”, attention" in text
     assert "all tokens after it pay to it" in text
 
 

@@ -23,7 +23,7 @@ CONDITIONS = {
 }
 ANALYSES = [
     ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.MlpActivations(), ma.analyses.AttentionFocus(per_query=True), ma.analyses.HeadUpdates(per_query=True),
-    ma.analyses.AttentionSinks(),
+    ma.analyses.AttentionSinks(), ma.analyses.AttentionBudget(),
 ]  # fmt: skip
 OPTIONS = {
     "received_attention": {"layer": 0, "heads": [1, 2]},
