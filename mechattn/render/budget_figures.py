@@ -152,7 +152,7 @@ def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> 
     apart = 0.22
     names: list[str] = []
     for number, (condition, table) in enumerate(tables.items()):
-        names = [PAYER_WORDS[payer].replace(" ", "<br>", 1) for payer in table.payer]
+        names = [PAYER_WORDS[payer].replace(" ", "<br>") for payer in table.payer]
         place = np.arange(len(table)) + apart * (number - (len(tables) - 1) / 2)
         bars = dict(
             type="data",

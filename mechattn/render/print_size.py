@@ -51,6 +51,9 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     made, width = go.Figure(figure), _MILLIMETRES[column] / 25.4 * _PIXELS
     heading = _heading(figure, width, title)
     made.layout.sliders = None
+    # One legend above the panels, since the place of one between rows is that of the screen's rows.
+    made.update_traces(legend=None, selector=lambda trace: trace.type != "heatmap")
+    made.layout.legend2 = None
     made.update_annotations(font_size=_SIZE).update_shapes(
         opacity=1
     )  # the template of print fades shapes
@@ -199,12 +202,14 @@ def _stacked(panels: list[tuple[Any, Any, list[Any]]]) -> tuple[float, float]:
         y.domain: y for _, y, _ in reversed(panels)
     }  # the leftmost of a row has the row's labels
     high = max(
-        min(190.0, max(85.0, 510 / len(panels))),
+        min(190.0, max(85.0, 430 / len(panels))),
         *(30.0 * len(y.ticktext or ()) for _, y, _ in panels),
     )
     above = [_LINE * sum(note.text.count("<br>") + 1 for note in notes) for *_, notes in panels]
     below = [
-        _LINE * (1 + any("<br>" in t for t in x.ticktext or ()) + bool(x.title.text)) + 8
+        _LINE * (max((t.count("<br>") for t in x.ticktext or ()), default=0) + 1)
+        + 8
+        + _LINE * bool(x.title.text)
         for x, _, _ in panels
     ]
     total = high * len(panels) + sum(above[1:]) + sum(below[:-1])

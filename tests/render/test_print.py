@@ -61,7 +61,7 @@ def figures(toy, prompts):
         "received_attention": draw.received_attention(result, [0, 1], [0]),
         "three heads": draw.received_attention(result, 0, [1, 2, 3]),
         "received_by_model": draw.received_by_model(result, heads=0),
-        "attention_budget": draw.attention_budget(result),
+        "attention_budget": draw.attention_budget(result, ["slash"]),
         "change_map": draw.change_map(result),
         "changes": draw.changes(result),
         "scale_by_layer": draw.scale_by_layer(result, "slash"),
