@@ -203,7 +203,7 @@ class _Updates(AnalysisBase):
 
 
 def _per_token(
-    norm: fn.PerPart, product: fn.PerPart, stream: Float[Tensor, "batch #part pos"]
+    norm: fn.PerPart, product: fn.PerPart, stream: Float[Tensor, " batch #part pos"]
 ) -> dict[str, Tensor]:
     """The quantities of each token, from ``‖Δ‖``, ``⟨r, Δ⟩`` and ``‖r‖``."""
     orientation = fn.orientation(product, norm, stream)
