@@ -131,7 +131,7 @@ class Contrast:
         if self.null == "random-weights":
             raise OptionError(
                 'null="random-weights": a result holds no model to draw weights for; make them with ma.run_random('
-                "model, prompts, conditions) and pass random=…, whose columns stand beside those of the null"
+                "model, prompts, conditions) and pass random=…, whose columns come with those of the null"
             )
         for name, given, known in (("null", self.null, Null), ("scale", self.scale, Scale)):
             if given not in (*get_args(known), None):

@@ -24,7 +24,7 @@ An effect of the same size as the whole says that all of the difference passes t
 effects of two activations do not add up, since one may read what the other writes.
 
 The two runs differ in length, so tokens are aligned by their origin: the original tokens that both
-have. Each effect stands beside two controls, what another prompt's activation and a random step of
+have. Each effect comes with two controls, what another prompt's activation and a random step of
 equal length do at the same place.
 
 *Attribution* replaces the patch by its first-order estimate, the gradient of the metric times the

@@ -48,7 +48,7 @@ def paper(
 
     Prompts have the paper's form: its system prompt, the inserted tokens and the question are concatenated. Writes
     ``index.html``, ``paper.md`` and ``paper.json`` to a folder, which also keeps every finished run: the same call
-    goes on where an earlier one stopped.
+    resumes where an earlier one stopped.
 
     Args:
         models: Names, directories or files that ``load_model`` takes; the page has a column for each.

@@ -30,7 +30,7 @@ class Arm(Section):
 
 
 class Statement(Section):
-    """What was published, and the measured value that stands beside it.
+    """What was published, and the measured value that comes with it.
 
     As published: the whole interval lies beyond ``line`` in ``direction``; opposite: beyond ``opposite``, the other way.
     """
