@@ -32,7 +32,7 @@ PREMISE = (
     "published model that never saw filler, loses 2.3 % on stories, where uniform attention would lose 45.0 %."
 )
 VERDICT_COLUMNS = (
-    "model", "condition", "question attention, change", "under uniform attention", "heads below and above that",
+    "model", "condition", "question attention, change", "by the null alone", "heads that fall and rise by more than 5 %",
     "prompts",
 )  # fmt: skip
 
@@ -54,7 +54,7 @@ class ShownModel:
         ):
             try:
                 with explained([self.result]):
-                    found[name] = self.result.verdict(name, null="uniform")
+                    found[name] = self.result.verdict(name)
             except MemoryOptionError:
                 raise
             except (
@@ -315,13 +315,21 @@ def verdict_rows(shown: ShownModel) -> list[tuple[str, ...]]:
             model,
             name,
             percent_words(verdict.change),
-            percent(verdict.null.estimate),
-            f"{int(verdict.beyond.sum())} and {int(verdict.above.sum())} of {verdict.beyond.size}",
+            f"{percent(verdict.null.estimate)} ({verdict.null_kind})",
+            _falls_and_rises(verdict),
             str(verdict.n),
         )
         for name, verdict in shown.verdicts.items()
         if isinstance(verdict, Verdict)
     ]
+
+
+def _falls_and_rises(verdict: Verdict) -> str:
+    """How many heads are marked as falling, and how many as rising."""
+    large = np.ones_like(verdict.falls) if verdict.marked is None else verdict.marked
+    falls = int((verdict.falls & large).sum())
+    rises = int((verdict.rises & large).sum())
+    return f"{falls} and {rises} of {verdict.falls.size}"
 
 
 def captions(results: Seq[Result]) -> list[str]:

@@ -56,7 +56,7 @@ def test_several_models_have_their_verdicts_in_a_table(
     rows = [row.split("\t") for row in page.locator(".numbers tbody").inner_text().splitlines()]
     assert rows[0] == rows[1]
     verdict, words = (
-        slash_result.verdict("slash", null="uniform"),
+        slash_result.verdict("slash"),
         ma.render.verdict_words(slash_result),
     )
     model, condition, change, null, heads, count = rows[0]
@@ -66,8 +66,11 @@ def test_several_models_have_their_verdicts_in_a_table(
         str(verdict.n),
     )
     assert f"received by the question changes by {change} over" in words
-    assert null == percent(verdict.null.estimate)
-    assert heads == f"{verdict.beyond.sum()} and {verdict.above.sum()} of 32"
+    assert null == f"{percent(verdict.null.estimate)} (dilution)"
+    compared = slash_result.compare("slash")
+    marked = (compared.q_difference < 0.05) & (compared.change.abs() > 0.05)
+    falls, rises = ((marked & (sign * compared.change > 0)).sum() for sign in (-1, 1))
+    assert heads == f"{falls} and {rises} of 32"
     assert rows[2][2].startswith("no verdict, since"), "two prompts have no interval"
 
 

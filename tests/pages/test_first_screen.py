@@ -39,7 +39,7 @@ LESS = (-0.2, -0.22, -0.18)
 
 def test_the_rows_are_those_of_the_verdict(slash_result):
     (row,) = changes([ShownModel(slash_result)])
-    verdict = slash_result.verdict("slash", null="uniform")
+    verdict = slash_result.verdict("slash")
     assert row.condition == "slash"
     assert row.verdict.change == verdict.change
     assert row.verdict.null == verdict.null
