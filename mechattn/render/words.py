@@ -14,7 +14,7 @@ import xarray as xr
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast, Verdict
 from mechattn.contrast.first_token import first_token_words
-from mechattn.contrast.means import overall_mean
+from mechattn.contrast.means import over_units, overall_mean
 from mechattn.contrast.table import LARGER_THAN
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.result import Result, alike_words, units_of
@@ -222,9 +222,14 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
     units = units_of(result, result["sequences"].sizes["prompt"])
     has_halves = units.n >= 2 * FEWEST
     choosing, telling = units.halves() if has_halves else (None, None)
-    of_half = Contrast(_part(result, None, choosing), condition, segment=segment)
-    sizes = [abs(float(of_half.overall(layer)[0].estimate)) for layer in layers]
-    largest = layers[int(np.argmax(sizes))]
+    # All layers at once; a Contrast of each would copy the result thirty times.
+    received = result["received_attention"].received_by_segment.sel(segment=segment)
+    if has_halves:
+        received = received.isel(prompt=choosing)
+    head_means = received.mean("head")
+    ratios = np.log(head_means.sel(condition=condition) / head_means.sel(condition=BASELINE))
+    changes = np.expm1(over_units(result, ratios.transpose("prompt", "layer")).mean(0))
+    largest = layers[int(np.argmax(np.abs(changes)))]
     told = Contrast(_part(result, None, telling), condition, segment=segment)
     change = percent_words(told.overall(largest)[0])
     how = "chosen on one half of the prompts, told of the other"
