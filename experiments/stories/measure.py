@@ -56,7 +56,9 @@ def row(model, name: str, about: str, prompts: list, slash=SLASH, draws: int = D
         ma.analyses.HeadUpdates(),
     ]
     result = measured(model, prompts, slash, analyses)
-    verdict, sentence = result.verdict("slash"), result.verdict("sentence")
+    verdict = result.verdict("slash")
+    uniform = result.verdict("slash", null="uniform")
+    sentence = result.verdict("sentence")
     drawn = {
         kind: ma.run_random(model, prompts, {"slash": slash}, draws=draws, kind=kind)
         for kind in ("initialised", "shuffled")
@@ -64,13 +66,14 @@ def row(model, name: str, about: str, prompts: list, slash=SLASH, draws: int = D
     changes = [
         [draw.verdict("slash").change.estimate for draw in of_kind] for of_kind in drawn.values()
     ]
-    tables = [result.compare("slash", random=of_kind) for of_kind in drawn.values()]
+    tables = [result.compare("slash", random=of_kind, null="uniform") for of_kind in drawn.values()]
     initialised, shuffled = [(table.q_beyond < 0.05) & (table.q_random < 0.05) for table in tables]
     length = (result["sequences"].origin.sel(condition="baseline") >= 0).sum("pos").mean()
     attention = [
         f"{float(length):.0f}",
         interval(verdict.change),
         percent(verdict.null.estimate),
+        percent(uniform.null.estimate),
         *(f"{percent(min(of_kind))} to {percent(max(of_kind))}" for of_kind in changes),
         f"{int(initialised.sum())} of {len(initialised)}",
         f"{int((initialised & shuffled).sum())}",
@@ -116,7 +119,7 @@ def interval(change) -> str:
 
 
 ATTENTION = (
-    "model", "prompts", "tokens", "with “/”", "uniform attention", "initialised weights", "shuffled weights",
+    "model", "prompts", "tokens", "with “/”", "by dilution", "uniform attention", "initialised weights", "shuffled weights",
     "heads beyond uniform and initialised", "and beyond shuffled", "with a sentence",
 )  # fmt: skip
 HEADS = (
