@@ -203,9 +203,6 @@ class PairedStream:
             block[name] = column
         for name, column in beyond.items():
             block[f"beyond_{name}"] = column
-        if expected is None:
-            block["beyond_low"] = null
-            block["beyond_high"] = null
         if self.bags is not None:
             block["resampled"] = self.bags.means(d)
             block["tested"] = self.bags.means(tested)

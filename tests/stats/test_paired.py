@@ -187,16 +187,17 @@ def test_one_null_for_all_prompts_moves_the_intervals():
     np.testing.assert_allclose(ends(made, "beyond_"), np.array(ends(made)) - 0.1)
 
 
-def test_where_no_null_is_known_the_difference_is_tested():
-    d = drawn(24, 4, mean=0.3)
+@pytest.mark.parametrize("n", [9, 10, 19, 24])
+def test_where_no_null_is_known_the_difference_is_tested(n):
+    d = drawn(n, 4, mean=0.3)
     made, against_none = paired(d, None, resamples=999), paired(d, resamples=999)
     assert np.isnan([made.null, made.beyond, *ends(made, "beyond_")]).all()
     for name in ("difference", "effect_size", "p", "q", "detectable"):
         np.testing.assert_array_equal(getattr(made, name), getattr(against_none, name))
     np.testing.assert_array_equal(ends(made), ends(against_none))
-    assert np.isfinite(
-        [against_none.null, against_none.beyond, *ends(against_none, "beyond_")]
-    ).all()
+    known = [bool(np.isfinite(end).all()) for end in ends(made)]
+    assert known == [True, True, n >= 20, n >= 20, n >= 10, n >= 10]
+    assert np.isfinite([against_none.null, against_none.beyond]).all()
 
 
 @pytest.mark.parametrize("cells", [1, 2, 64])
