@@ -65,6 +65,35 @@ def budget_table(
     return pd.DataFrame(rows)
 
 
+def payers_and_causes(
+    result: Result, condition: str | None = None, layer: int | None = None
+) -> pd.DataFrame:
+    """See :meth:`mechattn.Result.attention_budget`."""
+    condition = result.condition(condition)
+    wide = budget_table(result, condition, layer)
+    sources = {"all": "change"} | {cause: cause for cause in known_causes(result, condition)}
+    rows = []
+    for row in wide.to_dict("records"):
+        for cause, column in sources.items():
+            rows.append(
+                {
+                    "payer": row["payer"],
+                    "cause": cause,
+                    "change": row[column],
+                    "change_low": row[f"{column}_low"],
+                    "change_high": row[f"{column}_high"],
+                }
+            )
+    table = pd.DataFrame(rows)
+    table.attrs = {
+        "condition": condition,
+        "layer": "all" if layer is None else layer,
+        "units": "points of 100",
+        "one_cause": str(result[NAME].attrs.get("one_cause", "")),
+    }
+    return table
+
+
 def by_layer(result: Result, values: xr.DataArray) -> Interval:
     """Means over heads and prompts of each layer, in points of 100, with 95 % t intervals over prompts."""
     interval = mean_over_prompts(result, values, ["head"])

@@ -79,16 +79,6 @@ def at_positions(
     return Positions(position, mean, low, high, moments.n[position])
 
 
-def uniform_at_positions(
-    dataset: xr.Dataset, quantity: str, at: dict[str, object], prompts: np.ndarray
-) -> np.ndarray:
-    """What uniform attention would give at each position, as the mean over prompts."""
-    name = quantity.replace("received", "received_uniform", 1)
-    if len(prompts) < dataset.sizes["prompt"]:
-        return dataset[f"{name}_per_prompt"].isel(prompt=prompts).mean("prompt").sel(at).values
-    return dataset[name].sel(at).values
-
-
 def choose_heads(
     result: Result,
     layer: int | None,

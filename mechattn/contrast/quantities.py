@@ -7,11 +7,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from math import prod
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xarray as xr
 
+from mechattn.axes import BASELINE
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.arrays import is_lazy
 from mechattn.results.result import Result, memory_bytes
@@ -220,19 +221,31 @@ def in_segment(variable: xr.DataArray, segment: str | None) -> xr.DataArray:
     return variable.sel(segment=segment)
 
 
-def by_layer(
-    result: Result, quantity: str, segment: str
-) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """The values [prompt, condition, layer, …] of a quantity with at most one number per head, unread, and its null."""
-    at, name = dataset_of(result, quantity)
-    null = result[at].get(f"{name}_uniform")
-    values = in_segment(result[at][name], segment)
-    others = set(values.dims) ^ {"prompt", "condition", "layer"}
-    if others - {"head", "block"}:
-        raise OptionError(
-            f"{quantity!r} has more than one number for each head ({', '.join(map(str, others))})"
-        )
-    return values, None if null is None else in_segment(null, segment)
+class LayerValues(NamedTuple):
+    """The values [prompt, condition, layer, …] of a quantity, unread, and those of its null, if there is one."""
+
+    values: xr.DataArray
+    null: xr.DataArray | None
+    null_kind: Null
+
+
+def by_layer(result: Result, quantity: str, segment: str, conditions: Seq[str]) -> LayerValues:
+    """The values of a quantity with at most one number per head: beside dilution, else uniform attention."""
+    dataset_name, name = dataset_of(result, quantity)
+    dataset = result[dataset_name]
+    values = in_segment(dataset[name], segment)
+    further = set(values.dims) ^ {"prompt", "condition", "layer"}
+    if further - {"head", "block"}:
+        words = ", ".join(map(str, further))
+        raise OptionError(f"{quantity!r} has more than one number for each head ({words})")
+
+    changed = [condition for condition in conditions if condition != BASELINE]
+    has = [has_dilution((result, condition), quantity, segment) for condition in changed]
+    null_kind: Null = "dilution" if has and all(has) else "uniform"
+    null_name = f"{name}_{null_kind}"
+    if null_name not in dataset:
+        return LayerValues(values, None, null_kind)
+    return LayerValues(values, in_segment(dataset[null_name], segment), null_kind)
 
 
 def chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.contrast.contrast import Contrast
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.markup import visible
 from mechattn.pages.embedded import packed_script, page_script, template
@@ -36,6 +37,7 @@ from mechattn.pages.lead_figures import CHANGING_MOST, Shown, lead_figures
 from mechattn.pages.page_data import check_memory, instrument, named_data
 from mechattn.pages.plain_table import plain_tables
 from mechattn.render.attention_figures import received_attention
+from mechattn.render.budget_figures import attention_budget, budget_rows
 from mechattn.render.figure_declaration import listed_or_chosen
 from mechattn.render.html_views import Script, View, check_page_place, in_script, save_page
 from mechattn.render.words import choice_words, model_caption, said
@@ -45,6 +47,11 @@ if TYPE_CHECKING:
     from mechattn.pages.widget import Browser
 
 Figures = Seq[tuple[Callable, Mapping[str, Any]]]
+DOTTED_MEANS = {
+    "dilution": "what the original tokens would receive if they kept their attention to each other (dilution; the same "
+    "share for all tokens of a segment)",
+    "uniform": "what uniform attention would give",
+}
 # The page of docs/concepts on each analysis.
 CONCEPTS = {
     "received-attention": ("received_attention", "attention_map"),
@@ -79,6 +86,9 @@ class Section:
     leads: bool = False  # stands open before the map
     made: Seq[tuple[str, str]] = ()
     citation: str = ""
+    rows_title: str = ""  # of a folded table
+    columns: Seq[str] = ()
+    rows: Seq[Seq[str]] = ()
 
     @property
     def names(self) -> list[str]:
@@ -307,16 +317,21 @@ def drawn_section(
             np.atleast_1d(options["layer"]).tolist(),
         )
         title += f", layer {', '.join(map(str, layers))}, {how}, condition “{shown}”"
-        notes = [_received_note(of[0], alone=shown == BASELINE)]
+        notes = [_received_note(of[0], shown)]
         top = options.get("top")
         if isinstance(top, int) and shown != BASELINE:
             notes += [choice_words(of[0], shown, layer, top) for layer in layers]
         note = " ".join(filter(None, notes))
     else:
         note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
+    table: dict[str, Any] = {}
+    if draw is attention_budget:
+        columns, rows = budget_rows(of[0], options.get("conditions"))
+        table = {"rows_title": "As a table: who pays, and why", "columns": columns, "rows": rows}
     return Section(
         title,
         note,
+        **table,
         says=said(figure),
         figure=in_script(figure.to_json()),
         height=int(figure.layout.height or 450),
@@ -325,27 +340,33 @@ def drawn_section(
     )
 
 
-def _received_note(result: Result, alone: bool) -> str:
+def _received_note(result: Result, condition: str) -> str:
+    """How to read lines of received attention."""
     options = result.provenance["analyses"]["received_attention"]
-    which = {"original": "the original tokens", "all": "all tokens"}.get(
-        options["queries"], f"the {options['queries']}"
-    )
+    query_words = {"original": "the original tokens", "all": "all tokens"}
+    queries = query_words.get(options["queries"], f"the {options['queries']}")
     self_too = " (its own position counts)" if options["include_self"] else ""
-    lines, beside = (
-        "Blue: the unchanged prompt; orange: with the inserted tokens. Top row: the original tokens, aligned; bottom "
-        "row: the whole sequence with the inserted span shaded.",
-        "Part of a fall is there by definition, as attention is positive and sums to 1",
+    sentences = [
+        f"Received attention of a key is the mean attention that {queries} after it pay to it{self_too}."
+    ]
+    if condition == BASELINE:
+        sentences += [
+            "Blue: the unchanged prompts; dotted: uniform attention.",
+            "A key's value falls with its position by definition, as fewer tokens come after it; compare with uniform "
+            "attention.",
+        ]
+    else:
+        null_kind = Contrast(result, condition).null_used
+        sentences += [
+            "Blue: the unchanged prompt; orange: with the inserted tokens. Top row: the original tokens, aligned; "
+            "bottom row: the whole sequence with the inserted span shaded.",
+            "Part of a fall is there by definition, as attention is positive and sums to 1; compare with the dotted "
+            f"line, {DOTTED_MEANS[null_kind]}.",
+        ]
+    sentences.append(
+        "Bands are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few prompts have are hidden."
     )
-    if alone:
-        lines = "Blue: the unchanged prompts; dotted: uniform attention."
-        beside = (
-            "A key's value falls with its position by definition, as fewer tokens come after it"
-        )
-    return (
-        f"Received attention of a key is the mean attention that {which} after it pay to it{self_too}. {lines} Bands "
-        f"are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few prompts have are hidden. "
-        f"{beside}; compare with uniform attention."
-    )
+    return " ".join(sentences)
 
 
 def view_section(view: View, title: str, note: str) -> Section:

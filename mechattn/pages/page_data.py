@@ -15,7 +15,14 @@ import xarray as xr
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import at_positions
-from mechattn.contrast.quantities import head_quantities, kept, layer_blocks, variable_of
+from mechattn.contrast.null_by_position import shares_by_position
+from mechattn.contrast.quantities import (
+    has_dilution,
+    head_quantities,
+    kept,
+    layer_blocks,
+    variable_of,
+)
 from mechattn.contrast.table import LARGER_THAN, marked
 from mechattn.contrast.table import table as of_contrast
 from mechattn.errors import MemoryOptionError, OptionError
@@ -23,7 +30,7 @@ from mechattn.markup import visible
 from mechattn.pages.embedded import kind_for, packed, squeezed
 from mechattn.pages.first_screen import ShownModel, captions
 from mechattn.render.html_views import prompt_tokens
-from mechattn.render.words import band_words, quantity_words
+from mechattn.render.words import NULL_NAMES, band_words, quantity_words
 from mechattn.results.result import Result, memory_bytes
 from mechattn.stats.resolution import RESAMPLES
 
@@ -157,10 +164,8 @@ def _changes(
     of: Result, reference: Result, quantity: str, condition: str, layers: list[int], heads: int
 ) -> dict[str, Any]:
     """Changes from the baseline with their intervals, the null's change, and the change beyond it."""
-    table = of_contrast(
-        Contrast(of, condition, quantity=quantity, other=reference, null="uniform"),
-        bootstrap_ends=False,
-    )
+    contrast = Contrast(of, condition, quantity=quantity, other=reference)
+    table = of_contrast(contrast, bootstrap_ends=False)
     table = table.assign(
         half=table.difference_high - table.difference, beyond_half=table.beyond_high - table.beyond
     )
@@ -169,6 +174,7 @@ def _changes(
     about = {
         "scale": str(table.scale.iloc[0]),
         "against": table.attrs["null"],
+        "null_name": NULL_NAMES[contrast.null_used],
         "margin": LARGER_THAN[str(table.scale.iloc[0])],
         "n": int(table.n.iloc[0]),
     }
@@ -192,7 +198,11 @@ def _square(table: Any, column: str, layers: list[int], heads: int) -> dict[str,
 
 
 def head_curves(result: Result) -> dict[str, Any]:
-    """Received attention of every head by original position in each condition, with its intervals and its null."""
+    """Received attention of every head by original position in each condition, with its intervals and its null.
+
+    ``shares`` has what dilution leaves of the baseline's line, by condition; where it has nothing, the null is uniform
+    attention, in ``null``.
+    """
     dataset = result.datasets.get(NAME)
     if dataset is None or "received_by_origin_variance" not in dataset:
         return {
@@ -209,8 +219,14 @@ def head_curves(result: Result) -> dict[str, Any]:
         .transpose("condition", "layer", "original_key")
         .values[..., :keys]
     )
+    shares = {}
+    for name in result.conditions:
+        if name != BASELINE and has_dilution((result, name), "received", "question"):
+            by_key = shares_by_position(result, name)[..., :keys]
+            shares[name] = packed(by_key, kind_for(by_key.size))
     kind = kind_for(mean[..., :keys].size)
     return {
+        "shares": shares,
         "mean": packed(mean[..., :keys], kind),
         "half": packed(half[..., :keys], kind),
         "n": packed(n[..., :keys], "u2"),

@@ -12,13 +12,9 @@ import xarray as xr
 
 from mechattn.axes import BASELINE, head_named
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.means import (
-    Positions,
-    at_positions,
-    choose_heads,
-    uniform_at_positions,
-)
-from mechattn.contrast.quantities import check_layer
+from mechattn.contrast.means import Positions, at_positions, choose_heads
+from mechattn.contrast.null_by_position import dilution_at_positions, uniform_at_positions
+from mechattn.contrast.quantities import Null, check_layer, values_of
 from mechattn.contrast.table import Ranking, Selection
 from mechattn.errors import OptionError
 from mechattn.render import draw
@@ -26,6 +22,7 @@ from mechattn.render.draw import SHADE, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import check_heads, listed_or_chosen
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import (
+    NULL_NAMES,
     band_words,
     change_words,
     count_words,
@@ -34,12 +31,16 @@ from mechattn.render.words import (
     percent,
     quantity_words,
     says,
-)  # fmt: skip
+)
 from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import ROUNDING
 
 NAME = "received_attention"
+DOTTED_WORDS = {
+    "dilution": "dotted: dilution (the original tokens keep their attention to each other; by segment)",
+    "uniform": "dotted: uniform attention",
+}
 
 
 @declare(NAME, report=[{}])
@@ -51,14 +52,16 @@ def received_attention(
     *,
     top: int | None = None,
     by: Ranking = "difference",
+    null: Null | None = None,
     one_based: bool = False,
 ) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
 
-    The top row shows the original tokens, aligned; the bottom row the whole sequence with the inserted span shaded.
-    Dotted lines are uniform attention, since part of the fall is there by definition. A result with only the baseline
-    gives one row with its null. Lines are means over prompts and bands pointwise 95 % t intervals, which end at 0. A
-    key is hidden if fewer than half of the prompts, or fewer than 10 of them (all, below 10 prompts), have it.
+    The top row shows the original tokens, aligned; the bottom row the whole sequence with the inserted span shaded. The
+    dotted line is dilution: what the original tokens would receive if they kept their attention to each other, by
+    segment. Where that is not known, and in the baseline alone, dotted lines are uniform attention. Lines are means over
+    prompts and bands pointwise 95 % t intervals, which end at 0. A key is hidden if fewer than half of the prompts, or
+    fewer than 10 of them (all, below 10 prompts), have it.
 
     Args:
         result: A result with received attention.
@@ -70,79 +73,117 @@ def received_attention(
             used ``positions="prompts"``.
         by: With ``top``: "beyond" chooses by the distance of the change from that of the null.
         condition: The condition in orange; by default the first that isn't the baseline, where there is one.
+        null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
-        OptionError: There is no such layer, head or condition, or heads cannot be chosen.
+        OptionError: There is no such layer, head, condition or null, or heads cannot be chosen.
     """
-    dataset, condition = result[NAME], result.shown_condition(condition)
-    alone = condition == BASELINE
-    layers: list[Any] = (
-        list(layer) if isinstance(layer, (list, tuple, range, np.ndarray)) else [layer]
-    )
-    shown, how = np.arange(dataset.sizes["prompt"]), "chosen by hand"
-    for one in layers:
-        if one is not None:
-            check_layer(one, dataset)
+    dataset = result[NAME]
+    condition = result.shown_condition(condition)
+    is_alone = condition == BASELINE
+    null_kind = _null_kind(result, [condition], null)
+    layers: list[Any] = [layer]
+    if isinstance(layer, (list, tuple, range, np.ndarray)):
+        layers = list(layer)
+    if not layers:
+        raise OptionError("layer=[] is empty; give at least one layer, or None for heads of any")
+    for number in layers:
+        if number is not None:
+            check_layer(number, dataset)
+
     listed, top = listed_or_chosen(heads, top)
-    Selection(
-        "half" if top else None, top, by if top or by != "difference" else None
-    )  # refuses what compare refuses
-    if top is not None:
-        units = units_of(result, len(shown))
+    prompts = np.arange(dataset.sizes["prompt"])
+    choosing = prompts
+    choice = "chosen by hand"
+    if top is None:
+        Selection(None, None, None if by == "difference" else by)  # refuses what compare refuses
+    else:
+        Selection("half", top, by)
+        units = units_of(result, len(prompts))
         units.refuse_below(2 * FEWEST, " for two halves", instead="")
-        chosen, shown = units.halves()
+        choosing, prompts = units.halves()
         largest = "changes" if by == "difference" else "changes relative to the null"
-        if alone:
+        if is_alone:
             largest = "distances from uniform attention"
-        how = f"with the largest {largest} in the other half of the prompts"
-    of_layers: dict[int, list[int]] = {}
-    for one in layers or [layer]:
-        some = (
-            _listed(listed, one, dataset)
-            if top is None
-            else choose_heads(result, one, top, condition, chosen, by)
-        )
-        for at, head in some:
-            of_layers.setdefault(at, []).append(head)
-    base = _Line(
-        "received_by_origin", BASELINE, "baseline" if alone else f"without {condition}", WITHOUT
-    )
-    aligned = _Line("received_by_origin", condition, f"with {condition}", WITH)
-    rows = [[base]] if alone else [[base, aligned], [aligned._replace(quantity="received")]]
-    panels = [
-        _Panel(result, one, head, f"Layer {one + one_based} head {head + one_based}", shown)
-        for one, some in of_layers.items()
-        for head in some
-    ]
-    figure = _by_position(panels, rows)
+        choice = f"with the largest {largest} in the other half of the prompts"
+
+    heads_of_layer: dict[int, list[int]] = {}
+    for number in layers:
+        if top is None:
+            named_heads = _listed(listed, number, dataset)
+        else:
+            named_heads = choose_heads(result, number, top, condition, choosing, by)
+        for head_layer, head in named_heads:
+            heads_of_layer.setdefault(head_layer, []).append(head)
+    panels = []
+    for head_layer, layer_heads in heads_of_layer.items():
+        for head in layer_heads:
+            title = f"Layer {head_layer + one_based} head {head + one_based}"
+            panels.append(_Panel(result, head_layer, head, title, prompts))
+
+    baseline_words = "baseline" if is_alone else f"without {condition}"
+    baseline_line = _Line("received_by_origin", BASELINE, baseline_words, WITHOUT)
+    aligned_line = _Line("received_by_origin", condition, f"with {condition}", WITH)
+    rows = [[baseline_line]]
+    if not is_alone:
+        rows = [[baseline_line, aligned_line], [aligned_line._replace(quantity="received")]]
+    figure = _by_position(panels, rows, null_kind)
+
     span = _inserted_span(result, condition)
     _shade(figure, span, condition, 2, "all")
-    where = "" if span or alone else "; inserted at positions that differ between prompts"
-    over = f"mean over {len(shown)} prompts, pointwise 95 % bands{band_words(result)}"
-    over += f"; dotted: uniform attention; heads {how}{where}"
-    over += "; each panel has its own vertical scale" * (len(panels) > 1)
-    draw.title(
-        figure, f"{model_caption(result)}: received attention", over, 400 if alone else 640, 125
-    )
-    return says(
-        figure, *(_in_words(result, condition, *of, shown, one_based) for of in of_layers.items())
-    )
+    small_print = [
+        f"mean over {len(prompts)} prompts, pointwise 95 % bands{band_words(result)}",
+        DOTTED_WORDS[null_kind],
+        f"heads {choice}",
+    ]
+    if span is None and not is_alone:
+        small_print.append("inserted at positions that differ between prompts")
+    if len(panels) > 1:
+        small_print.append("each panel has its own vertical scale")
+    heading = f"{model_caption(result)}: received attention"
+    draw.title(figure, heading, "; ".join(small_print), 400 if is_alone else 640, 125)
+    sentences = []
+    for head_layer, layer_heads in heads_of_layer.items():
+        sentence = _in_words(
+            result, condition, head_layer, layer_heads, prompts, null_kind, one_based
+        )
+        sentences.append(sentence)
+    return says(figure, *sentences)
+
+
+def _null_kind(result: Result, conditions: Seq[str], null: Null | None) -> Null:
+    """The null that lines by position show: that of the comparison of every condition, where it is known by position."""
+    if null not in (None, *DOTTED_WORDS):
+        raise OptionError(
+            f'null={null!r}: lines by position show "dilution" or "uniform"; result.compare has others'
+        )
+    changed = [name for name in conditions if name != BASELINE]
+    kinds = {Contrast(result, name, null=null).null_used for name in changed}
+    if null == "dilution" and changed:
+        for name in changed:
+            values_of(
+                result, name, "received", "question", "dilution"
+            )  # refuses where there is none
+    return "dilution" if kinds == {"dilution"} else "uniform"
 
 
 def _listed(heads: Seq[int | str], layer: int | None, dataset: xr.Dataset) -> list[tuple[int, int]]:
     """The listed heads with their layers; of any layer, they have to be named."""
+    head_count = dataset.sizes["head"]
     if layer is not None:
-        return [(layer, head) for head in check_heads(heads, dataset.sizes["head"], layer)]
-    named = list(filter(None, map(head_named, heads)))
-    if len(named) < len(heads) or not named:
+        return [(layer, head) for head in check_heads(heads, head_count, layer)]
+
+    named = [head_named(head) for head in heads]
+    pairs = [pair for pair in named if pair is not None]
+    if len(pairs) < len(heads) or not pairs:
         raise OptionError(
             f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]'
         )
-    for at in {at for at, _ in named}:
-        check_layer(at, dataset)
-        check_heads([head for of, head in named if of == at], dataset.sizes["head"])
-    return named
+    for layer_number in {pair[0] for pair in pairs}:
+        check_layer(layer_number, dataset)
+        check_heads([head for of_layer, head in pairs if of_layer == layer_number], head_count)
+    return pairs
 
 
 def _in_words(
@@ -151,23 +192,26 @@ def _in_words(
     layer: int,
     heads: Seq[int],
     prompts: np.ndarray,
+    null_kind: Null,
     one_based: bool,
 ) -> str:
     """The sentence on a layer; empty if there is no change to report."""
     listed = ", ".join(str(head + one_based) for head in heads)
-    which = f"layer {layer + one_based} {f'heads {listed} (mean)' if len(heads) > 1 else f'head {listed}'}"
-    of = f"Attention received by the question's tokens in {which}"
-    if condition == BASELINE:
-        at = (
-            result[NAME]
-            .sel(condition=BASELINE, layer=layer, segment="question")
-            .isel(prompt=prompts)
+    head_words = f"heads {listed} (mean)" if len(heads) > 1 else f"head {listed}"
+    start = f"Attention received by the question's tokens in layer {layer + one_based} {head_words}"
+    if condition != BASELINE:
+        change = change_words(
+            result, condition, layer=layer, heads=heads, prompts=prompts, null=null_kind
         )
-        mean = mean_words(result, at.received_by_segment.sel(head=list(heads)))
-        uniform = float(at.received_by_segment_uniform.mean())
-        return f"{of}: {mean}, {len(prompts)} prompts; uniform attention would give {uniform:.3g}."
-    change = change_words(result, condition, layer=layer, heads=heads, prompts=prompts)
-    return f"{of} with “{condition}”: {change}, {len(prompts)} prompts." if change else ""
+        if not change:
+            return ""
+        return f"{start} with “{condition}”: {change}, {len(prompts)} prompts."
+
+    baseline = result[NAME].sel(condition=BASELINE, layer=layer, segment="question")
+    baseline = baseline.isel(prompt=prompts)
+    mean = mean_words(result, baseline.received_by_segment.sel(head=list(heads)))
+    uniform = float(baseline.received_by_segment_uniform.mean())
+    return f"{start}: {mean}, {len(prompts)} prompts; uniform attention would give {uniform:.3g}."
 
 
 def _inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
@@ -206,6 +250,13 @@ class _Line(NamedTuple):
     colour: str
 
 
+class _NullLine(NamedTuple):
+    positions: np.ndarray
+    values: np.ndarray
+    label: str
+    colour: str
+
+
 @declare(NAME, compares=True)
 def received_by_model(
     results: Seq[Result] | Result,
@@ -213,11 +264,14 @@ def received_by_model(
     heads: Seq[int] | int | None = None,
     conditions: tuple[str, str] = ("slash", "sentence"),
     *,
+    null: Null | None = None,
     one_based: bool = False,
 ) -> go.Figure:
     """Plot received attention by position of the sequence under two conditions, for one head per model.
 
-    Dotted lines are uniform attention, blue if it is the same under both. Inserted spans are shaded.
+    Dotted lines are dilution: what the original tokens would receive if they kept their attention to each other, by
+    segment. Where that is not known they are uniform attention, blue if it is the same under both. Inserted spans are
+    shaded.
 
     Args:
         results: One result per model.
@@ -225,11 +279,12 @@ def received_by_model(
         heads: The head of each model, from 0; or one number for all. By default the one that changes most under the
             first condition, chosen on one half of each model's prompts; the figure then shows the other half.
         conditions: The two conditions, the first in orange and the second in green.
+        null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
-        OptionError: There is no such layer, head or condition, the numbers of heads and models differ, or a head cannot
-            be chosen.
+        OptionError: There is no such layer, head, condition or null, the numbers of heads and models differ, or a head
+            cannot be chosen.
     """
     results = [results] if isinstance(results, Result) else list(results)
     if heads is not None:
@@ -238,9 +293,15 @@ def received_by_model(
             raise OptionError(
                 f"heads={heads} for {len(results)} models: give one head per model, or one for all"
             )
+
     panels = []
+    null_kinds = set()
     for number, result in enumerate(results):
         check_layer(layer, result[NAME])
+        for name in conditions:
+            if name != BASELINE:
+                result.condition(name)  # refuses a name that the result does not have
+        null_kinds.add(_null_kind(result, conditions, null))
         prompts = np.arange(result[NAME].sizes["prompt"])
         if heads is None:
             choosing, prompts = units_of(result, len(prompts)).halves()
@@ -248,45 +309,51 @@ def received_by_model(
             head = chosen[0][1]
         else:
             (head,) = check_heads([heads[number]], result[NAME].sizes["head"], layer)
-        where = f"{model_caption(result)}<br>layer {layer + one_based} head {head + one_based}"
-        panels.append(_Panel(result, layer, head, where, prompts))
+        title = f"{model_caption(result)}<br>layer {layer + one_based} head {head + one_based}"
+        panels.append(_Panel(result, layer, head, title, prompts))
+
+    null_kind: Null = "dilution" if null_kinds == {"dilution"} else "uniform"
     lines = [
         _Line("received", name, name, colour)
         for name, colour in zip(conditions, (WITH, THIRD), strict=False)
     ]
-    figure = _by_position(panels, [lines])
+    figure = _by_position(panels, [lines], null_kind)
     for column, result in enumerate(results, 1):
         for span in {_inserted_span(result, name) for name in conditions}:
             _shade(figure, span, "inserted", 1, column)
+
     counts = ", ".join(sorted({str(len(panel.prompts)) for panel in panels}))
-    about = f"mean over {counts} prompts, bands: pointwise 95 % intervals{band_words(results[0])}; dotted: uniform"
+    bands = f"bands: pointwise 95 % intervals{band_words(results[0])}"
+    small_print = [f"mean over {counts} prompts, {bands}", DOTTED_WORDS[null_kind]]
     if heads is None:
-        about += "; the head with the largest change in the other half of the prompts"
-    draw.title(figure, f"{' and '.join(conditions)}: received attention", about, 450, 150)
+        small_print.append("the head with the largest change in the other half of the prompts")
+    heading = f"{' and '.join(conditions)}: received attention"
+    draw.title(figure, heading, "; ".join(small_print), 450, 150)
     sentences = []
     for panel in panels:
+        place = panel.title.replace("<br>", ", ")
         for name in conditions:
-            change = change_words(panel.result, name, layer, [panel.head], panel.prompts)
-            where = panel.title.replace("<br>", ", ")
+            change = change_words(
+                panel.result, name, layer, [panel.head], panel.prompts, null=null_kind
+            )
             if change:
-                sentences.append(f"{where}, “{name}”: {change}.")
+                sentences.append(f"{place}, “{name}”: {change}.")
     return says(figure, "Change of the attention received by the question's tokens.", *sentences)
 
 
-def _by_position(panels: list[_Panel], rows: list[list[_Line]]) -> go.Figure:
-    """A column for each head, with rows of lines over positions, their bands and uniform attention."""
+def _by_position(panels: list[_Panel], rows: list[list[_Line]], null_kind: Null) -> go.Figure:
+    """A column for each head, with rows of lines over positions, their bands and their null."""
     titles = [panel.title for panel in panels] + [""] * len(panels) * (len(rows) - 1)
     figure = draw.panels(titles, len(rows), vertical_spacing=0.16, horizontal_spacing=0.06)
     in_legend: set[str] = set()
     for column, panel in enumerate(panels, 1):
         for row, lines in enumerate(rows, 1):
-            positions = _lines_of_panel(figure, panel, lines, column, row, in_legend)
+            positions = _lines_of_panel(figure, panel, lines, null_kind, column, row, in_legend)
             _cut_first_token(figure, positions, lines, column, row)
     for row, lines in enumerate(rows, 1):
-        whole = lines[0].quantity == "received"
-        figure.update_xaxes(
-            title_text="position in the sequence" if whole else "original token position", row=row
-        )
+        is_whole = lines[0].quantity == "received"
+        words = "position in the sequence" if is_whole else "original token position"
+        figure.update_xaxes(title_text=words, row=row)
     figure.update_yaxes(title_text="attention received<br>(probability)", col=1)
     return figure.update_layout(hovermode="x unified")
 
@@ -295,41 +362,60 @@ def _lines_of_panel(
     figure: go.Figure,
     panel: _Panel,
     lines: list[_Line],
+    null_kind: Null,
     column: int,
     row: int,
     in_legend: set[str],
 ) -> list[Positions]:
-    """Draw the lines of one panel with their bands, and what uniform attention would give."""
-    dataset = panel.result[NAME]
+    """Draw the lines of one panel with their bands, and what the null would give."""
+    place = {"column": column, "row": row}
     positions = []
     nulls = []
-    for quantity, condition, label, colour in lines:
-        if condition != BASELINE:
-            panel.result.condition(condition)  # refuses a name that the result does not have
-        place: dict[str, object] = {"condition": condition, "layer": panel.layer}
-        means = at_positions(dataset, quantity, place | {"head": panel.head}, panel.prompts)
-        where = {"column": column, "row": row}
-        draw.line_and_band(figure, means, label, colour, legend=label not in in_legend, **where)
-        in_legend.add(label)
-        null = uniform_at_positions(dataset, quantity, place, panel.prompts)[means.at]
+    for line in lines:
+        cell = {"condition": line.condition, "layer": panel.layer, "head": panel.head}
+        means = at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
+        is_new = line.label not in in_legend
+        draw.line_and_band(figure, means, line.label, line.colour, legend=is_new, **place)
+        in_legend.add(line.label)
         positions.append(means)
-        nulls.append((means.at, null, f"uniform, {label}", colour))
+        null = _null_line(panel, line, null_kind, means)
+        if null is not None:
+            nulls.append(null)
 
-    first_at, first_null, *_ = nulls[0]
-    same_null = all(
-        len(null) == len(first_null) and np.allclose(null, first_null) for _, null, *_ in nulls
-    )
-    if len(nulls) > 1 and same_null:  # one line would hide the others
-        nulls = [(first_at, first_null, "uniform attention", WITHOUT)]
-    for at, null, label, colour in nulls:
-        style = {
-            "legendgroup": label,
-            "hovertemplate": "%{y:.4f}",
-            "showlegend": label not in in_legend,
-        }
-        draw.dotted(figure, at, null, label, colour, column=column, row=row, **style)
-        in_legend.add(label)
+    first, *others = nulls
+    same_null = all(np.array_equal(first.positions, null.positions) for null in others)
+    same_null = same_null and all(np.allclose(first.values, null.values) for null in others)
+    if others and null_kind == "uniform" and same_null:  # one line would hide the others
+        nulls = [first._replace(label="uniform attention", colour=WITHOUT)]
+    for null in nulls:
+        is_new = null.label not in in_legend
+        draw.dotted(
+            figure,
+            null.positions,
+            null.values,
+            null.label,
+            null.colour,
+            **place,
+            legendgroup=null.label,
+            hovertemplate="%{y:.4f}",
+            showlegend=is_new,
+        )
+        in_legend.add(null.label)
     return positions
+
+
+def _null_line(panel: _Panel, line: _Line, null_kind: Null, means: Positions) -> _NullLine | None:
+    """The null beside a line; the baseline is what dilution is made of, so it has none."""
+    if null_kind == "uniform":
+        cell = {"condition": line.condition, "layer": panel.layer}
+        values = uniform_at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
+        return _NullLine(means.at, values[means.at], f"uniform, {line.label}", line.colour)
+    if line.condition == BASELINE:
+        return None
+    values = dilution_at_positions(
+        panel.result, line.quantity, line.condition, panel.layer, panel.head, panel.prompts
+    )
+    return _NullLine(means.at, values[means.at], f"dilution, {line.label}", line.colour)
 
 
 def _cut_first_token(
@@ -367,12 +453,13 @@ def change_map(
     segment: str = "question",
     *,
     to: str = BASELINE,
+    null: Null | None = None,
 ) -> go.Figure:
-    """Map the change of a quantity relative to uniform attention by layer and head; dots mark q < 0.05.
+    """Map the change of a quantity relative to its null by layer and head; dots mark q < 0.05.
 
-    Orange means that it rose more, or fell less, than under uniform attention; blue that it fell further, or rose less.
-    Where uniform attention is not known, or predicts no change from ``to``, the map shows the change itself, and the
-    title says so. q is Benjamini-Hochberg over the map.
+    Orange means that it rose more, or fell less, than under the null; blue that it fell further, or rose less. Where no
+    null is known, or it predicts no change from ``to``, the map shows the change itself, and the title says so. q is
+    Benjamini-Hochberg over the map.
 
     Args:
         result: A result.
@@ -380,70 +467,99 @@ def change_map(
         quantity: The quantity, as for ``result.compare``.
         segment: The segment that it is about.
         to: The condition to compare with, such as a random sentence of as many tokens.
+        null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where that is not known.
     """
     condition = result.condition(condition)
-    table = Contrast(result, condition, to, quantity, segment, null="uniform").table()
+    contrast = Contrast(result, condition, to, quantity, segment, null=null)
+    table = contrast.table()
     if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
-    known = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"
-    known &= to == BASELINE or bool((table.null.abs() > ROUNDING).any())
-    column, what = (
-        ("beyond", "relative to uniform attention") if known else ("difference", "change")
-    )
-    low, high, q = f"{column}_low", f"{column}_high", table[f"q_{column}"]
+    has_null = bool(table.null.notna().any())
+    predicts_change = has_null and table.attrs["null"] != "no difference"
+    if to != BASELINE:
+        predicts_change = predicts_change and bool((table.null.abs() > ROUNDING).any())
+    null_name = NULL_NAMES[contrast.null_used]
+    column = "beyond" if predicts_change else "difference"
+    shown_words = f"relative to {null_name}" if predicts_change else "change"
+
     columns = {
         "shown": column,
         "change": "difference",
         "q": f"q_{column}",
-        "low": low,
-        "high": high,
+        "low": f"{column}_low",
+        "high": f"{column}_high",
     }
-    hover = f"{what} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
+    hover = f"{shown_words} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
-    bar = f"change of {quantity_words(quantity, segment)}{' beyond uniform attention' * known} ({table.scale.iloc[0]})"
-    figure = draw.head_map(table, columns, what, bar, hover)
-    resampled = table.attrs.get("resampled")
-    n = f"{count_words(result)}{f', tested by {resampled}' if resampled else ''}"
-    versus = f" relative to “{to}”" * (to != BASELINE)
-    note = (
-        f"“{condition}”{versus}; {int((q < 0.05).sum())} of {len(table)} heads at q < 0.05; n = {n}; "
-        f"{'against ' * known}{table.attrs['null']}"
-    )
-    note += " predicts no difference" * (not known and bool(table.null.notna().any()))
-    if table.attrs["smallest_q"] >= 0.05:
-        note += f"; too few prompts for any head to reach it (q ≥ {table.attrs['smallest_q']:.2g})"
-    if table.attrs["left_out"]:
-        note += f"; {len(table.attrs['left_out'])} heads left out (no ratio)"
-    relative = ", ".join(filter(None, [f"change{versus}", what if known else ""]))
-    relative = relative if versus else relative.replace(", ", " ")
-    heading = f"{model_caption(result)}: {quantity_words(quantity, segment)}, {relative}"
-    draw.title(figure, heading, note, draw.map_height(table), top=110)
-    return says(figure, _map_words(table, column, versus))
+    bar_words = f"change of {quantity_words(quantity, segment)}"
+    if predicts_change:
+        bar_words += f" beyond {null_name}"
+    bar_words += f" ({table.scale.iloc[0]})"
+    figure = draw.head_map(table, columns, shown_words, bar_words, hover)
+
+    versus = "" if to == BASELINE else f" relative to “{to}”"
+    small_print = _map_small_print(result, condition, table, column, versus)
+    what_changed = f"change{versus}"
+    if predicts_change:
+        what_changed += f", {shown_words}" if versus else f" {shown_words}"
+    heading = f"{model_caption(result)}: {quantity_words(quantity, segment)}, {what_changed}"
+    draw.title(figure, heading, small_print, draw.map_height(table), top=110)
+    return says(figure, _map_words(table, column, null_name, versus))
 
 
-def _map_words(table: pd.DataFrame, column: str, versus: str) -> str:
-    """The number of significant heads, and the head furthest from uniform attention (without it: most changed)."""
-    far = table.iloc[int(np.nanargmax(table[column].abs()))]
-    sure = f"{int((table[f'q_{column}'] < 0.05).sum())} of {len(table)} heads"
-    if table.scale.iloc[0] == "log-ratio":
-        value, low, high, null = map(
-            percent, (far.change, far.change_low, far.change_high, far.change_null)
-        )
-    else:
-        parts = (far.difference, far.difference_low, far.difference_high, far.null)
-        value, low, high, null = (f"{part:+.3f}".replace("-", "−") for part in parts)
-    head = f"L{far.layer:.0f}H{far['head']:.0f}: {value} [{low}, {high}]"
-    picked = (
-        f"; it was selected as the largest of {len(table)}, so its interval is too optimistic "
-        '(select="half" avoids this)'
-    ) * (len(table) > 1)  # fmt: skip
+def _map_small_print(
+    result: Result, condition: str, table: pd.DataFrame, column: str, versus: str
+) -> str:
+    """How many heads are significant, of how many prompts, and against what."""
+    count = count_words(result)
+    if "resampled" in table.attrs:
+        count += f", tested by {table.attrs['resampled']}"
+    significant = int((table[f"q_{column}"] < 0.05).sum())
+    against = table.attrs["null"]
     if column == "beyond":
-        times = (
-            f" ({np.exp(far.beyond):.2f} × uniform)" if table.scale.iloc[0] == "log-ratio" else ""
+        against = f"against {against}"
+    elif table.null.notna().any():
+        against += " predicts no difference"
+    parts = [
+        f"“{condition}”{versus}",
+        f"{significant} of {len(table)} heads at q < 0.05",
+        f"n = {count}",
+        against,
+    ]
+    smallest_q = table.attrs["smallest_q"]
+    if smallest_q >= 0.05:
+        parts.append(f"too few prompts for any head to reach it (q ≥ {smallest_q:.2g})")
+    if table.attrs["left_out"]:
+        parts.append(f"{len(table.attrs['left_out'])} heads left out (no ratio)")
+    return "; ".join(parts)
+
+
+def _map_words(table: pd.DataFrame, column: str, null_name: str, versus: str) -> str:
+    """The number of significant heads, and the head furthest from the null (without it: most changed)."""
+    largest = table.iloc[int(np.nanargmax(table[column].abs()))]
+    is_ratio = table.scale.iloc[0] == "log-ratio"
+    if is_ratio:
+        names = ("change", "change_low", "change_high", "change_null")
+        change, low, high, null_change = (percent(largest[name]) for name in names)
+    else:
+        names = ("difference", "difference_low", "difference_high", "null")
+        change, low, high, null_change = (
+            f"{largest[name]:+.3f}".replace("-", "−") for name in names
         )
-        found = (
-            f"{sure} differ from uniform attention at q < 0.05. The largest difference is in {head}"
+    head = f"L{largest.layer:.0f}H{largest['head']:.0f}: {change} [{low}, {high}]"
+    picked = ""
+    if len(table) > 1:
+        picked = (
+            f"; it was selected as the largest of {len(table)}, so its interval is too optimistic "
+            '(select="half" avoids this)'
         )
-        return f"{found}, under uniform attention {null}{times}{picked}."
+    significant = int((table[f"q_{column}"] < 0.05).sum())
+    count = f"{significant} of {len(table)} heads"
+    if column == "beyond":
+        times = f" ({np.exp(largest.beyond):.2f} × {null_name})" if is_ratio else ""
+        return (
+            f"{count} differ from {null_name} at q < 0.05. The largest difference is in {head}, "
+            f"under {null_name} {null_change}{times}{picked}."
+        )
     null = "" if versus else f"; {table.attrs['null']}"
-    return f"{sure} changed{versus} at q < 0.05{null}. The largest change is in {head}{picked}."
+    return f"{count} changed{versus} at q < 0.05{null}. The largest change is in {head}{picked}."

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.budget_table import (
+    CAUSES,
     NAME,
     budget_table,
     busiest_layer,
@@ -225,6 +226,26 @@ def _share_range(figure: go.Figure, count: int) -> None:
     for column in range(3, count + 2):
         first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
         figure.update_yaxes(matches=first_axis, row=2, col=column)
+
+
+def budget_rows(
+    result: Result, conditions: Seq[str] | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """The columns and rows of the budget as a table of words: a row a condition and payer, a column a cause."""
+    shown = result.conditions[1:] if conditions is None else list(conditions)
+    words = CAUSE_WORDS | (ONE_CAUSE if result[NAME].attrs.get("one_cause") else {})
+    causes = [cause for cause in CAUSES if any(cause in known_causes(result, c) for c in shown)]
+    columns = ["condition", "payer", "without", "with", "change (points of 100)"]
+    columns += [f"by {words[cause]}" for cause in causes]
+    rows = []
+    for condition in shown:
+        for _, payer in budget_table(result, condition).iterrows():
+            row = [condition, PAYER_WORDS[payer.payer]]
+            row += [_points(payer, "baseline", signed=False), _points(payer, "value", signed=False)]
+            row.append(_points(payer, "change"))
+            row += [_points(payer, cause) if cause in payer else "–" for cause in causes]
+            rows.append(row)
+    return columns, rows
 
 
 def budget_words(result: Result, condition: str) -> str:

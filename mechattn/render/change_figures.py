@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.contrast import Contrast, Verdict
+from mechattn.contrast.quantities import NULLS, Null
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.attention_figures import NAME
 from mechattn.render.draw import OTHERS, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import (
+    NULL_NAMES,
     beside_null,
     count_words,
     heads_words,
@@ -26,6 +29,20 @@ from mechattn.render.words import (
     says,
 )
 from mechattn.results.result import Result
+from mechattn.stats.intervals import Interval
+
+
+class _Change(NamedTuple):
+    """The relative change of a condition, that under its null, and which null that is."""
+
+    condition: str
+    change: Interval
+    null_change: Interval | None
+    null_kind: Null
+
+    @property
+    def words(self) -> str:
+        return f"{self.condition}: {beside_null(self.change, self.null_change, self.null_kind)}"
 
 
 @declare(compares=True, report=[{}])
@@ -38,6 +55,7 @@ def changes(
     *,
     to: str = BASELINE,
     over: str = "",
+    null: Null | None = None,
 ) -> go.Figure:
     """Plot the change of a quantity by condition, or over the values of a swept option, with 95 % intervals and nulls.
 
@@ -52,61 +70,98 @@ def changes(
         layer: One layer; the mean over all by default.
         to: The condition to compare with, such as a random sentence of as many tokens.
         over: The swept option on the horizontal axis, such as "count"; each combination of other options gives a line.
+        null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where that is not known for
+            all conditions.
 
     Raises:
         OptionError: There is no such condition, or none that is named after the option; or one inserts another number
             of tokens than ``to``.
     """
-    others = [name for name in result.conditions[1:] if name != to]
-    names = list((others or [result.condition()]) if conditions is None else conditions)
+    if conditions is None:
+        conditions = [name for name in result.conditions[1:] if name != to]
+        conditions = conditions or [result.condition()]
+    names = list(conditions)
     lines = _swept(names, over) if over else {"": {name: name for name in names}}
-    figure, said, mode = draw.panels(), [], "lines+markers" if over else "markers"
-    for (words, named), colour in zip(lines.items(), cycle((WITH, *OTHERS)), strict=False):
-        found = [
-            Contrast(result, n, to, quantity, segment, null="uniform").overall(layer)
-            for n in named.values()
-        ]
-        numeric = bool(over) and all(value.lstrip("-").isdigit() for value in named)
-        start = [(0.0, 0.0, 0.0)] * (
-            numeric and to == BASELINE
-        )  # nothing inserted, so nothing changed
-        x = [0] * len(start) + list(map(int, named) if numeric else named)
-        ends = 100 * np.array([*start, *(change for change, _ in found)], dtype=np.float64).T
-        label = words or (quantity if over else "measured")
+    null = _common_null(result, lines, to, quantity, segment, null)
+
+    figure = draw.panels()
+    mode = "lines+markers" if over else "markers"
+    sentences = []
+    for (line_words, conditions_by_value), colour in zip(lines.items(), cycle((WITH, *OTHERS))):
+        line_changes = []
+        for condition in conditions_by_value.values():
+            contrast = Contrast(result, condition, to, quantity, segment, null=null)
+            change, null_change = contrast.overall(layer)
+            line_changes.append(_Change(condition, change, null_change, contrast.null_used))
+
+        x: list[int | str] = list(conditions_by_value)
+        ends: list[Seq[Any]] = [change.change for change in line_changes]
+        null_ends = [change.null_change for change in line_changes]
+        null_y = [100 * float(end.estimate) for end in null_ends if end is not None]
+        has_null = len(null_y) == len(null_ends)
+        if over and all(value.lstrip("-").isdigit() for value in conditions_by_value):
+            x = [int(value) for value in conditions_by_value]
+            if to == BASELINE:  # nothing inserted, so nothing changed
+                x = [0, *x]
+                ends = [(0.0, 0.0, 0.0), *ends]
+                null_y = [0.0, *null_y]
         draw.points(
             figure,
             x,
-            ends,
-            label,
+            100 * np.array(ends, dtype=np.float64).T,
+            line_words or (quantity if over else "measured"),
             colour,
             mode=mode,
             hovertemplate="%{x}: %{y:.1f} %<extra></extra>",
         )
-        nulls = [null for _, null in found if null is not None]
-        if len(nulls) == len(found):
-            y = [0.0] * len(start) + [100 * float(null.estimate) for null in nulls]
-            null_name = "uniform attention" + (f", {words}" if words and len(lines) > 1 else "")
+        if has_null:
+            null_name = NULL_NAMES[line_changes[0].null_kind]
+            if line_words and len(lines) > 1:
+                null_name += f", {line_words}"
+            hover = f"%{{x}}, {null_name}: %{{y:.1f}} %<extra></extra>"
             if over:
-                draw.dotted(figure, x, y, null_name, colour, mode=mode)
+                draw.dotted(figure, x, null_y, null_name, colour, mode=mode, hovertemplate=hover)
             else:
                 marker = dict(symbol="line-ew", size=18, line=dict(width=2, color=WITHOUT))
-                figure.add_scatter(x=x, y=y, mode=mode, name=null_name, marker=marker)
-        shown = list(zip(named.values(), found, strict=True))[
-            -1 if over else 0 :
-        ]  # of a sweep the last
-        said.append("; ".join(f"{name}: {beside_null(*change)}" for name, change in shown) + ".")
-    where = (
-        "mean over layers and heads" if layer is None else f"mean over the heads of layer {layer}"
-    )
-    note = f"{where}; n = {count_words(result)}; bars: 95 % t intervals of the log-ratio of each prompt's mean"
-    what = quantity_words(quantity, segment) + f" relative to “{to}”" * (to != BASELINE)
+                figure.add_scatter(
+                    x=x, y=null_y, mode=mode, name=null_name, marker=marker, hovertemplate=hover
+                )
+        told = line_changes[-1:] if over else line_changes  # of a sweep the last
+        sentences.append("; ".join(change.words for change in told) + ".")
+
+    what = quantity_words(quantity, segment)
+    if to != BASELINE:
+        what += f" relative to “{to}”"
+    heads = "mean over layers and heads"
+    if layer is not None:
+        heads = f"mean over the heads of layer {layer}"
+    bars = "bars: 95 % t intervals of the log-ratio of each prompt's mean"
+    heading = f"{model_caption(result)}: change of {what}"
+    if over:
+        heading += f", by {over}"
     draw.rule(figure, y=0)
-    draw.title(
-        figure, f"{model_caption(result)}: change of {what}{f', by {over}' * bool(over)}", note, 440
-    )
+    draw.title(figure, heading, f"{heads}; n = {count_words(result)}; {bars}", 440)
     figure.update_yaxes(title_text=f"change of {what} (%)", nticks=8)
     figure.update_xaxes(title_text="inserted tokens" if over == "count" else over or None)
-    return says(figure, *said)
+    return says(figure, *sentences)
+
+
+def _common_null(
+    result: Result,
+    lines: Mapping[str, Mapping[str, str]],
+    to: str,
+    quantity: str,
+    segment: str,
+    null: Null | None,
+) -> Null | None:
+    """The null of all conditions of a figure: the default where all have it, else uniform attention."""
+    if null is not None:
+        return null
+    kinds = set()
+    for conditions in lines.values():
+        for condition in conditions.values():
+            kinds.add(Contrast(result, condition, to, quantity, segment).null_used)
+    return None if len(kinds) == 1 else "uniform"
 
 
 def _swept(names: Seq[str], option: str) -> dict[str, dict[str, str]]:
@@ -116,8 +171,8 @@ def _swept(names: Seq[str], option: str) -> dict[str, dict[str, str]]:
         parts = name.split(", ")
         swept = [part for part in parts if part.startswith(f"{option}=")]
         if swept:
-            others = ", ".join(part for part in parts if part not in swept)
-            lines.setdefault(others, {})[swept[0].removeprefix(f"{option}=")] = name
+            rest = ", ".join(part for part in parts if part not in swept)
+            lines.setdefault(rest, {})[swept[0].removeprefix(f"{option}=")] = name
     if not lines:
         raise OptionError(
             f"no condition of this result is named {option}=…; run it with conditions=ma.sweep(…)"
@@ -127,9 +182,13 @@ def _swept(names: Seq[str], option: str) -> dict[str, dict[str, str]]:
 
 @declare(NAME, compares=True)
 def verdicts(
-    results: Seq[Result] | Result, condition: str | None = None, segment: str = "question"
+    results: Seq[Result] | Result,
+    condition: str | None = None,
+    segment: str = "question",
+    *,
+    null: Null | None = None,
 ) -> go.Figure:
-    """Plot the change of a segment's attention in several models beside what uniform attention would do, one row each.
+    """Plot the change of a segment's attention in several models beside that under the null, one row each.
 
     The number is that of ``result.verdict``: the change of the mean over all layers and heads, with its 95 % interval.
 
@@ -137,6 +196,8 @@ def verdicts(
         results: Results of several models, or several results of one, in the order shown.
         condition: The condition of all of them; by default the first of each that isn't the baseline.
         segment: A segment that every prompt has.
+        null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where one of the results has
+            no dilution.
 
     Raises:
         OptionError: There are no results, no such condition or segment, or fewer than 3 prompts.
@@ -145,16 +206,21 @@ def verdicts(
     if not results:
         raise OptionError("results=[] is empty; give at least one result with received attention")
     names = [result.condition(condition) for result in results]
+    if null is None:
+        kinds = {
+            Contrast(result, name, segment=segment).null_used
+            for result, name in zip(results, names, strict=True)
+        }
+        null = "dilution" if kinds == {"dilution"} else "uniform"
     found = [
-        result.verdict(name, segment, null="uniform")
+        result.verdict(name, segment, null=null)
         for result, name in zip(results, names, strict=True)
     ]
-    words = _rows(results, names)
-    change, null = (
-        100 * np.array(of, dtype=np.float64)
-        for of in zip(*((one.change, one.null) for one in found))
-    )
-    figure, rows = draw.panels(), np.arange(len(found))
+
+    change = 100 * np.array([verdict.change for verdict in found], dtype=np.float64)
+    null_change = 100 * np.array([verdict.null for verdict in found], dtype=np.float64)
+    rows = np.arange(len(found))
+    figure = draw.panels()
     for row, value in enumerate(change[:, 0]):
         line = dict(color=faint(WITH, 0.35), width=14)
         figure.add_scatter(
@@ -162,48 +228,67 @@ def verdicts(
         )
     draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True)
     figure.add_scatter(
-        x=null[:, 0], y=rows, name="if every head attended uniformly", mode="markers",
+        x=null_change[:, 0],
+        y=rows,
+        name=NULLS[null],
+        mode="markers",
         marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3),
-    )  # fmt: skip
-    low, high = min(0, change.min(), null.min()), max(0, change.max(), null.max())
-    for ends, shift in (
-        (change, 17),
-        (null, -17),
-    ):  # above or below what they say, clear of the rule at 0
-        for row, value in enumerate(ends[:, 0].round(3)):
-            near = abs(value) < 0.2 * (high - low)
-            anchor = ("left" if value > 0 else "right") if near else "center"
-            where: dict[str, Any] = dict(xanchor=anchor, yshift=shift, showarrow=False)
-            figure.add_annotation(x=value, y=row, text=percent(value / 100), **where)
+        hovertemplate=f"{NULLS[null]}: %{{x:.1f}} %<extra></extra>",
+    )
+
+    low = min(0, change.min(), null_change.min())
+    high = max(0, change.max(), null_change.max())
+    # Numbers stand above or below what they say, clear of the rule at 0.
+    for column, shift in ((change, 17), (null_change, -17)):
+        for row, value in enumerate(column[:, 0].round(3)):
+            anchor = "center"
+            if abs(value) < 0.2 * (high - low):
+                anchor = "left" if value > 0 else "right"
+            figure.add_annotation(
+                x=value,
+                y=row,
+                text=percent(value / 100),
+                xanchor=anchor,
+                yshift=shift,
+                showarrow=False,
+            )
     draw.rule(figure, x=0)
-    one = f" with “{names[0]}”" if len(set(names)) == 1 else ""
-    counts = " or ".join(dict.fromkeys(map(count_words, results)))
+
+    heading = f"Change of {quantity_words('received', segment)}"
+    if len(set(names)) == 1:
+        heading += f" with “{names[0]}”"
+    counts = " or ".join(dict.fromkeys(count_words(result) for result in results))
     note = f"mean over all layers and heads; {counts}"
-    draw.title(
-        figure,
-        f"Change of {quantity_words('received', segment)}{one}",
-        note,
-        200 + 64 * len(found),
-        top=120,
-    )
-    room = [
-        (0.22 if end else 0.06) * (high - low) for end in (low, high)
-    ]  # for the words at the outermost points
-    what = "change of attention<br>received (%)"
-    figure.update_xaxes(nticks=8, title_text=what, range=[low - room[0], high + room[1]])
-    labels = [word.replace(" (", "<br>(", 1) for word in words]
+    draw.title(figure, heading, note, 200 + 64 * len(found), top=120)
+    # Room for the words at the outermost points.
+    left = (0.22 if low else 0.06) * (high - low)
+    right = (0.22 if high else 0.06) * (high - low)
+    axis_words = "change of attention<br>received (%)"
+    figure.update_xaxes(nticks=8, title_text=axis_words, range=[low - left, high + right])
+    row_words = _rows(results, names)
+    labels = [words.replace(" (", "<br>(", 1) for words in row_words]
     figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(found) - 0.5, -0.8])
-    pairs = zip(words, found, strict=True)
-    return says(
-        figure, *(f"{row}: {beside_null(v.change, v.null)}. {heads_words(v)}." for row, v in pairs)
-    )
+    sentences = [
+        _row_sentence(words, verdict) for words, verdict in zip(row_words, found, strict=True)
+    ]
+    return says(figure, *sentences)
+
+
+def _row_sentence(words: str, verdict: Verdict) -> str:
+    """A row of the figure of verdicts in words."""
+    change = beside_null(verdict.change, verdict.null, verdict.null_kind)
+    return f"{words}: {change}. {heads_words(verdict)}."
 
 
 def _inserted(result: Result, condition: str) -> str:
     """How many tokens a condition inserts, in words; the range over prompts."""
-    each = (result["sequences"].origin.sel(condition=condition) == -1).sum("pos").values
-    low, high = int(each.min()), int(each.max())
-    return f"{low} tokens inserted" if low == high else f"{low} to {high} tokens inserted"
+    is_inserted = result["sequences"].origin.sel(condition=condition) == -1
+    counts = is_inserted.sum("pos").values
+    low = int(counts.min())
+    high = int(counts.max())
+    if low == high:
+        return f"{low} tokens inserted"
+    return f"{low} to {high} tokens inserted"
 
 
 def _rows(results: Seq[Result], conditions: Seq[str]) -> list[str]:
@@ -214,7 +299,9 @@ def _rows(results: Seq[Result], conditions: Seq[str]) -> list[str]:
     counts = [_inserted(result, name) for result, name in zip(results, conditions, strict=True)]
     if len(set(counts)) > 1:  # what takes more tokens takes more attention
         words = [f"{row}, {count}" for row, count in zip(words, counts, strict=True)]
-    return [
-        f"{row}, result {words[: i + 1].count(row)}" if words.count(row) > 1 else row
-        for i, row in enumerate(words)
-    ]
+    numbered = []
+    for index, row in enumerate(words):
+        if words.count(row) > 1:
+            row = f"{row}, result {words[: index + 1].count(row)}"
+        numbered.append(row)
+    return numbered

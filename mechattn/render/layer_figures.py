@@ -9,14 +9,15 @@ import numpy as np
 import plotly.graph_objects as go
 import xarray as xr
 
+from mechattn.axes import BASELINE
 from mechattn.contrast.means import mean_over_prompts
+from mechattn.contrast.quantities import NULLS, Null, check_condition, in_parts
 from mechattn.contrast.quantities import by_layer as values_by_layer
-from mechattn.contrast.quantities import check_condition, in_parts
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import figure as declare
-from mechattn.render.words import count_words, mean_words, model_caption, says
+from mechattn.render.words import NULL_NAMES, count_words, mean_words, model_caption, says
 from mechattn.results.result import Result
 
 _WORDS = {
@@ -48,7 +49,8 @@ def heads_by_layer(
     """Plot one number per head by layer, one panel per condition: a strip of points, sorted within each layer.
 
     Heads of different layers are unrelated, so no line joins them. Hover for the head, its mean over prompts and its
-    95 % interval. The dotted line is uniform attention, if that is a null. (R. Claus, captions of figures 4 to 6.)
+    95 % interval. The dotted line is the null, if there is one: dilution (mean over heads) or uniform attention. (R.
+    Claus, captions of figures 4 to 6.)
 
     Args:
         result: A result with ``AttentionFocus``, or another analysis with one number per head.
@@ -60,23 +62,24 @@ def heads_by_layer(
         OptionError: There is no such quantity, segment or condition, or the quantity has no heads.
     """
     names = _names(result, conditions)
-    variable, null = values_by_layer(result, quantity, segment)
+    variable, null, null_kind = values_by_layer(result, quantity, segment, names)
     if "head" not in variable.dims:
         raise OptionError(f"{quantity!r} has no heads; use by_layer")
     figure = draw.panels(names, shared_yaxes=True, horizontal_spacing=0.04)
     for column, (name, colour) in enumerate(draw.of_conditions(names), 1):
         _strips(figure, result, variable.sel(condition=name), name, colour, column)
         draw.rule(figure, y=0, column=column)
-        if null is not None:
-            _null_line(figure, result, null.sel(condition=name), colour, column)
+        if null is not None and _is_apart(name, null_kind):
+            _null_line(figure, result, null.sel(condition=name), null_kind, colour, column)
     note = _note(
         variable,
         segment,
         null,
+        null_kind,
         f"n = {count_words(result)}; a point per head, sorted within each layer",
     )
     draw.title(figure, f"{model_caption(result)}: {_words(quantity)}, every head", note, 460)
-    return _with_axes(figure, result, quantity, variable, null, names)
+    return _with_axes(figure, result, quantity, variable, null, null_kind, names)
 
 
 @declare(
@@ -85,7 +88,7 @@ def heads_by_layer(
 def by_layer(
     result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None
 ) -> go.Figure:
-    """Plot the mean over heads by layer, one line per condition, with 95 % intervals and the uniform null (dotted).
+    """Plot the mean over heads by layer, one line per condition, with 95 % intervals and their null (dotted).
 
     Args:
         result: A result.
@@ -97,7 +100,7 @@ def by_layer(
         OptionError: There is no such quantity, segment or condition.
     """
     names = _names(result, conditions)
-    variable, null = values_by_layer(result, quantity, segment)
+    variable, null, null_kind = values_by_layer(result, quantity, segment, names)
     found = {
         name: in_parts(variable.sel(condition=name), "prompt", result.memory) for name in names
     }
@@ -110,14 +113,13 @@ def by_layer(
         one = variable if panel is None else variable.sel(block=panel)
         for name, colour in draw.of_conditions(names):
             _line(figure, result, one.sel(condition=name), name, colour, column)
-            if null is not None:
-                _null_line(figure, result, null.sel(condition=name), colour, column)
+            if null is not None and _is_apart(name, null_kind):
+                _null_line(figure, result, null.sel(condition=name), null_kind, colour, column)
     heads = "mean over heads; " if "head" in variable.dims else ""
-    note = _note(
-        variable, segment, null, f"{heads}n = {count_words(result)}; bands: 95 % intervals"
-    )
+    counts = f"{heads}n = {count_words(result)}; bands: 95 % intervals"
+    note = _note(variable, segment, null, null_kind, counts)
     draw.title(figure, f"{model_caption(result)}: {_words(quantity)} by layer", note, 440)
-    return _with_axes(figure, result, quantity, variable, null, names)
+    return _with_axes(figure, result, quantity, variable, null, null_kind, names)
 
 
 @declare(_AFFINE, compares=True, report=[{}])
@@ -182,26 +184,46 @@ def _bars(
     )
 
 
+def _is_apart(condition: str, null_kind: Null) -> bool:
+    """Whether the null of a condition is another line: the baseline is its own dilution."""
+    return condition != BASELINE or null_kind != "dilution"
+
+
 def _null_line(
-    figure: go.Figure, result: Result, null: xr.DataArray, colour: str, column: int
+    figure: go.Figure,
+    result: Result,
+    null: xr.DataArray,
+    null_kind: Null,
+    colour: str,
+    column: int,
 ) -> None:
-    """The value under uniform attention in each layer, dotted."""
-    mean = mean_over_prompts(result, null).estimate
-    style: dict[str, Any] = dict(showlegend=False, hovertemplate="uniform: %{y:.3f}<extra></extra>")
-    draw.dotted(figure, null.layer.values, mean, "uniform", colour, column=column, **style)
+    """The value under the null in each layer, mean over heads, dotted."""
+    over = ["head"] if "head" in null.dims else []
+    mean = mean_over_prompts(result, null, over).estimate
+    name = NULL_NAMES[null_kind]
+    style: dict[str, Any] = dict(
+        showlegend=False, hovertemplate=f"{name}: %{{y:.3f}}<extra></extra>"
+    )
+    draw.dotted(figure, null.layer.values, mean, name, colour, column=column, **style)
 
 
-def _note(variable: xr.DataArray, segment: str, null: xr.DataArray | None, words: str) -> str:
+def _note(
+    variable: xr.DataArray,
+    segment: str,
+    null: xr.DataArray | None,
+    null_kind: Null,
+    words: str,
+) -> str:
     """The small print: the segment, what is shown, and the null or why there is none."""
-    of, why = (
-        f"{segment} tokens; " if "segment" in variable.coords else "",
-        variable.attrs.get("no_null"),
-    )
-    return (
-        of
-        + words
-        + ("; dotted: uniform attention" if null is not None else f"; no null: {why}" * bool(why))
-    )
+    parts = [words]
+    if "segment" in variable.coords:
+        parts.insert(0, f"{segment} tokens")
+    why = variable.attrs.get("no_null")
+    if null is not None:
+        parts.append(f"dotted: {NULLS[null_kind]}")
+    elif why:
+        parts.append(f"no null: {why}")
+    return "; ".join(parts)
 
 
 def _with_axes(
@@ -210,14 +232,16 @@ def _with_axes(
     quantity: str,
     variable: xr.DataArray,
     null: xr.DataArray | None,
+    null_kind: Null,
     names: Seq[str],
 ) -> go.Figure:
     """The figure with titles of its axes, and its sentence: the mean of each condition with its null."""
 
     def beside(name: str) -> str:
-        if null is None:
+        if null is None or not _is_apart(name, null_kind):
             return ""
-        return f" (uniform attention: {mean_words(result, null.sel(condition=name)).partition(' ')[0]})"
+        mean = mean_words(result, null.sel(condition=name)).partition(" ")[0]
+        return f" ({NULL_NAMES[null_kind]}: {mean})"
 
     parts = [
         f"{name} {mean_words(result, variable.sel(condition=name))}{beside(name)}" for name in names

@@ -15,10 +15,17 @@ from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast, Verdict
 from mechattn.contrast.first_token import first_token_words
 from mechattn.contrast.means import over_units, overall_mean
+from mechattn.contrast.quantities import Null
 from mechattn.contrast.table import LARGER_THAN
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.results.result import Result, alike_words, units_of
 from mechattn.stats.intervals import FEWEST, Interval
+
+NULL_NAMES: dict[Null, str] = {
+    "dilution": "dilution",
+    "uniform": "uniform attention",
+    "blind": "attention by position alone",
+}
 
 
 def quantity_words(quantity: str, segment: str) -> str:
@@ -82,25 +89,32 @@ def mean_words(result: Result, values: xr.DataArray) -> str:
 
 
 def change_words(
-    result: Result, condition: str, layer: int | None = None, heads: Seq[int] | None = None,
+    result: Result,
+    condition: str,
+    layer: int | None = None,
+    heads: Seq[int] | None = None,
     prompts: np.ndarray | None = None,
-) -> str:  # fmt: skip
+    null: Null | None = None,
+) -> str:
     """The relative change of what the question receives, with its interval, and that of its null; "" without one."""
     if condition == BASELINE:
         return ""
     try:
-        return beside_null(*Contrast(_part(result, heads, prompts), condition).overall(layer))
+        contrast = Contrast(_part(result, heads, prompts), condition, null=null)
+        change, null_change = contrast.overall(layer)
     except MemoryOptionError:
         raise
     except OptionError:  # too few prompts for an interval, or not every prompt has the segment
         return ""
+    return beside_null(change, null_change, contrast.null_used)
 
 
-def beside_null(change: Interval, null: Interval | None) -> str:
-    """A relative change with its interval, and that under uniform attention."""
-    return percent_words(change) + (
-        "" if null is None else f" (uniform attention: {percent(null.estimate)})"
-    )
+def beside_null(change: Interval, null_change: Interval | None, null_kind: Null) -> str:
+    """A relative change with its interval, and that under the null."""
+    if null_change is None:
+        return percent_words(change)
+    null_words = f"{NULL_NAMES[null_kind]}: {percent(null_change.estimate)}"
+    return f"{percent_words(change)} ({null_words})"
 
 
 def band_words(result: Result) -> str:

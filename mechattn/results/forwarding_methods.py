@@ -305,6 +305,28 @@ class Questions:
 
         return agreement(self._result, condition, other, over, quantity, controls, unit, level)
 
+    def attention_budget(
+        self, condition: str | None = None, layer: int | None = None
+    ) -> pd.DataFrame:
+        """List how the question's attention changes, payer by payer and cause by cause, in points of 100.
+
+        Columns: payer (the segment that receives the attention: question, inserted, system, template, first, answer,
+        changed; those with tokens); cause ("all", then each that is known: distance, mass, hidden states, in this
+        order, adding up to "all"); change, change_low and change_high, the mean over heads, layers and the question's
+        queries, then over prompts, with its 95 % t interval over prompts. ``table.attrs["one_cause"]`` says why distance
+        and hidden states are one cause, where they are.
+
+        Args:
+            condition: The condition; by default the first that isn't the baseline.
+            layer: One layer; by default all.
+
+        Raises:
+            OptionError: The result has no ``ma.analyses.AttentionBudget()``, or no such condition or layer.
+        """
+        from mechattn.contrast.budget_table import payers_and_causes
+
+        return payers_and_causes(self._result, condition, layer)
+
     def methods(self, *tables: pd.DataFrame) -> str:
         """Write a methods paragraph for a paper; every number in it comes from the result.
 

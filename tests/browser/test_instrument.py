@@ -111,7 +111,8 @@ def test_a_click_opens_the_room_of_a_head(opened, place, result):
     room = page.locator("#room")
     assert room.locator("h3").inner_text() == "Layer 3, head 6"
     assert room.locator(".curves path.line").count() == 2
-    assert room.locator(".curves path.null").count() == 2
+    assert room.locator(".curves path.null").count() == 1, "dilution, beside the line with slash"
+    assert "dilution, slash" in room.locator(".legend").inner_text()
     assert "question" in room.locator(".curves").text_content()
     assert "layer=3&head=6" in page.url
     for name in ("quantities", "text", "pattern"):
@@ -271,7 +272,7 @@ def test_tabs_are_models(opened, result, slash_result, tmp_path):
 
 def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp_path):
     page = opened(place)
-    table = result.compare("slash", null="uniform")  # the change beyond which the file has
+    table = result.compare("slash")  # the change beyond which the file has
     expected = table.reindex(table.change.abs().sort_values(ascending=False).index)
     first = page.locator("#heads-table tbody tr").first.locator("button").inner_text()
     assert first == f"L{expected.layer.iloc[0]}H{expected['head'].iloc[0]}"

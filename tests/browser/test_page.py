@@ -168,6 +168,7 @@ def test_light_dark_and_a_phone(opened, place):
     assert page.evaluate("document.documentElement.scrollWidth") == 390, (
         "the page doesn't scroll sideways"
     )
+    assert page.locator(".modebar").count() == 0, "plotly's bar would lie on the small print"
     page.locator("#theme").click()
     drawn(page)
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

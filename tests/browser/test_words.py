@@ -127,7 +127,7 @@ def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(opened, pla
     assert show.input_value() == "change"
     assert "change from the baseline" in page.locator("#map-title").inner_text()
     show.select_option("beyond")
-    assert "relative to uniform attention" in page.locator("#map-title").inner_text()
+    assert "relative to dilution" in page.locator("#map-title").inner_text()
     page.locator("#quantity").select_option("self_share")
     assert show.input_value() == "change"
     assert "against no change" in page.locator("#said").inner_text()

@@ -10,6 +10,7 @@ import pytest
 import mechattn as ma
 from mechattn.commands.pages import report
 from mechattn.contrast.means import at_positions
+from mechattn.contrast.null_by_position import dilution_at_positions
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page_data import (
     head_curves,
@@ -82,7 +83,9 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
                 square(table, "high", [1, 3]),
             )
         for condition, found in held["changes"].items():
-            table = focused.compare(condition, quantity=name, null="uniform")
+            table = focused.compare(condition, quantity=name)
+            nulls = {"received": "dilution", "mass": "dilution"}
+            assert found["null_name"] == nulls.get(name, "uniform attention")
             margin = 0.05 if "change" in table else 0.005
             size = table["change" if "change" in table else "difference"].abs()
             table["marked"] = ((size > margin) & (table.q_difference < 0.05)).astype(float)
@@ -131,6 +134,20 @@ def test_curves_are_those_of_the_figure(slash_result):
             : null.shape[-1]
         ]
         np.testing.assert_allclose(null[at, 2], expected, rtol=1e-6)
+
+    dilution = dilution_at_positions(slash_result, "received_by_origin", "slash", 2, 5, prompts)
+    shares = unpacked(held["shares"]["slash"])[2, 5]
+    drawn = np.isfinite(mean[0, 2, 5])
+    np.testing.assert_allclose(
+        (mean[0, 2, 5] * shares)[drawn], dilution[: len(shares)][drawn], rtol=1e-5
+    )
+    assert (shares[drawn] < 0.99).any(), "negative control"
+
+
+def test_curves_without_dilution_have_uniform_attention(toy, prompts):
+    every_query = ma.ReceivedAttention(queries="all")
+    result = ma.run(toy, prompts[:4], {"slash": ma.MeaninglessTokens(count=5)}, [every_query])
+    assert head_curves(result)["shares"] == {}
 
 
 def test_what_is_inserted_has_numbers_of_its_own(slash_result):

@@ -9,6 +9,8 @@ from scipy import stats
 import mechattn as ma
 from mechattn.contrast.budget_table import PAYERS, budget_table, busiest_layer
 from mechattn.errors import OptionError
+from mechattn.pages.page import drawn_section
+from mechattn.render.budget_figures import budget_rows
 
 CAUSES = ("distance", "mass", "hidden states")
 
@@ -89,6 +91,48 @@ def test_the_table_is_the_mean_over_layers_and_heads(result):
     expected = interval_by_loop(dataset.by_cause.sel(layer=1, segment="question", cause="mass"))
     row = of_layer.loc["question", ["mass", "mass_low", "mass_high"]]
     np.testing.assert_allclose(row.astype(float), expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("layer", [None, 2])
+def test_the_tidy_table_has_a_row_a_payer_and_cause(result, layer):
+    table = result.attention_budget("sentence", layer)
+    assert list(table) == ["payer", "cause", "change", "change_low", "change_high"]
+    dataset = result["attention_budget"].sel(condition="sentence")
+    if layer is not None:
+        dataset = dataset.sel(layer=layer)
+    for row in table.itertuples():
+        values = dataset.change
+        if row.cause != "all":
+            values = dataset.by_cause.sel(cause=row.cause)
+        expected = interval_by_loop(values.sel(segment=row.payer))
+        got = [row.change, row.change_low, row.change_high]
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-8)
+    by_payer = table.pivot(index="payer", columns="cause", values="change")
+    np.testing.assert_allclose(by_payer[list(CAUSES)].sum(axis=1), by_payer["all"], atol=1e-4)
+    other = result.attention_budget("slash", layer)
+    assert abs(other.change - table.change).max() > 0.1, "the loop would notice another condition"
+    assert table.attrs["units"] == "points of 100"
+
+
+def test_the_budget_is_refused_in_words(result, slash_result):
+    with pytest.raises(OptionError, match="layer 9 was not measured"):
+        result.attention_budget("slash", 9)
+    with pytest.raises(OptionError, match="no condition 'dash'"):
+        result.attention_budget("dash")
+    with pytest.raises(OptionError, match="has no 'attention_budget'"):
+        slash_result.attention_budget()
+
+
+def test_a_page_has_the_budget_as_a_table(result):
+    columns, rows = budget_rows(result, ["slash"])
+    assert columns[:2] == ["condition", "payer"]
+    table = budget_table(result, "slash")
+    assert len(rows) == len(table)
+    assert all(len(row) == len(columns) for row in rows)
+    change = f"{table.change[0]:+.1f} [{table.change_low[0]:+.1f}, {table.change_high[0]:+.1f}]"
+    assert rows[0][columns.index("change (points of 100)")] == change.replace("-", "−")
+    drawn = drawn_section(ma.render.attention_budget, result, {"conditions": ["slash"]})
+    assert (drawn.columns, drawn.rows) == (columns, rows)
 
 
 def test_the_marks_over_all_layers_are_those_of_the_table(result):

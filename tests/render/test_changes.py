@@ -40,7 +40,7 @@ def lines(figure):
 
 
 def test_received_by_model(result):
-    figure = ma.render.received_by_model([result, result], layer=1, heads=[0, 3])
+    figure = ma.render.received_by_model([result, result], layer=1, heads=[0, 3], null="uniform")
     titles = [a.text.split("<br>")[1] for a in figure.layout.annotations if "<br>" in a.text]
     assert titles == ["layer 1 head 0", "layer 1 head 3"]
     shown = lines(figure)
@@ -61,6 +61,8 @@ def test_received_by_model(result):
     np.testing.assert_allclose(drawn.y, at.received.sel(head=3).values[drawn.x])
     null = shown["uniform attention"]
     np.testing.assert_allclose(null.y, at.received_uniform.values[null.x])
+    by_default = lines(ma.render.received_by_model(result, layer=1, heads=[3]))
+    assert set(by_default) == {"slash", "sentence", "dilution, slash", "dilution, sentence"}
     title = ma.render.received_by_model(result, heads=2, one_based=True).layout.annotations[0].text
     assert title.endswith("layer 1 head 3")
     with pytest.raises(OptionError, match="one head per model"):
@@ -154,9 +156,13 @@ def test_sweeps(swept):
     shown = lines(figure)
     measured = shown["received"]
     assert list(measured.x) == [0, 10, 25]
-    change, null = Contrast(swept, "count=25", null="uniform").overall()
+    change, null = Contrast(swept, "count=25").overall()
     assert measured.y[2] == pytest.approx(100 * float(change.estimate))
-    assert shown["uniform attention"].y[2] == pytest.approx(100 * float(null.estimate))
+    assert shown["dilution"].y[2] == pytest.approx(100 * float(null.estimate))
+    _, uniform = Contrast(swept, "count=25", null="uniform").overall()
+    asked = lines(ma.render.changes(swept, over="count", null="uniform"))["uniform attention"]
+    assert asked.y[2] == pytest.approx(100 * float(uniform.estimate))
+    assert abs(asked.y[2] - shown["dilution"].y[2]) > 1, "negative control"
     assert measured.y[0] == 0
     places = lines(ma.render.changes(swept, over="place"))["there"]
     assert list(places.x) == ["start", "random"]
@@ -191,9 +197,8 @@ def test_changes_by_condition(result):
     assert shown["measured"].y[1] == pytest.approx(float(expected), abs=1e-3)
     axis = ma.render.changes(result, ["slash"], "mass").layout.yaxis.title.text
     assert axis == "change of attention to all of the question (%)"
-    assert abs(shown["uniform attention"].y[1]) < 1e-4, (
-        "masked tokens take nothing from uniform attention"
-    )
+    assert abs(shown["dilution"].y[1]) < 1e-4, "masked tokens take nothing"
+    assert shown["dilution"].y[0] < -1, "negative control"
 
 
 def test_changes_from_a_control(result):
@@ -224,6 +229,13 @@ def test_a_map_of_changes_from_a_control(result):
     figure = ma.render.change_map(result, "slash", to="sentence")
     table = result.compare("slash", to="sentence")
     heat = next(trace for trace in figure.data if trace.type == "heatmap" and trace.name != "faded")
+    np.testing.assert_allclose(np.asarray(heat.z, dtype=float).reshape(-1), table.beyond)
+    assert (
+        "change relative to “sentence”, relative to dilution"
+        in figure.layout.title.text.replace("<br>", " ")
+    )
+    figure = ma.render.change_map(result, "slash", to="sentence", null="uniform")
+    heat = next(trace for trace in figure.data if trace.type == "heatmap" and trace.name != "faded")
     np.testing.assert_allclose(np.asarray(heat.z, dtype=float).reshape(-1), table.difference)
     text = figure.layout.title.text.replace("<br>", " ")
     assert "question, change relative to “sentence” <sup>“slash” relative to “sentence”; " in text
@@ -233,7 +245,10 @@ def test_a_map_of_changes_from_a_control(result):
         in said(figure)
     )
     against_baseline = said(ma.render.change_map(result, "slash"))
-    assert "heads differ from uniform attention at q < 0.05" in against_baseline
+    assert "heads differ from dilution at q < 0.05" in against_baseline
+    assert "× dilution)" in against_baseline
+    against_uniform = said(ma.render.change_map(result, "slash", null="uniform"))
+    assert "heads differ from uniform attention at q < 0.05" in against_uniform
 
 
 def test_scale_and_rank(result):
@@ -252,19 +267,19 @@ def test_scale_and_rank(result):
 
 
 def test_one_figure_of_several_models(slash_result, toy, prompts):
-    """A row a model: the numbers of each one's verdict, beside those of uniform attention."""
+    """A row a model: the numbers of each one's verdict, beside those of dilution."""
     other = ma.run(toy, prompts[:6], {"dots": ma.MeaninglessTokens(".", 5)})
     figure = ma.render.verdicts([slash_result, other])
     found = [
-        slash_result.verdict("slash", null="uniform"),
-        other.verdict("dots", null="uniform"),
+        slash_result.verdict("slash"),
+        other.verdict("dots"),
     ]
-    measured, uniform = (
+    measured, null = (
         next(t for t in figure.data if t.name and t.name.startswith(n))
-        for n in ("meas", "if every")
+        for n in ("meas", "dilution")
     )
     np.testing.assert_allclose(measured.x, [100 * v.change.estimate for v in found])
-    np.testing.assert_allclose(uniform.x, [100 * v.null.estimate for v in found])
+    np.testing.assert_allclose(null.x, [100 * v.null.estimate for v in found])
     bars = measured.error_x
     np.testing.assert_allclose(measured.x + bars.array, [100 * v.change.high for v in found])
     np.testing.assert_allclose(measured.x - bars.arrayminus, [100 * v.change.low for v in found])

@@ -7,6 +7,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.contrast.means import choose_heads
+from mechattn.contrast.null_by_position import dilution_at_positions
 from mechattn.errors import OptionError
 from mechattn.stats.units import halves_of
 from tests.conftest import run_part
@@ -24,14 +25,14 @@ def test_lines_are_the_means_over_prompts(slash_result):
     for trace, condition in zip(top, ("baseline", "slash")):
         mean = dataset.received_by_origin.sel(condition=condition).values
         np.testing.assert_allclose(trace.y, mean[np.asarray(trace.x)])
-    assert len(lines(figure)) == 2 * 3 * 3, "each line and its null"
+    assert len(lines(figure)) == (2 + 3) * 3, "each line, and the null of those with slash"
     assert "toy, 1.0 M parameters" in figure.layout.title.text
     assert "pointwise" in figure.layout.title.text
 
 
 def test_uniform_attention_is_drawn_beside_each_line(slash_result):
     """A loop: a key that q ≥ k can see among q + 1 keys gets 1 / (q + 1) from each original query after it."""
-    figure = ma.render.received_attention(slash_result, layer=0, heads=[0])
+    figure = ma.render.received_attention(slash_result, layer=0, heads=[0], null="uniform")
     null = next(t for t in figure.data if t.line.dash == "dot" and t.name == "uniform, with slash")
     origin = slash_result["sequences"].origin.sel(condition="slash").values
     each = []
@@ -48,7 +49,7 @@ def test_uniform_attention_is_drawn_beside_each_line(slash_result):
             np.nanmean([values[x] for values in each if x in values]), rel=1e-5
         )
     half, others = (
-        ma.render.received_attention(slash_result, layer=0, top=1),
+        ma.render.received_attention(slash_result, layer=0, top=1, null="uniform"),
         [each[i] for i in halves_of(12)[1]],
     )
     null = next(t for t in half.data if t.line.dash == "dot" and t.name == "uniform, with slash")
@@ -56,6 +57,79 @@ def test_uniform_attention_is_drawn_beside_each_line(slash_result):
         assert y == pytest.approx(
             np.nanmean([values[x] for values in others if x in values]), rel=1e-5
         )
+
+
+def dilution_by_loop(result, layer, head, prompts, whole):
+    """By position: what the baseline's tokens receive, each times what dilution leaves of its segment."""
+    received = result["received_attention"].sel(layer=layer, head=head)
+    baseline = received.received_by_origin_per_prompt.sel(condition="baseline")
+    line = baseline.isel(prompt=prompts).astype(np.float64).mean("prompt").values
+    names = list(received.segment.values)
+    by_position = {}
+    for prompt in prompts:
+        shares = {}
+        for name in names:
+            cell = received.isel(prompt=prompt).sel(segment=name)
+            null = float(cell.received_by_segment_dilution.sel(condition="slash"))
+            shares[name] = null / float(cell.received_by_segment.sel(condition="baseline"))
+        codes = result["sequences"].segment_index.sel(condition="baseline").isel(prompt=prompt)
+        origins = result["sequences"].origin.sel(condition="slash").isel(prompt=prompt).values
+        for position, origin in enumerate(origins):
+            if origin >= 0:
+                value = line[origin] * shares[names[int(codes[origin])]]
+                by_position.setdefault(position if whole else origin, []).append(value)
+    return {
+        position: np.mean([value for value in values if np.isfinite(value)] or [np.nan])
+        for position, values in by_position.items()
+    }
+
+
+@pytest.mark.parametrize("options", [{"heads": [5]}, {"top": 1}])
+def test_dilution_is_drawn_beside_the_line_with_inserted_tokens(slash_result, options):
+    figure = ma.render.received_attention(slash_result, layer=0, **options)
+    dotted = [trace for trace in figure.data if trace.line.dash == "dot"]
+    assert [trace.name for trace in dotted] == ["dilution, with slash"] * 2
+    assert "dotted: dilution" in figure.layout.title.text.replace("<br>", " ")
+    assert "(dilution: −" in figure.layout.meta["says"]
+    prompts = range(12) if "heads" in options else halves_of(12)[1]
+    ((layer, head),) = drawn_heads(figure)
+    for trace, whole in zip(dotted, (False, True), strict=True):
+        expected = dilution_by_loop(slash_result, layer, head, prompts, whole)
+        for x, y in zip(trace.x, trace.y, strict=True):
+            if x in expected:
+                assert y == pytest.approx(expected[x], rel=1e-5, nan_ok=True)
+            else:
+                assert np.isnan(y), "an inserted token"
+    assert np.isfinite(dotted[1].y).sum() > 10
+    uniform = ma.render.received_attention(slash_result, 0, [head], null="uniform")
+    other = [trace for trace in uniform.data if trace.line.dash == "dot"][1]
+    assert abs(other.y[3] / dotted[0].y[3] - 1) > 0.01, "the loop would notice the other null"
+
+
+def test_dilution_by_position_has_the_mean_of_its_segment(toy, prompts):
+    """Of one prompt the mean over the question's tokens is the null that was measured."""
+    result = ma.run(toy, prompts[:1], {"slash": ma.MeaninglessTokens("/", 10)})
+    by_position = dilution_at_positions(result, "received_by_origin", "slash", 1, 2, np.arange(1))
+    codes = result["sequences"].segment_index.sel(condition="baseline").values[0]
+    names = list(result["received_attention"].segment.values)
+    mean = np.nanmean(by_position[codes == names.index("question")])
+    measured = result["received_attention"].received_by_segment_dilution
+    cell = measured.sel(condition="slash", layer=1, head=2, segment="question")
+    assert mean == pytest.approx(float(cell[0]), rel=1e-5)
+
+
+def test_lines_have_the_null_that_there_is(toy, prompts):
+    every_query = ma.ReceivedAttention(queries="all")
+    result = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 5)}, [every_query])
+    figure = ma.render.received_attention(result, 0, [0])
+    assert {t.name for t in figure.data if t.line.dash == "dot"} == {
+        "uniform, without slash",
+        "uniform, with slash",
+    }
+    with pytest.raises(OptionError, match=r"otherwise use null=.uniform"):
+        ma.render.received_attention(result, 0, [0], null="dilution")
+    with pytest.raises(OptionError, match=r'show "dilution" or "uniform"'):
+        ma.render.received_attention(result, 0, [0], null="blind")
 
 
 def test_bands_are_t_intervals(slash_result):

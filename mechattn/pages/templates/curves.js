@@ -7,9 +7,10 @@ import { saveCsv, shown } from "./words.js";
 
 const BOX = { left: 52, right: 8, top: 8, bottom: 34, tall: 250 };
 
-/** The points of one line: places on the axis, means, intervals, null, how many prompts.
+/** The points of one line: places on the axis, means, intervals, null and what it is called (nothing where it is the
+ * line of the baseline itself), how many prompts.
  * @typedef {{name: string, colour: string, x: number[], mean: number[], half: number[], null: number[],
- *   n: number[]}} Line */
+ *   null_name: string, n: number[]}} Line */
 
 /** The lines of a head, without and with what is inserted; the axis counts the positions of the longer sequence.
  * @param {any} model
@@ -19,28 +20,37 @@ const BOX = { left: 52, right: 8, top: 8, bottom: 34, tall: 250 };
  * @returns {Line[]} */
 export function linesOf(model, layer, head, condition) {
   const { curves } = model,
-    inserted = curves.inserted[condition];
+    inserted = curves.inserted[condition],
+    shares = curves.shares[condition];
   const names = condition === "baseline" ? ["baseline"] : ["baseline", condition];
   const shift = (key) => (inserted && key >= inserted.start ? key + inserted.count : key);
+  const baseline = [...row(curves.mean, model.conditions.indexOf("baseline"), layer, head)];
   return names.map((name) => {
-    const at = model.conditions.indexOf(name);
+    const at = model.conditions.indexOf(name),
+      isBaseline = name === "baseline";
     const mean = [...row(curves.mean, at, layer, head)],
       half = [...row(curves.half, at, layer, head)];
     const line = {
       name,
-      colour: name === "baseline" ? "var(--without)" : "var(--with)",
+      colour: isBaseline ? "var(--without)" : "var(--with)",
       x: mean.map((_, key) => shift(key)),
       mean,
       half,
       null: [...row(curves.null, at, layer)],
+      null_name: "uniform attention",
       n: [...row(curves.n, at, layer)],
     };
-    if (!inserted || name === "baseline") return line;
+    if (shares && isBaseline) Object.assign(line, { null: mean.map(() => NaN), null_name: "" });
+    if (shares && !isBaseline) {
+      const left = row(shares, layer, head);
+      Object.assign(line, { null: baseline.map((value, key) => value * left[key]), null_name: "dilution" });
+    }
+    if (!inserted || isBaseline) return line;
     const more = {
       x: Array.from({ length: inserted.count }, (_, i) => inserted.start + i),
       mean: [...row(inserted.mean, layer, head)],
       half: [...row(inserted.half, layer, head)],
-      null: [...row(inserted.null, layer)],
+      null: shares ? Array(inserted.count).fill(NaN) : [...row(inserted.null, layer)],
       n: Array(inserted.count).fill(curves.prompts),
     };
     for (const part of ["x", "mean", "half", "null", "n"]) line[part].splice(inserted.start, 0, ...more[part]);
@@ -54,7 +64,7 @@ function topOf(lines) {
   const most = (from) =>
     Math.max(
       ...lines.flatMap((line) =>
-        line.mean.map((m, i) => Math.max(m * (1 + (line.half[i] || 0)), line.null[i]) || 0).slice(from),
+        line.mean.map((m, i) => Math.max(m * (1 + (line.half[i] || 0)) || 0, line.null[i] || 0)).slice(from),
       ),
     );
   const all = most(0),
@@ -88,7 +98,7 @@ export function drawCurves(place, model, layer, head, condition) {
   place.replaceChildren(
     legend(lines),
     html("div", { className: "drawn" }, plot),
-    html("p", { className: "note", textContent: noteOf(model, condition, cut) }),
+    html("p", { className: "note", textContent: noteOf(model, condition, cut, lines) }),
   );
 }
 
@@ -146,13 +156,10 @@ function drawn(line, x, y) {
       return `M${from.toFixed(1)} ${high.toFixed(1)}H${to.toFixed(1)}V${low.toFixed(1)}H${from.toFixed(1)}Z`;
     })
     .join("");
+  const dots = path(line.null.map((value, i) => (Number.isNaN(line.mean[i]) ? NaN : value)));
   return [
     svg("path", { class: "band", d: bands, style: `fill:${line.colour}` }),
-    svg("path", {
-      class: "null",
-      d: path(line.null.map((value, i) => (Number.isNaN(line.mean[i]) ? NaN : value))),
-      style: `stroke:${line.colour}`,
-    }),
+    ...(line.null_name ? [svg("path", { class: "null", d: dots, style: `stroke:${line.colour}` })] : []),
     svg("path", { class: "line", d: path(line.mean), style: `stroke:${line.colour}` }),
   ];
 }
@@ -169,7 +176,7 @@ function legend(lines) {
     { className: "legend" },
     ...lines.flatMap((line) => [
       key(line.name, line.colour, false),
-      key(`uniform attention, ${line.name}`, line.colour, true),
+      ...(line.null_name ? [key(`${line.null_name}, ${line.name}`, line.colour, true)] : []),
     ]),
   );
 }
@@ -186,18 +193,23 @@ function wordsAt(lines, plot, event, wide, last) {
       ends = Number.isNaN(half)
         ? ""
         : ` [${shown(line.mean[i] - half, "value")}, ${shown(line.mean[i] + half, "value")}]`;
-    return [
-      `${line.name}: ${shown(line.mean[i], "value")}${ends}, uniform ${shown(line.null[i], "value")}, n = ${line.n[i]}`,
-    ];
+    const ofNull = Number.isNaN(line.null[i]) ? "" : `, ${line.null_name} ${shown(line.null[i], "value")}`;
+    return [`${line.name}: ${shown(line.mean[i], "value")}${ends}${ofNull}, n = ${line.n[i]}`];
   });
   return words.length ? [`position ${place}`, ...words].join("\n") : "";
 }
 
+const DOTTED = {
+  dilution: "dilution (the original tokens keep their attention to each other; by segment)",
+  "uniform attention": "uniform attention",
+};
+
 /** How to read the curves. */
-function noteOf(model, condition, cut) {
-  const none = condition !== "baseline" && !model.curves.inserted[condition];
+function noteOf(model, condition, cut, lines) {
+  const none = condition !== "baseline" && !model.curves.inserted[condition],
+    dotted = DOTTED[lines[lines.length - 1].null_name];
   const parts = [
-    `Bands: ${model.curves.bands}; dotted: uniform attention; positions with too few prompts are left out.`,
+    `Bands: ${model.curves.bands}; dotted: ${dotted}; positions with too few prompts are left out.`,
     none
       ? "Only the original tokens are shown, as nothing is inserted, or at different positions in each prompt."
       : "",
@@ -218,8 +230,9 @@ export function saveCurves(name, lines) {
       line.mean[i] * (1 - line.half[i]),
       line.mean[i] * (1 + line.half[i]),
       line.null[i],
+      Number.isNaN(line.null[i]) ? "" : line.null_name,
       line.n[i],
     ]),
   );
-  saveCsv(name, [["condition", "position", "received", "low", "high", "uniform", "n"], ...rows]);
+  saveCsv(name, [["condition", "position", "received", "low", "high", "null", "null_is", "n"], ...rows]);
 }

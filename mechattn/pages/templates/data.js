@@ -91,9 +91,9 @@ export function ofHeads(array, model) {
 /** The ends of intervals from their middles and halves. */
 const ends = (middle, half) => [middle.map((value, i) => value - half[i]), middle.map((value, i) => value + half[i])];
 
-/** Whether uniform attention expects a change of its own, which q then tests against.
+/** Whether the null (dilution or uniform attention) expects a change of its own, which q then tests against.
  * @param {any} change */
-const hasUniform = (change) => change.known && change.against !== "no difference";
+const hasNull = (change) => change.known && change.against !== "no difference";
 
 /** What a measure can show in a condition.
  * @param {any} quantity
@@ -101,7 +101,7 @@ const hasUniform = (change) => change.known && change.against !== "no difference
 export function showsOf(quantity, condition) {
   const change = quantity.changes[condition];
   if (!change) return quantity.values[condition] ? ["value"] : [];
-  return SHOWS.filter((show) => show !== "beyond" || hasUniform(change));
+  return SHOWS.filter((show) => show !== "beyond" || hasNull(change));
 }
 
 /** A number of every head with the ends of its interval, and how it is written.
@@ -129,15 +129,16 @@ export function measured(model, { quantity: name, condition, show }) {
   /** @type {Record<string, any>} */
   const parts = { value: withEnds(values, "mean", "half", model, "value") };
   if (change) parts.change = withEnds(change, "difference", "half", model, change.scale);
-  if (change && hasUniform(change)) {
+  if (change && hasNull(change)) {
     const scale = change.scale === "log-ratio" ? "ratio" : "difference";
-    parts.beyond = withEnds(change, "beyond", "beyond_half", model, scale);
+    parts.beyond = { ...withEnds(change, "beyond", "beyond_half", model, scale), null_name: change.null_name };
   }
   const { value } = parts[show];
   return {
     ...{ quantity, condition, show, parts, n: part.n, unit: part.unit },
     ...parts[show],
     null: ofHeads(part.null, model),
+    null_name: part.null_name ?? "uniform attention",
     ...testsOf(part, show, model),
     signed: show !== "value" || value.some((one) => one < 0),
   };
@@ -151,7 +152,7 @@ function testsOf(part, show, model) {
   if (show === "value") return { q: undefined, marked: undefined, tests: "no change" };
   if (show === "beyond") {
     const q = ofHeads(part.q_beyond, model);
-    return { q, marked: q.map((one) => Number(one < 0.05)), tests: "uniform attention" };
+    return { q, marked: q.map((one) => Number(one < 0.05)), tests: part.null_name };
   }
   const q = ofHeads(part.q_difference, model);
   const more = { q_beyond: ofHeads(part.q_beyond, model), margin: part.margin };

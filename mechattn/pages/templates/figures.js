@@ -9,6 +9,7 @@ import { fileName, saveCsv } from "./words.js";
 const NARROW = 620; // pixels, below which panels don't fit beside each other
 const ON_PAPER = 0.75; // the size of a figure there, as in page.css
 const CONFIG = { displaylogo: false, responsive: true };
+const ON_A_PHONE = { ...CONFIG, displayModeBar: false }; // the bar would lie on the small print
 /** @type {Record<string, Promise<void>>} */
 const loading = {};
 
@@ -136,7 +137,7 @@ async function draw(figure) {
   if (form(figure) === "paper") layout.width = figure.clientWidth / ON_PAPER;
   if (!plot.querySelector(".main-svg")) plot.textContent = "";
   plot.style.height = `${layout.height ?? 450}px`;
-  await plotly().react(plot, data, layout, CONFIG);
+  await plotly().react(plot, data, layout, form(figure) === "narrow" ? ON_A_PHONE : CONFIG);
   // What was drawn on paper keeps its width until it is told.
   if (form(figure) !== "paper" && plot._fullLayout.width < plot.clientWidth - 1) await plotly().Plots.resize(plot);
   figure.dataset.drawn = theme;

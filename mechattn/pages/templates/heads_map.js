@@ -157,7 +157,7 @@ function listen(map, model, made, on) {
 export function drawScale(place, made, most) {
   const bar = document.createElement("i"),
     stops = made.signed ? [-1, 0, 1] : [0, 1],
-    end = (value) => `${shown(value, made.scale)}${made.scale === "ratio" ? " uniform" : ""}`;
+    end = (value) => `${shown(value, made.scale)}${made.scale === "ratio" ? ` ${made.null_name}` : ""}`;
   bar.style.background = `linear-gradient(90deg, ${stops.map(colour).join(",")})`;
   const larger = made.margin ? `,${byMoreThan(made)}` : "";
   const tests = `differs from ${made.tests}${larger}, q < 0.05 (Benjamini-Hochberg over the heads of the map)`;

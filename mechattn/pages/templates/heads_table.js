@@ -39,8 +39,8 @@ const ofValues = (made, condition) => [
   { name: "uniform", of: made.null, scale: "value", words: "uniform attention" },
 ];
 
-/** The change as a fraction and as it was computed, each beside its interval, and its q; in CSV also what uniform
- * attention would give, and the change relative to that. */
+/** The change as a fraction and as it was computed, each beside its interval, and its q; in CSV also what the null
+ * (dilution or uniform attention) would give, and the change relative to that. */
 function ofChanges(made) {
   const { change, beyond } = made.parts,
     relative = change.scale === "log-ratio";

@@ -77,7 +77,7 @@ function placed(layout, letters) {
 export function narrowed({ data, layout: { legend2, ...layout } }, width) {
   const letters = Math.floor(width / LETTER),
     { count, annotations } = placed(layout, letters),
-    text = wrapped((layout.title?.text ?? "").replace(/<br>/g, " "), letters - 2),
+    text = wrapped((layout.title?.text ?? "").replace(/<br>/g, " "), letters - 6),
     lines = (words) => words.split("<br>").length,
     top = 26 + 17 * (lines(text) + Math.max(1, ...annotations.map((note) => lines(note.text)))),
     height = count > 1 ? count * PANEL + top + 60 : Math.max(layout.height ?? 450, 380);

@@ -16,7 +16,8 @@ const FEW = 12;
 const PICKED =
   "A head picked as the largest on these prompts has an interval that is too optimistic " +
   '(select="half" in result.compare avoids this).';
-const MULTIPLE = " 2 × uniform: the tokens leave twice as much of it as they would if the head attended uniformly.";
+/** How to read a multiple of what the null gives. */
+const multiple = (name) => ` 2 × ${name}: twice as much of it is left as ${name} would leave.`;
 /** @type {any[]} */
 let models = [];
 const part = (name) => /** @type {any} */ (document.getElementById(name));
@@ -127,7 +128,8 @@ function draw() {
     },
   };
   part("map-title").textContent = made ? called(made.quantity, measure) : "No such number";
-  part("about").textContent = `${quantity().about} (${quantity().units}).${made?.scale === "ratio" ? MULTIPLE : ""}`;
+  const times = made?.scale === "ratio" ? multiple(made.null_name) : "";
+  part("about").textContent = `${quantity().about} (${quantity().units}).${times}`;
   part("map-name").textContent = other ? model().name : "";
   if (made) {
     drawMap(part("map"), model(), made, on);

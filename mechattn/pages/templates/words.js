@@ -39,7 +39,7 @@ export const endsOf = (part, index) =>
  * @param {any} part
  * @param {number} index */
 export const withInterval = (part, index) =>
-  `${shown(part.value[index], part.scale)}${part.scale === "ratio" ? " uniform" : ""} ${endsOf(part, index)}`;
+  `${shown(part.value[index], part.scale)}${part.scale === "ratio" ? ` ${part.null_name}` : ""} ${endsOf(part, index)}`;
 
 /** What is shown of a quantity in a condition, in words.
  * @param {any} quantity
@@ -47,8 +47,8 @@ export const withInterval = (part, index) =>
 export function showWords(quantity, { condition, show }) {
   if (show === "value") return "value in the condition";
   if (show === "change") return "change from the baseline";
-  const { scale } = quantity.changes[condition] ?? {};
-  return scale === "log-ratio" ? "change relative to uniform attention" : "change minus that of uniform attention";
+  const { scale, null_name } = quantity.changes[condition] ?? {};
+  return scale === "log-ratio" ? `change relative to ${null_name}` : `change minus that of ${null_name}`;
 }
 
 /** What a measure is called.
@@ -59,7 +59,7 @@ export function called(quantity, measure) {
   return `${quantity.words} (${measure.condition})${how}`;
 }
 
-/** One head in words: its change beside that of uniform attention, the one relative to the other, and what q tests.
+/** One head in words: its change beside that of the null, the one relative to the other, and what q tests.
  * @param {any} model
  * @param {any} made What measured() gave
  * @param {number} index */
@@ -69,11 +69,11 @@ export function said(model, made, index) {
   const start = `layer ${layer} head ${head}\n${made.quantity.words} (${made.condition}): `;
   if (Number.isNaN(made.value[index])) return `${start}none`;
   const found = [],
-    uniform = Number.isNaN(made.null[index]) ? "" : shown(made.null[index], parts[made.q ? "change" : "value"].scale);
+    ofNull = Number.isNaN(made.null[index]) ? "" : shown(made.null[index], parts[made.q ? "change" : "value"].scale);
   if (!made.q) found.push(withInterval(parts.value, index));
   else found.push(`change ${withInterval(parts.change, index)}`);
-  const besideUniform = made.show === "beyond" || !made.q;
-  if (uniform && besideUniform) found.push(`under uniform attention ${uniform}`);
+  const besideNull = made.show === "beyond" || !made.q;
+  if (ofNull && besideNull) found.push(`under ${made.null_name} ${ofNull}`);
   if (made.show === "beyond")
     found.push(`${parts.beyond.scale === "ratio" ? "" : "less that: "}${withInterval(parts.beyond, index)}`);
   if (made.q) found.push(`q = ${chance(made.q[index])} against ${made.tests}`);
