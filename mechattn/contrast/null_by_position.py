@@ -70,7 +70,7 @@ def dilution_at_positions(
 
 
 def share_left(dataset: xr.Dataset, condition: str) -> xr.DataArray:
-    """What dilution leaves to the tokens of each segment, as a share of what they receive in the baseline."""
+    """What dilution leaves to the tokens of each segment of what they receive in the baseline, as a fraction."""
     null = dataset.received_by_segment_dilution.sel(condition=condition, drop=True)
     baseline = dataset.received_by_segment.sel(condition=BASELINE, drop=True)
     return null.astype(np.float64) / baseline.where(baseline > 0)
@@ -83,7 +83,7 @@ def shares_by_position(result: Result, condition: str) -> np.ndarray:
     segments = segments.transpose("prompt", "pos").values
     is_segment = [(segments == index).astype(np.float64) for index in range(len(SEGMENTS))]
 
-    # Sums over segments, since the share of each prompt, head and position would be large.
+    # Sums over segments, since the fractions of each prompt, head and position would be large.
     of_layers = []
     for layer in range(left.sizes["layer"]):
         shares = left.isel(layer=layer).values
