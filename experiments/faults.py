@@ -79,7 +79,7 @@ def interrupted(folder: Path, after: float) -> str:
     if not ended:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    parts = len(list(folder.glob("result.zarr.parts/*.zip")))
+    parts = len(list(folder.glob("result.zarr.parts/[0-9]*.zarr")))
     found = f"{parts} of 16 chunks" + (
         ", writing the result" if list(folder.glob(".result.zarr.*")) else ""
     )

@@ -121,16 +121,16 @@ def _let_all_die() -> None:
 
 
 def each_kill(
-    root: Path, before: Callable[[], object], work: Callable[[], object]
+    root: Path, before: Callable[[], object], work: Callable[[], object], step: int = 1
 ) -> Iterator[int]:
     """Do some work again and again, killed at its first operation, its second … until it comes to its end."""
-    for operation in count():
+    for operation in count(step=step):
         for empty in (False, True):
             before()
             with killed_at(root, operation, empty) as died:
                 work()
             if not died:
-                assert operation > 0, "the work changes nothing in this folder"
+                assert operation > step, "the work changes nothing in this folder"
                 return
             yield operation
             if died != ["open"]:

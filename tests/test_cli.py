@@ -248,7 +248,7 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here, interrupte
         run.stderr,
     )
     assert "Traceback" not in run.stderr
-    assert len(list(tmp_path.glob("r-1-of-2.zarr.parts/*.zip"))) == 2
+    assert len(list(tmp_path.glob("r-1-of-2.zarr.parts/*.zarr"))) == 2
     for shard in ("1/2", "2/2"):
         done = here("run", config, "--shard", shard)
         assert done.returncode == 0, done.stderr

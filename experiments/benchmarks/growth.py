@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.jobs.job import stored_bytes
+from mechattn.engine.attention_rows import BLIND, with_nulls
 from mechattn.stats.units import resampled
 
 RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)
@@ -22,7 +23,12 @@ PEAK, SHARE = (
     0.4,
 )  # of an H100 in bfloat16, and the share of it that a forward pass is assumed to reach
 GPUS = 8
-PART_RATE = 1.1e8  # bytes a second that are read, checked and merged (measured, 360 MiB in 3 parts, a busy core)
+
+
+VALUES = "each prompt's values"
+POSITIONS = "each prompt's positions"
+MOMENTS = "moments by position"
+TOKENS = "the tokens that were read"
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,43 @@ MODELS = (
     Model("Llama-3.1-8B", 8.0e9, 32, 32, 4096),
     Model("a 70B (Llama-3.1)", 70.6e9, 80, 64, 8192),
 )
+
+
+def stored_bytes(
+    analyses: Sequence[Any],
+    layers: int,
+    heads: int,
+    prompts: int,
+    conditions: int,
+    length: int,
+    inserted: int,
+    positions: str,
+) -> dict[str, int]:
+    """The bytes of the arrays in memory, by kind."""
+    sizes = {
+        "head": heads,
+        "segment": len(SEGMENTS),
+        "to_segment": len(SEGMENTS),
+        "other_condition": conditions,
+    }
+    longest = length + inserted
+    counted = dict.fromkeys((VALUES, MOMENTS, POSITIONS), 0)
+    for analysis in analyses:
+        sizes |= {name: len(labels) for name, labels in getattr(analysis, "coords", {}).items()}
+        for name, quantity in with_nulls(analysis).items():
+            if name.endswith(BLIND):  # only in models with ALiBi or learned sinks
+                continue
+            numbers = [sizes.get(dim, longest) for dim in quantity.dims if dim != "key"]
+            cells = conditions * layers * prod(numbers)
+            if "key" in quantity.dims:
+                counted[MOMENTS] += 3 * 8 * cells * (longest + length)
+                if positions == "prompts":
+                    counted[POSITIONS] += 4 * prompts * cells * (longest + length)
+            else:  # products of changes are summed in float64
+                number_bytes = 8 if "other_condition" in quantity.dims else 4
+                counted[VALUES] += number_bytes * prompts * cells
+    counted[TOKENS] = prompts * (3 * 4 * conditions * longest + 8)
+    return counted
 
 
 def seconds(model: Model, tokens: float) -> float:
@@ -75,15 +118,15 @@ def main() -> None:
         ]
         for part in counted[0]:
             row(f"{name}: {part}", [count[part] / 2**30 for count in counted], "{:.3g} GiB")
-    receipt_rows(
+    moment_rows(
         "ReceivedAttention", [ma.ReceivedAttention()], prompts, conditions, length, inserted
     )
 
 
-def receipt_rows(
+def moment_rows(
     name: str, analyses: Sequence[Any], prompts: int, conditions: int, length: int, inserted: int
 ) -> None:
-    """What a run takes: receipts, the last step, and what a comparison of one quantity holds."""
+    """What a run takes: the moments of all chunks, and what a comparison of one quantity holds."""
     for chunk in (64, 1024):
         counted = [
             stored_bytes(
@@ -91,13 +134,12 @@ def receipt_rows(
             )
             for m in MODELS
         ]
-        receipts = [count["moments by position"] * prompts / chunk for count in counted]
+        moments = [count[MOMENTS] * prompts / chunk for count in counted]
         row(
-            f"{name}, chunks of {chunk}: all receipts",
-            [size / 2**30 for size in receipts],
+            f"{name}, chunks of {chunk}: all moments",
+            [size / 2**30 for size in moments],
             "{:,.1f} GiB",
         )
-        row("the last step", [size / PART_RATE / 60 for size in receipts], "{:.1f} min")
     row(
         "prompt values read to compare one condition",
         [2 * 4 * prompts * m.layers * m.heads * len(SEGMENTS) / 2**30 for m in MODELS],

@@ -5,7 +5,7 @@
 
 The result is a toy's whose prompts, layers and heads are repeated, with noise of 5 % for each prompt, condition, layer
 and head, up to 32 layers × 32 heads (Llama-3.1-8B's), six conditions and four analyses: what it says is nothing. Each
-process writes its chunks straight into their regions; the last step merges what is small and writes metadata. What
+process writes its chunks as a run does, and the last step merges them, a chunk at a time. What
 reads the result runs in a process of its own, whose peak memory is printed, and begins with nothing of it in the
 system's cache (Linux).
 """
@@ -21,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,7 @@ from page import CONDITIONS, grown
 import mechattn as ma
 from mechattn.commands.pages import report
 from mechattn.results.merge import merge_results
-from mechattn.store.objects import Store
-from mechattn.store.pieces import finish, write_chunk
-from mechattn.store.result_bytes import packed, unpacked
+from mechattn.store.reading import open_result
 
 LAYERS, HEADS, CHUNK = 32, 32, 128
 STEPS = ("opened", "loaded", "compared", "heads", "verdict", "report")
@@ -85,14 +82,11 @@ def block(result: ma.Result, places: range) -> ma.Result:
     return ma.Result(made, about)
 
 
-def write_some(
-    result: ma.Result, store: Store, count: int, numbers: list[int], folder: Path
-) -> None:
+def write_some(result: ma.Result, count: int, numbers: list[int], folder: Path) -> None:
     """What one of the processes does."""
     for number in numbers:
         places = range(number * CHUNK, min((number + 1) * CHUNK, count))
-        receipt = write_chunk(store, number, block(result, places), CHUNK, half=False)
-        (folder / f"{number:05d}.zip").write_bytes(packed(receipt))
+        block(result, places).save(folder / f"{number:05d}.zarr")
 
 
 def write(out: Path, gib: float, processes: int) -> None:
@@ -106,7 +100,7 @@ def write(out: Path, gib: float, processes: int) -> None:
     )
     count = int(gib * 2**30 / each)
     chunks = -(-count // CHUNK)
-    store, folder = out / "large.zarr", out / "receipts"
+    store, folder = out / "large.zarr", out / "chunks"
     for place in (store, folder):
         shutil.rmtree(place, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -114,7 +108,7 @@ def write(out: Path, gib: float, processes: int) -> None:
     work = [
         multiprocessing.Process(
             target=write_some,
-            args=(result, Store(store), count, list(range(chunks))[i::processes], folder),
+            args=(result, count, list(range(chunks))[i::processes], folder),
         )
         for i in range(processes)
     ]
@@ -124,13 +118,12 @@ def write(out: Path, gib: float, processes: int) -> None:
         process.join()
         assert process.exitcode == 0
     written = time.monotonic()
-    receipt = merge_results([unpacked(path) for path in sorted(folder.iterdir())])
-    finish(Store(store), replace(receipt, provenance=dict(receipt.provenance)), {})
+    merge_results([open_result(path) for path in sorted(folder.iterdir())]).save(store)
     size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
     say("prompts", f"{count:,} in {chunks} chunks of {CHUNK}, {each / 2**20:.1f} MiB each")
     say("stored", f"{size / 2**30:.1f} GiB")
     say(f"written by {processes} processes", f"{written - begun:.0f} s")
-    say("finished", f"{time.monotonic() - written:.0f} s, peak {peak():.2f} GiB")
+    say("merged", f"{time.monotonic() - written:.0f} s, peak {peak():.2f} GiB")
     shutil.rmtree(folder)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.attention_budget import AttentionBudget
 from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
+from mechattn.commands.from_config import made_conditions
 from mechattn.commands.run_config import prepared
 from mechattn.engine.run import run
-from mechattn.jobs.from_config import made_conditions
 from mechattn.markup import plain
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import check_device, dtype_named, load_model

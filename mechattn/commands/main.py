@@ -278,14 +278,11 @@ def merge(
     results: Annotated[
         list[str], typer.Argument(help="Results of parts of the prompts, such as from --shard.")
     ],
-    copy: Annotated[
-        bool, typer.Option("--copy", help="Copy large results instead of referring to them.")
-    ] = False,
 ) -> None:
     """Merge the results of shards into one."""
-    from mechattn.store.saving import merge_stored
+    from mechattn.store.writing import merge_stored
 
-    merge_stored(out, results, copy)
+    merge_stored(out, results)
     _say(f"Wrote {out}")
 
 

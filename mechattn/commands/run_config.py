@@ -5,22 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from mechattn.axes import BASELINE
+from mechattn.commands.from_config import ANALYSES, made_analyses, made_conditions
 from mechattn.engine.run import RunOptions
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluate import evaluate
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.evaluation.server import Server
 from mechattn.jobs.executors import ExecutorName, executor_named
-from mechattn.jobs.from_config import ANALYSES, made_analyses, made_conditions
 from mechattn.jobs.job import Job
-from mechattn.jobs.resumable_run import WHOLE, Shard, computed, parse_shard, shard_place
+from mechattn.jobs.resumable_run import WHOLE, Shard, compute, parse_shard, shard_place
 from mechattn.model.checkpoint import layers_and_heads, tokenizer_named
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import dtype_named, load_model
@@ -31,10 +30,10 @@ from mechattn.prompts.prompt import Prompt, Template
 from mechattn.render.figure_declaration import FIGURES as DECLARED
 from mechattn.render.figure_declaration import check_heads
 from mechattn.render.html_views import check_page_place
-from mechattn.results.provenance import command_of
+from mechattn.results.provenance import command_of, file_names
 from mechattn.stats.intervals import FEWEST
-from mechattn.store.atomic_writes import check_writable, file_names
-from mechattn.store.saving import check_result_place
+from mechattn.store.atomic_writes import check_writable
+from mechattn.store.writing import check_result_place
 from mechattn.toml_sections import Config, Figure, near, no_such_key, read_sections
 
 TemplateWord = Literal["auto", "plain", "chat", "joined"]
@@ -71,26 +70,23 @@ def run_from_config(
     shown = _shown(config)
     places, prompts = prepared(config, force, part=part, used=not fresh)
     written: list[Path | str] = []
-    with ExitStack() as stack:  # finished chunks are kept until the page is drawn
-        results = []
-        for name, place in places.items():
-            job = _job(config, name, prompts[name], shown, command)
-            made = stack.enter_context(computed(job, place, part, where, fresh))
-            results.append(made.result)
-            written += (
-                [made.path if "://" in str(made.path) else Path(made.path)] if made.now else []
-            )
-        if config.output.page and part == WHOLE:
-            # Without [[figures]], those of the first condition lead the page in any case.
-            more = shown if config.figures is not None else shown[1:]
-            figures = [(FIGURES[section.kind], section.options) for section in more]
-            heads = config.output.heads
-            heads = [heads] if isinstance(heads, int) else heads
-            lines = Shown(config.output.layer, heads, config.output.top)
-            page = results_page(
-                results, config.output.page, figures, command, force=force, shown=lines
-            )
-            written.append(page)
+    results = []
+    for name, place in places.items():
+        job = _job(config, name, prompts[name], shown, command)
+        result, is_new = compute(job, place, part, where, fresh)
+        results.append(result)
+        if is_new:
+            result_path = shard_place(place, part)
+            written.append(result_path if "://" in str(result_path) else Path(result_path))
+    if config.output.page and part == WHOLE:
+        # Without [[figures]], those of the first condition lead the page in any case.
+        more = shown if config.figures is not None else shown[1:]
+        figures = [(FIGURES[section.kind], section.options) for section in more]
+        heads = config.output.heads
+        heads = [heads] if isinstance(heads, int) else heads
+        lines = Shown(config.output.layer, heads, config.output.top)
+        page = results_page(results, config.output.page, figures, command, force=force, shown=lines)
+        written.append(page)
     return written
 
 

@@ -9,34 +9,32 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from dataclasses import dataclass, replace
+from logging import WARNING
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from mechattn.errors import MechattnError, OptionError, OutputError
-from mechattn.jobs.job import Job, Worker, with_threads
+from mechattn.errors import MechattnError, OptionError, OutputError, check_choice
+from mechattn.jobs.job import Job, Worker
+from mechattn.results.result import Result
 
 ExecutorName = Literal["local", "ray"]
-TRIES = 3  # attempts at a chunk whose worker dies
-_Task = Literal["check", "part"]
-_LOOPBACK = ("127.0.0.1", "::1")
-# Where clusters of several machines are unsupported, Ray stays on the loopback address; this requests it everywhere.
-_ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+TRIES = 3  # of a chunk whose worker dies
+LOOPBACK = ("127.0.0.1", "::1")
+# Where Ray does not support clusters of several machines it stays on the loopback address, and this says so anywhere.
+ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 @runtime_checkable
 class Executor(Protocol):
     """Something that computes chunks."""
 
-    def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield each chunk's number and packed result, in any order."""
+    def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, Result]]:
+        """Yield each chunk's number and result, in any order."""
         ...
 
 
@@ -44,16 +42,12 @@ def executor_named(
     name: ExecutorName, address: str | None = None, workers: int | None = None
 ) -> Executor:
     """Return the executor with a given name."""
-    if name not in get_args(ExecutorName):
-        raise OptionError(
-            f"executor={name!r}: choose one of {', '.join(map(repr, get_args(ExecutorName)))}"
-        )
+    check_choice(ExecutorName, executor=name)
     if name == "ray":
         return Ray(address, workers)
-    if given := [
-        name for name, value in (("address", address), ("workers", workers)) if value is not None
-    ]:
-        raise OptionError(f'{given[0]} is for a cluster: add executor="ray", or omit it')
+    for option, value in (("address", address), ("workers", workers)):
+        if value is not None:
+            raise OptionError(f'{option} is for a cluster: add executor="ray", or omit it')
     return Local()
 
 
@@ -61,196 +55,129 @@ def executor_named(
 class Local:
     """The executor for a single machine, or for one job of a job array."""
 
-    def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield each chunk's number and packed result; all prompts are checked before any is measured."""
-        with with_threads(job.threads):
-            worker = Worker(job)
+    def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, Result]]:
+        """Yield each chunk's number and result; all prompts are checked before any is measured."""
+        threads = torch.get_num_threads()
+        worker = Worker(job)
+        try:
             for chunk in chunks:
                 worker.check(chunk)
             for chunk in chunks:
-                yield chunk, worker.part(chunk)
+                yield worker.part(chunk)
+        finally:
+            torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
 class Ray:
-    """One actor per GPU (or per core if there are no GPUs), each of which gets its next chunk when it finishes one."""
+    """One actor per GPU (or per core if there are no GPUs), which gets its next chunk when it finishes one.
 
-    address: str | None = (
-        None  # "auto", "ray://host:10001"; else one is started here that no other machine can reach
-    )
-    workers: int | None = (
-        None  # the number of actors; by default that of the GPUs, or cores, of the cluster
-    )
+    Args:
+        address: "auto", "ray://host:10001"; by default a cluster is started that no other machine can reach.
+        workers: The number of actors; by default that of the GPUs, or cores, of the cluster.
+    """
 
-    def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield each chunk's number and packed result as they arrive; all prompts are checked before that."""
+    address: str | None = None
+    workers: int | None = None
+
+    def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, Result]]:
+        """Yield each chunk's number and result as they arrive; all prompts are checked before that."""
         ray = self._connected()
-        has, job = ray.cluster_resources(), replace(job, threads=job.threads or 1)
-        room = (
-            self.workers or int(has.get("GPU", 0)) or int(has.get("CPU", 1)) // (job.threads or 1)
+        from ray.util import ActorPool
+
+        threads = job.threads or 1
+        resources = ray.cluster_resources()
+        gpus = int(resources.get("GPU", 0))
+        workers = self.workers or gpus or int(resources.get("CPU", 1)) // threads
+
+        actor_class = ray.remote(Worker).options(
+            num_cpus=1 if gpus else threads,
+            num_gpus=min(gpus, 1),
+            max_restarts=-1,
+            max_task_retries=TRIES - 1,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         )
-        actors = _Actors(ray, job, max(1, min(room, len(chunks))))
+
+        stored_job = ray.put(replace(job, threads=threads))  # once, for any number of actors
+        count = max(1, min(workers, len(chunks)))
+        actors = [actor_class.remote(stored_job) for _ in range(count)]
+        pool = ActorPool(actors)
+
         try:
-            for _ in actors.each("check", chunks):
+            for _ in pool.map_unordered(lambda actor, n: actor.check.remote(n), list(chunks)):
                 pass
-            yield from actors.each("part", chunks)
+            yield from pool.map_unordered(lambda actor, n: actor.part.remote(n), list(chunks))
+        except ray.exceptions.RayActorError as error:
+            reason = str(error).partition("\n")[0]
+            raise OutputError(
+                f"a worker of {job.model!r} died {TRIES} times at the same chunk, perhaps for lack "
+                f"of memory ({reason}); finished chunks are kept. Use smaller chunks, fewer "
+                "conditions or more memory, and run the command again"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, MechattnError) else error from None
         finally:
-            actors.end()
+            for actor in actors:  # the cluster stays up
+                ray.kill(actor)
 
     def _connected(self) -> Any:
+        """Ray, connected to a cluster."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends no usage data
-        loaded = sys.modules.get("ray")
-        if loaded is not None and loaded.is_initialized():
-            return loaded
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
         try:
             if self.address is None:
-                return _start_alone(quiet)
+                return _started_alone()
             import ray
+
+            if not ray.is_initialized():
+                ray.init(self.address, log_to_driver=False, logging_level=WARNING)
         except ImportError:
             raise OptionError('executor="ray" needs Ray: pip install "mechattn[ray]"') from None
-        try:
-            ray.init(address=self.address, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).partition("\n")[0]
             raise OptionError(
                 f"there is no Ray cluster at address={self.address!r}: {reason}"
             ) from None
         return ray
 
 
-@dataclass
-class _Actors:
-    """The actors of a job, what each is doing, and how often each chunk has been tried."""
-
-    ray: Any
-    job: Job
-    count: int
-    busy: dict[Any, tuple[Any, int | None]] = field(
-        default_factory=dict
-    )  # by pending result; None: loading the model
-    idle: list[Any] = field(default_factory=list)
-    lost: Counter[int | None] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self.gpu = self.ray.cluster_resources().get("GPU", 0) >= 1
-        self.stored = self.ray.put(self.job)  # once, for any number of actors
-        for _ in range(self.count):
-            self._start()
-
-    def each(self, task: _Task, chunks: Seq[int]) -> Iterator[tuple[int, bytes]]:
-        """Run a task for every chunk, one at a time per actor, so that results do not pile up."""
-        waiting = list(reversed(chunks))
-        while waiting or any(chunk is not None for _, chunk in self.busy.values()):
-            while waiting and self.idle:
-                idle, given = self.idle.pop(0), waiting.pop()
-                self.busy[getattr(idle, task).remote(given)] = idle, given
-            (come,), _ = self.ray.wait(list(self.busy), num_returns=1)
-            actor, chunk = self.busy.pop(come)
-            try:
-                made = self.ray.get(come)
-            except self.ray.exceptions.RayActorError as error:
-                self.lost[chunk] += 1
-                if self.lost[chunk] >= TRIES:
-                    raise OutputError(_lost(self.job, chunk, error)) from error
-                self._start()
-                waiting += [] if chunk is None else [chunk]
-                continue
-            except self.ray.exceptions.RayTaskError as error:
-                raise error.cause if isinstance(error.cause, MechattnError) else error from None
-            self.idle.append(actor)
-            if chunk is not None:
-                yield chunk, made
-
-    def end(self) -> None:
-        """Release all actors; the cluster stays up."""
-        for actor in [*self.idle, *(actor for actor, _ in self.busy.values())]:
-            self.ray.kill(actor)
-
-    def _start(self) -> None:
-        threads = self.job.threads or 1
-        options: dict[str, Any] = {
-            "num_cpus": 1 if self.gpu else threads,
-            "num_gpus": 1 if self.gpu else 0,
-        }
-        environment = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
-        made = self.ray.remote(_Actor).options(**options, max_restarts=0, runtime_env=environment)
-        actor = made.remote(self.stored)
-        self.busy[actor.load.remote()] = actor, None
-
-
-class _Actor(Worker):
-    """A worker in a process of the cluster."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-
-    def load(self) -> None:
-        """Load the model; errors raised in the constructor would not reach the caller."""
-        torch.set_num_threads(self.job.threads or 1)
-        super().__init__(self.job)
-
-
-def _lost(job: Job, chunk: int | None, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0]
-    if chunk is None:
-        return f"{TRIES} workers died while loading {job.model!r}, perhaps for lack of memory ({reason})"
-    places = job.chunks[chunk]
-    return (
-        f"chunk {chunk} (prompts {places[0]} to {places[-1]}) lost its worker {TRIES} times, perhaps for lack of "
-        f"memory ({reason}); finished chunks are kept. Use fewer conditions or more memory, and run the command again"
-    )
-
-
-def _start_alone(options: Mapping[str, Any]) -> Any:
-    """Start a cluster that no other machine can reach, and return Ray."""
-    with _set(_ONE_MACHINE | _token()):
+def _started_alone() -> Any:
+    """Ray, with a cluster that no other machine can reach; one that the user has started is used as it is."""
+    # A token for this cluster only, in the mode that the user has set or Ray has read.
+    variables = {**ONE_MACHINE, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
+        variables["RAY_AUTH_MODE"] = "token"
+    with _environment(variables):
         import ray
 
-        constants = (
-            ray._private.ray_constants
-        )  # of a Ray that was imported earlier and has read its environment
-        before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+        if ray.is_initialized():
+            return ray
+        # Ray may have been imported, and have read its environment, before.
+        constants = ray._private.ray_constants
+        was_enabled = constants.ENABLE_RAY_CLUSTER
+        constants.ENABLE_RAY_CLUSTER = False
         try:
-            ray.init(address="local", include_dashboard=False, **options)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise OptionError(
-                f"no Ray cluster can be started here: {str(error).splitlines()[0]}"
-            ) from error
+            ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=WARNING)
         finally:
-            constants.ENABLE_RAY_CLUSTER = before
+            constants.ENABLE_RAY_CLUSTER = was_enabled
+
     address = ray.util.get_node_ip_address()
-    if address not in _LOOPBACK:
+    if address not in LOOPBACK:
         ray.shutdown()
         raise OptionError(
-            f"this version of Ray ({ray.__version__}) starts a cluster that other machines can reach, at {address}, so "
-            "it was stopped: install the version that mechattn requires, or start one yourself and give its address"
+            f"this version of Ray ({ray.__version__}) starts a cluster that other machines can "
+            f"reach, at {address}, so it was stopped: install the version that mechattn requires, "
+            "or start one yourself and give its address"
         )
     return ray
 
 
-def _token() -> dict[str, str]:
-    """A token for this cluster only, unless the user has configured tokens."""
-    mode = (
-        {} if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules else {"RAY_AUTH_MODE": "token"}
-    )
-    has = (
-        any(os.environ.get(name) for name in _TOKENS)
-        or (Path.home() / ".ray" / "auth_token").exists()
-    )
-    return mode if has else mode | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
-
-
 @contextmanager
-def _set(variables: Mapping[str, str]) -> Iterator[None]:
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables, which the cluster's processes inherit, within a ``with`` block."""
-    before = {name: os.environ.get(name) for name in variables}
+    earlier = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(earlier)

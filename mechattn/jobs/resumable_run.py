@@ -1,42 +1,37 @@
-"""Runs that survive interruption: each finished chunk is kept, and their store is finished at the end, or mended."""
+"""Runs that survive interruption: each finished chunk is a stored result of its own, and in the end all are merged.
+
+The chunks of ``llama.zarr`` are in the folder ``llama.zarr.parts``: ``00000.zarr``, ``00001.zarr`` …, each with what
+decides its numbers in its provenance. The same call finds them there, computes the others, and deletes the folder.
+"""
 
 from __future__ import annotations
 
-import json
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
+import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from mechattn.errors import Interrupted, MechattnError, OptionError, OutputError
 from mechattn.jobs.executors import Executor, ExecutorName, executor_named
-from mechattn.jobs.job import Job, announced
-from mechattn.jobs.kept_chunks import FRESH, Parts, explained, open_parts
-from mechattn.results.merge import merge_results
+from mechattn.jobs.job import Job
+from mechattn.results.merge import check_same_run, merge_results
 from mechattn.results.result import Result
-from mechattn.store.atomic_writes import move_whole, say, sweep
-from mechattn.store.objects import OBJECTS, SCHEMA, Store, as_place, attributes_of, is_address
-from mechattn.store.pieces import finish, unlike, write_chunk
-from mechattn.store.reading import load_result, read_result
-from mechattn.store.result_bytes import packed, unpacked
-from mechattn.store.saving import check_result_place, upload
+from mechattn.store.atomic_writes import LOCK, say, sweep
+from mechattn.store.objects import DamagedResult, Place, place_of
+from mechattn.store.reading import load_result, open_result
+from mechattn.store.writing import check_result_place, save_result
 
-Compute = Callable[[Job, list[int]], Iterable[tuple[int, bytes]]]
 Shard = tuple[int, int]
 WHOLE: Shard = (1, 1)
-
-
-@dataclass(frozen=True)
-class Computed:
-    """The result of a job and where it is stored."""
-
-    result: Result
-    path: str | Path
-    now: bool  # this call computed and stored it; otherwise it already existed
+LARGE = 2**30  # bytes of a result, from which on its size is said
+CHUNK_NAME = re.compile(r"[0-9]{5,}\.zarr")
+UNFINISHED_NAME = re.compile(r"\.[0-9]{5,}\.zarr\.mechattn-[a-z0-9_]{8}")
 
 
 def run_job(
@@ -65,185 +60,223 @@ def run_job(
     Raises:
         MechattnError: An argument cannot be used, the path is taken, or the job was interrupted.
     """
-    made = executor_named(executor, address, workers) if isinstance(executor, str) else executor
-    with computed(job, path, parse_shard(shard), made, fresh) as found:
-        return found.result
+    if isinstance(executor, str):
+        executor = executor_named(executor, address, workers)
+    result, _ = compute(job, path, parse_shard(shard), executor, fresh)
+    return result
 
 
-@contextmanager
-def computed(
+def compute(
     job: Job, path: str | Path, shard: Shard, executor: Executor, fresh: bool = False
-) -> Iterator[Computed]:
-    """Yield the stored result of a job; its chunks are deleted if the ``with`` block ends without an error."""
+) -> tuple[Result, bool]:
+    """As :func:`run_job`; the result, and whether it was computed now and not stored before."""
     path = shard_place(path, shard)
     check_result_place(path, used=not fresh)
-    chunks = list(range(len(job.chunks)))[shard[0] - 1 :: shard[1]]
+
+    number, count = shard
+    chunks = list(range(number - 1, len(job.chunks), count))
     if not chunks:
         raise OptionError(
-            f"shard {shard[0]}/{shard[1]} has nothing to do: {len(job.prompts)} prompts in chunks of {job.chunk} make "
-            f"{len(job.chunks)} chunks. Use fewer shards or smaller chunks"
+            f"shard {number}/{count} has nothing to do: {len(job.prompts)} prompts in chunks of "
+            f"{job.chunk} make {len(job.chunks)} chunks. Use fewer shards or smaller chunks"
         )
-    if not fresh:
-        _mend(job, path, chunks, executor.parts)
-    if not fresh and (stored := _stored(job, path, chunks)) is not None:
+
+    if not fresh and _is_stored(job, path, chunks):
         say(f"{path} already holds the result of this run; nothing was computed")
-        yield Computed(stored, path, now=False)
-        folder = parts_folder(path)
-        if folder.is_dir():  # what is kept for it goes; anything else in the folder stays
-            with suppress(MechattnError, OSError), open_parts(folder, job) as parts:
-                parts.remove()
-        return
-    check_result_place(path)
-    if words := announced(job, path):
-        say(words)
-    with open_parts(parts_folder(path), job, fresh) as parts:
-        store = ChunkStore(job, parts, chunks)
-        for chunk in parts.done():
-            if bad := unlike(parts.store, parts.read(chunk).provenance[OBJECTS]):
-                say(f"{bad[0]} of chunk {chunk} is damaged or missing; computing the chunk again")
-                parts.drop(chunk)
+        if chunks_folder(path).is_dir():  # of a run that was killed at its end, or of another job
+            with suppress(MechattnError), kept_chunks(path, job, chunks) as chunk_store:
+                chunk_store.finished()
+                chunk_store.delete()
+        return load_result(path), False
+
+    with kept_chunks(path, job, chunks) as chunk_store:
+        if fresh:
+            chunk_store.discard()
+
+        finished = chunk_store.finished()
         try:
-            _compute(store, executor)
-            store.finish(path)
-            yield Computed(load_result(path), path, now=True)
+            _compute_missing(chunk_store, finished, executor)
+            merged = merge_results([finished[chunk] for chunk in chunks])
+            provenance = {**merged.provenance, "job": job.fingerprint}
+            save_result(replace(merged, provenance=provenance), path)
         except KeyboardInterrupt:
-            have = f"{len(set(parts.done()) & set(chunks))} of {len(chunks)} chunks are done and kept in {parts.folder}"
-            raise Interrupted(f"stopped; {have}; rerun the command to resume") from None
-        parts.remove()
+            raise Interrupted(
+                f"stopped; {len(finished)} of {len(chunks)} chunks are done and kept in "
+                f"{chunk_store.folder}; rerun the command to resume"
+            ) from None
+
+        chunk_store.delete()
+
+    return load_result(path), True
 
 
 def parse_shard(text: str | None) -> Shard:
     """Parse the number and the count of shards from "3/16"."""
     if text is None:
         return WHOLE
-    found = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
+
+    match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise OptionError(f'shard {text!r}: write the third of 16 as "3/16"')
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def shard_place(path: str | Path, shard: Shard) -> str | Path:
     """Return the path of a shard's result: "llama.zarr" gives "llama-3-of-16.zarr"."""
     if shard == WHOLE:
         return path
-    head, _, last = str(path).rpartition("/")
-    name = PurePosixPath(last)
-    return f"{head}{'/' if head else ''}{name.stem}-{shard[0]}-of-{shard[1]}{name.suffix}"
+    folder, slash, last_part = str(path).rpartition("/")
+
+    name = PurePosixPath(last_part)
+    return f"{folder}{slash}{name.stem}-{shard[0]}-of-{shard[1]}{name.suffix}"
 
 
-def parts_folder(path: str | Path) -> Path:
+def chunks_folder(path: str | Path) -> Path:
     """Return where finished chunks are kept: next to the result, or in the current folder if it goes to an address."""
-    place = as_place(path)
-    name = str(place).rstrip("/").rpartition("/")[2] if is_address(path) else Path(place).name
-    folder = Path.cwd() if is_address(path) else Path(place).parent
-    return folder / f"{name}.parts"
+    place = place_of(path)
+    folder = place.path.parent if isinstance(place.path, Path) else Path.cwd()
+    return folder / f"{PurePosixPath(str(place)).name}.parts"
 
 
 @dataclass(frozen=True)
-class ChunkStore:
-    """Where the chunks of a job become objects of its result, while their other arrays are kept beside it."""
+class KeptChunks:
+    """The finished chunks of a job, or of a shard of it, in a folder that no other process uses."""
 
+    folder: Path
     job: Job
-    parts: Parts
-    chunks: Seq[int]  # in the store, in order
+    chunks: list[int]
 
-    def write(self, chunk: int, content: bytes) -> bytes:
-        """Write the per-prompt values of a chunk; return its other arrays and a record of what was written."""
-        with explained(f"nothing more can be written to {self.parts.folder}"):
-            return packed(_written(self.job, self.parts.store, self.chunks.index(chunk), content))
+    def path(self, chunk: int) -> Path:
+        """Where a chunk is kept."""
+        return self.folder / f"{chunk:05d}.zarr"
 
-    def finish(self, path: str | Path) -> None:
-        """Write the metadata once all chunks are written, read all back, and give the store its final name."""
-        receipt, store = (
-            merge_results([self.parts.read(chunk) for chunk in self.chunks]),
-            self.parts.store,
-        )
-        with explained(f"nothing more can be written to {self.parts.folder}"):
-            finish(store, receipt, {"job": self.job.fingerprint})
-        if bad := unlike(store, attributes_of(store.place)[OBJECTS]):
-            raise OutputError(
-                f"what was just written cannot be read back: {bad[0]} is damaged or missing"
-            )
-        place = as_place(path)
-        if isinstance(place, Path):
-            move_whole(Path(store.place), place)
-        else:
-            upload(store, place)
+    def finished(self) -> dict[int, Result]:
+        """The chunks that need not be computed; damaged ones are deleted, those of another job refused."""
+        results = {}
+        for path in sorted(self.folder.iterdir()):
+            if not CHUNK_NAME.fullmatch(path.name):
+                continue
+            chunk = int(path.stem)
+            try:
+                result = open_result(path, check=True)
+                self._check_job(result)
+                if _places(result) != list(self.job.chunks[chunk]):
+                    raise DamagedResult(f"{path} is another chunk")
+                results[chunk] = result
+            except DamagedResult as error:
+                say(f"{error}; computing chunk {chunk} again")
+                _delete_chunk(path)
+        return results
+
+    def discard(self) -> None:
+        """Delete all chunks, and what killed processes have left of some."""
+        for path in self.folder.iterdir():
+            if CHUNK_NAME.fullmatch(path.name):
+                _delete_chunk(path)
+            elif UNFINISHED_NAME.fullmatch(path.name):
+                shutil.rmtree(path)
+
+    def delete(self) -> None:
+        """Delete the folder, now that the result is stored; what somebody has put there meanwhile stays."""
+        self.discard()
+        (self.folder / LOCK).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
+
+    def _check_job(self, result: Result) -> None:
+        """Refuse a chunk of another job, and say what differs."""
+        decided = result.provenance.get("job")
+        for name, value in self.job.decides.items():
+            earlier = decided.get(name) if isinstance(decided, dict) else None
+            if earlier != value:
+                raise OptionError(
+                    f"{self.folder} keeps chunks of another run: {name} was {earlier!s:.300} and "
+                    f"is now {value!s:.300}. Restore it to resume, or discard them and start "
+                    "again: mechattn run --fresh, in Python fresh=True"
+                )
 
 
-def _compute(store: ChunkStore, executor: Executor) -> None:
-    parts, chunks = store.parts, store.chunks
-    done = [chunk for chunk in parts.done() if chunk in chunks]
-    todo = [chunk for chunk in chunks if chunk not in done]
-    if not todo:
+@contextmanager
+def kept_chunks(path: str | Path, job: Job, chunks: list[int]) -> Iterator[KeptChunks]:
+    """The kept chunks of a result, locked for this process within a ``with`` block."""
+    folder = chunks_folder(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"finished chunks cannot be kept in {folder}: {error.strerror or error}; give this run "
+            "another output"
+        ) from error
+
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            yield KeptChunks(folder, job, chunks)
+    except Timeout:
+        raise OutputError(
+            f"another process is computing this result: it holds {folder / LOCK}. Wait for it, or "
+            "give this run another output"
+        ) from None
+
+
+def _delete_chunk(path: Path) -> None:
+    """Delete a chunk under the name of an unfinished one, as half of a chunk is none."""
+    Place(path).check_ours()
+
+    unfinished = path.with_name(f".{path.name}.mechattn-deleted_")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    os.replace(path, unfinished)
+    shutil.rmtree(unfinished)
+
+
+def _compute_missing(
+    chunk_store: KeptChunks, finished: dict[int, Result], executor: Executor
+) -> None:
+    """Compute the chunks that are not finished, and keep each."""
+    missing = [chunk for chunk in chunk_store.chunks if chunk not in finished]
+    if not missing:
         return
-    before = done[:1]
-    hidden = (
-        {"disable": True} if len(chunks) == 1 else {}
-    )  # otherwise the environment's TQDM_DISABLE decides
-    with tqdm(
-        total=len(chunks), initial=len(done), desc="chunks", unit="chunk", delay=2, **hidden
-    ) as bar:
-        for chunk, content in executor.parts(store.job, todo):
-            receipt = store.write(chunk, content)
-            if before:
-                try:  # a kept chunk and a new one have to belong together
-                    merge_results([parts.read(before.pop()), unpacked(receipt)])
-                except OptionError as error:
-                    raise OptionError(
-                        f"the chunks kept in {parts.folder} belong to another run. {error}. Undo the change, or {FRESH}"
-                    ) from None
-            parts.write(chunk, receipt)
+    with tqdm(total=len(chunk_store.chunks), initial=len(finished), desc="chunks", delay=2) as bar:
+        for chunk, result in executor.parts(chunk_store.job, missing):
+            result = replace(
+                result, provenance={**result.provenance, "job": chunk_store.job.decides}
+            )
+            if finished:  # a model on the hub may have changed since
+                check_same_run(next(iter(finished.values())), result)
+            else:
+                _say_size(chunk_store, result)
+
+            save_result(result, chunk_store.path(chunk))
+            finished[chunk] = open_result(chunk_store.path(chunk))
             bar.update()
 
 
-def _stored(job: Job, path: str | Path, chunks: list[int]) -> Result | None:
-    """The stored result of these chunks, if it belongs to this job."""
-    try:
-        found = read_result(path, lazy=True)
-    except OutputError:  # missing, or damaged and computed again
-        return None
-    if found.provenance.get("job") != job.fingerprint:
-        return None
-    if found["sequences"].place.values.tolist() != [
-        at for chunk in chunks for at in job.chunks[chunk]
-    ]:
-        return None
-    if isinstance(place := as_place(path), Path):
-        sweep(place)
-    return load_result(path)
-
-
-def _mend(job: Job, path: str | Path, chunks: Seq[int], compute: Compute) -> None:
-    """Compute the damaged or missing chunks of a stored result again; the others stay unchanged."""
-    place = as_place(path)
-    try:
-        about = attributes_of(place)
-        same = (
-            about.get("mechattn_schema") == SCHEMA
-            and json.loads(about["provenance"])["job"] == job.fingerprint
-        )
-        objects, cut = dict(about[OBJECTS]), tuple(f"{name}/c/" for name in about["by_prompt"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return
-    if not same:
-        return
-    named = {
-        name: re.fullmatch(r".+/c/(\d{1,9})/.+", name) for name in objects if name.startswith(cut)
-    }
-    if any(found is None or int(found[1]) >= len(chunks) for found in named.values()):
-        return  # nothing of ours; load_result names it
-    bad = unlike(Store(place), {name: objects[name] for name in named})
-    if numbers := sorted({int(found[1]) for name in bad if (found := named[name])}):
+def _say_size(chunk_store: KeptChunks, result: Result) -> None:
+    """Say how large a large result will be, as far as its first chunk tells."""
+    size = len(chunk_store.chunks) * sum(dataset.nbytes for dataset in result.datasets.values())
+    if size >= LARGE:
         say(
-            f"{bad[0]} at {path} is damaged or missing; computing {len(numbers)} of {len(chunks)} chunks again"
+            f"the result will have about {size / 2**30:,.1f} GiB, and its chunks in {chunk_store.folder} "
+            "as much until they are merged"
         )
-        for chunk, content in compute(job, [chunks[number] for number in numbers]):
-            _written(job, Store(place), chunks.index(chunk), content, objects)
 
 
-def _written(
-    job: Job, store: Store, number: int, content: bytes, known: dict[str, str] | None = None
-) -> Result:
-    size = min(job.chunk, len(job.prompts))
-    return write_chunk(store, number, unpacked(content), size, job.values == "float16", known)
+def _is_stored(job: Job, path: str | Path, chunks: list[int]) -> bool:
+    """Whether the whole result of these chunks is stored."""
+    place = place_of(path)
+    try:
+        result = open_result(path, check=True)
+    except DamagedResult as error:
+        say(f"{error}; computing it again")
+        return False
+    except OutputError:  # there is none
+        return False
+    if isinstance(place.path, Path):
+        sweep(place.path)
+
+    places = [place for chunk in chunks for place in job.chunks[chunk]]
+    return result.provenance.get("job") == job.fingerprint and _places(result) == places
+
+
+def _places(result: Result) -> list[int]:
+    """The places of a result's prompts in the whole run."""
+    return list(result["sequences"].place.values)

@@ -23,8 +23,8 @@ from mechattn.published.page import write_comparison
 from mechattn.published.statements import read_statements
 from mechattn.render.html_views import check_page_place
 from mechattn.results import provenance
+from mechattn.results.provenance import file_names
 from mechattn.stats.intervals import FEWEST
-from mechattn.store.atomic_writes import file_names
 
 
 def paper(

@@ -350,7 +350,7 @@ class Questions:
             OutputError: The place cannot be written, is full, or contains something that mechattn did not write; or the
                 written result cannot be read back. What was there before is kept.
         """
-        from mechattn.store.saving import save_result
+        from mechattn.store.writing import save_result
 
         save_result(self._result, path)
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mechattn.errors import OptionError
 from mechattn.markup import without_secrets
 
 if TYPE_CHECKING:
@@ -83,6 +84,22 @@ def name_of(place: str) -> str:
     if not is_path and (len(parts) < 2 or not os.path.exists(place)):
         return place
     return parts[-1] if parts and set(parts[-1]) != {"."} else Path(place).resolve().name
+
+
+def file_names(models: Iterable[str]) -> dict[str, str]:
+    """A name for the files of each model, in place of "{model}": "toy:llama" gives "toy-llama", "/a/b/" gives "b"."""
+    names: dict[str, str] = {}
+    for model in models:
+        last_part = model.rstrip("/").rsplit("/", 1)[-1]
+        name = "".join(c if c.isalnum() or c in "._-" else "-" for c in last_part)
+        for other_model, other_name in names.items():
+            if other_name.casefold() == name.casefold() and other_model != model:
+                raise OptionError(
+                    f"the models {other_model!r} and {model!r} would both write to files named "
+                    f"{name!r}: run them separately, or give their folders different names"
+                )
+        names[model] = name
+    return names
 
 
 def command_of(words: Seq[str], paths: bool = False) -> str:

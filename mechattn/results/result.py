@@ -218,6 +218,23 @@ def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
     return replace(result, datasets=datasets)
 
 
+def in_half_the_space(result: Result) -> Result:
+    """The result with the numbers of single prompts as float16; moments over prompts stay as they are."""
+    datasets = {}
+    for name, dataset in result.datasets.items():
+        halves = {}
+        for label, values in dataset.data_vars.items():
+            if values.dims[:1] != ("prompt",) or values.ndim < 2 or values.dtype.kind != "f":
+                continue
+            if (abs(values) > np.finfo(np.float16).max).any():
+                raise OptionError(
+                    f'{label} is too large for values="float16"; omit it to keep float32'
+                )
+            halves[label] = values.astype(np.float16)
+        datasets[name] = dataset.assign(halves)
+    return replace(result, datasets=datasets)
+
+
 def units_of(result: Result, prompts: int, unit: Unit = "auto") -> Units:
     """The units of all prompts of a result: its prompts, or their groups."""
     check_unit(unit)

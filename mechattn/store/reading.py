@@ -1,59 +1,64 @@
-"""Reads results, which may be someone else's: checked first, and read only if mechattn could have written them.
+"""Reads results, which may be someone else's: what is declared is checked first, and only numbers and texts are read.
 
-Only the objects that a result lists are read, each compared with the listing whenever it is read.
+Nothing is compressed and every object is there, so a result takes no more memory than its files (texts up to 16 times
+as much), and needs none of Zarr's codecs but the two that copy bytes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xarray as xr
-from zarr.abc.store import ByteRequest
-from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
-from zarr.storage import MemoryStore
 
-from mechattn.errors import MechattnError, OptionError, OutputError
+from mechattn.errors import MechattnError, OutputError
+from mechattn.markup import plain
 from mechattn.results.arrays import SOURCES, lazy_bytes, plain_attributes
-from mechattn.results.merge import merge_results
+from mechattn.results.consistency import problem_of
 from mechattn.results.result import MEMORY, Result, memory_bytes
-from mechattn.store import zarr_checks
 from mechattn.store.atomic_writes import check_name, recover
 from mechattn.store.objects import (
-    COMPLETE,
-    MANIFEST,
-    OBJECTS,
     ROOT,
     SCHEMA,
-    Store,
-    as_place,
-    attributes_of,
-    beside,
-    is_beside,
-    seal_of,
+    DamagedResult,
+    Listing,
+    Place,
+    damage,
+    digest_of,
+    place_of,
 )
-from mechattn.store.pieces import CHECKSUM, Region, in_regions, object_digest
 
-_SEGMENTS = "sequences/segment_index"
-_REDO = "run it again, or restore a copy"
-SHARE = 8  # of the memory: per-prompt values that take at most this fraction are read at once
-_OPEN: dict[str, Any] = {
-    "engine": "zarr", "zarr_format": 3, "consolidated": False, "chunks": None, "cache": False,
-    "decode_times": False, "decode_timedelta": False,  # "seconds" is a unit here, not a time
-}  # fmt: skip
+SHARE = 8  # of the memory: a result that takes at most this fraction is read at once
+SMALL = 2**16  # bytes of an array that is read when a result is opened
+TEXT = "string"
+TEXT_LENGTH = 4  # bytes of the number of texts, and of the length of each
+NUMBERS = (
+    "bool",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+)
+CODECS = {TEXT: "vlen-utf8", **dict.fromkeys(NUMBERS, "bytes")}
 
 
 def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
     """Load a result written by ``Result.save``; no code in it is run.
 
-    Per-prompt values are read at once if they take at most an eighth of ``memory``. Of a larger result, or a manifest
-    of several, only the other arrays are: the values are read on demand, one block at a time, and each object is
-    compared with its checksum.
+    A result that takes at most an eighth of ``memory`` is read at once. Of a larger one, values of single prompts are
+    read on demand, one block at a time. Each object is compared with its checksum when it is read.
 
     Args:
         path: A local path or an address.
@@ -62,204 +67,184 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
     Raises:
         OutputError: There is no stored result here, one of an unknown schema, or a damaged one.
     """
-    return read_result(path, memory)
-
-
-def read_result(path: str | Path, memory: str = MEMORY, lazy: bool | None = None) -> Result:
-    """Like ``load_result``; ``lazy`` decides whether per-prompt values are read at once."""
-    check_name(path)
     share = memory_bytes(memory) // SHARE
-    place = as_place(path)
-    if isinstance(place, Path):
-        recover(place)
+    result = open_result(path)
+
+    is_small = lazy_bytes(result) <= share
+    for dataset in result.datasets.values():
+        for variable in dataset.variables.values():
+            if is_small or "prompt" not in variable.dims:
+                variable.load()
+    return replace(result, memory=memory)
+
+
+def open_result(path: str | Path, check: bool = False) -> Result:
+    """Open a result, of which all but small arrays are read on demand; ``check`` reads every object once."""
+    check_name(path)
+    place = place_of(path)
+    if isinstance(place.path, Path):
+        recover(place.path)
+
     try:
-        result = _read(place, path)
-        if not (lazy_bytes(result) > share if lazy is None else lazy):
-            result = replace(
-                result, datasets={name: one.load() for name, one in result.datasets.items()}
-            )
-        return replace(result, memory=memory)
-    except OutputError:
+        listing, provenance = open_listing(place)
+        if check:
+            listing.check()
+        tree = xr.open_datatree(
+            listing,  # type: ignore[arg-type]
+            engine="zarr",
+            zarr_format=3,
+            consolidated=False,
+            chunks=None,
+            cache=False,
+            mask_and_scale=False,
+            decode_times=False,  # "seconds" is a unit here, not a time
+            decode_timedelta=False,
+        )
+
+        # Groups were written in the order of the run, each group's arrays at the same time.
+        group_names = dict.fromkeys(name.partition("/")[0] for name in listing.checksums)
+        datasets = {name: _dataset(tree[name].to_dataset(), place) for name in group_names}
+    except MechattnError:
         raise
     except Exception as error:  # files, codecs and the network have their own errors
-        raise read_errors(path, error) from (
-            None if isinstance(place, str) else error
-        )  # it may contain a password
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise OutputError(
+            f"the result at {path} cannot be read ({reason}); run it again, or restore a copy"
+        ) from None  # the address may contain a password
+
+    if problem := problem_of(datasets, provenance):
+        raise DamagedResult(f"the result at {path} is damaged: {problem}")
+    return Result(datasets, provenance)
 
 
-def _read(place: str | Path, path: str | Path) -> Result:
-    """Read a result, without its per-prompt values."""
-    if isinstance(place, Path) and not (place / ROOT).is_file():
-        within = sorted(p.name for p in place.glob("*.zarr"))[:4] if place.is_dir() else []
-        hint = f"; there is {', '.join(within)} in it" if within else ""
-        there = ": it is not a .zarr folder of mechattn" if place.exists() else ""
-        raise OutputError(f"there is no stored result at {path}{there}{hint}")
-    store = Store(place)
-    sizes = store.sizes()
+def open_listing(place: Place) -> tuple[Listing, dict[str, Any]]:
+    """The objects of a result, all of which are there in their sizes, and its provenance."""
+    if isinstance(place.path, Path) and not (place.path / ROOT).is_file():
+        results = ", ".join(sorted(path.name for path in place.path.glob("*.zarr"))[:4])
+        hint = f"; there is {results} in it" if results else ""
+        raise OutputError(f"there is no stored result at {place}{hint}")
+
+    sizes = place.sizes()
     if ROOT not in sizes:
-        raise OutputError(f"there is no stored result at {path}")
-    attrs = zarr_checks.root_of(store, sizes, path)
-    schema = attrs.get("mechattn_schema")
-    if schema is None:
-        raise OutputError(f"{path} is not a result of mechattn: it has no schema")
+        raise OutputError(f"there is no stored result at {place}")
+
+    attributes = place.attributes()
+    schema = attributes.get("mechattn_schema")
     if schema != SCHEMA:
         raise OutputError(
-            f"the result at {path} has schema {schema}; this version of mechattn reads schema {SCHEMA}"
+            f"the result at {place} has schema {schema}; this version of mechattn reads schema "
+            f"{SCHEMA}"
         )
-    if not attrs.get(COMPLETE):  # written last at an address, where renaming is not possible
-        raise OutputError(f"the result at {path} is incomplete; write it again")
-    if MANIFEST in attrs:
-        return _merged(attrs[MANIFEST], place)
-    try:
-        about = json.loads(attrs["provenance"])
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
+
+    if "writing" in attributes:  # at an address, where the root is written last
+        raise OutputError(f"the result at {place} is incomplete; write it again")
+
+    provenance, checksums = attributes["provenance"], attributes["objects"]
+    if digest_of(provenance, checksums) != attributes["digest"]:
+        raise damage(place, ROOT, "its provenance or its listing was changed")
+
+    if strangers := set(sizes) - {ROOT, *checksums}:
         raise OutputError(
-            f"the result at {path} lacks its provenance ({error!r}): it is damaged"
-        ) from None
-    if not isinstance(attrs.get(OBJECTS), dict):
-        raise OutputError(f"the result at {path} is damaged: it lists no objects; {_REDO}")
-    regions = zarr_checks.check_folder(store, sizes, attrs[OBJECTS], path)
-    if seal_of(attrs) != attrs.get("digest"):
-        raise OutputError(
-            f"the result at {path} is damaged: its provenance or its listing was changed; {_REDO}"
+            f"the result at {place} holds {min(strangers)} too, which mechattn did not write; "
+            "move that out of it"
         )
-    zarr_checks.check_provenance(about, path)
-    listed = Listed(store, attrs[OBJECTS], regions, attrs["digest"], path)
-    with xr.open_datatree(listed, **_OPEN) as tree:  # type: ignore[arg-type]
-        datasets = {
-            str(name): _dataset(node.to_dataset(), place) for name, node in tree.children.items()
-        }
-    zarr_checks.check_datasets(datasets, about, path)
-    return Result(_in_order(datasets, about), about)
+
+    listing = Listing(place, checksums)
+    _check_objects(listing, sizes)
+    return listing, json.loads(provenance)
 
 
-def _merged(parts: Any, place: str | Path) -> Result:
-    """The results that a manifest names, merged without copying any."""
-    found = []
-    for name, known in manifest_parts(parts, place):
-        where = beside(place, name)
-        result, now = read_result(where, lazy=True), attributes_of(as_place(where))
-        if now.get(MANIFEST) is not None or str(now.get("digest")) != known:
-            raise OutputError(
-                f"{where} was changed after it became part of {place}: merge the results again"
-            )
-        found.append(result)
+def _check_objects(listing: Listing, sizes: Mapping[str, int]) -> None:
+    """Refuse arrays of a kind that mechattn does not write, and objects missing, too many or of another size."""
+    unclaimed = set(listing.checksums)
+    for name in listing.checksums:
+        if plain(name) != name:  # libraries print names in their own warnings
+            raise damage(listing.place, name, "its name has control characters")
+        if name.endswith(f"/{ROOT}"):
+            unclaimed -= {name, *_objects_of(listing, name, sizes)}
+
+    if unclaimed:
+        raise damage(listing.place, min(unclaimed), "it belongs to none of the arrays")
+
+
+def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) -> list[str]:
+    """The objects of an array, by its metadata, each with as many numbers or texts as they declare; none of a group."""
+    metadata = listing.read(metadata_name)
     try:
-        return merge_results(found)
-    except OptionError as error:
-        raise OutputError(
-            f"the results named by {place} do not belong to one run: {error}"
+        shape, object_shape, data_type = _declared(json.loads(metadata))
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        raise DamagedResult(
+            f"{metadata_name} in the result at {listing.place} is not in the format that mechattn "
+            "writes"
         ) from None
+    if data_type is None:
+        return []
+
+    array_name = metadata_name.removesuffix(f"/{ROOT}")
+    grid = [-(-size // step) for size, step in zip(shape, object_shape, strict=True)]
+    if prod(grid) > len(sizes):  # as many as somebody declares may not be named in any time
+        raise damage(listing.place, array_name, f"not all of {prod(grid):,} objects are there")
+    names = ["/".join([array_name, "c", *map(str, index)]) for index in np.ndindex(*grid)]
+
+    count = prod(object_shape)
+    for name in names:
+        if name not in listing.checksums or name not in sizes:
+            raise damage(listing.place, name, "it is missing")
+        size = sizes[name]
+        if data_type == TEXT:
+            declared = int.from_bytes(listing.read(name)[:TEXT_LENGTH], "little")
+            fits = declared == count and size >= TEXT_LENGTH * (1 + count)
+        else:
+            fits = size == count * np.dtype(data_type).itemsize
+        if not fits:
+            raise damage(listing.place, name, f"{size:,} bytes are not those of {count:,} values")
+    return names
 
 
-def manifest_parts(parts: Any, place: str | Path) -> Iterator[tuple[str, str]]:
-    """Yield names and digests; only names next to the manifest are allowed, so that it cannot fetch from elsewhere."""
-    if not isinstance(parts, list) or not parts:
-        raise OutputError(f"the manifest at {place} is damaged: it names no results")
-    digests = [str(part.get("digest")) for part in parts if isinstance(part, dict)]
-    if len(set(digests)) < len(digests):  # if they lie, the second one does not match
-        raise OutputError(f"the manifest at {place} is damaged: it names a result twice")
-    for part in parts:
-        name = part.get("name") if isinstance(part, dict) else None
-        if not isinstance(name, str) or not is_beside(name):
-            raise OutputError(f"the manifest at {place} names {name!r}, which is not next to it")
-        yield name, str(part.get("digest"))
+def _declared(metadata: Any) -> tuple[list[int], list[int], str | None]:
+    """The shape of an array, that of its objects, and its type; no type, of a group.
+
+    Raises:
+        ValueError: It is not what mechattn writes; as other errors, if what is needed is not there.
+    """
+    accepted = metadata["zarr_format"] == 3 and not metadata.get("storage_transformers")
+    if metadata["node_type"] == "group" and accepted:
+        return [], [], None
+
+    grid = metadata["chunk_grid"]
+    keys = metadata["chunk_key_encoding"]
+    shape = metadata["shape"]
+    object_shape = grid["configuration"]["chunk_shape"]
+    data_type = metadata["data_type"]
+    (codec,) = metadata["codecs"]
+    options = codec.get("configuration") or {}
+    accepted = (
+        accepted
+        and metadata["node_type"] == "array"
+        and len(shape) == len(object_shape) == len(metadata["dimension_names"])
+        and all(type(size) is int and size >= 0 for size in shape)
+        and all(type(size) is int and size >= 1 for size in object_shape)
+        and grid["name"] == "regular"
+        and keys == {"name": "default", "configuration": {"separator": "/"}}
+        and codec["name"] == CODECS[data_type]
+        and options.get("endian", "little") == "little"
+    )
+
+    if not accepted:
+        raise ValueError
+    return shape, object_shape, data_type
 
 
-def _dataset(stored: xr.Dataset, place: str | Path) -> xr.Dataset:
-    """A dataset as a run makes it; only per-prompt values are not loaded."""
+def _dataset(stored: xr.Dataset, place: Place) -> xr.Dataset:
+    """A dataset as a run makes it, its quantities by their names; small arrays are read."""
     dataset = stored.drop_encoding()
     dataset.attrs = plain_attributes(dataset.attrs)
     for variable in dataset.variables.values():
         variable.attrs = plain_attributes(variable.attrs)
-        if in_regions(variable):
-            variable.encoding[SOURCES] = {place}
-        else:
+        if variable.nbytes <= SMALL or variable.ndim < 2:
             variable.load()
-    return dataset
+        else:
+            variable.encoding[SOURCES] = {place.path}
 
-
-def _in_order(
-    datasets: Mapping[str, xr.Dataset], about: Mapping[str, Any]
-) -> dict[str, xr.Dataset]:
-    """As the run had its analyses, quantities by their names: Zarr lists both in another order each time."""
-    made = {}
-    for name in dict.fromkeys(
-        [*(name for name in about["analyses"] if name in datasets), *sorted(datasets)]
-    ):
-        of = datasets[name]  # with all its coordinates: those of no quantity too
-        by_name = {label: of.variables[label] for label in sorted(of.data_vars, key=str)}
-        made[name] = of.drop_vars(list(by_name)).assign(by_name)
-    return made
-
-
-def read_errors(where: object, error: Exception) -> MechattnError:
-    """Turn errors of file readers into ours, with a sentence; our own errors pass unchanged."""
-    if isinstance(error, MechattnError):
-        return error
-    reason = str(error).splitlines()[0] if str(error) else "no reason given"
-    return OutputError(
-        f"the result at {where} cannot be read ({type(error).__name__}: {reason}); {_REDO}"
-    )
-
-
-class Listed(MemoryStore):
-    """The objects of a result as a store of Zarr's, which has their names and reads each when it is asked for.
-
-    ``sealed`` is the digest of the result when it was opened.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        objects: Mapping[str, str],
-        regions: Mapping[str, Region],
-        sealed: object,
-        where: object,
-    ) -> None:
-        self.objects = {ROOT: "", **objects}
-        super().__init__(self.objects, read_only=True)  # type: ignore[arg-type]
-        self.store, self.regions, self.sealed, self.where = store, regions, sealed, where
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Listed) and (self.store, self.sealed) == (
-            other.store,
-            other.sealed,
-        )
-
-    async def get(
-        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:  # fmt: skip
-        """Read an object, and compare it with the listing."""
-        return await asyncio.to_thread(self.get_sync, key, prototype=prototype)
-
-    def get_sync(
-        self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:  # fmt: skip
-        """As :meth:`get`, which Zarr may call instead."""
-        of = prototype or default_buffer_prototype()
-        return of.buffer.from_bytes(self._read(key)) if key in self.objects else None
-
-    def _read(self, key: str) -> bytes:
-        try:
-            content = self.store.get(key)
-            if key == ROOT:
-                return content or b""
-            why: str | None = (
-                "it is missing" if content is None else "it is not what was written here"
-            )
-            if content is not None and object_digest(key, content) == self.objects[key]:
-                if not key.startswith(f"{_SEGMENTS}/c"):
-                    return content
-                dtype = np.dtype(self.regions[_SEGMENTS].dtype)
-                if (
-                    why := zarr_checks.segments_problem(np.frombuffer(content[:-CHECKSUM], dtype))
-                ) is None:
-                    return content
-        except Exception as error:  # files and the network have their own errors
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if attributes_of(self.store.place).get("digest") != self.sealed:
-            raise OutputError(
-                f"the result at {self.where} was replaced or deleted after it was opened: load it again"
-            )
-        raise OutputError(zarr_checks.damaged(self.where, key, self.regions, str(why)))
+    quantities = {name: dataset.variables[name] for name in sorted(dataset.data_vars, key=str)}
+    return dataset.drop_vars(quantities).assign(quantities)

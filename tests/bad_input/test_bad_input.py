@@ -442,7 +442,7 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("mechattn.commands.figures.load_model", None)
-    monkeypatch.setattr("mechattn.commands.run_config.computed", None)
+    monkeypatch.setattr("mechattn.commands.run_config.compute", None)
     both = ["toy:gemma3", "toy:llama"]
     with pytest.raises(OptionError, match="layer 5 is out of range: toy:llama has layers 0 to 3"):
         make_figures(figures_config(tmp_path, both, "word-problems", 8, 5, [0]))

@@ -4,9 +4,9 @@ import pytest
 
 import mechattn as ma
 from mechattn.commands.figures import make_figures
+from mechattn.commands.from_config import made_conditions
 from mechattn.commands.run_config import read_config, run_from_config
 from mechattn.errors import MechattnError, ModelError, OptionError, PromptError
-from mechattn.jobs.from_config import made_conditions
 from tests.figures_config import figures_config
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.jobs.job import stored_bytes
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "benchmarks" / "growth.py"
 
@@ -24,7 +23,7 @@ def growth():
 
 
 @pytest.mark.parametrize("positions", ["moments", "prompts"])
-def test_the_bytes_are_those_of_a_result(toy, positions):
+def test_the_bytes_are_those_of_a_result(toy, growth, positions):
     analyses = [
         ma.ReceivedAttention(),
         ma.analyses.AffineShift(),
@@ -41,7 +40,9 @@ def test_the_bytes_are_those_of_a_result(toy, positions):
         for name in dataset
         if dataset[name].dtype.kind in "fi"
     )
-    foretold = stored_bytes(analyses, toy.cfg.n_layers, toy.cfg.n_heads, 3, 2, 20, 7, positions)
+    foretold = growth.stored_bytes(
+        analyses, toy.cfg.n_layers, toy.cfg.n_heads, 3, 2, 20, 7, positions
+    )
     assert sum(foretold.values()) == real
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mechattn.commands.from_config import ANALYSES, CONDITIONS, INTERVENTIONS
 from mechattn.commands.run_config import FIGURES, read_config
-from mechattn.jobs.from_config import ANALYSES, CONDITIONS, INTERVENTIONS
 from mechattn.toml_sections import (
     Condition,
     Config,

@@ -1,6 +1,8 @@
 """A run in chunks: the same bytes however it was cut, interrupted or damaged, and a sentence where it cannot go on."""
 
+import errno
 import json
+import shutil
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -10,11 +12,12 @@ import pytest
 import mechattn as ma
 from mechattn.errors import Interrupted, OptionError, OutputError, PromptTooLong
 from mechattn.jobs import job as jobs
+from mechattn.jobs import resumable_run
 from mechattn.jobs.executors import Local
 from mechattn.jobs.job import Worker
-from mechattn.jobs.resumable_run import ChunkStore, parse_shard, parts_folder, shard_place
+from mechattn.jobs.resumable_run import chunks_folder, parse_shard, shard_place
 from mechattn.results.arrays import digest
-from mechattn.store.result_bytes import unpacked
+from mechattn.store.objects import Place
 from tests.conftest import run_part
 
 OTHER_SEED = ma.RunOptions(layers=[0, 2], seed=4)
@@ -105,13 +108,12 @@ def test_it_is_one_pass_over_the_same_chunks(job, undisturbed, toy):
 
 
 def test_an_interrupt_after_the_last_chunk_says_how_to_resume(job, tmp_path, monkeypatch):
-    path, ends = tmp_path / "r.zarr", ChunkStore.finish
+    path = tmp_path / "r.zarr"
 
     def interrupted(*given):
-        ends(*given)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ChunkStore, "finish", interrupted)
+    monkeypatch.setattr(resumable_run, "merge_results", interrupted)
     every = len(job.chunks)
     with pytest.raises(
         Interrupted,
@@ -120,7 +122,7 @@ def test_an_interrupt_after_the_last_chunk_says_how_to_resume(job, tmp_path, mon
         ma.run_job(job, path)
     monkeypatch.undo()
     assert numbers(ma.run_job(job, path)) == numbers(ma.load_result(path))
-    assert [one.name for one in tmp_path.iterdir()] == ["r.zarr"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["r.zarr"]
 
 
 def test_a_run_of_one_chunk_is_a_plain_run(job, toy, tmp_path):
@@ -164,105 +166,64 @@ def test_after_a_crash_and_after_ctrl_c_the_same_call_goes_on(
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("damages", [("flip", "renamed"), ("cut", "empty")])
-def test_a_damaged_chunk_is_named_and_computed_again(job, undisturbed, tmp_path, damages, capsys):
+@pytest.mark.parametrize("damage", ["flip", "cut", "lost", "exchanged"])
+def test_a_damaged_chunk_is_named_and_computed_again(job, undisturbed, tmp_path, damage, capsys):
     path = tmp_path / "r.zarr"
     stopped(job, path, 3)
-    damaged = sorted(parts_folder(path).glob("*.zip"))[1:]
-    for number, damage in enumerate(damages):
-        content = bytearray(damaged[number].read_bytes())
-        if damage == "renamed":
-            damaged[number] = damaged[number].rename(
-                damaged[number].with_name("00003-" + damaged[number].name.split("-")[1])
-            )
-        else:
-            content[len(content) // 2] ^= 1
-            damaged[number].write_bytes(
-                {"flip": content, "cut": content[:-9], "empty": b""}[damage]
-            )
+    chunk = chunks_folder(path) / "00001.zarr"
+    file = max((p for p in chunk.rglob("c/**/*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif damage == "cut":
+        file.write_bytes(content[:-9])
+    elif damage == "lost":
+        file.unlink()
+    else:
+        shutil.rmtree(chunk)
+        (chunks_folder(path) / "00002.zarr").rename(chunk)
     assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
-    said = capsys.readouterr().err
-    assert all(
-        f"{part.name} is damaged (its checksum does not match); computing it again" in said
-        for part in damaged
-    )
+    assert "; computing chunk 1 again" in capsys.readouterr().err
 
 
 def test_what_a_killed_writer_leaves_is_swept_when_the_result_is_there(job, undisturbed, tmp_path):
     path, left = tmp_path / "r.zarr", tmp_path / ".r.zarr.mechattn-abcd_123"
     stopped(job, path, 1)
-    (parts_folder(path) / "00001-0123456789abcdef.zip.new").write_bytes(b"half a chu")
+    (chunks_folder(path) / ".00001.zarr.mechattn-abcd_123").mkdir()
     (left / "new.zarr").mkdir(parents=True)
-    (left / "mechattn.json").write_text('{"writes": "r.zarr"}')
+    (left / "mechattn.json").touch()
     stopped(job, path, 1)
     assert left.exists(), "nothing is swept before there is a result"
     assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
     assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
 
 
-def spoiled(monkeypatch, name, error):
-    """Reading a file of this name fails."""
-    for method in ("read_text", "read_bytes"):
-        real = getattr(Path, method)
-
-        def read(self, *args, real=real, **kwargs):
-            if self.name == name:
-                raise error
-            return real(self, *args, **kwargs)
-
-        monkeypatch.setattr(Path, method, read)
-
-
-def test_a_job_that_cannot_be_read_costs_no_chunk(job, undisturbed, tmp_path, monkeypatch):
-    path = tmp_path / "r.zarr"
-    stopped(job, path, 3)
-    about = parts_folder(path) / "job.json"
-    content, before = about.read_text(), sorted(p.name for p in parts_folder(path).glob("*.zip"))
-    assert len(before) == 3
-    for why, fresh in (
-        ("Stale file handle", True),
-        ("it is missing", False),
-        ("it is damaged", True),
-    ):
-        if why == "it is missing":
-            about.unlink()
-        elif why == "it is damaged":
-            about.write_text(content[: len(content) // 2])
-        else:
-            spoiled(monkeypatch, "job.json", OSError(116, why))
-        with pytest.raises(
-            OutputError, match=rf"job\.json cannot be read \({why}\).*Nothing was deleted"
-        ):
-            ma.run_job(job, path, fresh=fresh)
-        assert sorted(p.name for p in parts_folder(path).glob("*.zip")) == before
-        monkeypatch.undo()
-        about.write_text(content)
-    assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
-
-
 def test_a_chunk_that_cannot_be_read_is_not_thrown_away(job, undisturbed, tmp_path, monkeypatch):
     path = tmp_path / "r.zarr"
     stopped(job, path, 3)
-    chunk = sorted(parts_folder(path).glob("*.zip"))[1]
-    spoiled(monkeypatch, chunk.name, OSError(116, "Stale file handle"))
-    with pytest.raises(
-        OutputError,
-        match=rf"{chunk.name} cannot be read \(Stale file handle\); nothing was deleted",
-    ):
+    read = Place.read
+
+    def stale(place, name):
+        if place.path.name == "00001.zarr" and name != "zarr.json":
+            raise OSError(116, "Stale file handle")
+        return read(place, name)
+
+    monkeypatch.setattr(Place, "read", stale)
+    with pytest.raises(OutputError, match=r"00001\.zarr cannot be read: .*Stale file handle"):
         ma.run_job(job, path)
     monkeypatch.undo()
-    assert chunk.exists()
+    assert len(list(chunks_folder(path).glob("*.zarr"))) == 3
     assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
 
 
-def test_begun_anew_when_that_is_asked(job, undisturbed, tmp_path, monkeypatch, capsys):
+def test_begun_anew_when_that_is_asked(job, undisturbed, tmp_path, monkeypatch):
     path = tmp_path / "r.zarr"
     stopped(replace(job, options=OTHER_SEED), path, 2)
     with pytest.raises(OptionError, match="keeps chunks of another run: seed"):
         ma.run_job(job, path)
-    assert len(list(parts_folder(path).glob("*.zip"))) == 2
+    assert len(list(chunks_folder(path).glob("*.zarr"))) == 2
     assert numbers(ma.run_job(job, path, fresh=True)) == numbers(undisturbed)
-    assert "2 chunks in " in capsys.readouterr().err
     computed = []
     part = Worker.part
     monkeypatch.setattr(
@@ -299,16 +260,16 @@ def test_a_finished_run_leaves_the_chunks_of_another_one(job, tmp_path):
     path, other = tmp_path / "r.zarr", replace(job, options=OTHER_SEED)
     ma.run_job(job, path)
     stopped(other, path, 2)
-    before = {p: p.read_bytes() for p in parts_folder(path).rglob("*") if p.is_file()}
+    before = {p: p.read_bytes() for p in chunks_folder(path).rglob("*") if p.is_file()}
     ma.run_job(job, path)
-    assert {p: p.read_bytes() for p in parts_folder(path).rglob("*") if p.is_file()} == before
+    assert {p: p.read_bytes() for p in chunks_folder(path).rglob("*") if p.is_file()} == before
     ma.run_job(other, path)
     assert ma.load_result(path).provenance["seed"] == 4
     assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
 
 
 def test_merged_shards_are_the_finished_run(job, tmp_path, monkeypatch):
-    from mechattn.store.saving import merge_stored
+    from mechattn.store.writing import merge_stored
 
     for number in (1, 2):
         ma.run_job(job, tmp_path / "r.zarr", shard=f"{number}/2")
@@ -323,19 +284,17 @@ def test_merged_shards_are_the_finished_run(job, tmp_path, monkeypatch):
 
 def test_the_chunks_stay_until_the_result_can_be_read(job, undisturbed, tmp_path, monkeypatch):
     """A file system that gives back something else than it was given."""
-    from mechattn.store.objects import Store
+    path, write = tmp_path / "r.zarr", Place.write
 
-    path, put = tmp_path / "r.zarr", Store.put
+    def rotten(place, name, content):
+        spoiled = name == "received_attention/received/c/0/0/0/0" and "parts" not in str(place)
+        write(place, name, bytes([content[0] ^ 1]) + content[1:] if spoiled else content)
 
-    def rotten(store, name, content):
-        spoiled = name == "received_attention/received/c/0/0/0/0"
-        put(store, name, bytes([content[0] ^ 1]) + content[1:] if spoiled else content)
-
-    monkeypatch.setattr(Store, "put", rotten)
+    monkeypatch.setattr(Place, "write", rotten)
     with pytest.raises(OutputError, match="what was just written cannot be read back"):
         ma.run_job(job, path)
     assert [p.name for p in tmp_path.iterdir()] == ["r.zarr.parts"]
-    assert len(list(parts_folder(path).glob("*.zip"))) == 4
+    assert len(list(chunks_folder(path).glob("*.zarr"))) == 4
     monkeypatch.undo()
     monkeypatch.setattr(Worker, "part", lambda self, chunk: pytest.fail("computed again"))
     assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
@@ -361,16 +320,7 @@ def test_parts_of_another_run_are_refused_by_name(job, begun, change, field):
         match=rf"keeps chunks of another run: {field}.*start again: mechattn run --fresh",
     ):
         ma.run_job(replace(job, **change), begun)
-    assert len(list(parts_folder(begun).glob("*.zip"))) == 1
-
-
-def test_a_folder_without_a_chunk_takes_another_run(job, tmp_path):
-    """A condition that could not be made is mended, and there is nothing to put back or to discard."""
-    stopped(replace(job, options=OTHER_SEED), tmp_path / "r.zarr", after=0)
-    assert (parts_folder(tmp_path / "r.zarr") / "job.json").exists()
-    stopped(job, tmp_path / "r.zarr", after=1)
-    with pytest.raises(OptionError, match="seed was 3 and is now 4"):
-        ma.run_job(replace(job, options=OTHER_SEED), tmp_path / "r.zarr")
+    assert len(list(chunks_folder(begun).glob("*.zarr"))) == 1
 
 
 def test_a_prompt_file_that_changes_between_runs_is_found(tmp_path, job):
@@ -386,8 +336,6 @@ def test_a_prompt_file_that_changes_between_runs_is_found(tmp_path, job):
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_model_that_changes_between_runs_is_found(job, tmp_path, checkpoint, seen, monkeypatch):
     """In its place, so that only the weights tell: at once where the files are here, else after one chunk."""
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     if not seen:
@@ -403,11 +351,11 @@ def test_a_model_that_changes_between_runs_is_found(job, tmp_path, checkpoint, s
     message = (
         r"of another run: weights was "
         if seen
-        else r"belong to another run\. .*model\.weights_hash is"
+        else r"don't belong together: model\.weights_hash is"
     )
     with pytest.raises(OptionError, match=message):
         ma.run_job(replace(mine), path)
-    assert len(list(parts_folder(path).glob("*.zip"))) == 1
+    assert len(list(chunks_folder(path).glob("*.zarr"))) == 1
     if seen:
         ma.run_job(replace(mine), path, fresh=True)
         weights[name][0, 0] += 0.5
@@ -492,7 +440,7 @@ def test_two_processes_on_one_result(job, tmp_path):
     path = tmp_path / "r.zarr"
     stopped(job, path, 1)
     with (
-        FileLock(parts_folder(path) / "lock"),
+        FileLock(chunks_folder(path) / "lock"),
         pytest.raises(OutputError, match="another process is computing this"),
     ):
         ma.run_job(job, path)
@@ -500,27 +448,22 @@ def test_two_processes_on_one_result(job, tmp_path):
 
 
 def test_a_full_disk_keeps_what_is_done(job, undisturbed, tmp_path, monkeypatch):
-    import errno
+    path, write = tmp_path / "r.zarr", Place.write
 
-    path, write, written = tmp_path / "r.zarr", Path.write_bytes, []
+    def full(place, name, content):
+        if "00002.zarr" in str(place):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(place, name, content)
 
-    def full(self, content):
-        if self.name.endswith(".zip.new"):
-            if len(written) == 2:
-                write(self, content[:100])
-                raise OSError(errno.ENOSPC, "No space left on device")
-            written.append(self)
-        return write(self, content)
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(
-        OutputError,
-        match=r"chunk 2 could not be kept in .*No space left on device.*free some space",
-    ):
+    monkeypatch.setattr(Place, "write", full)
+    with pytest.raises(OutputError, match=r"00002\.zarr could not be written: No space left.*free"):
         ma.run_job(job, path)
     monkeypatch.undo()
-    assert len(list(parts_folder(path).glob("*.zip"))) == 2
-    assert not list(parts_folder(path).glob("*.new"))
+    assert sorted(entry.name for entry in chunks_folder(path).iterdir()) == [
+        "00000.zarr",
+        "00001.zarr",
+        "lock",
+    ]
     assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
 
 
@@ -566,27 +509,5 @@ def test_places():
     assert shard_place("out/llama.zarr", (3, 16)) == "out/llama-3-of-16.zarr"
     assert shard_place("s3://b/llama.v2.zarr", (1, 2)) == "s3://b/llama.v2-1-of-2.zarr"
     assert shard_place("llama.zarr", (1, 1)) == "llama.zarr"
-    assert parts_folder("s3://b/llama.zarr").name == "llama.zarr.parts"
-    assert str(parts_folder("/a/b.zarr")) == "/a/b.zarr.parts"
-
-
-def test_sequences_are_made_once_and_again_beyond_the_first_chunks(job, monkeypatch):
-    """What the check has made is measured; of chunks beyond the first they are made again, to the same numbers."""
-    from mechattn.engine.run import Plan
-
-    made, sequences = [], Plan.sequences
-    monkeypatch.setattr(
-        Plan,
-        "sequences",
-        lambda plan, prompts: made.append(prompts[0].id) or sequences(plan, prompts),
-    )
-    chunks = range(len(job.chunks))
-    parts = dict(Local().parts(job, chunks))
-    assert len(made) == len(chunks)
-    monkeypatch.setattr("mechattn.jobs.job._AHEAD", 1)
-    again = dict(Local().parts(job, chunks))
-    assert len(made) == len(chunks) + 2 * len(chunks) - 1
-    numbers = [
-        [digest(unpacked(some[chunk]).datasets) for chunk in chunks] for some in (parts, again)
-    ]
-    assert numbers[0] == numbers[1]
+    assert chunks_folder("s3://b/llama.zarr").name == "llama.zarr.parts"
+    assert str(chunks_folder("/a/b.zarr")) == "/a/b.zarr.parts"

@@ -14,7 +14,6 @@ from mechattn.engine.run import Cost, batch_plan
 from mechattn.errors import OptionError
 from mechattn.jobs.job import Job, Worker
 from mechattn.results.merge import merge_results
-from mechattn.store.result_bytes import unpacked
 from tests.model.unusual import BOUNDARY, LONGROPE, TABLES, unusual_model
 
 SLASH = ma.MeaninglessTokens("/", 3)
@@ -148,7 +147,7 @@ def test_chunks_of_both_sides_merge(tokenizer, tmp_path):
     unusual_model("Llama LongRoPE", len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     worker = Worker(Job(str(tmp_path), prompts_of(tokenizer, (12, 20, 50, 60)), chunk=2))
-    parts = [unpacked(worker.part(chunk)) for chunk in (0, 1)]
+    parts = [worker.part(chunk)[1] for chunk in (0, 1)]
     merged = merge_results(parts)
     assert merged["sequences"].rope_factors.values.tolist() == ["short", "short", "long", "long"]
 

@@ -10,9 +10,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.results.merge import merge_results
-from mechattn.store.objects import Store
-from mechattn.store.pieces import chunk_of, copied
-from mechattn.store.reading import Listed
+from mechattn.store.objects import Listing
 from tests.conftest import run_part
 
 
@@ -21,6 +19,7 @@ def read_on_demand():
     """However small a result is, its per-prompt values are read when they are needed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mechattn.store.reading.SHARE", 2**60)
+        patch.setattr("mechattn.store.reading.SMALL", 0)
         yield
 
 
@@ -33,7 +32,7 @@ def small(toy, prompts):
 def large(small, tmp_path_factory):
     about = {**small.provenance, "chunk": 3}
     place = tmp_path_factory.mktemp("dask") / "r.zarr"
-    copied(ma.Result(small.datasets, about), Store(place))
+    ma.Result(small.datasets, about).save(place)
     return ma.load_result(place)
 
 
@@ -42,7 +41,7 @@ def large(small, tmp_path_factory):
 )
 def test_blocks_are_the_regions_and_the_numbers_are_the_same(small, large, name):
     expected = small["received_attention"][name]
-    cut = large["received_attention"][name].chunk(prompt=chunk_of(large))
+    cut = large["received_attention"][name].chunk(prompt=large.provenance["chunk"])
     assert isinstance(cut.data, dask.array.Array)
     assert cut.chunks[0] == (3, 3, 1)
     assert cut.chunks[1:] == tuple((size,) for size in expected.shape[1:])
@@ -54,12 +53,14 @@ def test_blocks_are_the_regions_and_the_numbers_are_the_same(small, large, name)
 
 
 def test_nothing_is_read_before_it_is_computed(large, monkeypatch):
-    reads, read = [], Listed._read
-    monkeypatch.setattr(Listed, "_read", lambda listed, key: reads.append(key) or read(listed, key))
+    names, read = [], Listing.read
+    monkeypatch.setattr(
+        Listing, "read", lambda listing, name: names.append(name) or read(listing, name)
+    )
     mean = large["received_attention"].chunk(prompt=3).received_by_segment.mean("prompt")
-    assert reads == []
+    assert names == []
     mean.compute()
-    assert len(reads) == 3, "one for each block of prompts"
+    assert len(names) == 3, "one for each block of prompts"
 
 
 def test_a_merge_of_results_in_any_order(toy, prompts, small, tmp_path):
@@ -68,7 +69,7 @@ def test_a_merge_of_results_in_any_order(toy, prompts, small, tmp_path):
     for number, places in enumerate(parts):
         some = [prompts[place] for place in places]
         made = run_part(toy, some, conditions, layers=[0], places=places)
-        copied(made, Store(tmp_path / f"{number}.zarr"))
+        made.save(tmp_path / f"{number}.zarr")
     merged = merge_results([ma.load_result(tmp_path / f"{number}.zarr") for number in (0, 1)])
     got = merged["received_attention"].received_by_segment.chunk(prompt=2)
     assert got.chunks[0] == (2, 2, 2, 1)

@@ -1,9 +1,7 @@
 """Whatever a config, a file of prompts or a stored result holds: a MechattnError, or what was asked for; no traceback."""
 
-import io
 import json
 import math
-import zipfile
 
 import numpy as np
 import pytest
@@ -12,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mechattn as ma
+from mechattn.commands.from_config import ANALYSES, CONDITIONS, INTERVENTIONS, made_conditions
 from mechattn.commands.run_config import FIGURES, read_config
 from mechattn.errors import MechattnError
-from mechattn.jobs.from_config import ANALYSES, CONDITIONS, INTERVENTIONS, made_conditions
 from mechattn.jobs.resumable_run import parse_shard
 from mechattn.results.arrays import digest
 from mechattn.results.result import memory_bytes
-from mechattn.store.result_bytes import packed, unpacked
 from mechattn.toml_sections import Config
 
 fuzz = settings(settings.get_profile("fuzz"))
@@ -264,36 +261,6 @@ def small():
         "engine": "streaming",
     }
     return ma.Result(datasets, about)
-
-
-@fuzz
-@given(data=st.data())
-def test_parts(small, data):
-    content = packed(small)
-    loaded = refused_or(unpacked, data.draw(damaged(content)))
-    assert loaded is None or digest(loaded.datasets) == digest(small.datasets)
-
-
-def repacked(content, name, change):
-    """A part with one of its files changed, and valid otherwise: the checksums of the zip are those of the change."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w") as new:
-        for entry in old.namelist():
-            new.writestr(entry, change if entry == name else old.read(entry))
-    return made.getvalue()
-
-
-@fuzz
-@given(data=st.data())
-def test_headers_of_parts(small, data):
-    content = packed(small)
-    with zipfile.ZipFile(io.BytesIO(content)) as stored:
-        header = json.loads(stored.read("header"))
-    for _ in range(data.draw(st.integers(1, 3))):
-        path = data.draw(st.sampled_from(list(places(header))))
-        header = changed(header, path, data.draw(VALUES))
-    loaded = refused_or(unpacked, repacked(content, "header", json.dumps(header).encode()))
-    assert loaded is None or isinstance(loaded, ma.Result)
 
 
 def test_stored_results(small, tmp_path):

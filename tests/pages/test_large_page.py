@@ -17,9 +17,7 @@ from mechattn.errors import MemoryOptionError
 from mechattn.pages import page_data
 from mechattn.pages.page import results_page
 from mechattn.results.arrays import LazyArray, is_lazy, lazy_variable
-from mechattn.store.objects import Store
-from mechattn.store.pieces import copied
-from mechattn.store.reading import Listed
+from mechattn.store.objects import Listing
 
 SMALL = "320KiB"  # a layer or two at a time
 
@@ -29,6 +27,7 @@ def read_on_demand():
     """However small a result is, its per-prompt values are read when they are needed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mechattn.store.reading.SHARE", 2**60)
+        patch.setattr("mechattn.store.reading.SMALL", 0)
         yield
 
 
@@ -45,7 +44,7 @@ def place(toy, tmp_path_factory):
     prompts = ma.load_prompts("word-problems", limit=13)
     made = ma.run(toy, prompts, conditions, analyses, positions="prompts")
     path = tmp_path_factory.mktemp("large") / "large.zarr"
-    copied(replace(made, provenance={**made.provenance, "chunk": 4}), Store(path))
+    replace(made, provenance={**made.provenance, "chunk": 4}).save(path)
     return path
 
 
@@ -140,13 +139,13 @@ def test_updates_are_counted_some_prompts_at_a_time(toy, prompts):
 
 
 def test_a_memory_that_is_too_small_is_said_before_anything_is_read(place, tmp_path, monkeypatch):
-    real = Listed._read
+    real = Listing.read
 
-    def read(listed, key):
-        assert "received_by_segment/c/" not in key, "it was read"
-        return real(listed, key)
+    def read(listing, name):
+        assert "received_by_segment/c/" not in name, "it was read"
+        return real(listing, name)
 
-    monkeypatch.setattr(Listed, "_read", read)
+    monkeypatch.setattr(Listing, "read", read)
     with pytest.raises(
         MemoryOptionError, match=r"of 13 prompts takes 1 MiB, and memory='20KiB' allows less; give"
     ):

@@ -7,7 +7,6 @@ import xarray as xr
 import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.results.arrays import digest
-from mechattn.store.result_bytes import packed, unpacked
 
 SLASH = ma.MeaninglessTokens(count=3)
 KINDS = {
@@ -57,10 +56,6 @@ def assert_same(loaded, result):
 def test_saved_loaded_equal(result, tmp_path):
     result.save(tmp_path / "r.zarr")
     assert_same(ma.load_result(tmp_path / "r.zarr"), result)
-
-
-def test_packed_and_unpacked(result):
-    assert_same(unpacked(packed(result)), result)
 
 
 def of(values):

@@ -7,7 +7,7 @@ import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.errors import OptionError
 from mechattn.results.arrays import digest
-from mechattn.store.saving import merge_stored
+from mechattn.store.writing import merge_stored
 from tests.conftest import run_part
 
 

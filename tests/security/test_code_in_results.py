@@ -10,6 +10,7 @@ import xarray as xr
 
 import mechattn as ma
 from mechattn.errors import OutputError
+from tests.security.test_sizes import listed
 
 
 class Runs:
@@ -88,6 +89,7 @@ def test_numcodecs_itself_refuses_pickles():
 def changed(stored, variable, **changes):
     path = stored / variable / "zarr.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    listed(stored, f"{variable}/zarr.json")
 
 
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -99,7 +101,7 @@ ZSTD = {"name": "zstd", "configuration": {"level": 0, "checksum": False}}
     [
         {"codecs": [BYTES, {"name": "numcodecs.pickle"}]},
         {"codecs": [BYTES, {"name": "gzip", "configuration": {"level": 5}}]},
-        {"codecs": [BYTES]},
+        {"codecs": [BYTES, {"name": "crc32c"}]},
         {"codecs": [BYTES, ZSTD]},
         {"codecs": [{"name": "sharding_indexed"}]},
         {"codecs": "bytes"},
@@ -130,6 +132,7 @@ def test_codecs_and_formats_that_mechattn_does_not_write(stored, monkeypatch, ch
 )
 def test_metadata_that_is_none(stored, content):
     (stored / "sequences" / "zarr.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    listed(stored, "sequences/zarr.json")
     with pytest.raises(
         OutputError, match=r"sequences/zarr\.json .* is not in the format that mechattn writes"
     ):

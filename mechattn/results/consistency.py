@@ -1,0 +1,135 @@
+"""What a result must have to be used: whole provenance, whole sequences, and datasets that belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import numpy as np
+import xarray as xr
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mechattn.axes import BASELINE, SEGMENTS
+
+PADDING = -2  # in a sequence, beyond the end of a prompt
+TOKEN_ARRAYS = ("tokens", "origin", "segment_index")
+
+Count = Annotated[int, Field(ge=0)]
+OneOrMore = str | list[str]  # several, of a merged result
+
+
+class _Strict(BaseModel):
+    """A part of the provenance; other entries may be there."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class _Model(_Strict):
+    name: str
+    architecture: str
+    parameters: Count
+    heads: Count
+    layers: Count
+    dtype: str
+    device: OneOrMore
+    verified: bool
+
+
+class _Prompts(_Strict):
+    count: Count
+    hash: str
+
+
+class _Kind(_Strict):
+    kind: str
+    options: dict[str, Any]
+
+
+class _Condition(_Kind):
+    model_config = ConfigDict(extra="forbid")
+    masked: bool
+    unshifted: bool
+    interventions: list[_Kind]
+    written: str
+
+
+class _Versions(_Strict):
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, OneOrMore]
+    mechattn: str
+    transformer_lens: str = Field(alias="transformer-lens")
+    torch: str
+
+
+class _Provenance(_Strict):
+    model: _Model
+    prompts: _Prompts
+    conditions: dict[str, _Condition]
+    analyses: dict[str, dict[str, Any]]
+    measured_layers: list[Count] = Field(min_length=1)
+    versions: _Versions
+    time: OneOrMore = Field(min_length=1)
+    seed: int | float | str | None
+    engine: str
+    chunk: Annotated[int, Field(ge=1)] = 64  # prompts
+
+
+def problem_of(datasets: Mapping[str, xr.Dataset], provenance: Any) -> str | None:
+    """What a result lacks to be used, if anything."""
+    try:
+        _Provenance.model_validate(provenance)
+    except ValidationError as error:
+        details = error.errors()[0]
+        entry = ".".join(map(str, details["loc"])) or "all of it"
+        return f"its provenance lacks something ({entry}: {details['msg']})"
+    if "sequences" not in datasets:
+        return "its sequences are missing"
+    sequences = datasets["sequences"]
+    if problem := _sequences_problem(sequences):
+        return problem
+    labels = {
+        "layer": provenance["measured_layers"],
+        "segment": list(SEGMENTS),
+        "prompt": _labels(sequences, "prompt"),
+        "condition": _labels(sequences, "condition"),
+    }
+    for name, dataset in datasets.items():
+        for dim, expected in labels.items():
+            if dim in dataset.dims and _labels(dataset, dim) != expected:
+                return f"{name} has other {dim}s"
+    return None
+
+
+def _sequences_problem(sequences: xr.Dataset) -> str | None:
+    """What is wrong with the tokens that were read, if anything."""
+    for dim in ("prompt", "condition"):
+        labels = _labels(sequences, dim)
+        if not labels or len(set(labels)) < len(labels):
+            return f"two of its {dim}s have the same name, or there are none"
+    if _labels(sequences, "condition")[0] != BASELINE:
+        return "its first condition is not the baseline"
+    dims_of: dict[str, tuple[str, ...]] = dict.fromkeys(
+        TOKEN_ARRAYS, ("prompt", "condition", "pos")
+    )
+    dims_of["first_prompt_text"] = ("condition", "pos")
+    if "group" in sequences:
+        dims_of["group"] = ("prompt",)
+    for name, dims in dims_of.items():
+        if name not in sequences or sequences[name].dims != dims:
+            return f"its sequences have no {name} with the dimensions {', '.join(dims)}"
+        if name in TOKEN_ARRAYS and sequences[name].dtype.kind != "i":
+            return f"the {name} of its sequences are no whole numbers"
+    indices = sequences.segment_index.values
+    if indices.size and not PADDING <= indices.min() <= indices.max() < len(SEGMENTS):
+        return f"its sequences have the segment {indices.max()}, and there are {len(SEGMENTS)}"
+    return None
+
+
+def _labels(dataset: xr.Dataset, dim: str) -> list[Any]:
+    """The labels of a dimension: whole numbers, or texts; none if it has none."""
+    if dim not in dataset.coords or dataset[dim].dims != (dim,):
+        return []
+    values: np.ndarray = dataset[dim].values
+    if values.dtype.kind in "iu":
+        return values.tolist()
+    return [str(value) for value in values]

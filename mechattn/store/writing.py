@@ -1,0 +1,189 @@
+"""Stores results on disk or at an address, as a Zarr folder that xarray writes, a chunk of prompts at a time.
+
+An object holds a chunk of prompts of one array. Where that takes more than 1 MiB, conditions are separate, then
+segments, layers, heads and positions. Nothing is compressed, so that an object has the size that its array declares.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence as Seq
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from mechattn.errors import OptionError, OutputError
+from mechattn.results.arrays import TEXT, lazy_sources
+from mechattn.results.merge import is_part, merge_results
+from mechattn.results.result import Result
+from mechattn.store.atomic_writes import check_name, check_writable, recover, write_whole
+from mechattn.store.objects import ROOT, SCHEMA, Listing, Place, digest_of, place_of, root_content
+from mechattn.store.reading import load_result, open_result
+
+CHUNK = 64  # prompts in an object, of a result that no job made
+LARGEST_OBJECT = 2**20  # bytes
+CUT_DIMENSIONS = ("condition", "segment", "layer", "head", "original_key", "key", "pos")
+
+
+def check_result_place(path: str | Path, *, used: bool = False) -> None:
+    """Check in advance that a result can be stored here, or ``used`` if there is one already."""
+    check_name(path)
+    place = place_of(path)
+    if Path(str(path)).suffix != ".zarr":
+        raise OutputError(
+            f'"{path}" should end with ".zarr": a result is a Zarr folder, here or at an address. '
+            "For NetCDF or CSV, see mechattn export"
+        )
+
+    if isinstance(place.path, Path):
+        recover(place.path)
+
+    try:
+        if place.files.exists(str(place)):
+            place.check_ours()
+            if used:
+                return
+        if isinstance(place.path, Path):
+            check_writable(place.path)
+        else:
+            probe = f"{place.full_name('')[:-1]}.mechattn-{os.urandom(8).hex()}"
+            place.files.pipe_file(probe, b"")
+            place.files.rm_file(probe)
+    except OutputError:
+        raise
+    except Exception as error:  # each kind of address has its own errors
+        raise OutputError(
+            f"nothing can be written to {place} ({type(error).__name__}: {error}); choose another "
+            "place"
+        ) from None
+
+
+def save_result(result: Result, path: str | Path) -> None:
+    """Save completely or not at all: under a temporary name first; at an address, the root is written last."""
+    check_result_place(path)
+    place = place_of(path)
+    if isinstance(place.path, Path):
+        write_whole(place.path, lambda new: write_result(result, Place(new)))
+        return
+
+    if place.path in lazy_sources(result):
+        raise OutputError(
+            f"this result is still read from {place}, and saving there would delete what it has "
+            "not read yet: save it to another address, or load it with more memory=…, so that it "
+            "is read at once"
+        )
+
+    try:
+        mark = place.begin()
+        write_result(result, place, mark)
+    except Exception as error:  # each kind of address has its own errors
+        raise OutputError(
+            f"{place} could not be written ({type(error).__name__}: {error}); what is there is "
+            "incomplete, and load_result will refuse it"
+        ) from error
+
+
+def merge_stored(target: str, paths: Seq[str]) -> Result:
+    """Merge stored results, a chunk of prompts at a time, and store the merged result.
+
+    Raises:
+        OptionError: The results don't belong together, or the target has something that would be lost.
+    """
+    check_result_place(target)
+    if place_of(target) in map(place_of, paths):
+        raise OptionError(
+            f"{target} is both a result to merge and the target; name a new target first"
+        )
+
+    merged = merge_results([open_result(path) for path in paths])
+
+    attributes = place_of(target).attributes()
+    is_unfinished = "writing" in attributes
+    if attributes and not is_unfinished and not is_part(open_result(target), merged):
+        raise OptionError(
+            f"{target} exists and is not a merge of {', '.join(paths)}: its content would be lost. The "
+            "first name is the target (mechattn merge TARGET RESULT…); name a new one, or delete "
+            "this one first"
+        )
+
+    save_result(merged, target)
+    return load_result(target)
+
+
+def write_result(result: Result, place: Place, mark: str | None = None) -> None:
+    """Write all objects, then the root, and read everything back; ``mark`` is of an address that was begun."""
+    listing = Listing(place)
+    for name, dataset in result.datasets.items():
+        _write_dataset(name, dataset, result.provenance.get("chunk", CHUNK), listing)
+    if mark is not None:
+        place.check_begun(mark)
+
+    provenance = json.dumps(dict(result.provenance))
+    attributes = {
+        "mechattn_schema": SCHEMA,
+        "provenance": provenance,
+        "objects": listing.checksums,
+        "digest": digest_of(provenance, listing.checksums),
+    }
+    place.write(ROOT, root_content(attributes))
+
+    try:  # because a file system may accept what it cannot return
+        open_result(place.path, check=True)
+    except OutputError as error:
+        raise OutputError(f"what was just written cannot be read back: {error}") from error
+
+
+def _write_dataset(name: str, dataset: xr.Dataset, chunk: int, listing: Listing) -> None:
+    """Write a group; of a result that is larger than memory, a chunk of prompts is read at a time."""
+    dataset = _with_one_text_type(dataset.drop_encoding())
+    chunk = min(chunk, dataset.sizes.get("prompt", chunk))
+
+    options: dict[str, Any] = {"group": name, "consolidated": False}
+    encoding = {
+        label: {
+            "chunks": _object_shape(variable, chunk),
+            "compressors": None,
+            "_FillValue": None,
+            "write_empty_chunks": True,
+        }
+        for label, variable in dataset.variables.items()
+    }
+
+    if "prompt" not in dataset.dims:
+        dataset.to_zarr(listing, mode="w-", zarr_format=3, encoding=encoding, **options)
+        return
+    first = dataset.isel(prompt=slice(chunk))
+    first.to_zarr(listing, mode="w-", zarr_format=3, encoding=encoding, **options)
+
+    without_prompts = [label for label, v in dataset.variables.items() if "prompt" not in v.dims]
+    for start in range(chunk, dataset.sizes["prompt"], chunk):
+        block = dataset.isel(prompt=slice(start, start + chunk)).drop_vars(without_prompts)
+        block.to_zarr(listing, append_dim="prompt", **options)
+
+
+def _with_one_text_type(dataset: xr.Dataset) -> xr.Dataset:
+    """A dataset whose texts are of variable length, as Zarr has no specified type for others."""
+    texts = {
+        label: variable.astype(np.dtypes.StringDType())
+        for label, variable in dataset.variables.items()
+        if variable.dtype.kind in TEXT
+    }
+    return dataset.drop_indexes(set(texts) & set(dataset.indexes)).assign(texts)
+
+
+def _object_shape(variable: xr.Variable, chunk: int) -> tuple[int, ...]:
+    """The shape of an object: a chunk of prompts, cut further until it is small enough."""
+    shape = {str(dim): max(1, size) for dim, size in variable.sizes.items()}
+    if "prompt" not in shape:
+        return tuple(shape.values())
+    shape["prompt"] = chunk
+    for dim in CUT_DIMENSIONS:
+        size = variable.dtype.itemsize * prod(shape.values())
+        if dim in shape and size > LARGEST_OBJECT:
+            pieces = -(-size // LARGEST_OBJECT)  # equal ones, as the last is padded
+            shape[dim] = -(-shape[dim] // pieces)
+    return tuple(shape.values())

@@ -1,0 +1,200 @@
+"""Results at an address, where nothing can be renamed: killed, written by two at once, full, or holding something else."""
+
+import errno
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import mechattn as ma
+from mechattn.errors import OutputError
+from mechattn.jobs.resumable_run import chunks_folder
+from mechattn.store.objects import Place
+from mechattn.store.writing import merge_stored
+from tests.kills import Killed
+from tests.results.small import Ready, emptied, names, numbers, numbers_at, small_result
+
+AT = "memory://killed"
+PLACE = f"{AT}/r.zarr"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The folder where chunks of a run at an address are kept; nothing is at the address."""
+    monkeypatch.chdir(tmp_path)
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    return tmp_path
+
+
+@contextmanager
+def killed_in_memory(operation):
+    """Die at an operation that changes something in the memory of fsspec, from 0."""
+    left, died = [operation], []
+
+    def dying(method):
+        def call(*given, **options):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return method(*given, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("pipe_file", "rm_file"):
+            patch.setattr(MemoryFileSystem, name, dying(getattr(MemoryFileSystem, name)))
+        try:
+            yield died
+        except Killed:
+            died.append(operation)
+
+
+def each_kill_in_memory(before, work):
+    for operation in count():
+        before()
+        with killed_in_memory(operation) as died:
+            work()
+        if not died:
+            assert operation > 10, "the work changes nothing at this address"
+            return
+        yield operation
+
+
+@pytest.mark.parametrize("older", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_run_that_is_killed(small_job, small_results, here, older):
+    """Nothing half-written is ever taken for a result, and the same call goes on, over what a kill has left too."""
+    chunks, expected, seen = small_results[:2], numbers(ma.merge_results(small_results[:2])), set()
+    run = partial(ma.run_job, small_job, PLACE)
+
+    def before():
+        emptied(here)
+        MemoryFileSystem.store.clear()
+        if older:
+            small_results[2].save(PLACE)
+
+    for _ in each_kill_in_memory(before, lambda: run(executor=Ready(chunks, []))):
+        found = numbers_at(PLACE)
+        seen.add(found)
+        have = 2 if found == expected else len(list(chunks_folder(PLACE).glob("[0-9]*.zarr")))
+        asked = []
+        assert numbers(run(executor=Ready(chunks, asked))) == expected
+        assert len(asked) == 2 - have
+        assert names(here) == []
+    assert None in seen
+    assert seen <= {None, expected, numbers(small_results[2])}
+    assert (numbers(small_results[2]) in seen) is older
+
+
+def test_a_merge_that_is_killed(small_results, here):
+    """There is the older one or none, and the same command goes on."""
+    places, out = [f"{AT}/{number}.zarr" for number in range(2)], f"{AT}/all.zarr"
+    for place, result in zip(places, small_results, strict=False):
+        result.save(place)
+    expected = numbers(ma.merge_results(small_results[:2]))
+
+    def before():
+        for name in Place(out).sizes():
+            MemoryFileSystem().rm_file(Place(out).full_name(name))
+        merge_stored(out, places[:1])
+
+    seen = set()
+    for _ in each_kill_in_memory(before, lambda: merge_stored(out, places)):
+        seen.add(numbers_at(out))
+        merge_stored(out, places)
+        assert numbers_at(out) == expected
+    assert seen <= {None, numbers(small_results[0]), expected}
+    assert {None, numbers(small_results[0])} <= seen
+    assert [numbers_at(place) for place in places] == list(map(numbers, small_results[:2]))
+
+
+@pytest.mark.parametrize("path", ["r.zarr", PLACE])
+def test_a_disk_that_fills_at_any_object(small_job, small_results, here, monkeypatch, path):
+    """It is said, what is kept is used, and what is of the older result is there, or said to be gone."""
+    chunks, expected = small_results[:2], numbers(ma.merge_results(small_results[:2]))
+    write, left = Place.write, [10**6]
+    run = partial(ma.run_job, small_job, path)
+
+    def full(place, name, content):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(place, name, content)
+
+    monkeypatch.setattr(Place, "write", full)
+    run(executor=Ready(chunks, []))
+    needed = 10**6 - left[0]
+    assert needed > 8
+    for room in range(1, needed, 3):
+        emptied(here)
+        MemoryFileSystem.store.clear()
+        left[0] = room
+        with pytest.raises(OutputError, match="No space left on device"):
+            run(executor=Ready(chunks, []))
+        left[0] = 10**6
+        assert numbers_at(path) in (None, expected)
+        have = len(list(chunks_folder(path).glob("[0-9]*.zarr")))
+        asked = []
+        assert numbers(run(executor=Ready(chunks, asked))) == expected
+        assert len(asked) == 2 - have
+
+
+@pytest.mark.parametrize("call", ["run", "merge"])
+def test_files_of_somebody(small_job, small_results, here, call):
+    small_results[0].save(f"{AT}/0.zarr")
+    small_results[0].save(PLACE)
+    Place(PLACE).write("sequences/notes.txt", b"mine")
+    before = {name: Place(PLACE).read(name) for name in Place(PLACE).sizes()}
+    calls = {
+        "run": lambda: ma.run_job(small_job, PLACE, executor=Ready(small_results, [])),
+        "merge": lambda: merge_stored(PLACE, [f"{AT}/0.zarr"]),
+    }
+    words = r"holds sequences/notes\.txt too, which mechattn did not write"
+    with pytest.raises(OutputError, match=words):
+        calls[call]()
+    assert {name: Place(PLACE).read(name) for name in Place(PLACE).sizes()} == before
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_two_runs_at_one_address(small_job, small_results, here, monkeypatch, ends):
+    """Each from a folder of its own, where no lock can tell: the one that began first stops, and mixes nothing in."""
+    others = [small_result(0), small_result(1, 0.25)]
+    for name in ("one", "two"):
+        (here / name).mkdir()
+    check, began = Place.check_begun, []
+
+    def meanwhile(place, mark):
+        """Another run begins to send its result, or ends, before this one writes its root."""
+        began.append(mark)
+        if len(began) == 1:
+            monkeypatch.chdir(here / "two")
+            if ends:
+                ma.run_job(small_job, PLACE, executor=Ready(others, []))
+            else:
+                Place(PLACE).begin()
+            monkeypatch.chdir(here / "one")
+        check(place, mark)
+
+    monkeypatch.setattr(Place, "check_begun", meanwhile)
+    monkeypatch.chdir(here / "one")
+    with pytest.raises(
+        OutputError, match=r"another run has begun to write to memory://killed/r\.zarr after"
+    ):
+        ma.run_job(small_job, PLACE, executor=Ready(small_results, []))
+    assert numbers_at(PLACE) == (numbers(ma.merge_results(others)) if ends else None)
+    monkeypatch.chdir(here / "two")
+    expected = numbers(ma.merge_results(others))
+    assert numbers(ma.run_job(small_job, PLACE, executor=Ready(others, []))) == expected
+    assert names(here / "two") == []
+
+
+def test_a_result_is_not_saved_where_it_is_read_from(small_results, here, read_on_demand):
+    """The old one would be deleted before it is read; a folder is replaced when the new one is complete."""
+    small_results[0].save(PLACE)
+    small_results[0].save("r.zarr")
+    with pytest.raises(OutputError, match=r"still read from memory://.*save it to another address"):
+        ma.load_result(PLACE).save(f"{PLACE}/")
+    ma.load_result("r.zarr").save("r.zarr")
+    assert numbers_at(PLACE) == numbers_at("r.zarr") == numbers(small_results[0])
