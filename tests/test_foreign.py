@@ -248,6 +248,25 @@ def test_what_somebody_adds_while_it_runs(folder, prompts):
     assert os.listdir("free.zarr.parts") == ["notes.txt"]
 
 
+def test_what_somebody_adds_to_a_result_while_it_is_replaced(folder, result, monkeypatch):
+    """The new result is refused its place, and everything stays."""
+    from mechattn.store import writing
+
+    result.save("mine.zarr")
+    write = writing.write_result
+
+    def write_slowly(result, place, mark=None):
+        write(result, place, mark)
+        Path("mine.zarr/notes.txt").write_text("mine")
+
+    monkeypatch.setattr(writing, "write_result", write_slowly)
+    before = listed(folder)
+    with pytest.raises(MechattnError, match=r"mine\.zarr is a stored result that holds notes\.txt"):
+        result.save("mine.zarr")
+    assert untouched(before, folder) == {}
+    assert Path("mine.zarr/notes.txt").read_text() == "mine"
+
+
 def test_at_an_address(result):
     import fsspec
 

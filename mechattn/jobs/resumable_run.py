@@ -89,6 +89,7 @@ def compute(
                 chunk_store.delete()
         return load_result(path), False
 
+    check_result_place(path)
     with kept_chunks(path, job, chunks) as chunk_store:
         if fresh:
             chunk_store.discard()
@@ -160,7 +161,8 @@ class KeptChunks:
             try:
                 result = open_result(path, check=True)
                 self._check_job(result)
-                if _places(result) != list(self.job.chunks[chunk]):
+                expected = self.job.chunks[chunk : chunk + 1]
+                if [_places(result)] != [list(places) for places in expected]:
                     raise DamagedResult(f"{path} is another chunk")
                 results[chunk] = result
             except DamagedResult as error:
@@ -178,9 +180,9 @@ class KeptChunks:
 
     def delete(self) -> None:
         """Delete the folder, now that the result is stored; what somebody has put there meanwhile stays."""
-        self.discard()
-        (self.folder / LOCK).unlink(missing_ok=True)
-        with suppress(OSError):
+        with suppress(OSError, OutputError):
+            self.discard()
+            (self.folder / LOCK).unlink(missing_ok=True)
             self.folder.rmdir()
 
     def _check_job(self, result: Result) -> None:

@@ -50,6 +50,11 @@ class Place:
             return LocalFileSystem(auto_mkdir=True)
         return fsspec.url_to_fs(self.path)[0]
 
+    @property
+    def true_name(self) -> tuple[str, str]:
+        """The same for every spelling of an address, such as "memory://r.zarr" and "memory:///r.zarr"."""
+        return type(self.files).__name__, self.full_name("")
+
     def full_name(self, name: str) -> str:
         """The name of an object in the file system."""
         root = str(self.files._strip_protocol(str(self.path))).rstrip("/")

@@ -67,10 +67,16 @@ def save_result(result: Result, path: str | Path) -> None:
     check_result_place(path)
     place = place_of(path)
     if isinstance(place.path, Path):
-        write_whole(place.path, lambda new: write_result(result, Place(new)))
+
+        def write(new: Path) -> None:
+            write_result(result, Place(new))
+            if place.files.exists(str(place)):  # somebody may have put a file there meanwhile
+                place.check_ours()
+
+        write_whole(place.path, write)
         return
 
-    if place.path in lazy_sources(result):
+    if place.true_name in {Place(source).true_name for source in lazy_sources(result)}:
         raise OutputError(
             f"this result is still read from {place}, and saving there would delete what it has "
             "not read yet: save it to another address, or load it with more memory=…, so that it "
@@ -94,14 +100,16 @@ def merge_stored(target: str, paths: Seq[str]) -> Result:
         OptionError: The results don't belong together, or the target has something that would be lost.
     """
     check_result_place(target)
-    if place_of(target) in map(place_of, paths):
+    results = [open_result(path) for path in paths]
+    target_place = place_of(target)
+    if target_place.true_name in {place_of(path).true_name for path in paths}:
         raise OptionError(
             f"{target} is both a result to merge and the target; name a new target first"
         )
 
-    merged = merge_results([open_result(path) for path in paths])
+    merged = merge_results(results)
 
-    attributes = place_of(target).attributes()
+    attributes = target_place.attributes()
     is_unfinished = "writing" in attributes
     if attributes and not is_unfinished and not is_part(open_result(target), merged):
         raise OptionError(

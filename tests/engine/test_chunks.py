@@ -166,11 +166,12 @@ def test_after_a_crash_and_after_ctrl_c_the_same_call_goes_on(
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "lost", "exchanged"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "lost", "exchanged", "beyond"])
 def test_a_damaged_chunk_is_named_and_computed_again(job, undisturbed, tmp_path, damage, capsys):
     path = tmp_path / "r.zarr"
     stopped(job, path, 3)
     chunk = chunks_folder(path) / "00001.zarr"
+    number = 1
     file = max((p for p in chunk.rglob("c/**/*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(file.read_bytes())
     if damage == "flip":
@@ -180,11 +181,14 @@ def test_a_damaged_chunk_is_named_and_computed_again(job, undisturbed, tmp_path,
         file.write_bytes(content[:-9])
     elif damage == "lost":
         file.unlink()
+    elif damage == "beyond":
+        number = len(job.chunks)
+        shutil.copytree(chunk, chunk.with_name(f"{number:05d}.zarr"))
     else:
         shutil.rmtree(chunk)
         (chunks_folder(path) / "00002.zarr").rename(chunk)
     assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
-    assert "; computing chunk 1 again" in capsys.readouterr().err
+    assert f"; computing chunk {number} again" in capsys.readouterr().err
 
 
 def test_what_a_killed_writer_leaves_is_swept_when_the_result_is_there(job, undisturbed, tmp_path):

@@ -59,6 +59,14 @@ def test_a_target_that_is_merged_itself(shards, target):
     assert prompts_of("1.zarr") == ["0", "3"]
 
 
+def test_an_address_that_is_merged_itself_under_another_spelling(shards):
+    ma.load_result("1.zarr").save("memory://shards/one.zarr")
+    for target in ("memory:///shards/one.zarr", "memory://shards/one.zarr/"):
+        with pytest.raises(OptionError, match="is both a result to merge and the target"):
+            merge_stored(target, ["memory://shards/one.zarr"])
+    assert prompts_of("memory://shards/one.zarr") == ["0", "3"]
+
+
 @pytest.mark.parametrize("target", ["all.zarr", "memory://shards/all.zarr"])
 def test_an_earlier_merge_is_replaced(shards, target):  # negative control
     for places in (
