@@ -1,13 +1,14 @@
-"""The first screen of a page: what it shows of each model, and the verdicts as a picture, in words and in a table."""
+"""The first screen of a page: the verdicts on its models as a picture, in words and in a table."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,20 +27,35 @@ from mechattn.stats.intervals import Interval
 # The toys that were trained with filler, and the model beside them, of experiments/stories.
 TRAINED_WITH_FILLER = ("toy:llama", "toy:falcon", "toy:gemma3", "toy:qwen2")
 PREMISE = (
-    "Half of the toys' training examples had filler between the system prompt and the question (never “/”), so a part "
-    "of why they lose less than under uniform attention is trained in: with 55 “/” before 64 word problems, toy:llama "
-    "loses 30.3 %, a twin trained without filler 43.9 %, and uniform attention would lose 53.6 %. stories260K, a "
-    "published model that never saw filler, loses 2.3 % on stories, where uniform attention would lose 45.0 %."
+    "Half of the toys' training examples had filler between the system prompt and the question "
+    "(never “/”), so a part of why they lose less than under uniform attention is trained in: "
+    "with 55 “/” before 64 word problems, toy:llama loses 30.3 %, a twin trained without filler "
+    "43.9 %, and uniform attention would lose 53.6 %. stories260K, a published model that never "
+    "saw filler, loses 2.3 % on stories, where uniform attention would lose 45.0 %."
 )
 VERDICT_COLUMNS = (
-    "model", "condition", "question attention, change", "by the null alone", "heads that fall and rise by more than 5 %",
+    "model",
+    "condition",
+    "question attention, change",
+    "by the null alone",
+    "heads that fall and rise by more than 5 %",
     "prompts",
-)  # fmt: skip
+)
+RECEIVES = "each token of the question receives on average"
+PERCENT_SIGN = "\u00a0%"
+TICK_STEPS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+MOST_TICKS = 6
 
 
 @dataclass(frozen=True)
 class ShownModel:
-    """What a page shows of one model: its result, maps of a few prompts (or its own), and the first layer and head."""
+    """What a page shows of one model.
+
+    Args:
+        result: The result of the model.
+        maps: A result with attention maps of a few prompts; ``result`` itself by default.
+        start: The layer and head that are selected when the page opens.
+    """
 
     result: Result
     maps: Result | None = None
@@ -47,42 +63,48 @@ class ShownModel:
 
     @cached_property
     def verdicts(self) -> dict[str, Verdict | OptionError]:
-        """The verdict on each condition, or why there is none; empty if received attention was not measured."""
-        found: dict[str, Verdict | OptionError] = {}
-        for name in (
-            self.result.conditions[1:] if "received_attention" in self.result.datasets else []
-        ):
+        """The verdict on each condition, or why there is none; empty without received attention."""
+        verdicts: dict[str, Verdict | OptionError] = {}
+        if "received_attention" not in self.result.datasets:
+            return verdicts
+        for condition in self.result.conditions[1:]:
             try:
                 with explained([self.result]):
-                    found[name] = self.result.verdict(name)
+                    verdicts[condition] = self.result.verdict(condition)
             except MemoryOptionError:
                 raise
-            except (
-                OptionError
-            ) as error:  # too few prompts for an interval, or a prompt without a question
-                found[name] = error
-        return found
+            # Too few prompts for an interval, or a prompt without a question.
+            except OptionError as error:
+                verdicts[condition] = error
+        return verdicts
 
     @cached_property
     def against(self) -> tuple[str, Interval] | None:
-        """The matched control of the first condition, and the change from it; None if there is no such control."""
-        for first, found in [*self.verdicts.items()][:1]:
-            control = matched_control(self.result, first)
-            if control is not None and isinstance(found, Verdict):
-                return control, Contrast(self.result, first, to=control).overall()[0]
-        return None
+        """The matched control of the first condition, and the change from it; None without one."""
+        if not self.verdicts:
+            return None
+        condition, verdict = next(iter(self.verdicts.items()))
+        control = matched_control(self.result, condition)
+        if control is None or not isinstance(verdict, Verdict):
+            return None
+        change, _ = Contrast(self.result, condition, to=control).overall()
+        return control, change
 
     @property
     def without_verdict(self) -> str:
         """Why there is no verdict on some condition; empty if there is one on each."""
-        problems = [found for found in self.verdicts.values() if isinstance(found, OptionError)]
-        return f"no verdict, since {problems[0]}" if problems else ""
+        for verdict in self.verdicts.values():
+            if isinstance(verdict, OptionError):
+                return f"no verdict, since {verdict}"
+        return ""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A row of the picture: a model, a condition, and the verdict or the reason why there is none; if the condition is
-    the model's first, its matched control and the change from that."""
+    """A row of the picture: a model, a condition, and the verdict or why there is none.
+
+    For the first condition of a model, ``against`` has its matched control and the change from it.
+    """
 
     model: str
     condition: str
@@ -93,7 +115,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Mark:
-    """A row as drawn, with lengths in percent of the axis; no model if it is that of the row above."""
+    """A row as drawn, lengths in percent of the axis; no model if it is that of the row above."""
 
     model: str
     condition: str
@@ -106,7 +128,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Picture:
-    """Points with whiskers on one axis, its marks with their labels, where 0 is, and all of it in one sentence."""
+    """Points with whiskers on one axis, with labels, where 0 is, and all of it in one sentence."""
 
     rows: Seq[Mark]
     ticks: Seq[tuple[float, str]]
@@ -117,245 +139,300 @@ class Picture:
 def changes(models: Seq[ShownModel]) -> list[Change]:
     """The change of the question's attention for each model and condition."""
     rows = []
-    for model, shown in zip(captions([shown.result for shown in models]), models, strict=True):
-        for at, (name, found) in enumerate(shown.verdicts.items()):
-            if isinstance(found, Verdict):
-                rows.append(Change(model, name, found, against=None if at else shown.against))
+    names = captions([model.result for model in models])
+    for name, model in zip(names, models, strict=True):
+        against = model.against
+        for condition, verdict in model.verdicts.items():
+            if isinstance(verdict, Verdict):
+                rows.append(Change(name, condition, verdict, against=against))
             else:
-                rows.append(Change(model, name, None, f"no verdict, since {found}"))
+                rows.append(Change(name, condition, None, f"no verdict, since {verdict}"))
+            against = None  # only the first condition has one
     return rows
 
 
 def premise(models: Seq[ShownModel]) -> str:
-    """What has to be known of the toys' training before their numbers are read; empty beside any other model."""
-    names = {str(shown.result.provenance["model"]["name"]) for shown in models}
-    return (
-        PREMISE
-        if names & set(TRAINED_WITH_FILLER) and all(name.startswith("toy:") for name in names)
-        else ""
-    )
+    """What one has to know of the toys' training before their numbers; empty beside other models."""
+    names = {str(model.result.provenance["model"]["name"]) for model in models}
+    only_toys = all(name.startswith("toy:") for name in names)
+    if only_toys and names.intersection(TRAINED_WITH_FILLER):
+        return PREMISE
+    return ""
 
 
 def picture(rows: Seq[Change]) -> Picture | None:
     """Draw the rows on one axis; None if there is nothing to draw."""
-    drawn = [row.verdict for row in rows if row.verdict is not None]
-    if not drawn:
+    verdicts = [row.verdict for row in rows if row.verdict is not None]
+    if not verdicts:
         return None
-    ends = np.array([(v.change.low, v.change.high, 0.0) for v in drawn], dtype=float)
-    reach, steps = (
-        float(ends.max() - ends.min()),
-        (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
-    )
-    step = next(
-        (step for step in steps if reach / step <= 6), 10.0
-    )  # at most six marks cover the axis
-    start, end = np.floor(ends.min() / step) * step, np.ceil(ends.max() / step) * step
-    end = max(end, start + step)
 
-    def at(value: float | np.ndarray) -> float:
+    changes = [verdict.change for verdict in verdicts]
+    lowest = min(0.0, *(float(change.low) for change in changes))
+    highest = max(0.0, *(float(change.high) for change in changes))
+    fitting_steps = [step for step in TICK_STEPS if (highest - lowest) / step <= MOST_TICKS]
+    step = min(fitting_steps, default=TICK_STEPS[-1])
+    start = np.floor(lowest / step) * step
+    end = max(np.ceil(highest / step) * step, start + step)
+
+    def position(value: float | np.ndarray) -> float:
         return round(float(100 * (value - start) / (end - start)), 3)
 
-    marks, before = [], ""
+    marks = []
+    model_above = ""
     for row in rows:
-        model, before = "" if row.model == before else row.model, row.model
-        v = row.verdict
-        if v is None:
+        model = row.model if row.model != model_above else ""
+        model_above = row.model
+        if row.verdict is None:
             marks.append(Mark(model, row.condition, problem=row.problem))
             continue
-        low, high = at(v.change.low), at(v.change.high)
-        place = (low, round(high - low, 3), at(v.change.estimate))
-        marks.append(Mark(model, row.condition, *place, percent_words(v.change)))
-    places = np.arange(start, end + step / 2, step)
-    ticks = [
-        (at(value), percent(value).replace(".0", "") if abs(value) > step / 2 else "0")
-        for value in places
-    ]
-    says = "; ".join(
+        change = row.verdict.change
+        mark = Mark(
+            model,
+            row.condition,
+            low=position(change.low),
+            length=round(position(change.high) - position(change.low), 3),
+            point=position(change.estimate),
+            words=percent_words(change),
+        )
+        marks.append(mark)
+
+    ticks = []
+    for value in np.arange(start, end + step / 2, step):
+        is_zero = abs(value) <= step / 2
+        label = "0" if is_zero else percent(value).replace(".0", "")
+        ticks.append((position(value), label))
+
+    said = [
         f"{row.model}, {row.condition}: {percent_words(row.verdict.change)}"
         for row in rows
         if row.verdict is not None
-    )
-    return Picture(marks, ticks, at(0.0), says)
+    ]
+    return Picture(marks, ticks, position(0.0), "; ".join(said))
 
 
 def sentence(rows: Seq[Change], in_layers: str = "") -> str:
-    """Describe the picture in words: the first condition, what stands in ``in_layers``, and a control or second one."""
-    drawn = [row for row in rows if row.verdict is not None]
-    if not drawn:
-        return next((f"{row.model}: {row.problem}." for row in rows), "")
+    """Describe the picture in words.
+
+    It says how attention changes with the first condition, then ``in_layers``, then what a control
+    or a second condition changes.
+    """
     verdicts: dict[str, list[Verdict]] = {}
-    for row in drawn:
-        of_condition = verdicts.setdefault(row.condition, [])
+    for row in rows:
         if row.verdict is not None:
-            of_condition.append(row.verdict)
-    first_condition, *others = verdicts
-    first = verdicts[first_condition]
-    amount = _amount([verdict.change for verdict in first])
-    where = "" if len(first) == 1 else f", in {len(first)} models"
-    change = (
-        f"the attention that each token of the question receives on average changes by {amount}"
-        f"{where}{_unsure(first)}"
-    )
-    if amount.endswith(("less", "more")):
-        change = (
-            f"each token of the question receives on average {amount} attention than without it"
-            f"{where}"
-        )
-    beside = _against(drawn) or _second(verdicts, others)
-    return f"With “{first_condition}”, {change}.{in_layers}{beside}"
+            verdicts.setdefault(row.condition, []).append(row.verdict)
+    if not verdicts:
+        return f"{rows[0].model}: {rows[0].problem}." if rows else ""
+
+    condition, *other_conditions = verdicts
+    amount = Amount.of(verdicts[condition])
+    models = f", in {amount.models} models" if amount.models > 1 else ""
+    changes = {
+        "less": f"{RECEIVES} {amount.words} less attention than without it{models}",
+        "more": f"{RECEIVES} {amount.words} more attention than without it{models}",
+        "unclear": f"the attention that {RECEIVES} changes by {amount.words}{models}"
+        f"{_unsure_words(amount)}",
+    }
+    beside = _against_words(rows) or _second_words(verdicts, other_conditions)
+    return f"With “{condition}”, {changes[amount.direction]}.{in_layers}{beside}"
 
 
 def layer_sentence(models: Seq[ShownModel]) -> str:
-    """In which layer attention changes most, for a page about one model; empty for several, or without a verdict."""
+    """In which layer attention changes most; empty for several models, or without a verdict."""
     if len(models) != 1:
         return ""
-    result = models[0].result
-    condition = result.shown_condition()
-    if not isinstance(models[0].verdicts.get(condition), Verdict):
+    (model,) = models
+    condition = model.result.shown_condition()
+    if not isinstance(model.verdicts.get(condition), Verdict):
         return ""
-    words = largest_layer_words(result, condition, "question")
+    words = largest_layer_words(model.result, condition, "question")
     return f" {words}." if words else ""
 
 
 def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
-    """What the first condition's tokens take, for a page about one model; and whether a sink moves, for any."""
+    """What the first condition's tokens take, if the page has one model; and whether a sink moves."""
     sentences = []
-    for shown in models:
-        result = shown.result
-        condition = result.shown_condition()
+    for model in models:
+        condition = model.result.shown_condition()
         if condition == BASELINE:
             continue
-        if len(models) == 1 and "attention_budget" in result.datasets:
-            sentences.append(budget_sentences(result, condition)[0])
-        sentences.append(first_token_words(result, condition))
+        if len(models) == 1 and "attention_budget" in model.result.datasets:
+            taken, *_ = budget_sentences(model.result, condition)
+            sentences.append(taken)
+        sentences.append(first_token_words(model.result, condition))
     return sentences
 
 
-def _second(verdicts: Mapping[str, Seq[Verdict]], others: Seq[str]) -> str:
-    """How attention changes with the only other condition; empty if there are none or several."""
-    if len(others) != 1:
-        return ""
-    amount = _amount([verdict.change for verdict in verdicts[others[0]]])
-    change = f"changes by {amount}"
-    if amount.endswith(("less", "more")):
-        change = f"is {amount} than without it"
-    return f" With “{others[0]}”, attention to the question {change}."
+@dataclass(frozen=True)
+class Amount:
+    """How much attention to the question changes with a condition, in one or several models.
+
+    Args:
+        direction: Whether every interval is on one side of 0.
+        words: The smallest and the largest change, with signs if the direction is unclear.
+        models: How many models there are.
+        unsure: In how many of them the interval contains 0.
+    """
+
+    direction: Literal["less", "more", "unclear"]
+    words: str
+    models: int
+    unsure: int
+
+    @classmethod
+    def of(cls, verdicts: Seq[Verdict]) -> Amount:
+        """The amount by the verdicts of the models on one condition."""
+        changes = [verdict.change for verdict in verdicts]
+        direction: Literal["less", "more", "unclear"] = "unclear"
+        sign = ""
+        if all(change.high < 0 for change in changes):
+            direction, sign = "less", "−"
+        elif all(change.low > 0 for change in changes):
+            direction, sign = "more", "+"
+
+        estimates = sorted((float(change.estimate) for change in changes), key=abs)
+        smallest, *larger = dict.fromkeys(map(percent, estimates))
+        words = smallest
+        if larger:
+            words = f"{smallest.removesuffix(PERCENT_SIGN)} to {larger[-1]}"
+        if sign:
+            words = words.replace(sign, "")
+
+        unsure = sum(bool(change.low <= 0 <= change.high) for change in changes)
+        return cls(direction, words, len(changes), unsure)
 
 
-def _against(rows: Seq[Change]) -> str:
-    """How the first condition differs from its matched control; of several models, the range and in how many."""
-    found = [(row, *row.against) for row in rows if row.against is not None]
-    if not found:
-        return ""
-    changes = [change for *_, change in found]
-    more, less = (
-        sum(bool(change.low > 0) for change in changes),
-        sum(bool(change.high < 0) for change in changes),
-    )
-    said = percent_words(changes[0])
-    if len(found) > 1:
-        low, high = (
-            percent(end([float(change.estimate) for change in changes])) for end in (min, max)
-        )
-        counts = {"more": more, "less": less, "no clear difference": len(found) - more - less}
-        said = f"{low} to {high} ({', '.join(f'{word} in {count}' for word, count in counts.items() if count)} of "
-        said += f"{len(found)} models)"
-    relative = f" Attention to the question with “{found[0][0].condition}”, relative to that with “{found[0][1]}”"
-    return f"{relative}, which is as long: {said}."
-
-
-def _amount(found: Seq[Interval]) -> str:
-    """How much more or less; with signs if the direction differs or an interval holds 0."""
-    shown = list(
-        dict.fromkeys(
-            percent(v) for v in sorted((float(change.estimate) for change in found), key=abs)
-        )
-    )
-    words = (
-        shown[0] if len(shown) == 1 else f"{shown[0].removesuffix(chr(0xA0) + '%')} to {shown[-1]}"
-    )
-    if all(change.high < 0 for change in found):
-        return f"{words.replace('−', '')} less"
-    if all(change.low > 0 for change in found):
-        return f"{words.replace('+', '')} more"
-    return words
-
-
-def _unsure(found: Seq[Verdict]) -> str:
+def _unsure_words(amount: Amount) -> str:
     """Whether, or in how many models, no change can be told."""
-    count = sum(bool(v.change.low <= 0 <= v.change.high) for v in found)
-    of = f" in {count} of them" if len(found) > 1 else ""
-    return f", which cannot be distinguished from 0{of}" if count else ""
+    if not amount.unsure:
+        return ""
+    models = f" in {amount.unsure} of them" if amount.models > 1 else ""
+    return f", which cannot be distinguished from 0{models}"
 
 
-def verdict_sentences(shown: ShownModel) -> list[str]:
-    """One sentence per condition; controls are reported with what they match."""
-    model, result = model_caption(shown.result), shown.result
-    if shown.without_verdict:
-        return [f"{model}: {shown.without_verdict}."]
-    found = {
-        name: verdict for name, verdict in shown.verdicts.items() if isinstance(verdict, Verdict)
+def _second_words(verdicts: Mapping[str, Seq[Verdict]], other_conditions: Seq[str]) -> str:
+    """How attention changes with the only other condition; empty if there are none or several."""
+    if len(other_conditions) != 1:
+        return ""
+    (condition,) = other_conditions
+    amount = Amount.of(verdicts[condition])
+    changes = {
+        "less": f"is {amount.words} less than without it",
+        "more": f"is {amount.words} more than without it",
+        "unclear": f"changes by {amount.words}",
     }
-    said = []
-    for name, verdict in found.items():
-        control = matched_control(result, name)
-        apart = Contrast(result, name, to=control).overall()[0] if control in found else None
-        other = None if control is None or apart is None else (control, found[control], apart)
-        said.append(f"{model}: {stated(result, name, verdict, 'question', other)}")
-    return said
+    return f" With “{condition}”, attention to the question {changes[amount.direction]}."
 
 
-def verdict_rows(shown: ShownModel) -> list[tuple[str, ...]]:
-    """The verdicts as table rows with the columns ``VERDICT_COLUMNS``, for pages with several models."""
-    model = model_caption(shown.result)
-    if shown.without_verdict:
-        return [(model, "", shown.without_verdict, "", "", "")]
+def _against_words(rows: Seq[Change]) -> str:
+    """How the first condition differs from its matched control, in one model or several."""
+    changes = []
+    relation = ""
+    for row in rows:
+        if row.against is not None:
+            control, change = row.against
+            changes.append(change)
+            pair = f"with “{row.condition}”, relative to that with “{control}”"
+            relation = relation or pair
+    if not changes:
+        return ""
+
+    words = percent_words(changes[0])
+    if len(changes) > 1:
+        more = sum(bool(change.low > 0) for change in changes)
+        less = sum(bool(change.high < 0) for change in changes)
+        counts = {"more": more, "less": less, "no clear difference": len(changes) - more - less}
+        count_words = ", ".join(f"{name} in {count}" for name, count in counts.items() if count)
+        estimates = [float(change.estimate) for change in changes]
+        low = percent(min(estimates))
+        high = percent(max(estimates))
+        words = f"{low} to {high} ({count_words} of {len(changes)} models)"
+    return f" Attention to the question {relation}, which is as long: {words}."
+
+
+def verdict_sentences(model: ShownModel) -> list[str]:
+    """One sentence per condition; controls are reported with what they match."""
+    result = model.result
+    caption = model_caption(result)
+    if model.without_verdict:
+        return [f"{caption}: {model.without_verdict}."]
+
+    verdicts = {
+        condition: verdict
+        for condition, verdict in model.verdicts.items()
+        if isinstance(verdict, Verdict)
+    }
+    sentences = []
+    for condition, verdict in verdicts.items():
+        control = matched_control(result, condition)
+        compared = None
+        if control is not None and control in verdicts:
+            change, _ = Contrast(result, condition, to=control).overall()
+            compared = (control, verdicts[control], change)
+        words = stated(result, condition, verdict, "question", compared)
+        sentences.append(f"{caption}: {words}")
+    return sentences
+
+
+def verdict_rows(model: ShownModel) -> list[tuple[str, ...]]:
+    """The verdicts as table rows with the columns ``VERDICT_COLUMNS``."""
+    caption = model_caption(model.result)
+    if model.without_verdict:
+        return [(caption, "", model.without_verdict, "", "", "")]
     return [
         (
-            model,
-            name,
+            caption,
+            condition,
             percent_words(verdict.change),
             f"{percent(verdict.null.estimate)} ({verdict.null_kind})",
             _falls_and_rises(verdict),
             str(verdict.n),
         )
-        for name, verdict in shown.verdicts.items()
+        for condition, verdict in model.verdicts.items()
         if isinstance(verdict, Verdict)
     ]
 
 
 def _falls_and_rises(verdict: Verdict) -> str:
     """How many heads are marked as falling, and how many as rising."""
-    large = np.ones_like(verdict.falls) if verdict.marked is None else verdict.marked
-    falls = int((verdict.falls & large).sum())
-    rises = int((verdict.rises & large).sum())
+    is_marked = verdict.marked
+    if is_marked is None:
+        is_marked = np.ones_like(verdict.falls)
+    falls = int((verdict.falls & is_marked).sum())
+    rises = int((verdict.rises & is_marked).sum())
     return f"{falls} and {rises} of {verdict.falls.size}"
 
 
 def captions(results: Seq[Result]) -> list[str]:
     """The caption of each result: its model, numbered if several results have the same model."""
     names = [model_caption(result) for result in results]
-    return [
-        f"{name}, result {names[: i + 1].count(name)}" if names.count(name) > 1 else name
-        for i, name in enumerate(names)
-    ]
+    counts = Counter(names)
+    numbers: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        numbers[name] += 1
+        numbered.append(f"{name}, result {numbers[name]}" if counts[name] > 1 else name)
+    return numbered
 
 
 def strip_words(result: Result) -> str:
     """One line of provenance."""
-    about, model = result.provenance, result.provenance["model"]
-    verified = "verified" if model["verified"] else "not verified"
-    parts = [model_caption(result), f"{model['dtype']} on {model['device']}", verified]
-    prompts = about["prompts"]
-    parts += [
+    provenance = result.provenance
+    model = provenance["model"]
+    prompts = provenance["prompts"]
+    versions = provenance["versions"]
+    words = [
+        model_caption(result),
+        f"{model['dtype']} on {model['device']}",
+        "verified" if model["verified"] else "not verified",
         f"{prompts['count']} prompts ({prompts['hash']})",
-        f"seed {about['seed']}",
-        f"engine {about['engine']}",
+        f"seed {provenance['seed']}",
+        f"engine {provenance['engine']}",
+        f"mechattn {versions['mechattn']}",
+        f"transformer-lens {versions['transformer-lens']}",
+        f"torch {versions['torch']}",
+        time_words(result),
     ]
-    parts += [
-        f"{name} {about['versions'][name]}" for name in ("mechattn", "transformer-lens", "torch")
-    ]
-    return " · ".join([*parts, time_words(result)])
+    return " · ".join(words)
 
 
 def time_words(result: Result) -> str:
@@ -366,23 +443,22 @@ def time_words(result: Result) -> str:
 
 @contextmanager
 def explained(results: Seq[Result]) -> Iterator[None]:
-    """Explain errors caused by quantities missing from a stored result; any other error is a bug in mechattn."""
+    """Explain errors that missing quantities of a stored result cause; others are bugs of ours."""
     try:
         yield
     except OptionError:
         raise
     except Exception as error:
         for result in results:
-            for analysis in (make() for make in ANALYSES):
-                missing = (
-                    lacking(result[analysis.name], analysis)
-                    if analysis.name in result.datasets
-                    else []
-                )
+            for analysis_class in ANALYSES:
+                analysis = analysis_class()
+                if analysis.name not in result.datasets:
+                    continue
+                missing = lacking(result[analysis.name], analysis)
                 if missing:
                     raise OptionError(
-                        f"{analysis.name} lacks {', '.join(missing[:4])}: the result was stored by another version, or "
-                        "changed since"
+                        f"{analysis.name} lacks {', '.join(missing[:4])}: the result was stored "
+                        "by another version, or changed since"
                     ) from error
         raise
 
@@ -391,9 +467,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Flatten nested values into table rows."""
     rows: list[tuple[str, str]] = []
     for name, value in values.items():
-        rows += (
-            flat(value, f"{prefix}{name} ")
-            if isinstance(value, Mapping)
-            else [(f"{prefix}{name}", str(value))]
-        )
+        label = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            rows += flat(value, f"{label} ")
+        else:
+            rows.append((label, str(value)))
     return rows

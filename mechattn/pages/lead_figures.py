@@ -1,4 +1,4 @@
-"""The figures that stand open on a page, before the map: who pays for the inserted tokens, and the paper's lines."""
+"""The figures that stand open on a page, before the map: the budget, and the paper's lines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Shown:
 CHANGING_MOST = Shown()
 
 
-def lead_figures(result: Result, shown: Shown) -> list[Drawing]:
+def lead_figures(result: Result, lines: Shown) -> list[Drawing]:
     """The figures of one result that stand open on its page, with their options.
 
     Heads are chosen by their change on one half of the prompts, and shown on the other half.
@@ -58,42 +58,47 @@ def lead_figures(result: Result, shown: Shown) -> list[Drawing]:
         figures.append((attention_budget, {"conditions": compared}))
     if "received_attention" not in result.datasets:
         return figures
-    layer, which = shown_heads(result, condition, shown)
-    figures.append((received_attention, {"layer": layer, "condition": condition} | which))
+    layer, head_options = shown_heads(result, condition, lines)
+    options = {"layer": layer, "condition": condition} | head_options
+    figures.append((received_attention, options))
     if condition == BASELINE:
         return figures
 
-    one_head = {"heads": which["heads"][:1]} if "heads" in which else which | {"top": 1}
     if control is not None:
-        beside = {"layer": layer, "conditions": (condition, control)}
-        if "heads" in which:
-            beside["heads"] = which["heads"][0]
-        figures.append((received_by_model, beside))
+        options = {"layer": layer, "conditions": (condition, control)}
+        if "heads" in head_options:
+            options["heads"] = head_options["heads"][0]
+        figures.append((received_by_model, options))
 
     measured = [int(number) for number in result["received_attention"].layer.values]
     first_layers = measured[:FIRST_LAYERS]
     if len(first_layers) > 1:
-        options = {"layer": first_layers, "condition": condition} | one_head
+        options = {"layer": first_layers, "condition": condition} | head_options
+        if "heads" in head_options:
+            options["heads"] = head_options["heads"][:1]
+        else:
+            options["top"] = 1
         figures.append((received_attention, options))
     return figures
 
 
-def shown_heads(result: Result, condition: str, shown: Shown) -> tuple[int, dict[str, Any]]:
-    """The layer of the lines, and the options of ``received_attention`` that name or choose its heads."""
+def shown_heads(result: Result, condition: str, lines: Shown) -> tuple[int, dict[str, Any]]:
+    """The layer of the lines, and the options of ``received_attention`` that select its heads."""
     count = int(result.provenance["model"]["heads"])
     dataset = result["received_attention"]
     first_measured = int(dataset.layer.values[0])
-    layer = first_measured if shown.layer is None else shown.layer
-    listed_or_chosen(shown.heads, None if shown.heads is not None else shown.top)
-    if shown.heads is not None:
-        return layer, {"heads": check_heads(list(shown.heads), count, layer)}
+    layer = first_measured if lines.layer is None else lines.layer
+    if lines.heads is not None:
+        heads, _ = listed_or_chosen(lines.heads, None)
+        return layer, {"heads": check_heads(heads, count, layer)}
+    listed_or_chosen(None, lines.top)
 
     units = units_of(result, dataset.sizes["prompt"])
-    top = min(shown.top, count)
+    top = min(lines.top, count)
     if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
         # Nothing to choose by: single prompts were not kept, or there are too few for two halves.
         return layer, {"heads": list(range(top))}
-    if shown.layer is None:
+    if lines.layer is None:
         choosing, _ = units.halves()
         ((layer, _),) = choose_heads(result, None, 1, condition, choosing, "difference")
     return layer, {"top": top, "by": "difference"}

@@ -1,10 +1,10 @@
-"""Writes a self-contained page of results: the main change, a map of all heads, sections of figures, provenance."""
+"""Writes a self-contained page: the main change, a map of all heads, figures, provenance."""
 
 from __future__ import annotations
 
 import html
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 Figures = Seq[tuple[Callable, Mapping[str, Any]]]
 DOTTED_MEANS = {
-    "dilution": "what the original tokens would receive if they kept their attention to each other (dilution; the same "
-    "share for all tokens of a segment)",
+    "dilution": "what the original tokens would receive if they kept their attention to each other "
+    "(dilution; the same share for all tokens of a segment)",
     "uniform": "what uniform attention would give",
 }
 # The page of docs/concepts on each analysis.
@@ -69,11 +69,12 @@ CONCEPTS = {
     ),
     "mlp-activations": ("mlp_activations",),
 }
+QUERY_WORDS = {"original": "the original tokens", "all": "all tokens"}
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: its heading, how to read it, its main number in a sentence, and a figure, a view or tokens."""
+    """A part of a page: its heading, how to read it, its main number, and a figure, view or tokens."""
 
     title: str
     note: str = ""
@@ -93,8 +94,8 @@ class Section:
     @property
     def names(self) -> list[str]:
         """The segments that occur, for the legend."""
-        present = {name for _, name in self.tokens}
-        return [name for name in SEGMENTS if name in present]
+        segments = {segment for _, segment in self.tokens}
+        return [segment for segment in SEGMENTS if segment in segments]
 
 
 @dataclass(frozen=True)
@@ -122,22 +123,23 @@ def page(
 
 
 def heads_options(result: Result, heads: Seq[int] | None, top: int) -> dict[str, Any]:
-    """The options of ``received_attention`` that select heads; the first heads if the data cannot choose."""
-    listed, number = listed_or_chosen(heads, None if heads is not None else top)
-    if number is None:
+    """The options of ``received_attention`` that select heads; the first, if no prompts were kept."""
+    if heads is not None:
+        listed, _ = listed_or_chosen(heads, None)
         return {"heads": listed}
+    listed_or_chosen(None, top)
     if "received_per_prompt" in result.datasets.get("received_attention", {}):
-        return {"top": number}
-    return {
-        "heads": range(min(number, int(result.provenance["model"]["heads"])))
-    }  # a list is what a reader named
+        return {"top": top}
+    count = min(top, int(result.provenance["model"]["heads"]))
+    return {"heads": range(count)}  # a list is what a reader named
 
 
 def browse(result: Result, maps: Result | None = None, *, live: bool = True) -> View | Browser:
-    """Show the map of all heads in a notebook: a widget where the extra ``widget`` is installed, else a view.
+    """Show the map of all heads in a notebook: a widget with the extra ``widget``, else a view.
 
-    The widget's ``selected`` is the head clicked, such as "L1H2"; setting it selects the head. ``table()`` returns its
-    rows of ``result.compare``, ``pattern(model)`` its attention on the prompt whose pattern was clicked.
+    The widget's ``selected`` is the head clicked, such as "L1H2"; setting it selects the head.
+    ``table()`` returns its rows of ``result.compare``, ``pattern(model)`` its attention on the
+    prompt whose pattern was clicked.
 
     Args:
         result: A result.
@@ -145,16 +147,20 @@ def browse(result: Result, maps: Result | None = None, *, live: bool = True) -> 
         live: Whether to return the widget; a view also shows on a site, where no Python listens.
     """
     about = About(f"mechattn: {model_caption(result)}", _subtitle([result]))
-    parts = _parts(about, [ShownModel(result, maps)], [])
-    body = _environment().get_template("main.html.j2").render(parts)
-    scripts = f"""<script type="text/plain" data-packed="data">{parts["data"]}</script>
-<script type="module">{parts["script"]}</script>"""
-    view = View(f"<style>{parts['style']}</style>{body}{scripts}", 900, None)
+    values = _template_values(about, [ShownModel(result, maps)], [])
+    body = _environment().get_template("main.html.j2").render(values)
+    style = f"<style>{values['style']}</style>"
+    scripts = f"""<script type="text/plain" data-packed="data">{values["data"]}</script>
+<script type="module">{values["script"]}</script>"""
+    view = View(style + body + scripts, height=900, script=None)
+
+    if not live:
+        return view
     try:
         from mechattn.pages.widget import Browser
     except ModuleNotFoundError:
         return view
-    return Browser(view, result, maps) if live else view
+    return Browser(view, result, maps)
 
 
 def write_page(
@@ -165,10 +171,13 @@ def write_page(
     force: bool = False,
 ) -> Path:
     """Write one HTML file that makes no network requests; its content security policy forbids them."""
-    parts = _parts(about, models, sections)
+    environment = _environment()
+    values = _template_values(about, models, sections)
     if about.lead is not None:
-        parts["lead"] = _environment().get_template(about.lead[0]).render(about.lead[1])
-    return save_page(path, _environment().get_template("page.html.j2").render(parts), force)
+        lead_template, lead_values = about.lead
+        values["lead"] = environment.get_template(lead_template).render(lead_values)
+    text = environment.get_template("page.html.j2").render(values)
+    return save_page(path, text, force)
 
 
 def _environment() -> Any:
@@ -182,42 +191,49 @@ def _environment() -> Any:
     )
 
 
-def _parts(about: About, models: Seq[ShownModel], sections: Seq[Section]) -> dict[str, Any]:
+def _template_values(
+    about: About, models: Seq[ShownModel], sections: Seq[Section]
+) -> dict[str, Any]:
     """The values for the templates."""
     from mechattn import __version__
 
-    results = [shown.result for shown in models]
-    rows, data = changes(models), named_data(models)
+    results = [model.result for model in models]
+    rows = changes(models)
+    data = named_data(models)
     answer = [sentence(rows, layer_sentence(models)), *more_of_the_answer(models)]
-    needed: dict[Script, bool] = {
-        "plotly": any(section.figure or section.script == "plotly" for section in sections),
-        "circuitsvis": any(section.script == "circuitsvis" for section in sections),
-    }
+
+    libraries: list[Script] = []
+    if any(section.figure or section.script == "plotly" for section in sections):
+        libraries.append("plotly")
+    if any(section.script == "circuitsvis" for section in sections):
+        libraries.append("circuitsvis")
+
+    provenance_rows = [row for result in results for row in flat(result.provenance)]
+    if about.command:
+        provenance_rows.append(("command", about.command))
+
     return {
         "title": about.title,
         "subtitle": about.subtitle,
         "version": __version__,
         "style": template("page.css"),
         "script": page_script(),
-        "packed_scripts": [
-            (name, packed_script(name)) for name, wanted in needed.items() if wanted
-        ],
+        "packed_scripts": [(library, packed_script(library)) for library in libraries],
         "data": instrument(data),
         "tables": plain_tables(data),
         "answer": " ".join(filter(None, answer)),
         "picture_open": not any("attention_budget" in result.datasets for result in results),
         "picture": picture(rows),
         "premise": premise(models),
-        "verdicts": [words for shown in models for words in verdict_sentences(shown)],
+        "verdicts": [words for model in models for words in verdict_sentences(model)],
         "verdict_columns": VERDICT_COLUMNS,
-        "verdict_rows": [row for shown in models for row in verdict_rows(shown)],
+        "verdict_rows": [row for model in models for row in verdict_rows(model)],
         "strips": [strip_words(result) for result in results],
         "lead_sections": [section for section in sections if section.leads],
         "sections": [section for section in sections if not section.leads],
         "concepts": concepts(results),
         "citation": citation(about.title, results),
-        "provenance": [row for result in results for row in flat(result.provenance)]
-        + [("command", about.command)] * bool(about.command),
+        "provenance": provenance_rows,
     }
 
 
@@ -237,23 +253,29 @@ def results_page(
     force: bool = False,
     shown: Shown = CHANGING_MOST,
 ) -> Path:
-    """Write a page for several results, with each figure once per result, or once if it compares models."""
+    """Write a page with each figure once per result, or once if the figure compares models."""
     for result in results:
         check_memory(result)
-    compares_models = [
-        figure for figure in figures if "results" in inspect.signature(figure[0]).parameters
-    ]
-    of_one_model = [figure for figure in figures if figure not in compares_models]
+
+    figures_of_models: list[tuple[Callable, Mapping[str, Any]]] = []
+    figures_of_result: list[tuple[Callable, Mapping[str, Any]]] = []
+    for draw, options in figures:
+        compares_models = "results" in inspect.signature(draw).parameters
+        target = figures_of_models if compares_models else figures_of_result
+        target.append((draw, options))
+
     sections: list[Section] = []
     for result in results:
         sections += lead_sections(result, shown, command)
     for result in results:
         sections.append(prompt_section(result))
-        sections += _drawn(of_one_model, result, command, missing)
-    sections += _drawn(compares_models, list(results), command, missing)
-    title = f"mechattn: {', '.join(model_caption(result) for result in results)}"
+        sections += _drawn_sections(figures_of_result, result, command, missing)
+    sections += _drawn_sections(figures_of_models, list(results), command, missing)
+
+    title = f"mechattn: {', '.join(map(model_caption, results))}"
+    about = About(title, _subtitle(results), command)
     models = [ShownModel(result, start=shown.named_head) for result in results]
-    return write_page(path, About(title, _subtitle(results), command), models, sections, force)
+    return write_page(path, about, models, sections, force)
 
 
 def lead_sections(result: Result, shown: Shown, command: str = "") -> list[Section]:
@@ -266,38 +288,46 @@ def lead_sections(result: Result, shown: Shown, command: str = "") -> list[Secti
 
 def _subtitle(results: Seq[Result]) -> str:
     """The subtitle of a page."""
-    counts = {result["sequences"].sizes["prompt"] for result in results}
-    compared = any(len(result.conditions) > 1 for result in results)
-    of = "Attention with and without inserted tokens" if compared else "Attention"
-    alike = dict.fromkeys(filter(None, map(alike_words, results)))
-    return " ".join([f"{of}, {', '.join(map(str, counts))} prompts.", *alike])
+    prompt_counts = {result["sequences"].sizes["prompt"] for result in results}
+    subject = "Attention"
+    if any(len(result.conditions) > 1 for result in results):
+        subject = "Attention with and without inserted tokens"
+    warnings = dict.fromkeys(filter(None, map(alike_words, results)))
+    return " ".join([f"{subject}, {', '.join(map(str, prompt_counts))} prompts.", *warnings])
 
 
-def _drawn(
-    figures: Figures, of: Result | Seq[Result], command: str, missing: list[str] | None
-) -> Iterator[Section]:
+def _drawn_sections(
+    figures: Figures, results: Result | list[Result], command: str, missing: list[str] | None
+) -> list[Section]:
+    """The sections of figures; those that lack something are named in ``missing``, if it is a list."""
+    sections = []
     for draw, options in figures:
         try:
-            with explained([of] if isinstance(of, Result) else of):
-                made = drawn_section(draw, of, options, command)
-            yield made
+            with explained(results if isinstance(results, list) else [results]):
+                section = drawn_section(draw, results, options, command)
         except MemoryOptionError:
             raise
         except OptionError as error:
             if missing is None:
                 raise
             missing.append(f"{draw.__name__}: {error}")
+        else:
+            sections.append(section)
+    return sections
 
 
 def prompt_section(result: Result, condition: str | None = None) -> Section:
     """The first prompt of a result as the model reads it, with each segment marked."""
     condition = result.shown_condition(condition)
     title = f"{model_caption(result)}: one prompt as the model reads it, condition “{condition}”"
-    first = result["sequences"].sel(condition=condition)
-    coded = zip(
-        first.first_prompt_text.values, first.segment_index.isel(prompt=0).values, strict=True
-    )
-    tokens = [(visible(str(text)), SEGMENTS[code]) for text, code in coded if code >= 0]
+    sequences = result["sequences"].sel(condition=condition)
+    texts = sequences.first_prompt_text.values
+    segment_indices = sequences.segment_index.isel(prompt=0).values
+    tokens = [
+        (visible(str(text)), SEGMENTS[index])
+        for text, index in zip(texts, segment_indices, strict=True)
+        if index >= 0  # below, beyond the end of the prompt
+    ]
     return Section(title, "The first of the prompts.", tokens=tokens)
 
 
@@ -306,28 +336,22 @@ def drawn_section(
 ) -> Section:
     """Turn a figure into a section, described by the text in the figure itself."""
     figure = draw(results, **options)
-    of = [results] if isinstance(results, Result) else list(results)
-    heading, _, under = figure.layout.title.text.partition("<br><sup>")
+    result_list = [results] if isinstance(results, Result) else list(results)
+    heading, _, remainder = figure.layout.title.text.partition("<br><sup>")
     title = html.unescape(heading.replace("<br>", " "))
-    figure.update_layout(title_text=under.removesuffix("</sup>"), title_font_size=13)
+    figure.update_layout(title_text=remainder.removesuffix("</sup>"), title_font_size=13)
+
+    note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
     if draw is received_attention:
-        how = "heads chosen by the data" if options.get("heads") is None else "heads chosen by hand"
-        shown, layers = (
-            of[0].shown_condition(options.get("condition")),
-            np.atleast_1d(options["layer"]).tolist(),
-        )
-        title += f", layer {', '.join(map(str, layers))}, {how}, condition “{shown}”"
-        notes = [_received_note(of[0], shown)]
-        top = options.get("top")
-        if isinstance(top, int) and shown != BASELINE:
-            notes += [choice_words(of[0], shown, layer, top) for layer in layers]
-        note = " ".join(filter(None, notes))
-    else:
-        note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
+        (result,) = result_list
+        title += _received_details(result, options)
+        note = _received_note(result, options)
+
     table: dict[str, Any] = {}
     if draw is attention_budget:
-        columns, rows = budget_rows(of[0], options.get("conditions"))
+        columns, rows = budget_rows(result_list[0], options.get("conditions"))
         table = {"rows_title": "As a table: who pays, and why", "columns": columns, "rows": rows}
+
     return Section(
         title,
         note,
@@ -335,38 +359,53 @@ def drawn_section(
         says=said(figure),
         figure=in_script(figure.to_json()),
         height=int(figure.layout.height or 450),
-        made=[row for result in of for row in _made_rows(result, command)],
-        citation=citation(title, of),
+        made=[row for result in result_list for row in _provenance_rows(result, command)],
+        citation=citation(title, result_list),
     )
 
 
-def _received_note(result: Result, condition: str) -> str:
-    """How to read lines of received attention."""
-    options = result.provenance["analyses"]["received_attention"]
-    query_words = {"original": "the original tokens", "all": "all tokens"}
-    queries = query_words.get(options["queries"], f"the {options['queries']}")
-    self_too = " (its own position counts)" if options["include_self"] else ""
+def _received_details(result: Result, options: Mapping[str, Any]) -> str:
+    """What the title of a figure of received attention adds: layers, choice of heads, condition."""
+    condition = result.shown_condition(options.get("condition"))
+    layers = ", ".join(map(str, np.atleast_1d(options["layer"]).tolist()))
+    choice = "by the data" if options.get("heads") is None else "by hand"
+    return f", layer {layers}, heads chosen {choice}, condition “{condition}”"
+
+
+def _received_note(result: Result, options: Mapping[str, Any]) -> str:
+    """How to read a figure of received attention, and by what its heads were chosen."""
+    analysis = result.provenance["analyses"]["received_attention"]
+    queries = QUERY_WORDS.get(analysis["queries"], f"the {analysis['queries']}")
+    own_position = " (its own position counts)" if analysis["include_self"] else ""
+    condition = result.shown_condition(options.get("condition"))
     sentences = [
-        f"Received attention of a key is the mean attention that {queries} after it pay to it{self_too}."
+        f"Received attention of a key is the mean attention that {queries} after it pay to "
+        f"it{own_position}."
     ]
     if condition == BASELINE:
         sentences += [
             "Blue: the unchanged prompts; dotted: uniform attention.",
-            "A key's value falls with its position by definition, as fewer tokens come after it; compare with uniform "
-            "attention.",
+            "A key's value falls with its position by definition, as fewer tokens come after it; "
+            "compare with uniform attention.",
         ]
     else:
         null_kind = Contrast(result, condition).null_used
         sentences += [
-            "Blue: the unchanged prompt; orange: with the inserted tokens. Top row: the original tokens, aligned; "
-            "bottom row: the whole sequence with the inserted span shaded.",
-            "Part of a fall is there by definition, as attention is positive and sums to 1; compare with the dotted "
-            f"line, {DOTTED_MEANS[null_kind]}.",
+            "Blue: the unchanged prompt; orange: with the inserted tokens. Top row: the original "
+            "tokens, aligned; bottom row: the whole sequence with the inserted span shaded.",
+            "Part of a fall is there by definition, as attention is positive and sums to 1; compare "
+            f"with the dotted line, {DOTTED_MEANS[null_kind]}.",
         ]
     sentences.append(
-        "Bands are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few prompts have are hidden."
+        "Bands are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few "
+        "prompts have are hidden."
     )
-    return " ".join(sentences)
+
+    top = options.get("top")
+    if isinstance(top, int) and condition != BASELINE:
+        for layer in np.atleast_1d(options["layer"]).tolist():
+            sentences.append(choice_words(result, condition, layer, top))
+    return " ".join(filter(None, sentences))
 
 
 def view_section(view: View, title: str, note: str) -> Section:
@@ -374,38 +413,46 @@ def view_section(view: View, title: str, note: str) -> Section:
     return Section(title, note, view=view.body, script=view.script or "")
 
 
-def _made_rows(result: Result, command: str = "") -> list[tuple[str, str]]:
+def _provenance_rows(result: Result, command: str) -> list[tuple[str, str]]:
     """How the numbers of a figure were made."""
-    about, model = result.provenance, result.provenance["model"]
+    provenance = result.provenance
+    model = provenance["model"]
+    prompts = provenance["prompts"]
     rows = [("model", model_caption(result)), ("architecture", model["architecture"])]
+    for name in ("revision", "weights", "dtype", "verified"):
+        if model.get(name) is not None:
+            rows.append((name, str(model[name])))
+
+    rows.append(("prompts", f"{prompts['count']}, hash {prompts['hash']}"))
+    for name, condition in provenance["conditions"].items():
+        rows.append((f"condition {name}", condition["written"]))
+
+    versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
     rows += [
-        (name, str(model[name]))
-        for name in ("revision", "weights", "dtype", "verified")
-        if model.get(name) is not None
-    ]
-    rows += [("prompts", f"{about['prompts']['count']}, hash {about['prompts']['hash']}")]
-    rows += [(f"condition {name}", made["written"]) for name, made in about["conditions"].items()]
-    rows += [
-        ("seed", str(about["seed"])),
-        ("engine", about["engine"]),
+        ("seed", str(provenance["seed"])),
+        ("engine", provenance["engine"]),
         ("made", time_words(result)),
+        ("versions", ", ".join(versions)),
     ]
-    rows += [
-        ("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
-    ]
-    return rows + [("command", command)] * bool(command)
+    if command:
+        rows.append(("command", command))
+    return rows
 
 
 def citation(title: str, results: Seq[Result]) -> str:
     """How to cite a figure: a caption and a BibTeX entry."""
-    about = results[0].provenance
-    version, year = about["versions"]["mechattn"], time_words(results[0])[:4]
-    of = "; ".join(
-        f"{model_caption(r)}, {r.provenance['prompts']['count']} prompts, seed {r.provenance['seed']}"
-        for r in results
-    )
+    versions = results[0].provenance["versions"]
+    version = versions["mechattn"]
+    year = time_words(results[0])[:4]
+    runs = []
+    for result in results:
+        count = result.provenance["prompts"]["count"]
+        seed = result.provenance["seed"]
+        runs.append(f"{model_caption(result)}, {count} prompts, seed {seed}")
     return (
-        f"{title}. {of}. Made with mechattn {version}, transformer-lens {about['versions']['transformer-lens']}.\n\n"
-        f"@software{{mechattn, title = {{mechattn: what attention does, measured on hooked transformers}}, "
-        f"author = {{{{The mechattn developers}}}}, version = {{{version}}}, year = {{{year}}}}}"
+        f"{title}. {'; '.join(runs)}. Made with mechattn {version}, transformer-lens "
+        f"{versions['transformer-lens']}.\n\n"
+        "@software{mechattn, title = {mechattn: what attention does, measured on hooked "
+        "transformers}, author = {{The mechattn developers}}, "
+        f"version = {{{version}}}, year = {{{year}}}}}"
     )

@@ -14,7 +14,7 @@ from mechattn.pages.embedded import unpacked
 from mechattn.render.words import percent
 
 HEADS = 300  # rows at most: 50 kB
-Written = Callable[[float], str]
+NumberFormat = Callable[[float], str]
 
 
 @dataclass(frozen=True)
@@ -27,63 +27,71 @@ class PlainTable:
 
 
 def plain_tables(models: Seq[Mapping[str, Any]]) -> list[PlainTable]:
-    """The numbers that the map of each model shows first, furthest heads first; none where no head was measured."""
+    """What the map of each model shows first, furthest heads first; none without heads."""
     return [_table(model) for model in models if model["quantities"]]
 
 
 def _table(model: Mapping[str, Any]) -> PlainTable:
+    """The first quantity of a model: in the baseline and in a condition, and the change."""
     quantity = model["quantities"][0]
-    condition = next((name for name in model["conditions"] if name in quantity["changes"]), None)
-    shown = condition or next(iter(quantity["values"]))
+    values = quantity["values"]
+    changes = quantity["changes"]
+    compared = [name for name in model["conditions"] if name in changes]
+    condition = compared[0] if compared else next(iter(values))
+
     columns = {}
-    for name in dict.fromkeys([BASELINE, shown]):
-        if name in quantity["values"]:
-            columns[name] = _written(_of_heads(model, quantity["values"][name]["mean"]), _number)
-    by, by_words = _of_heads(model, quantity["values"][shown]["mean"]), shown
-    if condition is not None:
-        changed, by, by_words = _changes(model, quantity["changes"][condition])
-        columns |= changed
+    for name in (BASELINE, condition):
+        if name in values:
+            columns[name] = _texts(_of_heads(model, values[name]["mean"]), _number)
+    ranking = _of_heads(model, values[condition]["mean"])
+    ranking_words = condition
+    if compared:
+        change = changes[condition]
+        ranking = _of_heads(model, change["difference"])
+        ranking_words = "change"
+        format_change = _relative if change["scale"] == "log-ratio" else _signed
+        half = _of_heads(model, change["half"])
+        q = _of_heads(model, change["q_difference"])
+        columns["change"] = _texts(ranking, format_change, half)
+        columns["q, against no change"] = _texts(q, "{:.2g}".format)
+
     heads = [head_name(layer, head) for layer in model["layers"] for head in range(model["heads"])]
-    order = np.argsort(-np.nan_to_num(abs(by), nan=-1.0), kind="stable")[:HEADS]
-    rows = [(heads[i], *(column[i] for column in columns.values())) for i in order]
-    number = (
-        f"{len(heads)} heads"
-        if len(rows) == len(heads)
-        else f"the first {len(rows)} of {len(heads)} heads"
+    distance = np.nan_to_num(abs(ranking), nan=-1.0)
+    order = np.argsort(-distance, kind="stable")[:HEADS]
+    rows = [(heads[index], *(texts[index] for texts in columns.values())) for index in order]
+
+    count_words = f"{len(heads)} heads"
+    if len(rows) < len(heads):
+        count_words = f"the first {len(rows)} of {count_words}"
+    caption = (
+        f"{model['name']}: {quantity['words']}, condition “{condition}”, {count_words}, ranked by "
+        f"“{ranking_words}”"
     )
-    caption = f"{model['name']}: {quantity['words']}, condition “{shown}”, {number}, ranked by “{by_words}”"
     return PlainTable(caption, ["head", *columns], rows)
-
-
-def _changes(
-    model: Mapping[str, Any], change: Mapping[str, Any]
-) -> tuple[dict[str, list[str]], np.ndarray, str]:
-    """The columns of a change, as in the page's own table, and what they are ranked by, with its name."""
-    difference = _of_heads(model, change["difference"])
-    half = _of_heads(model, change["half"])
-    amount = _relative if change["scale"] == "log-ratio" else _signed
-    columns = {
-        "change": _written(difference, amount, half),
-        "q, against no change": _written(_of_heads(model, change["q_difference"]), "{:.2g}".format),
-    }
-    return columns, difference, "change"
 
 
 def _of_heads(model: Mapping[str, Any], array: dict[str, Any] | None) -> np.ndarray:
     """A number for each head; one number of a layer is that of all its heads."""
     shape = (len(model["layers"]), model["heads"])
-    return np.broadcast_to(np.nan if array is None else unpacked(array), shape).ravel()
+    values = np.array(np.nan) if array is None else unpacked(array)
+    return np.broadcast_to(values, shape).ravel()
 
 
-def _written(values: np.ndarray, how: Written, half: np.ndarray | None = None) -> list[str]:
+def _texts(
+    values: np.ndarray, format_number: NumberFormat, half: np.ndarray | None = None
+) -> list[str]:
     """Numbers as text, with the ends of their intervals."""
-    halves = np.full(values.shape, np.nan) if half is None else half
-    made = []
-    for value, width in zip(values.tolist(), halves.tolist(), strict=True):
-        low, high = (how(value + sign * width) for sign in (-1, 1))
-        ends = "" if np.isnan(width) else f" [{low}, {high}]"
-        made.append("–" if np.isnan(value) else how(value) + ends)
-    return made
+    if half is None:
+        half = np.full(values.shape, np.nan)
+    texts = []
+    for value, half_width in zip(values.tolist(), half.tolist(), strict=True):
+        text = "–" if np.isnan(value) else format_number(value)
+        if not np.isnan(value) and not np.isnan(half_width):
+            low = format_number(value - half_width)
+            high = format_number(value + half_width)
+            text += f" [{low}, {high}]"
+        texts.append(text)
+    return texts
 
 
 def _number(value: float) -> str:

@@ -35,36 +35,24 @@ def pattern(
         layer: The layer, from 0.
         heads: The heads, from 0; all by default.
         condition: The condition to apply to the prompt; the baseline by default.
-        difference: Whether to show how the condition changes attention between the original tokens; orange is more,
-            blue is less.
+        difference: Whether to show how the condition changes attention between the original tokens;
+            orange is more, blue is less.
         max_tokens: The largest number of tokens; longer prompts are refused.
         seed: The seed of conditions that draw at random.
 
     Raises:
-        MechattnError: The prompt is too long, or a layer or head is out of range; or there is no condition whose
-            difference could be shown.
+        MechattnError: The prompt is too long, or a layer or head is out of range; or there is no
+            condition whose difference could be shown.
     """
     model = as_hooked(model)
-    chosen, (name, conditions) = _heads(model, heads), _named(condition)
+    count = model.cfg.n_heads
+    if heads is None:
+        heads = range(count)
+    elif isinstance(heads, int):
+        heads = [heads]
+    head_list = check_heads(list(heads), count)
+
+    name = BASELINE if condition is None else type(condition).__name__
+    conditions = {} if condition is None else {name: condition}
     result = run(model, prompt, conditions, [AttentionMap(max_tokens)], layers=layer, seed=seed)
-    return html_views.pattern(result, layer, chosen, name, difference=difference)
-
-
-def _heads(model: Any, heads: Seq[int] | int | None) -> list[int]:
-    """The heads as a list, all by default."""
-    chosen = (
-        [heads]
-        if isinstance(heads, int)
-        else list(range(model.cfg.n_heads) if heads is None else heads)
-    )
-    check_heads(chosen, model.cfg.n_heads)
-    return chosen
-
-
-def _named(condition: Condition | None) -> tuple[str, dict[str, Condition]]:
-    """The name of the condition that is shown, and the conditions of the run."""
-    return (
-        (BASELINE, {})
-        if condition is None
-        else (name := type(condition).__name__, {name: condition})
-    )
+    return html_views.pattern(result, layer, head_list, name, difference=difference)

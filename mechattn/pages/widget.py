@@ -1,4 +1,4 @@
-"""The page in a notebook as a widget whose selection comes back to Python; needs the extra ``widget``."""
+"""The page as a widget whose selection comes back to Python; needs the extra ``widget``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _HEAD = re.compile(r"L(\d+)H(\d+)")
-_CHOSEN = ("selected", "prompt", "condition", "quantity")
+_TRAITS = ("selected", "prompt", "condition", "quantity")
 
 
 class Browser(anywidget.AnyWidget):
-    """The map of all heads: what is clicked is in ``selected``, ``prompt``, ``condition`` and ``quantity``.
+    """The map of all heads; ``selected``, ``prompt``, ``condition`` and ``quantity`` are clicked.
 
-    Setting ``selected`` to a head such as ``"L1H2"`` selects it in the page; ``prompt`` is that of the last pattern
-    clicked, from 0. ``view`` is the page itself.
+    Setting ``selected`` to a head such as ``"L1H2"`` selects it in the page; ``prompt`` is that of
+    the last pattern clicked, from 0. ``view`` is the page itself.
 
     Raises:
         OptionError: ``selected`` is not a head of the model, or ``prompt`` not one of the prompts.
@@ -44,68 +44,79 @@ class Browser(anywidget.AnyWidget):
     quantity = traitlets.Unicode("received")
 
     def __init__(self, view: View, result: Result, maps: Result | None = None) -> None:
-        self.view, self.result, self.maps = view, result, maps or result
+        self.view = view
+        self.result = result
+        self.maps = maps or result
         super().__init__(source=view.packed(), height=view.height, condition=result.conditions[-1])
         self.on_msg(self._heard)
 
     @traitlets.validate("selected", "prompt")
-    def _known(self, proposal: Any) -> Any:
-        value, model, count = (
-            proposal["value"],
-            self.result.provenance["model"],
-            self.maps["sequences"].sizes["prompt"],
-        )
+    def _check(self, proposal: Any) -> Any:
+        value = proposal["value"]
         if proposal["trait"].name == "prompt":
+            count = self.maps["sequences"].sizes["prompt"]
             if not 0 <= value < count:
                 raise OptionError(f"prompt={value}: choose one of 0 to {count - 1}")
-        elif value and not (
-            (at := self._at(value)) and at[0] < model["layers"] and at[1] < model["heads"]
-        ):
-            raise OptionError(f'selected={value!r}: give a head of {model["name"]} such as "L0H2"')
+        elif value and self._head(value) is None:
+            name = self.result.provenance["model"]["name"]
+            raise OptionError(f'selected={value!r}: give a head of {name} such as "L0H2"')
         return value
 
     def _heard(self, _: Any, content: Any, buffers: Any = None) -> None:
-        """Take over what the page says is chosen; anything else is ignored."""
-        if not isinstance(content, dict) or set(content) != set(_CHOSEN):
+        """Take over what the page says is selected; anything else is ignored."""
+        if not isinstance(content, dict) or set(content) != set(_TRAITS):
             return
-        before = {name: getattr(self, name) for name in _CHOSEN}
+        before = {name: getattr(self, name) for name in _TRAITS}
         try:
             _set(self, content)
         except (OptionError, traitlets.TraitError):
             _set(self, before)
 
-    def _at(self, name: str) -> tuple[int, int] | None:
-        found = _HEAD.fullmatch(name)
-        return (int(found[1]), int(found[2])) if found else None
+    def _head(self, name: str) -> tuple[int, int] | None:
+        """The layer and head that a name such as "L0H2" means; None if the model has no such head."""
+        match = _HEAD.fullmatch(name)
+        if match is None:
+            return None
+        layer = int(match[1])
+        head = int(match[2])
+        model = self.result.provenance["model"]
+        if layer >= model["layers"] or head >= model["heads"]:
+            return None
+        return layer, head
 
-    def _chosen(self) -> tuple[int, int]:
-        if at := self._at(self.selected):
-            return at
-        raise OptionError('no head is selected: click one, or set .selected to one such as "L0H2"')
+    def _selected_head(self) -> tuple[int, int]:
+        head = self._head(self.selected)
+        if head is None:
+            raise OptionError(
+                'no head is selected: click one, or set .selected to one such as "L0H2"'
+            )
+        return head
 
-    def table(self) -> pd.DataFrame:
-        """Return the rows of ``result.compare`` for the selected head, in the page's condition and quantity."""
-        (layer, head), table = self._chosen(), self._asked().table()
-        return table[(table["layer"] == layer) & (table["head"] == head)]
-
-    def prompts(self) -> pd.DataFrame:
-        """Return ``Contrast.by_prompt`` of the selected head: the prompts in which it does the most first."""
-        return self._asked().by_prompt(head_name(*self._chosen()))
-
-    def _asked(self) -> Contrast:
+    def _contrast(self) -> Contrast:
         if self.condition == BASELINE:
             raise OptionError(
                 "the baseline is shown, and nothing is compared: set .condition to another one"
             )
         return Contrast(self.result, self.condition, quantity=self.quantity)
 
+    def table(self) -> pd.DataFrame:
+        """Return the selected head's rows of ``result.compare``, of the page's condition and quantity."""
+        layer, head = self._selected_head()
+        table = self._contrast().table()
+        return table[(table["layer"] == layer) & (table["head"] == head)]
+
+    def prompts(self) -> pd.DataFrame:
+        """Return ``Contrast.by_prompt`` of the selected head: prompts in which it does the most first."""
+        layer, head = self._selected_head()
+        return self._contrast().by_prompt(head_name(layer, head))
+
     def pattern(self, model: Any) -> View:
-        """Return ``ma.pattern`` of the selected head on the selected prompt, without inserted tokens."""
-        one = self.maps["sequences"].sel(condition=BASELINE).isel(prompt=self.prompt)
-        ids = one.tokens.values[one.origin.values >= -1]
-        return pattern(
-            model, Prompt(tokens=tuple(ids.tolist())), (at := self._chosen())[0], [at[1]]
-        )
+        """Return ``ma.pattern`` of the selected head on the selected prompt, with nothing inserted."""
+        layer, head = self._selected_head()
+        sequences = self.maps["sequences"].sel(condition=BASELINE).isel(prompt=self.prompt)
+        is_token = sequences.origin.values >= -1  # below, beyond the end of the prompt
+        token_ids = sequences.tokens.values[is_token].tolist()
+        return pattern(model, Prompt(tokens=tuple(token_ids)), layer, [head])
 
     def page(self) -> str:
         """Return the page as a complete HTML document."""
