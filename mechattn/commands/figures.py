@@ -1,4 +1,4 @@
-"""The command ``mechattn figures``: a page about models that read questions with and without inserted tokens."""
+"""The command ``mechattn figures``: a page about models, with and without inserted tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.attention_budget import AttentionBudget
 from mechattn.analysis.received_attention import AttentionMap, ReceivedAttention
 from mechattn.commands.from_config import made_conditions
-from mechattn.commands.run_config import prepared
+from mechattn.commands.run_config import lead_lines, prepared
 from mechattn.engine.run import run
 from mechattn.markup import plain
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import check_device, dtype_named, load_model
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.lead_figures import Shown
 from mechattn.pages.page import About, lead_sections, prompt_section, write_page
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.prompt import Prompt
@@ -25,9 +24,8 @@ from mechattn.results.result import Result
 from mechattn.store.atomic_writes import say
 from mechattn.toml_sections import Config
 
-FEW_TOKENS = (
-    16  # inserted into the prompt whose patterns are kept, so that single cells are visible
-)
+# Inserted into the prompt whose patterns are kept, so that single cells are visible.
+FEW_TOKENS = 16
 PLACES = {
     "before_question": "before the question",
     "start": "at the start",
@@ -45,7 +43,7 @@ TEMPLATES = {
 
 @dataclass(frozen=True)
 class _Measured:
-    """What was measured of one model: its result, the patterns of one short prompt, and what was inserted."""
+    """What was measured of a model: its result, patterns of a short prompt, what was inserted."""
 
     result: Result
     maps: Result
@@ -55,45 +53,41 @@ class _Measured:
 def make_figures(config: Config, command: str = "", force: bool = False) -> Path:
     """Run the models of a config and write their page.
 
-    The config has one condition, ``MeaninglessTokens``; a random sentence of equal length is added as its control.
+    The config has one condition, ``MeaninglessTokens``; a random sentence of equal length is added
+    as its control.
 
     Raises:
-        MechattnError: An option cannot be used with a model or its prompts; found before any model is loaded where its
-            config says enough.
+        MechattnError: An option cannot be used with a model or its prompts; raised before any model
+            is loaded where its config says enough.
     """
     dtype = dtype_named(config.dtype)
     check_device(config.device)
     (inserted,) = made_conditions(config.conditions).values()
     assert isinstance(inserted, MeaninglessTokens)
-    places, prompts = prepared(config, force, by_half=True)
-    page = Path(str(config.output.page))
-    heads = config.output.heads
-    shown = Shown(
-        config.output.layer, [heads] if isinstance(heads, int) else heads, config.output.top
-    )
+    places, prompts = prepared(config, force, chooses_heads=True)
+    lines = lead_lines(config)
 
     measured = []
     for name, place in places.items():
-        say(
-            f"{name}: {len(prompts[name])} prompts with and without {inserted.count} inserted tokens."
-        )
+        count = len(prompts[name])
+        say(f"{name}: {count} prompts with and without {inserted.count} inserted tokens.")
         hooked = load_model(name, dtype=dtype, device=config.device)
         measured.append(_measure(hooked, prompts[name], inserted, config.seed, place))
 
-    models = [ShownModel(model.result, model.maps, shown.named_head) for model in measured]
-    sections = [
-        section for model in measured for section in lead_sections(model.result, shown, command)
-    ]
+    models = [ShownModel(model.result, model.maps, lines.named_head) for model in measured]
+    sections = []
+    for model in measured:
+        sections += lead_sections(model.result, lines, command)
     sections += [prompt_section(model.result) for model in measured]
-    title = f"What {_what(measured[:1])} do to attention"
+    title = f"What {_inserted_words(measured[:1])} do to attention"
     about = About(title, _subtitle(config, measured, prompts), command)
-    return write_page(page, about, models, sections, force)
+    return write_page(Path(str(config.output.page)), about, models, sections, force)
 
 
 def _measure(
     hooked: HookedModel, prompts: Seq[Prompt], inserted: MeaninglessTokens, seed: int, place: str
 ) -> _Measured:
-    """Run one model on all prompts and store its result; keep the patterns of the shortest prompt too."""
+    """Run a model on all prompts and store its result; keep patterns of the shortest prompt too."""
     fitted = inserted.fitted(hooked)
     if fitted.count != inserted.count:  # some tokenizers split each "/" in two
         say(
@@ -107,21 +101,18 @@ def _measure(
     result = run(hooked, prompts, conditions, analyses, seed=seed, positions="prompts")
     result.save(place)
 
-    few = replace(inserted, count=min(FEW_TOKENS, inserted.count)).fitted(hooked)
-    maps = run(hooked, _shortest(prompts), {name: few}, [AttentionMap()], seed=seed)
+    shortest = min(prompts, key=lambda prompt: len(prompt.question))
+    few_tokens = replace(inserted, count=min(FEW_TOKENS, inserted.count)).fitted(hooked)
+    maps = run(hooked, shortest, {name: few_tokens}, [AttentionMap()], seed=seed)
     return _Measured(result, maps, fitted)
-
-
-def _shortest(prompts: Seq[Prompt]) -> Prompt:
-    return min(prompts, key=lambda prompt: len(prompt.question))
 
 
 def _condition_name(inserted: MeaninglessTokens) -> str:
     return "slash" if inserted.text == "/" else "meaningless"
 
 
-def _what(measured: Seq[_Measured]) -> str:
-    """The inserted tokens in words, such as "55 “/”"; "55 or 56 “/”" where tokenizers make different numbers."""
+def _inserted_words(measured: Seq[_Measured]) -> str:
+    """The inserted tokens in words: "55 “/”"; "55 or 56 “/”" where tokenizers differ."""
     counts = sorted({model.inserted.count for model in measured})
     return f"{' or '.join(map(str, counts))} “{plain(measured[0].inserted.text)}”"
 
@@ -129,13 +120,13 @@ def _what(measured: Seq[_Measured]) -> str:
 def _subtitle(config: Config, measured: Seq[_Measured], prompts: dict[str, list[Prompt]]) -> str:
     """What was inserted where, and what the models read."""
     inserted = measured[0].inserted
-    what = (
-        f"{_what(measured)} ({_condition_name(inserted)}), or as many tokens of random sentences (sentence), "
-        f"{PLACES[inserted.place]}"
-    )
-    first_prompts = [of_model[0] for of_model in prompts.values()]
-    templates = " or ".join(dict.fromkeys(TEMPLATES[prompt.template] for prompt in first_prompts))
+    first_prompts = [model_prompts[0] for model_prompts in prompts.values()]
+    templates = dict.fromkeys(TEMPLATES[prompt.template] for prompt in first_prompts)
     system = first_prompts[0].system
-    before = f", after “{plain(system)}”" if system else ", without a system prompt"
+    system_words = f"after “{plain(system)}”" if system else "without a system prompt"
     count = len(next(iter(prompts.values())))
-    return f"{what}. {count} prompts of {name_of(config.prompts.source)}, {templates}{before}."
+    return (
+        f"{_inserted_words(measured)} ({_condition_name(inserted)}), or as many tokens of random "
+        f"sentences (sentence), {PLACES[inserted.place]}. {count} prompts of "
+        f"{name_of(config.prompts.source)}, {' or '.join(templates)}, {system_words}."
+    )

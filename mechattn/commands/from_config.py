@@ -1,4 +1,4 @@
-"""Builds conditions and analyses from the kinds and options that a config file or a register of claims gives."""
+"""Builds conditions and analyses from the kinds and options that a config file gives."""
 
 from __future__ import annotations
 
@@ -22,11 +22,19 @@ from mechattn.prompts.counterparts import Counterpart
 from mechattn.prompts.sweeps import sweep
 from mechattn.toml_sections import AnalysisSection, Condition, all_words, near, no_such_key
 
-_CONDITIONS = (
-    kinds.Baseline, kinds.MeaninglessTokens, kinds.Text, kinds.RepeatedWord, kinds.RandomTokens, kinds.RandomSentence,
-    kinds.ShuffledSentence, kinds.Counting, kinds.RepeatQuestion, Counterpart,
-)  # fmt: skip
-CONDITIONS = {kind.__name__: kind for kind in _CONDITIONS}
+CONDITION_CLASSES = (
+    kinds.Baseline,
+    kinds.MeaninglessTokens,
+    kinds.Text,
+    kinds.RepeatedWord,
+    kinds.RandomTokens,
+    kinds.RandomSentence,
+    kinds.ShuffledSentence,
+    kinds.Counting,
+    kinds.RepeatQuestion,
+    Counterpart,
+)
+CONDITIONS = {kind.__name__: kind for kind in CONDITION_CLASSES}
 ANALYSES = {kind.__name__: kind for kind in KINDS}
 INTERVENTIONS = {kind.__name__: kind for kind in (ARM, Knockout, HeadAblation)}
 
@@ -46,7 +54,10 @@ def made_conditions(
 
 
 def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> dict[str, int]:
-    """The number of tokens of sections without one: the nearest that a text reaches, that of the first for controls."""
+    """The number of tokens of the sections that give none.
+
+    A text has the nearest number to the default that it reaches, a control that of the first text.
+    """
     without_count = {
         name: section for name, section in sections.items() if "count" not in section.options
     }

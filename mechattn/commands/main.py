@@ -29,11 +29,12 @@ Each takes --help. In Python: import mechattn as ma. Completion for your shell: 
 """
 DEFAULT_MODEL = "real:smollm2"
 REASON = "Please reason step by step and put your final answer within \\boxed{}."  # before GSM8K
+# What --chat-template asks for, and --no-chat-template.
 TEMPLATES: dict[bool | None, Literal["auto", "chat", "plain"]] = {
     None: "auto",
     True: "chat",
     False: "plain",
-}  # what --chat-template asks for
+}
 
 # Options that several commands have.
 Models = Annotated[
@@ -155,18 +156,19 @@ def figures(
 
     if system is None and prompts == "gsm8k":
         system = REASON
-    answer = {"answer": answer_field, "with_answer": True} if answer_field else {}
+    prompt_section = {
+        "source": prompts,
+        "limit": limit,
+        "field": field,
+        "system": system,
+        "template": TEMPLATES[chat_template],
+    }
+    if answer_field:
+        prompt_section |= {"answer": answer_field, "with_answer": True}
     config = checked(
         {
             "model": model,
-            "prompts": {
-                "source": prompts,
-                "limit": limit,
-                "field": field,
-                "system": system,
-                "template": TEMPLATES[chat_template],
-                **answer,
-            },
+            "prompts": prompt_section,
             "conditions": {
                 "slash": {
                     "kind": "MeaninglessTokens",
@@ -311,8 +313,8 @@ def evaluate_config(
     evaluations, written = evaluate_from_config(
         config, server, served_model, server_key, system, template
     )
-    for model, made in evaluations.items():
-        _say(f"{model}\n{_accuracies(made)}\n")
+    for model, evaluation in evaluations.items():
+        _say(f"{model}\n{_accuracies(evaluation)}\n")
     for path in written:
         _say(f"Wrote {path}")
 
@@ -406,23 +408,22 @@ def _accuracies(evaluation: Any) -> str:
         "|---" * 8 + "|",
     ]
     for row in evaluation.accuracy().to_dict("records"):
-        right, ends = (
-            f"{100 * row['accuracy']:.1f} %",
-            f"{100 * row['low']:.1f} to {100 * row['high']:.1f}",
-        )
-        compared = ["", "", ""]
-        if row["condition"] != "baseline":
-            c = evaluation.compare(row["condition"])
-            change = f"{100 * c['difference']:+.1f} [{100 * c['low']:+.1f}, {100 * c['high']:+.1f}]"
-            compared = [change, f"{c['p']:.2g}", f"{100 * c['detectable']:.1f}"]
         cells = [
             row["condition"],
-            right,
-            ends,
-            *compared,
-            str(row["unread"]),
-            str(row["unfinished"]),
+            f"{100 * row['accuracy']:.1f} %",
+            f"{100 * row['low']:.1f} to {100 * row['high']:.1f}",
         ]
+        if row["condition"] == "baseline":
+            cells += ["", "", ""]
+        else:
+            change = evaluation.compare(row["condition"])
+            difference, low, high = (100 * change[name] for name in ("difference", "low", "high"))
+            cells += [
+                f"{difference:+.1f} [{low:+.1f}, {high:+.1f}]",
+                f"{change['p']:.2g}",
+                f"{100 * change['detectable']:.1f}",
+            ]
+        cells += [str(row["unread"]), str(row["unfinished"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -431,7 +432,7 @@ def _numbers(text: str) -> list[int]:
     from mechattn.errors import OptionError
 
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(number) for number in text.split(",")]
     except ValueError:
         raise OptionError(f"--heads {text!r}: give heads such as 2,3,4") from None
 
@@ -450,15 +451,12 @@ def _command() -> str:
 def main() -> None:
     """Run the command; a MechattnError prints as a message, not a traceback.
 
-    Waiting torch threads sleep unless the environment says otherwise. By default they spin, and a toy's run takes five
-    times as long if another program needs the same core.
+    Waiting torch threads sleep unless the environment says otherwise. By default they spin, and a
+    toy's run takes five times as long if another program needs the same core.
     """
     from mechattn.errors import Interrupted, MechattnError
 
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "passive"
-    )  # before torch is imported, which reads it once
-
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read once, when torch is imported
     try:
         app()
     except MechattnError as error:

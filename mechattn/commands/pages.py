@@ -1,4 +1,4 @@
-"""The commands ``figures``, ``report``, ``show`` and ``export``: models and results as pages, text and tables."""
+"""The commands ``report``, ``show`` and ``export``: results as pages, text and tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +31,65 @@ from mechattn.store.atomic_writes import check_writable, write_whole
 from mechattn.store.reading import load_result
 
 COLUMNS = (
-    "result", "model", "quantity", "segment", "units", "condition", "layer", "head", "value", "value_low",
-    "value_high", "uniform", "baseline", "scale", "change_units", "change", "change_low", "change_high", "change_null",
-    "difference", "difference_low", "difference_high", "null",
-    "beyond", "beyond_low", "beyond_high", "p_beyond", "q_beyond", "p_difference", "q_difference", "level", "n", "n_of",
-)  # fmt: skip
-LEADING = ("attention_budget", "received_attention", "received_by_model")  # of lead_figures
+    "result",
+    "model",
+    "quantity",
+    "segment",
+    "units",
+    "condition",
+    "layer",
+    "head",
+    "value",
+    "value_low",
+    "value_high",
+    "uniform",
+    "baseline",
+    "scale",
+    "change_units",
+    "change",
+    "change_low",
+    "change_high",
+    "change_null",
+    "difference",
+    "difference_low",
+    "difference_high",
+    "null",
+    "beyond",
+    "beyond_low",
+    "beyond_high",
+    "p_beyond",
+    "q_beyond",
+    "p_difference",
+    "q_difference",
+    "level",
+    "n",
+    "n_of",
+)
+# The figures of lead_figures, which need not be drawn once more.
+LEADING = ("attention_budget", "received_attention", "received_by_model")
 Figures = list[tuple[Callable, Mapping[str, Any]]]
 
 
 def report(
-    places: Seq[str | Path], out: str | Path, layer: int | None = None, heads: Seq[int] | None = None,
-    command: str = "", force: bool = False, top: int = 3, memory: str = MEMORY,
-) -> list[str]:  # fmt: skip
-    """Write a page of stored results with all their figures; return what could not be shown and why."""
+    places: Seq[str | Path],
+    out: str | Path,
+    layer: int | None = None,
+    heads: Seq[int] | None = None,
+    command: str = "",
+    force: bool = False,
+    top: int = 3,
+    memory: str = MEMORY,
+) -> list[str]:
+    """Write a page of stored results with all figures; return what could not be shown, and why."""
     check_page_place(out, force)
     results = [load_result(place, memory=memory) for place in places]
     for result in results:
-        measured, count = (
-            result.provenance["measured_layers"],
-            int(result.provenance["model"]["heads"]),
-        )
-        if layer is not None and layer not in measured:
-            raise OptionError(f"layer {layer} was not measured; the result has {measured}")
-        check_heads([0] if heads is None else heads, count)
+        measured_layers = result.provenance["measured_layers"]
+        if layer is not None and layer not in measured_layers:
+            raise OptionError(f"layer {layer} was not measured; the result has {measured_layers}")
+        if heads is not None:
+            check_heads(heads, int(result.provenance["model"]["heads"]))
+
     missing: list[str] = []
     figures = figures_of(results[0], layer, heads, top)
     results_page(results, out, figures, command, missing, force, Shown(layer, heads, top))
@@ -65,73 +99,95 @@ def report(
 def figures_of(
     result: Result, layer: int | None, heads: Seq[int] | None = None, top: int = 3
 ) -> Figures:
-    """The figures for the analyses of a result that do not lead the page, in the order of the analyses."""
-    layer = int(result.provenance["measured_layers"][0]) if layer is None else layer
-    given = {"layer": layer} | heads_options(result, heads, top)
-    found = [
-        (at, one, options)
-        for one in FIGURES.values()
-        if one.draw.__name__ not in LEADING
-        for at, options in one.shown(result, given)
-    ]
-    order = [make().name for make in ANALYSES]
-    found.sort(
-        key=lambda each: (
-            order.index(each[0]) if each[0] in order else len(order),
-            each[1].compares,
-        )
-    )
-    return [(one.draw, options) for _, one, options in found]
+    """The figures of a result that do not lead its page, in the order of the analyses."""
+    if layer is None:
+        layer = int(result.provenance["measured_layers"][0])
+    selection = {"layer": layer} | heads_options(result, heads, top)
+    analysis_names = [analysis_class().name for analysis_class in ANALYSES]
+
+    figures = []
+    for figure in FIGURES.values():
+        if figure.draw.__name__ in LEADING:
+            continue
+        for dataset, options in figure.shown(result, selection):
+            rank = len(analysis_names)
+            if dataset in analysis_names:
+                rank = analysis_names.index(dataset)
+            figures.append((rank, figure.compares, figure.draw, options))
+
+    figures.sort(key=lambda figure: figure[:2])
+    return [(draw, options) for _, _, draw, options in figures]
 
 
 def summary(result: Result) -> str:
     """A text summary of a stored result: verdicts, quantities with their sizes, and provenance."""
     lines = [repr(result), "", *verdict_sentences(ShownModel(result)), ""]
     for name, dataset in result.datasets.items():
-        lines.append(f"{name}: {', '.join(f'{dim} {size}' for dim, size in dataset.sizes.items())}")
+        sizes = [f"{dim} {size}" for dim, size in dataset.sizes.items()]
+        lines.append(f"{name}: {', '.join(sizes)}")
         for quantity in sorted(map(str, dataset)):
-            if not quantity.endswith(
-                ("_variance", "_n")
-            ):  # stored over prompts in addition to each mean
-                about = dataset[quantity].attrs
-                units = f" ({about['units']})" if "units" in about else ""
-                what = f": {about['description']}" if "description" in about else ""
-                lines.append(
-                    f"  {quantity}{units} [{', '.join(map(str, dataset[quantity].dims))}]{what}"
-                )
-    provenance = [f"{name}: {value}" for name, value in flat(result.provenance)]
-    return "\n".join([*lines, "", f"digest of the numbers: {result.digest()}", *provenance])
+            # Variances and counts are stored over prompts in addition to each mean.
+            if not quantity.endswith(("_variance", "_n")):
+                lines.append(f"  {quantity}{_details(dataset[quantity])}")
+
+    lines += ["", f"digest of the numbers: {result.digest()}"]
+    lines += [f"{name}: {value}" for name, value in flat(result.provenance)]
+    return "\n".join(lines)
+
+
+def _details(values: xr.DataArray) -> str:
+    """The units, dimensions and description of a quantity."""
+    words = ""
+    if "units" in values.attrs:
+        words += f" ({values.attrs['units']})"
+    words += f" [{', '.join(map(str, values.dims))}]"
+    if "description" in values.attrs:
+        words += f": {values.attrs['description']}"
+    return words
 
 
 def export_csv(places: Seq[str | Path], out: Path, memory: str = MEMORY) -> tuple[Path, list[str]]:
-    """Write a CSV row per result, quantity, condition, layer and head; return the file, and what has no row and why."""
+    """Write a CSV row per result, quantity, condition, layer and head.
+
+    Returns:
+        The file, and what has no row and why.
+    """
     if out.suffix != ".csv":
         raise OptionError(f'"{out.name}" should end with .csv')
     check_writable(out)
-    if out.exists():
-        with (
-            open(out, encoding="utf-8", errors="replace") if out.is_file() else StringIO() as there
-        ):
-            ours = there.readline().strip() == ",".join(COLUMNS)
-        if not ours:
-            raise OptionError(
-                f"{out} exists and is not a mechattn export, so it is not replaced; choose another name"
-            )
-    tables, missing = [], []
+    if out.exists() and not _is_export(out):
+        raise OptionError(
+            f"{out} exists and is not a mechattn export, so it is not replaced; choose another name"
+        )
+
+    tables = []
+    missing = []
     for place in places:
         result = load_result(place, memory=memory)
-        table, lacking = heads_table(result)
+        table, without_rows = heads_table(result)
         tables.append(table.assign(result=str(place), model=result.provenance["model"]["name"]))
-        missing += [f"{place}: {words}" if len(places) > 1 else words for words in lacking]
-    write_whole(out, lambda new: pd.concat(tables).to_csv(new, index=False))
+        prefix = f"{place}: " if len(places) > 1 else ""
+        missing += [f"{prefix}{words}" for words in without_rows]
+
+    table = pd.concat(tables)
+    write_whole(out, lambda new: table.to_csv(new, index=False))
     return out, missing
 
 
+def _is_export(path: Path) -> bool:
+    """Whether a file begins as our tables do; a pipe or device is not opened."""
+    if not path.is_file():
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline().strip() == ",".join(COLUMNS)
+
+
 def export_netcdf(places: Seq[str | Path], out: Path) -> Path:
-    """Write all arrays of a stored result, with its provenance, to one NetCDF file, a group for each analysis."""
+    """Write all arrays and the provenance of a result to one NetCDF file, a group an analysis."""
     if len(places) > 1:
         raise OptionError(
-            f"a NetCDF file holds one result, and {len(places)} are given; export each to its own file"
+            f"a NetCDF file holds one result, and {len(places)} are given; export each to its own "
+            "file"
         )
     if out.suffix != ".nc":
         raise OptionError(f'"{out.name}" should end with .nc')
@@ -142,63 +198,76 @@ def export_netcdf(places: Seq[str | Path], out: Path) -> Path:
         import h5netcdf  # noqa: F401
     except ImportError:
         raise OptionError('a NetCDF file needs h5netcdf: pip install "mechattn[netcdf]"') from None
+
     result = load_result(places[0])
-    datasets = {}
-    for name, one in result.datasets.items():  # with texts of the kind that HDF5 takes
-        texts = {n: v for n, v in one.variables.items() if v.dtype.kind in TEXT}
-        made = {n: (v.dims, v.values.astype(object), v.attrs) for n, v in texts.items()}
-        labels = {n: v for n, v in made.items() if n in one.coords}
-        datasets[f"/{name}"] = one.assign_coords(labels).assign(
-            {n: made[n] for n in made if n not in labels}
-        )
+    datasets = {
+        f"/{name}": _with_texts_of_hdf5(dataset) for name, dataset in result.datasets.items()
+    }
     tree = xr.DataTree.from_dict(datasets)
     tree.attrs = {"provenance": json.dumps(result.provenance)}
     write_whole(out, lambda new: tree.to_netcdf(new, engine="h5netcdf"))
     return out
 
 
+def _with_texts_of_hdf5(dataset: xr.Dataset) -> xr.Dataset:
+    """The dataset with its texts as Python objects, the only kind that HDF5 takes."""
+    coords: dict[Any, Any] = {}
+    data_vars: dict[Any, Any] = {}
+    for name, variable in dataset.variables.items():
+        if variable.dtype.kind in TEXT:
+            target = coords if name in dataset.coords else data_vars
+            target[name] = (variable.dims, variable.values.astype(object), variable.attrs)
+    return dataset.assign_coords(coords).assign(data_vars)
+
+
 def heads_table(result: Result) -> tuple[pd.DataFrame, list[str]]:
-    """Every quantity with one number per head, in every condition; and the quantities without rows, with the reason."""
+    """Every quantity with one number per head, in every condition.
+
+    Returns:
+        The table, and the quantities without rows, with the reason.
+    """
     tables: list[pd.DataFrame] = []
     missing: list[str] = []
     for quantity in head_quantities(result):
-        reference, variable = (
-            kept(result, quantity, BASELINE, "question"),
-            variable_of(result, quantity),
-        )
-        about = {
-            "segment": segment_of(variable, "question"),
-            "units": variable.attrs.get("units", ""),
-        }
+        variable = variable_of(result, quantity)
+        segment = segment_of(variable, "question")
+        units = variable.attrs.get("units", "")
+        baseline = kept(result, quantity, BASELINE, "question")
         for condition in result.conditions:
-            of = (
-                reference
-                if condition == BASELINE
-                else kept(result, quantity, condition, "question")
-            )
+            in_memory = baseline
+            if condition != BASELINE:
+                in_memory = kept(result, quantity, condition, "question")
             try:
-                tables.append(_rows(of, reference, quantity, condition).assign(**about))
+                rows = _rows(in_memory, baseline, quantity, condition)
             except MemoryOptionError:
                 raise
             except OptionError as error:
                 missing.append(f"{quantity}, {condition}: {error}")
+            else:
+                tables.append(rows.assign(segment=segment, units=units))
+
     if not tables:
-        why = missing[0] if missing else "the run measured no numbers per head"
-        raise OptionError(f"there is nothing to export: {why}")
-    return pd.concat(tables, ignore_index=True).reindex(columns=list(COLUMNS)), missing
+        reason = missing[0] if missing else "the run measured no numbers per head"
+        raise OptionError(f"there is nothing to export: {reason}")
+    table = pd.concat(tables, ignore_index=True)
+    return table.reindex(columns=list(COLUMNS)), missing
 
 
-def _rows(of: Result, reference: Result, quantity: str, condition: str) -> pd.DataFrame:
-    values = of.heads(quantity, None, condition=condition).sort_values(["layer", "head"])
-    about = {"n_of": values.attrs["unit"], "level": values.attrs["level"]}
-    values = values.rename(columns={quantity: "value", "low": "value_low", "high": "value_high"})
-    values = values.assign(quantity=quantity, condition=condition, **about)
+def _rows(result: Result, baseline: Result, quantity: str, condition: str) -> pd.DataFrame:
+    """A quantity's rows in one condition: each head's value, and its change from the baseline."""
+    table = result.heads(quantity, None, condition=condition).sort_values(["layer", "head"])
+    unit = table.attrs["unit"]
+    level = table.attrs["level"]
+    table = table.rename(columns={quantity: "value", "low": "value_low", "high": "value_high"})
+    table = table.assign(quantity=quantity, condition=condition, n_of=unit, level=level)
     if condition == BASELINE:
-        return values
+        return table
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a head without a comparison has empty cells
-        changes = Contrast(of, condition, quantity=quantity, other=reference).table()
-    given = (*values.columns.drop(["layer", "head"]), "segment")
-    columns = [name for name in COLUMNS if name in changes and name not in given]
+        changes = Contrast(result, condition, quantity=quantity, other=baseline).table()
+    keys = ["layer", "head"]
+    present = {"segment", *table.columns} - set(keys)
+    columns = [name for name in COLUMNS if name in changes and name not in present]
     changes = changes.rename(columns={"reference": "baseline"})[["baseline", *columns]]
-    return values.merge(changes, on=["layer", "head"], how="left")
+    return table.merge(changes, on=keys, how="left")

@@ -1,4 +1,4 @@
-"""The commands ``mechattn run`` and ``mechattn evaluate``: check a config file before the run, then run it."""
+"""The commands ``mechattn run`` and ``evaluate``: check a config file, then run it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from mechattn.toml_sections import Config, Figure, near, no_such_key, read_secti
 
 TemplateWord = Literal["auto", "plain", "chat", "joined"]
 FIGURES: dict[str, Callable] = {
-    name: one.draw for name, one in DECLARED.items() if one.draws_results
+    name: declared.draw for name, declared in DECLARED.items() if declared.draws_results
 }
 
 
@@ -61,91 +61,114 @@ def run_from_config(
     ``system`` and ``template`` replace what the file says of its prompts.
     """
     config = with_prompt_options(read_config(path), system, template)
-    config = config.model_copy(update={} if values is None else {"values": values})
+    if values is not None:
+        config = config.model_copy(update={"values": values})
     command = command_of(words, config.paths) if words else ""
-    part = parse_shard(shard)
-    where = executor_named(
+    number_and_count = parse_shard(shard)
+    chosen_executor = executor_named(
         executor or config.executor, address or config.address, workers or config.workers
     )
-    shown = _shown(config)
-    places, prompts = prepared(config, force, part=part, used=not fresh)
+
+    figures = _page_figures(config)
+    places, prompts = prepared(config, force, shard=number_and_count, used=not fresh)
     written: list[Path | str] = []
     results = []
-    for name, place in places.items():
-        job = _job(config, name, prompts[name], shown, command)
-        result, is_new = compute(job, place, part, where, fresh)
+    for model, place in places.items():
+        job = _job(config, model, prompts[model], figures, command)
+        result, is_new = compute(job, place, number_and_count, chosen_executor, fresh)
         results.append(result)
         if is_new:
-            result_path = shard_place(place, part)
+            result_path = shard_place(place, number_and_count)
             written.append(result_path if "://" in str(result_path) else Path(result_path))
-    if config.output.page and part == WHOLE:
-        # Without [[figures]], those of the first condition lead the page in any case.
-        more = shown if config.figures is not None else shown[1:]
-        figures = [(FIGURES[section.kind], section.options) for section in more]
-        heads = config.output.heads
-        heads = [heads] if isinstance(heads, int) else heads
-        lines = Shown(config.output.layer, heads, config.output.top)
-        page = results_page(results, config.output.page, figures, command, force=force, shown=lines)
+
+    if config.output.page and number_and_count == WHOLE:
+        if config.figures is None:
+            figures = figures[1:]  # those of the first condition lead the page in any case
+        drawings = [(FIGURES[figure.kind], figure.options) for figure in figures]
+        page = results_page(
+            results, config.output.page, drawings, command, force=force, shown=lead_lines(config)
+        )
         written.append(page)
     return written
 
 
+def lead_lines(config: Config) -> Shown:
+    """Which heads the lines show that lead the page of a config."""
+    heads = config.output.heads
+    if isinstance(heads, int):
+        heads = [heads]
+    return Shown(config.output.layer, heads, config.output.top)
+
+
 def prepared(
-    config: Config, force: bool, *, part: Shard = WHOLE, used: bool = False, by_half: bool = False
+    config: Config,
+    force: bool,
+    *,
+    shard: Shard = WHOLE,
+    used: bool = False,
+    chooses_heads: bool = False,
 ) -> tuple[dict[str, str], dict[str, list[Prompt]]]:
-    """Each model's place for its result, and its prompts; all is checked that can be before a model is loaded."""
-    shown = _shown(config)
+    """Each model's place for its result, and its prompts, after all checks that need no model.
+
+    Args:
+        config: The config.
+        force: Whether a page that mechattn did not write is replaced.
+        shard: The number of a shard, and how many there are.
+        used: Whether a result that is stored there may be used, so that nothing is written.
+        chooses_heads: Whether heads are chosen by the data, beyond those of the config's figures.
+    """
+    figures = _page_figures(config)
     places = {
-        name: config.output.result.replace("{model}", file)
-        for name, file in file_names(config.models).items()
+        model: config.output.result.replace("{model}", name)
+        for model, name in file_names(config.models).items()
     }
     if config.output.page is not None:
         check_page_place(config.output.page, force)
     for place in places.values():
-        check_result_place(shard_place(place, part), used=used)
-    for name in config.models:
-        check_in_model(name, config.layers, shown)
+        check_result_place(shard_place(place, shard), used=used)
+    for model in config.models:
+        check_in_model(model, config.layers, figures)
+
     prompts = prompts_by_model(config)
     count = len(prompts[config.models[0]])
-    halves = by_half or any(map(_chooses, shown))
-    needed = 2 * FEWEST if halves else FEWEST  # the least for an interval, of each half
-    if shown and count < needed:
-        why = (
-            "the heads are chosen on one half and shown on the other"
-            if halves
-            else "it shows intervals"
-        )
+    needed = FEWEST
+    reason = "it shows intervals"
+    if chooses_heads or any(map(_chooses_heads, figures)):
+        needed = 2 * FEWEST
+        reason = "the heads are chosen on one half and shown on the other"
+    if figures and count < needed:
         raise OptionError(
-            f"a page needs at least {needed} prompts, since {why}; there are only {count}"
+            f"a page needs at least {needed} prompts, since {reason}; there are only {count}"
         )
     return places, prompts
 
 
 def prompts_by_model(config: Config) -> dict[str, list[Prompt]]:
-    """The prompts of a config as each of its models reads them: in its chat template, where it has one."""
+    """The prompts of a config as each model reads them: in its chat template, where it has one."""
     options = config.prompts.model_dump()
-    wanted = options.pop("template")
+    word = options.pop("template")
     prompts = load_prompts(**options)  # once, as a file may be large and a data set far away
     by_model = {}
-    for name in config.models:
-        template = template_of(name, wanted)
-        by_model[name] = [replace(prompt, template=template) for prompt in prompts]
+    for model in config.models:
+        template = template_of(model, word)
+        by_model[model] = [replace(prompt, template=template) for prompt in prompts]
     return by_model
 
 
-def template_of(model: str, wanted: TemplateWord) -> Template:
+def template_of(model: str, word: TemplateWord) -> Template:
     """The template of a model's prompts; "auto" is its chat template, or "plain" where it has none.
 
     Raises:
         OptionError: The chat template is asked for, and the tokenizer has none.
     """
-    if wanted in ("plain", "joined"):
-        return wanted
+    if word in ("plain", "joined"):
+        return word
     if getattr(tokenizer_named(model), "chat_template", None):
         return "chat"
-    if wanted == "chat":
+    if word == "chat":
         raise OptionError(
-            f'the tokenizer of {model} has no chat template; give --no-chat-template, or template = "plain"'
+            f"the tokenizer of {model} has no chat template; give --no-chat-template, or "
+            'template = "plain"'
         )
     return "plain"
 
@@ -154,27 +177,37 @@ def with_prompt_options(
     config: Config, system: str | None, template: TemplateWord | None
 ) -> Config:
     """A config whose prompts have another text before the question, or another template."""
-    changed: dict[str, str] = {}
+    options: dict[str, str] = {}
     if system is not None:
-        changed["system"] = system
+        options["system"] = system
     if template is not None:
-        changed["template"] = template
-    return config.model_copy(update={"prompts": config.prompts.model_copy(update=changed)})
+        options["template"] = template
+    prompts = config.prompts.model_copy(update=options)
+    return config.model_copy(update={"prompts": prompts})
 
 
-def _job(config: Config, model: str, prompts: Seq[Prompt], shown: Seq[Figure], command: str) -> Job:
+def _job(
+    config: Config, model: str, prompts: Seq[Prompt], figures: Seq[Figure], command: str
+) -> Job:
     """The job that a config describes for one of its models."""
-    by_half = any(map(_chooses, shown))
-    positions: Literal["prompts", "moments"] = "prompts" if by_half else "moments"
-    options = RunOptions(config.layers, config.seed, positions, config.memory, config.engine)
-    conditions = made_conditions(config.conditions, partial(tokenizer_named, model))
-    given = config.model_dump(
-        include={"dtype", "device", "verify", "chunk", "threads", "values", "paths"}
-    )
-    require = partial(_check_all_shown, shown)
-    analyses = made_analyses(config.analyses)
+    positions: Literal["prompts", "moments"] = "moments"
+    if any(map(_chooses_heads, figures)):
+        positions = "prompts"  # heads are chosen on some of them and shown on others
     return Job(
-        model, prompts, conditions, analyses, options, require=require, command=command, **given
+        model,
+        prompts,
+        made_conditions(config.conditions, partial(tokenizer_named, model)),
+        made_analyses(config.analyses),
+        RunOptions(config.layers, config.seed, positions, config.memory, config.engine),
+        dtype=config.dtype,
+        device=config.device,
+        verify=config.verify,
+        chunk=config.chunk,
+        threads=config.threads,
+        require=partial(_check_figures_of_model, figures),
+        command=command,
+        paths=config.paths,
+        values=config.values,
     )
 
 
@@ -186,105 +219,133 @@ def evaluate_from_config(
     system: str | None = None,
     template: TemplateWord | None = None,
 ) -> tuple[dict[str, Evaluation], list[Path]]:
-    """Run the [evaluation] section of a config file; return each model's evaluation, and what was written."""
+    """Run the section [evaluation] of a config file.
+
+    Returns:
+        Each model's evaluation, and what was written.
+    """
     config = with_prompt_options(read_config(path), system, template)
     if config.evaluation is None:
         raise OptionError(
             f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"'
         )
     options = config.evaluation.model_dump()
-    given = {"address": server, "model": served_model, "key": server_key}
-    at = (options["server"] or {}) | {
-        name: value for name, value in given.items() if value is not None
+    options["server"] = _server(options["server"] or {}, server, served_model, server_key)
+    if options["server"] is not None and len(config.models) > 1:
+        raise OptionError(
+            f"{path} names {len(config.models)} models, but a server has only one model: evaluate "
+            "each separately"
+        )
+
+    places = {
+        model: Path(options["out"].replace("{model}", name))
+        for model, name in file_names(config.models).items()
     }
-    if at and "address" not in at:
+    for place in places.values():
+        check_writable(place)
+
+    prompts = prompts_by_model(config)
+    dtype = dtype_named(config.dtype)
+    evaluations = {}
+    for name, place in places.items():
+        model: str | HookedModel = name
+        tokenizer: Callable[[], Any] = partial(tokenizer_named, name)
+        if options["server"] is None:
+            model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
+            tokenizer = partial(getattr, model, "tokenizer")
+        conditions = made_conditions(config.conditions, tokenizer)
+        options["out"] = place
+        evaluations[name] = evaluate(model, prompts[name], conditions, seed=config.seed, **options)
+    return evaluations, list(places.values())
+
+
+def _server(
+    section: Mapping[str, Any], address: str | None, model: str | None, key: str | None
+) -> Server | None:
+    """The server of a config, or what the command line says in its place; None if there is none."""
+    options = dict(section)
+    for name, value in (("address", address), ("model", model), ("key", key)):
+        if value is not None:
+            options[name] = value
+    if not options:
+        return None
+    if "address" not in options:
         raise OptionError(
             "--served-model and --server-key need a server: give --server http://host:8000/v1 too"
         )
-    options["server"] = Server(**at) if at else None
-    if at and len(config.models) > 1:
-        many = f"{path} names {len(config.models)} models"
-        raise OptionError(f"{many}, but a server has only one model: evaluate each separately")
-    files = file_names(config.models)
-    places = {name: Path(options["out"].replace("{model}", file)) for name, file in files.items()}
-    for place in places.values():
-        check_writable(place)
-    prompts = prompts_by_model(config)
-    found = {}
-    for name, place in places.items():
-        model, tokenizer = name, partial(tokenizer_named, name)
-        if not at:
-            model = load_model(
-                name, dtype=dtype_named(config.dtype), device=config.device, verify=config.verify
-            )
-            tokenizer = partial(getattr, model, "tokenizer")
-        conditions = made_conditions(config.conditions, tokenizer)
-        found[name] = evaluate(
-            model, prompts[name], conditions, seed=config.seed, **(options | {"out": place})
-        )
-    return found, list(places.values())
+    return Server(**options)
 
 
-def _shown(config: Config) -> list[Figure]:
+def _page_figures(config: Config) -> list[Figure]:
     """The figures of the page; without [[figures]] received attention under each condition."""
-    if config.output.page is None:
+    output = config.output
+    if output.page is None:
         return []
     if config.figures is not None:
         return config.figures
-    layer = (
-        config.layers[0]
-        if config.layers and config.output.layer is None
-        else config.output.layer or 0
-    )
-    heads = config.output.heads
-    options = {"layer": layer} | ({"top": config.output.top} if heads is None else {"heads": heads})
-    names = list(made_conditions(config.conditions)) or [BASELINE]
-    shown = [{"kind": "received_attention", "condition": name, **options} for name in names]
-    return [Figure.model_validate(section) for section in shown]
+
+    layer = output.layer
+    if layer is None:
+        layer = config.layers[0] if config.layers else 0
+    section: dict[str, Any] = {"kind": "received_attention", "layer": layer}
+    if output.heads is None:
+        section["top"] = output.top
+    else:
+        section["heads"] = output.heads
+    conditions = list(made_conditions(config.conditions)) or [BASELINE]
+    return [Figure.model_validate(section | {"condition": name}) for name in conditions]
 
 
-def check_in_model(name: str, layers: Seq[int] | None, shown: Seq[Figure]) -> None:
-    """Check before loading that the requested layers and heads exist, as far as the model's config says."""
+def check_in_model(name: str, layers: Seq[int] | None, figures: Seq[Figure]) -> None:
+    """Check before loading that layers and heads exist, as far as the model's config says."""
     size = layers_and_heads(name)
     if size is None:
         return
-    for layer in [
-        *(layers or []),
-        *(layer for section in shown for layer in _shown_layers(section)),
-    ]:
-        if not 0 <= layer < size[0]:
+    layer_count, head_count = size
+    layers_to_check = list(layers or [])
+    for figure in figures:
+        layers_to_check += _layers_of(figure)
+    for layer in layers_to_check:
+        if not 0 <= layer < layer_count:
             raise OptionError(
-                f"layer {layer} is out of range: {name} has layers 0 to {size[0] - 1}"
+                f"layer {layer} is out of range: {name} has layers 0 to {layer_count - 1}"
             )
-    for section in shown:
-        _check_shown(section, list(layers or range(size[0])), size[1])
+
+    measured_layers = list(layers or range(layer_count))
+    for figure in figures:
+        _check_layers_and_heads(figure, measured_layers, head_count)
 
 
-def _check_all_shown(shown: Seq[Figure], model: HookedModel, layers: list[int]) -> None:
-    for section in shown:
-        _check_shown(section, layers, model.cfg.n_heads)
+def _check_figures_of_model(figures: Seq[Figure], model: HookedModel, layers: list[int]) -> None:
+    for figure in figures:
+        _check_layers_and_heads(figure, layers, model.cfg.n_heads)
 
 
-def _check_shown(section: Figure, layers: list[int], heads: int) -> None:
+def _check_layers_and_heads(figure: Figure, layers: list[int], head_count: int) -> None:
     """Check that the layers and heads of a figure exist and are measured."""
-    for layer in _shown_layers(section):
+    for layer in _layers_of(figure):
         if layer not in layers:
             raise OptionError(
-                f"{section.kind} shows layer = {layer}, which is not among those measured, {layers}"
+                f"{figure.kind} shows layer = {layer}, which is not among those measured, {layers}"
             )
-    given = shown_options(section).get("heads") or []
-    check_heads(([given] if isinstance(given, int) else given) or [0], heads)
+    heads = shown_options(figure).get("heads")
+    if heads is not None:
+        check_heads([heads] if isinstance(heads, int) else heads, head_count)
 
 
-def _shown_layers(section: Figure) -> list[int]:
-    layer = shown_options(section).get("layer")
-    return layer if isinstance(layer, list) else [] if layer is None else [layer]
+def _layers_of(figure: Figure) -> list[int]:
+    """The layers that a figure shows, if it shows single ones."""
+    layer = shown_options(figure).get("layer")
+    if layer is None:
+        return []
+    return layer if isinstance(layer, list) else [layer]
 
 
-def _chooses(section: Figure) -> bool:
+def _chooses_heads(figure: Figure) -> bool:
     """Whether the heads of a figure are chosen by the data."""
-    by_default = section.kind == "received_by_model" and section.options.get("heads") is None
-    return by_default or section.options.get("top") is not None
+    if figure.options.get("top") is not None:
+        return True
+    return figure.kind == "received_by_model" and figure.options.get("heads") is None
 
 
 def read_config(path: str | Path) -> Config:
@@ -299,84 +360,111 @@ def read_config(path: str | Path) -> Config:
         raise OptionError(f"{path} is nested too deeply") from None
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
-    needs = f'{path}: {len(config.models)} models need "{{model}}" in'
-    if len(config.models) > 1 and "{model}" not in config.output.result:
-        raise OptionError(f"{needs} output.result, to give each its own result")
-    if config.evaluation and len(config.models) > 1 and "{model}" not in config.evaluation.out:
-        raise OptionError(f"{needs} evaluation.out, to give each its own file")
+
+    if len(config.models) > 1:
+        needs = f'{path}: {len(config.models)} models need "{{model}}" in'
+        if "{model}" not in config.output.result:
+            raise OptionError(f"{needs} output.result, to give each its own result")
+        if config.evaluation and "{model}" not in config.evaluation.out:
+            raise OptionError(f"{needs} evaluation.out, to give each its own file")
     return config
 
 
 def shown_options(figure: Figure) -> dict[str, Any]:
     """The options of a figure, including defaults."""
-    takes = DECLARED[figure.kind].takes
-    return {
-        name: default for name, default in takes.items() if default is not inspect.Parameter.empty
-    } | figure.options
+    options = {}
+    for name, default in DECLARED[figure.kind].takes.items():
+        if default is not inspect.Parameter.empty:
+            options[name] = default
+    return options | figure.options
 
 
 def _check_figures(config: Config) -> None:
-    """Check that each figure is known, gets valid options, and shows conditions and analyses of the run."""
-    conditions, analyses = (
-        made_conditions(config.conditions),
-        {section.kind for section in config.analyses},
-    )
-    for i, figure in enumerate(config.figures or []):
-        where = f"figures[{i}]"
-        if (kind := figure.kind) not in FIGURES:
-            raise OptionError(
-                f"{where}.kind = {kind!r}: choose one of {', '.join(FIGURES)}{near(kind, FIGURES)}"
-            )
-        takes = DECLARED[figure.kind].takes
-        for name in figure.options:
-            if name not in takes:
-                raise OptionError(f"{where}.{name}: {no_such_key(name, list(takes))}")
-        needed = [name for name, default in takes.items() if default is inspect.Parameter.empty]
-        if missing := [name for name in needed if name not in figure.options]:
-            raise OptionError(f"{where}: {figure.kind} needs {', '.join(missing)}")
-        shown = shown_options(figure)
-        names = shown.get("conditions") or []
-        if not isinstance(names, (list, tuple)):
-            raise OptionError(f"{where}.conditions = {names!r}: give a list")
-        several = figure.kind == "received_attention" and isinstance(shown["layer"], list)
-        if not all(
-            isinstance(n, int) for n in (shown["layer"] if several else [shown.get("layer") or 0])
-        ):
-            raise OptionError(
-                f"{where}.layer = {shown['layer']!r}: give one number{', or numbers' * several}"
-            )
-        for name in ("condition", "reading"):
-            if not isinstance(shown.get(name), str | None):
-                raise OptionError(f"{where}.{name} = {shown[name]!r}: give one name")
-        if not all(isinstance(name, str) for name in names):
-            raise OptionError(f"{where}.conditions = {names!r}: give names")
-        for name in filter(None, [shown.get("condition"), *names]):
-            if name not in (*conditions, BASELINE):
-                there = (
-                    f"there is no condition {name!r}; the conditions are {', '.join(conditions)}"
+    """Check that each figure is known, gets valid options, and shows conditions and analyses."""
+    conditions = [*made_conditions(config.conditions), BASELINE]
+    analyses = {section.kind for section in config.analyses}
+    for index, figure in enumerate(config.figures or []):
+        where = f"figures[{index}]"
+        _check_option_names(figure, where)
+        _check_option_types(figure, where)
+
+        options = shown_options(figure)
+        for name in (options.get("condition"), *(options.get("conditions") or [])):
+            if name and name not in conditions:
+                raise OptionError(
+                    f"{where}: there is no condition {name!r}; the conditions are "
+                    f"{', '.join(conditions[:-1])}"
                 )
-                raise OptionError(f"{where}: {there}")
-        needed = _analyses_for(figure, shown, where)
-        if not set(needed) & analyses:
+
+        needed = _analyses_for(figure, options, where)
+        if not analyses.intersection(needed):
             raise OptionError(
                 f"{where}: {figure.kind} shows {needed[0]}, which is not among the analyses"
             )
 
 
-def _analyses_for(figure: Figure, shown: Mapping[str, Any], where: str) -> list[str]:
-    """The analyses of which a figure needs one."""
-    one = DECLARED[figure.kind]
-    if isinstance(one.needs, Mapping) and shown["reading"] not in one.needs:
+def _check_option_names(figure: Figure, where: str) -> None:
+    """Check that a figure is known, has no option that it does not take, and all that it needs."""
+    kind = figure.kind
+    if kind not in FIGURES:
         raise OptionError(
-            f"{where}.reading = {shown['reading']!r}: choose one of {', '.join(one.needs)}"
+            f"{where}.kind = {kind!r}: choose one of {', '.join(FIGURES)}{near(kind, FIGURES)}"
         )
-    if one.needs:
-        return [kind for kind, make in ANALYSES.items() if make().name == one.analysis(shown)]
-    names = {
-        kind: {name.removesuffix("_by_segment") for name in cls().quantities}
-        for kind, cls in ANALYSES.items()
-    }
-    of = [kind for kind, quantities in names.items() if str(shown["quantity"]) in quantities]
-    if not of:
-        raise OptionError(f"{where}.quantity = {shown['quantity']!r}: no analysis measures it")
-    return of
+    defaults = DECLARED[kind].takes
+    for name in figure.options:
+        if name not in defaults:
+            raise OptionError(f"{where}.{name}: {no_such_key(name, list(defaults))}")
+    missing = [
+        name
+        for name, default in defaults.items()
+        if default is inspect.Parameter.empty and name not in figure.options
+    ]
+    if missing:
+        raise OptionError(f"{where}: {kind} needs {', '.join(missing)}")
+
+
+def _check_option_types(figure: Figure, where: str) -> None:
+    """Check the types of the options that name conditions, layers and readings."""
+    options = shown_options(figure)
+    conditions = options.get("conditions") or []
+    if not isinstance(conditions, (list, tuple)):
+        raise OptionError(f"{where}.conditions = {conditions!r}: give a list")
+
+    layer = options.get("layer") or 0
+    layers: list[Any] = [layer]
+    numbers = "one number"
+    if figure.kind == "received_attention" and isinstance(layer, list):
+        layers = layer
+        numbers = "one number, or numbers"
+    if not all(isinstance(number, int) for number in layers):
+        raise OptionError(f"{where}.layer = {layer!r}: give {numbers}")
+
+    for name in ("condition", "reading"):
+        if not isinstance(options.get(name), str | None):
+            raise OptionError(f"{where}.{name} = {options[name]!r}: give one name")
+    if not all(isinstance(name, str) for name in conditions):
+        raise OptionError(f"{where}.conditions = {conditions!r}: give names")
+
+
+def _analyses_for(figure: Figure, options: Mapping[str, Any], where: str) -> list[str]:
+    """The analyses of which a figure needs one."""
+    declared = DECLARED[figure.kind]
+    if isinstance(declared.needs, Mapping) and options["reading"] not in declared.needs:
+        raise OptionError(
+            f"{where}.reading = {options['reading']!r}: choose one of {', '.join(declared.needs)}"
+        )
+    if declared.needs:
+        dataset = declared.analysis(options)
+        return [
+            kind for kind, analysis_class in ANALYSES.items() if analysis_class().name == dataset
+        ]
+
+    quantity = str(options["quantity"])
+    kinds = []
+    for kind, analysis_class in ANALYSES.items():
+        quantities = {name.removesuffix("_by_segment") for name in analysis_class().quantities}
+        if quantity in quantities:
+            kinds.append(kind)
+    if not kinds:
+        raise OptionError(f"{where}.quantity = {options['quantity']!r}: no analysis measures it")
+    return kinds

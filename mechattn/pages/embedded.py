@@ -107,8 +107,8 @@ def packed_script(name: Script) -> str:
 
 def _map_colours() -> dict[str, list[str]]:
     """The colours of the map of heads in either light: no change, less, more."""
-    less, none, more = (colour for _, colour in DIVERGING)
-    light = [none, less, more]
+    fall, no_change, rise = (colour for _, colour in DIVERGING)
+    light = [no_change, fall, rise]
     return {"light": light, "dark": [DARK[colour] for colour in light]}
 
 

@@ -45,6 +45,7 @@ RECEIVES = "each token of the question receives on average"
 PERCENT_SIGN = "\u00a0%"
 TICK_STEPS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 MOST_TICKS = 6
+Direction = Literal["less", "more", "unclear"]
 
 
 @dataclass(frozen=True)
@@ -256,8 +257,8 @@ def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
         if condition == BASELINE:
             continue
         if len(models) == 1 and "attention_budget" in model.result.datasets:
-            taken, *_ = budget_sentences(model.result, condition)
-            sentences.append(taken)
+            first_sentence, *_ = budget_sentences(model.result, condition)
+            sentences.append(first_sentence)
         sentences.append(first_token_words(model.result, condition))
     return sentences
 
@@ -273,7 +274,7 @@ class Amount:
         unsure: In how many of them the interval contains 0.
     """
 
-    direction: Literal["less", "more", "unclear"]
+    direction: Direction
     words: str
     models: int
     unsure: int
@@ -282,20 +283,19 @@ class Amount:
     def of(cls, verdicts: Seq[Verdict]) -> Amount:
         """The amount by the verdicts of the models on one condition."""
         changes = [verdict.change for verdict in verdicts]
-        direction: Literal["less", "more", "unclear"] = "unclear"
-        sign = ""
+        direction: Direction = "unclear"
         if all(change.high < 0 for change in changes):
-            direction, sign = "less", "−"
+            direction = "less"
         elif all(change.low > 0 for change in changes):
-            direction, sign = "more", "+"
+            direction = "more"
 
         estimates = sorted((float(change.estimate) for change in changes), key=abs)
         smallest, *larger = dict.fromkeys(map(percent, estimates))
         words = smallest
         if larger:
             words = f"{smallest.removesuffix(PERCENT_SIGN)} to {larger[-1]}"
-        if sign:
-            words = words.replace(sign, "")
+        if direction != "unclear":  # then the direction says the sign
+            words = words.replace("−", "").replace("+", "")
 
         unsure = sum(bool(change.low <= 0 <= change.high) for change in changes)
         return cls(direction, words, len(changes), unsure)
@@ -338,9 +338,10 @@ def _against_words(rows: Seq[Change]) -> str:
 
     words = percent_words(changes[0])
     if len(changes) > 1:
-        more = sum(bool(change.low > 0) for change in changes)
-        less = sum(bool(change.high < 0) for change in changes)
-        counts = {"more": more, "less": less, "no clear difference": len(changes) - more - less}
+        rises = sum(bool(change.low > 0) for change in changes)
+        falls = sum(bool(change.high < 0) for change in changes)
+        unclear = len(changes) - rises - falls
+        counts = {"more": rises, "less": falls, "no clear difference": unclear}
         count_words = ", ".join(f"{name} in {count}" for name, count in counts.items() if count)
         estimates = [float(change.estimate) for change in changes]
         low = percent(min(estimates))
