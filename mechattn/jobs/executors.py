@@ -107,7 +107,7 @@ class Ray:
             for _ in pool.map_unordered(lambda actor, n: actor.check.remote(n), list(chunks)):
                 pass
             yield from pool.map_unordered(lambda actor, n: actor.part.remote(n), list(chunks))
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             reason = str(error).partition("\n")[0]
             raise OutputError(
                 f"a worker of {job.model!r} died {TRIES} times at the same chunk, perhaps for lack "

@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -132,6 +133,22 @@ def test_a_worker_that_always_dies_is_given_up_with_a_sentence(cluster, job, tmp
     dies = replace(job, require=lambda model, layers: os._exit(1))
     with pytest.raises(OutputError, match="a worker of 'toy:llama' died 2 times at the same chunk"):
         ma.run_job(dies, tmp_path / "r.zarr", executor="ray", workers=1)
+
+
+@pytest.mark.parametrize(
+    "error", [ray.exceptions.OutOfMemoryError("killed"), ray.exceptions.ActorDiedError()]
+)
+def test_workers_that_are_lost_are_named_in_a_sentence(job, tmp_path, monkeypatch, error):
+    """Ray kills workers when memory is short, and has an error of its own for that."""
+
+    cluster = MagicMock(exceptions=ray.exceptions)
+    cluster.cluster_resources.return_value = {"CPU": 1.0}
+    pool = MagicMock()
+    pool.map_unordered.side_effect = error
+    monkeypatch.setattr(Ray, "_connected", lambda executor: cluster)
+    monkeypatch.setattr("ray.util.ActorPool", lambda actors: pool)
+    with pytest.raises(OutputError, match="a worker of 'toy:llama' died 3 times at the same chunk"):
+        ma.run_job(job, tmp_path / "r.zarr", executor=Ray())
 
 
 @pytest.mark.slow
