@@ -33,7 +33,7 @@ from mechattn.functional.received import (
     visible_counts,
 )
 from mechattn.model.hooked import HookedModel
-from mechattn.model.scores_and_positions import K, Q, scores_of
+from mechattn.model.scores import K, Q, scores_of
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch, Sequence, inserted_span
 

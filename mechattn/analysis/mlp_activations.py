@@ -20,7 +20,8 @@ from mechattn.functional import activations as fn
 from mechattn.functional.received import segment_mean
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import forward_to
-from mechattn.model.patch.nonlinearities import Routing, at_nonlinearity, mixture_of, routing_now
+from mechattn.model.patch.mixtures import Routing, routing_now
+from mechattn.model.patch.nonlinearities import at_nonlinearity, mixture_of
 from mechattn.model.several_devices import device_of
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
@@ -59,7 +60,7 @@ class MlpActivations(AnalysisBase):
     of the question's activations, and the change of each original token from the baseline.
 
     In a mixture of experts a token's activations are ``w · act(gate)`` of the experts that it is routed to, with router
-    weight w, and of the shared expert (:mod:`mechattn.model.patch.nonlinearities`). Changes are over the channels of
+    weight w, and of the shared expert (:mod:`mechattn.model.patch.mixtures`). Changes are over the channels of
     all experts, which are 0 where a token is not routed to the expert.
 
     "Near zero" is ``|x| ≤ threshold``, with one threshold per layer, set before the run on calibration prompts in the

@@ -29,9 +29,9 @@ from mechattn.functional.attention import (
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
 from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
-from mechattn.model.scores_and_positions import BlindScores
+from mechattn.model.scores import BlindScores
 from mechattn.model.several_devices import device_of
-from mechattn.model.verify.checks import check_fused, check_streaming
+from mechattn.model.verify.streaming_checks import check_fused, check_streaming
 from mechattn.prompts.token_sequences import Batch, Pairs
 
 _OF_ROWS = (protocols.RowAnalysis, protocols.PairAnalysis)

@@ -25,7 +25,7 @@ from mechattn.functional.attention import Fused, Rows
 from mechattn.interventions.intervention import Intervention, Target, read_first
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
-from mechattn.model.scores_and_positions import BlindScores
+from mechattn.model.scores import BlindScores
 from mechattn.model.several_devices import device_of
 from mechattn.prompts.token_sequences import Batch, Pairs, pairs_of
 from mechattn.results.provenance import is_ours

@@ -19,7 +19,7 @@ from mechattn.errors import OptionError
 from mechattn.markup import plain
 from mechattn.model import hooks
 from mechattn.model.hooked import ModelFacts, facts_of
-from mechattn.model.scores_and_positions import boundary_of
+from mechattn.model.positions import boundary_of
 from mechattn.model.several_devices import device_of
 from mechattn.model.weights import revision, weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant

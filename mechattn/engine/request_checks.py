@@ -18,7 +18,7 @@ from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import load_model
-from mechattn.model.scores_and_positions import boundary_of, takes_negative_ids, takes_position_ids
+from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.counterparts import with_changes
 from mechattn.prompts.prompt import Prompt

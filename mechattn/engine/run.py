@@ -29,7 +29,7 @@ from mechattn.functional.attention import BLOCK
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked
-from mechattn.model.scores_and_positions import BlindScores, blind_scores
+from mechattn.model.scores import BlindScores, blind_scores
 from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts, warn_of_likeness

@@ -37,7 +37,8 @@ from mechattn.model.hooked import (
     remember,
 )
 from mechattn.model.several_devices import WRAPPED, device_of, dispatched_like
-from mechattn.model.verify.checks import check_model, check_streaming
+from mechattn.model.verify.checks import check_model
+from mechattn.model.verify.streaming_checks import check_streaming
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report
 
 Dtype = torch.dtype | Literal["auto"]

@@ -15,7 +15,7 @@ from mechattn.functional.budget import NO_ROTATION, Rotation
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, original_of
 from mechattn.model.patch.streaming import streaming, why_not
-from mechattn.model.scores_and_positions import boundary_of
+from mechattn.model.positions import boundary_of
 from mechattn.model.several_devices import device_of
 
 _PROBE = 16  # tokens

@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import mechattn as ma
 from mechattn.model.architectures import FAMILIES, tiny_model
-from mechattn.model.verify.checks import _ThroughIdentity
+from mechattn.model.verify.kernel_check import _ThroughIdentity
 
 
 @pytest.mark.parametrize(

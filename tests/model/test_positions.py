@@ -7,10 +7,10 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model import scores_and_positions as positions
+from mechattn.model import positions
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.hooks import attention_layers
-from mechattn.model.scores_and_positions import (
+from mechattn.model.positions import (
     Boundary,
     boundary_of,
     takes_negative_ids,
@@ -127,7 +127,7 @@ def test_only_tables_of_positions_take_no_negative_ids(family, dtype, tokenizer,
 @pytest.mark.parametrize("name", TABLES)
 def test_the_numbers_alone_show_a_table_too(name, tokenizer, monkeypatch):
     """Not only that one is read: CodeGen's wraps around, the others raise."""
-    monkeypatch.setattr(positions, "_LOOKUPS", ())
+    monkeypatch.setattr(positions, "TABLE_LOOKUPS", ())
     assert not takes_negative_ids(
         ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer)
     )

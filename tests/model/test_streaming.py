@@ -14,7 +14,8 @@ from mechattn.model import hooks
 from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.patch import streaming as attention_calls
 from mechattn.model.patch.streaming import fires_while_streamed, streaming, why_not
-from mechattn.model.verify.checks import _BY_FLAG, check_streaming
+from mechattn.model.verify.checks import HOOKS_BY_FLAG
+from mechattn.model.verify.streaming_checks import check_streaming
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_a_measuring_pass_keeps_no_keys_and_values(family, layers, shared, monke
 
 def test_a_module_that_never_asks_would_see_the_future_and_is_noticed(tokenizer, monkeypatch):
     """GPT-J calls no attention function that transformers can exchange, and is told of no mask either."""
-    monkeypatch.setitem(attention_calls._CALLS, "AttentionBridge", attention_calls._delegated)
+    monkeypatch.setitem(attention_calls.REPLACEMENTS, "AttentionBridge", attention_calls._delegated)
     model = ma.load_model(tiny_model("GPT-J", len(tokenizer)), tokenizer=tokenizer)
     assert not why_not(model)
     assert "cannot be replaced" in check_streaming(model).detail
@@ -161,7 +162,7 @@ def test_hooks_see_what_they_see_without_streaming(family, shared):
     names = [
         n
         for n in model.hook_dict
-        if fires_while_streamed(n.split(".", 2)[-1]) and not n.endswith(_BY_FLAG)
+        if fires_while_streamed(n.split(".", 2)[-1]) and not n.endswith(HOOKS_BY_FLAG)
     ]
     tokens = torch.arange(5, 65)[None]
 

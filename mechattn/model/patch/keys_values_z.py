@@ -15,47 +15,50 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.model.head_parts import is_latent, split_heads
 from mechattn.model.hooks import Needed, blocks_of, chosen_layers
 
-_OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")  # of attention, in transformers models
-_ONE_AFTER_THE_OTHER = {
-    "gpt2",
-    "gpt_bigcode",
-    "mpt",
-    "phi3",
-}  # a fused projection's columns: all q, all k, all v
-_BY_GROUP = {"gpt_neox", "bloom", "falcon"}  # for each group: its queries, their key, their value
+# What families call the output projection of attention.
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense")
+FUSED_PROJECTIONS = ("query_key_value", "c_attn", "Wqkv", "qkv_proj")
+
+# How the columns of a fused projection are ordered: all q, all k, all v; or group by group its queries, key and value.
+ONE_AFTER_THE_OTHER = {"gpt2", "gpt_bigcode", "mpt", "phi3"}
+BY_GROUP = {"gpt_neox", "bloom", "falcon"}
+
 Part = Literal["k", "v"]
-_PARTS: tuple[Part, Part] = ("k", "v")
-# Receives the keys or values of all heads, concatenated; what it returns replaces them.
+PARTS: tuple[Part, Part] = ("k", "v")
+
+# Takes the keys or values of all heads, concatenated; what it returns replaces them.
 Change = Callable[[Part, Float[Tensor, "batch pos width"]], Float[Tensor, "batch pos width"]]
 ChangeZ = Callable[[Float[Tensor, "batch pos head d_head"]], Float[Tensor, "batch pos head d_head"]]
 
 
 def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> AbstractContextManager[None]:
     """Call a function with each head's output before W_O; what it returns replaces the output."""
-    return _put(_put_at_z, model, layers)
+    return _hooked(_hook_z, model, layers)
 
 
 def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> AbstractContextManager[None]:
     """Call functions with the keys and the values of a layer; what they return replaces them."""
-    return _put(_put_in_hooked if hasattr(model, "hook_dict") else _put_in_plain, model, layers)
+    is_hooked_model = hasattr(model, "hook_dict")
+    return _hooked(_hook_k_v if is_hooked_model else _hook_projections, model, layers)
 
 
 @contextmanager
-def _put(
-    hooks: Callable[..., list[Any]], model: Any, layers: Mapping[int, Callable[..., Any]]
+def _hooked(
+    add_hooks: Callable[..., list[Any]], model: Any, layers: Mapping[int, Callable[..., Any]]
 ) -> Iterator[None]:
     with ExitStack() as stack:
         for layer, change in layers.items():
-            for handle in hooks(model, layer, change):
+            for handle in add_hooks(model, layer, change):
                 stack.callback(handle.remove)
         yield
 
 
 def heads_of(model: Any) -> int:
     """The number of heads in a layer of a hooked model or a transformers model."""
-    if (cfg := getattr(model, "cfg", None)) is not None:
+    cfg = getattr(model, "cfg", None)
+    if cfg is not None:
         return int(cfg.n_heads)
-    return int(getattr(model.config, "text_config", model.config).num_attention_heads)
+    return int(_text_config(model).num_attention_heads)
 
 
 def check_layers(model: Any, layers: Iterable[int]) -> None:
@@ -69,7 +72,7 @@ def check_layers(model: Any, layers: Iterable[int]) -> None:
             raise OptionError(f"layer {layer} is out of range: there are layers 0 to {count - 1}")
 
 
-def _put_at_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
+def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
     heads = heads_of(model)
     needed = Needed(
         f"layer {layer} has run without its hook_z, so the outputs of its heads cannot be changed"
@@ -79,100 +82,109 @@ def _put_at_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
         needed.called = True
         return change(split_heads(z, heads)).to(z.dtype).reshape(z.shape)
 
-    block = blocks_of(model)[layer]
     if hasattr(model, "hook_dict"):
-        if (point := model.hook_dict.get(name := f"blocks.{layer}.attn.hook_z")) is None:
+        name = f"blocks.{layer}.attn.hook_z"
+        if name not in model.hook_dict:
             raise ModelError(
                 f"{model.cfg.model_name} has no {name}, so the outputs of its heads cannot be changed"
             )
-        handle = point.register_forward_hook(lambda module, given, z: changed(z))
+        handle = model.hook_dict[name].register_forward_hook(lambda module, args, z: changed(z))
     else:
-        attention = [
-            (p.rpartition(".")[2], m)
-            for p, m in block.named_modules()
-            if "attn" in p or "attention" in p
-        ]
-        if (
-            projection := next((module for name, module in attention if name in _OUTPUT), None)
-        ) is None:
-            raise ModelError(
-                f"no output projection of layer {layer} of a {type(model).__name__} is known to mechattn"
-            )
-        handle = projection.register_forward_pre_hook(lambda module, given: (changed(given[0]),))
-    return [handle, block.register_forward_hook(needed.check)]
+        projection = _output_projection(model, layer)
+        handle = projection.register_forward_pre_hook(lambda module, args: (changed(args[0]),))
+
+    return [handle, blocks_of(model)[layer].register_forward_hook(needed.check)]
 
 
-def _put_in_hooked(model: Any, layer: int, change: Change) -> list[Any]:
+def _output_projection(model: Any, layer: int) -> Any:
+    for path, module in blocks_of(model)[layer].named_modules():
+        is_attention = "attn" in path or "attention" in path
+        if is_attention and path.rpartition(".")[2] in OUTPUT_PROJECTIONS:
+            return module
+    raise ModelError(
+        f"no output projection of layer {layer} of a {type(model).__name__} is known to mechattn"
+    )
+
+
+def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
+    """For a hooked model, which has a hook for each."""
     if is_latent(model, layer):
         raise ModelError(
             f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values: not known here"
         )
 
-    def changed(part: Part, module: Any, given: Any, shown: Tensor) -> Tensor:
-        return change(part, shown.flatten(2)).to(shown.dtype).reshape(shown.shape)
+    def changed(part: Part, module: Any, args: Any, by_head: Tensor) -> Tensor:
+        return change(part, by_head.flatten(2)).to(by_head.dtype).reshape(by_head.shape)
 
-    names = {part: f"blocks.{layer}.attn.hook_{part}" for part in _PARTS}
-    if missing := [name for name in names.values() if name not in model.hook_dict]:
-        raise ModelError(
-            f"{model.cfg.model_name} has no {missing[0]}, so its keys and values cannot be changed"
-        )
-    return [
-        model.hook_dict[name].register_forward_hook(partial(changed, part))
-        for part, name in names.items()
-    ]
+    handles = []
+    for part in PARTS:
+        name = f"blocks.{layer}.attn.hook_{part}"
+        if name not in model.hook_dict:
+            raise ModelError(
+                f"{model.cfg.model_name} has no {name}, so its keys and values cannot be changed"
+            )
+        hook = partial(changed, part)
+        handles.append(model.hook_dict[name].register_forward_hook(hook))
+    return handles
 
 
-def _put_in_plain(model: Any, layer: int, change: Change) -> list[Any]:
+def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
+    """For a transformers model: the two projections, or the columns of a fused one."""
     modules = {
         path.rpartition(".")[2]: module for path, module in blocks_of(model)[layer].named_modules()
     }
 
-    def changed(part: Part, module: Any, given: Any, out: Tensor) -> Tensor:
-        return change(part, out).to(out.dtype)
+    def changed(part: Part, module: Any, args: Any, projected: Tensor) -> Tensor:
+        return change(part, projected).to(projected.dtype)
 
     if "k_proj" in modules and "v_proj" in modules:
         return [
-            modules[f"{part}_proj"].register_forward_hook(partial(changed, part)) for part in _PARTS
+            modules[f"{part}_proj"].register_forward_hook(partial(changed, part)) for part in PARTS
         ]
-    fused = next(
-        (
-            modules[name]
-            for name in ("query_key_value", "c_attn", "Wqkv", "qkv_proj")
-            if name in modules
-        ),
-        None,
-    )
-    columns = (
-        None if fused is None else _columns(getattr(model.config, "text_config", model.config))
-    )
-    if fused is None or columns is None:
+
+    fused = [modules[name] for name in FUSED_PROJECTIONS if name in modules]
+    columns = _columns(_text_config(model))
+    if not fused or columns is None:
         raise ModelError(
             f"mechattn does not know where a {type(model).__name__} makes its keys and values"
         )
 
-    def changed_columns(module: Any, given: Any, out: Tensor) -> Tensor:
-        out = out.clone()
-        for part in _PARTS:
-            where = columns[part].to(out.device)
-            out[..., where] = change(part, out[..., where]).to(out.dtype)
-        return out
+    def changed_columns(module: Any, args: Any, projected: Tensor) -> Tensor:
+        projected = projected.clone()
+        for part in PARTS:
+            of_part = columns[part].to(projected.device)
+            replacement = change(part, projected[..., of_part])
+            projected[..., of_part] = replacement.to(projected.dtype)
+        return projected
 
-    return [fused.register_forward_hook(changed_columns)]
+    return [fused[0].register_forward_hook(changed_columns)]
+
+
+def _text_config(model: Any) -> Any:
+    return getattr(model.config, "text_config", model.config)
 
 
 def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
     """Which outputs of a fused projection are keys, and which are values; None if unknown."""
     heads = int(config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    groups = int(getattr(config, "num_key_value_heads", None) or heads)
-    if config.model_type == "falcon" and config.new_decoder_architecture:
-        groups = int(config.num_kv_heads)
-    elif config.model_type in ("falcon", "gpt_bigcode"):
-        groups = 1 if config.multi_query else heads
-    if config.model_type in _ONE_AFTER_THE_OTHER:
-        first = torch.arange(groups * width)
-        return {"k": heads * width + first, "v": (heads + groups) * width + first}
-    if config.model_type in _BY_GROUP:
-        places = torch.arange((heads + 2 * groups) * width).view(groups, heads // groups + 2, width)
-        return {"k": places[:, -2].flatten(), "v": places[:, -1].flatten()}
+    groups = _groups(config, heads)
+
+    if config.model_type in ONE_AFTER_THE_OTHER:
+        of_part = torch.arange(groups * width)
+        return {"k": heads * width + of_part, "v": (heads + groups) * width + of_part}
+
+    if config.model_type in BY_GROUP:
+        rows_of_group = heads // groups + 2  # queries, then a key and a value
+        columns = torch.arange((heads + 2 * groups) * width).view(groups, rows_of_group, width)
+        return {"k": columns[:, -2].flatten(), "v": columns[:, -1].flatten()}
     return None
+
+
+def _groups(config: Any, heads: int) -> int:
+    """The number of heads of keys and values."""
+    if config.model_type == "falcon" and config.new_decoder_architecture:
+        return int(config.num_kv_heads)
+    if config.model_type in ("falcon", "gpt_bigcode"):
+        return 1 if config.multi_query else heads
+    return int(getattr(config, "num_key_value_heads", None) or heads)

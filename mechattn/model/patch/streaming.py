@@ -35,14 +35,24 @@ Values = Float[Tensor, "batch kv_head pos d_value"]
 Output = Float[Tensor, "batch head pos d_value"]
 Projected = Float[Tensor, "batch pos ..."]
 See = Callable[[int, Rows | Fused], None]
-_NAME, _NAME_WITH_MASK = "mechattn_rows", "mechattn_rows_with_mask"  # to transformers
+
+# What our attention function is called in transformers.
+NAME = "mechattn_rows"
+NAME_WITH_MASK = "mechattn_rows_with_mask"
+
 # Hooks of a layer that, in some models, don't fire while it is streamed, or have another layout.
-_HOOKS_ALONE = (
-    *(f"attn.hook_{part}" for part in ("attn_scores", "pattern", "cos", "sin", "rot_", "q_gate")),
-    *(
-        f"attn.{part}"
-        for part in ("hook_q_normed", "hook_k_normed", "q_norm.", "k_norm.", "kv_b_proj.")
-    ),
+HOOKS_WITHOUT_STREAMING = (
+    "attn.hook_attn_scores",
+    "attn.hook_pattern",
+    "attn.hook_cos",
+    "attn.hook_sin",
+    "attn.hook_rot_",
+    "attn.hook_q_gate",
+    "attn.hook_q_normed",
+    "attn.hook_k_normed",
+    "attn.q_norm.",
+    "attn.k_norm.",
+    "attn.kv_b_proj.",
 )
 
 
@@ -68,33 +78,38 @@ class _Layer:
         sinks: Float[Tensor, " head"] | None = None,
     ) -> Output:
         """Attention [batch head pos d_head]; in blocks of rows if it is measured or if SDPA has no mask for it."""
-        see = None if self.see is None else partial(self.see, self.number)
-        special = (bias, softcap, sinks, self.window, self.edge_mask)
-        if see is None and all(part is None for part in special):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
         attention = Attention(q, k, v, scale, bias, self.window, softcap, self.edge_mask, sinks)
-        if see is not None and self.fused and attention.fusable:
-            see(made := fused_attention(attention))
-            return made.out
+        if self.see is None:
+            beyond_sdpa = (bias, softcap, sinks, self.window, self.edge_mask)
+            if any(term is not None for term in beyond_sdpa):
+                return attention_by_rows(attention, None, self.block)
+            is_grouped = q.shape[1] != k.shape[1]
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped
+            )
+
+        see = partial(self.see, self.number)
+        if self.fused and attention.fusable:
+            fused = fused_attention(attention)
+            see(fused)
+            return fused.out
         return attention_by_rows(attention, see, self.block)
 
 
 def why_not(model: HookedModel, attending: list[int] | None = None) -> str:
     """Why this model cannot be streamed, judged by the classes of its attention layers; "" if it might."""
-    attending = hooks.attention_layers(model) if attending is None else attending
-    other = {type(model.blocks[layer].attn).__name__ for layer in attending} - set(_CALLS)
-    return (
-        f"its attention is a {min(other)}, and mechattn does not know where it computes its scores"
-        if other
-        else ""
-    )
+    if attending is None:
+        attending = hooks.attention_layers(model)
+    classes = {type(model.blocks[layer].attn).__name__ for layer in attending}
+    unknown = classes - set(REPLACEMENTS)
+    if not unknown:
+        return ""
+    return f"its attention is a {min(unknown)}, and mechattn does not know where it computes its scores"
 
 
 def fires_while_streamed(name: str) -> bool:
     """Whether a hook of a layer, such as "attn.hook_z", has the same values while the model is streamed."""
-    return not name.startswith(_HOOKS_ALONE)
+    return not name.startswith(HOOKS_WITHOUT_STREAMING)
 
 
 @contextmanager
@@ -108,22 +123,29 @@ def streaming(
 ) -> Iterator[None]:
     """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of these layers."""
     attending = hooks.attention_layers(model)  # once, as it takes a millisecond
-    if reason := why_not(model, attending):
+    reason = why_not(model, attending)
+    if reason:
         raise ModelError(f"{model.cfg.model_name} cannot be streamed: {reason}")
+
+    edge_masks = edge_masks or {}
     with ExitStack() as stack:
         for number in attending:
-            window = layers[number] if number in layers else hooks.attention_window(model, number)
-            looking = see if number in layers else None
-            layer = _Layer(number, window, looking, block, (edge_masks or {}).get(number), fused)
+            if number in layers:
+                layer = _Layer(number, layers[number], see, block, edge_masks.get(number), fused)
+            else:
+                window = hooks.attention_window(model, number)
+                layer = _Layer(number, window, None, block, edge_masks.get(number), fused)
             attention = model.blocks[number].attn
-            stack.enter_context(_CALLS[type(attention).__name__](model, attention, layer))
+            replaced = REPLACEMENTS[type(attention).__name__]
+            stack.enter_context(replaced(model, attention, layer))
         stack.enter_context(_called_by_transformers(model, attending))
         yield
 
 
-Call = Callable[[HookedModel, Any, _Layer], AbstractContextManager[None]]
-# By the id of the transformers attention module: the function to call, and what q, k, v pass through before.
-_asking: dict[int, tuple[_Layer, Sequence[Callable[[Tensor], Tensor]]]] = {}
+Replacement = Callable[[HookedModel, Any, _Layer], AbstractContextManager[None]]
+
+# By the id of the transformers attention module: its layer, and what q, k, v pass through before.
+_streamed: dict[int, tuple[_Layer, Sequence[Callable[[Tensor], Tensor]]]] = {}
 
 
 @contextmanager
@@ -132,22 +154,27 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
-    if (original := original_of(model)) is None:
+    original = original_of(model)
+    if original is None:
         yield
         return
-    for name in (_NAME, _NAME_WITH_MASK):
+
+    for name in (NAME, NAME_WITH_MASK):
         AttentionInterface.register(name, _attention_function)
-    AttentionMaskInterface.register(_NAME, flash_attention_mask)  # it needs masks only for padding
+    AttentionMaskInterface.register(NAME, flash_attention_mask)  # it needs masks only for padding
     AttentionMaskInterface.register(
-        _NAME_WITH_MASK, lambda *_, **__: torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        NAME_WITH_MASK, lambda *_, **__: torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     )
+
     # The configurations that select the attention function: usually one, shared by the layers.
     modules = [model.blocks[layer].attn.original_component for layer in attending]
     configs = [original.config, *(getattr(module, "config", None) for module in modules)]
     configs += [getattr(config, "text_config", None) for config in configs]
-    name = _NAME_WITH_MASK if particulars_of(model).uses_mask else _NAME
+    distinct_configs = {id(config): config for config in configs if config is not None}
+
+    name = NAME_WITH_MASK if particulars_of(model).uses_mask else NAME
     with ExitStack() as stack:
-        for config in {id(config): config for config in configs if config is not None}.values():
+        for config in distinct_configs.values():
             stack.enter_context(attribute_set(config, "_attn_implementation_internal", name))
         yield
 
@@ -157,96 +184,105 @@ def _attention_function(
 ) -> Any:
     """Called by transformers in place of SDPA: takes [batch head pos d_head], returns [batch pos head d_head]."""
     scale = options.get("scaling")
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    attend, hooks = _asking[id(module)]
-    if options.get("sliding_window") not in (None, attend.window):
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+
+    layer, (hook_q, hook_k, hook_v) = _streamed[id(module)]
+    window = options.get("sliding_window")
+    if window not in (None, layer.window):
         raise ModelError(
-            f"layer {attend.number} attends in a window of {options['sliding_window']}, but mechattn assumed "
-            f'{attend.window or "full attention"}; use engine="hooks", and report it'
+            f"layer {layer.number} attends in a window of {window}, but mechattn assumed "
+            f'{layer.window or "full attention"}; use engine="hooks", and report it'
         )
-    query, key, value = (hook(part) for hook, part in zip(hooks, (query, key, value), strict=True))
-    out = attend(query, key, value, scale, None, options.get("softcap"), options.get("s_aux"))
+
+    softcap = options.get("softcap")
+    sinks = options.get("s_aux")
+    out = layer(hook_q(query), hook_k(key), hook_v(value), scale, None, softcap, sinks)
     return rearrange(out, "batch head pos d_head -> batch pos head d_head").contiguous(), None
 
 
-def _same(given: Tensor, *rest: Any) -> Tensor:
-    return given
+def _unchanged(x: Tensor, *args: Any) -> Tensor:
+    return x
 
 
 @contextmanager
 def _delegated(
     model: HookedModel,
     attention: Any,
-    attend: _Layer,
-    hooks: Sequence[Callable[[Tensor], Tensor]] = (_same,) * 3,
+    layer: _Layer,
+    hooks: Sequence[Callable[[Tensor], Tensor]] = (_unchanged,) * 3,
 ) -> Iterator[None]:
     """The transformers module does the computation, and calls the configured attention function."""
     from transformer_lens.model_bridge.generalized_components import AttentionBridge
 
     module = attention.original_component
-    before = _asking.get(id(module))
+    before = _streamed.get(id(module))
     with attribute_set(attention, "forward", MethodType(AttentionBridge.forward, attention)):
-        _asking[id(module)] = attend, hooks
+        _streamed[id(module)] = (layer, hooks)
         try:
             yield
         finally:
-            _asking.pop(id(module))
+            _streamed.pop(id(module))
             if before is not None:
-                _asking[id(module)] = before
+                _streamed[id(module)] = before
 
 
 @contextmanager
-def _plain(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[None]:
+def _plain(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
     """Like ``_delegated``, for modules with a method ``_attn`` instead (GPT-Neo, GPT-J)."""
-    own = hasattr(attention.original_component, "_attn")
+    module = attention.original_component
 
-    def attn(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *rest: Any) -> Any:
-        return attend(query, key, value, score_scale(model, attend.number, query.shape[-1])).to(
-            value.dtype
-        ), None
+    def attn(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *args: Any) -> Any:
+        scale = score_scale(model, layer.number, query.shape[-1])
+        return layer(query, key, value, scale).to(value.dtype), None
 
-    replaced = attribute_set(attention.original_component, "_attn", attn) if own else nullcontext()
-    with replaced, _delegated(model, attention, attend):
+    replaced: AbstractContextManager[None] = nullcontext()
+    if hasattr(module, "_attn"):
+        replaced = attribute_set(module, "_attn", attn)
+    with replaced, _delegated(model, attention, layer):
         yield
 
 
 @contextmanager
-def _latent(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[None]:
+def _latent(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
     """Like ``_delegated``, with the hooks that the bridge fires in its own forward pass."""
-    latents = {"q_a_layernorm": "hook_q_latent", "kv_a_layernorm": "hook_kv_latent"}
+    hook_names = {"q_a_layernorm": "hook_q_latent", "kv_a_layernorm": "hook_kv_latent"}
+
+    def fire(hook_point: Callable[[Tensor], Tensor], module: Any, args: Any, out: Tensor) -> Tensor:
+        return hook_point(out)
+
     with ExitStack() as stack:
-        for part, hook in latents.items():
-            if (module := getattr(attention.original_component, part, None)) is not None:
-                fire = partial(
-                    lambda point, module, given, out: point(out), getattr(attention, hook)
-                )
-                stack.callback(module.register_forward_hook(fire).remove)
-        parts = (attention.hook_q, attention.hook_k, attention.hook_v)
-        stack.enter_context(_delegated(model, attention, attend, parts))
+        for module_name, hook_name in hook_names.items():
+            module = getattr(attention.original_component, module_name, None)
+            if module is not None:
+                hook = partial(fire, getattr(attention, hook_name))
+                stack.callback(module.register_forward_hook(hook).remove)
+        hook_points = (attention.hook_q, attention.hook_k, attention.hook_v)
+        stack.enter_context(_delegated(model, attention, layer, hook_points))
         yield
 
 
-def _fused(model: HookedModel, attention: Any, attend: _Layer) -> AbstractContextManager[None]:
+def _fused(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContextManager[None]:
     """For a bridge that splits a fused projection and computes attention itself: from projected q, k, v to output."""
 
     def reconstruct(q: Projected, k: Projected, v: Projected, **kwargs: Any) -> Any:
         heads = attention.config.n_heads
         kv_heads = getattr(attention.config, "n_key_value_heads", None) or heads
-        if limit := clip_of(model, attend.number):
-            q, k, v = (part.clamp(-limit, limit) for part in (q, k, v))
+        limit = clip_of(model, layer.number)
+        if limit:
+            q = q.clamp(-limit, limit)
+            k = k.clamp(-limit, limit)
+            v = v.clamp(-limit, limit)
         q, k, v, batch, length, width = attention._reshape_qkv_to_heads(q, k, v, heads, kv_heads)
+
         rotation = kwargs.get("position_embeddings")
         if isinstance(rotation, tuple) and hasattr(attention, "_apply_rotary_pos_emb"):
-            q, k = attention._apply_rotary_pos_emb(
-                q, k, *attention._apply_position_embedding_hooks(rotation)
-            )
-        out = attend(
-            q,
-            k,
-            v,
-            score_scale(model, attend.number, width),
-            _alibi(model, kwargs, heads, length, width),
-        )
+            cos, sin = attention._apply_position_embedding_hooks(rotation)
+            q, k = attention._apply_rotary_pos_emb(q, k, cos, sin)
+
+        scale = score_scale(model, layer.number, width)
+        bias = _alibi(model, kwargs, heads, length, width)
+        out = layer(q, k, v, scale, bias)
         out = attention._reshape_attn_output(out, batch, length, heads, width)
         return attention._apply_output_projection(out), None
 
@@ -257,62 +293,75 @@ def _alibi(
     model: HookedModel, kwargs: Mapping[str, Any], heads: int, length: int, width: int
 ) -> Float[Tensor, "#batch head key"] | None:
     """The ALiBi bias of each key, under either argument name; counted once, as no mask contains it here."""
-    if (
-        bias := kwargs.get("position_bias")
-    ) is not None:  # MPT: made for the longest sequence; take its last keys
+    bias = kwargs.get("position_bias")
+    if bias is not None:  # MPT: made for the longest sequence; take its last keys
         return rearrange(bias[..., -length:], "head 1 key -> 1 head key")
-    if (bias := kwargs.get("alibi")) is None:
+
+    bias = kwargs.get("alibi")
+    if bias is None:
         return None
     bias = rearrange(bias, "(batch head) 1 key -> batch head key", head=heads)[..., :length]
-    return bias * width**-0.5 if particulars_of(model).alibi_in_bfloat16 else bias
+    if particulars_of(model).alibi_in_bfloat16:
+        return bias * width**-0.5
+    return bias
 
 
 @contextmanager
-def _in_parts(model: HookedModel, attention: Any, attend: _Layer) -> Iterator[None]:
+def _in_parts(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
     """For a ``HookedTransformer``, where scores, mask, softmax and mix are methods; only the mix gets all it needs."""
-    asked: list[Tensor] = []
-    by_head = "batch pos head d_head -> batch head pos d_head"
+    queries_and_keys: list[Tensor] = []
 
     def scores(q: Tensor, k: Tensor) -> Tensor:
-        asked[:] = q, k
-        return q.new_zeros(
-            len(q), q.shape[2], 1, 1
-        )  # a placeholder for the matrix, which is not read
+        queries_and_keys[:] = [q, k]
+        return q.new_zeros(len(q), q.shape[2], 1, 1)  # stands for the matrix, which is not read
 
-    def z(v: Tensor, pattern: Tensor) -> Tensor:
-        q, k, v = (rearrange(part, by_head) for part in (*asked, v))
-        asked.clear()
-        cfg, bias = attention.cfg, None
+    def mixed_values(v: Tensor, pattern: Tensor) -> Tensor:
+        by_head = "batch pos head d_head -> batch head pos d_head"
+        q, k = queries_and_keys
+        queries_and_keys.clear()
+        q, k, v = rearrange(q, by_head), rearrange(k, by_head), rearrange(v, by_head)
+
+        cfg = attention.cfg
+        bias = None
         if cfg.positional_embedding_type == "alibi":
             slopes = type(attention).create_alibi_multipliers(cfg.n_heads, q.device)
             bias = slopes.reshape(1, -1, 1) * torch.arange(q.shape[2], device=q.device)
-        cap, sinks = getattr(cfg, "attn_scores_soft_cap", 0), hooks.sinks_of(model, attend.number)
-        out = attend(q, k, v, 1 / attention.attn_scale, bias, cap if cap > 0 else None, sinks)
-        return attention.hook_z(rearrange(out, "batch head pos d_head -> batch pos head d_head"))
 
-    replaced: dict[str, Any] = dict.fromkeys(
-        ("apply_causal_mask", "hook_attn_scores", "hook_pattern"), _same
-    )
-    replaced |= {"calculate_attention_scores": scores, "calculate_z_scores": z}
+        softcap = getattr(cfg, "attn_scores_soft_cap", 0)
+        if softcap <= 0:
+            softcap = None
+        sinks = hooks.sinks_of(model, layer.number)
+        z = layer(q, k, v, 1 / attention.attn_scale, bias, softcap, sinks)
+        return attention.hook_z(rearrange(z, "batch head pos d_head -> batch pos head d_head"))
+
+    replacements: dict[str, Any] = {
+        "calculate_attention_scores": scores,
+        "apply_causal_mask": _unchanged,
+        "hook_attn_scores": _unchanged,
+        "hook_pattern": _unchanged,
+        "calculate_z_scores": mixed_values,
+    }
     with ExitStack() as stack:
-        for name, function in replaced.items():
+        for name, function in replacements.items():
             stack.enter_context(attribute_set(attention, name, function))
         yield
 
 
 # By TransformerLens class. A subclass is not treated like its base class: it may select the keys that a query sees, and
 # the check on a short probe would not notice.
-_CLASSES: Mapping[Call, str] = {
-    _delegated: """
-        PositionEmbeddingsAttentionBridge _BitNetAttentionBridge _Cohere2AttentionBridge _Exaone4AttentionBridge
-        _SmolLM3AttentionBridge""",
-    _plain: "AttentionBridge",
-    _latent: "MLAAttentionBridge",
-    _fused: """
-        ALiBiJointQKVAttentionBridge BloomAttentionBridge JointQKVAttentionBridge
-        JointQKVPositionEmbeddingsAttentionBridge MPTALiBiAttentionBridge""",
-    _in_parts: "Attention GroupedQueryAttention",
-}
-_CALLS: Mapping[str, Call] = {
-    name: call for call, names in _CLASSES.items() for name in names.split()
+REPLACEMENTS: Mapping[str, Replacement] = {
+    "PositionEmbeddingsAttentionBridge": _delegated,
+    "_BitNetAttentionBridge": _delegated,
+    "_Cohere2AttentionBridge": _delegated,
+    "_Exaone4AttentionBridge": _delegated,
+    "_SmolLM3AttentionBridge": _delegated,
+    "AttentionBridge": _plain,
+    "MLAAttentionBridge": _latent,
+    "ALiBiJointQKVAttentionBridge": _fused,
+    "BloomAttentionBridge": _fused,
+    "JointQKVAttentionBridge": _fused,
+    "JointQKVPositionEmbeddingsAttentionBridge": _fused,
+    "MPTALiBiAttentionBridge": _fused,
+    "Attention": _in_parts,
+    "GroupedQueryAttention": _in_parts,
 }

@@ -26,10 +26,10 @@ _REASONS: Mapping[str, str] = {
         sliding_window layer_types attention_types attention_layers window_size use_sliding_window max_window_layers
         sliding_window_pattern _sliding_window_pattern local_attention global_attn_every_n_layers
         attention_window_size""",
-    "used: what is added to scores, their scale, clips (model/scores_and_positions.py, model/architectures.py)": """
+    "used: what is added to scores, their scale, clips (model/scores.py, model/architectures.py)": """
         alibi attn_config.alibi attn_config.alibi_bias_max attn_config.softmax_scale attn_config.clip_qkv clip_qkv
         scale_attn_by_inverse_layer_idx""",
-    "turns q and k before their product; lengths beyond which it changes are used (model/scores_and_positions.py)": """
+    "turns q and k before their product; lengths beyond which it changes are used (model/positions.py)": """
         rope_parameters rope_scaling rope_theta rope_interleave rope_local_base_freq partial_rotary_factor rotary_dim
         rotary_pct rotary_emb_base no_rope_layers no_rope_layer_interval qk_rope_head_dim qk_nope_head_dim""",
     "acts alike at every length, so that the patterns of the probe show it": """

@@ -11,16 +11,18 @@ from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError
 from mechattn.markup import table
+from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
-from mechattn.model.hooks import attention_layers, attention_window
 
 AT_LOADING = 8  # tokens: two passes over so few cost little compared with loading the weights
 PROBE = 24
 ANOTHER_VERSION = "try another version of transformers or transformer-lens, or report it"
-_LONGEST_PROBE = 136
+LONGEST_PROBE = 136
+
 Logits = Float[Tensor, "pos vocabulary"]
 Pairs = dict[Any, tuple[Tensor, Tensor]]  # by layer: what the hooks show, and what is expected
 Outcome = Literal["passed", "failed", "limited", "not checked"]
+
 # Largest difference of logits (root mean square at the worst position) and of activations (worst entry), in root mean
 # squares of what is compared. The largest seen on 30 architectures with random weights and a toy: float32 1e-5 and
 # 3e-6, float16 1e-2 and 5e-3, bfloat16 1e-1 and 3e-2.
@@ -31,7 +33,7 @@ TOLERANCE = {
     torch.bfloat16: (2.5e-1, 1.5e-1),
 }
 PROBABILITY = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-_COLUMNS = (
+COLUMNS = (
     "check",
     "outcome",
     "layer",
@@ -76,19 +78,25 @@ class Check:
     @property
     def apart(self) -> str:
         """The difference as printed: "within" the tolerance, or the number (exact if the tolerance is 0)."""
-        return "within" if self.outcome == "passed" and self.tolerance else _number(self.difference)
+        if self.outcome == "passed" and self.tolerance:
+            return "within"
+        return _number(self.difference)
 
     def __str__(self) -> str:
-        said = f"{self.name} {self.outcome}" + (
-            "" if self.layer is None else f" in layer {self.layer}"
-        )
+        outcome = f"{self.name} {self.outcome}"
+        if self.layer is not None:
+            outcome += f" in layer {self.layer}"
         if self.hooked is not None and self.expected is not None:
-            within = (
-                f"within {self.tolerance:.2g}",
-                f"{self.apart} apart (tolerance {self.tolerance:.2g})",
-            )
-            said += f": {self.hooked:.5g} where {self.expected:.5g} is expected, {within[self.apart != 'within']}"
-        return ". ".join([said, self.detail, *([self.remedy] if self.remedy else [])])
+            outcome += f": {self.hooked:.5g} where {self.expected:.5g} is expected, "
+            if self.apart == "within":
+                outcome += f"within {self.tolerance:.2g}"
+            else:
+                outcome += f"{self.apart} apart (tolerance {self.tolerance:.2g})"
+
+        sentences = [outcome, self.detail]
+        if self.remedy:
+            sentences.append(self.remedy)
+        return ". ".join(sentences)
 
 
 @dataclass(frozen=True)
@@ -121,9 +129,8 @@ class Report:
         for check in self.checks:
             if check.name == name:
                 return check
-        raise OptionError(
-            f"the report has no check {name!r}; it has {', '.join(check.name for check in self.checks)}"
-        )
+        names = ", ".join(check.name for check in self.checks)
+        raise OptionError(f"the report has no check {name!r}; it has {names}")
 
     def require(self) -> None:
         """Refuse a model with a failed check.
@@ -131,11 +138,11 @@ class Report:
         Raises:
             ModelError: Lists each failed check with its layer, both figures, tolerance and remedy.
         """
-        failed = [check for check in self.checks if check.outcome == "failed"]
-        if failed:
-            said = "\n  ".join(map(str, failed))
+        failures = [str(check) for check in self.checks if check.outcome == "failed"]
+        if failures:
+            lines = "\n  ".join(failures)
             raise ModelError(
-                f"{self.model} as hooked is not the model itself:\n  {said}\n"
+                f"{self.model} as hooked is not the model itself:\n  {lines}\n"
                 "load_model(…, verify=False) loads it anyway; every result then records verified: false"
             )
 
@@ -143,14 +150,17 @@ class Report:
     def _rows(self) -> list[list[str]]:
         rows = []
         for check in self.checks:
-            layer = "" if check.layer is None else str(check.layer)
-            figures = (
+            row = [
+                check.name,
+                check.outcome,
+                "" if check.layer is None else str(check.layer),
                 _number(check.hooked),
                 _number(check.expected),
                 check.apart,
                 _number(check.tolerance),
-            )
-            rows.append([check.name, check.outcome, layer, *figures, check.detail])
+                check.detail,
+            ]
+            rows.append(row)
         return rows
 
     @property
@@ -158,26 +168,30 @@ class Report:
         verdict = "passed" if self.passed else "FAILED"
         return f"{self.model} ({self.architecture}, {self.dtype}; {self.versions}): {verdict}"
 
+    @property
+    def _lines_on_mended(self) -> list[str]:
+        return [f"mended: {fault}" for fault in self.mended]
+
     def _repr_html_(self) -> str:
-        caption = "; ".join([self._head, *(f"mended: {text}" for text in self.mended)])
+        caption = "; ".join([self._head, *self._lines_on_mended])
+        no_figures = [""] * 5
         remedies = [
-            [check.name, "what to do", *[""] * 5, check.remedy]
+            [check.name, "what to do", *no_figures, check.remedy]
             for check in self.checks
             if check.remedy
         ]
-        return table([*self._rows, *remedies], caption, _COLUMNS)
+        return table([*self._rows, *remedies], caption, COLUMNS)
 
     def __str__(self) -> str:
-        rows = [list(_COLUMNS), *self._rows]
-        widths = [max(len(row[column]) for row in rows) for column in range(7)]
-        lines = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
-            for row in rows
-        ]
-        remedies = [f"{check.name}: {check.remedy}" for check in self.checks if check.remedy]
-        return "\n".join(
-            [self._head, *(f"mended: {text}" for text in self.mended), *lines, *remedies]
-        )
+        rows = [list(COLUMNS), *self._rows]
+        aligned_columns = len(COLUMNS) - 1  # all but the last, which is long
+        widths = [max(len(row[column]) for row in rows) for column in range(aligned_columns)]
+        lines = [self._head, *self._lines_on_mended]
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+            lines.append("  ".join([*cells, row[-1]]))
+        lines += [f"{check.name}: {check.remedy}" for check in self.checks if check.remedy]
+        return "\n".join(lines)
 
 
 def _number(value: float | None) -> str:
@@ -199,16 +213,21 @@ def compare(
     """
     if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
-    apart = {layer: _distances(*pair, scale) for layer, pair in pairs.items()}
-    sizes = {
-        layer: float(each.square().mean().sqrt() if overall else each.max())
-        for layer, each in apart.items()
-    }
-    worst = max(sizes, key=lambda layer: sizes[layer])
-    difference = sizes[worst]
-    layer = worst if difference > tolerance else list(pairs)[-1]
-    made = Check(name, "passed", layer, None, None, difference, tolerance, detail, remedy)
-    return _with_figures(made, *pairs[layer], apart[layer])
+
+    distances = {}
+    differences = {}
+    for layer, (hooked, expected) in pairs.items():
+        of_layer = _distances(hooked, expected, scale)
+        distances[layer] = of_layer
+        differences[layer] = float(of_layer.square().mean().sqrt() if overall else of_layer.max())
+
+    worst_layer = max(differences, key=lambda layer: differences[layer])
+    difference = differences[worst_layer]
+    last_layer = list(pairs)[-1]
+    layer = worst_layer if difference > tolerance else last_layer
+    check = Check(name, "passed", layer, None, None, difference, tolerance, detail, remedy)
+    hooked, expected = pairs[layer]
+    return _with_figures(check, hooked, expected, distances[layer])
 
 
 def compare_positions(
@@ -216,21 +235,19 @@ def compare_positions(
 ) -> Check:
     """The largest root mean square of a position's differences."""
     # A constant added to all logits of a position changes no probability (centred unembeddings add one).
-    hooked, expected = (
-        hooked - hooked.mean(-1, keepdim=True),
-        expected - expected.mean(-1, keepdim=True),
-    )
-    apart = (hooked - expected).square().mean(
-        -1
-    ).sqrt() / expected.square().mean().sqrt().clamp_min(1e-12)
-    apart = torch.nan_to_num(apart, nan=torch.inf)
-    worst = int(apart.argmax())
-    difference = float(apart[worst])
-    row = worst if difference > tolerance else -1
-    made = Check(name, "passed", None, None, None, difference, tolerance, detail, remedy)
-    return _with_figures(
-        made, hooked[row], expected[row], _distances(hooked[row], expected[row], 1.0)
-    )
+    hooked = hooked - hooked.mean(-1, keepdim=True)
+    expected = expected - expected.mean(-1, keepdim=True)
+
+    unit = expected.square().mean().sqrt().clamp_min(1e-12)
+    differences = (hooked - expected).square().mean(-1).sqrt() / unit
+    differences = torch.nan_to_num(differences, nan=torch.inf)
+    worst_position = int(differences.argmax())
+    difference = float(differences[worst_position])
+
+    position = worst_position if difference > tolerance else -1
+    check = Check(name, "passed", None, None, None, difference, tolerance, detail, remedy)
+    distances = _distances(hooked[position], expected[position], 1.0)
+    return _with_figures(check, hooked[position], expected[position], distances)
 
 
 def _distances(
@@ -244,49 +261,56 @@ def _with_figures(
     check: Check,
     hooked: Float[Tensor, ...],
     expected: Float[Tensor, ...],
-    apart: Float[Tensor, " entry"],
+    distances: Float[Tensor, " entry"],
 ) -> Check:
     """The check with one entry: the worst of a failure; of a pass the largest expected (equal ones look alike)."""
-    failed = cast(float, check.difference) > cast(float, check.tolerance)
-    entry = int(apart.argmax() if failed else expected.argmax())
-    figures = replace(
-        check, hooked=float(hooked.flatten()[entry]), expected=float(expected.flatten()[entry])
-    )
-    return replace(figures, outcome="failed") if failed else replace(figures, remedy="")
+    has_failed = cast(float, check.difference) > cast(float, check.tolerance)
+    entry = int(distances.argmax() if has_failed else expected.argmax())
+    figures = {
+        "hooked": float(hooked.flatten()[entry]),
+        "expected": float(expected.flatten()[entry]),
+    }
+    if has_failed:
+        return replace(check, outcome="failed", **figures)
+    return replace(check, remedy="", **figures)
 
 
 def limited(check: Check, detail: str) -> Check:
     """Make a failure of this check exclude only some analyses."""
-    return (
-        replace(check, outcome="limited", detail=detail, remedy="")
-        if check.outcome == "failed"
-        else check
-    )
+    if check.outcome != "failed":
+        return check
+    return replace(check, outcome="limited", detail=detail, remedy="")
 
 
 def dtype_of(model: HookedModel) -> torch.dtype:
     """The dtype among a model's weights with the widest tolerance."""
-    kinds = {p.dtype for p in model.parameters() if p.dtype in TOLERANCE}
-    return max(kinds, key=lambda kind: TOLERANCE[kind]) if kinds else torch.float32
+    dtypes = {p.dtype for p in model.parameters() if p.dtype in TOLERANCE}
+    return max(dtypes, key=lambda dtype: TOLERANCE[dtype], default=torch.float32)
 
 
 def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
     """Random ordinary tokens, the same each time, after a BOS token if the model is used with one."""
-    windows = [attention_window(model, layer) for layer in attention_layers(model)]
-    short = [w + 8 for w in windows if w is not None and w + 8 <= _LONGEST_PROBE]
-    length = min(max([length, *short]), int(model.cfg.n_ctx or _LONGEST_PROBE))
+    length = _probe_length(model, length)
     tokenizer = getattr(model, "tokenizer", None)
+    size = int(model.cfg.d_vocab)
+    if tokenizer is not None:
+        size = min(size, len(tokenizer))
+
+    count = 2 * max(length, LONGEST_PROBE)
+    drawn = torch.randint(size, (count,), generator=torch.Generator().manual_seed(0))
     special = set(getattr(tokenizer, "all_special_ids", []) or [])
-    size = (
-        min(int(model.cfg.d_vocab), len(tokenizer))
-        if tokenizer is not None
-        else int(model.cfg.d_vocab)
-    )
-    drawn = torch.randint(
-        size, (2 * max(length, _LONGEST_PROBE),), generator=torch.Generator().manual_seed(0)
-    )
-    ordinary = [token for token in drawn.tolist() if token not in special][:length]
+    tokens = [token for token in drawn.tolist() if token not in special][:length]
+
     bos = getattr(tokenizer, "bos_token_id", None)
     if getattr(model.cfg, "default_prepend_bos", False) and bos is not None:
-        ordinary[0] = bos
-    return torch.tensor([ordinary])
+        tokens[0] = bos
+    return torch.tensor([tokens])
+
+
+def _probe_length(model: HookedModel, length: int) -> int:
+    """A few tokens more than the windows that a probe can reach, and at most as many as the model reads."""
+    windows = [hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)]
+    lengths = [window + 8 for window in windows if window is not None]
+    reachable = [enough for enough in lengths if enough <= LONGEST_PROBE]
+    longest = int(model.cfg.n_ctx or LONGEST_PROBE)
+    return min(max([length, *reachable]), longest)
