@@ -18,7 +18,7 @@ from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
 from mechattn.engine.attention_rows import Forward, Nulls, PairedLayer, paired_layer
 from mechattn.engine.labelled_datasets import check_values
-from mechattn.engine.request_checks import PARTS
+from mechattn.engine.request_checks import PROTOCOLS
 from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.activations import minimum_of
 from mechattn.functional.attention import Fused, Rows
@@ -132,7 +132,7 @@ class _Sums:
     def __init__(self, one: _Pass, analyses: Sequence[Analysis], nulls: Nulls) -> None:
         self.one, self.analyses, self.nulls = one, analyses, nulls
         self.parts = [  # once, because isinstance is slow for a protocol
-            {part for part, protocol in PARTS.items() if isinstance(analysis, protocol)}
+            {part for part, protocol in PROTOCOLS.items() if isinstance(analysis, protocol)}
             for analysis in analyses
         ]
         self.open: dict[tuple[int, int], tuple[Sums, set[str]]] = {}
