@@ -17,10 +17,8 @@ from xarray.backends import BackendArray
 from xarray.core import indexing
 
 TEXT = "TUO"  # dtype kinds of text
-SOURCES = (
-    "sources"  # in the encoding of an array that is read on demand: the places that it is read from
-)
-_BLOCK = 64 * 2**20  # bytes hashed at a time, of arrays that are not in memory
+SOURCES = "sources"  # in the encoding of an array that is read on demand: where it is read from
+BLOCK = 64 * 2**20  # bytes hashed at a time, of arrays that are not in memory
 Key = tuple[int | slice, ...]
 
 
@@ -30,7 +28,9 @@ class LazyArray(BackendArray):
     def __init__(
         self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Key], np.ndarray]
     ) -> None:
-        self.shape, self.dtype, self.read = shape, np.dtype(dtype), read
+        self.shape = shape
+        self.dtype = np.dtype(dtype)
+        self.read = read
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
         return indexing.explicit_indexing_adapter(
@@ -59,8 +59,10 @@ def lazy_sources(result: Any) -> set[str | Path]:
 
 
 def _lazy(result: Any) -> Iterator[xr.Variable]:
-    every = (variable for one in result.datasets.values() for variable in one.variables.values())
-    return (variable for variable in every if not variable._in_memory)
+    for dataset in result.datasets.values():
+        for variable in dataset.variables.values():
+            if not variable._in_memory:
+                yield variable
 
 
 def stacked(
@@ -68,35 +70,43 @@ def stacked(
 ) -> LazyArray:
     """Stack arrays along their first dimension, reorder the rows, and pad each array to a shape."""
     dtype = np.result_type(*(array.dtype for array in arrays))
-    return LazyArray(
-        shape, dtype, partial(_read_stacked, arrays, shape, order, np.array(fill, dtype))
-    )
+    read = partial(_read_stacked, arrays, shape, order, np.array(fill, dtype))
+    return LazyArray(shape, dtype, read)
 
 
 def _read_stacked(
     arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: np.ndarray, key: Key
 ) -> np.ndarray:
-    rows, end = np.atleast_1d(order[key[0]]), 0
-    spans = [
-        slice(part, part + 1) if isinstance(part, (int, np.integer)) else part for part in key[1:]
-    ]
-    sizes = [len(range(*span.indices(size))) for span, size in zip(spans, shape[1:])]
-    made = np.full((len(rows), *sizes), fill, fill.dtype)
+    """The part of the stack that a key selects; of each array, the rows from its first to its last are read."""
+    rows = np.atleast_1d(order[key[0]])
+    integer_axes = tuple(axis for axis, index in enumerate(key) if not isinstance(index, slice))
+    spans = [_as_slice(index) for index in key[1:]]
+    sizes = [len(range(*span.indices(size))) for span, size in zip(spans, shape[1:], strict=True)]
+    block = np.full((len(rows), *sizes), fill, fill.dtype)
+
+    start = 0
     for array in arrays:
-        start, end = end, end + len(array)
-        at = np.flatnonzero((rows >= start) & (rows < end))
-        begins = [span.indices(2**62)[0] for span in spans]
-        if not len(at) or any(begin >= size for begin, size in zip(begins, array.shape[1:])):
-            continue  # it ends before this block begins
-        some = rows[at] - start
-        values = array[(slice(int(some.min()), int(some.max()) + 1), *spans)].values[
-            some - some.min()
-        ]
-        target: Any = (at, *(slice(0, size) for size in values.shape[1:]))
-        made[target] = values
-    return made.squeeze(
-        tuple(axis for axis, part in enumerate(key) if isinstance(part, (int, np.integer)))
-    )
+        stop = start + len(array)
+        in_block = np.flatnonzero((rows >= start) & (rows < stop))
+        if len(in_block) and not _ends_before(array, spans):
+            rows_of_array = rows[in_block] - start
+            first = int(rows_of_array.min())
+            last = int(rows_of_array.max())
+            values = array[(slice(first, last + 1), *spans)].values[rows_of_array - first]
+            filled: Any = (in_block, *(slice(size) for size in values.shape[1:]))
+            block[filled] = values
+        start = stop
+    return block.squeeze(integer_axes)
+
+
+def _as_slice(index: int | slice) -> slice:
+    return index if isinstance(index, slice) else slice(index, index + 1)
+
+
+def _ends_before(array: xr.Variable, spans: Seq[slice]) -> bool:
+    """Whether an array, which may be smaller than the stack, ends before a block begins."""
+    begins = [span.indices(2**62)[0] for span in spans]
+    return any(begin >= size for begin, size in zip(begins, array.shape[1:], strict=True))
 
 
 def digest(datasets: Mapping[str, xr.Dataset]) -> str:
@@ -112,8 +122,10 @@ def numbers_digest(datasets: Mapping[str, xr.Dataset]) -> str:
 
 def canonical(values: np.ndarray) -> np.ndarray:
     """Numbers in the form that is hashed, with a single NaN: CPUs differ in its sign, and Zarr may not store it."""
-    if values.dtype.kind == "f" and (missing := np.isnan(values)).any():  # signalling NaNs too
-        values = np.where(missing, values.dtype.type(np.nan), values)
+    if values.dtype.kind == "f":
+        missing = np.isnan(values)  # signalling NaNs too
+        if missing.any():
+            values = np.where(missing, values.dtype.type(np.nan), values)
     values = np.ascontiguousarray(values)
     return values.astype(values.dtype.newbyteorder("<"), copy=False)
 
@@ -123,7 +135,7 @@ def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
     if variable._in_memory or not variable.ndim:
         yield variable.values
         return
-    rows = max(1, _BLOCK // max(1, variable.dtype.itemsize * prod(variable.shape[1:])))
+    rows = max(1, BLOCK // max(1, variable.dtype.itemsize * prod(variable.shape[1:])))
     for start in range(0, len(variable), rows):
         yield variable[start : start + rows].values
 
@@ -137,29 +149,29 @@ def plain_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _hashed(datasets: Mapping[str, xr.Dataset], numbers: Callable[[np.ndarray], np.ndarray]) -> str:
-    made = hashlib.blake2b(digest_size=16)
-    for name in sorted(datasets):
-        for label, variable in sorted(
-            datasets[name].variables.items(), key=lambda item: str(item[0])
-        ):
-            text = variable.dtype.kind in TEXT
-            kind = "text" if text else variable.dtype.newbyteorder("<").str
-            parts = [
+    content = hashlib.blake2b(digest_size=16)
+    for name, dataset in sorted(datasets.items()):
+        labels = sorted(dataset.variables, key=str)
+        for label in labels:
+            variable = dataset.variables[label]
+            is_text = variable.dtype.kind in TEXT
+            head = [
                 name,
                 str(label),
                 variable.dims,
                 variable.shape,
-                kind,
+                "text" if is_text else variable.dtype.newbyteorder("<").str,
                 plain_attributes(variable.attrs),
             ]
-            made.update(json.dumps(parts, sort_keys=True).encode())
-            if text:
-                made.update(json.dumps([str(one) for one in variable.values.flat]).encode())
-            else:
-                for block in blocks_of(variable):
-                    made.update(numbers(block).data)
-        made.update(
-            json.dumps([name, plain_attributes(datasets[name].attrs)], sort_keys=True).encode()
-        )
-        made.update(numbers(np.zeros(1, np.int8)).data)
-    return made.hexdigest()
+            content.update(_json(head))
+            if is_text:
+                content.update(json.dumps([str(text) for text in variable.values.flat]).encode())
+                continue
+            for block in blocks_of(variable):
+                content.update(numbers(block).data)
+        content.update(_json([name, plain_attributes(dataset.attrs)]))
+    return content.hexdigest()
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()

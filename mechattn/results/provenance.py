@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 Provenance = Mapping[str, Any]
 
-_PACKAGES = ("mechattn", "transformer-lens", "transformers", "torch")
-_PLAIN = (
+PACKAGES = ("mechattn", "transformer-lens", "transformers", "torch")
+
+# Types whose repr says all there is.
+PLAIN_TYPES = (
     bool,
     int,
     float,
@@ -48,10 +50,19 @@ _PLAIN = (
     os.PathLike,
     np.generic,
 )
-_WRITE_REPR = ("dataclasses", "reprlib")  # the modules that generate a dataclass's __repr__
-_NOTHING: Mapping[str, Any] = dict(
-    kind="", options={}, masked=False, unshifted=False, interventions=(), written=""
-)
+
+# The modules that generate a dataclass's __repr__.
+GENERATORS_OF_REPR = ("dataclasses", "reprlib")
+
+# A condition of which nothing is known.
+UNKNOWN_CONDITION: Mapping[str, Any] = {
+    "kind": "",
+    "options": {},
+    "masked": False,
+    "unshifted": False,
+    "interventions": (),
+    "written": "",
+}
 
 
 def versions() -> dict[str, str]:
@@ -61,7 +72,7 @@ def versions() -> dict[str, str]:
     2.13.0 where 2.13.0+cpu runs, or of another copy on the path.
     """
     versions_by_package = {"python": sys.version.split()[0]}
-    for package in _PACKAGES:
+    for package in PACKAGES:
         module = sys.modules.get(package)
         loaded_version = getattr(module, "__version__", None)
         try:
@@ -75,15 +86,20 @@ def name_of(place: str) -> str:
     """The publishable part of a place: the last part of a path, since the rest may reveal a user name."""
     if "://" in place:
         return without_secrets(place)
-    if stored := re.search(
-        r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", place
-    ):  # the hub's cache
-        return f"{stored[1]}/{stored[2]}"
-    parts = [part for part in re.split(r"[/\\]", place) if part]
-    is_path = place.startswith(("/", "\\", "~", ".")) or place[1:2] == ":" or len(parts) > 2
-    if not is_path and (len(parts) < 2 or not os.path.exists(place)):
+    in_hub_cache = re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", place)
+    if in_hub_cache:
+        owner, name = in_hub_cache.groups()
+        return f"{owner}/{name}"
+
+    folders = [folder for folder in re.split(r"[/\\]", place) if folder]
+    has_drive = place[1:2] == ":"
+    is_path = place.startswith(("/", "\\", "~", ".")) or has_drive or len(folders) > 2
+    may_be_hub_name = len(folders) < 2 or not os.path.exists(place)
+    if not is_path and may_be_hub_name:
         return place
-    return parts[-1] if parts and set(parts[-1]) != {"."} else Path(place).resolve().name
+    if not folders or set(folders[-1]) == {"."}:
+        return Path(place).resolve().name
+    return folders[-1]
 
 
 def file_names(models: Iterable[str]) -> dict[str, str]:
@@ -104,12 +120,16 @@ def file_names(models: Iterable[str]) -> dict[str, str]:
 
 def command_of(words: Seq[str], paths: bool = False) -> str:
     """The command line, with file names only unless ``paths`` is set, and never with a password."""
-    said = ["mechattn"]
+    command = ["mechattn"]
     for word in words:
-        option, is_set, value = word.partition("=")
-        short = f"{option}={name_of(value)}" if is_set and option.startswith("-") else name_of(word)
-        said.append(without_secrets(word) if paths else short)
-    return " ".join(said)
+        option, equals, value = word.partition("=")
+        if paths:
+            command.append(without_secrets(word))
+        elif equals and option.startswith("-"):
+            command.append(f"{option}={name_of(value)}")
+        else:
+            command.append(name_of(word))
+    return " ".join(command)
 
 
 def digest(parts: Iterable[object]) -> str:
@@ -122,16 +142,16 @@ def set_hash(parts: Iterable[object]) -> str:
 
     ``Σ hash(part) mod 2^64``, with repeated parts counted; it is no protection against forgery.
     """
-    each = (
-        hashlib.sha256(repr(part).encode("utf-8", "backslashreplace")).digest()[:8]
-        for part in parts
-    )
-    return f"{sum(int.from_bytes(one, 'big') for one in each) % 2**64:016x}"
+    total = 0
+    for part in parts:
+        content = repr(part).encode("utf-8", "backslashreplace")
+        total += int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+    return f"{total % 2**64:016x}"
 
 
-def added_hash(one: str, other: str) -> str:
+def added_hash(ours: str, theirs: str) -> str:
     """The :func:`set_hash` of both sets together."""
-    return f"{(int(one, 16) + int(other, 16)) % 2**64:016x}"
+    return f"{(int(ours, 16) + int(theirs, 16)) % 2**64:016x}"
 
 
 def now() -> str:
@@ -160,60 +180,70 @@ class StoredCondition:
 
 def stored_condition(result: Result, name: str) -> StoredCondition:
     """A condition of a result, from its provenance."""
-    about = result.provenance.get("conditions", {}).get(name) or _NOTHING
-    return StoredCondition(**{**about, "interventions": tuple(about["interventions"])})
+    entry = result.provenance.get("conditions", {}).get(name) or UNKNOWN_CONDITION
+    return StoredCondition(**{**entry, "interventions": tuple(entry["interventions"])})
 
 
 def matched_control(result: Result, condition: str) -> str | None:
     """The condition that inserts as many tokens of a random sentence at the same place; None if there is none."""
 
     def is_sentence(name: str) -> bool:
-        about = stored_condition(result, name)
-        return about.inserts_only and about.kind == "RandomSentence"
+        stored = stored_condition(result, name)
+        return stored.inserts_only and stored.kind == "RandomSentence"
 
+    if is_sentence(condition):
+        return None
     origin = result["sequences"].origin
-    others = [name for name in result.conditions if name != condition and is_sentence(name)]
-    alike = [
-        n
-        for n in others
-        if (origin.sel(condition=n).values == origin.sel(condition=condition).values).all()
-    ]
-    return alike[0] if alike and not is_sentence(condition) else None
+    of_condition = origin.sel(condition=condition).values
+    for name in result.conditions:
+        if is_sentence(name) and (origin.sel(condition=name).values == of_condition).all():
+            return name
+    return None
 
 
 def identity(value: Any, within: tuple[int, ...] = ()) -> str:
     """An analysis, a condition or an intervention as text: its class and fields, as in ``repr``."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN_TYPES):
         return repr(value)
     if id(value) in within:
         return "…"
     within = (*within, id(value))
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{identity(k, within)}: {identity(v, within)}' for k, v in value.items())}}}"
-    if isinstance(value, (tuple, list, Set)):
-        made = [identity(one, within) for one in value]
-        if isinstance(value, Set):
-            return f"{{{', '.join(sorted(made))}}}"
-        return (
-            f"[{', '.join(made)}]"
-            if isinstance(value, list)
-            else f"({', '.join(made)}{',' * (len(made) == 1)})"
-        )
+
+    if isinstance(value, (Mapping, tuple, list, Set)):
+        return _collection(value, within)
     if inspect.isroutine(value):
         return _function(value, within)
     if isinstance(value, type):
         return _named(value)
-    if not hasattr(value, "__array__"):
-        return _object(value, within)
-    plain = (
-        value.detach().cpu() if hasattr(value, "detach") else value
-    )  # an array of numpy or torch
-    values = np.asarray(plain.double() if hasattr(plain, "double") else plain)
-    content = hashlib.sha256(
-        values.tobytes() if values.dtype != object else repr(values.tolist()).encode()
-    )
-    kind, dtype = type(value).__name__, getattr(plain, "dtype", values.dtype)
-    return f"{kind}({dtype}, {values.shape}, {content.hexdigest()[:12]})"
+    if hasattr(value, "__array__"):
+        return _array(value)
+    return _object(value, within)
+
+
+def _collection(values: Any, within: tuple[int, ...]) -> str:
+    if isinstance(values, Mapping):
+        items = [f"{identity(k, within)}: {identity(v, within)}" for k, v in values.items()]
+        return f"{{{', '.join(items)}}}"
+
+    items = [identity(item, within) for item in values]
+    if isinstance(values, Set):
+        return f"{{{', '.join(sorted(items))}}}"
+    if isinstance(values, list):
+        return f"[{', '.join(items)}]"
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+def _array(value: Any) -> str:
+    """An array of numpy or torch by its type, shape and a hash of its numbers."""
+    on_cpu = value.detach().cpu() if hasattr(value, "detach") else value
+    values = np.asarray(on_cpu.double() if hasattr(on_cpu, "double") else on_cpu)
+    content = values.tobytes()
+    if values.dtype == object:
+        content = repr(values.tolist()).encode()
+
+    kind = type(value).__name__
+    dtype = getattr(on_cpu, "dtype", values.dtype)
+    return f"{kind}({dtype}, {values.shape}, {hashlib.sha256(content).hexdigest()[:12]})"
 
 
 def kind_of(value: Any) -> str:
@@ -230,42 +260,49 @@ def is_ours(kind: Any) -> bool:
 def _function(function: Any, within: tuple[int, ...]) -> str:
     """A function, with everything it captures: its object, its defaults, its closure."""
     inner = getattr(function, "__func__", function)
-    around = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
-    held = [
+    captured = [
         getattr(function, "__self__", None),
         *(getattr(inner, "__defaults__", None) or ()),
-        *around,
+        *(cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()),
     ]
-    held = [one for one in held if one is not None and not inspect.ismodule(one)]
-    return f"{_named(inner)}({', '.join(identity(one, within) for one in held)})"
+    identities = [
+        identity(value, within)
+        for value in captured
+        if value is not None and not inspect.ismodule(value)
+    ]
+    return f"{_named(inner)}({', '.join(identities)})"
 
 
 def _object(value: Any, within: tuple[int, ...]) -> str:
     """A dataclass by its fields (only the given ones, if it is ours), any other object by all its attributes."""
     kind: Any = type(value)
-    names: list[str] = []
     if is_dataclass(value):
-        if is_ours(kind) and kind.__repr__.__globals__["__name__"] not in _WRITE_REPR:
-            return repr(value)  # it has its own repr, which contains a hash of its content
+        writes_its_own = kind.__repr__.__globals__["__name__"] not in GENERATORS_OF_REPR
+        if is_ours(kind) and writes_its_own:
+            return repr(value)  # it contains a hash of its content
         names = [field.name for field in fields(value) if field.repr or not is_ours(kind)]
     else:
-        slots = [name for part in kind.__mro__ for name in vars(part).get("__slots__", ())]
+        slots = [name for parent in kind.__mro__ for name in vars(parent).get("__slots__", ())]
         names = [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
+
     if not names and kind.__repr__ is not object.__repr__:
         return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-    return f"{_named(kind)}({', '.join(f'{name}={identity(getattr(value, name), within)}' for name in names)})"
+    attributes = [f"{name}={identity(getattr(value, name), within)}" for name in names]
+    return f"{_named(kind)}({', '.join(attributes)})"
 
 
 @cache
 def _named(kind: Any) -> str:
     """The name of a class or function, with a hash of its source if it is not mechattn's."""
     name = getattr(kind, "__qualname__", type(kind).__qualname__)
-    parts = kind.__mro__ if isinstance(kind, type) else (kind,)
-    foreign = [part for part in parts if not is_ours(part) and part.__module__ != "builtins"]
-    made = hashlib.sha256(
-        "".join(map(_source, foreign)).encode("utf-8", "backslashreplace")
-    ).hexdigest()
-    return f"{name}[source {made[:12]}]" if foreign else name
+    parents = kind.__mro__ if isinstance(kind, type) else (kind,)
+    foreign = [
+        parent for parent in parents if not is_ours(parent) and parent.__module__ != "builtins"
+    ]
+    if not foreign:
+        return name
+    source = "".join(map(_source, foreign)).encode("utf-8", "backslashreplace")
+    return f"{name}[source {hashlib.sha256(source).hexdigest()[:12]}]"
 
 
 def _source(kind: Any) -> str:
@@ -273,10 +310,7 @@ def _source(kind: Any) -> str:
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):
-        inner = vars(kind).values() if isinstance(kind, type) else ()
-        return "".join(
-            [
-                str(getattr(kind, "__qualname__", "")),
-                *map(_source, filter(inspect.isfunction, inner)),
-            ]
-        )
+        attributes = vars(kind).values() if isinstance(kind, type) else ()
+        functions = filter(inspect.isfunction, attributes)
+        name = str(getattr(kind, "__qualname__", ""))
+        return "".join([name, *map(_source, functions)])
