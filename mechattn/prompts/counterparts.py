@@ -46,15 +46,20 @@ class Counterpart:
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
         """The tokens of the other version, each with its partner in the prompt."""
         version = self._version(prompt)
-        changed: dict[str, Any] = (
-            {"question": version} if isinstance(version, str) else {"tokens": tuple(version)}
-        )
-        own, other = (tokenize(one, model) for one in (prompt, replace(prompt, **changed)))
+        if isinstance(version, str):
+            other_prompt = replace(prompt, question=version)
+        else:
+            other_prompt = replace(prompt, tokens=tuple(version))
+        own = tokenize(prompt, model)
+        other = tokenize(other_prompt, model)
+
         if own.tokens.equal(other.tokens):
             raise ConditionError(
                 f"both versions of {prompt.where} have the same tokens, so nothing could have an effect"
             )
-        if not own.tokens[own.of_segment("answer")].equal(other.tokens[other.of_segment("answer")]):
+        own_answer = own.tokens[own.of_segment("answer")]
+        other_answer = other.tokens[other.of_segment("answer")]
+        if not own_answer.equal(other_answer):
             raise ConditionError(
                 f"the answer of {prompt.where} becomes other tokens after its other version; begin the answer where a "
                 'token begins, such as with a space (template="joined")'
@@ -66,63 +71,78 @@ class Counterpart:
         return Variant(self).under(intervention)
 
     def _version(self, prompt: Prompt) -> Version:
-        if self.versions is None:
-            found: Any = prompt.counterpart
-        elif isinstance(self.versions, Mapping):
-            found = self.versions.get(prompt.id)
-        else:
-            index = int(prompt.id) if prompt.id.isdecimal() else len(self.versions)
-            found = self.versions[index] if index < len(self.versions) else None
-        if not found:
+        version = self._given_version(prompt)
+        if not version:
             raise ConditionError(
                 f"{prompt.where} has no other version: load_prompts(…, counterpart=<field>), Prompt(…, counterpart=…) "
                 "or Counterpart({<prompt id>: <text or token ids>}) gives it one"
             )
-        if isinstance(found, str) == bool(prompt.tokens):
-            kinds = ("token ids", "a text")
+
+        kind = "token ids" if prompt.tokens else "a text"
+        kind_of_version = "a text" if isinstance(version, str) else "token ids"
+        if kind != kind_of_version:
             raise OptionError(
-                f"{prompt.where} is {kinds[not prompt.tokens]} and its counterpart {kinds[isinstance(found, str)]}; "
-                "give the same kind"
+                f"{prompt.where} is {kind} and its counterpart {kind_of_version}; give the same kind"
             )
-        return found
+        return version
+
+    def _given_version(self, prompt: Prompt) -> Version | None:
+        if self.versions is None:
+            return prompt.counterpart
+        if isinstance(self.versions, Mapping):
+            return self.versions.get(prompt.id)
+        if prompt.id.isdecimal() and int(prompt.id) < len(self.versions):
+            return self.versions[int(prompt.id)]
+        return None
 
 
 def _paired(own: Sequence, other: Sequence, from_the_end: bool) -> Sequence:
     """The other version's tokens with origins in the own one."""
-    tokens, partners = own.tokens.tolist(), torch.full((len(other),), INSERTED)
+    own_tokens = own.tokens.tolist()
+    other_tokens = other.tokens.tolist()
+    origin = torch.full((len(other),), INSERTED)
     segment = torch.full((len(other),), SEGMENTS.index("inserted"))
-    for mine, theirs in _pairs(tokens, other.tokens.tolist(), from_the_end):
-        partners[theirs] = mine
-        same = tokens[mine] == int(other.tokens[theirs])
-        segment[theirs] = int(own.segment[mine]) if same else SEGMENTS.index("changed")
-    return replace(other, origin=partners, segment=segment, counterpart=True)
+    for position, partner in _pairs(own_tokens, other_tokens, from_the_end):
+        origin[partner] = position
+        if own_tokens[position] == other_tokens[partner]:
+            segment[partner] = int(own.segment[position])
+        else:
+            segment[partner] = SEGMENTS.index("changed")
+    return replace(other, origin=origin, segment=segment, counterpart=True)
 
 
 def _pairs(own: Seq[int], other: Seq[int], from_the_end: bool) -> Iterator[tuple[int, int]]:
     """Positions in both that belong together."""
     if len(own) == len(other):
-        yield from zip(range(len(own)), range(len(other)), strict=True)
+        for position in range(len(own)):
+            yield position, position
         return
-    for kind, first, end, begin, stop in SequenceMatcher(
-        None, own, other, autojunk=False
-    ).get_opcodes():
-        if kind == "equal" or (kind == "replace" and (from_the_end or end - first == stop - begin)):
-            count = min(end - first, stop - begin)
-            yield from zip(range(end - count, end), range(stop - count, stop), strict=True)
+
+    matcher = SequenceMatcher(None, own, other, autojunk=False)
+    for kind, own_start, own_stop, other_start, other_stop in matcher.get_opcodes():
+        own_length = own_stop - own_start
+        other_length = other_stop - other_start
+        is_paired = from_the_end or own_length == other_length
+        if kind == "equal" or (kind == "replace" and is_paired):
+            for step in range(min(own_length, other_length), 0, -1):
+                yield own_stop - step, other_stop - step
 
 
 def with_changes(sequences: Mapping[str, Sequence], baseline: str) -> dict[str, Sequence]:
     """The sequences of a prompt, with every token that a counterpart changes or lacks in the segment "changed"."""
-    kept = torch.ones(len(sequences[baseline]), dtype=torch.bool)
-    for one in (one for one in sequences.values() if one.counterpart):
-        there = torch.zeros_like(kept)
-        there[one.origin[~one.inserted & ~one.of_segment("changed")]] = True
-        kept &= there
-    if kept.all():
+    in_all = torch.ones(len(sequences[baseline]), dtype=torch.bool)
+    for sequence in sequences.values():
+        if sequence.counterpart:
+            is_same = ~sequence.inserted & ~sequence.of_segment("changed")
+            in_this = torch.zeros_like(in_all)
+            in_this[sequence.origin[is_same]] = True
+            in_all &= in_this
+    if in_all.all():
         return dict(sequences)
 
-    def marked(one: Sequence) -> Sequence:
-        changed = ~one.inserted & ~kept[one.origin.clamp(min=0)]
-        return replace(one, segment=one.segment.masked_fill(changed, SEGMENTS.index("changed")))
-
-    return {name: marked(one) for name, one in sequences.items()}
+    marked = {}
+    for name, sequence in sequences.items():
+        changed = ~sequence.inserted & ~in_all[sequence.origin.clamp(min=0)]
+        segment = sequence.segment.masked_fill(changed, SEGMENTS.index("changed"))
+        marked[name] = replace(sequence, segment=segment)
+    return marked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from typing import Any, Literal
 
 from mechattn.errors import ConditionError, OptionError, check_choice
@@ -12,8 +12,9 @@ from mechattn.prompts.token_sequences import Sequence
 
 Place = Literal["before_question", "start", "middle", "after_question", "before_answer", "random"]
 
-_MOST = 256  # repetitions per token
-_FAR = 10  # tokens away from the requested count
+MOST_REPETITIONS = 256  # per token
+FURTHEST_COUNT = 10  # tokens away from the requested count
+
 _DETERMINERS = ("the", "a", "every", "this", "that", "one", "another")
 _ADJECTIVES = (
     "old", "quiet", "green", "heavy", "small", "strange", "narrow", "warm", "distant", "wooden", "empty", "gentle",
@@ -49,31 +50,29 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
             "input_ids"
         ]
 
-    low, high = 1, count + 1
-    while (
-        len(encode(high)) < count and high < _MOST * count
-    ):  # a token may hold several repetitions
-        high *= 2
-    while low < high:  # the length grows with the repetitions: find the first that is long enough
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if len(encode(middle)) < count else (low, middle)
-    tokens = next(
-        (made for made in map(encode, range(low, low + 4)) if len(made) == count), encode(low)
+    enough = count + 1
+    while len(encode(enough)) < count and enough < MOST_REPETITIONS * count:
+        enough *= 2  # a token may hold several repetitions
+
+    # The length grows with the repetitions, but not always: a merge may shorten it by a token or two.
+    fewest = bisect_left(range(1, enough), count, key=lambda number: len(encode(number))) + 1
+    for repetitions in range(fewest, fewest + 4):
+        tokens = encode(repetitions)
+        if len(tokens) == count:
+            return tokens
+
+    pieces = [tokenizer.decode([token]) for token in encode(2)]
+    near = sorted({len(encode(max(1, fewest - 1))), len(encode(fewest))})
+    raise ConditionError(
+        f"{count} tokens are not a whole number of {text!r}: with this tokenizer two of them, separated by "
+        f"{separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}, another separator, "
+        "or .fitted(model) for the nearest count"
     )
-    if len(tokens) != count:
-        pieces = [tokenizer.decode([token]) for token in encode(2)]
-        near = sorted({len(encode(max(1, low - 1))), len(tokens)})
-        raise ConditionError(
-            f"{count} tokens are not a whole number of {text!r}: with this tokenizer two of them, separated by "
-            f"{separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}, another separator, "
-            "or .fitted(model) for the nearest count"
-        )
-    return tokens
 
 
 def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
     """The number of tokens nearest to ``count`` that repetitions can give; the larger if two are as near."""
-    for step in range(min(_FAR, count - 1) + 1):
+    for step in range(min(FURTHEST_COUNT, count - 1) + 1):
         for near in dict.fromkeys((count + step, count - step)):
             try:
                 return len(repeated(tokenizer, text, separator, near))
@@ -87,13 +86,14 @@ def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
 def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) -> list[int]:
     """Ordinary tokens drawn uniformly, with replacement: no special ones, no blanks, no parts of characters."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
-    made: list[int] = []
-    while len(made) < count:
+    tokens: list[int] = []
+    while len(tokens) < count:
         token = draw.randrange(min(size, len(tokenizer)))
         text = tokenizer.decode([token])
-        if token not in special and text.strip() and "\ufffd" not in text:
-            made.append(token)
-    return made
+        is_part_of_character = "\ufffd" in text
+        if token not in special and text.strip() and not is_part_of_character:
+            tokens.append(token)
+    return tokens
 
 
 def line_break(tokenizer: Any) -> list[int]:
@@ -120,8 +120,10 @@ def counted(tokenizer: Any, room: int) -> list[int]:
 def random_sentence(tokenizer: Any, count: int, draw: random.Random) -> list[int]:
     """Grammatical English unrelated to any question, cut to exactly ``count`` tokens."""
     text = _sentence(draw)
-    while len(tokens := tokenizer(text, add_special_tokens=False)["input_ids"]) < count:
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    while len(tokens) < count:
         text += " " + _sentence(draw)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens[:count]
 
 
@@ -145,11 +147,13 @@ def _clause(draw: random.Random) -> list[str]:
 
 
 def _noun_phrase(draw: random.Random) -> list[str]:
-    determiner, noun = draw.choice(_DETERMINERS), draw.choice(_NOUNS)
-    following = [*([draw.choice(_ADJECTIVES)] if draw.random() < 0.6 else []), noun]
-    if determiner == "a" and following[0][0] in "aeiou":
+    determiner = draw.choice(_DETERMINERS)
+    words = [draw.choice(_NOUNS)]
+    if draw.random() < 0.6:
+        words.insert(0, draw.choice(_ADJECTIVES))
+    if determiner == "a" and words[0][0] in "aeiou":
         determiner = "an"
-    return [determiner, *following]
+    return [determiner, *words]
 
 
 def check_run(count: int, place: str) -> None:
@@ -168,21 +172,25 @@ def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int
     """The position before which the filler is inserted."""
     if place == "start":
         return 1 if sequence.first_part == "bos" else 0
-    segment = "answer" if place == "before_answer" else "question"
-    where = sequence.of_part(segment).nonzero().flatten().tolist()
     if place == "before_answer":
-        return where[0] if where else len(sequence)
-    if not where:
+        answer = sequence.of_part("answer").nonzero().flatten().tolist()
+        return answer[0] if answer else len(sequence)
+
+    question = sequence.of_part("question").nonzero().flatten().tolist()
+    if not question:
         raise ConditionError(f"{prompt.where} has no question token to insert at")
-    if place in ("before_question", "after_question"):
-        return where[0] if place == "before_question" else where[-1] + 1
-    if len(where) < 2:
+    if place == "before_question":
+        return question[0]
+    if place == "after_question":
+        return question[-1] + 1
+
+    if len(question) < 2:
         raise ConditionError(
             f"{prompt.where} has only one question token: place={place!r} needs a boundary between two"
         )
     if place == "middle":
-        return where[len(where) // 2]
-    return random.Random(f"place {seed} {prompt.id}").choice(where[1:])
+        return question[len(question) // 2]
+    return random.Random(f"place {seed} {prompt.id}").choice(question[1:])
 
 
 def behind(marker: str, sequence: Sequence, prompt: Prompt, tokenizer: Any) -> int:
@@ -193,10 +201,5 @@ def behind(marker: str, sequence: Sequence, prompt: Prompt, tokenizer: Any) -> i
             f"{prompt.where} does not contain after={marker!r}; give a text that is in every prompt as the model reads "
             "it, or a place"
         )
-    low, high = 1, len(tokens)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (
-            (low, middle) if marker in tokenizer.decode(tokens[:middle]) else (middle + 1, high)
-        )
-    return low
+    counts = range(1, len(tokens))
+    return 1 + bisect_left(counts, True, key=lambda n: marker in tokenizer.decode(tokens[:n]))

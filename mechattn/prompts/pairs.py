@@ -67,88 +67,101 @@ def pairs(
         return [_shuffled(model, prompt, draw) for prompt, draw in zip(prompts, draws, strict=True)]
     tokenizer = require_tokenizer(model)
     if source == "ioi":
-        make, words = _indirect_object, _alike(tokenizer, [f" {name}" for name in _NAMES])
+        names = _of_usual_length(tokenizer, [f" {name}" for name in _NAMES])
+        texts = [_indirect_object(draw, names) for draw in draws]
     else:
-        make, words = _greater_than, _alike(tokenizer, [f"{n:02}" for n in range(12, 88)])
-    made = [
-        Prompt(id=str(index), template="joined", **make(draw, words))
-        for index, draw in enumerate(draws)
+        numbers = _of_usual_length(tokenizer, [f"{number:02}" for number in range(12, 88)])
+        texts = [_greater_than(draw, numbers) for draw in draws]
+
+    prompts = [
+        Prompt(id=str(index), template="joined", **fields) for index, fields in enumerate(texts)
     ]
-    _check_lengths(tokenizer, made)
-    return made
+    _check_lengths(tokenizer, prompts)
+    return prompts
 
 
-def _indirect_object(draw: random.Random, words: Sequence[str]) -> dict[str, Any]:
-    one, two = (name.strip() for name in draw.sample(list(words), 2))
+def _indirect_object(draw: random.Random, names: Sequence[str]) -> dict[str, Any]:
+    receiver, giver = (name.strip() for name in draw.sample(list(names), 2))
     scene, act = _SCENES[draw.randrange(len(_SCENES))]
-    place, thing = draw.choice(_PLACES), draw.choice(_THINGS)
-    first = scene.format(*draw.sample([one, two], 2), place)
-    question, counterpart = (f"{first} {act.format(0, 0, 0, giver, thing)}" for giver in (two, one))
+    place = draw.choice(_PLACES)
+    thing = draw.choice(_THINGS)
+    first_name, second_name = draw.sample([receiver, giver], 2)
+    beginning = scene.format(first_name, second_name, place)
     return {
-        "question": question,
-        "counterpart": counterpart,
-        "answer": f" {one}",
-        "other_answer": f" {two}",
+        "question": f"{beginning} {act.format(0, 0, 0, giver, thing)}",
+        "counterpart": f"{beginning} {act.format(0, 0, 0, receiver, thing)}",
+        "answer": f" {receiver}",
+        "other_answer": f" {giver}",
     }
 
 
-def _greater_than(draw: random.Random, words: Sequence[str]) -> dict[str, Any]:
-    start = draw.choice([number for number in words if 20 < int(number) < 45])
-    end = draw.choice([number for number in words if 55 < int(number) < 80])
-    lower = draw.choice([number for number in words if number[0] < start[0]])
-    century, event = draw.randrange(11, 20), draw.choice(_EVENTS)
-    lasted = f"The {event} lasted from the year {century}"
-    question, counterpart = (f"{lasted}{year} to the year {century}" for year in (end, start))
-    after = draw.choice([number for number in words if number[0] > end[0]])
+def _greater_than(draw: random.Random, numbers: Sequence[str]) -> dict[str, Any]:
+    early = draw.choice([number for number in numbers if 20 < int(number) < 45])
+    late = draw.choice([number for number in numbers if 55 < int(number) < 80])
+    before_early = draw.choice([number for number in numbers if number[0] < early[0]])
+    century = draw.randrange(11, 20)
+    event = draw.choice(_EVENTS)
+    after_late = draw.choice([number for number in numbers if number[0] > late[0]])
     return {
-        "question": question,
-        "counterpart": counterpart,
-        "answer": after,
-        "other_answer": lower,
+        "question": f"The {event} lasted from the year {century}{late} to the year {century}",
+        "counterpart": f"The {event} lasted from the year {century}{early} to the year {century}",
+        "answer": after_late,
+        "other_answer": before_early,
     }
 
 
 def _shuffled(model: TokenizedModel, prompt: Prompt, draw: random.Random) -> Prompt:
     """A span and the beginning of its repetition; in the other version the first copy is in another order."""
     bos = [] if own_bos(model) is None else [prompt.tokens[0]]
-    both = list(prompt.tokens[len(bos) :])
-    span = both[: len(both) // 2]
+    repeated = list(prompt.tokens[len(bos) :])
+    span = repeated[: len(repeated) // 2]
     cut = draw.randrange(1, len(span))
-    other = span
-    while span[cut - 1] == other[-1] or other[(at := other.index(span[cut - 1])) + 1] == span[cut]:
-        other = draw.sample(span, len(span))
+    last_token = span[cut - 1]
+    answer = span[cut]
+
+    # The last token must have a successor in the other order too, and another one.
+    other_order = draw.sample(span, len(span))
+    other_answer = _successor(other_order, last_token)
+    while other_answer is None or other_answer == answer:
+        other_order = draw.sample(span, len(span))
+        other_answer = _successor(other_order, last_token)
     return Prompt(
         tokens=(*bos, *span, *span[:cut]),
-        counterpart=(*bos, *other, *span[:cut]),
-        answer_tokens=(span[cut],),
-        other_answer=(other[at + 1],),
+        counterpart=(*bos, *other_order, *span[:cut]),
+        answer_tokens=(answer,),
+        other_answer=(other_answer,),
         id=prompt.id,
     )
 
 
-def _alike(tokenizer: Any, words: Sequence[str]) -> list[str]:
+def _successor(tokens: Sequence[int], token: int) -> int | None:
+    """What follows a token the first time; None if it is the last."""
+    position = tokens.index(token) + 1
+    return tokens[position] if position < len(tokens) else None
+
+
+def _of_usual_length(tokenizer: Any, words: Sequence[str]) -> list[str]:
     """The words that are as many tokens as most others."""
     sizes = {word: len(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in words}
-    usual = Counter(sizes.values()).most_common(1)[0][0]
-    some = [word for word in words if sizes[word] == usual]
-    if len(some) < _FEWEST_WORDS:
+    usual_size = Counter(sizes.values()).most_common(1)[0][0]
+    usual = [word for word in words if sizes[word] == usual_size]
+    if len(usual) < _FEWEST_WORDS:
         rest = ", ".join(
-            f"{word.strip()!r} ({size})" for word, size in sizes.items() if size != usual
+            f"{word.strip()!r} ({size})" for word, size in sizes.items() if size != usual_size
         )
         raise PromptError(
-            f"only {len(some)} words are {usual} tokens with this tokenizer; other numbers of tokens: {rest}"
+            f"only {len(usual)} words are {usual_size} tokens with this tokenizer; other numbers of tokens: {rest}"
         )
-    return some
+    return usual
 
 
-def _check_lengths(tokenizer: Any, made: Sequence[Prompt]) -> None:
+def _check_lengths(tokenizer: Any, prompts: Sequence[Prompt]) -> None:
     """Refuse versions of other lengths, which a tokenizer that looks at neighbouring words could make."""
-    for prompt in made:
-        sizes = [
-            len(tokenizer(text)["input_ids"]) for text in (prompt.question, prompt.counterpart)
-        ]
-        if sizes[0] != sizes[1]:
+    for prompt in prompts:
+        size = len(tokenizer(prompt.question)["input_ids"])
+        other_size = len(tokenizer(prompt.counterpart)["input_ids"])
+        if size != other_size:
             raise PromptError(
-                f'the versions of prompt {prompt.id} are {sizes[0]} and {sizes[1]} tokens: "{prompt.question}" and '
+                f'the versions of prompt {prompt.id} are {size} and {other_size} tokens: "{prompt.question}" and '
                 f'"{prompt.counterpart}"'
             )

@@ -202,19 +202,21 @@ class Batch:
         """The batch as one layer reads it, without edges that are cut only in other layers."""
         if self.edge_mask is None or all(layers is None for layers in self.edge_mask_layers):
             return self
-        here = (
-            torch.tensor(self.masked_in(layer)).to(self.tokens.device).unsqueeze(1)
-            & self.edge_mask.keys
-        )
-        return replace(self, edge_mask=replace(self.edge_mask, keys=here) if here.any() else None)
+        is_masked = torch.tensor(self.masked_in(layer), device=self.tokens.device)
+        keys = is_masked.unsqueeze(1) & self.edge_mask.keys
+        if not keys.any():
+            return replace(self, edge_mask=None)
+        return replace(self, edge_mask=replace(self.edge_mask, keys=keys))
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
         names = ("tokens", "origin", "segment", "lengths", "position_ids", "edge_mask")
-        given = {name: getattr(self, name) for name in names}
-        return replace(
-            self, **{name: value.to(device) for name, value in given.items() if value is not None}
-        )
+        moved = {}
+        for name in names:
+            value = getattr(self, name)
+            if value is not None:
+                moved[name] = value.to(device)
+        return replace(self, **moved)
 
 
 PADDING = -2
@@ -224,7 +226,14 @@ PADDING = -2
 def inserted_span(batch: Batch) -> tuple[int, int]:
     """The first position where any row has an inserted token, and the position after the last; (0, 0) for none."""
     places = batch.inserted.any(0).nonzero()
-    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+    if not len(places):
+        return 0, 0
+    return int(places[0]), int(places[-1]) + 1
+
+
+def _no_edges(length: int) -> EdgeMask:
+    none = torch.zeros(length, dtype=torch.bool)
+    return EdgeMask(none, none)
 
 
 def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: int) -> Batch:
@@ -232,13 +241,14 @@ def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: i
     padded = partial(pad_sequence, batch_first=True)
     edge_mask = None
     if any(s.edge_mask for s in sequences):
-        masks = [
-            s.edge_mask or EdgeMask(*torch.zeros(2, len(s), dtype=torch.bool)) for s in sequences
-        ]
-        edge_mask = EdgeMask(
-            padded([mask.queries for mask in masks]), padded([mask.keys for mask in masks])
-        )
-    kept = any(s.keeps_positions for s in sequences)
+        masks = [s.edge_mask or _no_edges(len(s)) for s in sequences]
+        queries = padded([mask.queries for mask in masks])
+        keys = padded([mask.keys for mask in masks])
+        edge_mask = EdgeMask(queries, keys)
+
+    position_ids = None
+    if any(s.keeps_positions for s in sequences):
+        position_ids = padded([s.position_ids for s in sequences])
     return Batch(
         tokens=padded([s.tokens for s in sequences], padding_value=pad_token),
         origin=padded([s.origin for s in sequences], padding_value=PADDING),
@@ -247,7 +257,7 @@ def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: i
         rows=tuple(rows),
         edge_mask=edge_mask,
         edge_mask_layers=tuple(s.edge_mask.layers if s.edge_mask else None for s in sequences),
-        position_ids=padded([s.position_ids for s in sequences]) if kept else None,
+        position_ids=position_ids,
         interventions=tuple(s.interventions for s in sequences),
     )
 
@@ -258,35 +268,40 @@ class Pairs:
 
     batch: Batch
     baseline: Int[Tensor, " pair"]  # the row of each sequence's baseline
-    place: Int[
-        Tensor, "pair original"
-    ]  # the position of each original token in the sequence; 0 where there is none
-    original: Bool[
-        Tensor, "pair original"
-    ]  # which original tokens exist, by position in the baseline
-    segment: Int[
-        Tensor, "pair original"
-    ]  # the segment of each, by its index in ``SEGMENTS``; −2 where there is none
-    reach: tuple[
-        int, ...
-    ]  # for each position, the number of original tokens up to it, in the pair with the most
+
+    # Of each original token, by its position in the baseline: its position in the sequence (0 where there is none),
+    # whether it exists, and its segment's index in ``SEGMENTS`` (−2 where there is none).
+    place: Int[Tensor, "pair original"]
+    original: Bool[Tensor, "pair original"]
+    segment: Int[Tensor, "pair original"]
+
+    # For each position, the number of original tokens up to it, in the pair with the most.
+    reach: tuple[int, ...]
 
 
 def pairs_of(batch: Batch, baseline: str) -> Pairs:
     """The pairs of a batch that holds all conditions of its prompts."""
-    first = {prompt: row for row, (prompt, name) in enumerate(batch.rows) if name == baseline}
-    device = batch.tokens.device
+    row_of_baseline = {
+        prompt: row for row, (prompt, condition) in enumerate(batch.rows) if condition == baseline
+    }
+    baseline_rows = torch.tensor([row_of_baseline[prompt] for prompt, _ in batch.rows])
+
     origin = batch.origin.cpu()
-    exists = origin >= 0
-    place = torch.zeros(len(batch.rows), int(exists.sum(-1).max()), dtype=torch.long)
+    is_original = origin >= 0
+    place = torch.zeros(len(batch.rows), int(is_original.sum(-1).max()), dtype=torch.long)
     original = torch.zeros_like(place, dtype=torch.bool)
-    pair, position = exists.nonzero(as_tuple=True)
+    pair, position = is_original.nonzero(as_tuple=True)
     place[pair, origin[pair, position]] = position
     original[pair, origin[pair, position]] = True
     segment = batch.segment.cpu().gather(1, place).masked_fill(~original, PADDING)
-    own, reach = (
-        torch.tensor([first[prompt] for prompt, _ in batch.rows]),
-        tuple(exists.cumsum(-1).amax(0).tolist()),
+    reach = tuple(is_original.cumsum(-1).amax(0).tolist())
+
+    device = batch.tokens.device
+    return Pairs(
+        batch,
+        baseline_rows.to(device),
+        place.to(device),
+        original.to(device),
+        segment.to(device),
+        reach,
     )
-    own, place, original, segment = (each.to(device) for each in (own, place, original, segment))
-    return Pairs(batch, own, place, original, segment, reach)

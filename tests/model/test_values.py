@@ -135,7 +135,7 @@ def test_most_models_do_neither(tokenizer, toy):
             "norms_of_output",
             r"its attention has attn_sub_norm, and mechattn does not know",
         ),
-        ("AFMoE", "_GATES", r"its attention has .*gate_proj.*, and mechattn does not know"),
+        ("AFMoE", "GATE_FUNCTIONS", r"its attention has .*gate_proj.*, and mechattn does not know"),
         ("Gemma 4", "norm_of_values", r"its attention has .*v_norm.*, and mechattn does not know"),
     ],
 )
@@ -145,11 +145,11 @@ def test_what_is_not_explained_is_refused_with_what_there_is(
     """As for a step that nobody has met yet."""
     nothing = {
         "norms_of_output": lambda *a: iter(()),
-        "_GATES": {},
+        "GATE_FUNCTIONS": {},
         "norm_of_values": lambda *a: None,
     }
     monkeypatch.setattr(
-        layer_checks if without == "_GATES" else head_parts, without, nothing[without]
+        layer_checks if without == "GATE_FUNCTIONS" else head_parts, without, nothing[without]
     )
     with pytest.raises(ModelError, match=rf"values failed in layer \d: .*{reason}"):
         loaded(name, tokenizer)
