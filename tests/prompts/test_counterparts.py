@@ -200,9 +200,9 @@ def test_a_tokenizer_that_splits_names_differently_is_refused_with_the_words():
         tokenizer = Letters()
         cfg = type("cfg", (), {"default_prepend_bos": False, "d_vocab": 99})()
 
-    from mechattn.prompts.pairs import _alike
+    from mechattn.prompts.pairs import _of_usual_length
 
     with pytest.raises(PromptError, match=r"only 1 words are 3 tokens .*'Nebuchadnezzar' \(15\)"):
-        _alike(Model.tokenizer, [" Jo", " Nebuchadnezzar"])
+        _of_usual_length(Model.tokenizer, [" Jo", " Nebuchadnezzar"])
     with pytest.raises(OptionError, match=r"source='ioy': choose one of 'ioi'"):
         ma.pairs(Model(), "ioy")

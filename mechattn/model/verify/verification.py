@@ -266,13 +266,12 @@ def _with_figures(
     """The check with one entry: the worst of a failure; of a pass the largest expected (equal ones look alike)."""
     has_failed = cast(float, check.difference) > cast(float, check.tolerance)
     entry = int(distances.argmax() if has_failed else expected.argmax())
-    figures = {
-        "hooked": float(hooked.flatten()[entry]),
-        "expected": float(expected.flatten()[entry]),
-    }
+    hooked_figure = float(hooked.flatten()[entry])
+    expected_figure = float(expected.flatten()[entry])
+    check = replace(check, hooked=hooked_figure, expected=expected_figure)
     if has_failed:
-        return replace(check, outcome="failed", **figures)
-    return replace(check, remedy="", **figures)
+        return replace(check, outcome="failed")
+    return replace(check, remedy="")
 
 
 def limited(check: Check, detail: str) -> Check:
