@@ -34,7 +34,7 @@ from mechattn.model.several_devices import device_of
 from mechattn.model.verify.streaming_checks import check_fused, check_streaming
 from mechattn.prompts.token_sequences import Batch, Pairs
 
-_OF_ROWS = (protocols.RowAnalysis, protocols.PairAnalysis)
+OF_ROWS = (protocols.RowAnalysis, protocols.PairAnalysis)
 Engine = Literal["auto", "streaming", "fused", "hooks"]
 Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 
@@ -43,19 +43,19 @@ def chosen_forward(
     model: HookedModel, engine: Engine, analyses: Iterable[Analysis] = ()
 ) -> tuple[Forward, str]:
     """The engine for this model, and the reason; streaming is compared with the hooks once per model before use."""
-    analyses = list(analyses)
     if engine == "hooks":
         return forward_through_hooks, "asked for"
-    captured = [
-        name for a in analyses if isinstance(a, protocols.CaptureAnalysis) for name in a.captures
-    ]
-    if silent := next((name for name in captured if not fires_while_streamed(name)), None):
-        if engine != "auto":
-            raise OptionError(
-                f"an analysis captures {silent!r}, which doesn't fire while attention is streamed; choose "
-                'engine="hooks" or "auto"'
-            )
-        return forward_through_hooks, f"not streamed: {silent} fires only with hooks"
+
+    analyses = list(analyses)
+    for name in _captures(analyses):
+        if not fires_while_streamed(name):
+            if engine != "auto":
+                raise OptionError(
+                    f"an analysis captures {name!r}, which doesn't fire while attention is streamed; choose "
+                    'engine="hooks" or "auto"'
+                )
+            return forward_through_hooks, f"not streamed: {name} fires only with hooks"
+
     facts = facts_of(model) or ModelFacts()
     if facts.streaming is None:
         facts.streaming = check_streaming(model)
@@ -69,23 +69,37 @@ def chosen_forward(
     return _fused_or_in_blocks(model, engine, analyses)
 
 
+def _captures(analyses: Sequence[Analysis]) -> list[str]:
+    """The names of the hooks that analyses read."""
+    return [
+        name
+        for analysis in analyses
+        if isinstance(analysis, protocols.CaptureAnalysis)
+        for name in analysis.captures
+    ]
+
+
 def _fused_or_in_blocks(
     model: HookedModel, engine: Engine, analyses: Sequence[Analysis]
 ) -> tuple[Forward, str]:
-    rows = [
-        a.name
-        for a in analyses
-        if isinstance(a, _OF_ROWS) and not isinstance(a, protocols.WholeAnalysis)
-    ]
-    if engine == "fused" and rows:
+    takes_whole_layers = False
+    needing_rows = []
+    for analysis in analyses:
+        if isinstance(analysis, protocols.WholeAnalysis):
+            takes_whole_layers = True
+        elif isinstance(analysis, OF_ROWS):
+            needing_rows.append(analysis.name)
+
+    if engine == "fused" and needing_rows:
         raise OptionError(
-            f'{", ".join(rows)} needs rows, which a fused kernel does not give; choose engine="streaming" or "auto", '
-            f"or measure analyses without rows in a separate run"
+            f'{", ".join(needing_rows)} needs rows, which a fused kernel does not give; choose engine="streaming" or '
+            '"auto", or measure analyses without rows in a separate run'
         )
-    on_gpu = device_of(model).type == "cuda"
-    whole = any(isinstance(analysis, protocols.WholeAnalysis) for analysis in analyses) and not rows
-    if engine == "streaming" or not whole or (engine == "auto" and not on_gpu):
+    can_be_fused = takes_whole_layers and not needing_rows
+    is_slower_here = engine == "auto" and device_of(model).type != "cuda"
+    if engine == "streaming" or not can_be_fused or is_slower_here:
         return forward_in_blocks, "its numbers are those of the hooks"
+
     check = check_fused(model)
     if check.outcome == "passed":
         return (
@@ -118,23 +132,24 @@ def forward_through_hooks(
     model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int
 ) -> None:
     """Each layer's whole pattern as one block, after checking that it is a pattern."""
-    every = slice(0, batch.tokens.shape[1])
+    edge_masks = _edge_masks(model, batch, last)
+    all_positions = slice(0, batch.tokens.shape[1])
 
-    def whole(
+    def see_pattern(
         layer: int, pattern: Pattern, v: Float[Tensor, "batch kv_head pos d_head"] | None
     ) -> None:
-        window = windows[layer] if layer in windows else hooks.attention_window(model, layer)
+        is_measured = layer in windows
+        window = windows[layer] if is_measured else hooks.attention_window(model, layer)
         hooks.check_pattern(model, layer, pattern, batch.real, window, edge_masks.get(layer))
-        if layer in windows:
+        if is_measured:
             pattern = pattern.float()
-            see(layer, Rows(pattern, every, every, None if v is None else PatternRows(pattern, v)))
+            attention = None if v is None else PatternRows(pattern, v)
+            see(layer, Rows(pattern, all_positions, all_positions, attention))
 
-    edge_masks = _edge_masks(
-        model, batch, last
-    )  # checked too, because some models ignore changes to their scores
-    looked = sorted({*windows, *edge_masks})
+    # Layers with cut edges are checked too, because some models ignore changes to their scores.
+    layers = sorted({*windows, *edge_masks})
     hooks.forward_with_patterns(
-        model, batch.tokens, batch.real, looked, whole, edge_masks, batch.position_ids, last
+        model, batch.tokens, batch.real, layers, see_pattern, edge_masks, batch.position_ids, last
     )
 
 
@@ -145,12 +160,12 @@ def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMa
     """The edges that are cut in each computed layer."""
     if batch.edge_mask is None:
         return {}
-    edge_masks = {
-        layer: batch.at(layer).edge_mask for layer in hooks.attention_layers(model) if layer <= last
-    }
-    return {
-        n: mask.to(device_of(model.blocks[n])) for n, mask in edge_masks.items() if mask is not None
-    }
+    edge_masks = {}
+    for layer in hooks.attention_layers(model):
+        edge_mask = batch.at(layer).edge_mask
+        if edge_mask is not None and layer <= last:
+            edge_masks[layer] = edge_mask.to(device_of(model.blocks[layer]))
+    return edge_masks
 
 
 @dataclass(frozen=True)
@@ -167,18 +182,22 @@ class PairedLayer:
 
     def rows(self, rows: Rows) -> PairedRows:
         """The block together with the baseline's rows of the same queries, computed (or looked up) on demand."""
-        pairs, keys = self.pairs, rows.keys
-        count = pairs.reach[rows.queries.stop - 1]
+        pairs = self.pairs
+        keys = rows.keys
         pattern = rows.pattern
-        place, original = pairs.place[:, :count], pairs.original[:, :count]
-        inside = original & (place >= keys.start) & (place < keys.stop)
-        index = (place - keys.start).clamp(0, pattern.shape[-1] - 1)[:, None, None]
-        aligned = pattern.gather(-1, index.expand(*pattern.shape[:3], -1)) * inside[:, None, None]
+        count = pairs.reach[rows.queries.stop - 1]  # of original tokens up to the last query
+
+        # The pattern's columns in the order of the baseline's tokens, 0 for those of other blocks.
+        place = pairs.place[:, :count]
+        is_in_block = pairs.original[:, :count] & (place >= keys.start) & (place < keys.stop)
+        column = (place - keys.start).clamp(0, pattern.shape[-1] - 1)[:, None, None]
+        aligned = pattern.gather(-1, column.expand(*pattern.shape[:3], -1))
+
         queries = pairs.batch.origin[:, rows.queries].clamp(min=0)
         return PairedRows(
             layer=self.number,
             pattern=pattern,
-            aligned=aligned,
+            aligned=aligned * is_in_block[:, None, None],
             baseline=self.baseline.rows(queries, count),
             v=self.v[:, :, keys],
             v_aligned=self.v_aligned[:, :, :count],
@@ -200,12 +219,14 @@ def paired_layer(
             f"layer {number} shows no hook_v by head, so outputs with and without inserted tokens cannot be compared"
         )
     v = attention.v
-    index = pairs.place[:, None, :, None].expand(-1, v.shape[1], -1, v.shape[3])
-    return PairedLayer(number, pairs, window, attention.of(pairs.baseline), v, v.gather(2, index))
+    place = pairs.place[:, None, :, None].expand(-1, v.shape[1], -1, v.shape[3])
+    v_aligned = v.gather(2, place)
+    return PairedLayer(number, pairs, window, attention.of(pairs.baseline), v, v_aligned)
 
 
-UNIFORM, BLIND = "_uniform", "_blind"
-_ABOUT = {
+UNIFORM = "_uniform"
+BLIND = "_blind"
+NULL_DESCRIPTIONS = {
     UNIFORM: "if every head attended uniformly to the keys it can see",
     BLIND: "if every head attended by position alone: softmax of what the model adds to its scores (ALiBi, sinks)",
 }
@@ -215,20 +236,27 @@ Values = dict[str, Tensor]
 
 def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
     """The quantities of an analysis, each followed by its nulls; a quantity without one says why."""
-    given = analysis.quantities
-    of_rows = isinstance(analysis, _OF_ROWS)
-    made: dict[str, Quantity] = {}
-    for name, quantity in given.items():
-        why = quantity.no_null or ("" if of_rows else "it is not made of rows of attention")
-        made[name] = replace(quantity, no_null=why)
-        if of_rows and has_null(name, quantity):
-            for kind, about in _ABOUT.items():
-                dims = tuple(dim for dim in quantity.dims if dim != "head" or kind == BLIND)
-                described = replace(
-                    quantity, dims=dims, description=f"{quantity.description}, {about}"
-                )
-                made.setdefault(name + kind, given.get(name + kind, described))
-    return made
+    is_of_rows = isinstance(analysis, OF_ROWS)
+    quantities: dict[str, Quantity] = {}
+    for name, quantity in analysis.quantities.items():
+        if not is_of_rows and not quantity.no_null:
+            quantity = replace(quantity, no_null="it is not made of rows of attention")
+        quantities[name] = quantity
+        if not is_of_rows or not has_null(name, quantity):
+            continue
+        for kind, description in NULL_DESCRIPTIONS.items():
+            null = analysis.quantities.get(name + kind)
+            if null is None:
+                null = _null_of(quantity, kind, description)
+            quantities.setdefault(name + kind, null)
+    return quantities
+
+
+def _null_of(quantity: Quantity, kind: str, description: str) -> Quantity:
+    dims = quantity.dims
+    if kind == UNIFORM:  # the same in every head
+        dims = tuple(dim for dim in dims if dim != "head")
+    return replace(quantity, dims=dims, description=f"{quantity.description}, {description}")
 
 
 def has_null(name: str, quantity: Quantity) -> bool:
@@ -247,84 +275,103 @@ class Nulls:
     batch: Batch  # on the device of the model
     pairs: Pairs | None  # each sequence with its baseline, if an analysis needs it
     blind: BlindScores  # what the model adds to its scores
-    _made: dict[Any, dict[int, Values]] = field(default_factory=dict)
+    _cache: dict[Any, dict[int, Values]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._wanted = [
-            isinstance(a, _OF_ROWS) and any(starmap(has_null, a.quantities.items()))
-            for a in self.analyses
+        self._has_nulls = [
+            isinstance(analysis, OF_ROWS) and any(starmap(has_null, analysis.quantities.items()))
+            for analysis in self.analyses
         ]
 
     def of(self, number: int, layer: int, window: int | None) -> Values:
         """The nulls of all quantities of an analysis, for one layer."""
-        if not self._wanted[number]:
+        if not self._has_nulls[number]:
             return {}
-        found = self._values(UNIFORM, layer, window)[number]
-        may_differ = (
-            self.blind.alibi is not None or layer in self.blind.sinks
-        )  # from uniform attention
-        return found | self._values(BLIND, layer, window)[number] if may_differ else found
+        values = self._values(UNIFORM, layer, window)[number]
+        blind_differs = self.blind.alibi is not None or layer in self.blind.sinks
+        if blind_differs:
+            values = values | self._values(BLIND, layer, window)[number]
+        return values
 
     def _values(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
         """The values of every analysis, cached by what determines them."""
-        sinks = (
-            layer if kind == BLIND and layer in self.blind.sinks else None
-        )  # which differ by layer
-        key = (kind, window, self.batch.masked_in(layer), sinks)
-        if key not in self._made:
-            self._made[key] = self._measured(kind, layer, window)
-        return self._made[key]
+        layer_of_sinks = None  # which differ by layer
+        if kind == BLIND and layer in self.blind.sinks:
+            layer_of_sinks = layer
+        key = (kind, window, self.batch.masked_in(layer), layer_of_sinks)
+        if key not in self._cache:
+            self._cache[key] = self._measured(kind, layer, window)
+        return self._cache[key]
 
     def _measured(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
-        here, length = self.batch.at(layer), self.batch.tokens.shape[1]
-        bias, sinks = self.blind.scores(layer, length, kind == BLIND)
-        heads = self.blind.heads if kind == BLIND else 1
-        zero = torch.zeros(len(self.batch.rows), heads, length, 1, device=self.batch.tokens.device)
-        key = zero[:, :1]
-        attention = Attention(
-            zero, key, torch.ones_like(key), 1.0, bias, window, None, here.edge_mask, sinks
-        )
-        paired = (
-            paired_layer(layer, attention, self.pairs, window) if self.pairs is not None else None
-        )
-        started = {
-            i: a.start(self.batch, heads) for i, a in enumerate(self.analyses) if self._wanted[i]
+        attention = self._blind_attention(kind, layer, window)
+        paired = None
+        if self.pairs is not None:
+            paired = paired_layer(layer, attention, self.pairs, window)
+        sums = {
+            number: analysis.start(self.batch, attention.q.shape[1])
+            for number, analysis in enumerate(self.analyses)
+            if self._has_nulls[number]
         }
 
         def see(rows: Rows) -> None:
-            given = (rows.pattern, rows.queries, rows.keys, self.batch, window, attention.v)
-            block = protocols.AttentionRows(layer, *given, null=True)
-            for number, sums in started.items():
+            block = protocols.AttentionRows(
+                layer,
+                rows.pattern,
+                rows.queries,
+                rows.keys,
+                self.batch,
+                window,
+                attention.v,
+                null=True,
+            )
+            for number, of_analysis in sums.items():
                 analysis = self.analyses[number]
                 with _saying_no_null(analysis):
                     if isinstance(analysis, protocols.RowAnalysis):
-                        analysis.add(sums, block)
+                        analysis.add(of_analysis, block)
                     if isinstance(analysis, protocols.PairAnalysis) and paired is not None:
-                        analysis.add_pairs(sums, paired.rows(rows))
+                        analysis.add_pairs(of_analysis, paired.rows(rows))
 
         attention_by_rows(attention, see)
+        batch = self.batch.at(layer)
         return {
-            i: _null_values(self.analyses[i], sums, kind, here, window)
-            for i, sums in started.items()
+            number: _null_values(self.analyses[number], of_analysis, kind, batch, window)
+            for number, of_analysis in sums.items()
         }
+
+    def _blind_attention(self, kind: str, layer: int, window: int | None) -> Attention:
+        """The attention of queries that are 0, in one head for all where these are equal."""
+        batch, length = self.batch.tokens.shape
+        heads = self.blind.heads if kind == BLIND else 1
+        q = torch.zeros(batch, heads, length, 1, device=self.batch.tokens.device)
+        k = q[:, :1]
+        v = torch.ones_like(k)
+        bias, sinks = self.blind.scores(layer, length, kind == BLIND)
+        edge_mask = self.batch.at(layer).edge_mask
+        return Attention(q, k, v, 1.0, bias, window, None, edge_mask, sinks)
 
 
 def _null_values(
     analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: int | None
 ) -> Values:
     """The nulls, named after their quantities; without a head dimension if all heads are equal."""
-    given = analysis.quantities
-    named = {name: q for name, q in given.items() if has_null(name, q) and name + kind not in given}
     with _saying_no_null(analysis):
         values = analysis.values(sums, batch, window)
-        if lacking := [name for name in named if name not in values]:
-            raise ValueError(f"its values hold no {lacking[0]!r}")
-    if kind == UNIFORM:  # the same in every head
-        heads = {name: 1 + q.dims.index("head") for name, q in named.items() if "head" in q.dims}
-        values = {
-            n: value.select(heads[n], 0) if n in heads else value for n, value in values.items()
-        }
-    return {name + kind: values[name] for name in named}
+
+    nulls = {}
+    for name, quantity in analysis.quantities.items():
+        measures_its_own = name + kind in analysis.quantities
+        if measures_its_own or not has_null(name, quantity):
+            continue
+        with _saying_no_null(analysis):
+            if name not in values:
+                raise ValueError(f"its values hold no {name!r}")
+        null = values[name]
+        if kind == UNIFORM and "head" in quantity.dims:  # the same in every head
+            null = null.select(1 + quantity.dims.index("head"), 0)
+        nulls[name + kind] = null
+    return nulls
 
 
 @contextmanager

@@ -57,11 +57,14 @@ class AttentionScores:
         v: Float[Tensor, "batch kv_head pos d_value"],
     ) -> Attention:
         """The attention of these queries, keys and values, as the row kernel takes it."""
-        length, width = q.shape[2:]
-        places = torch.arange(length, device=q.device, dtype=widened(q))
-        bias = None if self.alibi is None else (self.alibi.to(places.dtype)[:, None] * places)[None]
-        sinks = None if self.sinks is None else self.sinks.to(places.dtype)
-        scale = width**-0.5 if self.scale is None else float(self.scale)
+        length, d_head = q.shape[2:]
+        dtype = widened(q)
+        bias = None
+        if self.alibi is not None:
+            positions = torch.arange(length, device=q.device, dtype=dtype)
+            bias = (self.alibi.to(dtype)[:, None] * positions)[None]
+        sinks = None if self.sinks is None else self.sinks.to(dtype)
+        scale = d_head**-0.5 if self.scale is None else float(self.scale)
         return Attention(q, k, v, scale, bias, self.window, self.softcap, None, sinks)
 
 
@@ -108,50 +111,65 @@ def measure(
     _check_shapes(q, k, v, scores, {"counted": counted, **(segments or {})})
     real = _real(q, lengths)
     _check_statistics(statistics, v, segments)
-    asking = real if counted is None else real & counted
+    is_counted = real if counted is None else real & counted
     members = torch.stack([*(segments or {"": real}).values()], -1)
-    sums = torch.zeros(2, *q.shape[:3], device=q.device, dtype=widened(q))
-    found: dict[str, list[Tensor]] = {
-        name: [] for name in statistics if name not in ("received", "output")
-    }
+    dtype = widened(q)
+    column_sums = torch.zeros(*q.shape[:3], device=q.device, dtype=dtype)
+    self_attention = torch.zeros_like(column_sums)
+    by_query = [name for name in statistics if name not in ("received", "output")]
+    blocks: dict[str, list[Tensor]] = {name: [] for name in by_query}
 
     def see(rows: Rows) -> None:
         if "received" in statistics:
-            sums[0][..., rows.keys] += fn.column_sums(rows.pattern, asking[:, rows.queries])
-            sums[1][..., rows.queries] += fn.self_attention(
+            column_sums[..., rows.keys] += fn.column_sums(rows.pattern, is_counted[:, rows.queries])
+            self_attention[..., rows.queries] += fn.self_attention(
                 rows.pattern, rows.queries.start, rows.keys.start
             )
-        of_block: dict[str, Tensor] = {}
-        if _TOP & found.keys():
-            largest, second, at = focus.top_two(rows.pattern)
-            lead = largest - second.clamp(min=0)
-            of_block = {"largest": largest, "target": at + rows.keys.start, "concentration": lead}
-        if "mass" in found:
-            of_block["mass"] = rows.pattern @ members[:, None, rows.keys].to(rows.pattern)
-        for name, blocks in found.items():
-            blocks.append(of_block[name] if name in of_block else _OF_ROWS[name](rows).clone())
+        of_block = _largest_of(rows) if OF_LARGEST & set(by_query) else {}
+        for name in by_query:
+            if name == "mass":
+                value = rows.pattern @ members[:, None, rows.keys].to(rows.pattern)
+            elif name in of_block:
+                value = of_block[name]
+            else:
+                value = OF_ROWS[name](rows).clone()
+            blocks[name].append(value)
 
+    if v is None:
+        v = torch.zeros_like(k[..., :1])
     with torch.no_grad():
-        out = attention_by_rows(
-            scores.attention(q, k, torch.zeros_like(k[..., :1]) if v is None else v), see
-        )
-    made = {name: torch.cat(blocks, 2).to(widened(q)) for name, blocks in found.items()}
+        output = attention_by_rows(scores.attention(q, k, v), see)
+
+    values = {name: torch.cat(of_name, 2).to(dtype) for name, of_name in blocks.items()}
     if "output" in statistics:
-        made["output"] = out
+        values["output"] = output
     if "received" in statistics:
-        attended = sums[0] - sums[1] * asking[:, None]
-        made["received"] = fn.received_attention(attended, fn.seeing_queries(asking, scores.window))
-    for name, each in made.items():
-        made[name] = each.masked_fill(
-            ~real.view(len(real), 1, -1, *[1] * (each.ndim - 3)), torch.nan
-        )
-    if "previous_mass" in made:
-        made["previous_mass"][..., 0] = torch.nan
-    return {name: made[name] for name in statistics}
+        attended = column_sums - self_attention * is_counted[:, None]
+        seeing = fn.seeing_queries(is_counted, scores.window)
+        values["received"] = fn.received_attention(attended, seeing)
+
+    for name, value in values.items():
+        is_padding = ~real.view(len(real), 1, -1, *[1] * (value.ndim - 3))
+        values[name] = value.masked_fill(is_padding, torch.nan)
+    if "previous_mass" in values:
+        values["previous_mass"][..., 0] = torch.nan
+    return {name: values[name] for name in statistics}
 
 
-_TOP = {"largest", "target", "concentration"}
-_OF_ROWS: dict[str, Callable[[Rows], Tensor]] = {
+OF_LARGEST = {"largest", "target", "concentration"}
+
+
+def _largest_of(rows: Rows) -> dict[str, Tensor]:
+    """Each query's largest probability, its position, and its lead over the second largest."""
+    largest, second, index = focus.top_two(rows.pattern)
+    return {
+        "largest": largest,
+        "target": index + rows.keys.start,
+        "concentration": largest - second.clamp(min=0),
+    }
+
+
+OF_ROWS: dict[str, Callable[[Rows], Tensor]] = {
     "entropy": lambda rows: focus.entropy(rows.pattern),
     "self_mass": lambda rows: fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start),
     "first_mass": lambda rows: rows.pattern[..., 0] * (rows.keys.start == 0),
@@ -165,24 +183,20 @@ _OF_ROWS: dict[str, Callable[[Rows], Tensor]] = {
 
 def _real(q: Tensor, lengths: Any) -> Bool[Tensor, "batch pos"]:
     """The positions that are not padding, from checked lengths."""
-    batch, length = q.shape[0], q.shape[2]
-    made = torch.full((batch,), length) if lengths is None else torch.as_tensor(lengths)
-    if (
-        tuple(made.shape) != (batch,)
-        or made.is_floating_point()
-        or int(made.min()) < 1
-        or int(made.max()) > length
-    ):
+    batch, _, longest, _ = q.shape
+    counts = torch.full((batch,), longest) if lengths is None else torch.as_tensor(lengths)
+    is_one_a_sequence = tuple(counts.shape) == (batch,) and not counts.is_floating_point()
+    if not is_one_a_sequence or int(counts.min()) < 1 or int(counts.max()) > longest:
         raise OptionError(
-            f"lengths={lengths!r}: give a whole number from 1 to {length} for each of {batch} sequences"
+            f"lengths={lengths!r}: give a whole number from 1 to {longest} for each of {batch} sequences"
         )
-    return torch.arange(length, device=q.device) < made.to(q.device)[:, None]
+    return torch.arange(longest, device=q.device) < counts.to(q.device)[:, None]
 
 
-def _kind(given: Any) -> str:
-    return (
-        f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-    )
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return type(value).__name__
 
 
 def _check_shapes(
@@ -192,18 +206,15 @@ def _check_shapes(
     scores: AttentionScores,
     masks: Mapping[str, Tensor | None],
 ) -> None:
-    for name, given in (("q", q), ("k", k), ("v", k if v is None else v)):
-        if not isinstance(given, Tensor) or given.ndim != 4 or not given.is_floating_point():
+    for name, array in (("q", q), ("k", k), ("v", k if v is None else v)):
+        if not isinstance(array, Tensor) or array.ndim != 4 or not array.is_floating_point():
             raise OptionError(
-                f"{name} is {_kind(given)}; give floating-point numbers [batch, head, pos, d_head]"
+                f"{name} is {_kind(array)}; give floating-point numbers [batch, head, pos, d_head]"
             )
-    batch, heads, length, width = q.shape
-    if (
-        k.shape[0] != batch
-        or k.shape[2:] != (length, width)
-        or not k.shape[1]
-        or heads % k.shape[1]
-    ):
+    batch, heads, length, _ = q.shape
+    kv_heads = k.shape[1]
+    others_agree = k.shape[0] == batch and k.shape[2:] == q.shape[2:]
+    if not others_agree or not kv_heads or heads % kv_heads:
         raise OptionError(
             f"q is {tuple(q.shape)} and k {tuple(k.shape)}; give [batch, head, pos, d_head] for both, with equal "
             f"numbers of positions, and a number of heads of k that divides that of q"
@@ -218,7 +229,9 @@ def _check_shapes(
                 f"{name} is {_kind(numbers)}; give one number for each of {heads} heads"
             )
     for name, mask in masks.items():
-        if mask is not None and (tuple(mask.shape) != (batch, length) or mask.dtype != torch.bool):
+        if mask is None:
+            continue
+        if tuple(mask.shape) != (batch, length) or mask.dtype != torch.bool:
             raise OptionError(f"{name} is {_kind(mask)}; give torch.bool ({batch}, {length})")
 
 
