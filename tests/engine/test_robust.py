@@ -17,19 +17,21 @@ ANALYSES = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.Ml
 
 def full(rows, error, layer, monkeypatch):
     """Memory that holds no batch of more than some rows; it is full in the middle of a pass, after some layers."""
-    begin, seen, sizes = measure._Pass, measure._Sums.seen, []
+    begin = measure._Pass.of
+    complete = measure._PendingSums.complete
+    sizes = []
 
     def begun(model, batch, *arguments):
         sizes.append(len(batch.rows))
         return begin(model, batch, *arguments)
 
-    def fails(self, number, at, part):
-        if len(self.one.batch.rows) > rows and at == layer:
+    def fails(self, number, layer_now, part):
+        if len(self.batch_pass.batch.rows) > rows and layer_now == layer:
             raise error
-        seen(self, number, at, part)
+        complete(self, number, layer_now, part)
 
-    monkeypatch.setattr(measure, "_Pass", begun)
-    monkeypatch.setattr(measure._Sums, "seen", fails)
+    monkeypatch.setattr(measure._Pass, "of", begun)
+    monkeypatch.setattr(measure._PendingSums, "complete", fails)
     return sizes
 
 
