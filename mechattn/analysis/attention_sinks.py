@@ -23,8 +23,8 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.errors import ModelError, OptionError, check_counts
 from mechattn.functional import received as fn
-from mechattn.functional.head_outputs import effective_rank, output_factor, spectrum, update_norm
-from mechattn.model.head_parts import output_weights, wide
+from mechattn.functional.head_outputs import effective_rank, spectrum, update_norm
+from mechattn.model.head_parts import output_factor_of, output_weights
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch, Sequence, inserted_span
@@ -161,10 +161,8 @@ class AttentionSinks(AnalysisBase):
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """Prepare the factors of each layer's W_O."""
-        return replace(
-            self,
-            factors={layer: output_factor(wide(output_weights(model, layer))) for layer in layers},
-        )
+        factors = {layer: output_factor_of(output_weights(model, layer)) for layer in layers}
+        return replace(self, factors=factors)
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""

@@ -25,7 +25,7 @@ from mechattn.functional import head_outputs as fn
 from mechattn.functional.attention import for_each_head
 from mechattn.functional.focus import top_two
 from mechattn.functional.received import segment_mean, segment_means
-from mechattn.model.head_parts import output_weights, wide
+from mechattn.model.head_parts import output_factor_of, output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.model.unembedding import FrozenNorm
 from mechattn.prompts.prompt import Prompt
@@ -78,7 +78,7 @@ class _LayerWeights:
 def _layer_weights(
     w_o: Float[Tensor, "head d_head d_model"], norm: FrozenNorm | None
 ) -> _LayerWeights:
-    factor = fn.output_factor(wide(w_o))
+    factor = output_factor_of(w_o)
     if norm is None:
         return _LayerWeights(w_o, factor, None, None)
     factor_after = fn.output_factor(norm.of_part(wide(w_o)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from einops import rearrange
@@ -11,8 +12,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechattn.errors import ModelError
+from mechattn.functional.head_outputs import Factor, output_factor
 from mechattn.model.hooked import HookedModel, config_of, limit_of, original_of, unwrapped
 from mechattn.model.several_devices import device_of, weights_here
+
+_SAMPLED = 8  # rows of each head's W_O, and columns, that are compared
 
 
 def as_mixed(
@@ -140,6 +144,28 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
     # Granite: what reaches the residual stream.
     factor = float(getattr(config_of(model), "residual_multiplier", None) or 1.0)
     return w_o if factor == 1 else w_o * factor
+
+
+# Alive as long as an analysis holds them, so that those of one run share a layer's factor.
+_factors: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
+
+
+def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
+    """:func:`mechattn.functional.head_outputs.output_factor` of a layer's W_O, made once for all analyses of a run.
+
+    A QR decomposition costs about as much as ten tokens in a forward pass.
+    """
+    version = 0 if w_o.is_inference() else w_o._version
+    # Weights that are set through .data keep their version, so some of them are compared too.
+    rows = max(1, w_o.shape[1] // _SAMPLED)
+    columns = max(1, w_o.shape[2] // _SAMPLED)
+    sample = w_o[:, ::rows, ::columns].flatten().tolist()
+    key = (w_o.data_ptr(), version, w_o.shape, w_o.stride(), w_o.dtype, w_o.device, *sample)
+    factor = _factors.get(key)
+    if factor is None:
+        factor = output_factor(wide(w_o))
+        _factors[key] = factor
+    return factor
 
 
 def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mechattn.errors import warn
 
 if TYPE_CHECKING:
+    from mechattn.model.rotary_positions import KnownRotations
     from mechattn.model.verify.verification import Check, Report
 
 
@@ -96,6 +97,8 @@ class ModelFacts:
     streaming: Check | None = (
         None  # whether row blocks give the hooks' numbers; None if not tried yet
     )
+    # By layers: how they rotate queries and keys.
+    rotations: dict[tuple[int, ...], KnownRotations] = field(default_factory=dict)
     hashed: tuple[object, str] | None = None  # what was hashed of the weights, and the last hash
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from mechattn.errors import ModelError
 from mechattn.functional.attention import Attention, Fused, Rows, widened
 from mechattn.functional.budget import NO_ROTATION, Rotation
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, original_of
+from mechattn.model.hooked import HookedModel, ModelFacts, facts_of, original_of
 from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.positions import boundary_of
 from mechattn.model.several_devices import device_of
@@ -28,14 +29,42 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, R
     A few tokens are read twice, the second time at positions that are all larger by the same number. A rotation is
     right for a layer if it turns the first queries and keys into the second ones. None does if positions are learned,
     because they change the hidden states. ALiBi leaves queries and keys alone: it is a rotation by no angle.
+
+    What was found is kept on the model until its frequencies change: trying costs as much as a short prompt.
     """
+    frequencies = _frequencies(model)
+    facts = facts_of(model) or ModelFacts()
+    known = facts.rotations.get(tuple(layers))
+    if known is None or not _are_equal(known.frequencies, frequencies):
+        rotations, why_unknown = _tried_rotations(model, layers, frequencies)
+        known = KnownRotations(frequencies, rotations, why_unknown)
+        facts.rotations[tuple(layers)] = known
+    return dict(known.rotations), known.why_unknown
+
+
+@dataclass(frozen=True)
+class KnownRotations:
+    """The rotations of some layers, and the frequencies that the model had when they were tried."""
+
+    frequencies: Sequence[Float[Tensor, " pair"]]
+    rotations: Mapping[int, Rotation]
+    why_unknown: str
+
+
+def _are_equal(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
+    return len(before) == len(now) and all(map(torch.equal, before, now))
+
+
+def _tried_rotations(
+    model: HookedModel, layers: Sequence[int], frequencies: Sequence[Float[Tensor, " pair"]]
+) -> tuple[dict[int, Rotation], str]:
     if reason := why_not(model):
         return {}, reason
     boundary = boundary_of(model)
     if boundary is not None and boundary.kind == "longrope":
         return {}, "its rotary frequencies depend on the length of the text (LongRoPE)"
-    at_the_start = _attentions(model, layers, rows=1)
-    if all(attention.bias is not None for attention in at_the_start.values()):
+    # Some models with ALiBi take no position ids.
+    if not frequencies and _have_biases(_attentions(model, layers, rows=1)):
         return dict.fromkeys(layers, NO_ROTATION), ""
 
     longest = int(model.cfg.n_ctx) if boundary is None else min(int(model.cfg.n_ctx), boundary.at)
@@ -45,7 +74,9 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, R
         attentions = _attentions(model, layers, rows=2, position_ids=position_ids)
     except (TypeError, ValueError, IndexError):
         return {}, "it takes no position ids, so its tokens cannot be moved to other positions"
-    candidates = list(_candidates(model, attentions[layers[0]].q.shape[-1]))
+    if _have_biases(attentions):
+        return dict.fromkeys(layers, NO_ROTATION), ""
+    candidates = list(_candidates(frequencies, attentions[layers[0]].q.shape[-1]))
     device = position_ids.device
     errors = [_errors(candidates, attentions[layer], position_ids).to(device) for layer in layers]
     rotations: dict[int, Rotation] = {}
@@ -60,6 +91,10 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, R
     if failing:
         return rotations, f"no rotation moves the queries and keys of layer {', '.join(failing)}"
     return rotations, ""
+
+
+def _have_biases(attentions: Mapping[int, Attention]) -> bool:
+    return all(attention.bias is not None for attention in attentions.values())
 
 
 def _attentions(
@@ -80,20 +115,28 @@ def _attentions(
     return seen
 
 
-def _candidates(model: HookedModel, width: int) -> Iterator[Rotation]:
-    """No rotation, and for all frequencies in the model's buffers the ways in which models use them."""
-    yield NO_ROTATION
+def _frequencies(model: HookedModel) -> list[Float[Tensor, " pair"]]:
+    """The different rotary frequencies in the model's buffers, on the CPU."""
     distinct: list[Tensor] = []
     owner: Any = original_of(model) or model
     for name, buffer in owner.named_buffers():
+        if not name.endswith("inv_freq"):
+            continue
         frequencies = buffer.detach().cpu()
-        is_known = any(torch.equal(frequencies, known) for known in distinct)
-        if name.endswith("inv_freq") and not is_known and 2 * len(frequencies) <= width:
-            distinct.append(frequencies)
-    for frequencies in distinct:
+        if not any(torch.equal(frequencies, known) for known in distinct):
+            distinct.append(frequencies.clone())
+    return distinct
+
+
+def _candidates(frequencies: Sequence[Float[Tensor, " pair"]], width: int) -> Iterator[Rotation]:
+    """No rotation, and for all frequencies the ways in which models use them."""
+    yield NO_ROTATION
+    for of_pairs in frequencies:
+        if 2 * len(of_pairs) > width:
+            continue
         for adjacent in (False, True):
-            for first in {0, width - 2 * len(frequencies)}:
-                yield Rotation(frequencies, adjacent, first)
+            for first in {0, width - 2 * len(of_pairs)}:
+                yield Rotation(of_pairs, adjacent, first)
 
 
 def _errors(
