@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -18,7 +17,6 @@ from mechattn.analysis.analysis import (
     AttentionRows,
     Quantity,
     Sums,
-    zeros,
 )
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.functional import budget as fn
@@ -109,21 +107,15 @@ class AttentionBudget(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """No masses yet."""
-        return zeros(batch, heads, "masses", last=(len(SEGMENTS),))
+        shape = (len(batch.rows), len(SEGMENTS), heads, batch.tokens.shape[1])
+        return {"masses": torch.zeros(shape, device=batch.tokens.device)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store the masses of these queries; with a layer's first block, also what would be without some causes."""
         first, beyond = _question_span(rows.batch)
         if first < rows.queries.stop and rows.queries.start < beyond:
-            members = _members(rows.batch)[..., rows.keys].to(rows.pattern.dtype)
-            # Heads and queries in one product, and the few segments as its rows: other ways are several times as slow.
-            all_rows = rearrange(rows.pattern, "batch head query key -> batch (head query) key")
-            masses = rearrange(
-                torch.bmm(members, all_rows.mT),
-                "batch segment (head query) -> batch head query segment",
-                head=rows.pattern.shape[1],
-            )
-            sums["masses"][:, :, rows.queries] = masses
+            members = _members(rows.batch)[..., rows.keys]
+            sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
         if "moved" not in sums and isinstance(rows.attention, Attention) and not rows.null:
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
 
@@ -137,14 +129,16 @@ class AttentionBudget(AnalysisBase):
             rotation = self.rotations.get(layer, fn.NO_ROTATION)
             baseline = _baseline_rows(batch)[longer]
             turns = _turns(batch, rotation)
+            queries = slice(*_question_span_of_longer(batch))
             attention = fn.before_hidden_states(
-                attention, longer, baseline, batch.origin[longer], rotation, turns
+                attention, longer, baseline, batch.origin[longer], rotation, turns, queries
             )
-            masses = fn.segment_masses(attention, batch.members()[longer])
-            original = fn.among_original(masses, _INSERTED, sinks=attention.sinks is not None)
-            weights = _question_weights(batch)[longer]
+            masses = fn.segment_masses(attention, _members(batch)[longer], queries)
+            weights = _question_weights(batch)[longer, :, queries]
             moved[longer] = fn.mean_over_queries(masses, weights).to(moved.dtype)
-            moved_original[longer] = fn.mean_over_queries(original, weights).to(moved.dtype)
+            moved_original[longer] = fn.mean_among_original(
+                masses, weights, _INSERTED, sinks=attention.sinks is not None
+            ).to(moved.dtype)
         knows_distance = torch.full((len(moved),), float(layer in self.rotations))
         return {
             "moved": moved,
@@ -155,15 +149,17 @@ class AttentionBudget(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the question's queries, and their differences from the baseline of the same prompt."""
         baseline = _baseline_rows(batch)
-        weights = _question_weights(batch)
+        queries = slice(*_question_span(batch))
+        weights = _question_weights(batch)[..., queries]
         masses = sums["masses"]
-        attention = fn.mean_over_queries(masses, weights)
+        attention = fn.mean_over_queries(masses[..., queries], weights)
         change = attention - attention[baseline]
 
-        source = batch.origin.clamp(min=0)[:, None, :, None].expand_as(masses)
-        baseline_masses = masses[baseline].gather(2, source)
-        to_inserted = masses[..., _INSERTED, None]
-        dilution = -fn.mean_over_queries(to_inserted * baseline_masses, weights)
+        source = batch.origin[:, None, None, queries].clamp(min=0)
+        source = source.expand(-1, *masses.shape[1:3], -1)
+        baseline_masses = masses[baseline].gather(-1, source)
+        to_inserted = masses[:, _INSERTED, :, queries]
+        dilution = -fn.mean_over_queries(baseline_masses, weights * to_inserted)
 
         measured = {
             "attention": attention,
@@ -212,9 +208,17 @@ def _question_span(batch: Batch) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4)
-def _question_weights(batch: Batch) -> Float[Tensor, "batch pos"]:
+def _question_span_of_longer(batch: Batch) -> tuple[int, int]:
+    """The same for the rows that are not a baseline."""
+    is_question = batch.of_segment("question")[_longer_rows(batch)]
+    places = is_question.any(0).nonzero().flatten().tolist()
+    return (places[0], places[-1] + 1)
+
+
+@lru_cache(maxsize=4)
+def _question_weights(batch: Batch) -> Float[Tensor, "batch 1 pos"]:
     """The weight of each query in a mean over the question's queries."""
-    asks = batch.of_segment("question").float()
+    asks = batch.of_segment("question").float()[:, None]
     return asks / asks.sum(-1, keepdim=True).clamp(min=1)
 
 

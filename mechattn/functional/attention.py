@@ -177,10 +177,16 @@ def mix(
 
 
 def attention_by_rows(
-    attention: Attention, see: Callable[[Rows], None] | None = None, block: int = BLOCK
+    attention: Attention,
+    see: Callable[[Rows], None] | None = None,
+    block: int = BLOCK,
+    queries_of: slice | None = None,
 ) -> Float[Tensor, "batch head pos d_value"]:
     """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows; no [query, key]
     matrix is stored.
+
+    With ``queries_of`` only these positions are computed, and the output of others is undefined. Values may have no
+    dimensions, for rows alone.
     """
     # The inner loop of every run. Plain torch, because one buffer has three shapes and must not be
     # copied.
@@ -193,17 +199,20 @@ def attention_by_rows(
     n = batch * kv_heads
     queries = q.reshape(n, groups, length, width)
     keys = attention.k.reshape(n, length, width).transpose(1, 2).to(wide).contiguous()
-    values = attention.v.reshape(n, length, -1).to(wide)
+    d_value = attention.v.shape[-1]
+    values = attention.v.reshape(n, length, d_value).to(wide)
+    if queries_of is None:
+        queries_of = slice(0, length)
 
     # In the layout that the model needs, to avoid a copy.
-    out = q.new_empty(batch, length, heads, values.shape[-1])
+    out = q.new_empty(batch, length, heads, d_value)
     most_keys = length
     if window:
         most_keys = min(length, window + block)
     buffer = keys.new_empty(n * groups * min(block, length) * most_keys)
     future = _future(block, wide, q.device)
-    for start in range(0, length, block):
-        end = min(start + block, length)
+    for start in range(queries_of.start, queries_of.stop, block):
+        end = min(start + block, queries_of.stop)
         rows = end - start
         first_key = 0
         if window:
@@ -237,8 +246,9 @@ def attention_by_rows(
         pattern = torch.softmax(scores, -1, out=scores)
         if left is not None:
             by_head.mul_(left)
-        mixed = torch.bmm(pattern, values[:, seen_keys])
-        out[:, start:end] = mixed.view(batch, heads, rows, -1).transpose(1, 2)
+        if d_value:
+            mixed = torch.bmm(pattern, values[:, seen_keys])
+            out[:, start:end] = mixed.view(batch, heads, rows, d_value).transpose(1, 2)
         if see is not None:
             see(Rows(by_head, slice(start, end), seen_keys, attention))
     return out.transpose(1, 2)

@@ -6,17 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import (
-    Attention,
-    attention_by_rows,
-    fused_attention,
-    widened,
-)
+from mechattn.functional.attention import Attention, Pattern, Rows, attention_by_rows, widened
 
-Masses = Float[Tensor, "batch head pos segment"]  # attention of each query to each segment
+Masses = Float[Tensor, "batch segment head query"]  # attention of each query to each segment
+Members = Float[Tensor, "batch segment key"]  # 1 where a key belongs to a segment
 Turns = tuple[Float[Tensor, "batch 1 pos pair"], Float[Tensor, "batch 1 pos pair"]]  # cos and sin
 
 
@@ -48,13 +44,17 @@ class Rotation:
         cos, sin = turns
         pairs = len(self.frequencies)
         beyond = self.first + 2 * pairs
-        layout = "(pair two)" if self.adjacent else "(two pair)"
-        rotated = rearrange(x[..., self.first : beyond], f"... {layout} -> two ... pair", two=2)
-        turned = torch.stack(
-            [rotated[0] * cos - rotated[1] * sin, rotated[1] * cos + rotated[0] * sin]
-        )
-        joined = rearrange(turned, f"two ... pair -> ... {layout}")
-        return torch.cat([x[..., : self.first], joined, x[..., beyond:]], -1)
+        moved = x.clone()
+        rotated = moved[..., self.first : beyond]
+        if self.adjacent:
+            one, other = rotated.unflatten(-1, (pairs, 2)).unbind(-1)
+        else:
+            one, other = rotated.unflatten(-1, (2, pairs)).unbind(-2)
+        turned = one * cos - other * sin
+        # Both are parts of the copy, which is changed in place: other tensors would cost as much as the rotation.
+        other.mul_(cos).addcmul_(one, sin)
+        one.copy_(turned)
+        return moved
 
 
 NO_ROTATION = Rotation(torch.zeros(0))  # of a layer without positions in its queries and keys
@@ -67,11 +67,12 @@ def before_hidden_states(
     origin: Int[Tensor, "row pos"],
     rotation: Rotation,
     turns: Turns,
+    queries: slice,
 ) -> Attention:
-    """The attention of longer sequences, had their hidden states not changed.
+    """The attention of some queries of longer sequences, had their hidden states not changed.
 
     The original tokens have the queries and keys of the baseline, at their positions in the longer sequence; the
-    inserted tokens have their own. Window, bias, cap, sinks and cut edges are those of the longer sequence.
+    inserted tokens have their own keys. Window, bias, cap, sinks and cut edges are those of the longer sequence.
 
     Args:
         attention: A layer's attention for a batch with both.
@@ -80,46 +81,71 @@ def before_hidden_states(
         origin: For each position of a longer sequence its position in the baseline; negative where there is none.
         rotation: How the layer rotates queries and keys.
         turns: By how much, for each position of the longer sequences.
+        queries: The positions in the longer sequences whose queries are asked for; others keep their own.
     """
-    own = attention.of(longer)
-    source = origin.clamp(min=0)[:, None, :, None]
-    parts = []
-    for x in (attention.q, attention.k):
-        index = source.expand(-1, x.shape[1], -1, x.shape[3])
-        original = x[baseline].gather(2, index).to(widened(x))
-        parts.append(rotation.moved(original, turns))
-    q, k = parts
+    wide = widened(attention.q)
+    # Without values: rows alone are asked for.
+    own = replace(attention, v=attention.k[..., :0]).of(longer)
+
+    def of_baseline(x: Float[Tensor, "batch some_head pos d_head"], positions: slice) -> Tensor:
+        index = origin[:, None, positions, None].clamp(min=0)
+        original = x[baseline].gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])).to(wide)
+        cos, sin = turns
+        return rotation.moved(original, (cos[:, :, positions], sin[:, :, positions]))
+
+    q = own.q.to(wide)
+    q[:, :, queries] = of_baseline(attention.q, queries)
     is_original = (origin >= 0)[:, None, :, None]
-    return replace(own, q=q, k=torch.where(is_original, k, own.k.to(k.dtype)))
+    k = torch.where(is_original, of_baseline(attention.k, slice(None)), own.k.to(wide))
+    return replace(own, q=q, k=k)
 
 
-def segment_masses(attention: Attention, members: Bool[Tensor, "batch segment pos"]) -> Masses:
-    """``mass[q, s] = Σ_{k in s} A[q, k]``: the output of attention whose values say which segment a key is in."""
-    kv_heads = attention.k.shape[1]
-    values = members.mT[:, None].expand(-1, kv_heads, -1, -1).to(widened(attention.q))
-    by_segment = replace(attention, v=values)
-    if by_segment.fusable and by_segment.bias is None and by_segment.sinks is None:
-        return fused_attention(by_segment).out
-    return attention_by_rows(by_segment)
+def masses_of_rows(pattern: Pattern, members: Members) -> Masses:
+    """``mass[s, q] = Σ_{k in s} A[q, k]`` of a block of rows."""
+    # Heads and queries in one product, and the few segments as its rows: other ways are several times as slow.
+    all_rows = rearrange(pattern, "batch head query key -> batch (head query) key")
+    masses = torch.bmm(members.to(pattern.dtype), all_rows.mT)
+    return rearrange(
+        masses, "batch segment (head query) -> batch segment head query", head=pattern.shape[1]
+    )
+
+
+def segment_masses(attention: Attention, members: Members, queries: slice) -> Masses:
+    """The masses of these queries, from attention without values."""
+    blocks: list[Tensor] = []
+
+    def see(rows: Rows) -> None:
+        blocks.append(masses_of_rows(rows.pattern, members[..., rows.keys]))
+
+    attention_by_rows(attention, see, queries_of=queries)
+    return torch.cat(blocks, -1)
 
 
 def mean_over_queries(
-    masses: Masses, weights: Float[Tensor, "batch pos"]
+    masses: Masses, weights: Float[Tensor, " batch #head query"]
 ) -> Float[Tensor, "batch head segment"]:
     """The mean of each query's masses, weighted; the weights of a sequence add up to 1."""
-    return torch.einsum("bhqs,bq->bhs", masses, weights.to(masses.dtype))
+    weights = weights.to(masses.dtype).expand(-1, masses.shape[2], -1)
+    return torch.einsum("bshq,bhq->bhs", masses, weights)
 
 
-def among_original(masses: Masses, inserted: int, sinks: bool) -> Masses:
-    """The masses that a softmax over the original keys alone would give: ``A_s / (1 − A_inserted)``, 0 for inserted.
+def mean_among_original(
+    masses: Masses, weights: Float[Tensor, "batch 1 query"], inserted: int, sinks: bool
+) -> Float[Tensor, "batch head segment"]:
+    """The mean of what a softmax over the original keys alone would give: ``A_s / (1 − A_inserted)``, 0 for inserted.
 
     Args:
         masses: Masses of a softmax over all keys.
+        weights: As in :func:`mean_over_queries`.
         inserted: The index of the segment of inserted tokens.
         sinks: Whether learned sinks take part of each row, so that its masses do not add up to 1.
     """
-    original = masses.clone()
-    original[..., inserted] = 0
-    # Without sinks the sum is exact however little is left; 1 − A_inserted would lose digits.
-    left = 1 - masses[..., inserted] if sinks else original.sum(-1)
-    return original / left.clamp(min=torch.finfo(masses.dtype).tiny)[..., None]
+    to_inserted = masses[:, inserted]
+    left = 1 - to_inserted
+    if not sinks:
+        # This sum is exact however little is left; 1 − A_inserted would lose digits.
+        left = masses[:, :inserted].sum(1) + masses[:, inserted + 1 :].sum(1)
+    tiny = torch.finfo(masses.dtype).tiny
+    mean = mean_over_queries(masses, weights / left.clamp(min=tiny))
+    mean[..., inserted] = 0
+    return mean
