@@ -231,8 +231,9 @@ class AnalysisBase:
 
 def zeros(batch: Batch, heads: int, *names: str, last: tuple[int, ...] = ()) -> Sums:
     """Sums of 0 for every position of every head [batch head pos *last]."""
-    shape = (len(batch.rows), heads, batch.tokens.shape[1], *last)
-    return {name: torch.zeros(shape, device=batch.tokens.device) for name in names}
+    shape = (len(names), len(batch.rows), heads, batch.tokens.shape[1], *last)
+    together = torch.zeros(shape, device=batch.tokens.device)
+    return dict(zip(names, together.unbind(), strict=True))
 
 
 @runtime_checkable

@@ -27,8 +27,8 @@ from mechattn.errors import OptionError
 from mechattn.functional import focus as fn
 from mechattn.functional.attention import BLOCK, centred, ranked_target
 from mechattn.functional.received import (
+    counted_means,
     segment_mean,
-    segment_means,
     self_attention,
     visible_counts,
 )
@@ -128,9 +128,9 @@ class AttentionFocus(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        names = [
-            n for n in _UNITS if n != "entropy_share" and (self.half_mass or n != "half_mass_keys")
-        ]
+        names = [name for name in _UNITS if not name.endswith("_share")]
+        if not self.half_mass:
+            names.remove("half_mass_keys")
         return zeros(batch, heads, *names, "target")
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
@@ -138,15 +138,10 @@ class AttentionFocus(AnalysisBase):
         pattern, start, first = rows.pattern, rows.queries.start, rows.keys.start
         largest, second, at = fn.top_two(pattern)
         target = at + first
-        queries = torch.arange(start, rows.queries.stop, device=pattern.device)
         inserted = rows.batch.inserted[:, rows.keys].to(pattern.dtype)
         made = {
             "target": target,
-            "self_share": target == queries,
-            "first_share": target == 0,
-            "previous_share": target == queries - 1,
             "self_mass": self_attention(pattern, start, first),
-            "first_mass": pattern[..., 0] if first == 0 else torch.zeros_like(largest),
             "previous_mass": fn.looking_back(pattern, 1, start, first)[0],
             "duplicate_mass": _repeated_mass(rows, 0),
             "induction_mass": _repeated_mass(rows, 1),
@@ -154,6 +149,8 @@ class AttentionFocus(AnalysisBase):
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, start, first),
         }
+        if first == 0:
+            made["first_mass"] = pattern[..., 0]
         before, beyond = inserted_span(rows.batch)
         # Heads and queries in one product: one product per head is five times as slow.
         if before < rows.keys.stop and beyond > first:
@@ -165,22 +162,38 @@ class AttentionFocus(AnalysisBase):
         if self.half_mass:
             made["half_mass_keys"] = fn.half_mass_keys(pattern)
         for name, value in made.items():
-            sums[name][..., rows.queries] = value.to(sums[name].dtype)
+            sums[name][..., rows.queries] = value
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment that see at least two keys."""
-        seen = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
-        several = (batch.real & (seen >= 2))[:, None]
-        each = {name: value for name, value in sums.items() if name != "target"}
-        each["entropy_share"] = sums["entropy"] / seen.clamp(min=2).log()[:, None].float()
-        each = {name: value.masked_fill(~several, torch.nan) for name, value in each.items()}
-        for name, after in (("duplicate_mass", 0), ("induction_mass", 1)):
-            each[name] = each[name].masked_fill(_no_repeat(batch, after)[:, None], torch.nan)
-        means = segment_means(each, batch.members())
+        seen = _seen_keys(batch, window)
+        target = sums["target"]
+        queries = torch.arange(batch.tokens.shape[1], device=target.device)
+        per_query = {name: value for name, value in sums.items() if name != "target"}
+        per_query["self_share"] = (target == queries).to(target.dtype)
+        per_query["first_share"] = (target == 0).to(target.dtype)
+        per_query["previous_share"] = (target == queries - 1).to(target.dtype)
+        per_query["entropy_share"] = sums["entropy"] / seen.clamp(min=2).log()[:, None].float()
+
+        several = batch.real & (seen >= 2)
+        counted = dict.fromkeys(per_query, several)
+        counted["duplicate_mass"] = several & ~_no_repeat(batch, 0)
+        counted["induction_mass"] = several & ~_no_repeat(batch, 1)
+        means = counted_means(per_query, counted, batch.members())
         if not self.per_query:
             return means
-        each["target"] = sums["target"].masked_fill(~several, torch.nan)
-        return means | {f"{name}_at": value for name, value in each.items()}
+        per_query["target"] = target
+        counted["target"] = several
+        return means | {
+            f"{name}_at": value.masked_fill(~counted[name][:, None], torch.nan)
+            for name, value in per_query.items()
+        }
+
+
+@lru_cache(maxsize=4)  # shared by the layers of a batch
+def _seen_keys(batch: Batch, window: int | None) -> Float[Tensor, "batch query"]:
+    """The number of keys that each query sees."""
+    return visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
 
 
 def _repeated_mass(rows: AttentionRows, after: int) -> Float[Tensor, "batch head query"]:

@@ -24,6 +24,7 @@ from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import received as fn
 from mechattn.functional.attention import for_each_head
+from mechattn.functional.budget import masses_of_rows
 from mechattn.prompts.token_sequences import Batch, Pairs, Sequence, pad_right, pairs_of
 
 Queries = Literal["original", "all", "question", "answer"]
@@ -96,7 +97,8 @@ class ReceivedAttention(AnalysisBase):
         """Zero column sums, self-attention, and sums over groups of keys."""
         sums = zeros(batch, heads, "columns", "own")
         if self.queries != "all":
-            sums |= zeros(batch, heads, "by_query", last=(_GROUPS,))
+            shape = (len(batch.rows), _GROUPS, heads, batch.tokens.shape[1])
+            sums["by_query"] = torch.zeros(shape, device=batch.tokens.device)
         return sums
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
@@ -107,8 +109,8 @@ class ReceivedAttention(AnalysisBase):
             fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
         )
         if "by_query" in sums:
-            groups = _key_groups(self, rows.batch, rows.window)[:, None, rows.keys]
-            sums["by_query"][:, :, rows.queries] += rows.pattern @ groups
+            groups = _key_groups(self, rows.batch, rows.window)[..., rows.keys]
+            sums["by_query"][..., rows.queries] = masses_of_rows(rows.pattern, groups)
 
     def add_whole(self, sums: Sums, whole: WholeAttention) -> None:
         """The same from a fused kernel."""
@@ -117,7 +119,10 @@ class ReceivedAttention(AnalysisBase):
         sums["own"].add_(whole.fused.own)
         if "by_query" in sums:
             groups = _key_groups(self, whole.batch, whole.window)
-            sums["by_query"].add_(whole.fused.query_sums(groups))
+            by_query = whole.fused.query_sums(groups.mT)
+            sums["by_query"].add_(
+                rearrange(by_query, "batch head query group -> batch group head query")
+            )
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
@@ -173,11 +178,11 @@ def _weights(
 @lru_cache(maxsize=4)
 def _key_groups(
     analysis: ReceivedAttention, batch: Batch, window: int | None
-) -> Float[Tensor, "batch key group"]:
+) -> Float[Tensor, "batch group key"]:
     """Groups of keys: by their weights in received attention by segment, in mass, and the inserted tokens."""
     _, by_segment, mass = _weights(analysis, batch, window)
-    inserted = batch.inserted[..., None].to(mass.dtype)
-    return torch.cat([by_segment.nan_to_num(), mass.nan_to_num(), inserted], -1)
+    inserted = batch.inserted[:, None].to(mass.dtype)
+    return torch.cat([by_segment.mT.nan_to_num(), mass.mT.nan_to_num(), inserted], 1)
 
 
 @lru_cache(maxsize=4)  # its pairs are made on the CPU
@@ -200,19 +205,17 @@ def _diluted(
     pairs, comparable = _pairs(batch)
     baseline = pairs.baseline
     originals = pairs.place.shape[1]
-    left = 1 - sums["by_query"][..., -1]  # of each query's attention, by the inserted tokens
+    left = 1 - sums["by_query"][:, -1]  # of each query's attention, by the inserted tokens
     counts = pairs.original & _counted(analysis.queries, batch).gather(1, pairs.place)
     place = pairs.place[:, None].expand(-1, left.shape[1], -1)
     left = left.gather(2, place) * counts[:, None]  # by the position in the baseline
 
-    rows = sums["by_query"][baseline, :, :originals, :-1]
-    received, mass = (left[:, :, None] @ rows).squeeze(2).chunk(2, -1)
+    rows = sums["by_query"][baseline, :-1, :, :originals]
+    received, mass = torch.einsum("bhq,bghq->bhg", left, rows).chunk(2, -1)
     if not analysis.include_self:
         own = left * sums["own"][baseline, :, :originals]
-        received = (
-            received
-            - own @ _key_groups(analysis, batch, window)[baseline, :originals, : len(SEGMENTS)]
-        )
+        weights = _key_groups(analysis, batch, window)[baseline, : len(SEGMENTS), :originals]
+        received = received - own @ weights.mT
     diluted = {"received_by_segment": received, "mass_by_segment": mass}
     values = {}
     for name, value in diluted.items():

@@ -15,7 +15,7 @@ Squares = Float[Tensor, "*batch query key"]
 PerQuery = Float[Tensor, "*batch query"]
 PerHead = Float[Tensor, "batch head query"]
 Places = Int[Tensor, " place"]
-_CHUNK = 64  # keys
+_CHUNK = 32  # keys
 # Elements; beyond this the logarithms leave the CPU's cache, which is four times as slow.
 _PIECE = 2**18
 
