@@ -237,7 +237,7 @@ def massive(
         median = _median(size)
         largest = size.amax(-1)
         bound = torch.maximum(ratio * median, median.new_tensor(least))
-        counts.append((size > bound).sum().float())
+        counts.append(torch.count_nonzero(size > bound).float())
         ratios.append(largest.max() / median)
         positions.append(largest.argmax().float())
     return {
