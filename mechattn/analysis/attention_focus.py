@@ -27,8 +27,8 @@ from mechattn.errors import OptionError
 from mechattn.functional import focus as fn
 from mechattn.functional.attention import BLOCK, centred, ranked_target
 from mechattn.functional.received import (
-    counted_means,
     segment_mean,
+    segment_means,
     self_attention,
     visible_counts,
 )
@@ -167,27 +167,22 @@ class AttentionFocus(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment that see at least two keys."""
         seen = _seen_keys(batch, window)
+        several = (batch.real & (seen >= 2))[:, None]
+        queries = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         target = sums["target"]
-        queries = torch.arange(batch.tokens.shape[1], device=target.device)
-        per_query = {name: value for name, value in sums.items() if name != "target"}
-        per_query["self_share"] = (target == queries).to(target.dtype)
-        per_query["first_share"] = (target == 0).to(target.dtype)
-        per_query["previous_share"] = (target == queries - 1).to(target.dtype)
-        per_query["entropy_share"] = sums["entropy"] / seen.clamp(min=2).log()[:, None].float()
-
-        several = batch.real & (seen >= 2)
-        counted = dict.fromkeys(per_query, several)
-        counted["duplicate_mass"] = several & ~_no_repeat(batch, 0)
-        counted["induction_mass"] = several & ~_no_repeat(batch, 1)
-        means = counted_means(per_query, counted, batch.members())
+        each = {name: value for name, value in sums.items() if name != "target"}
+        each["self_share"] = (target == queries).float()
+        each["first_share"] = (target == 0).float()
+        each["previous_share"] = (target == queries - 1).float()
+        each["entropy_share"] = sums["entropy"] / seen.clamp(min=2).log()[:, None].float()
+        each = {name: value.masked_fill(~several, torch.nan) for name, value in each.items()}
+        for name, after in (("duplicate_mass", 0), ("induction_mass", 1)):
+            each[name] = each[name].masked_fill(_no_repeat(batch, after)[:, None], torch.nan)
+        means = segment_means(each, batch.members())
         if not self.per_query:
             return means
-        per_query["target"] = target
-        counted["target"] = several
-        return means | {
-            f"{name}_at": value.masked_fill(~counted[name][:, None], torch.nan)
-            for name, value in per_query.items()
-        }
+        each["target"] = target.masked_fill(~several, torch.nan)
+        return means | {f"{name}_at": value for name, value in each.items()}
 
 
 @lru_cache(maxsize=4)  # shared by the layers of a batch

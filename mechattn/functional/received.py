@@ -126,27 +126,6 @@ def segment_means(
     return dict(zip(quantities, means, strict=True))
 
 
-def counted_means(
-    quantities: Mapping[str, PerKey],
-    counted: Mapping[str, Marked],
-    member: Bool[Tensor, "batch segment key"],
-) -> dict[str, Float[Tensor, "batch head segment"]]:
-    """Mean of each quantity over its counted positions in each segment; NaN for a segment without any.
-
-    Quantities that count the same positions, the same tensor, are averaged in one product.
-    """
-    by_counted: dict[int, list[str]] = {}
-    for name in quantities:
-        by_counted.setdefault(id(counted[name]), []).append(name)
-    means = {}
-    for names in by_counted.values():
-        weights = (member & counted[names[0]][:, None]).float().mT
-        stacked = torch.cat([quantities[name] for name in names], 1)
-        averages = (stacked @ weights.to(stacked.dtype)) / weights.sum(1, keepdim=True)
-        means |= dict(zip(names, averages.chunk(len(names), 1), strict=True))
-    return {name: means[name] for name in quantities}
-
-
 def near_band(
     pattern: Pattern, gap: int, first_query: int = 0, first_key: int = 0
 ) -> Float[Tensor, "batch head query {gap}"]:

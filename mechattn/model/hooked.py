@@ -16,7 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mechattn.errors import warn
 
 if TYPE_CHECKING:
-    from mechattn.model.rotary_positions import KnownRotations
     from mechattn.model.verify.verification import Check, Report
 
 
@@ -97,8 +96,8 @@ class ModelFacts:
     streaming: Check | None = (
         None  # whether row blocks give the hooks' numbers; None if not tried yet
     )
-    # By layers: how they rotate queries and keys.
-    rotations: dict[tuple[int, ...], KnownRotations] = field(default_factory=dict)
+    # By layers and rotary frequencies: how the layers rotate queries and keys, and why that is unknown.
+    rotations: dict[Any, tuple[dict[int, Any], str]] = field(default_factory=dict)
     hashed: tuple[object, str] | None = None  # what was hashed of the weights, and the last hash
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 

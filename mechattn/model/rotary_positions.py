@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,25 +33,10 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, R
     """
     frequencies = _frequencies(model)
     facts = facts_of(model) or ModelFacts()
-    known = facts.rotations.get(tuple(layers))
-    if known is None or not _are_equal(known.frequencies, frequencies):
-        rotations, why_unknown = _tried_rotations(model, layers, frequencies)
-        known = KnownRotations(frequencies, rotations, why_unknown)
-        facts.rotations[tuple(layers)] = known
-    return dict(known.rotations), known.why_unknown
-
-
-@dataclass(frozen=True)
-class KnownRotations:
-    """The rotations of some layers, and the frequencies that the model had when they were tried."""
-
-    frequencies: Sequence[Float[Tensor, " pair"]]
-    rotations: Mapping[int, Rotation]
-    why_unknown: str
-
-
-def _are_equal(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
-    return len(before) == len(now) and all(map(torch.equal, before, now))
+    key = (*layers, *(of_pairs.numpy().tobytes() for of_pairs in frequencies))
+    if key not in facts.rotations:
+        facts.rotations[key] = _tried_rotations(model, layers, frequencies)
+    return facts.rotations[key]
 
 
 def _tried_rotations(

@@ -40,9 +40,6 @@ class Moments:
     def of(cls, values: np.ndarray) -> Moments:
         """Moments of observations stacked along the first axis; NaN marks an absent observation."""
         present = ~np.isnan(values)
-        if len(values) == 1:  # as in the batches of a long prompt
-            mean = np.where(present[0], values[0], 0).astype(np.float64)
-            return cls(present[0].astype(np.float64), mean, np.zeros_like(mean))
         n = present.sum(axis=0).astype(np.float64)
         filled = np.where(present, values, 0).astype(np.float64)
         mean = np.divide(filled.sum(axis=0), n, out=np.zeros(n.shape), where=n > 0)
