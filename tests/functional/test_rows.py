@@ -171,3 +171,29 @@ def test_cut_edges_against_the_square(block):
     torch.testing.assert_close(out, expected @ v.repeat_interleave(2, 1), atol=1e-12, rtol=0)
     assert (blind & keys).any()
     assert (before - expected).abs().max() > 0.05
+
+
+def test_some_queries_have_the_rows_of_all():
+    q, k, v = random_qkv(2, 4, 2, 130, 8)
+    attention = Attention(q, k, v, 0.3, window=50)
+    pattern, out = in_blocks(q, k, v, 0.3, window=50)
+    some = torch.full_like(pattern, torch.nan)
+
+    def see(rows):
+        some[:, :, rows.queries] = 0.0
+        some[:, :, rows.queries, rows.keys] = rows.pattern
+
+    queries = slice(37, 121)
+    some_out = attention_by_rows(attention, see, queries_of=queries)
+    torch.testing.assert_close(some[:, :, queries], pattern[:, :, queries])
+    torch.testing.assert_close(some_out[:, :, queries], out[:, :, queries])
+    assert some[:, :, : queries.start].isnan().all()
+    assert some[:, :, queries.stop :].isnan().all()
+
+
+def test_rows_need_no_values():
+    q, k, v = random_qkv(2, 4, 2, 70, 8)
+    pattern, _ = in_blocks(q, k, v, 0.3)
+    same, out = in_blocks(q, k, v[..., :0], 0.3)
+    torch.testing.assert_close(same, pattern)
+    assert out.shape == (2, 4, 70, 0)

@@ -9,6 +9,8 @@ import mechattn as ma
 from experiments.real.budget_oracle import largest_differences, oracle
 from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from mechattn.model.hooked import original_of
+from mechattn.model.rotary_positions import rotations_of
 from mechattn.prompts.token_sequences import baseline_sequence
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -95,6 +97,18 @@ def test_identities(name, budgets):
 def test_kept_positions_leave_no_distance(budgets):
     distance = budgets("toy:llama").by_cause.sel(condition="unshifted", cause="distance")
     np.testing.assert_allclose(distance.fillna(0), 0, rtol=0, atol=1e-6)
+
+
+def test_rotations_are_found_again_when_the_frequencies_change():
+    model = ma.load_model("toy:llama", verify=False)
+    before, _ = rotations_of(model, [0])
+    again, _ = rotations_of(model, [0])
+    assert again[0] is before[0]
+    for name, buffer in original_of(model).named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.mul_(0.5)
+    after, _ = rotations_of(model, [0])
+    torch.testing.assert_close(after[0].frequencies, before[0].frequencies / 2)
 
 
 def test_learned_positions_are_one_cause_with_the_hidden_states(shared):
