@@ -112,8 +112,8 @@ class AttentionBudget(AnalysisBase):
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store the masses of these queries; with a layer's first block, also what would be without some causes."""
-        first, beyond = _question_span(rows.batch)
-        if first < rows.queries.stop and rows.queries.start < beyond:
+        question = _question_span(rows.batch)
+        if question.start < rows.queries.stop and rows.queries.start < question.stop:
             members = _members(rows.batch)[..., rows.keys]
             sums["masses"][..., rows.queries] = fn.masses_of_rows(rows.pattern, members)
         if "moved" not in sums and isinstance(rows.attention, Attention) and not rows.null:
@@ -129,7 +129,7 @@ class AttentionBudget(AnalysisBase):
             rotation = self.rotations.get(layer, fn.NO_ROTATION)
             baseline = _baseline_rows(batch)[longer]
             turns = _turns(batch, rotation)
-            queries = slice(*_question_span_of_longer(batch))
+            queries = _question_span_of_longer(batch)
             attention = fn.before_hidden_states(
                 attention, longer, baseline, batch.origin[longer], rotation, turns, queries
             )
@@ -149,7 +149,7 @@ class AttentionBudget(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the question's queries, and their differences from the baseline of the same prompt."""
         baseline = _baseline_rows(batch)
-        queries = slice(*_question_span(batch))
+        queries = _question_span(batch)
         weights = _question_weights(batch)[..., queries]
         masses = sums["masses"]
         attention = fn.mean_over_queries(masses[..., queries], weights)
@@ -201,18 +201,20 @@ def _members(batch: Batch) -> Float[Tensor, "batch segment pos"]:
 
 
 @lru_cache(maxsize=4)
-def _question_span(batch: Batch) -> tuple[int, int]:
-    """The first position where any row has a question token, and the position after the last."""
-    places = batch.of_segment("question").any(0).nonzero().flatten().tolist()
-    return (places[0], places[-1] + 1) if places else (0, 0)
+def _question_span(batch: Batch) -> slice:
+    """The positions from the first where any row has a question token to the last."""
+    return _span(batch.of_segment("question"))
 
 
 @lru_cache(maxsize=4)
-def _question_span_of_longer(batch: Batch) -> tuple[int, int]:
+def _question_span_of_longer(batch: Batch) -> slice:
     """The same for the rows that are not a baseline."""
-    is_question = batch.of_segment("question")[_longer_rows(batch)]
-    places = is_question.any(0).nonzero().flatten().tolist()
-    return (places[0], places[-1] + 1)
+    return _span(batch.of_segment("question")[_longer_rows(batch)])
+
+
+def _span(marked: Bool[Tensor, "batch pos"]) -> slice:
+    places = marked.any(0).nonzero()
+    return slice(int(places[0]), int(places[-1]) + 1)
 
 
 @lru_cache(maxsize=4)

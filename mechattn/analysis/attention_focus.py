@@ -26,6 +26,7 @@ from mechattn.analysis.analysis import (
 from mechattn.errors import OptionError
 from mechattn.functional import focus as fn
 from mechattn.functional.attention import BLOCK, centred, ranked_target
+from mechattn.functional.budget import masses_of_rows
 from mechattn.functional.received import (
     segment_mean,
     segment_means,
@@ -152,13 +153,8 @@ class AttentionFocus(AnalysisBase):
         if first == 0:
             made["first_mass"] = pattern[..., 0]
         before, beyond = inserted_span(rows.batch)
-        # Heads and queries in one product: one product per head is five times as slow.
         if before < rows.keys.stop and beyond > first:
-            rows_of_all = rearrange(pattern, "batch head query key -> batch (head query) key")
-            mass = torch.bmm(rows_of_all, inserted[..., None])
-            made["inserted_mass"] = rearrange(
-                mass, "batch (head query) 1 -> batch head query", head=pattern.shape[1]
-            )
+            made["inserted_mass"] = masses_of_rows(pattern, inserted[:, None])[:, 0]
         if self.half_mass:
             made["half_mass_keys"] = fn.half_mass_keys(pattern)
         for name, value in made.items():
@@ -166,7 +162,7 @@ class AttentionFocus(AnalysisBase):
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment that see at least two keys."""
-        seen = _seen_keys(batch, window)
+        seen = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
         several = (batch.real & (seen >= 2))[:, None]
         queries = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         target = sums["target"]
@@ -183,12 +179,6 @@ class AttentionFocus(AnalysisBase):
             return means
         each["target"] = target.masked_fill(~several, torch.nan)
         return means | {f"{name}_at": value for name, value in each.items()}
-
-
-@lru_cache(maxsize=4)  # shared by the layers of a batch
-def _seen_keys(batch: Batch, window: int | None) -> Float[Tensor, "batch query"]:
-    """The number of keys that each query sees."""
-    return visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
 
 
 def _repeated_mass(rows: AttentionRows, after: int) -> Float[Tensor, "batch head query"]:

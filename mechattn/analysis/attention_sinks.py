@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -232,7 +231,7 @@ class AttentionSinks(AnalysisBase):
 
     def _of_keys(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """α of every key, which keys are sinks, and the strongest inserted key."""
-        seeing = _seeing(batch, window)
+        seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
         alpha = fn.received_attention(sums["columns"], seeing * batch.real)
         enough = (seeing >= self.least_queries) & batch.real
         among = alpha.masked_fill(~enough[:, None], -1.0)
@@ -281,24 +280,13 @@ class AttentionSinks(AnalysisBase):
 
     def _vertical(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Attention from distant queries to each key, and its kurtosis over keys."""
-        distant = _distant(batch, window, self.gap)
+        seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
+        distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
         far = batch.real & (distant > 0)
         near = fn.near_sums(sums["near"], batch.real)
         score = (sums["columns"] - near) / distant.clamp(min=1)[:, None]
         shown = score.masked_fill(~far[:, None], torch.nan)
         return {"vertical": shown, "vertical_kurtosis": fn.kurtosis_over_keys(score, far)}
-
-
-@lru_cache(maxsize=4)  # shared by the layers of a batch
-def _seeing(batch: Batch, window: int | None) -> Float[Tensor, "batch key"]:
-    """The number of queries that see each key, its own included."""
-    return fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
-
-
-@lru_cache(maxsize=4)
-def _distant(batch: Batch, window: int | None, gap: int) -> Float[Tensor, "batch key"]:
-    """The number of queries at least ``gap`` positions later that see each key."""
-    return _seeing(batch, window) - fn.near_queries(batch.real, gap, window, batch.edge_mask)
 
 
 def _mean(

@@ -120,9 +120,7 @@ class ReceivedAttention(AnalysisBase):
         if "by_query" in sums:
             groups = _key_groups(self, whole.batch, whole.window)
             by_query = whole.fused.query_sums(groups.mT)
-            sums["by_query"].add_(
-                rearrange(by_query, "batch head query group -> batch group head query")
-            )
+            sums["by_query"].add_(by_query.permute(0, 3, 1, 2))
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""

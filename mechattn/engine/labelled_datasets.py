@@ -39,15 +39,6 @@ MOMENTS = ("", "_variance", "_n")
 _OUTER = ("prompt", "condition", "layer")  # the dimensions of every quantity, before its own
 
 
-# A row's number of tokens, the positions of its original tokens, and their positions in the baseline.
-_Places = tuple[int, np.ndarray, np.ndarray]
-
-
-def _places(origin: np.ndarray) -> _Places:
-    original = np.flatnonzero(origin >= 0)
-    return int((origin > PADDING).sum()), original, origin[original]
-
-
 class Collector:
     """Collects the values of one analysis by batch and layer, and makes a dataset of them."""
 
@@ -73,23 +64,18 @@ class Collector:
         conditions = np.array(
             [self.coords["condition"].index(condition) for _, condition in batch.rows]
         )
-        rows_of_condition = {
-            condition: np.flatnonzero(conditions == condition)
-            for condition in np.unique(conditions).tolist()
-        }
-        places = [_places(origin) for origin in batch.origin.numpy()]
         for layer, of_layer in values.items():
             at_layer = self.coords["layer"].index(layer)
             for name, value in of_layer.items():
                 per_key = "key" in self.quantities[name].dims
                 made = (
-                    self._by_position(name, value.numpy(), places)
+                    self._by_position(name, value.numpy(), batch)
                     if per_key
                     else {name: value.numpy()}
                 )
                 for variable, array in made.items():
                     if per_key and self.positions != "prompts":
-                        self._merge(variable, array, rows_of_condition, at_layer)
+                        self._merge(variable, array, conditions, at_layer)
                         continue
                     if variable not in self._values:
                         shape = (*(len(self.coords[dim]) for dim in _OUTER), *array.shape[1:])
@@ -97,30 +83,23 @@ class Collector:
                         self._values[variable] = np.full(shape, np.nan, dtype=dtype)
                     self._values[variable][prompts, conditions, at_layer] = array
 
-    def _by_position(
-        self, name: str, array: np.ndarray, places: Seq[_Places]
-    ) -> dict[str, np.ndarray]:
+    def _by_position(self, name: str, array: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
         """Values of each position, and in the order of the baseline's tokens; NaN where a sequence has none."""
         dtype = np.promote_types(array.dtype, np.float32)
         here, by_origin = (
             np.full((*array.shape[:-1], width), np.nan, dtype) for width in self.widths.values()
         )
-        for row, (length, original, origin) in enumerate(places):
+        for row, origin in enumerate(batch.origin.numpy()):
+            length = np.count_nonzero(origin > PADDING)
+            original = np.flatnonzero(origin >= 0)
             here[row, ..., :length] = array[row, ..., :length]
-            by_origin[row][..., origin] = array[row][..., original]
+            by_origin[row][..., origin[original]] = array[row][..., original]
         return {name: here, name + BY_ORIGIN: by_origin}
 
-    def _merge(
-        self,
-        variable: str,
-        array: np.ndarray,
-        rows_of_condition: Mapping[int, np.ndarray],
-        layer: int,
-    ) -> None:
+    def _merge(self, variable: str, array: np.ndarray, conditions: np.ndarray, layer: int) -> None:
         """Reduce this batch's rows to moments, condition by condition."""
-        for condition, rows in rows_of_condition.items():
-            new = Moments.of(array[rows])
-            key = (variable, condition, layer)
+        for condition in np.unique(conditions).tolist():
+            new, key = Moments.of(array[conditions == condition]), (variable, condition, layer)
             self._moments[key] = self._moments[key].merge(new) if key in self._moments else new
 
     def dataset(self) -> xr.Dataset:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -87,7 +86,7 @@ def before_hidden_states(
     # Without values: rows alone are asked for.
     own = replace(attention, v=attention.k[..., :0]).of(longer)
 
-    def of_baseline(x: Float[Tensor, "batch some_head pos d_head"], positions: slice) -> Tensor:
+    def of_baseline(x: Tensor, positions: slice) -> Tensor:
         index = origin[:, None, positions, None].clamp(min=0)
         original = x[baseline].gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])).to(wide)
         cos, sin = turns
@@ -103,11 +102,8 @@ def before_hidden_states(
 def masses_of_rows(pattern: Pattern, members: Members) -> Masses:
     """``mass[s, q] = Σ_{k in s} A[q, k]`` of a block of rows."""
     # Heads and queries in one product, and the few segments as its rows: other ways are several times as slow.
-    all_rows = rearrange(pattern, "batch head query key -> batch (head query) key")
-    masses = torch.bmm(members.to(pattern.dtype), all_rows.mT)
-    return rearrange(
-        masses, "batch segment (head query) -> batch segment head query", head=pattern.shape[1]
-    )
+    masses = torch.bmm(members.to(pattern.dtype), pattern.flatten(1, 2).mT)
+    return masses.unflatten(-1, pattern.shape[1:3])
 
 
 def segment_masses(attention: Attention, members: Members, queries: slice) -> Masses:

@@ -145,7 +145,7 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
 
 
 # Alive as long as an analysis holds them, so that those of one run share a layer's factor.
-_factors: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
+_factors: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
 
 
 def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
@@ -153,10 +153,8 @@ def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
 
     A QR decomposition costs about as much as ten tokens in a forward pass.
     """
-    # Weights can change without a new version, so some of them are compared too.
-    some_weights = w_o[:, ::32, ::128].flatten().tolist()
-    version = 0 if w_o.is_inference() else w_o._version
-    key = (w_o.data_ptr(), w_o.shape, w_o.dtype, version, *some_weights)
+    # An address may be used again for other weights.
+    key = (w_o.data_ptr(), w_o.shape, *w_o[:, ::32, ::128].flatten().tolist())
     factor = _factors.get(key)
     if factor is None:
         factor = output_factor(wide(w_o))

@@ -97,7 +97,7 @@ class ModelFacts:
         None  # whether row blocks give the hooks' numbers; None if not tried yet
     )
     # By layers and rotary frequencies: how the layers rotate queries and keys, and why that is unknown.
-    rotations: dict[Any, tuple[dict[int, Any], str]] = field(default_factory=dict)
+    rotations: dict[Any, Any] = field(default_factory=dict)
     hashed: tuple[object, str] | None = None  # what was hashed of the weights, and the last hash
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 

@@ -33,14 +33,14 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, R
     """
     frequencies = _frequencies(model)
     facts = facts_of(model) or ModelFacts()
-    key = (*layers, *(of_pairs.numpy().tobytes() for of_pairs in frequencies))
+    key = (*layers, *frequencies)
     if key not in facts.rotations:
-        facts.rotations[key] = _tried_rotations(model, layers, frequencies)
+        facts.rotations[key] = _tried_rotations(model, layers, [*frequencies.values()])
     return facts.rotations[key]
 
 
 def _tried_rotations(
-    model: HookedModel, layers: Sequence[int], frequencies: Sequence[Float[Tensor, " pair"]]
+    model: HookedModel, layers: Sequence[int], frequencies: Sequence[Tensor]
 ) -> tuple[dict[int, Rotation], str]:
     if reason := why_not(model):
         return {}, reason
@@ -99,20 +99,17 @@ def _attentions(
     return seen
 
 
-def _frequencies(model: HookedModel) -> list[Float[Tensor, " pair"]]:
-    """The different rotary frequencies in the model's buffers, on the CPU."""
-    distinct: list[Tensor] = []
+def _frequencies(model: HookedModel) -> dict[Any, Tensor]:
+    """The different rotary frequencies in the model's buffers, on the CPU, by their numbers."""
+    frequencies = {}
     owner: Any = original_of(model) or model
     for name, buffer in owner.named_buffers():
-        if not name.endswith("inv_freq"):
-            continue
-        frequencies = buffer.detach().cpu()
-        if not any(torch.equal(frequencies, known) for known in distinct):
-            distinct.append(frequencies.clone())
-    return distinct
+        if name.endswith("inv_freq"):
+            frequencies[tuple(buffer.tolist())] = buffer.detach().cpu().clone()
+    return frequencies
 
 
-def _candidates(frequencies: Sequence[Float[Tensor, " pair"]], width: int) -> Iterator[Rotation]:
+def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]:
     """No rotation, and for all frequencies the ways in which models use them."""
     yield NO_ROTATION
     for of_pairs in frequencies:
