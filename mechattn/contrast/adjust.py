@@ -25,19 +25,19 @@ _OF_TABLE = ("q_beyond", "q_difference", "q_same", "p_family")
 def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
     """Stack several tables of ``Result.compare``, with q-values over all of their tests together.
 
-    ``q = `` Benjamini-Hochberg over the p-values of what each table tests: ``q_beyond`` of a row with a null,
-    ``q_difference`` of one without. If an effect was searched for in several results, conditions or quantities, each
-    row of each table was a chance to find it.
+    ``q = `` Benjamini-Hochberg over the p-values of what each table tests: ``q_beyond`` of a row
+    with a null, ``q_difference`` of one without. If an effect was searched for in several results,
+    conditions or quantities, each row of each table was a chance to find it.
 
     Args:
         tables: Tables from ``Result.compare``, or from ``Evaluation.comparisons``, at least one.
 
     Returns:
-        The rows of all tables. New first columns: table (from 0, in the order given), models, condition, to, quantity
-        and segment. ``q_beyond``, ``q_difference`` and ``q_random`` are over all tables; the original ones are
-        ``q_beyond_of_table``, ``q_difference_of_table``, ``q_same_of_table`` and ``p_family_of_table``. ``attrs`` state
-        the family, each table's own attributes ("tables") and the smallest q that a single test can reach
-        ("smallest_q_alone").
+        The rows of all tables. New first columns: table (from 0, in the order given), models,
+        condition, to, quantity and segment. ``q_beyond``, ``q_difference`` and ``q_random`` are
+        over all tables; the original ones are ``q_beyond_of_table``, ``q_difference_of_table``,
+        ``q_same_of_table`` and ``p_family_of_table``. ``attrs`` state the family, each table's own
+        attributes ("tables") and the smallest q that a single test can reach ("smallest_q_alone").
 
     Raises:
         OptionError: There are no tables, one has no p-values, or one is given twice.
@@ -45,46 +45,54 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
     Source: Benjamini and Hochberg 1995.
     """
     tables = _checked(tables)
-    parts = []
-    for number, table in enumerate(tables):
-        about = {"table": number} | {
-            name: table.get(name, table.attrs.get(name, "")) for name in _ABOUT
-        }
-        part = table.drop(columns=[name for name in about if name in table])
-        part = part.rename(columns={name: f"{name}_of_table" for name in _OF_TABLE})
-        part = part.assign(**about)[[*about, *part.columns]]
-        part.attrs = {}
-        parts.append(part)
-    made = by_head(pd.concat(parts, ignore_index=True))
-    null = made.get("p_beyond", made.p_difference * np.nan).notna().to_numpy()
-    p = np.where(null, made.get("p_beyond"), made.p_difference).astype(
-        np.float64
-    )  # of what is tested
-    q, q_difference = (
-        false_discovery(p),
-        false_discovery(made.p_difference.to_numpy(dtype=np.float64)),
-    )
-    if null.any():
-        made.insert(made.columns.get_loc("p_beyond") + 1, "q_beyond", np.where(null, q, np.nan))
-    made.insert(
-        made.columns.get_loc("p_difference") + 1, "q_difference", np.where(null, q_difference, q)
-    )
-    if "p_random" in made:
-        others = sum(table.attrs.get("tests_random", len(table)) - len(table) for table in tables)
-        both = np.concatenate(
-            [np.maximum(p, made.p_random), np.ones(others)]
-        )  # heads that were not chosen
-        made["q_random"] = false_discovery(both)[: len(made)]
+    stacked = by_head(pd.concat(map(_numbered, range(len(tables)), tables), ignore_index=True))
+    p_difference = stacked.p_difference.to_numpy(dtype=np.float64)
+    has_null = np.zeros(len(stacked), dtype=bool)
+    p_tested = p_difference
+    if "p_beyond" in stacked:
+        p_beyond = stacked.p_beyond.to_numpy(dtype=np.float64)
+        has_null = ~np.isnan(p_beyond)
+        p_tested = np.where(has_null, p_beyond, p_difference)
+    q_tested = false_discovery(p_tested)
+    q_difference = np.where(has_null, false_discovery(p_difference), q_tested)
+    if has_null.any():
+        after_p = stacked.columns.get_loc("p_beyond") + 1
+        stacked.insert(after_p, "q_beyond", np.where(has_null, q_tested, np.nan))
+    stacked.insert(stacked.columns.get_loc("p_difference") + 1, "q_difference", q_difference)
+
     sizes = [len(table) for table in tables]
-    smallest = [
+    if "p_random" in stacked:
+        # Heads that were not chosen were tested too.
+        tests = [table.attrs.get("tests_random", len(table)) for table in tables]
+        unchosen = np.ones(sum(tests) - sum(sizes))
+        p_random = np.concatenate([np.maximum(p_tested, stacked.p_random), unchosen])
+        stacked["q_random"] = false_discovery(p_random)[: len(stacked)]
+
+    smallest_q = [
         table.attrs["smallest_q"] for table in tables if "smallest_q" in table.attrs and len(table)
     ]
-    made.attrs = {
-        "family": f"{sum(sizes)} tests in {len(tables)} tables ({' + '.join(map(str, sizes))})",
+    smallest_q_alone = float("nan")
+    if smallest_q:
+        smallest_q_alone = min(1.0, len(stacked) * min(smallest_q))
+    terms = " + ".join(map(str, sizes))
+    stacked.attrs = {
+        "family": f"{sum(sizes)} tests in {len(tables)} tables ({terms})",
         "tables": [dict(table.attrs) for table in tables],
-        "smallest_q_alone": min(1.0, len(made) * min(smallest)) if smallest else float("nan"),
+        "smallest_q_alone": smallest_q_alone,
     }
-    return made
+    return stacked
+
+
+def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
+    """A table with its number and its question as first columns, and its own q under other names."""
+    labels = {"table": number}
+    for name in _ABOUT:
+        labels[name] = table.get(name, table.attrs.get(name, ""))
+    rest = table.drop(columns=[name for name in labels if name in table])
+    rest = rest.rename(columns={name: f"{name}_of_table" for name in _OF_TABLE})
+    numbered = rest.assign(**labels)[[*labels, *rest.columns]]
+    numbered.attrs = {}
+    return numbered
 
 
 def _checked(tables: Any) -> list[pd.DataFrame]:
@@ -105,13 +113,12 @@ def _checked(tables: Any) -> list[pd.DataFrame]:
             raise OptionError(
                 f"table {number} is already adjusted; give all of the original tables at once"
             )
-        for before in range(number):
-            if tables[before] is table or (
-                tables[before].attrs == table.attrs and tables[before].equals(table)
-            ):
+        for earlier_number, earlier in enumerate(tables[:number]):
+            if earlier is table or (earlier.attrs == table.attrs and earlier.equals(table)):
                 raise OptionError(
-                    f"table {number} is the same as table {before}; give every table once"
+                    f"table {number} is the same as table {earlier_number}; give every table once"
                 )
+    # The tables of an evaluation have one test a row.
     return [
         table if "p_difference" in table else table.rename(columns=_ONE_TEST) for table in tables
     ]

@@ -23,40 +23,43 @@ from mechattn.stats.units import Units
 if TYPE_CHECKING:
     from mechattn.contrast.contrast import Contrast
 
-MARK = (
-    "random: "  # how the provenance of a model with redrawn weights starts its description of them
-)
+# How the provenance of a model with redrawn weights starts its description of them.
+MARK = "random: "
 
 
-def check_random(random: Any, asked: Contrast) -> None:
+def check_random(random: Any, contrast: Contrast) -> None:
     """Refuse results that are too few, not from random models, or from a different run."""
-    result, conditions = asked.result, (asked.condition, asked.to)
-    draws = list(random) if isinstance(random, (list, tuple)) else None
-    if draws is None or not all(hasattr(draw, "provenance") for draw in draws):
+    result = contrast.result
+    conditions = (contrast.condition, contrast.to)
+    is_list = isinstance(random, (list, tuple))
+    if not is_list or not all(hasattr(draw, "provenance") for draw in random):
         raise OptionError(
             "random=…: give a list of results, as ma.run_random(model, prompts, conditions) returns"
         )
+    draws = list(random)
     if len(draws) < FEWEST_DRAWS:
         raise OptionError(
             f"random holds {len(draws)} results; give at least {FEWEST_DRAWS}: run_random(…, draws=3)"
         )
-    if asked.other is not None:
+    if contrast.other is not None:
         raise OptionError(
             "random=… belongs to one model; compare two conditions of one result, without other=…"
         )
     for number, draw in enumerate(draws):
-        if why := _unlike(draw, result, conditions):
+        why = _unlike(draw, result, conditions)
+        if why:
             raise OptionError(
                 f"random[{number}] {why}: run ma.run_random with the model, prompts, conditions, analyses and seed of "
                 "the result"
             )
-    if len(kinds := sorted({_weights(draw).split(",")[0] for draw in draws})) > 1:
+    kinds = sorted({_kind_of_weights(draw) for draw in draws})
+    if len(kinds) > 1:
         raise OptionError(f"random mixes {' and '.join(kinds)}; give draws of one kind at a time")
-    hashes = [
-        r.provenance["model"].get("weights_hash", number)
-        for number, r in enumerate([*draws, result])
-    ]
-    if len(set(hashes)) < len(hashes):
+    hashes = {
+        run.provenance["model"].get("weights_hash", number)
+        for number, run in enumerate([*draws, result])
+    }
+    if len(hashes) <= len(draws):
         raise OptionError(
             "random holds the same weights twice, or those of the result; draw each with another seed, as run_random "
             "does"
@@ -67,70 +70,81 @@ class BesideRandom:
     """Gathers the changes of random models for a table whose layers are processed in blocks."""
 
     def __init__(
-        self, random: Seq[Result], asked: Contrast, units: Units, shown: np.ndarray
+        self, random: Seq[Result], contrast: Contrast, units: Units, unit_indices: np.ndarray
     ) -> None:
-        self.random, self.asked, self.units, self.shown = random, asked, units, shown
+        self.random = random
+        self.contrast = contrast
+        self.units = units
+        self.unit_indices = unit_indices  # of those that the table reports
         self._means: list[np.ndarray] = []
         self._draws: list[np.ndarray] = []
         self._rounding: list[np.ndarray] = []
         self._dims: list[Any] = []
 
-    def see(self, made: Differences) -> None:
+    def see(self, block: Differences) -> None:
         """Add the differences of some layers."""
-        self._means.append(self._mean(made.difference))
-        self._draws.append(np.stack([self._mean(self._change(draw, made)) for draw in self.random]))
-        self._rounding.append(made.rounding(self.units, self.shown))
-        self._dims = list(made.difference.dims[1:])
+        of_draws = [self._mean(self._change(draw, block)) for draw in self.random]
+        self._means.append(self._mean(block.difference))
+        self._draws.append(np.stack(of_draws))
+        self._rounding.append(block.rounding(self.units, self.unit_indices))
+        self._dims = list(block.difference.dims[1:])
 
-    def table(self, table: pd.DataFrame, cells: np.ndarray) -> pd.DataFrame:
-        """Return the table with the columns null_random, random_low, random_high, p_random and q_random."""
-        means, rounding = np.concatenate(self._means), np.concatenate(self._rounding)
+    def table(self, table: pd.DataFrame, mask: np.ndarray) -> pd.DataFrame:
+        """Return the table with the columns null_random, random_low, random_high, p_random and
+        q_random.
+        """
+        means = np.concatenate(self._means)
         draws = np.concatenate(self._draws, axis=1)
-        head = self._dims.index("head") if "head" in self._dims else None
-        found = against_draws(means, draws, head, table.attrs["level"], rounding)
-        both = np.where(
-            np.isnan(found.p), np.nan, 1.0
-        )  # of cells that the other half of the prompts didn't choose
-        both[cells] = np.maximum(table[f"p_{table.attrs['tested']}"], found.p[cells])
-        columns = {
-            "null_random": found.mean[cells],
-            "random_low": found.low[cells],
-            "random_high": found.high[cells],
-        }
-        columns |= {"p_random": found.p[cells], "q_random": false_discovery(both)[cells]}
-        kind = _weights(self.random[0]).removeprefix(MARK).split(",")[0]
-        smallest, tests = 1 / (found.compared + 1), int((~np.isnan(both)).sum())
-        beside = table.assign(**columns)
-        beside.attrs = table.attrs | {
-            "null_random": f"random weights ({kind}): {len(self.random)} draws, {found.compared} heads compared",
-            "smallest_p_random": smallest,
+        rounding = np.concatenate(self._rounding)
+        head_axis = self._dims.index("head") if "head" in self._dims else None
+        beside = against_draws(means, draws, head_axis, table.attrs["level"], rounding)
+
+        # Of cells that the other half of the prompts didn't choose, p is 1.
+        p_both = np.where(np.isnan(beside.p), np.nan, 1.0)
+        p_both[mask] = np.maximum(table[f"p_{table.attrs['tested']}"], beside.p[mask])
+        with_random = table.assign(
+            null_random=beside.mean[mask],
+            random_low=beside.low[mask],
+            random_high=beside.high[mask],
+            p_random=beside.p[mask],
+            q_random=false_discovery(p_both)[mask],
+        )
+        kind = _kind_of_weights(self.random[0]).removeprefix(MARK)
+        count = len(self.random)
+        tests = int((~np.isnan(p_both)).sum())
+        with_random.attrs = table.attrs | {
+            "null_random": f"random weights ({kind}): {count} draws, {beside.compared} heads compared",
+            "smallest_p_random": 1 / (beside.compared + 1),
             "tests_random": tests,
-            "resolution_random": random_words(len(self.random), tests, found.compared),
+            "resolution_random": random_words(count, tests, beside.compared),
         }
-        return beside
+        return with_random
 
     def _mean(self, difference: xr.DataArray) -> np.ndarray:
-        return np.asarray(self.units.means(difference.values)[self.shown].mean(0))
+        of_units = self.units.means(difference.values)[self.unit_indices]
+        return np.asarray(of_units.mean(0))
 
-    def _change(self, draw: Result, made: Differences) -> xr.DataArray:
+    def _change(self, draw: Result, block: Differences) -> xr.DataArray:
         """The differences of a draw in the cells of the result; NaN where the draw has none."""
-        if "layer" in made.difference.dims:
-            layers = variable_of(draw, self.asked.quantity).layer.values
-            draw = part_of(draw, "layer", np.isin(layers, made.difference.layer.values))
-        found = differences(replace(self.asked, result=draw, scale=made.scale, null="uniform"))
-        if not found.cells.any() and found.ours.notnull().any():
-            check_cells(self.asked, made.scale, found.cells.size, found.left_out)
-        return found.difference.reindex_like(made.difference)
+        if "layer" in block.difference.dims:
+            layers = variable_of(draw, self.contrast.quantity).layer.values
+            draw = part_of(draw, "layer", np.isin(layers, block.difference.layer.values))
+        contrast = replace(self.contrast, result=draw, scale=block.scale, null="uniform")
+        of_draw = differences(contrast)
+        if not of_draw.cells.any() and of_draw.ours.notnull().any():
+            check_cells(self.contrast, block.scale, of_draw.cells.size, of_draw.left_out)
+        return of_draw.difference.reindex_like(block.difference)
 
 
 def _unlike(draw: Result, result: Result, conditions: Seq[str]) -> str:
     """How the run of a random model differs from that of the result; empty if it does not."""
-    theirs, ours = (r.provenance["model"] for r in (draw, result))
+    theirs = draw.provenance["model"]
+    ours = result.provenance["model"]
     if not _weights(draw).startswith(MARK):
         return f"comes from {theirs['name']}, whose weights are not random"
-    for part in ("architecture", "layers", "heads", "parameters"):
-        if theirs.get(part) != ours.get(part):
-            return f"comes from another model ({part} {theirs.get(part)}, in the result {ours.get(part)})"
+    for detail in ("architecture", "layers", "heads", "parameters"):
+        if theirs.get(detail) != ours.get(detail):
+            return f"comes from another model ({detail} {theirs.get(detail)}, in the result {ours.get(detail)})"
     if draw.provenance["prompts"]["hash"] != result.provenance["prompts"]["hash"]:
         return "has other prompts"
     for name in conditions:
@@ -138,15 +152,25 @@ def _unlike(draw: Result, result: Result, conditions: Seq[str]) -> str:
             return f"has no condition {name!r}"
         if stored_condition(draw, name) != stored_condition(result, name):
             return f"has a different condition named {name!r}"
-        one, other = (r["sequences"].tokens.sel(condition=name).values for r in (draw, result))
-        width = min(one.shape[-1], other.shape[-1])
-        padded = (one[..., width:] == -2).all() and (
-            other[..., width:] == -2
-        ).all()  # by what else was in a run
-        if not padded or not np.array_equal(one[..., :width], other[..., :width]):
+        if not _same_tokens(draw, result, name):
             return f"read other tokens with {name!r}, so its seed or tokenizer differs"
     return ""
 
 
+def _same_tokens(draw: Result, result: Result, condition: str) -> bool:
+    """Whether two runs read the same tokens; the width of the padding depends on their other
+    conditions.
+    """
+    tokens = draw["sequences"].tokens.sel(condition=condition).values
+    other_tokens = result["sequences"].tokens.sel(condition=condition).values
+    width = min(tokens.shape[-1], other_tokens.shape[-1])
+    is_padding = (tokens[..., width:] == -2).all() and (other_tokens[..., width:] == -2).all()
+    return bool(is_padding) and np.array_equal(tokens[..., :width], other_tokens[..., :width])
+
+
 def _weights(result: Result) -> str:
     return str(result.provenance["model"].get("weights", ""))
+
+
+def _kind_of_weights(result: Result) -> str:
+    return _weights(result).split(",")[0]

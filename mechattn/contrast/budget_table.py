@@ -1,4 +1,6 @@
-"""Who pays for the attention that inserted tokens take, and why: means over prompts with their intervals."""
+"""Who pays for the attention that inserted tokens take, and why: means over prompts with their
+intervals.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ PAYERS = ("question", "inserted", "system", "template", "first", "answer", "chan
 def budget_table(
     result: Result, condition: str | None = None, layer: int | None = None
 ) -> pd.DataFrame:
-    """Return how the question's attention changes, payer by payer and cause by cause, in points of 100.
+    """Return how the question's attention changes, payer by payer and cause by cause, in points of
+    100.
 
-    Each number is the mean over heads, layers and queries of the question, then over prompts, with a 95 % t interval
-    over prompts.
+    Each number is the mean over heads, layers and queries of the question, then over prompts, with
+    a 95 % t interval over prompts.
 
     Args:
         result: A result with ``ma.analyses.AttentionBudget()``.
@@ -33,8 +36,8 @@ def budget_table(
         layer: One layer; all by default.
 
     Returns:
-        A row for each payer: ``baseline``, ``value`` and ``change``; a column for each cause that is known; and the ends
-        of their intervals, such as ``change_low`` and ``mass_high``.
+        A row for each payer: ``baseline``, ``value`` and ``change``; a column for each cause that
+        is known; and the ends of their intervals, such as ``change_low`` and ``mass_high``.
 
     Raises:
         OptionError: The budget was not measured, or there is no such condition or layer.
@@ -45,18 +48,18 @@ def budget_table(
         check_layer(layer, dataset)
         dataset = dataset.sel(layer=[layer])
     changed = dataset.sel(condition=condition)
-    parts = {
+    columns = {
         "baseline": dataset.attention.sel(condition="baseline"),
         "value": changed.attention,
         "change": changed.change,
     }
     for cause in known_causes(result, condition):
-        parts[cause] = changed.by_cause.sel(cause=cause)
+        columns[cause] = changed.by_cause.sel(cause=cause)
 
     rows = []
     for payer in payers(result):
         row: dict[str, object] = {"payer": payer}
-        for name, values in parts.items():
+        for name, values in columns.items():
             interval = overall_mean(result, values.sel(segment=payer))
             row[name] = POINTS * float(interval.estimate)
             row[f"{name}_low"] = POINTS * float(interval.low)
@@ -95,7 +98,9 @@ def payers_and_causes(
 
 
 def by_layer(result: Result, values: xr.DataArray) -> Interval:
-    """Means over heads and prompts of each layer, in points of 100, with 95 % t intervals over prompts."""
+    """Means over heads and prompts of each layer, in points of 100, with 95 % t intervals over
+    prompts.
+    """
     interval = mean_over_prompts(result, values, ["head"])
     return Interval(*(POINTS * np.asarray(end, dtype=np.float64) for end in interval))
 
@@ -108,13 +113,17 @@ def payers(result: Result) -> list[str]:
 
 
 def known_causes(result: Result, condition: str) -> list[str]:
-    """The causes of a condition's changes that are known; none if the engine showed no queries and keys."""
+    """The causes of a condition's changes that are known; none if the engine showed no queries and
+    keys.
+    """
     by_cause = result[NAME].by_cause.sel(condition=condition, segment="question")
     return [cause for cause in CAUSES if bool(np.isfinite(by_cause.sel(cause=cause)).any())]
 
 
 def busiest_layer(result: Result, condition: str) -> int:
-    """The layer in which the question's attention moves most: the sum of what the payers lose and gain."""
+    """The layer in which the question's attention moves most: the sum of what the payers lose and
+    gain.
+    """
     changes = result[NAME].change.sel(condition=condition).mean(["prompt", "head"])
     moved = np.abs(changes).sum("segment").values
     return int(changes.layer.values[moved.argmax()])

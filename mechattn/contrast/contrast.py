@@ -1,11 +1,14 @@
-"""One object for every comparison of two conditions: it carries the question, and answers it in several forms."""
+"""One object for every comparison of two conditions: it carries the question, and answers it in
+several forms.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from math import prod
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,7 +26,8 @@ from mechattn.contrast.differences import (
 from mechattn.contrast.first_token import first_token_words
 from mechattn.contrast.quantities import Null, check_layer, has_dilution, slices, variable_of
 from mechattn.contrast.table import Ranking
-from mechattn.errors import OptionError, check_counts
+from mechattn.contrast.tested import several_tested
+from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.results.result import Result, part_of, units_of
 from mechattn.stats.intervals import FEWEST, Interval, relative_change
 from mechattn.stats.paired import false_discovery
@@ -31,22 +35,23 @@ from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
 from mechattn.stats.resolution import RESAMPLES, Resolution, random_words, resolution
 from mechattn.stats.units import Unit, check_unit
 
-FEWEST_CONDITIONS = (
-    6  # with fewer, the interval is that of a t distribution with 4 degrees of freedom or less
-)
+# With fewer, the interval is that of a t distribution with 4 degrees of freedom or less.
+FEWEST_CONDITIONS = 6
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The change of a quantity between two conditions, over prompts and over all layers and heads.
 
-    ``change`` and ``null`` are fractions (−0.2 is a fifth less): the change of each prompt's mean over layers and heads
-    (geometric mean over prompts), so that heads count by how much they receive; the mean of ``compare``'s column
-    ``change`` counts each head alike. ``null_kind`` names the null. ``beyond`` marks the heads whose change is below
-    the null's, ``above`` those above it (q_beyond < 0.05, two-sided tests), ``rises`` and ``falls`` those in which the
-    quantity itself does (q_difference < 0.05), whatever the null does, and ``marked`` those of them that change by more
-    than ``margin``, or 5 % without one. With a margin, ``same`` marks the heads whose change is the null's to within
-    ± margin (``q_same`` < 0.05). ``n`` counts what ``unit`` names: prompts, or groups of them.
+    ``change`` and ``null`` are fractions (−0.2 is a fifth less): the change of each prompt's mean
+    over layers and heads (geometric mean over prompts), so that heads count by how much they
+    receive; the mean of ``compare``'s column ``change`` counts each head alike. ``null_kind`` names
+    the null. ``beyond`` marks the heads whose change is below the null's, ``above`` those above it
+    (q_beyond < 0.05, two-sided tests), ``rises`` and ``falls`` those in which the quantity itself
+    does (q_difference < 0.05), whatever the null does, and ``marked`` those of them that change by
+    more than ``margin``, or 5 % without one. With a margin, ``same`` marks the heads whose change
+    is the null's to within ± margin (``q_same`` < 0.05). ``n`` counts what ``unit`` names: prompts,
+    or groups of them.
     """
 
     change: Interval
@@ -64,26 +69,29 @@ class Verdict:
 
     @property
     def findable(self) -> bool:
-        """Whether any head could pass q < 0.05, whatever it does, with this number of prompts or groups."""
+        """Whether any head could pass q < 0.05, whatever it does, with this number of prompts or
+        groups.
+        """
         return resolution(self.n, self.above.size).together is not None
 
     def __repr__(self) -> str:
         """The changes and counts of heads, without the mask of each head."""
-        change, null = (
-            "{:.3f} [{:.3f}, {:.3f}]".format(*map(float, of)) for of in (self.change, self.null)
-        )
-        few = "" if self.findable else ", too few to mark any"
-        return (
-            f"Verdict(change={change}, null={null}, {int(self.beyond.sum())} of {self.beyond.size} heads below the "
-            f"null, {int(self.above.sum())} above it, {self.n} {self.unit}{few})"
-        )
+        change = "{:.3f} [{:.3f}, {:.3f}]".format(*self.change)
+        null = "{:.3f} [{:.3f}, {:.3f}]".format(*self.null)
+        below = f"{int(self.beyond.sum())} of {self.beyond.size} heads below the null"
+        above = f"{int(self.above.sum())} above it"
+        units = f"{self.n} {self.unit}"
+        if not self.findable:
+            units += ", too few to mark any"
+        return f"Verdict(change={change}, null={null}, {below}, {above}, {units})"
 
 
 @dataclass(frozen=True)
 class Contrast:
     """A quantity in one condition, compared with another condition, prompt by prompt.
 
-    ``result.compare("slash")`` makes one and returns its table. Keep the object to ask more of the same comparison.
+    ``result.compare("slash")`` makes one and returns its table. Keep the object to ask more of the
+    same comparison.
 
     Args:
         result: The result that contains ``condition``.
@@ -92,22 +100,23 @@ class Contrast:
         quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
         segment: The segment; None for all of them, which makes the family of tests larger.
         other: The result that contains ``to``, for the same prompts; this one by default.
-        null: "dilution": the original tokens keep their attention to each other, and give way to the inserted ones in
-            equal parts; the default where the quantity has it. "uniform": all keys get the same; the default elsewhere.
-            "blind", for models that add something to their scores besides content (ALiBi, learned sinks): the softmax
-            of these terms alone.
-        scale: "log-ratio" or "difference"; by default the quantity's own. A cell without a ratio (0 in some prompt) is
-            left out, with a warning that names it.
-        unit: "auto" uses groups of prompts (``Prompt.group``) as units if there are any, by the means over their
-            prompts; "prompt" uses single prompts.
+        null: "dilution": the original tokens keep their attention to each other, and give way to
+            the inserted ones in equal parts; the default where the quantity has it. "uniform": all
+            keys get the same; the default elsewhere. "blind", for models that add something to
+            their scores besides content (ALiBi, learned sinks): the softmax of these terms alone.
+        scale: "log-ratio" or "difference"; by default the quantity's own. A cell without a ratio (0
+            in some prompt) is left out, with a warning that names it.
+        unit: "auto" uses groups of prompts (``Prompt.group``) as units if there are any, by the
+            means over their prompts; "prompt" uses single prompts.
         matched: Refuse two conditions that insert different numbers of tokens.
         level: The level of the intervals.
         resamples: The number of resamples for bootstrap and sign flips.
         seed: The seed of the resampling.
 
     Raises:
-        OptionError: A null, scale, unit or level is unknown; the methods raise it where the result has no such
-            condition, quantity or segment, the prompts differ, or there are fewer than 3 (or groups).
+        OptionError: A null, scale, unit or level is unknown; the methods raise it where the result
+            has no such condition, quantity or segment, the prompts differ, or there are fewer than
+            3 (or groups).
     """
 
     result: Result
@@ -133,11 +142,10 @@ class Contrast:
                 'null="random-weights": a result holds no model to draw weights for; make them with ma.run_random('
                 "model, prompts, conditions) and pass random=…, whose columns come with those of the null"
             )
-        for name, given, known in (("null", self.null, Null), ("scale", self.scale, Scale)):
-            if given not in (*get_args(known), None):
-                raise OptionError(
-                    f"{name}={given!r}: choose one of {', '.join(map(repr, get_args(known)))}"
-                )
+        if self.null is not None:
+            check_choice(Null, null=self.null)
+        if self.scale is not None:
+            check_choice(Scale, scale=self.scale)
 
     @property
     def reference(self) -> Result:
@@ -149,18 +157,20 @@ class Contrast:
         """The null, as asked for or by default."""
         if self.null is not None:
             return self.null
-        known = [has_dilution(side, self.quantity, self.segment) for side in self.sides]
-        return "dilution" if all(known) else "uniform"
+        has_null = [has_dilution(side, self.quantity, self.segment) for side in self.sides]
+        return "dilution" if all(has_null) else "uniform"
 
     @property
     def sides(self) -> list[tuple[Result, str]]:
         """Both conditions with their results."""
         return [(self.result, self.condition), (self.reference, self.to)]
 
-    def part(self, dim: str, some: slice) -> Contrast:
-        """The same question of some layers or prompts."""
-        other = None if self.other is None else part_of(self.other, dim, some)
-        result = part_of(self.result, dim, some)
+    def part(self, dim: str, block: slice) -> Contrast:
+        """The same question of a block of layers or prompts."""
+        result = part_of(self.result, dim, block)
+        other = self.other
+        if other is not None:
+            other = part_of(other, dim, block)
         return replace(self, result=result, other=other, null=self.null_used)
 
     def at_layer(self, layer: int | None) -> Contrast:
@@ -169,8 +179,8 @@ class Contrast:
             return self
         variable = variable_of(self.result, self.quantity)
         check_layer(layer, variable)
-        at = variable.layer.values.tolist().index(layer)
-        return self.part("layer", slice(at, at + 1))
+        index = variable.layer.values.tolist().index(layer)
+        return self.part("layer", slice(index, index + 1))
 
     def table(
         self,
@@ -181,18 +191,22 @@ class Contrast:
         random: Seq[Result] | None = None,
         margin: float | None = None,
     ) -> pd.DataFrame:
-        """One row for each layer and head; see :meth:`mechattn.Result.compare`, which explains the options.
+        """One row for each layer and head; see :meth:`mechattn.Result.compare`, which explains the
+        options.
 
         Raises:
-            OptionError: There is nothing to compare, or too few prompts; a layer doesn't fit in memory.
+            OptionError: There is nothing to compare, or too few prompts; a layer doesn't fit in
+                memory.
         """
         heads = table.table(self, table.Selection(select, top, by), random, margin)
-        if told := first_token_words(self.result, self.condition):
-            heads.attrs["first_token"] = told
+        sentence = first_token_words(self.result, self.condition)
+        if sentence:
+            heads.attrs["first_token"] = sentence
         return heads
 
     def across(self, conditions: Seq[str]) -> pd.DataFrame:
-        """The mean change over several conditions, such as fillers, as a sample of others; see ``Result.across``.
+        """The mean change over several conditions, such as fillers, as a sample of others; see
+        ``Result.across``.
 
         Args:
             conditions: At least six conditions; :attr:`condition` is not used.
@@ -200,32 +214,37 @@ class Contrast:
         Raises:
             OptionError: As for :meth:`table`, or there are too few conditions.
         """
-        given = list(conditions) if isinstance(conditions, (list, tuple, dict)) else []
-        if len(set(given)) < FEWEST_CONDITIONS or len(set(given)) < len(given):
+        names = []
+        if isinstance(conditions, (list, tuple, dict)):
+            names = list(conditions)
+        if len(set(names)) < FEWEST_CONDITIONS or len(set(names)) < len(names):
             raise OptionError(
                 f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They are the sample, "
                 "and from fewer nothing can be said about others; ma.sweep makes them"
             )
-        tested, there = table.several_tested(self, [self.result.condition(name) for name in given])
-        units, labels = tested[0].units, tested[0].labels
+        names = [self.result.condition(name) for name in names]
+        tested, present = several_tested(self, names)
+        units = tested[0].units
         units.refuse_below(FEWEST)
-        found = crossed(np.stack([one.values[:, there] for one in tested], axis=1), self.level)
-        made = pd.DataFrame(
-            {name: values[there] for name, values in labels.items()} | found._asdict()
-        )
-        made.insert(made.columns.get_loc("p") + 1, "q", false_discovery(made.p.to_numpy()))
-        made = by_head(made.assign(n=units.n, conditions=len(given)))
-        made.attrs = {
-            "conditions": given,
+        effects = np.stack([numbers.values[:, present] for numbers in tested], axis=1)
+        columns = {name: values[present] for name, values in tested[0].labels.items()}
+        heads = pd.DataFrame(columns | crossed(effects, self.level)._asdict())
+        heads.insert(heads.columns.get_loc("p") + 1, "q", false_discovery(heads.p.to_numpy()))
+        heads = by_head(heads.assign(n=units.n, conditions=len(names)))
+        heads.attrs = {
+            "conditions": names,
             "quantity": self.quantity,
             "segment": self.segment or "all",
+            "unit": units.unit,
+            "null": tested[0].null,
+            "level": self.level,
+            "family": f"{int(present.sum())} tests",
         }
-        made.attrs |= {"unit": units.unit, "null": tested[0].null, "level": self.level}
-        made.attrs |= {"family": f"{int(there.sum())} tests"}
-        return made
+        return heads
 
     def by_prompt(self, head: str) -> pd.DataFrame:
-        """One row for each prompt: what one head does in it, the largest difference from the null first.
+        """One row for each prompt: what one head does in it, the largest difference from the null
+        first.
 
         Columns: prompt (its id), value, reference, difference and, where a null is known, beyond.
 
@@ -238,66 +257,84 @@ class Contrast:
         if head_named(head) is None:
             raise OptionError(f'head={head!r}: give a head such as "L1H2"')
         table.check_alike(self)
-        other = self.other and self.other.sel(head=head)
-        one = differences(replace(self, result=self.result.sel(head=head), other=other))
-        if one.ours.ndim > 3:
+        other = self.other
+        if other is not None:
+            other = other.sel(head=head)
+        of_head = differences(replace(self, result=self.result.sel(head=head), other=other))
+        if of_head.ours.ndim > 3:
             raise OptionError(
                 f"{self.quantity!r} has more than one number for each head and prompt"
             )
-        check_cells(self, one.scale, one.cells.size, one.left_out)
-        values = {"value": one.ours, "reference": one.theirs, "difference": one.difference}
-        made = pd.DataFrame({name: of.values.reshape(-1) for name, of in values.items()})
-        made.insert(0, "prompt", one.ours.prompt.values)
-        if one.expected is not None:
-            made["beyond"] = made.difference - one.expected.reshape(-1)
-        return made.sort_values(
-            list(made)[-1], key=abs, ascending=False, kind="stable", ignore_index=True
+        check_cells(self, of_head.scale, of_head.cells.size, of_head.left_out)
+        prompts = pd.DataFrame(
+            {
+                "prompt": of_head.ours.prompt.values,
+                "value": of_head.ours.values.reshape(-1),
+                "reference": of_head.theirs.values.reshape(-1),
+                "difference": of_head.difference.values.reshape(-1),
+            }
+        )
+        ranked_by = "difference"
+        if of_head.expected is not None:
+            prompts["beyond"] = prompts.difference - of_head.expected.reshape(-1)
+            ranked_by = "beyond"
+        return prompts.sort_values(
+            ranked_by, key=abs, ascending=False, kind="stable", ignore_index=True
         )
 
     def overall(self, layer: int | None = None) -> tuple[Interval, Interval | None]:
-        """The relative change of each prompt's mean over layers and heads, and the same under the null.
+        """The relative change of each prompt's mean over layers and heads, and the same under the
+        null.
 
-        A head counts by how much it receives, unlike in the mean of the table's ``change``, where all count alike.
+        A head counts by how much it receives, unlike in the mean of the table's ``change``, where
+        all count alike.
 
         Args:
             layer: One layer; by default all.
 
         Raises:
-            OptionError: A value is not positive, so there is no ratio, or there are too few prompts.
+            OptionError: A value is not positive, so there is no ratio, or there are too few
+                prompts.
         """
         table.check_alike(self)
-        quantity, variable, asked = (
-            self.quantity,
-            variable_of(self.result, self.quantity),
-            self.at_layer(layer),
-        )
+        quantity = self.quantity
+        variable = variable_of(self.result, quantity)
+        contrast = self.at_layer(layer)
         if variable.attrs.get("compared") == "difference":
             raise OptionError(
                 f"{quantity!r} is 0 in the baseline by definition, so it has no relative change"
             )
-        cells = np.prod(
-            [n for dim, n in variable.sizes.items() if dim not in ("prompt", "condition")]
+
+        cells = prod(
+            size for dim, size in variable.sizes.items() if dim not in ("prompt", "condition")
         )
-        blocks = slices(
-            variable.sizes["prompt"], 4 * 8 * 6 * int(cells), self.result.memory, "a prompt"
-        )
-        found = [_means(asked.part("prompt", some)) for some in blocks]
-        if any(not np.array_equal(there, found[0][1]) for _, there in found):
+        bytes_of_a_prompt = 4 * 8 * 6 * cells
+        prompts = variable.sizes["prompt"]
+        blocks = slices(prompts, bytes_of_a_prompt, self.result.memory, "a prompt")
+        means = [_means(contrast.part("prompt", block)) for block in blocks]
+        if any(not np.array_equal(block.present, means[0].present) for block in means):
             raise OptionError(
                 f"some prompts have no {quantity!r} in the segment {self.segment!r}; choose one that all prompts have"
             )
-        values, reference, null, null_reference = (
-            np.concatenate(parts) for parts in zip(*(each for each, _ in found))
-        )
+        values = np.concatenate([block.values for block in means])
+        reference = np.concatenate([block.reference for block in means])
         if not ((values > 0).all() and (reference > 0).all()):
-            check_measured(asked)
+            check_measured(contrast)
             raise OptionError(
                 f"{quantity!r} is not positive in every prompt, so it has no relative change"
             )
         units = units_of(self.result, len(values), self.unit)
         units.refuse_below(FEWEST)
-        of_null = relative_change(null, null_reference, units) if null.size else None
-        return relative_change(values, reference, units), of_null
+        change = relative_change(values, reference, units)
+
+        nulls = [block.null for block in means if block.null is not None]
+        null_references = [
+            block.null_reference for block in means if block.null_reference is not None
+        ]
+        if not nulls or not null_references:
+            return change, None
+        null_change = relative_change(np.concatenate(nulls), np.concatenate(null_references), units)
+        return change, null_change
 
     def verdict(self, *, margin: float | None = None) -> Verdict:
         """The overall change beside its null, and the heads that the table marks (q < 0.05).
@@ -315,16 +352,21 @@ class Contrast:
             )
         heads = table.table(self, margin=margin, bootstrap_ends=False)
         variable = variable_of(self.result, self.quantity)
-        rows = tuple(variable.indexes[dim].get_indexer(heads[dim]) for dim in ("layer", "head"))
         shape = (variable.sizes["layer"], variable.sizes["head"])
+        layer_index = variable.indexes["layer"].get_indexer(heads["layer"])
+        head_index = variable.indexes["head"].get_indexer(heads["head"])
 
-        def mask(which: np.ndarray) -> np.ndarray:
+        def mask(rows: np.ndarray) -> np.ndarray:
+            """The rows of the table as [layer, head]."""
             by_layer = np.zeros(shape, dtype=bool)
-            by_layer[rows] = which
+            by_layer[layer_index, head_index] = rows
             return by_layer
 
         differs = heads.q_beyond < 0.05
         changes = heads.q_difference < 0.05
+        same = None
+        if margin is not None:
+            same = mask(heads.q_same < 0.05)
         return Verdict(
             change=change,
             null=null,
@@ -335,7 +377,7 @@ class Contrast:
             n=int(heads.n.iloc[0]),
             unit=heads.attrs["unit"],
             margin=margin,
-            same=None if margin is None else mask(heads.q_same < 0.05),
+            same=same,
             null_kind=self.null_used,
             marked=mask(table.marked(heads, margin)),
         )
@@ -343,25 +385,29 @@ class Contrast:
     def resolution(
         self, *, select: Literal["half"] | None = None, draws: int | None = None, q: float = 0.05
     ) -> Resolution:
-        """What the table can detect with these prompts; see :meth:`mechattn.Result.resolution` for the options.
+        """What the table can detect with these prompts; see :meth:`mechattn.Result.resolution` for
+        the options.
 
         Raises:
             OptionError: As for :meth:`table`, or q is not a probability.
         """
         table.check_select(select)
-        cells, left_out = [], []
-        for made in table.layers_of(self)():
-            cells.append(made.cells)
-            left_out += made.left_out
-        check_cells(self, made.scale, sum(some.size for some in cells), left_out)
-        units = units_of(self.result, made.ours.sizes["prompt"], self.unit)
-        n = units.n if select is None else (units.n + 1) // 2
-        tests = sum(int(some.sum()) for some in cells)
-        found = resolution(n, tests, q, self.resamples, units.unit)
+        cells: list[np.ndarray] = []
+        left_out: list[str] = []
+        for block in table.layers_of(self)():
+            cells.append(block.cells)
+            left_out += block.left_out
+        check_cells(self, block.scale, sum(mask.size for mask in cells), left_out)
+        units = units_of(self.result, block.ours.sizes["prompt"], self.unit)
+        n = units.n
+        if select is not None:
+            n = (n + 1) // 2
+        tests = sum(int(mask.sum()) for mask in cells)
+        detectable = resolution(n, tests, q, self.resamples, units.unit)
         if draws is None:
-            return found
+            return detectable
         check_counts(FEWEST_DRAWS, draws=draws)
-        return replace(found, random=random_words(draws, tests, draws * tests, q))
+        return replace(detectable, random=random_words(draws, tests, draws * tests, q))
 
     def stability(
         self,
@@ -373,17 +419,34 @@ class Contrast:
         splits: int = 200,
         patterns: int = 999,
     ) -> pd.DataFrame:
-        """How much selections of heads overlap on random disjoint halves; see :meth:`mechattn.Result.stability`."""
+        """How much selections of heads overlap on random disjoint halves; see
+        :meth:`mechattn.Result.stability`.
+        """
         return stability.stability(self, top, by, layer, over, splits, patterns)
 
 
-def _means(asked: Contrast) -> tuple[list[np.ndarray], np.ndarray]:
-    """Each prompt's means over layers and heads of values, reference and their nulls; and which cells are present."""
-    parts = aligned(asked, labels_of([asked]))
-    if set(parts[0].dims) & {"segment", "to_segment"}:
+class _Means(NamedTuple):
+    """Each prompt's means over layers and heads, and which cells have a value in every prompt."""
+
+    values: np.ndarray
+    reference: np.ndarray
+    null: np.ndarray | None
+    null_reference: np.ndarray | None
+    present: np.ndarray
+
+
+def _means(contrast: Contrast) -> _Means:
+    """The means of values, reference and their nulls."""
+    ours, theirs, null, null_reference = aligned(contrast, labels_of([contrast]))
+    if {"segment", "to_segment"}.intersection(map(str, ours.dims)):
         raise OptionError(
-            f"{asked.quantity!r} has more than one number per head, so a mean over heads has no meaning"
+            f"{contrast.quantity!r} has more than one number per head, so a mean over heads has no meaning"
         )
-    over = [dim for dim in parts[0].dims if dim != "prompt"]
-    made = [np.empty(0) if part is None else part.mean(over).values for part in parts]
-    return made, parts[0].notnull().all("prompt").values
+    over = [dim for dim in ours.dims if dim != "prompt"]
+    return _Means(
+        values=ours.mean(over).values,
+        reference=theirs.mean(over).values,
+        null=None if null is None else null.mean(over).values,
+        null_reference=None if null_reference is None else null_reference.mean(over).values,
+        present=ours.notnull().all("prompt").values,
+    )

@@ -1,4 +1,6 @@
-"""The differences between two conditions, prompt by prompt, and the differences that the null expects."""
+"""The differences between two conditions, prompt by prompt, and the differences that the null
+expects.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import xarray as xr
 from mechattn.contrast.quantities import (
     FURTHER,
     NULLS,
+    Side,
     absent,
     check_condition,
     check_present,
@@ -50,115 +53,121 @@ class Differences:
     @property
     def left_out(self) -> list[str]:
         """The names of the cells without a difference."""
-        labels = [(dim, self.difference[dim].values) for dim in self.difference.dims[1:]]
-        where = np.argwhere(~self.cells)
-        return [" ".join(f"{dim} {of[i]}" for (dim, of), i in zip(labels, at)) for at in where]
+        dims = self.difference.dims[1:]
+        names = []
+        for indices in np.argwhere(~self.cells):
+            labels = [
+                f"{dim} {self.difference[dim].values[index]}" for dim, index in zip(dims, indices)
+            ]
+            names.append(" ".join(labels))
+        return names
 
-    def rounding(self, units: Units, some: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """The largest mean difference that counts as none [*cells]: the float32 error between two equal numbers."""
+    def rounding(self, units: Units, unit_indices: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """The largest mean difference that counts as none [*cells]: the float32 error between two
+        equal numbers.
+        """
         if self.scale == "log-ratio":
             return np.full(self.cells.shape, ROUNDING)
-        return ROUNDING * units.means(abs(self.theirs.values))[some].mean(0)
+        sizes = units.means(abs(self.theirs.values))
+        return ROUNDING * sizes[unit_indices].mean(0)
 
 
-def differences(asked: Contrast, labels: Labels | None = None) -> Differences:
+def differences(contrast: Contrast, labels: Labels | None = None) -> Differences:
     """The differences of a comparison; ``labels`` where the results hold only some of their layers."""
-    parts = aligned(asked, labels_of([asked]) if labels is None else labels)
-    variable = variable_of(asked.result, asked.quantity)
-    ratio = variable.attrs.get("compared", "ratio") == "ratio"  # not if the baseline may be 0
-    scale: Scale = asked.scale or ("log-ratio" if ratio else "difference")
-    ours, theirs, null, their_null = parts
+    if labels is None:
+        labels = labels_of([contrast])
+    ours, theirs, null, their_null = aligned(contrast, labels)
+    variable = variable_of(contrast.result, contrast.quantity)
+    scale = contrast.scale
+    if scale is None:
+        is_ratio = (
+            variable.attrs.get("compared", "ratio") == "ratio"
+        )  # not if the baseline may be 0
+        scale = "log-ratio" if is_ratio else "difference"
     difference = ours.copy(data=_between(ours.values, theirs.values, scale))
+
+    expected = None
+    null_words = NO_NULL
     if null is not None and their_null is not None:
-        expected, words = _expected(null.values, their_null.values, scale), NULLS[asked.null_used]
-    elif _alike(asked):
-        expected, words = np.zeros(ours.shape), "no difference"
-    else:
-        expected, words = None, NO_NULL
+        expected = _expected(null.values, their_null.values, scale)
+        null_words = NULLS[contrast.null_used]
+    elif _inserts_alike(contrast):
+        expected = np.zeros(ours.shape)
+        null_words = "no difference"
+
     cells = np.ones(ours.shape[1:], dtype=bool)
-    for part in parts:
-        if part is not None:
-            least = part.values.min(
-                0
-            )  # NaN if a prompt has none; a value that is 0 or negative has no ratio
-            cells &= least > 0 if scale == "log-ratio" else ~np.isnan(least)
-    return Differences(ours, theirs, difference, expected, words, cells, scale)
+    for values in (ours, theirs, null, their_null):
+        if values is None:
+            continue
+        # NaN if a prompt has none; a value that is 0 or negative has no ratio.
+        least = values.values.min(0)
+        cells &= least > 0 if scale == "log-ratio" else ~np.isnan(least)
+    return Differences(ours, theirs, difference, expected, null_words, cells, scale)
 
 
 def labels_of(blocks: Iterable[Contrast]) -> Labels:
-    """The labels of a quantity's further dimensions that both conditions have, in any of some blocks of layers."""
-    have: dict[str, list[set[object]]] = {}
+    """The labels of a quantity's further dimensions that both conditions have, in any of some
+    blocks of layers.
+    """
+    present: dict[str, list[set[object]]] = {}  # by dimension, of both conditions
+    attended: set[object] = set()  # segments that get attention in any prompt
     order: dict[str, list[object]] = {}
-    for asked in blocks:
-        for result, condition in asked.sides:
+    for contrast in blocks:
+        for result, condition in contrast.sides:
             check_condition(result, condition)
-        variables = [variable_of(result, asked.quantity) for result, _ in asked.sides]
-        dims = [
-            dim
-            for dim in FURTHER
-            if dim in variables[0].dims and (dim != "segment" or asked.segment is None)
-        ]
+        variables = [variable_of(result, contrast.quantity) for result, _ in contrast.sides]
+        dims = [dim for dim in FURTHER if dim in variables[0].dims]
+        if contrast.segment is not None and "segment" in dims:
+            dims.remove("segment")
         if not dims:
             break  # and nothing is read
-        values = [
-            chosen(variable, name, asked.segment)
-            for variable, (_, name) in zip(variables, asked.sides)
+        sides = [
+            chosen(variable, condition, contrast.segment)
+            for variable, (_, condition) in zip(variables, contrast.sides)
         ]
         for dim in dims:
-            order[dim] = values[0][dim].values.tolist()
-            sets = have.setdefault(dim, [set(), set(), set()])
-            for found, one in zip(sets, values):
-                others = [
-                    other
-                    for other in one.dims
-                    if other != dim and (other != "prompt" or dim != "band")
-                ]
-                there = (
-                    one.notnull()
-                )  # of a band in every prompt, as short prompts don't reach as far back
-                there = (there.all("prompt") if dim == "band" else there).any(others)
-                found |= set(one[dim].values[there.values].tolist())
-                if (
-                    dim == "to_segment"
-                ):  # attention to what comes later is 0 in every prompt and condition
-                    others = [other for other in one.dims if other != dim]
-                    sets[2] |= set(
-                        one[dim].values[(one.fillna(0) != 0).any(others).values].tolist()
-                    )
-    both = {
-        dim: ours & theirs & (read if dim == "to_segment" else ours)
-        for dim, (ours, theirs, read) in have.items()
-    }
-    return {dim: [label for label in order[dim] if label in both[dim]] for dim in have}
+            order[dim] = sides[0][dim].values.tolist()
+            label_sets = present.setdefault(dim, [set(), set()])
+            for label_set, values in zip(label_sets, sides):
+                label_set |= _present_labels(values, dim)
+                if dim == "to_segment":
+                    attended |= _labels_where(values, dim, values.fillna(0) != 0)
+
+    labels = {}
+    for dim, (ours, theirs) in present.items():
+        both = ours & theirs
+        if dim == "to_segment":
+            both &= attended  # attention to what comes later is 0 in every prompt and condition
+        labels[dim] = [label for label in order[dim] if label in both]
+    return labels
 
 
-def aligned(asked: Contrast, labels: Labels) -> Four:
+def _present_labels(values: xr.DataArray, dim: str) -> set[object]:
+    """The labels of a dimension that have a value; of a band in every prompt, as short ones don't
+    reach as far back.
+    """
+    has_value = values.notnull()
+    if dim == "band":
+        has_value = has_value.all("prompt")
+    return _labels_where(values, dim, has_value)
+
+
+def _labels_where(values: xr.DataArray, dim: str, mask: xr.DataArray) -> set[object]:
+    over = [name for name in mask.dims if name != dim]
+    return set(values[dim].values[mask.any(over).values].tolist())
+
+
+def aligned(contrast: Contrast, labels: Labels) -> Four:
     """Values and references, and the nulls of both, with the same coordinates."""
-    quantity, segment = asked.quantity, asked.segment
-    made = []
-    for result, condition in asked.sides:
-        values, null = values_of(result, condition, quantity, segment, asked.null_used)
-        values = values.sel(
-            {dim: of for dim, of in labels.items() if of != values[dim].values.tolist()}
-        )
-        check_present(values, quantity, segment, (result, condition), asked.sides)
-        if null is not None:
-            shared = [
-                dim for dim in null.dims if not np.array_equal(null[dim].values, values[dim].values)
-            ]
-            null = (
-                null.sel({dim: values[dim] for dim in shared})
-                .broadcast_like(values)
-                .transpose(*values.dims)
-            )
-        made.append((values, null))
-    (ours, null), (theirs, their_null) = made
+    ours, null = _of_side(contrast, contrast.sides[0], labels)
+    theirs, their_null = _of_side(contrast, contrast.sides[1], labels)
+    quantity = contrast.quantity
     for dim in ("prompt", "layer", "head"):
         if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
             raise OptionError(
                 f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other"
             )
-    options = [variable_of(result, quantity).attrs.get("options") for result, _ in asked.sides]
+    options = [variable_of(result, quantity).attrs.get("options") for result, _ in contrast.sides]
     if options[0] != options[1]:
         raise OptionError(
             f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other"
@@ -166,48 +175,76 @@ def aligned(asked: Contrast, labels: Labels) -> Four:
     return ours, theirs, null, their_null
 
 
-def check_measured(asked: Contrast) -> None:
+def _of_side(
+    contrast: Contrast, side: Side, labels: Labels
+) -> tuple[xr.DataArray, xr.DataArray | None]:
+    """The values of one condition and of its null, with the labels that both conditions have."""
+    result, condition = side
+    quantity = contrast.quantity
+    values, null = values_of(result, condition, quantity, contrast.segment, contrast.null_used)
+    fewer = {dim: kept for dim, kept in labels.items() if kept != values[dim].values.tolist()}
+    values = values.sel(fewer)
+    check_present(values, quantity, contrast.segment, side, contrast.sides)
+    if null is None:
+        return values, None
+    differing = [
+        dim for dim in null.dims if not np.array_equal(null[dim].values, values[dim].values)
+    ]
+    null = null.sel({dim: values[dim] for dim in differing})
+    return values, null.broadcast_like(values).transpose(*values.dims)
+
+
+def check_measured(contrast: Contrast) -> None:
     """Refuse a comparison of a quantity that a condition lacks in some prompts."""
-    for side in asked.sides:
-        if lacking := int((~which_have(side, asked.quantity, asked.segment)).sum()):
-            raise absent(lacking, asked.quantity, asked.segment, side, asked.sides)
+    for side in contrast.sides:
+        lacking = int((~which_have(side, contrast.quantity, contrast.segment)).sum())
+        if lacking:
+            raise absent(lacking, contrast.quantity, contrast.segment, side, contrast.sides)
 
 
-def check_cells(asked: Contrast, scale: Scale, cells: int, left_out: Seq[str]) -> None:
+def check_cells(contrast: Contrast, scale: Scale, cells: int, left_out: Seq[str]) -> None:
     """Refuse a comparison without cells; warn of missing ones."""
+    quantity = contrast.quantity
     if len(left_out) == cells:
-        check_measured(asked)
-        lacks = (
-            'ratio in any cell; compare it with scale="difference"'
-            if scale == "log-ratio"
-            else "value in any cell"
-        )
-        raise OptionError(f"{asked.quantity!r} has no {lacks}")
+        check_measured(contrast)
+        if scale == "log-ratio":
+            raise OptionError(
+                f'{quantity!r} has no ratio in any cell; compare it with scale="difference"'
+            )
+        raise OptionError(f"{quantity!r} has no value in any cell")
     if left_out:
-        shown = ", ".join(left_out[:4]) + (" …" if len(left_out) > 4 else "")
+        names = ", ".join(left_out[:4])
+        if len(left_out) > 4:
+            names += " …"
         warn(
-            f"{len(left_out)} of {cells} cells are left out ({shown}): {asked.quantity!r} is not there, or it is 0 or "
+            f"{len(left_out)} of {cells} cells are left out ({names}): {quantity!r} is not there, or it is 0 or "
             'negative in some prompt and has no ratio, which scale="difference" does not need'
         )
 
 
-def _between(one: np.ndarray, other: np.ndarray, scale: Scale) -> np.ndarray:
+def _between(ours: np.ndarray, theirs: np.ndarray, scale: Scale) -> np.ndarray:
+    if scale == "difference":
+        return ours - theirs
     with np.errstate(divide="ignore", invalid="ignore"):  # in omitted cells
-        made = one / other if scale == "log-ratio" else one - other
-        return np.log(made, out=made) if scale == "log-ratio" else made
+        ratio = ours / theirs
+        return np.log(ratio, out=ratio)
 
 
 def _expected(null: np.ndarray, their_null: np.ndarray, scale: Scale) -> np.ndarray:
     """The difference of the nulls, computed once where all heads share a number."""
     strides = zip(null.strides, their_null.strides)
-    one = tuple(slice(None) if any(each) else slice(1) for each in strides)
-    return np.broadcast_to(_between(null[one], their_null[one], scale), null.shape)
+    without_copies = tuple(slice(None) if any(pair) else slice(1) for pair in strides)
+    difference = _between(null[without_copies], their_null[without_copies], scale)
+    return np.broadcast_to(difference, null.shape)
 
 
-def _alike(asked: Contrast) -> bool:
-    """Whether two conditions differ only in which tokens they insert, so no change between them is by definition."""
-    if not all(stored_condition(result, name).inserts_only for result, name in asked.sides):
+def _inserts_alike(contrast: Contrast) -> bool:
+    """Whether two conditions differ only in which tokens they insert, so no change between them is
+    by definition.
+    """
+    if not all(stored_condition(result, name).inserts_only for result, name in contrast.sides):
         return False
-    return np.array_equal(
-        *(result["sequences"].origin.sel(condition=name).values for result, name in asked.sides)
+    ours, theirs = (
+        result["sequences"].origin.sel(condition=name).values for result, name in contrast.sides
     )
+    return np.array_equal(ours, theirs)

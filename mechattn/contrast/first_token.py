@@ -1,4 +1,6 @@
-"""Whether a condition takes the sink from the first token of the baseline, and whether it puts tokens before it."""
+"""Whether a condition takes the sink from the first token of the baseline, and whether it puts
+tokens before it.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,19 @@ FEWEST_SINK_HEADS = 0.1  # of all heads: with fewer, a sink that moves is not wo
 class FirstToken:
     """The attention to the first token of the baseline, without and with a condition.
 
-    Attention is that of a counted query, averaged over the queries of a prompt, then over prompts. A head has its sink
-    there if it pays more than 0.3 in the baseline, and has lost it if it pays less than half of that in the condition.
+    Attention is that of a counted query, averaged over the queries of a prompt, then over prompts.
+    A head has its sink there if it pays more than 0.3 in the baseline, and has lost it if it pays
+    less than half of that in the condition.
 
     Args:
         condition: The condition.
         text: The text of the token, in the first prompt.
         text_now: The text of the token that comes first in the condition, in the first prompt.
-        before: Attention in the baseline, mean over layers and heads, with its interval over prompts.
+        before: Attention in the baseline, mean over layers and heads, with its interval over
+            prompts.
         after: The same in the condition.
-        now: Attention to the token that comes first in the condition, mean over layers and heads; NaN if not stored.
+        now: Attention to the token that comes first in the condition, mean over layers and heads;
+            NaN if not stored.
         sink_heads: The number of heads that have their sink there in the baseline.
         lost_heads: The number of these that have lost it in the condition.
         heads: The number of heads in all layers.
@@ -50,7 +55,9 @@ class FirstToken:
 
     @property
     def moved(self) -> bool:
-        """Whether the sink has moved: at least half of the heads with a sink there, a tenth of all, have lost it."""
+        """Whether the sink has moved: at least half of the heads with a sink there, a tenth of all,
+        have lost it.
+        """
         enough = self.sink_heads >= FEWEST_SINK_HEADS * self.heads
         return enough and 2 * self.lost_heads >= self.sink_heads
 
@@ -63,7 +70,8 @@ def first_token(result: Result, condition: str) -> FirstToken | None:
         condition: A condition.
 
     Returns:
-        None for the baseline, or where the attention to the first token was not measured (``skip_first``).
+        None for the baseline, or where the attention to the first token was not measured
+        (``skip_first``).
 
     Raises:
         OptionError: There is no such condition.
@@ -100,9 +108,11 @@ def first_token(result: Result, condition: str) -> FirstToken | None:
 
 
 def first_token_words(result: Result, condition: str) -> str:
-    """One sentence on the first token where a condition comes before it or takes its sink; otherwise "".
+    """One sentence on the first token where a condition comes before it or takes its sink;
+    otherwise "".
 
-    It says how much attention the token held and holds, and that it is not part of the question's numbers.
+    It says how much attention the token held and holds, and that it is not part of the question's
+    numbers.
     """
     token = first_token(result, condition)
     if token is None or not (token.preceded or token.moved):
@@ -129,7 +139,9 @@ def _first_text(sequences: xr.Dataset, condition: str) -> str:
 
 
 def _attention_to_position_0(dataset: xr.Dataset, condition: str) -> float:
-    """Received attention of the first position, mean over prompts, layers and heads; NaN if not stored."""
+    """Received attention of the first position, mean over prompts, layers and heads; NaN if not
+    stored.
+    """
     if "received" not in dataset:
         return float("nan")
     return float(dataset.received.sel(condition=condition).isel(key=0).mean())

@@ -1,4 +1,6 @@
-"""What heads write where they look at the first token: each query's update, by its attention to that token."""
+"""What heads write where they look at the first token: each query's update, by its attention to
+that token.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,18 @@ class _Queries(NamedTuple):
 def focus_and_impact(
     result: Result, condition: str = "baseline", segment: str = "question"
 ) -> pd.DataFrame:
-    """Bin queries by their attention to the first token, and give the size of their heads' updates in each bin.
+    """Bin queries by their attention to the first token, and give the size of their heads' updates
+    in each bin.
 
-    ``impact = magnitude / mean magnitude of the layer``, the mean over all heads and over the queries of the segment in
-    the same prompt. Layers are in up to three groups: the first four, and two halves of the rest.
+    ``impact = magnitude / mean magnitude of the layer``, the mean over all heads and over the
+    queries of the segment in the same prompt. Layers are in up to three groups: the first four, and
+    two halves of the rest.
 
     Returns:
-        A row for each group and bin: ``layers``, ``above`` and ``up_to`` (the bin), ``queries`` (of all heads and
-        prompts) and their ``share`` in the group, ``median``, ``quartile_low`` and ``quartile_high`` of the impact over
-        queries, its ``mean`` with a 95 % interval over prompts (``low``, ``high``).
+        A row for each group and bin: ``layers``, ``above`` and ``up_to`` (the bin), ``queries`` (of
+        all heads and prompts) and their ``share`` in the group, ``median``, ``quartile_low`` and
+        ``quartile_high`` of the impact over queries, its ``mean`` with a 95 % interval over prompts
+        (``low``, ``high``).
 
     Raises:
         OptionError: Focus and updates were not measured for each query and kept for each prompt.
@@ -86,7 +91,8 @@ def impact_within(
     condition: str = "baseline",
     segment: str = "question",
 ) -> tuple[Interval, float]:
-    """Mean impact of the queries that give the first token so much, in all but the early layers, and their share.
+    """Mean impact of the queries that give the first token so much, in all but the early layers,
+    and their share.
 
     The interval is over prompts. A model without later layers is taken whole.
     """
@@ -118,7 +124,9 @@ def _layer_words(layers: list[int]) -> str:
 def _of_queries(
     result: Result, condition: str, segment: str
 ) -> tuple[xr.DataArray, xr.DataArray, np.ndarray]:
-    """Attention to the first token and size of the update of each query, and which queries are of the segment."""
+    """Attention to the first token and size of the update of each query, and which queries are of
+    the segment.
+    """
     check_condition(result, condition)
     if segment not in SEGMENTS:
         known = ", ".join(map(repr, SEGMENTS))

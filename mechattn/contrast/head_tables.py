@@ -24,69 +24,91 @@ RANK_BELOW = (1.25, 1.5, 2.0, 3.0)
 
 
 def ranked_heads(
-    result: Result, quantity: str | None, top: int | None, *, condition: str, segment: str,
-    select: Literal["half"] | None, unit: Unit, level: float,
-) -> pd.DataFrame:  # fmt: skip
+    result: Result,
+    quantity: str | None,
+    top: int | None,
+    *,
+    condition: str,
+    segment: str,
+    select: Literal["half"] | None,
+    unit: Unit,
+    level: float,
+) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.heads`, which explains the arguments."""
-    if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
+    is_count = isinstance(top, int) and not isinstance(top, bool) and top >= 1
+    if top is not None and not is_count:
         raise OptionError(f"top={top!r}: give a number of heads, at least 1, or None for all")
     check_select(select)
-    if quantity is None and not (there := quantities.head_quantities(result)):
-        raise OptionError("this result has no number for each head; name a quantity of another run")
-    quantity = there[0] if quantity is None else quantity
+    if quantity is None:
+        names = quantities.head_quantities(result)
+        if not names:
+            raise OptionError(
+                "this result has no number for each head; name a quantity of another run"
+            )
+        quantity = names[0]
+
     prompts = result["sequences"].sizes["prompt"]
     units = units_of(result, prompts, unit)
     units.refuse_below(FEWEST if select is None else 2 * FEWEST)
-    finding, shown = (np.arange(units.n),) * 2 if select is None else halves_of(units.n)
-    parts, known = [], ""
-    for some in quantities.layer_blocks(result, quantity, segment):
-        values, null = quantities.values_of(
-            part_of(result, "layer", some), condition, quantity, segment
-        )
-        if more := sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"})):
+    ranking_units = np.arange(units.n)
+    reported_units = ranking_units
+    if select is not None:
+        ranking_units, reported_units = halves_of(units.n)
+
+    blocks = []
+    sides = [(result, condition)]
+    beside_null = ""
+    for block in quantities.layer_blocks(result, quantity, segment):
+        layers = part_of(result, "layer", block)
+        values, null = quantities.values_of(layers, condition, quantity, segment)
+        further = sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"}))
+        if further:
             raise OptionError(
-                f"{quantity!r} does not have one number per head ({', '.join(more)}), so it cannot rank heads"
+                f"{quantity!r} does not have one number per head ({', '.join(further)}), so it cannot rank heads"
             )
-        quantities.check_present(
-            values, quantity, segment, (result, condition), [(result, condition)]
-        )
-        each = units.means(values.values.reshape(prompts, -1))
-        layer, head = np.unravel_index(np.arange(each.shape[1]), values.shape[1:])
-        columns = {"layer": values.layer.values[layer], "head": values["head"].values[head]}
-        columns |= dict(zip((quantity, "low", "high"), t_interval(each[shown], level), strict=True))
-        columns |= {"uniform": np.full(each.shape[1], np.nan), "n": len(each[shown])}
+        quantities.check_present(values, quantity, segment, sides[0], sides)
+        of_units = units.means(values.values.reshape(prompts, -1))
+        reported = of_units[reported_units]
+        mean, low, high = t_interval(reported, level)
+        layer, head = np.unravel_index(np.arange(of_units.shape[1]), values.shape[1:])
+        uniform = np.full(of_units.shape[1], np.nan)
         if null is not None:
-            uniform = null.broadcast_like(values).transpose(*values.dims)
-            known = f", beside {quantities.NULLS['uniform']}"
-            columns["uniform"] = units.means(uniform.values)[shown].mean(0).reshape(-1)
-        columns |= {"error": each[shown].std(0, ddof=1) / np.sqrt(len(each[shown]))}
-        columns |= {"finding": each[finding].mean(0), "there": ~np.isnan(each[0])}
-        parts.append(pd.DataFrame(columns))
-    table = pd.concat(parts, ignore_index=True)
-    if not table.there.any():
-        raise quantities.absent(
-            prompts, quantity, segment, (result, condition), [(result, condition)]
-        )
+            beside_null = f", beside {quantities.NULLS['uniform']}"
+            of_null = null.broadcast_like(values).transpose(*values.dims)
+            uniform = units.means(of_null.values)[reported_units].mean(0).reshape(-1)
+        columns = {
+            "layer": values.layer.values[layer],
+            "head": values["head"].values[head],
+            quantity: mean,
+            "low": low,
+            "high": high,
+            "uniform": uniform,
+            "n": len(reported),
+            "error": reported.std(0, ddof=1) / np.sqrt(len(reported)),
+            "ranked_by": of_units[ranking_units].mean(0),
+            "present": ~np.isnan(of_units[0]),
+        }
+        blocks.append(pd.DataFrame(columns))
+    table = pd.concat(blocks, ignore_index=True)
+    if not table.present.any():
+        raise quantities.absent(prompts, quantity, segment, sides[0], sides)
+
+    ranked_on = "on one half of the prompts, shown on the other"
     if select is None:  # the other half needs no shrinking
+        ranked_on = "on the prompts that are shown"
         table.insert(3, "shrunken", shrunken(table[quantity].to_numpy(), table.error.to_numpy()))
-    order = np.argsort(-np.nan_to_num(table.finding.to_numpy(), nan=-np.inf), kind="stable")
-    made = table.iloc[order[table.there.to_numpy()[order]][:top]].drop(
-        columns=["error", "finding", "there"]
-    )
-    made = by_head(made.reset_index(drop=True))
-    how = (
-        "on one half of the prompts, shown on the other"
-        if select
-        else "on the prompts that are shown"
-    )
-    made.attrs = {
+    ranked = table[table.present].sort_values("ranked_by", ascending=False, kind="stable")
+    ranked = ranked[:top].drop(columns=["error", "ranked_by", "present"])
+    ranked = by_head(ranked.reset_index(drop=True))
+    ranked.attrs = {
         "condition": condition,
         "segment": segment,
         "of": len(table),
-        "ranked": how + known,
+        "ranked": ranked_on + beside_null,
+        "unit": units.unit,
+        "level": level,
     }
-    made.attrs |= {"unit": units.unit, "level": level}
-    return made
+    return ranked
 
 
 def sink_kinds(
@@ -99,11 +121,13 @@ def sink_kinds(
 ) -> pd.DataFrame:
     """Classify the sink of each head, from a run with ``ma.analyses.AttentionSinks()``.
 
-    A head has a sink if, in more than ``rate_above`` of the prompts, some key's mean attention is above the analysis's
-    threshold. "nop": the values of its strongest key are small, ``‖v_sink‖ / mean ‖v‖ < value_below``, so attending
-    there adds little. "broadcast": the values are not small, but the head's output has a low effective rank (exp of the
-    entropy of the shares of its singular values), ``rank < rank_below``, so it adds much the same to every token.
-    Otherwise "neither". The thresholds are conventions: :func:`sweep_sink_kinds` counts heads of each kind by others.
+    A head has a sink if, in more than ``rate_above`` of the prompts, some key's mean attention is
+    above the analysis's threshold. "nop": the values of its strongest key are small,
+    ``‖v_sink‖ / mean ‖v‖ < value_below``, so attending there adds little. "broadcast": the values
+    are not small, but the head's output has a low effective rank (exp of the entropy of the shares
+    of its singular values), ``rank < rank_below``, so it adds much the same to every token.
+    Otherwise "neither". The thresholds are conventions: :func:`sweep_sink_kinds` counts heads of
+    each kind by others.
 
     Args:
         result: A run with ``AttentionSinks``.
@@ -113,48 +137,56 @@ def sink_kinds(
         rate_above: The threshold of the share of prompts.
 
     Returns:
-        One row per head: layer, head, ``sink_rate``, ``position`` (the most common position of the strongest key; −1
-        for none), ``value_ratio`` and ``output_rank`` (medians over the prompts with a sink), ``massive_overlap``
-        (the share of those prompts in which the strongest key is also the place of the layer's largest massive
-        activation; NaN if no prompt has one), ``kind``.
+        One row per head: layer, head, ``sink_rate``, ``position`` (the most common position of the
+        strongest key; −1 for none), ``value_ratio`` and ``output_rank`` (medians over the prompts
+        with a sink), ``massive_overlap`` (the share of those prompts in which the strongest key is
+        also the place of the layer's largest massive activation; NaN if no prompt has one),
+        ``kind``.
 
-    Source: The two kinds are those of arXiv:2606.08105 (known from its abstract only; the thresholds are ours).
+    Source: The two kinds are those of arXiv:2606.08105 (known from its abstract only; the
+    thresholds are ours).
 
     Raises:
-        OptionError: The run had no ``AttentionSinks``, there is no such condition, or a threshold is out of range.
+        OptionError: The run had no ``AttentionSinks``, there is no such condition, or a threshold
+            is out of range.
     """
-    most = {"value_below": (0, np.inf), "rank_below": (1, np.inf), "rate_above": (0, 1)}
-    given = {"value_below": value_below, "rank_below": rank_below, "rate_above": rate_above}
-    for name, value in given.items():
-        least, largest = most[name]
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not least <= value <= largest
-        ):
-            upper = f" to {largest:g}" if np.isfinite(largest) else " or more"
-            raise OptionError(f"{name}={value!r}: give a number, {least:g}{upper}")
+    thresholds = {
+        "value_below": value_below,
+        "rank_below": rank_below,
+        "rate_above": rate_above,
+    }
+    _check_threshold("value_below", value_below, 0, np.inf)
+    _check_threshold("rank_below", rank_below, 1, np.inf)
+    _check_threshold("rate_above", rate_above, 0, 1)
     if "attention_sinks" not in result.datasets:
         raise OptionError(
             "this run did not measure sinks: add ma.analyses.AttentionSinks() to its analyses"
         )
     quantities.check_condition(result, condition)
-    data = result["attention_sinks"].sel(condition=condition)
+    sinks = result["attention_sinks"].sel(condition=condition)
     rows = []
-    for layer, head in product(data.layer.values, data["head"].values):
-        about = {"layer": int(layer), "head": int(head)} | _sink_of(
-            data.sel(layer=layer, head=head)
-        )
-        if not about["sink_rate"] > rate_above:
-            kind = "no sink"
-        elif about["value_ratio"] < value_below:
-            kind = "nop"
-        else:
-            kind = "broadcast" if about["output_rank"] < rank_below else "neither"
-        rows.append(about | {"kind": kind})
-    made = by_head(pd.DataFrame(rows))
-    made.attrs = {"condition": condition, **given, "n": data.sizes["prompt"]}
-    return made
+    for layer, head in product(sinks.layer.values, sinks["head"].values):
+        row: dict[str, Any] = {"layer": int(layer), "head": int(head)}
+        row |= _sink_of(sinks.sel(layer=layer, head=head))
+        row["kind"] = "neither"
+        if not row["sink_rate"] > rate_above:
+            row["kind"] = "no sink"
+        elif row["value_ratio"] < value_below:
+            row["kind"] = "nop"
+        elif row["output_rank"] < rank_below:
+            row["kind"] = "broadcast"
+        rows.append(row)
+    table = by_head(pd.DataFrame(rows))
+    table.attrs = {"condition": condition, **thresholds, "n": sinks.sizes["prompt"]}
+    return table
+
+
+def _check_threshold(name: str, value: object, least: float, most: float) -> None:
+    """Refuse a threshold that is no number, or out of its range."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:  # type: ignore[operator]
+        upper = f" to {most:g}" if np.isfinite(most) else " or more"
+        raise OptionError(f"{name}={value!r}: give a number, {least:g}{upper}")
 
 
 def sweep_sink_kinds(
@@ -176,18 +208,27 @@ def sweep_sink_kinds(
     return pd.DataFrame(rows)
 
 
-def _sink_of(data: xr.Dataset) -> dict[str, Any]:
-    has = data.sinks.values > 0
-    found = data.isel(prompt=has)
-    where, massive = found.strongest_position.values, found.massive_count.values > 0
-    same = where[massive] == found.massive_position.values[massive]
-    positions, counts = np.unique(where, return_counts=True)
-    return {
-        "sink_rate": float(has.mean()),
-        "position": int(positions[counts.argmax()]) if has.any() else -1,
-        "value_ratio": float(found.strongest_value_ratio.median(skipna=False))
-        if has.any()
-        else float("nan"),
-        "output_rank": float(found.output_rank.median(skipna=False)) if has.any() else float("nan"),
-        "massive_overlap": float(same.mean()) if massive.any() else float("nan"),
+def _sink_of(head: xr.Dataset) -> dict[str, Any]:
+    """The sink of a head over the prompts that have one."""
+    has_sink = head.sinks.values > 0
+    row: dict[str, Any] = {
+        "sink_rate": float(has_sink.mean()),
+        "position": -1,
+        "value_ratio": float("nan"),
+        "output_rank": float("nan"),
+        "massive_overlap": float("nan"),
     }
+    if not has_sink.any():
+        return row
+
+    with_sink = head.isel(prompt=has_sink)
+    strongest = with_sink.strongest_position.values
+    positions, counts = np.unique(strongest, return_counts=True)
+    row["position"] = int(positions[counts.argmax()])
+    row["value_ratio"] = float(with_sink.strongest_value_ratio.median(skipna=False))
+    row["output_rank"] = float(with_sink.output_rank.median(skipna=False))
+    has_massive = with_sink.massive_count.values > 0
+    if has_massive.any():
+        massive = with_sink.massive_position.values[has_massive]
+        row["massive_overlap"] = float((strongest[has_massive] == massive).mean())
+    return row

@@ -1,4 +1,6 @@
-"""Means over prompts with their t intervals, as figures show them: by layer, of everything, or at each position."""
+"""Means over prompts with their t intervals, as figures show them: by layer, of everything, or at
+each position.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,27 @@ from mechattn.stats.intervals import FEWEST, Interval, Moments, t_interval
 
 
 def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
-    """The values [unit, …] that an interval is computed from: those of prompts, or the means of groups."""
+    """The values [unit, …] that an interval is computed from: those of prompts, or the means of
+    groups.
+    """
     return units_in(result, values).means(values.transpose("prompt", ...).values.astype(np.float64))
 
 
 def mean_over_prompts(result: Result, values: xr.DataArray, over: Seq[str] = ()) -> Interval:
-    """The mean of each prompt's mean over some dimensions, with its interval, which fewer than three prompts lack."""
+    """The mean of each prompt's mean over some dimensions, with its interval, which fewer than
+    three prompts lack.
+    """
     rest = [str(dim) for dim in values.dims if dim not in ("prompt", *over)]
+    blocks = [values]
     if over:
         means = [part.mean(list(over)) for part in in_parts(values, "prompt", result.memory)]
         blocks = [xr.concat(means, "prompt", join="exact")]
-    else:
-        blocks = list(in_parts(values, rest[0], result.memory)) if rest else [values]
-    made = [_interval(over_units(result, part)) for part in blocks]
-    return (
-        made[0]
-        if len(made) == 1
-        else Interval(*(np.concatenate(ends) for ends in zip(*made, strict=True)))
-    )
+    elif rest:
+        blocks = list(in_parts(values, rest[0], result.memory))
+    intervals = [_interval(over_units(result, block)) for block in blocks]
+    if len(intervals) == 1:
+        return intervals[0]
+    return Interval(*(np.concatenate(ends) for ends in zip(*intervals, strict=True)))
 
 
 def overall_mean(result: Result, values: xr.DataArray) -> Interval:
@@ -51,12 +56,14 @@ def _interval(values: np.ndarray) -> Interval:
 
 def summed(result: Result, values: xr.DataArray) -> xr.DataArray:
     """The sum over prompts, a block of them at a time."""
-    parts = [part.sum("prompt") for part in in_parts(values, "prompt", result.memory)]
-    return sum(parts[1:], parts[0])
+    sums = [part.sum("prompt") for part in in_parts(values, "prompt", result.memory)]
+    return sum(sums[1:], sums[0])
 
 
 class Positions(NamedTuple):
-    """Means over prompts at the positions that enough prompts have, their intervals, and the number of prompts."""
+    """Means over prompts at the positions that enough prompts have, their intervals, and the number
+    of prompts.
+    """
 
     at: np.ndarray
     mean: np.ndarray
@@ -68,15 +75,19 @@ class Positions(NamedTuple):
 def at_positions(
     dataset: xr.Dataset, quantity: str, at: dict[str, object], prompts: np.ndarray
 ) -> Positions:
-    """A quantity at each position of one head, without those that fewer than half of the prompts, or than 10, have."""
+    """A quantity at each position of one head, without those that fewer than half of the prompts,
+    or than 10, have.
+    """
     if len(prompts) < dataset.sizes["prompt"]:
         moments = Moments.of(dataset[f"{quantity}_per_prompt"].sel(at).isel(prompt=prompts).values)
     else:
-        n, variance = (dataset[f"{quantity}_{name}"].sel(at).values for name in ("n", "variance"))
+        n = dataset[f"{quantity}_n"].sel(at).values
+        variance = dataset[f"{quantity}_variance"].sel(at).values
         moments = Moments.from_statistics(n, dataset[quantity].sel(at).values, variance)
-    position = np.flatnonzero(moments.n >= max(min(10, len(prompts)), len(prompts) / 2))
-    mean, low, high = (ends[position] for ends in moments.interval())
-    return Positions(position, mean, low, high, moments.n[position])
+    fewest = max(min(10, len(prompts)), len(prompts) / 2)
+    positions = np.flatnonzero(moments.n >= fewest)
+    mean, low, high = (ends[positions] for ends in moments.interval())
+    return Positions(positions, mean, low, high, moments.n[positions])
 
 
 def choose_heads(
@@ -87,10 +98,12 @@ def choose_heads(
     prompts: np.ndarray,
     by: Ranking = "difference",
 ) -> list[tuple[int, int]]:
-    """The ``count`` heads, of a layer or of all, whose attention to the question changes most, by layer.
+    """The ``count`` heads, of a layer or of all, whose attention to the question changes most, by
+    layer.
 
-    With ``by="beyond"``, those furthest from the null; in the baseline, from uniform attention. On these
-    prompts; the choice of ``Result.compare(…, select="half", top=count, by=…)`` if they are one half.
+    With ``by="beyond"``, those furthest from the null; in the baseline, from uniform attention. On
+    these prompts; the choice of ``Result.compare(…, select="half", top=count, by=…)`` if they are
+    one half.
     """
     dataset = result["received_attention"]
     if "received_per_prompt" not in dataset:
@@ -106,19 +119,18 @@ def choose_heads(
             f"cannot choose {count} of {heads} heads on {len(prompts)} prompts (one half); "
             "name the heads, or run at least 6 prompts"
         )
+    changes = np.log(half.received_by_segment)
     if condition == BASELINE:
-        logs = np.log(half.received_by_segment / half.received_by_segment_uniform)
-    elif by == "difference":
-        logs = np.log(half.received_by_segment)
-    else:
-        known = has_dilution((result, condition), "received", "question")
-        null = "dilution" if known else "uniform"
-        logs = np.log(half.received_by_segment / half[f"received_by_segment_{null}"])
-    far = logs.sel(condition=condition)
+        changes = changes - np.log(half.received_by_segment_uniform)
+    elif by == "beyond":
+        has = has_dilution((result, condition), "received", "question")
+        null = half["received_by_segment_dilution" if has else "received_by_segment_uniform"]
+        changes = changes - np.log(null)
+    change = changes.sel(condition=condition)
     if condition != BASELINE:
-        far = far - logs.sel(condition=BASELINE)
-    score = abs(over_units(result, far.transpose("prompt", "layer", "head")).mean(0))
-    chosen = np.argsort(-score, axis=None, kind="stable")[:count]
-    return sorted(
-        (int(half.layer[at // score.shape[1]]), int(at % score.shape[1])) for at in chosen
-    )
+        change = change - changes.sel(condition=BASELINE)
+    size = abs(over_units(result, change.transpose("prompt", "layer", "head")).mean(0))
+    largest = np.argsort(-size, axis=None, kind="stable")[:count]
+    layer_indices, head_indices = np.unravel_index(largest, size.shape)
+    pairs = zip(half.layer.values[layer_indices].tolist(), head_indices.tolist(), strict=True)
+    return sorted(pairs)

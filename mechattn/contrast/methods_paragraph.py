@@ -27,121 +27,150 @@ def methods(result: Result, tables: Seq[pd.DataFrame]) -> str:
                 f"table {number} has no record of how it was made; give tables from Result.compare"
             )
     names = {str(name) for dataset in result.datasets.values() for name in dataset}
-    nulls = sorted(
-        words for kind, words in NULLS.items() if any(name.endswith(f"_{kind}") for name in names)
-    )
+    nulls = []
+    for kind, words in NULLS.items():
+        if any(name.endswith(f"_{kind}") for name in names):
+            nulls.append(words)
+    null_sentence = ""
+    if nulls:
+        null_sentence = f"Each quantity is reported with its value under {_and(sorted(nulls))}."
     sentences = [
         _model(about["model"], about["versions"], about["engine"]),
         _prompts(result),
         _conditions(result),
         _analyses(about),
-        f"Each quantity is reported with its value under {_and(nulls)}." if nulls else "",
+        null_sentence,
         *(_compared(table) for table in tables),
         f"The random seed was {about['seed']}.",
     ]
     return " ".join(filter(None, sentences))
 
 
+ENGINES = {
+    "streaming": "in blocks of query rows, without storing the pattern",
+    "fused": "by two calls of a fused kernel",
+    "hooks": "through the model's hooks",
+}
+LIBRARIES = ("mechattn", "transformer-lens", "transformers", "torch")
+
+
 def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -> str:
-    revision = f", revision {model['revision']}" if model.get("revision") else ""
-    by = [f"{name} {_several(versions[name])}" for name in ("mechattn", "transformer-lens", "transformers", "torch")
-          if name in versions]  # fmt: skip
-    how = {
-        "streaming": "in blocks of query rows, without storing the pattern",
-        "fused": "by two calls of a fused kernel",
-        "hooks": "through the model's hooks",
-    }
-    said = "The hooked model was not verified against the model's own attention"
+    """The model, how it was measured, with which libraries, and whether it was verified."""
+    size = (
+        f"{model['parameters']:,} parameters, {model['layers']} layers of {model['heads']} heads, "
+        f"{model['dtype']}"
+    )
+    if model.get("revision"):
+        size += f", revision {model['revision']}"
+    libraries = [f"{name} {_several(versions[name])}" for name in LIBRARIES if name in versions]
+    verified = "The hooked model was not verified against the model's own attention"
     if model["verified"]:
-        left, mended = (_several(model.get(name) or []) for name in ("not_verified", "mended"))
-        said = "The hooked model was verified against the model's own attention when it was loaded"
-        said += (
-            f"{f' (not checked: {left})' if left else ''}{f'; mended: {mended}' if mended else ''}"
+        verified = (
+            "The hooked model was verified against the model's own attention when it was loaded"
         )
+        if model.get("not_verified"):
+            verified += f" (not checked: {_several(model['not_verified'])})"
+        if model.get("mended"):
+            verified += f"; mended: {_several(model['mended'])}"
     return (
-        f"The attention of {model['name']} ({model['parameters']:,} parameters, {model['layers']} layers of "
-        f"{model['heads']} heads, {model['dtype']}{revision}) was measured {how.get(engine, engine)}, with {_and(by)}. "
-        f"{said}."
+        f"The attention of {model['name']} ({size}) was measured {ENGINES.get(engine, engine)}, with "
+        f"{_and(libraries)}. {verified}."
     )
 
 
 def _prompts(result: Result) -> str:
     prompts = result.provenance["prompts"]
     units = units_of(result, result["sequences"].sizes["prompt"])
-    each = "prompt" if units.of is None else "group"
-    over = f"The run used {units.words} (hash {prompts['hash']}"
-    template = f", template “{prompts['template']}”" if "template" in prompts else ""
-    return f"{over}{template}), and the unit of replication was the {each}. {alike_words(result)}".strip()
+    unit = "prompt" if units.of is None else "group"
+    details = f"hash {prompts['hash']}"
+    if "template" in prompts:
+        details += f", template “{prompts['template']}”"
+    sentence = (
+        f"The run used {units.words} ({details}), and the unit of replication was the {unit}."
+    )
+    return f"{sentence} {alike_words(result)}".strip()
 
 
 def _conditions(result: Result) -> str:
     """What each condition does, and how many tokens it inserts."""
     stored = result.provenance["conditions"]
-    parts = []
+    phrases = []
     for name in result.conditions:
         if name == BASELINE:
             continue
         about = stored.get(name, {})
         counts = (result["sequences"].origin.sel(condition=name).values == -1).sum(-1)
-        low, high = int(np.min(counts)), int(np.max(counts))
-        tokens = (
-            "no tokens"
-            if not high
-            else f"{low} tokens"
-            if low == high
-            else f"{low} to {high} tokens"
-        )
-        parts.append(f"“{name}” ({about.get('written', 'unknown')}; {tokens} inserted)")
-    if not parts:
+        low = int(np.min(counts))
+        high = int(np.max(counts))
+        tokens = f"{low} to {high} tokens"
+        if low == high:
+            tokens = f"{low} tokens"
+        if high == 0:
+            tokens = "no tokens"
+        phrases.append(f"“{name}” ({about.get('written', 'unknown')}; {tokens} inserted)")
+    if not phrases:
         return "The prompts were read unchanged."
-    return f"Each prompt was read unchanged and under {_and(parts)}, in one pass."
+    return f"Each prompt was read unchanged and under {_and(phrases)}, in one pass."
 
 
 def _analyses(about: Mapping[str, Any]) -> str:
-    parts = []
+    phrases = []
     for name, options in about["analyses"].items():
-        given = ", ".join(f"{key} {value}" for key, value in options.items())
-        parts.append(name.replace("_", " ") + (f" ({given})" if given else ""))
+        words = name.replace("_", " ")
+        if options:
+            words += f" ({', '.join(f'{key} {value}' for key, value in options.items())})"
+        phrases.append(words)
     layers = about["measured_layers"]
-    every = layers == list(range(about["model"]["layers"]))
-    return f"The analyses were {_and(parts)}, in {'all layers' if every else 'layers ' + _and(list(map(str, layers)))}."
+    layer_words = "all layers"
+    if layers != list(range(about["model"]["layers"])):
+        layer_words = f"layers {_and(list(map(str, layers)))}"
+    return f"The analyses were {_and(phrases)}, in {layer_words}."
 
 
 def _compared(table: pd.DataFrame) -> str:
     """How one table was computed, from its attributes."""
     about = table.attrs
-    of = "" if about["segment"] == "all" else f" of the {about['segment']}"
-    n = f" (n = {table.n.iloc[0]})" if len(table) else ""
-    chosen = f"the {about['top']} largest" if "top" in about else "found"
-    half = f", {chosen} on one half and reported on the other" if about["select"] == "half" else ""
-    scale = f" as {table.scale.iloc[0]}s" if len(table) else ""
-    tried = about["patterns"]
-    patterns = "all patterns of signs" if tried is None else f"{tried:,} random patterns of signs"
-    bags = (
-        f" of {about['resampled']}, which are also what the bootstrap resamples"
-        if "resampled" in about
-        else ""
-    )
-    units = int(table.n.iloc[0]) if len(table) else 0
-    skewed = ""
+    quantity = about["quantity"]
+    if about["segment"] != "all":
+        quantity += f" of the {about['segment']}"
+    if len(table):
+        quantity += f" as {table.scale.iloc[0]}s"
+    pairing = f"paired by {about['unit'].partition(' ')[0]}"
+    units = 0
+    if len(table):
+        units = int(table.n.iloc[0])
+        pairing += f" (n = {table.n.iloc[0]})"
+    if about["select"] == "half":
+        selected = f"the {about['top']} largest" if "top" in about else "found"
+        pairing += f", {selected} on one half and reported on the other"
+
+    patterns = "all patterns of signs"
+    if about["patterns"] is not None:
+        patterns = f"{about['patterns']:,} random patterns of signs"
+    if "resampled" in about:
+        patterns += f" of {about['resampled']}, which are also quantity the bootstrap resamples"
+    tests = f"sign-flip tests ({patterns})"
     if units >= FEWEST_FOR_ALL:
-        skewed = ", bootstrap-t tests, and step-down bootstrap-t tests with p divided by their number (the largest p)"
-    random = ""
+        tests += ", bootstrap-t tests, and step-down bootstrap-t tests with p divided by their number (the largest p)"
+    family = f"Benjamini-Hochberg over {about['family']}"
     if "null_random" in about:
-        random = f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of {about['null_random']}"
+        family += (
+            f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of "
+        )
+        family += about["null_random"]
     return (
-        f"“{about['condition']}” was compared with “{about['to']}” in {about['quantity']}{of}{scale}, paired by "
-        f"{about['unit'].partition(' ')[0]}{n}{half}: {100 * about['level']:g} % t intervals; sign-flip tests "
-        f"({patterns}{bags}){skewed} against {about['null']}; "
-        f"Benjamini-Hochberg over {about['family']}{random}; seed {about['seed']}."
+        f"“{about['condition']}” was compared with “{about['to']}” in {quantity}, {pairing}: {100 * about['level']:g} % t "
+        f"intervals; {tests} against {about['null']}; {family}; seed {about['seed']}."
     )
 
 
 def _several(value: Any) -> str:
-    return _and([str(part) for part in value]) if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, (list, tuple)):
+        return _and([str(part) for part in value])
+    return str(value)
 
 
-def _and(parts: Seq[str]) -> str:
-    return (
-        parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""
-    )
+def _and(phrases: Seq[str]) -> str:
+    if len(phrases) <= 1:
+        return "".join(phrases)
+    return f"{', '.join(phrases[:-1])} and {phrases[-1]}"

@@ -1,4 +1,6 @@
-"""What the null of a comparison gives at each position, beside the means that figures by position show."""
+"""What the null of a comparison gives at each position, beside the means that figures by position
+show.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ def dilution_at_positions(
 ) -> np.ndarray:
     """What original tokens would receive if they kept their attention to each other, by position.
 
-    ``null[k] = baseline[k] · mean over prompts of dilution[s] / baseline[s]``, where s is the segment
-    of token k in a prompt: a pass knows the dilution of a segment, and here all its tokens lose the
-    same share. NaN for inserted tokens.
+    ``null[k] = baseline[k] · mean over prompts of dilution[s] / baseline[s]``, where s is the
+    segment of token k in a prompt: a pass knows the dilution of a segment, and here all its tokens
+    lose the same share. NaN for inserted tokens.
 
     Args:
         result: A result with received attention and its dilution null.
@@ -70,7 +72,9 @@ def dilution_at_positions(
 
 
 def share_left(dataset: xr.Dataset, condition: str) -> xr.DataArray:
-    """What dilution leaves to the tokens of each segment of what they receive in the baseline, as a fraction."""
+    """What dilution leaves to the tokens of each segment of what they receive in the baseline, as a
+    fraction.
+    """
     null = dataset.received_by_segment_dilution.sel(condition=condition, drop=True)
     baseline = dataset.received_by_segment.sel(condition=BASELINE, drop=True)
     return null.astype(np.float64) / baseline.where(baseline > 0)

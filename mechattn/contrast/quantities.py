@@ -1,4 +1,6 @@
-"""Where the numbers of a quantity are in a result, and those of its null; read in blocks that fit in its memory."""
+"""Where the numbers of a quantity are in a result, and those of its null; read in blocks that fit
+in its memory.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,8 @@ NULLS = {
     "uniform": "uniform attention",
     "blind": "attention by position alone",
 }
-FURTHER = (
-    "segment",
-    "to_segment",
-    "band",
-)  # dimensions that a quantity may have beside prompt, layer and head
+# Dimensions that a quantity may have beside prompt, layer and head.
+FURTHER = ("segment", "to_segment", "band")
 _NULL_NEEDS = {
     "dilution": 'it exists for "received" and "mass" in segments of the baseline, in conditions that change no token, '
     'unless queries="all"; otherwise use null="uniform"',
@@ -38,21 +37,22 @@ _NULL_NEEDS = {
     'of attention; otherwise use null="uniform"',
 }
 _A_HEAD = {"prompt", "condition", "layer", "head"}
-_COPIES = (
-    8  # float64 arrays [prompt, cell] in memory at the same time in a comparison: measured 4 to 6
-)
+# Arrays [prompt, cell] of float64 in memory at the same time in a comparison: measured 4 to 6.
+_COPIES = 8
 _KEPT = 6  # arrays kept for resampling [unit or bag, cell], for all layers
 _SHARE = 4  # of the memory: a quantity that is kept takes at most this fraction
 
 
 def variable_of(result: Result, quantity: str) -> xr.DataArray:
     """The variable that holds a quantity."""
-    at, name = dataset_of(result, quantity)
-    return result[at][name]
+    dataset_name, name = dataset_of(result, quantity)
+    return result[dataset_name][name]
 
 
 def segment_of(variable: xr.DataArray, segment: str | None) -> str:
-    """The segment that the numbers of a quantity are of, as a column of a table says; empty for one without."""
+    """The segment that the numbers of a quantity are of, as a column of a table says; empty for one
+    without.
+    """
     return (segment or "all") if "segment" in variable.dims else ""
 
 
@@ -61,44 +61,41 @@ def dataset_of(result: Result, quantity: str) -> tuple[str, str]:
     if not isinstance(quantity, str):
         raise OptionError(f'quantity={quantity!r}: give one name, such as "received"')
     names = (f"{quantity}_by_segment", quantity)
-    found = [(at, name) for at in result.datasets for name in names if name in result[at]]
-    found = [(at, name) for at, name in found if "prompt" in result[at][name].dims]
-    if not found:
-        have = sorted(_quantities(result, lambda dims: {"prompt", "layer"} <= dims))
-        from mechattn.analysis import ANALYSES
+    for dataset_name, dataset in result.datasets.items():
+        for name in names:
+            if name in dataset and "prompt" in dataset[name].dims:
+                return dataset_name, name
 
-        others = [
-            kind.__name__ for kind in ANALYSES if not kind().quantities.keys().isdisjoint(names)
-        ]
-        raise OptionError(
-            f"no analysis of this result has {quantity!r} for each prompt; there are {', '.join(have)}: name one with "
-            f"quantity=…{''.join(f', or run it with ma.analyses.{other}()' for other in others)}"
-        )
-    return found[0]
+    from mechattn.analysis import ANALYSES
+
+    measured = sorted(_quantities(result, lambda dims: {"prompt", "layer"} <= dims))
+    hint = f"there are {', '.join(measured)}: name one with quantity=…"
+    for kind in ANALYSES:
+        if not kind().quantities.keys().isdisjoint(names):
+            hint += f", or run it with ma.analyses.{kind.__name__}()"
+    raise OptionError(f"no analysis of this result has {quantity!r} for each prompt; {hint}")
 
 
 def head_quantities(result: Result) -> list[str]:
-    """The quantities with one number per head and prompt, named as in ``result.compare``."""
-    found = _quantities(result, lambda dims: _A_HEAD <= dims <= _A_HEAD | {"segment"})
-    return sorted(
-        (name for name in found if not name.endswith("_per_prompt")),
-        key=lambda name: name != "received",
-    )
+    """The quantities with one number per head and prompt, named as in ``result.compare``;
+    "received" comes first.
+    """
+    names = _quantities(result, lambda dims: _A_HEAD <= dims <= _A_HEAD | {"segment"})
+    names = [name for name in names if not name.endswith("_per_prompt")]
+    return sorted(names, key=lambda name: name != "received")
 
 
 def _quantities(result: Result, has: Callable[[set[Any]], bool]) -> list[str]:
     """The names of what was measured with such dimensions, without nulls."""
-    each = [
-        (str(n), v)
-        for at, data in result.datasets.items()
-        if at != "sequences"
-        for n, v in data.data_vars.items()
-    ]
     nulls = tuple(f"_{kind}" for kind in NULLS)
-    found = [
-        name for name, variable in each if has(set(variable.dims)) and not name.endswith(nulls)
-    ]
-    return list(dict.fromkeys(name.removesuffix("_by_segment") for name in found))
+    names = []
+    for dataset_name, dataset in result.datasets.items():
+        if dataset_name == "sequences":
+            continue
+        for name, variable in dataset.data_vars.items():
+            if has(set(variable.dims)) and not str(name).endswith(nulls):
+                names.append(str(name).removesuffix("_by_segment"))
+    return list(dict.fromkeys(names))
 
 
 def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
@@ -124,7 +121,9 @@ def has_dilution(side: Side, quantity: str, segment: str | None) -> bool:
 def values_of(
     result: Result, condition: str, quantity: str, segment: str | None, kind: Null = "uniform"
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; errors if absent."""
+    """Each prompt's values [prompt, layer, head, …] in a condition, and those of the null; errors
+    if absent.
+    """
     check_condition(result, condition)
     dataset_name, name = dataset_of(result, quantity)
     dataset = result[dataset_name]
@@ -158,49 +157,46 @@ def which_have(side: Side, quantity: str, segment: str | None) -> np.ndarray:
     result, condition = side
     values = in_segment(variable_of(result, quantity).sel(condition=condition), segment)
     over = [dim for dim in values.dims if dim != "prompt"]
-    return np.concatenate(
-        [part.notnull().any(over).values for part in in_parts(values, "prompt", result.memory)]
-    )
+    blocks = in_parts(values, "prompt", result.memory)
+    return np.concatenate([block.notnull().any(over).values for block in blocks])
 
 
 def absent(
-    some: int, quantity: str, segment: str | None, side: Side, sides: Seq[Side]
+    count: int, quantity: str, segment: str | None, side: Side, sides: Seq[Side]
 ) -> OptionError:
-    """The error where some prompts lack a quantity in one of the sides; it says where all have it, in all sides."""
+    """The error where some prompts lack a quantity in one of the sides; it says where all have it,
+    in all sides.
+    """
     result, condition = side
-    inserting = [
-        name
-        for name in result.conditions
-        if (result["sequences"].origin.sel(condition=name) == -1).any()
-    ]
+    origin = result["sequences"].origin
+    inserting = [name for name in result.conditions if (origin.sel(condition=name) == -1).any()]
     if segment == "inserted" and inserting and condition not in inserting:
-        other = next((name for _, name in sides if name in inserting), inserting[0])
-        heads = f"result.heads({quantity!r}, condition={other!r}, segment='inserted') shows what {other!r} has, and "
+        inserting_here = [name for _, name in sides if name in inserting]
+        name = (inserting_here or inserting)[0]
+        hint = "result.compare takes two conditions that insert"
+        if quantity in head_quantities(result):
+            call = f"result.heads({quantity!r}, condition={name!r}, segment='inserted')"
+            hint = f"{call} shows what {name!r} has, and {hint}"
         return OptionError(
-            f"{condition!r} inserts no tokens, so it has no {quantity!r} in the segment 'inserted'; "
-            f"{heads if quantity in head_quantities(result) else ''}result.compare takes two conditions that insert"
+            f"{condition!r} inserts no tokens, so it has no {quantity!r} in the segment 'inserted'; {hint}"
         )
-    variable, where, hint = (
-        variable_of(result, quantity),
-        "",
-        "leave these out with result.sel(prompt=…)",
-    )
+
+    variable = variable_of(result, quantity)
+    place = ""
+    hint = "leave these out with result.sel(prompt=…)"
     if "segment" in variable.dims:
-        names, both = (
-            variable.segment.values.tolist(),
-            "in both conditions " if len(sides) > 1 else "",
-        )
-        there = [
-            repr(name)
-            for name in names
-            if all(which_have(one, quantity, name).all() for one in sides)
-        ]
-        where = " in some segment" if segment is None else f" in the segment {segment!r}"
-        hint = both + (
-            f"all have it in: {', '.join(there)}" if there else "no segment has it in all"
-        )
-    missing = f"{some} of {variable.sizes['prompt']} prompts have no {quantity!r}{where} with {condition!r}"
-    return OptionError(f"{missing}; {hint}")
+        place = " in some segment" if segment is None else f" in the segment {segment!r}"
+        complete = []
+        for name in variable.segment.values.tolist():
+            if all(which_have(other_side, quantity, name).all() for other_side in sides):
+                complete.append(repr(name))
+        hint = f"all have it in: {', '.join(complete)}" if complete else "no segment has it in all"
+        if len(sides) > 1:
+            hint = f"in both conditions {hint}"
+    prompts = variable.sizes["prompt"]
+    return OptionError(
+        f"{count} of {prompts} prompts have no {quantity!r}{place} with {condition!r}; {hint}"
+    )
 
 
 def check_condition(result: Result, condition: str) -> None:
@@ -222,7 +218,9 @@ def in_segment(variable: xr.DataArray, segment: str | None) -> xr.DataArray:
 
 
 class LayerValues(NamedTuple):
-    """The values [prompt, condition, layer, …] of a quantity, unread, and those of its null, if there is one."""
+    """The values [prompt, condition, layer, …] of a quantity, unread, and those of its null, if
+    there is one.
+    """
 
     values: xr.DataArray
     null: xr.DataArray | None
@@ -230,7 +228,9 @@ class LayerValues(NamedTuple):
 
 
 def by_layer(result: Result, quantity: str, segment: str, conditions: Seq[str]) -> LayerValues:
-    """The values of a quantity with at most one number per head: beside dilution, else uniform attention."""
+    """The values of a quantity with at most one number per head: beside dilution, else uniform
+    attention.
+    """
     dataset_name, name = dataset_of(result, quantity)
     dataset = result[dataset_name]
     values = in_segment(dataset[name], segment)
@@ -250,28 +250,31 @@ def by_layer(result: Result, quantity: str, segment: str, conditions: Seq[str]) 
 
 def chosen(variable: xr.DataArray, condition: str, segment: str | None) -> xr.DataArray:
     """A variable's float64 values in a condition and a segment."""
-    made = in_segment(variable.sel(condition=condition), segment)
-    made = made.astype(np.float64, copy=False)
-    first = [dim for dim in ("prompt", "layer", "head") if dim in made.dims]
-    return made.transpose(*first, ...).reset_coords(drop=True)
+    values = in_segment(variable.sel(condition=condition), segment)
+    values = values.astype(np.float64, copy=False)
+    first_dims = [dim for dim in ("prompt", "layer", "head") if dim in values.dims]
+    return values.transpose(*first_dims, ...).reset_coords(drop=True)
 
 
 def check_layer(layer: object, dataset: xr.Dataset | xr.DataArray) -> None:
     """Refuse a layer that does not exist or was not measured."""
-    have = dataset.layer.values.tolist()
+    measured = dataset.layer.values.tolist()
     if isinstance(layer, bool) or not isinstance(layer, Integral):
         raise OptionError(f"layer={layer!r}: give one whole number, from 0")
-    if layer not in have:
-        raise OptionError(f"layer {layer} was not measured; the result has {have}")
+    if layer not in measured:
+        raise OptionError(f"layer {layer} was not measured; the result has {measured}")
 
 
-def slices(count: int, each: int, memory: str, what: str, shared: int = 0) -> list[slice]:
-    """Split a number of layers or prompts, which take ``each`` bytes beside ``shared`` ones, into blocks that fit."""
-    at_a_time = max(memory_bytes(memory) - shared, 0) // max(1, each)
+def slices(count: int, bytes_of_one: int, memory: str, what: str, shared: int = 0) -> list[slice]:
+    """Split a number of layers or prompts, which take some bytes each beside ``shared`` ones, into
+    blocks that fit.
+    """
+    free = max(memory_bytes(memory) - shared, 0)
+    at_a_time = free // max(1, bytes_of_one)
     if at_a_time >= count:
         return [slice(None)]
     if at_a_time < 1:
-        needed = -(-(shared + each) // 2**20)
+        needed = -(-(shared + bytes_of_one) // 2**20)
         raise MemoryOptionError(
             f"{what} takes {needed:,} MiB, and memory={memory!r} allows less; give more "
             f'(ma.load_result(…, memory="{needed}MiB"), or --memory {needed}MiB), or fewer resamples'
@@ -282,57 +285,63 @@ def slices(count: int, each: int, memory: str, what: str, shared: int = 0) -> li
 def layer_blocks(
     result: Result, quantity: str, segment: str | None, bootstrap: int = 0, signs: int = 0
 ) -> list[slice]:
-    """The layers of a quantity in blocks for a comparison with these numbers of resamples and sign patterns."""
+    """The layers of a quantity in blocks for a comparison with these numbers of resamples and sign
+    patterns.
+    """
     variable = variable_of(result, quantity)
     sizes = {str(dim): size for dim, size in variable.sizes.items()}
-    prompts, layers = sizes.pop("prompt"), sizes.get("layer", 1)
-    cells = prod(
-        size
-        for dim, size in sizes.items()
-        if dim != "condition" and (segment is None or dim != "segment")
-    )
-    each = 8 * _COPIES * prompts * cells // layers
-    each += (
-        2
-        * variable.dtype.itemsize
-        * prompts
-        * prod(sizes.values())
-        // (layers * sizes.get("condition", 1))
-    )
+    prompts = sizes.pop("prompt")
+    layers = sizes.get("layer", 1)
+    sizes.pop("condition", None)
+    stored = prod(sizes.values())  # numbers of a prompt and condition
+    cells = stored
+    if segment is not None:
+        cells //= sizes.get("segment", 1)
+
+    bytes_of_a_layer = 8 * _COPIES * prompts * cells // layers
+    bytes_of_a_layer += 2 * variable.dtype.itemsize * prompts * stored // layers
     shared = 0
     if signs:
-        shared = resampled(prompts) * (
-            2 * bootstrap + max(signs, 20 * cells) // 8 + 8 * _KEPT * cells
-        )
-    return slices(layers, each, result.memory, f"{quantity!r} of {prompts:,} prompts", shared)
+        of_patterns = max(signs, 20 * cells) // 8
+        shared = resampled(prompts) * (2 * bootstrap + of_patterns + 8 * _KEPT * cells)
+    words = f"{quantity!r} of {prompts:,} prompts"
+    return slices(layers, bytes_of_a_layer, result.memory, words, shared)
 
 
 def in_parts(values: xr.DataArray, dim: str, memory: str) -> Iterator[xr.DataArray]:
     """Yield values some layers or prompts at a time."""
     count = values.sizes[dim]
-    for some in slices(
-        count, 8 * _COPIES * values.size // max(1, count), memory, f"one {dim} of {values.name!r}"
-    ):
-        yield values if some == slice(None) else values.isel({dim: some})
+    bytes_of_one = 8 * _COPIES * values.size // max(1, count)
+    for block in slices(count, bytes_of_one, memory, f"one {dim} of {values.name!r}"):
+        yield values if block == slice(None) else values.isel({dim: block})
 
 
 def kept(result: Result, quantity: str, condition: str, segment: str) -> Result:
-    """A stored result with a quantity of one condition read into memory, if it takes at most a quarter of it."""
-    at, name = dataset_of(result, quantity)
-    dataset = result[at]
-    names = [name, *(found for kind in NULLS if (found := f"{name}_{kind}") in dataset)]
+    """A stored result with a quantity of one condition read into memory, if it takes at most a
+    quarter of it.
+    """
+    dataset_name, name = dataset_of(result, quantity)
+    dataset = result[dataset_name]
     by_segment = "segment" in dataset[name].dims
     if not is_lazy(result) or (by_segment and segment not in dataset.segment.values):
         return result
-    wanted = {"condition": [condition]} | ({"segment": [segment]} if by_segment else {})
-    some = dataset[names].sel(wanted)
-    size = 8 * sum(prod(variable.shape) for variable in some.data_vars.values())
-    if size > memory_bytes(result.memory) // _SHARE:
+
+    nulls = [f"{name}_{kind}" for kind in NULLS]
+    names = [name, *(null for null in nulls if null in dataset)]
+    wanted = {"condition": [condition]}
+    if by_segment:
+        wanted["segment"] = [segment]
+    selected = dataset[names].sel(wanted)
+    size = 8 * sum(prod(variable.shape) for variable in selected.data_vars.values())
+    memory = memory_bytes(result.memory)
+    if size > memory // _SHARE:
         return result
-    rest = f"{(memory_bytes(result.memory) - 2 * size) / 2**10:.3f}KiB"
-    made = replace(result, datasets={"sequences": result["sequences"], at: some}, memory=rest)
+
+    datasets = {"sequences": result["sequences"], dataset_name: selected}
+    left = f"{(memory - 2 * size) / 2**10:.3f}KiB"
+    read_result = replace(result, datasets=datasets, memory=left)
     try:
-        layer_blocks(made, quantity, segment, RESAMPLES, RESAMPLES)
+        layer_blocks(read_result, quantity, segment, RESAMPLES, RESAMPLES)
     except MemoryOptionError:
         return result
-    return replace(made, datasets={**made.datasets, at: some.astype(np.float64)})
+    return replace(read_result, datasets={**datasets, dataset_name: selected.astype(np.float64)})

@@ -49,21 +49,22 @@ def agreement(
     units.refuse_below(FEWEST)
     if controls is None:
         controls = [name for name in result.conditions if name not in (one, other, over, BASELINE)]
-    others = [other, *controls]
-    parts = (part.astype(np.float64) for part in in_parts(product, "prompt", result.memory))
-    found = [[_cosine(part, one, name, over) for name in others] for part in parts]
-    cosines = [np.concatenate(each) for each in zip(*found, strict=True)]
+    cosines: dict[str, list[np.ndarray]] = {name: [] for name in (other, *controls)}
+    for block in in_parts(product, "prompt", result.memory):
+        block = block.astype(np.float64)
+        for name, of_blocks in cosines.items():
+            of_blocks.append(_cosine(block, one, name, over))
+    main_cosine = np.concatenate(cosines[other])
+
     tables = []
-    for name, cosine in zip(others, cosines, strict=True):
-        about = {"condition": one, "other": name, "layer": product.layer.values}
-        tables.append(
-            pd.DataFrame(
-                about | _columns(units.means(cosine), units.means(cosines[0] - cosine), level)
-            )
-        )
-    made = pd.concat(tables, ignore_index=True)
-    made.attrs = {"over": over, "quantity": quantity, "level": level, "unit": units.unit}
-    return made
+    for name, of_blocks in cosines.items():
+        cosine = np.concatenate(of_blocks)
+        labels = {"condition": one, "other": name, "layer": product.layer.values}
+        columns = _columns(units.means(cosine), units.means(main_cosine - cosine), level)
+        tables.append(pd.DataFrame(labels | columns))
+    table = pd.concat(tables, ignore_index=True)
+    table.attrs = {"over": over, "quantity": quantity, "level": level, "unit": units.unit}
+    return table
 
 
 def _cosine(product: xr.DataArray, one: str, other: str, over: str) -> np.ndarray:
@@ -76,17 +77,21 @@ def _cosine(product: xr.DataArray, one: str, other: str, over: str) -> np.ndarra
         return between(a, b) - between(a, over) - between(over, b) + between(over, over)
 
     norms = np.sqrt(apart(one, one) * apart(other, other))
-    return np.divide(
-        apart(one, other), norms, out=np.full_like(norms, np.nan), where=norms > 0
-    ).clip(-1, 1)
+    unknown = np.full_like(norms, np.nan)
+    cosine = np.divide(apart(one, other), norms, out=unknown, where=norms > 0)
+    return cosine.clip(-1, 1)
 
 
 def _columns(cosine: np.ndarray, apart: np.ndarray, level: float) -> dict[str, np.ndarray]:
     """The cosine of each layer, and how much lower it is than that of the two main conditions."""
-    made = dict(
-        zip(("cosine", "cosine_low", "cosine_high"), t_interval(cosine, level), strict=True)
-    )
-    made |= dict(
-        zip(("beyond", "beyond_low", "beyond_high"), t_interval(apart, level), strict=True)
-    )
-    return made | {"n": (~np.isnan(cosine)).sum(0)}
+    mean, low, high = t_interval(cosine, level)
+    beyond, beyond_low, beyond_high = t_interval(apart, level)
+    return {
+        "cosine": mean,
+        "cosine_low": low,
+        "cosine_high": high,
+        "beyond": beyond,
+        "beyond_low": beyond_low,
+        "beyond_high": beyond_high,
+        "n": (~np.isnan(cosine)).sum(0),
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from mechattn.contrast.table import Ranking, Selection, several_tested
+from mechattn.contrast.table import Ranking, Selection
+from mechattn.contrast.tested import several_tested
 from mechattn.errors import OptionError, check_counts
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Bags
@@ -24,7 +25,7 @@ Halves = list[tuple[np.ndarray, np.ndarray]]
 
 
 def stability(
-    asked: Contrast,
+    contrast: Contrast,
     top: int | None,
     by: Ranking | None,
     layer: int | None,
@@ -33,74 +34,99 @@ def stability(
     patterns: int,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.stability`, which explains the arguments."""
-    names, seed = [asked.condition], asked.seed
+    names = [contrast.condition]
     if over is not None:
         if isinstance(over, str) or len(set(over)) < 2 or len(set(over)) < len(list(over)):
             raise OptionError(f"over={over!r}: name at least two different conditions")
-        names = [asked.result.condition(name) for name in over]
+        names = [contrast.result.condition(name) for name in over]
     check_counts(splits=splits, patterns=patterns)
     selection = Selection("half", top, by)
-    made, there = several_tested(asked, names, layer, bags=seed, by=by or "difference")
-    units = made[0].units
-    bags = Bags.drawn(units.n, seed)
-    cells = int(there.sum())
-    if top is not None and (
-        isinstance(top, bool) or not isinstance(top, int) or not 1 <= top < cells
+    tested, present = several_tested(
+        contrast, names, layer, bags=contrast.seed, by=by or "difference"
+    )
+    units = tested[0].units
+    cells = int(present.sum())
+    if top is not None and not (
+        isinstance(top, int) and not isinstance(top, bool) and 1 <= top < cells
     ):
         raise OptionError(
             f"top={top!r}: give a number of heads below {cells}, or None for those with q < 0.05"
         )
     units.refuse_below(*selection.fewest)
-    values = {name: one.values[:, there] for name, one in zip(names, made)}
-    generator = np.random.default_rng(seed)
-    halves = [random_halves(bags.n if bags else units.n, generator) for _ in range(splits)]
-    table = pd.DataFrame(
-        _rows(
-            values, halves, lambda d: significant(d, patterns) if top is None else largest(d, top)
-        )
-    )
-    words = "q < 0.05"
-    if top is not None:
-        words = f"the {top} furthest from the null"
-    if top is not None and by != "beyond":
+
+    values = {name: numbers.values[:, present] for name, numbers in zip(names, tested)}
+    bags = Bags.drawn(units.n, contrast.seed)
+    count = units.n if bags is None else bags.n
+    generator = np.random.default_rng(contrast.seed)
+    halves = [random_halves(count, generator) for _ in range(splits)]
+    if top is None:
+        rows = _rows(values, halves, partial(significant, resamples=patterns))
+        words = "q < 0.05"
+    else:
+        rows = _rows(values, halves, partial(largest, count=top))
         words = f"the {top} that change most"
+        if by == "beyond":
+            words = f"the {top} furthest from the null"
+    table = pd.DataFrame(rows)
     table.attrs = {
-        "quantity": asked.quantity,
-        "segment": asked.segment or "all",
+        "quantity": contrast.quantity,
+        "segment": contrast.segment or "all",
         "selection": words,
+        "of": cells,
+        "unit": units.unit,
+        "splits": splits,
+        "seed": contrast.seed,
     }
-    table.attrs |= {"of": cells, "unit": units.unit, "splits": splits, "seed": seed}
-    table.attrs |= {} if bags is None else {"resampled": bags.words}
+    if bags is not None:
+        table.attrs["resampled"] = bags.words
     return table
 
 
 def _rows(
     values: dict[str, np.ndarray], halves: Halves, select: Callable[[np.ndarray], np.ndarray]
 ) -> list[dict[str, object]]:
-    """One row per pair of conditions: the first selects on one half of the units, the second on the other."""
-    chosen = {name: [(select(d[a]), select(d[b])) for a, b in halves] for name, d in values.items()}
-    whole = {name: select(d) for name, d in values.items()}
+    """One row per pair of conditions: the first selects on one half of the units, the second on the
+    other.
+    """
+    on_halves = {
+        name: [(select(d[first]), select(d[second])) for first, second in halves]
+        for name, d in values.items()
+    }
+    on_all = {name: select(d) for name, d in values.items()}
     rows = []
     for one, other in [*((name, name) for name in values), *combinations(values, 2)]:
-        some = [
-            (first[0], second[1]) for first, second in zip(chosen[one], chosen[other], strict=True)
-        ]
-        found = np.array([jaccard(a, b) for a, b in some])
-        chance = np.array([jaccard_by_chance(int(a.sum()), int(b.sum()), len(a)) for a, b in some])
-        known = found[~np.isnan(found)]
-        row: dict[str, object] = dict.fromkeys(("jaccard", "low", "high", "by_chance"), np.nan)
-        if known.size:
-            low, high = np.quantile(known, [0.025, 0.975])
-            row = {
-                "jaccard": known.mean(),
+        overlaps = []
+        chances = []
+        sizes = []
+        for (selected, _), (_, other_selected) in zip(
+            on_halves[one], on_halves[other], strict=True
+        ):
+            size = int(selected.sum())
+            other_size = int(other_selected.sum())
+            overlaps.append(jaccard(selected, other_selected))
+            chances.append(jaccard_by_chance(size, other_size, len(selected)))
+            sizes.append((size + other_size) / 2)
+        overlap = np.array(overlaps)
+        overlap = overlap[~np.isnan(overlap)]
+        chance = np.array(chances)
+        mean = low = high = by_chance = np.nan
+        if overlap.size:
+            mean = overlap.mean()
+            low, high = np.quantile(overlap, [0.025, 0.975])
+            by_chance = chance[~np.isnan(chance)].mean()
+        rows.append(
+            {
+                "condition": one,
+                "other": other,
+                "jaccard": mean,
                 "low": low,
                 "high": high,
-                "by_chance": chance[~np.isnan(chance)].mean(),
+                "by_chance": by_chance,
+                "selected": np.mean(sizes),
+                "none_selected": 1 - overlap.size / len(overlaps),
+                "on_all": np.nan if one == other else jaccard(on_all[one], on_all[other]),
             }
-        row |= {"selected": np.mean([(a.sum() + b.sum()) / 2 for a, b in some])}
-        row |= {"none_selected": 1 - known.size / len(found)}
-        row |= {"on_all": np.nan if one == other else jaccard(whole[one], whole[other])}
-        rows.append({"condition": one, "other": other, **row})
+        )
     return rows
 
 
@@ -114,21 +140,24 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
 def jaccard_by_chance(one: int, other: int, of: int) -> float:
     """The expected Jaccard index of two random subsets of these sizes, out of ``of`` elements.
 
-    ``Σ_i P(i) · i / (a + b − i)``, with hypergeometric i, the size of the intersection. NaN if both sets are empty.
+    ``Σ_i P(i) · i / (a + b − i)``, with hypergeometric i, the size of the intersection. NaN if both
+    sets are empty.
     """
     if not one + other:
         return float("nan")
     shared = np.arange(min(one, other) + 1)
-    return float(
-        (stats.hypergeom(of, one, other).pmf(shared) * shared / (one + other - shared)).sum()
-    )
+    probability = stats.hypergeom(of, one, other).pmf(shared)
+    return float((probability * shared / (one + other - shared)).sum())
 
 
 def largest(d: np.ndarray, count: int) -> np.ndarray:
-    """The columns of d [unit, cell] with the largest means, up to sign; ties go to the earlier column."""
-    chosen = np.zeros(d.shape[1], dtype=bool)
-    chosen[np.argsort(-abs(d.mean(0)), kind="stable")[:count]] = True
-    return chosen
+    """The columns of d [unit, cell] with the largest means, up to sign; ties go to the earlier
+    column.
+    """
+    order = np.argsort(-abs(d.mean(0)), kind="stable")
+    mask = np.zeros(d.shape[1], dtype=bool)
+    mask[order[:count]] = True
+    return mask
 
 
 def significant(d: np.ndarray, resamples: int) -> np.ndarray:

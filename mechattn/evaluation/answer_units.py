@@ -12,7 +12,7 @@ import pandas as pd
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
-from mechattn.contrast.table import what_is_tested
+from mechattn.contrast.tested import what_is_tested
 from mechattn.errors import OptionError
 from mechattn.results.result import Result
 from mechattn.stats.accuracy import deviation, paired_accuracy, share_difference, share_interval

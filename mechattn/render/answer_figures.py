@@ -1,4 +1,6 @@
-"""Figures of answers: accuracy by condition or option, samples, diversity, and attention while right or wrong."""
+"""Figures of answers: accuracy by condition or option, samples, diversity, and attention while
+right or wrong.
+"""
 
 from __future__ import annotations
 
@@ -31,46 +33,57 @@ _LEAST_REACH = 10  # points of accuracy: the least range of a map's colours
 
 @declare("evaluation")
 def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
-    """Plot accuracy with 95 % intervals, one colour per model: by condition, or over the values of a swept option.
+    """Plot accuracy with 95 % intervals, one colour per model: by condition, or over the values of
+    a swept option.
 
     By condition, dotted lines mark the baselines.
 
     Args:
-        tables: The table of ``Evaluation.accuracy()`` for each model, by its name in the figure; with ``over``, of
-            conditions from ``ma.sweep``.
+        tables: The table of ``Evaluation.accuracy()`` for each model, by its name in the figure;
+            with ``over``, of conditions from ``ma.sweep``.
         over: The swept option on the horizontal axis, such as "count".
 
     Raises:
         OptionError: There are no tables, or no condition is named after the option.
     """
-    names, figure = _conditions(tables), draw.panels()
-    start = [BASELINE] if over == "count" else []
+    names = _conditions(tables)
+    figure = draw.panels()
     if over:
-        names = [name for name in names if f"{over}=" in name]
-        if not names:
-            raise OptionError(
-                f"no condition is named {over}=…; evaluate with conditions=ma.sweep(…)"
-            )
-        values = [name.split(f"{over}=")[1].split(",")[0] for name in names]
-        numeric = all(value.lstrip("-").replace(".", "", 1).isdigit() for value in values)
-        x = ([0.0] * len(start) + [float(v) for v in values]) if numeric else [*start, *values]
-        names = [*start, *names]
+        x, names = _swept_options(names, over)
         figure.update_xaxes(title_text="inserted tokens" if over == "count" else over)
-    series = [
-        (model, table.set_index("condition").reindex(names)) for model, table in tables.items()
-    ]
+    rows_of_model = {
+        model: table.set_index("condition").reindex(names) for model, table in tables.items()
+    }
     if over:
-        for (model, rows), colour in zip(series, cycle(COLOURS), strict=False):
+        for (model, rows), colour in zip(rows_of_model.items(), cycle(COLOURS)):
             _points(figure, x, rows, model, colour, mode="lines+markers", customdata=names)
     else:
-        shown = [(model, _percents(rows)) for model, rows in series]
-        draw.side_by_side(figure, names, shown, COLOURS, grouped=False, hovertemplate=_HOVER)
-        for (_, rows), colour in zip(series, cycle(COLOURS), strict=False):
+        series = [(model, _percents(rows)) for model, rows in rows_of_model.items()]
+        draw.side_by_side(figure, names, series, COLOURS, grouped=False, hovertemplate=_HOVER)
+        for rows, colour in zip(rows_of_model.values(), cycle(COLOURS)):
             draw.rule(figure, y=100 * rows.accuracy[BASELINE], colour=colour, dash="dot")
     figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")
     note = f"n = {_n(list(tables.values()))}; bars: 95 % intervals"
     draw.title(figure, f"accuracy by {over or 'condition'}", note, 460)
     return figure
+
+
+def _swept_options(names: Seq[str], over: str) -> tuple[list[Any], list[str]]:
+    """The values of a swept option on an axis, as numbers where they are, and the conditions that
+    have them.
+
+    Over the number of tokens, the baseline is at 0.
+    """
+    swept = [name for name in names if f"{over}=" in name]
+    if not swept:
+        raise OptionError(f"no condition is named {over}=…; evaluate with conditions=ma.sweep(…)")
+    values: list[Any] = [name.split(f"{over}=")[1].split(",")[0] for name in swept]
+    is_numeric = all(value.lstrip("-").replace(".", "", 1).isdigit() for value in values)
+    if is_numeric:
+        values = [float(value) for value in values]
+    if over != "count":
+        return values, swept
+    return [0.0 if is_numeric else BASELINE, *values], [BASELINE, *swept]
 
 
 @declare("evaluation")
@@ -95,22 +108,24 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
             cells[options[down], options[across]] = 100 * value
     if not cells:
         raise OptionError(f"no condition is named {across}=…, {down}=…; sweep over both")
-    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+    rows = list(dict.fromkeys(row for row, _ in cells))
+    columns = list(dict.fromkeys(column for _, column in cells))
     z = [[cells.get((row, column), np.nan) for column in columns] for row in rows]
     base = 100 * float(table.set_index("condition").accuracy[BASELINE])
-    reach = max(
-        _LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base)))
-    )  # differences due to chance get no colour
+    # Differences due to chance get no colour.
+    reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))
+    ticks = [tick for tick in (base - reach, base, base + reach) if 0 <= tick <= 100]
     figure = draw.panels()
-    marks = dict(
-        title="%",
-        tickvals=[t for t in (base - reach, base, base + reach) if 0 <= t <= 100],
-        tickformat=".0f",
-    )
     figure.add_heatmap(
-        z=z, x=columns, y=rows, colorscale=draw.DIVERGING, zmin=base - reach, zmax=base + reach, colorbar=marks,
+        z=z,
+        x=columns,
+        y=rows,
+        colorscale=draw.DIVERGING,
+        zmin=base - reach,
+        zmax=base + reach,
+        colorbar=dict(title="%", tickvals=ticks, tickformat=".0f"),
         texttemplate="%{z:.1f}",
-    )  # fmt: skip
+    )
     about = f"n = {_n([table])}; {base:.1f} % in the baseline, pale; orange is better"
     figure.update_xaxes(title_text=across, type="category")
     figure.update_yaxes(title_text=down, type="category")
@@ -120,33 +135,42 @@ def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -
 
 @declare("evaluation")
 def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure:
-    """Plot pass@k, or the accuracy of the best of k, over k: one colour per condition, one panel per table.
+    """Plot pass@k, or the accuracy of the best of k, over k: one colour per condition, one panel
+    per table.
 
     Args:
-        tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` for each measure, by its name here.
+        tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` for each measure, by
+            its name here.
         model: The model's name in the figure.
 
     Raises:
         OptionError: There are no tables.
     """
-    names, figure = (
-        _conditions(tables),
-        draw.panels(list(tables), shared_yaxes=True, horizontal_spacing=0.05),
-    )
+    names = _conditions(tables)
+    figure = draw.panels(list(tables), shared_yaxes=True, horizontal_spacing=0.05)
     for column, table in enumerate(tables.values(), 1):
-        tried = sorted(set(table.k))
-        shown = [
-            (name, table[table.condition == name].set_index("k").reindex(tried)) for name in names
-        ]
+        counts = sorted(set(table.k))
+        series = []
+        for name in names:
+            rows = table[table.condition == name].set_index("k").reindex(counts)
+            series.append((name, _percents(rows, "estimate")))
         draw.side_by_side(
-            figure, [str(k) for k in tried], [(name, _percents(rows, "estimate")) for name, rows in shown], COLOURS,
-            column=column, apart=0.1, mode="lines+markers", hovertemplate="k = %{customdata}: %{y:.1f} %",
-        )  # fmt: skip
+            figure,
+            [str(count) for count in counts],
+            series,
+            COLOURS,
+            column=column,
+            apart=0.1,
+            mode="lines+markers",
+            hovertemplate="k = %{customdata}: %{y:.1f} %",
+        )
     figure.update_xaxes(title_text="answers to each question (k)")
     figure.update_yaxes(rangemode="tozero")
     figure.update_yaxes(title_text="probability of a right answer (%)", col=1)
-    of = " and ".join(tables)
-    draw.title(figure, f"{model}: {of}" if model else of, "bars: 95 % intervals over problems", 460)
+    heading = " and ".join(tables)
+    if model:
+        heading = f"{model}: {heading}"
+    draw.title(figure, heading, "bars: 95 % intervals over problems", 460)
     return figure
 
 
@@ -157,7 +181,8 @@ def diversity(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
     Args:
         tables: The table of ``Evaluation.diversity()`` for each model, by its name in the figure.
     """
-    names, figure = _conditions(tables), draw.panels()
+    names = _conditions(tables)
+    figure = draw.panels()
     for (model, table), colour in zip(tables.items(), cycle(COLOURS), strict=False):
         rows = table.set_index("condition").reindex(names)
         _points(figure, names, rows, model, colour, "estimate", customdata=names)
@@ -170,10 +195,12 @@ def diversity(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 @declare("evaluation")
 def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure:
-    """Plot the attention of right and of wrong answers to a segment by condition, with 95 % intervals over answers.
+    """Plot the attention of right and of wrong answers to a segment by condition, with 95 %
+    intervals over answers.
 
-    Filled marks are right answers, open marks wrong ones. The line at each mark is uniform attention, which falls with
-    length. The right panel compares pairs of answers of about the same length, minus the null.
+    Filled marks are right answers, open marks wrong ones. The line at each mark is uniform
+    attention, which falls with length. The right panel compares pairs of answers of about the same
+    length, minus the null.
 
     Args:
         measured: The result of ``ma.while_answering``.
@@ -185,27 +212,47 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
     titles = [f"attention to the {to} (%)", "right minus wrong,<br>beyond uniform (points)"]
     figure = draw.panels(titles, shared_yaxes=True, column_widths=[0.6, 0.4])
     places = np.arange(len(table))
-    for said, symbol, colour, away in (
+    for correctness, symbol, colour, shift in (
         ("right", "circle", THIRD, -0.12),
         ("wrong", "circle-open", WITH, 0.12),
     ):
-        *shown, null = (100 * table[f"{said}{end}"] for end in ("", "_low", "_high", "_uniform"))
+        ends = [100 * table[f"{correctness}{end}"] for end in ("", "_low", "_high")]
         draw.points(
-            figure, places + away, shown, f"{said} answers", colour, column=1, sideways=True, meta=["n", "tokens"],
-            marker=dict(symbol=symbol, size=10, line_width=2), customdata=table[[f"{said}_n", f"{said}_tokens"]].values,
+            figure,
+            places + shift,
+            ends,
+            f"{correctness} answers",
+            colour,
+            column=1,
+            sideways=True,
+            meta=["n", "tokens"],
+            marker=dict(symbol=symbol, size=10, line_width=2),
+            customdata=table[[f"{correctness}_n", f"{correctness}_tokens"]].values,
             hovertemplate="%{x:.1f} %<br>%{customdata[0]} answers of %{customdata[1]:.0f} tokens<extra></extra>",
-        )  # fmt: skip
+        )
         figure.add_scatter(
-            x=null, y=places + away, mode="markers", name=f"uniform, {said}",
+            x=100 * table[f"{correctness}_uniform"],
+            y=places + shift,
+            mode="markers",
+            name=f"uniform, {correctness}",
             marker=dict(symbol="line-ns-open", color=colour, size=12, line_width=1.5),
-            hovertemplate="uniform attention: %{x:.1f} %<extra></extra>", row=1, col=1,
-        )  # fmt: skip
-    beyond = [100 * table[name] for name in ("beyond", "beyond_low", "beyond_high")]
+            hovertemplate="uniform attention: %{x:.1f} %<extra></extra>",
+            row=1,
+            col=1,
+        )
     draw.points(
-        figure, places, beyond, "pairs", WITHOUT, column=2, sideways=True, marker=dict(size=9),
-        meta=["pairs", "p_beyond"], customdata=table[["pairs", "p_beyond"]].values,
+        figure,
+        places,
+        [100 * table[name] for name in ("beyond", "beyond_low", "beyond_high")],
+        "pairs",
+        WITHOUT,
+        column=2,
+        sideways=True,
+        marker=dict(size=9),
+        meta=["pairs", "p_beyond"],
+        customdata=table[["pairs", "p_beyond"]].values,
         hovertemplate="%{x:+.2f} points<br>%{customdata[0]} pairs, p = %{customdata[1]:.2g}<extra></extra>",
-    )  # fmt: skip
+    )
     draw.rule(figure, x=0, colour="#444", column=2)
     labels = [
         f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()
@@ -233,10 +280,12 @@ def dose_curves(
     layer: int | None = None,
     trends: Mapping[str, Trend] | None = None,
 ) -> go.Figure:
-    """Plot right answers over a swept option, and below them the change of attention, on a shared axis.
+    """Plot right answers over a swept option, and below them the change of attention, on a shared
+    axis.
 
-    Above: accuracy with 95 % intervals over problems. Below: the change of a quantity from the baseline with 95 %
-    intervals over prompts, dotted: that of uniform attention.
+    Above: accuracy with 95 % intervals over problems. Below: the change of a quantity from the
+    baseline with 95 % intervals over prompts, dotted: that of the null, dilution or uniform
+    attention.
 
     Args:
         answers: The table of ``Evaluation.accuracy()``, with conditions from ``ma.sweep``.
@@ -248,16 +297,15 @@ def dose_curves(
         trends: Results of ``ma.trend`` by their description; stated in the caption.
 
     Raises:
-        OptionError: No condition is named after the option, or the evaluation and the result have different conditions.
+        OptionError: No condition is named after the option, or the evaluation and the result have
+            different conditions.
     """
-    ours, theirs = (
-        {n for n in names if f"{over}=" in n} for names in (answers.condition, result.conditions)
-    )
-    if ours != theirs:
-        apart = sorted(ours ^ theirs)[0]
-        raise OptionError(
-            f"{apart!r} was {'run' if apart in theirs else 'evaluated'} but not the other; give both"
-        )
+    evaluated = {name for name in answers.condition if f"{over}=" in name}
+    measured = {name for name in result.conditions if f"{over}=" in name}
+    if evaluated != measured:
+        name = sorted(evaluated ^ measured)[0]
+        done = "run" if name in measured else "evaluated"
+        raise OptionError(f"{name!r} was {done} but not the other; give both")
     titles = ["right answers (%)", f"{quantity_words(quantity, segment)}, change (%)"]
     figure = draw.panels(titles, 2, shared_xaxes=True, vertical_spacing=0.12)
     upper = accuracy({"right answers": answers}, over)
@@ -267,17 +315,19 @@ def dose_curves(
     draw.rule(figure, y=0, row=2, column=1)
     figure.update_xaxes(title_text=lower.layout.xaxis.title.text, row=2, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
-    note = "bars: 95 %, over problems above, over prompts below; dotted: uniform attention"
-    draw.title(
-        figure, f"{model_caption(result)}: answers and attention by {over}", note, 640, top=150
-    )
-    said = [
-        f"{what}: ρ = {t.rho:+.2f} [{t.low:+.2f}, {t.high:+.2f}], p = {t.p:.2g}"
-        for what, t in (trends or {}).items()
-    ]
-    return says(
-        figure, f"Trends within prompts. {'; '.join(said)}." if said else "", said_by(lower)
-    )
+    note = "bars: 95 %, over problems above, over prompts below"
+    nulls = [str(trace.name).partition(",")[0] for trace in lower.data if trace.line.dash == "dot"]
+    if nulls:
+        note += f"; dotted: {nulls[0]}"
+    heading = f"{model_caption(result)}: answers and attention by {over}"
+    draw.title(figure, heading, note, 640, top=150)
+    if not trends:
+        return says(figure, said_by(lower))
+    trend_words = []
+    for what, trend in trends.items():
+        ends = f"[{trend.low:+.2f}, {trend.high:+.2f}]"
+        trend_words.append(f"{what}: ρ = {trend.rho:+.2f} {ends}, p = {trend.p:.2g}")
+    return says(figure, f"Trends within prompts. {'; '.join(trend_words)}.", said_by(lower))
 
 
 def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
@@ -301,23 +351,24 @@ def _n(tables: Seq[pd.DataFrame]) -> str:
     """The number of problems, or of groups of problems, that the tables are over."""
     counts = sorted({int(table.n.iloc[0]) for table in tables})
     units = {table.attrs.get("unit", "prompts") for table in tables}
-    what = (
-        "problems"
-        if units == {"prompts"}
-        else units.pop()
-        if len(units) == 1
-        else "problems or groups of them"
-    )
-    return f"{', '.join(map(str, counts))} {what}"
+    words = "problems or groups of them"
+    if len(units) == 1:
+        words = units.pop()
+    if words == "prompts":
+        words = "problems"
+    return f"{', '.join(map(str, counts))} {words}"
 
 
 def _said(table: pd.DataFrame) -> str:
     """The result of the pairs, condition by condition."""
-    parts = []
+    phrases = []
     for row in table.itertuples():
-        ends = f"{100 * row.beyond:+.2f} points [{100 * row.beyond_low:+.2f}, {100 * row.beyond_high:+.2f}]"
-        said = f"{ends} in {row.pairs} pairs, p = {row.p_beyond:.2g}"
-        parts.append(
-            f"{row.condition}: {f'{row.pairs} pairs, too few to compare' if np.isnan(row.beyond) else said}"
+        if np.isnan(row.beyond):
+            phrases.append(f"{row.condition}: {row.pairs} pairs, too few to compare")
+            continue
+        ends = f"[{100 * row.beyond_low:+.2f}, {100 * row.beyond_high:+.2f}]"
+        difference = f"{100 * row.beyond:+.2f} points {ends}"
+        phrases.append(
+            f"{row.condition}: {difference} in {row.pairs} pairs, p = {row.p_beyond:.2g}"
         )
-    return f"Right minus wrong, beyond uniform attention. {'; '.join(parts)}."
+    return f"Right minus wrong, beyond uniform attention. {'; '.join(phrases)}."

@@ -1,4 +1,4 @@
-"""Figures of received attention by position, and of changes by head."""
+"""Figures of received attention by position."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 import xarray as xr
 
@@ -22,19 +21,14 @@ from mechattn.render.draw import SHADE, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import check_heads, listed_or_chosen
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import (
-    NULL_NAMES,
     band_words,
     change_words,
-    count_words,
     mean_words,
     model_caption,
-    percent,
-    quantity_words,
     says,
 )
 from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import FEWEST
-from mechattn.stats.paired import ROUNDING
 
 NAME = "received_attention"
 DOTTED_WORDS = {
@@ -57,22 +51,25 @@ def received_attention(
 ) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
 
-    The top row shows the original tokens, aligned; the bottom row the whole sequence with the inserted span shaded. The
-    dotted line is dilution: what the original tokens would receive if they kept their attention to each other, by
-    segment. Where that is not known, and in the baseline alone, dotted lines are uniform attention. Lines are means over
-    prompts and bands pointwise 95 % t intervals, which end at 0. A key is hidden if fewer than half of the prompts, or
-    fewer than 10 of them (all, below 10 prompts), have it.
+    The top row shows the original tokens, aligned; the bottom row the whole sequence with the
+    inserted span shaded. The dotted line is dilution: what the original tokens would receive if
+    they kept their attention to each other, by segment. Where that is not known, and in the
+    baseline alone, dotted lines are uniform attention. Lines are means over prompts and bands
+    pointwise 95 % t intervals, which end at 0. A key is hidden if fewer than half of the prompts,
+    or fewer than 10 of them (all, below 10 prompts), have it.
 
     Args:
         result: A result with received attention.
-        layer: The layer, from 0; a list such as [0, 1, 2] shows the same heads of each; None is for heads of any.
+        layer: The layer, from 0; a list such as [0, 1, 2] shows the same heads of each; None is for
+            heads of any.
         heads: The heads, from 0, or by name, such as "L1H2".
-        top: In place of heads: how many to choose by the largest change (in the baseline: the largest distance from
-            uniform attention) on one half of the prompts, of each layer or, with None, of all; as
-            ``result.compare(…, select="half", top=…)`` does. The figure then shows the other half; the run must have
-            used ``positions="prompts"``.
+        top: In place of heads: how many to choose by the largest change (in the baseline: the
+            largest distance from uniform attention) on one half of the prompts, of each layer or,
+            with None, of all; as ``result.compare(…, select="half", top=…)`` does. The figure then
+            shows the other half; the run must have used ``positions="prompts"``.
         by: With ``top``: "beyond" chooses by the distance of the change from that of the null.
-        condition: The condition in orange; by default the first that isn't the baseline, where there is one.
+        condition: The condition in orange; by default the first that isn't the baseline, where
+            there is one.
         null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
@@ -153,7 +150,9 @@ def received_attention(
 
 
 def _null_kind(result: Result, conditions: Seq[str], null: Null | None) -> Null:
-    """The null that lines by position show: that of the comparison of every condition, where it is known by position."""
+    """The null that lines by position show: that of the comparison of every condition, where it is
+    known by position.
+    """
     if null not in (None, *DOTTED_WORDS):
         raise OptionError(
             f'null={null!r}: lines by position show "dilution" or "uniform"; result.compare has others'
@@ -267,24 +266,26 @@ def received_by_model(
     null: Null | None = None,
     one_based: bool = False,
 ) -> go.Figure:
-    """Plot received attention by position of the sequence under two conditions, for one head per model.
+    """Plot received attention by position of the sequence under two conditions, for one head per
+    model.
 
-    Dotted lines are dilution: what the original tokens would receive if they kept their attention to each other, by
-    segment. Where that is not known they are uniform attention, blue if it is the same under both. Inserted spans are
-    shaded.
+    Dotted lines are dilution: what the original tokens would receive if they kept their attention
+    to each other, by segment. Where that is not known they are uniform attention, blue if it is the
+    same under both. Inserted spans are shaded.
 
     Args:
         results: One result per model.
         layer: The layer, from 0.
-        heads: The head of each model, from 0; or one number for all. By default the one that changes most under the
-            first condition, chosen on one half of each model's prompts; the figure then shows the other half.
+        heads: The head of each model, from 0; or one number for all. By default the one that
+            changes most under the first condition, chosen on one half of each model's prompts; the
+            figure then shows the other half.
         conditions: The two conditions, the first in orange and the second in green.
         null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
         one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
-        OptionError: There is no such layer, head, condition or null, the numbers of heads and models differ, or a head
-            cannot be chosen.
+        OptionError: There is no such layer, head, condition or null, the numbers of heads and
+            models differ, or a head cannot be chosen.
     """
     results = [results] if isinstance(results, Result) else list(results)
     if heads is not None:
@@ -421,7 +422,8 @@ def _null_line(panel: _Panel, line: _Line, null_kind: Null, means: Positions) ->
 def _cut_first_token(
     figure: go.Figure, positions: list[Positions], lines: list[_Line], column: int, row: int
 ) -> None:
-    """End the vertical axis at the largest value but the first token's, and write that one beside its place.
+    """End the vertical axis at the largest value but the first token's, and write that one beside
+    its place.
 
     The first token is the sink of most models: it gets a hundred times what any other gets.
     """
@@ -443,123 +445,3 @@ def _cut_first_token(
             x=0, y=top, text=f"↑ first token: {values}", xanchor="left", yanchor="top", showarrow=False,
             font_size=11, row=row, col=column,
         )  # fmt: skip
-
-
-@declare(compares=True, report=[{}])
-def change_map(
-    result: Result,
-    condition: str | None = None,
-    quantity: str = "received",
-    segment: str = "question",
-    *,
-    to: str = BASELINE,
-    null: Null | None = None,
-) -> go.Figure:
-    """Map the change of a quantity relative to its null by layer and head; dots mark q < 0.05.
-
-    Orange means that it rose more, or fell less, than under the null; blue that it fell further, or rose less. Where no
-    null is known, or it predicts no change from ``to``, the map shows the change itself, and the title says so. q is
-    Benjamini-Hochberg over the map.
-
-    Args:
-        result: A result.
-        condition: The condition; the first that isn't the baseline by default.
-        quantity: The quantity, as for ``result.compare``.
-        segment: The segment that it is about.
-        to: The condition to compare with, such as a random sentence of as many tokens.
-        null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where that is not known.
-    """
-    condition = result.condition(condition)
-    contrast = Contrast(result, condition, to, quantity, segment, null=null)
-    table = contrast.table()
-    if table.duplicated(["layer", "head"]).any():
-        raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
-    has_null = bool(table.null.notna().any())
-    predicts_change = has_null and table.attrs["null"] != "no difference"
-    if to != BASELINE:
-        predicts_change = predicts_change and bool((table.null.abs() > ROUNDING).any())
-    null_name = NULL_NAMES[contrast.null_used]
-    column = "beyond" if predicts_change else "difference"
-    shown_words = f"relative to {null_name}" if predicts_change else "change"
-
-    columns = {
-        "shown": column,
-        "change": "difference",
-        "q": f"q_{column}",
-        "low": f"{column}_low",
-        "high": f"{column}_high",
-    }
-    hover = f"{shown_words} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
-    hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
-    bar_words = f"change of {quantity_words(quantity, segment)}"
-    if predicts_change:
-        bar_words += f" beyond {null_name}"
-    bar_words += f" ({table.scale.iloc[0]})"
-    figure = draw.head_map(table, columns, shown_words, bar_words, hover)
-
-    versus = "" if to == BASELINE else f" relative to “{to}”"
-    small_print = _map_small_print(result, condition, table, column, versus)
-    what_changed = f"change{versus}"
-    if predicts_change:
-        what_changed += f", {shown_words}" if versus else f" {shown_words}"
-    heading = f"{model_caption(result)}: {quantity_words(quantity, segment)}, {what_changed}"
-    draw.title(figure, heading, small_print, draw.map_height(table), top=110)
-    return says(figure, _map_words(table, column, null_name, versus))
-
-
-def _map_small_print(
-    result: Result, condition: str, table: pd.DataFrame, column: str, versus: str
-) -> str:
-    """How many heads are significant, of how many prompts, and against what."""
-    count = count_words(result)
-    if "resampled" in table.attrs:
-        count += f", tested by {table.attrs['resampled']}"
-    significant = int((table[f"q_{column}"] < 0.05).sum())
-    against = table.attrs["null"]
-    if column == "beyond":
-        against = f"against {against}"
-    elif table.null.notna().any():
-        against += " predicts no difference"
-    parts = [
-        f"“{condition}”{versus}",
-        f"{significant} of {len(table)} heads at q < 0.05",
-        f"n = {count}",
-        against,
-    ]
-    smallest_q = table.attrs["smallest_q"]
-    if smallest_q >= 0.05:
-        parts.append(f"too few prompts for any head to reach it (q ≥ {smallest_q:.2g})")
-    if table.attrs["left_out"]:
-        parts.append(f"{len(table.attrs['left_out'])} heads left out (no ratio)")
-    return "; ".join(parts)
-
-
-def _map_words(table: pd.DataFrame, column: str, null_name: str, versus: str) -> str:
-    """The number of significant heads, and the head furthest from the null (without it: most changed)."""
-    largest = table.iloc[int(np.nanargmax(table[column].abs()))]
-    is_ratio = table.scale.iloc[0] == "log-ratio"
-    if is_ratio:
-        names = ("change", "change_low", "change_high", "change_null")
-        change, low, high, null_change = (percent(largest[name]) for name in names)
-    else:
-        names = ("difference", "difference_low", "difference_high", "null")
-        change, low, high, null_change = (
-            f"{largest[name]:+.3f}".replace("-", "−") for name in names
-        )
-    head = f"L{largest.layer:.0f}H{largest['head']:.0f}: {change} [{low}, {high}]"
-    picked = ""
-    if len(table) > 1:
-        picked = (
-            f"; it was selected as the largest of {len(table)}, so its interval is too optimistic "
-            '(select="half" avoids this)'
-        )
-    significant = int((table[f"q_{column}"] < 0.05).sum())
-    count = f"{significant} of {len(table)} heads"
-    if column == "beyond":
-        times = f" ({np.exp(largest.beyond):.2f} × {null_name})" if is_ratio else ""
-        return (
-            f"{count} differ from {null_name} at q < 0.05. The largest difference is in {head}, "
-            f"under {null_name} {null_change}{times}{picked}."
-        )
-    null = "" if versus else f"; {table.attrs['null']}"
-    return f"{count} changed{versus} at q < 0.05{null}. The largest change is in {head}{picked}."

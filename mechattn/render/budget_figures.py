@@ -1,4 +1,6 @@
-"""The attention budget: what the question attends to in each layer, and why its attention to itself changes."""
+"""The attention budget: what the question attends to in each layer, and why its attention to itself
+changes.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,15 @@ SENTENCES = {
 
 @declare(NAME, report=[{}])
 def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
-    """Plot what the question attends to by layer, and the change of its attention to itself by cause.
+    """Plot what the question attends to by layer, and the change of its attention to itself by
+    cause.
 
-    Above: the attention of the question's queries in points of 100, stacked by what receives it. Below on the left: how
-    much each of these gains or loses over all layers. Below the conditions: how the question's attention to its own
-    tokens changes in each layer, and how much of that is due to the greater distance to what stands before the inserted
-    tokens, to the attention that these take, and to changed hidden states, in this order. Means over heads and prompts;
-    intervals are 95 % t intervals over prompts.
+    Above: the attention of the question's queries in points of 100, stacked by what receives it.
+    Below on the left: how much each of these gains or loses over all layers. Below the conditions:
+    how the question's attention to its own tokens changes in each layer, and how much of that is
+    due to the greater distance to what stands before the inserted tokens, to the attention that
+    these take, and to changed hidden states, in this order. Means over heads and prompts; intervals
+    are 95 % t intervals over prompts.
 
     Args:
         result: A result with ``ma.analyses.AttentionBudget()``.
@@ -231,7 +235,9 @@ def _share_range(figure: go.Figure, count: int) -> None:
 def budget_rows(
     result: Result, conditions: Seq[str] | None = None
 ) -> tuple[list[str], list[list[str]]]:
-    """The columns and rows of the budget as a table of words: a row a condition and payer, a column a cause."""
+    """The columns and rows of the budget as a table of words: a row a condition and payer, a column
+    a cause.
+    """
     shown = result.conditions[1:] if conditions is None else list(conditions)
     words = CAUSE_WORDS | (ONE_CAUSE if result[NAME].attrs.get("one_cause") else {})
     causes = [cause for cause in CAUSES if any(cause in known_causes(result, c) for c in shown)]
@@ -249,7 +255,9 @@ def budget_rows(
 
 
 def budget_words(result: Result, condition: str) -> str:
-    """The budget of a condition in words: what the inserted tokens take, who pays, and why the question's changes."""
+    """The budget of a condition in words: what the inserted tokens take, who pays, and why the
+    question's changes.
+    """
     return " ".join(budget_sentences(result, condition))
 
 

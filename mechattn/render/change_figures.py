@@ -1,4 +1,6 @@
-"""Figures of the change of a mean over heads: by condition, over a swept option, and model by model."""
+"""Figures of the change of a mean over heads: by condition, over a swept option, and model by
+model.
+"""
 
 from __future__ import annotations
 
@@ -57,25 +59,28 @@ def changes(
     over: str = "",
     null: Null | None = None,
 ) -> go.Figure:
-    """Plot the change of a quantity by condition, or over the values of a swept option, with 95 % intervals and nulls.
+    """Plot the change of a quantity by condition, or over the values of a swept option, with 95 %
+    intervals and nulls.
 
-    Of a condition and its variants: as inserted, tokens receive attention and move the others apart; masked, they only
-    move them apart; unshifted, they only receive attention.
+    Of a condition and its variants: as inserted, tokens receive attention and move the others
+    apart; masked, they only move them apart; unshifted, they only receive attention.
 
     Args:
         result: A result; with ``over`` one whose conditions come from ``ma.sweep``.
-        conditions: Names of conditions, in the order shown; all but the baseline and ``to`` by default.
+        conditions: Names of conditions, in the order shown; all but the baseline and ``to`` by
+            default.
         quantity: A positive quantity.
         segment: The segment that it is about.
         layer: One layer; the mean over all by default.
         to: The condition to compare with, such as a random sentence of as many tokens.
-        over: The swept option on the horizontal axis, such as "count"; each combination of other options gives a line.
-        null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where that is not known for
-            all conditions.
+        over: The swept option on the horizontal axis, such as "count"; each combination of other
+            options gives a line.
+        null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where
+            that is not known for all conditions.
 
     Raises:
-        OptionError: There is no such condition, or none that is named after the option; or one inserts another number
-            of tokens than ``to``.
+        OptionError: There is no such condition, or none that is named after the option; or one
+            inserts another number of tokens than ``to``.
     """
     if conditions is None:
         conditions = [name for name in result.conditions[1:] if name != to]
@@ -129,19 +134,19 @@ def changes(
         told = line_changes[-1:] if over else line_changes  # of a sweep the last
         sentences.append("; ".join(change.words for change in told) + ".")
 
-    what = quantity_words(quantity, segment)
+    quantity_name = quantity_words(quantity, segment)
     if to != BASELINE:
-        what += f" relative to “{to}”"
+        quantity_name += f" relative to “{to}”"
     heads = "mean over layers and heads"
     if layer is not None:
         heads = f"mean over the heads of layer {layer}"
     bars = "bars: 95 % t intervals of the log-ratio of each prompt's mean"
-    heading = f"{model_caption(result)}: change of {what}"
+    heading = f"{model_caption(result)}: change of {quantity_name}"
     if over:
         heading += f", by {over}"
     draw.rule(figure, y=0)
     draw.title(figure, heading, f"{heads}; n = {count_words(result)}; {bars}", 440)
-    figure.update_yaxes(title_text=f"change of {what} (%)", nticks=8)
+    figure.update_yaxes(title_text=f"change of {quantity_name} (%)", nticks=8)
     figure.update_xaxes(title_text="inserted tokens" if over == "count" else over or None)
     return says(figure, *sentences)
 
@@ -154,7 +159,9 @@ def _common_null(
     segment: str,
     null: Null | None,
 ) -> Null | None:
-    """The null of all conditions of a figure: the default where all have it, else uniform attention."""
+    """The null of all conditions of a figure: the default where all have it, else uniform
+    attention.
+    """
     if null is not None:
         return null
     kinds = set()
@@ -168,10 +175,10 @@ def _swept(names: Seq[str], option: str) -> dict[str, dict[str, str]]:
     """The conditions of a sweep by the value of the option, for each combination of the others."""
     lines: dict[str, dict[str, str]] = {}
     for name in names:
-        parts = name.split(", ")
-        swept = [part for part in parts if part.startswith(f"{option}=")]
+        options = name.split(", ")
+        swept = [text for text in options if text.startswith(f"{option}=")]
         if swept:
-            rest = ", ".join(part for part in parts if part not in swept)
+            rest = ", ".join(text for text in options if text not in swept)
             lines.setdefault(rest, {})[swept[0].removeprefix(f"{option}=")] = name
     if not lines:
         raise OptionError(
@@ -188,16 +195,19 @@ def verdicts(
     *,
     null: Null | None = None,
 ) -> go.Figure:
-    """Plot the change of a segment's attention in several models beside that under the null, one row each.
+    """Plot the change of a segment's attention in several models beside that under the null, one
+    row each.
 
-    The number is that of ``result.verdict``: the change of the mean over all layers and heads, with its 95 % interval.
+    The number is that of ``result.verdict``: the change of the mean over all layers and heads, with
+    its 95 % interval.
 
     Args:
         results: Results of several models, or several results of one, in the order shown.
-        condition: The condition of all of them; by default the first of each that isn't the baseline.
+        condition: The condition of all of them; by default the first of each that isn't the
+            baseline.
         segment: A segment that every prompt has.
-        null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where one of the results has
-            no dilution.
+        null: As for :class:`mechattn.Contrast`: by default dilution, or uniform attention where one
+            of the results has no dilution.
 
     Raises:
         OptionError: There are no results, no such condition or segment, or fewer than 3 prompts.
@@ -212,14 +222,14 @@ def verdicts(
             for result, name in zip(results, names, strict=True)
         }
         null = "dilution" if kinds == {"dilution"} else "uniform"
-    found = [
+    verdict_list = [
         result.verdict(name, segment, null=null)
         for result, name in zip(results, names, strict=True)
     ]
 
-    change = 100 * np.array([verdict.change for verdict in found], dtype=np.float64)
-    null_change = 100 * np.array([verdict.null for verdict in found], dtype=np.float64)
-    rows = np.arange(len(found))
+    change = 100 * np.array([verdict.change for verdict in verdict_list], dtype=np.float64)
+    null_change = 100 * np.array([verdict.null for verdict in verdict_list], dtype=np.float64)
+    rows = np.arange(len(verdict_list))
     figure = draw.panels()
     for row, value in enumerate(change[:, 0]):
         line = dict(color=faint(WITH, 0.35), width=14)
@@ -259,7 +269,7 @@ def verdicts(
         heading += f" with “{names[0]}”"
     counts = " or ".join(dict.fromkeys(count_words(result) for result in results))
     note = f"mean over all layers and heads; {counts}"
-    draw.title(figure, heading, note, 200 + 64 * len(found), top=120)
+    draw.title(figure, heading, note, 200 + 64 * len(verdict_list), top=120)
     # Room for the words at the outermost points.
     left = (0.22 if low else 0.06) * (high - low)
     right = (0.22 if high else 0.06) * (high - low)
@@ -267,9 +277,10 @@ def verdicts(
     figure.update_xaxes(nticks=8, title_text=axis_words, range=[low - left, high + right])
     row_words = _rows(results, names)
     labels = [words.replace(" (", "<br>(", 1) for words in row_words]
-    figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(found) - 0.5, -0.8])
+    figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(verdict_list) - 0.5, -0.8])
     sentences = [
-        _row_sentence(words, verdict) for words, verdict in zip(row_words, found, strict=True)
+        _row_sentence(words, verdict)
+        for words, verdict in zip(row_words, verdict_list, strict=True)
     ]
     return says(figure, *sentences)
 
@@ -292,7 +303,9 @@ def _inserted(result: Result, condition: str) -> str:
 
 
 def _rows(results: Seq[Result], conditions: Seq[str]) -> list[str]:
-    """What each row is: its model, its condition where they differ, and a number where that is not enough."""
+    """What each row is: its model, its condition where they differ, and a number where that is not
+    enough.
+    """
     words = [model_caption(result) for result in results]
     if len(set(conditions)) > 1:
         words = [f"{model}, {name}" for model, name in zip(words, conditions, strict=True)]

@@ -1,4 +1,6 @@
-"""The look of all figures, and their primitives: panels, points, lines with bands, rules, maps of heads, titles."""
+"""The look of all figures, and their primitives: panels, points, lines with bands, rules, maps of
+heads, titles.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,9 @@ from plotly.subplots import make_subplots
 from mechattn.axes import BASELINE
 from mechattn.contrast.means import Positions
 
-# Okabe and Ito (2008), "Color universal design"; contrast of at least 3 to 1 on white and on a dark background.
-WITHOUT = (
-    "#0072b2"  # blue, what is compared with: without the inserted tokens, or uniform attention
-)
+# Okabe and Ito (2008), "Color universal design"; contrast of at least 3 to 1 on white and on a dark
+# background.
+WITHOUT = "#0072b2"  # blue, what is compared with: without the inserted tokens, or the null
 WITH = "#d55e00"  # vermilion: with them
 THIRD = "#009e73"  # green: a control
 OTHERS = ("#cc79a7", "#56b4e9", "#7a5c00", "#e69f00", "#000000")
@@ -52,13 +53,19 @@ def faint(colour: str, alpha: float = 0.2) -> str:
 
 def of_conditions(names: Seq[str]) -> list[tuple[str, str]]:
     """Each condition with its colour: blue is the baseline's alone."""
-    others = cycle(COLOURS[1:])
-    return [(name, WITHOUT if name == BASELINE else next(others)) for name in names]
+    colours = cycle(COLOURS[1:])
+    pairs = []
+    for name in names:
+        colour = WITHOUT if name == BASELINE else next(colours)
+        pairs.append((name, colour))
+    return pairs
 
 
 def within(ends: np.ndarray, units: str) -> np.ndarray:
     """The ends of intervals, none outside 0 and 1 where these are the bounds of the units."""
-    return np.clip(ends, 0, 1) if units in ("probability", "share") else ends
+    if units in ("probability", "share"):
+        return np.clip(ends, 0, 1)
+    return ends
 
 
 def steps(count: int) -> dict[str, Any]:
@@ -67,18 +74,22 @@ def steps(count: int) -> dict[str, Any]:
 
 
 def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> dict[str, Any]:
-    """An axis from the first to the last bin that any layer fills, and to the null; of decades in steps of three."""
-    filled = [t[axis][np.isfinite(t.z).any(0 if axis == "x" else 1)] for t in figure.data]
+    """An axis from the first to the last bin that any layer fills, and to the null; of decades in
+    steps of three.
+    """
+    filled = []
+    for trace in figure.data:
+        is_filled = np.isfinite(trace.z).any(0 if axis == "x" else 1)
+        filled.append(trace[axis][is_filled])
     step = np.diff(figure.data[0][axis]).min()
     ends = np.array([null, *np.concatenate(filled)])
-    low, high = ends.min() - step, ends.max() + step
-    half = range(-8, 5)  # half decades
-    ticks = (
-        dict(tickvals=[t / 2 for t in half], ticktext=[f"{10.0 ** (t / 2):.1g}" for t in half])
-        if decades
-        else {}
-    )
-    return dict(range=[low, high], **ticks)
+    low = ends.min() - step
+    high = ends.max() + step
+    if not decades:
+        return dict(range=[low, high])
+    exponents = [half_decade / 2 for half_decade in range(-8, 5)]
+    words = [f"{10.0**exponent:.1g}" for exponent in exponents]
+    return dict(range=[low, high], tickvals=exponents, ticktext=words)
 
 
 def panels(titles: Seq[str] | None = None, rows: int = 1, **options: Any) -> go.Figure:
@@ -90,42 +101,64 @@ def panels(titles: Seq[str] | None = None, rows: int = 1, **options: Any) -> go.
 
 def at(column: int | None, row: int = 1) -> dict[str, int]:
     """Where a trace goes: into a panel, or into a figure that has only one."""
-    return {} if column is None else {"row": row, "col": column}
+    if column is None:
+        return {}
+    return {"row": row, "col": column}
 
 
 def points(
-    figure: go.Figure, x: Any, estimates: Any, name: str, colour: str, column: int | None = None,
-    sideways: bool = False, **style: Any,
-) -> None:  # fmt: skip
+    figure: go.Figure,
+    x: Any,
+    estimates: Any,
+    name: str,
+    colour: str,
+    column: int | None = None,
+    sideways: bool = False,
+    **style: Any,
+) -> None:
     """Points, or a line through them, with their intervals (estimate, low, high) as bars."""
     middle, low, high = (np.asarray(end, dtype=np.float64) for end in estimates)
     bars = dict(
-        type="data", array=high - middle, arrayminus=middle - low, symmetric=False, color=colour
+        type="data",
+        array=high - middle,
+        arrayminus=middle - low,
+        symmetric=False,
+        color=colour,
+        thickness=1.5,
+        width=5,  # wider than the point, which would hide a short one
     )
-    bars |= dict(thickness=1.5, width=5)  # wider than the point, which would hide a short one
-    axes = dict(x=middle, y=x, error_x=bars) if sideways else dict(x=x, y=middle, error_y=bars)
-    style = (
-        {"mode": "markers"}
-        | style
-        | {"marker": dict(color=colour, size=6) | style.get("marker", {})}
-    )
-    figure.add_scatter(**axes, name=name, **at(column), **style)
+    axes = dict(x=x, y=middle, error_y=bars)
+    if sideways:
+        axes = dict(x=middle, y=x, error_x=bars)
+    marker = dict(color=colour, size=6) | style.pop("marker", {})
+    style = {"mode": "markers"} | style
+    figure.add_scatter(**axes, name=name, **at(column), **style, marker=marker)
 
 
 def side_by_side(
-    figure: go.Figure, words: Seq[str], series: Iterable[tuple[str, Any]], colours: Seq[str], *,
-    column: int | None = None, apart: float = 0.14, grouped: bool = True, **style: Any,
-) -> None:  # fmt: skip
-    """Points with intervals for each word, several series beside each other; grouped: one legend for all panels."""
+    figure: go.Figure,
+    words: Seq[str],
+    series: Iterable[tuple[str, Any]],
+    colours: Seq[str],
+    *,
+    column: int | None = None,
+    apart: float = 0.14,
+    grouped: bool = True,
+    **style: Any,
+) -> None:
+    """Points with intervals for each word, several series beside each other; grouped: one legend
+    for all panels.
+    """
     series = list(series)
-    for i, ((name, estimates), colour) in enumerate(zip(series, cycle(colours), strict=False)):
-        place = np.arange(len(words)) + apart * (i - (len(series) - 1) / 2)
-        legend: dict[str, Any] = (
-            dict(legendgroup=name, showlegend=column in (None, 1)) if grouped else {}
-        )
+    middle = (len(series) - 1) / 2
+    places = np.arange(len(words))
+    for number, ((name, estimates), colour) in enumerate(zip(series, cycle(colours))):
+        legend: dict[str, Any] = {}
+        if grouped:
+            legend = dict(legendgroup=name, showlegend=column in (None, 1))
         points(
             figure,
-            place,
+            places + apart * (number - middle),
             estimates,
             name,
             colour,
@@ -138,49 +171,98 @@ def side_by_side(
 
 
 def line_and_band(
-    figure: go.Figure, found: Positions, name: str, colour: str, *, column: int, row: int = 1, legend: bool = True
-) -> None:  # fmt: skip
+    figure: go.Figure,
+    means: Positions,
+    name: str,
+    colour: str,
+    *,
+    column: int,
+    row: int = 1,
+    legend: bool = True,
+) -> None:
     """The mean over prompts of a probability at each position, and its band."""
-    low, high = (within(end, "probability") for end in (found.low, found.high))
-    if (there := np.isfinite(low)).any():
-        ends = found.at[there], low[there], high[there]
+    low = within(means.low, "probability")
+    high = within(means.high, "probability")
+    has_band = np.isfinite(low)
+    if has_band.any():
+        ends = (means.at[has_band], low[has_band], high[has_band])
         ribbon(figure, *ends, colour, column=column, row=row, legendgroup=name)
     figure.add_scatter(
-        x=found.at, y=found.mean, name=name, legendgroup=name, showlegend=legend, mode="lines",
-        line=dict(color=colour, width=1.6), customdata=np.stack([found.n, low, high], -1), meta=["n", "low", "high"],
-        hovertemplate="%{y:.4f} (n = %{customdata[0]})", **at(column, row),
-    )  # fmt: skip
-
-
-def ribbon(
-    figure: go.Figure, x: Any, low: Any, high: Any, colour: str, *, column: int, row: int = 1, alpha: float = 0.2,
-    **style: Any,
-) -> None:  # fmt: skip
-    """The area between two lines."""
-    outline = dict(x=np.concatenate([x, x[::-1]]), y=np.concatenate([high, low[::-1]]))
-    figure.add_scatter(
-        **outline, fill="toself", fillcolor=faint(colour, alpha), line_width=0, mode="lines", hoverinfo="skip",
-        showlegend=False, **at(column, row), **style,
-    )  # fmt: skip
-
-
-def dotted(
-    figure: go.Figure, x: Any, y: Any, name: str, colour: str, *, column: int | None = None, row: int = 1, **style: Any
-) -> None:  # fmt: skip
-    """A dotted line, which is a null in every figure."""
-    line = dict(color=colour, dash="dot", width=1.3)
-    figure.add_scatter(
-        **{"x": x, "y": y, "name": name, "mode": "lines", "line": line} | at(column, row) | style
+        x=means.at,
+        y=means.mean,
+        name=name,
+        legendgroup=name,
+        showlegend=legend,
+        mode="lines",
+        line=dict(color=colour, width=1.6),
+        customdata=np.stack([means.n, low, high], -1),
+        meta=["n", "low", "high"],
+        hovertemplate="%{y:.4f} (n = %{customdata[0]})",
+        **at(column, row),
     )
 
 
+def ribbon(
+    figure: go.Figure,
+    x: Any,
+    low: Any,
+    high: Any,
+    colour: str,
+    *,
+    column: int,
+    row: int = 1,
+    alpha: float = 0.2,
+    **style: Any,
+) -> None:
+    """The area between two lines."""
+    figure.add_scatter(
+        x=np.concatenate([x, x[::-1]]),
+        y=np.concatenate([high, low[::-1]]),
+        fill="toself",
+        fillcolor=faint(colour, alpha),
+        line_width=0,
+        mode="lines",
+        hoverinfo="skip",
+        showlegend=False,
+        **at(column, row),
+        **style,
+    )
+
+
+def dotted(
+    figure: go.Figure,
+    x: Any,
+    y: Any,
+    name: str,
+    colour: str,
+    *,
+    column: int | None = None,
+    row: int = 1,
+    **style: Any,
+) -> None:
+    """A dotted line, which is a null in every figure."""
+    line = dict(color=colour, dash="dot", width=1.3)
+    style = {"mode": "lines"} | style
+    figure.add_scatter(x=x, y=y, name=name, line=line, **at(column, row), **style)
+
+
 def rule(
-    figure: go.Figure, *, x: float | None = None, y: float | None = None, colour: str = GREY, dash: str | None = None,
-    width: float = 1, column: int | None = None, row: int = 1,
-) -> None:  # fmt: skip
+    figure: go.Figure,
+    *,
+    x: float | None = None,
+    y: float | None = None,
+    colour: str = GREY,
+    dash: str | None = None,
+    width: float = 1,
+    column: int | None = None,
+    row: int = 1,
+) -> None:
     """A line across a panel at a value with a meaning, such as no change."""
-    add, value = (figure.add_hline, y) if x is None else (figure.add_vline, x)
-    add(value, line=dict(width=width, dash=dash, color=colour), **at(column, row))
+    line = dict(width=width, dash=dash, color=colour)
+    if x is None:
+        figure.add_hline(y, line=line, **at(column, row))
+    else:
+        figure.add_vline(x, line=line, **at(column, row))
 
 
 def head_map(
@@ -193,87 +275,108 @@ def head_map(
 ) -> go.Figure:
     """Heads by layer in orange and blue: a dot where q < 0.05, the others faded.
 
-    The first of the columns, which are given by their labels, is the colour; the others are there on hover.
+    The first of the columns, which are given by their labels, is the colour; the others are there
+    on hover.
     """
-    wide = {
+    maps = {
         label: table.pivot(index="layer", columns=across, values=column)
         for label, column in columns.items()
     }
     if across != "head":  # in the table's order
-        wide = {label: cells[list(dict.fromkeys(table[across]))] for label, cells in wide.items()}
-    (_, shown), *others = wide.items()
-    reach = float(np.nanmax(abs(shown.values))) or 1.0
-    figure, bar = (
-        panels(),
-        dict(title=dict(text="<br>".join(wrap(unit, 24, break_on_hyphens=False)), side="right")),
+        names = list(dict.fromkeys(table[across]))
+        maps = {label: cells[names] for label, cells in maps.items()}
+    coloured_label, *hover_labels = maps
+    coloured = maps[coloured_label]
+    largest = float(np.nanmax(abs(coloured.values))) or 1.0
+    bar_title = "<br>".join(wrap(unit, 24, break_on_hyphens=False))
+    figure = panels()
+    figure.add_heatmap(
+        z=coloured.values,
+        x=coloured.columns,
+        y=coloured.index,
+        zmin=-largest,
+        zmax=largest,
+        colorscale=DIVERGING,
+        name=name,
+        meta=hover_labels,
+        customdata=np.dstack([maps[label].values for label in hover_labels]),
+        hovertemplate=f"layer %{{y}} {across} %{{x}}<br>{hover}<extra></extra>",
+        colorbar=dict(title=dict(text=bar_title, side="right")),
+    )
+    q = maps["q"].values
+    row_indices, column_indices = np.nonzero(q < 0.05)
+    figure.add_scatter(
+        x=coloured.columns.values[column_indices],
+        y=coloured.index.values[row_indices],
+        mode="markers",
+        hoverinfo="skip",
+        name="q < 0.05",
+        marker=dict(symbol="circle", size=5, color="black"),
+        showlegend=True,
     )
     figure.add_heatmap(
-        z=shown.values, x=shown.columns, y=shown.index, zmin=-reach, zmax=reach, colorscale=DIVERGING, name=name,
-        meta=[label for label, _ in others], customdata=np.dstack([cells.values for _, cells in others]),
-        hovertemplate=f"layer %{{y}} {across} %{{x}}<br>{hover}<extra></extra>", colorbar=bar,
-    )  # fmt: skip
-    layer, place = np.nonzero((wide["q"] < 0.05).values)
+        x=coloured.columns,
+        y=coloured.index,
+        z=np.where(q >= 0.05, 0.0, np.nan),
+        name="faded",
+        colorscale=[[0, FADED], [1, FADED]],
+        showscale=False,
+        hoverinfo="skip",
+    )
     figure.add_scatter(
-        x=shown.columns.values[place], y=shown.index.values[layer], mode="markers", hoverinfo="skip", name="q < 0.05",
-        marker=dict(symbol="circle", size=5, color="black"), showlegend=True,
-    )  # fmt: skip
-    unsure = np.where((wide["q"] >= 0.05).values, 0.0, np.nan)
-    faded: dict[str, Any] = dict(
-        colorscale=[[0, FADED], [1, FADED]], showscale=False, hoverinfo="skip"
+        x=[None],
+        y=[None],
+        mode="markers",
+        name="faded: q ≥ 0.05",
+        marker=dict(symbol="square", size=9, color=FADED, line=dict(color=GREY, width=1)),
+        showlegend=True,
     )
-    figure.add_heatmap(x=shown.columns, y=shown.index, z=unsure, name="faded", **faded)
-    square = dict(symbol="square", size=9, color=FADED, line=dict(color=GREY, width=1))
-    figure.add_scatter(
-        x=[None], y=[None], mode="markers", name="faded: q ≥ 0.05", marker=square, showlegend=True
-    )
-    figure.update_xaxes(
-        title_text=across, **(steps(len(shown.columns)) if across == "head" else {})
-    )
-    figure.update_yaxes(title_text="layer", autorange="reversed", **steps(len(shown)))
+    ticks = steps(len(coloured.columns)) if across == "head" else {}
+    figure.update_xaxes(title_text=across, **ticks)
+    figure.update_yaxes(title_text="layer", autorange="reversed", **steps(len(coloured)))
     return figure
 
 
 def title(figure: go.Figure, heading: str, note: str, height: int, top: int | None = None) -> None:
-    """The title with its small print; with ``top``, the legend has a row of its own under it, at any width."""
-    large, small = wrap(heading, _HEADING), wrap(note, _SMALL_PRINT)
-    more = 17 * (len(small) - 1) + 22 * (len(large) - 1)
-    height += more
+    """The title with its small print; with ``top``, the legend has a row of its own under it, at
+    any width.
+    """
+    heading_lines = wrap(heading, _HEADING)
+    note_lines = wrap(note, _SMALL_PRINT)
+    further_lines = 17 * (len(note_lines) - 1) + 22 * (len(heading_lines) - 1)  # pixels
+    height += further_lines
     layout: dict[str, Any] = LAYOUT | {
         "height": height,
-        "margin": MARGIN | {"t": MARGIN["t"] + more},
+        "margin": MARGIN | {"t": MARGIN["t"] + further_lines},
     }
     if top is not None:
-        row = dict(
+        layout["title"] = dict(x=0.03, y=1 - 20 / height, yanchor="top")
+        layout["margin"] = dict(l=80, r=20, t=top + further_lines, b=60)
+        layout["legend"] = dict(
             orientation="h",
             x=0.03,
             xref="container",
-            y=1 - (66 + more) / height,
+            y=1 - (66 + further_lines) / height,
             yref="container",
             yanchor="top",
         )
-        layout |= {"title": dict(x=0.03, y=1 - 20 / height, yanchor="top"), "legend": row}
-        layout |= {"margin": dict(l=80, r=20, t=top + more, b=60)}
-    figure.update_layout(
-        **layout, title_text=f"{'<br>'.join(large)}<br><sup>{'<br>'.join(small)}</sup>"
-    )
+    text = f"{'<br>'.join(heading_lines)}<br><sup>{'<br>'.join(note_lines)}</sup>"
+    figure.update_layout(**layout, title_text=text)
 
 
 def by_layer_slider(
     figure: go.Figure, layers: Seq[int], words: Callable[[int], str], height: int
 ) -> None:
     """A slider that shows one trace, and its title, for each layer."""
-    steps = []
+    slider_steps = []
     for number, (layer, trace) in enumerate(zip(layers, figure.data, strict=True)):
         trace.visible = number == 0
-        args = [
-            {"visible": [i == number for i in range(len(layers))]},
-            {"title.text": words(layer)},
-        ]
-        steps.append(dict(method="update", label=str(layer), args=args))
-    slider = dict(steps=steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
-    figure.update_layout(
-        **LAYOUT | {"height": height, "title_text": words(layers[0]), "sliders": [slider]}
-    )
+        visible = [other == number for other in range(len(layers))]
+        args = [{"visible": visible}, {"title.text": words(layer)}]
+        slider_steps.append(dict(method="update", label=str(layer), args=args))
+    slider = dict(steps=slider_steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
+    layout = LAYOUT | {"height": height, "title_text": words(layers[0]), "sliders": [slider]}
+    figure.update_layout(**layout)
 
 
 def map_height(table: pd.DataFrame) -> int:

@@ -1,4 +1,6 @@
-"""What each figure declares, and what all of them do: check which heads are shown, and escape names."""
+"""What each figure declares, and what all of them do: check which heads are shown, and escape
+names.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +20,32 @@ from mechattn.errors import OptionError
 from mechattn.results.result import Result
 
 Draw = TypeVar("Draw", bound=Callable)
-_MARKUP = re.compile(
-    r"<(?!(?:br|/?sup|/?extra)>)"
-)  # every "<" except in tags that our own titles and hovers use
+# Every "<" except in tags that our own titles and hovers use.
+_MARKUP = re.compile(r"<(?!(?:br|/?sup|/?extra)>)")
 _OURS = ("template", "meta")  # the template, and metadata that plotly doesn't draw
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A figure: the function that draws it, and what it needs."""
+    """A figure: the function that draws it, and what it needs.
+
+    Args:
+        draw: The function.
+        needs: The dataset that it shows, by its reading if a mapping; "" if the quantity decides.
+        compares: Whether it needs a condition other than the baseline.
+        report: With which options a report shows it, besides layer, condition and heads.
+    """
 
     draw: Callable
-    needs: (
-        str | Mapping[str, str]
-    )  # the dataset that it shows, by its reading if a mapping; "" if the quantity decides
-    compares: bool  # whether it needs a condition other than the baseline
-    report: Seq[
-        Mapping[str, Any]
-    ]  # with which options a report shows it, besides layer, condition and heads
+    needs: str | Mapping[str, str]
+    compares: bool
+    report: Seq[Mapping[str, Any]]
 
     @property
     def takes(self) -> Mapping[str, Any]:
         """The options that it takes, with their defaults."""
-        return {
-            p.name: p.default for p in list(inspect.signature(self.draw).parameters.values())[1:]
-        }
+        _, *options = inspect.signature(self.draw).parameters.values()
+        return {option.name: option.default for option in options}
 
     @property
     def draws_results(self) -> bool:
@@ -50,39 +53,50 @@ class Declared:
         return next(iter(inspect.signature(self.draw).parameters)) in ("result", "results")
 
     def shown(
-        self, result: Result, given: Mapping[str, Any]
+        self, result: Result, options: Mapping[str, Any]
     ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The datasets and options with which a report shows it; none if the result lacks what it needs."""
+        """The datasets and options with which a report shows it; none if the result lacks what it
+        needs.
+        """
         if self.compares and result.shown_condition() == BASELINE:
             return
-        named = {
+        defaults = self.takes
+        values = {
             "condition": result.shown_condition(),
             "conditions": result.conditions[1:],
-            **given,
+            **options,
         }
-        wanted = [  # a figure whose condition or layer is None by default chooses for each result
-            name
-            for name, default in self.takes.items()
-            if name in named and (default is inspect.Parameter.empty or default in (0, BASELINE))
-        ]
-        wanted += [name for name in ("heads", "top") if name in named and "top" in self.takes]
+        selected = {}
+        for name, value in values.items():
+            if name not in defaults:
+                continue
+            # A figure whose condition or layer is None by default chooses for each result.
+            default = defaults[name]
+            is_needed = default is inspect.Parameter.empty or default in (0, BASELINE)
+            chooses_heads = name in ("heads", "top") and "top" in defaults
+            if is_needed or chooses_heads:
+                selected[name] = value
         for extra in self.report:
-            dataset = self.dataset(result, {**self.takes, **extra})
+            dataset = self.dataset(result, {**defaults, **extra})
             if dataset is not None:
-                yield dataset, {name: named[name] for name in wanted} | dict(extra)
+                yield dataset, selected | dict(extra)
 
     def dataset(self, result: Result, options: Mapping[str, Any]) -> str | None:
         """The dataset of a result that it shows with these options, if the result has it."""
         if self.needs:
-            return self.analysis(options) if self.analysis(options) in result.datasets else None
+            analysis = self.analysis(options)
+            return analysis if analysis in result.datasets else None
         names = {options["quantity"], f"{options['quantity']}_by_segment"}
-        return next(
-            (name for name, dataset in result.datasets.items() if names & set(dataset)), None
-        )
+        for dataset_name, dataset in result.datasets.items():
+            if names & set(dataset):
+                return dataset_name
+        return None
 
     def analysis(self, options: Mapping[str, Any]) -> str:
         """The dataset that it shows with these options; "" if ``quantity`` decides."""
-        return self.needs if isinstance(self.needs, str) else self.needs[options["reading"]]
+        if isinstance(self.needs, str):
+            return self.needs
+        return self.needs[options["reading"]]
 
 
 FIGURES: dict[str, Declared] = {}
@@ -94,7 +108,9 @@ def figure(
     compares: bool = False,
     report: Seq[Mapping[str, Any]] = (),
 ) -> Callable[[Draw], Draw]:
-    """Declare a figure (see :class:`Declared`), for reports, config files and the gallery; its names are escaped."""
+    """Declare a figure (see :class:`Declared`), for reports, config files and the gallery; its
+    names are escaped.
+    """
 
     def declared(draw: Draw) -> Draw:
         @functools.wraps(draw)
@@ -108,24 +124,29 @@ def figure(
 
 
 def with_plain_names(figure: go.Figure) -> go.Figure:
-    """The figure with "<" escaped in its texts except in line breaks and small print: plotly makes ``<a …>`` a link."""
-    for part in (figure.layout, *figure.data):
-        _escape(part)
+    """The figure with "<" escaped in its texts except in line breaks and small print: plotly makes
+    ``<a …>`` a link.
+    """
+    for node in (figure.layout, *figure.data):
+        _escape(node)
     return figure
 
 
-def _escape(part: Any) -> None:
-    for name in part.to_plotly_json():
-        value = part[name]
+def _escape(node: Any) -> None:
+    for name in node.to_plotly_json():
+        value = node[name]
         if name in _OURS:
             continue
         if hasattr(value, "to_plotly_json"):
             _escape(value)
-        elif isinstance(value, tuple) and value and hasattr(value[0], "to_plotly_json"):
-            for one in value:
-                _escape(one)
-        elif (made := _escaped(value)) is not value:
-            part[name] = made
+            continue
+        if isinstance(value, tuple) and value and hasattr(value[0], "to_plotly_json"):
+            for child in value:
+                _escape(child)
+            continue
+        escaped = _escaped(value)
+        if escaped is not value:
+            node[name] = escaped
 
 
 def _escaped(value: Any) -> Any:
@@ -133,15 +154,15 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, str):
         return _MARKUP.sub("&lt;", value) if _MARKUP.search(value) else value
     if isinstance(value, dict):  # the arguments of a slider's steps
-        made = {name: _escaped(one) for name, one in value.items()}
-        return made if any(made[name] is not value[name] for name in value) else value
+        escaped = {name: _escaped(item) for name, item in value.items()}
+        is_changed = any(escaped[name] is not value[name] for name in value)
+        return escaped if is_changed else value
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUT":
         return value
     if isinstance(value, (list, tuple, np.ndarray)):
-        parts = [_escaped(one) for one in value]
-        return (
-            parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value
-        )
+        items = [_escaped(item) for item in value]
+        is_changed = any(new is not old for new, old in zip(items, value, strict=True))
+        return items if is_changed else value
     return value
 
 
@@ -165,24 +186,28 @@ def listed_or_chosen(
 
 
 def check_heads(heads: Seq[int | str], count: int, layer: int | None = None) -> list[int]:
-    """The heads as numbers; refuses those that a layer doesn't have, and names such as "L1H2" of another layer."""
-    found = []
-    for given in heads:
-        of, head = head_named(given) or (layer, given)
-        if isinstance(head, bool) or not isinstance(head, (int, np.integer)):
+    """The heads as numbers; refuses those that a layer doesn't have, and names such as "L1H2" of
+    another layer.
+    """
+    numbers = []
+    for head in heads:
+        head_layer, number = head_named(head) or (layer, head)
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
             raise OptionError(
-                f'heads holds {head!r}; give whole numbers, from 0, such as heads=[0, 3], or ["L1H2"]'
+                f'heads holds {number!r}; give whole numbers, from 0, such as heads=[0, 3], or ["L1H2"]'
             )
-        if of != layer:
-            shown = "all layers show the same heads" if layer is None else f"layer {layer} is shown"
+        if head_layer != layer:
+            why = f"layer {layer} is shown"
+            if layer is None:
+                why = "all layers show the same heads"
             raise OptionError(
-                f"heads holds {given!r}, but {shown}; give heads of that layer, such as [0, 3]"
+                f"heads holds {head!r}, but {why}; give heads of that layer, such as [0, 3]"
             )
-        if not 0 <= head < count:
-            raise OptionError(f"head {head} is out of range: heads are 0 to {count - 1}")
-        found.append(int(head))
-    if not found:
+        if not 0 <= number < count:
+            raise OptionError(f"head {number} is out of range: heads are 0 to {count - 1}")
+        numbers.append(int(number))
+    if not numbers:
         raise OptionError("heads=[] is empty; give at least one head")
-    if len(set(found)) < len(found):
+    if len(set(numbers)) < len(numbers):
         raise OptionError(f"heads={list(heads)} names a head twice")
-    return found
+    return numbers

@@ -37,18 +37,20 @@ def focus_and_impact(
 ) -> go.Figure:
     """Plot the size of heads' updates by how much attention the query gives to the first token.
 
-    Above, a panel for each group of layers: an update's size over the mean of its layer (1 on the line), as the median
-    over queries and heads with the band of the quartiles, and the mean with its 95 % interval over prompts. A head
-    without impact would be at 0. Below, the share of queries in each bin.
+    Above, a panel for each group of layers: an update's size over the mean of its layer (1 on the
+    line), as the median over queries and heads with the band of the quartiles, and the mean with
+    its 95 % interval over prompts. A head without impact would be at 0. Below, the share of queries
+    in each bin.
 
     Args:
-        result: A result with ``AttentionFocus(per_query=True)`` and ``HeadUpdates(per_query=True)``, measured in one
-            run with ``positions="prompts"``.
+        result: A result with ``AttentionFocus(per_query=True)`` and
+            ``HeadUpdates(per_query=True)``, measured in one run with ``positions="prompts"``.
         condition: The condition.
         segment: The segment of the queries.
 
     Raises:
-        OptionError: The two were not measured for each query, or there is no such condition or segment.
+        OptionError: The two were not measured for each query, or there is no such condition or
+            segment.
 
     Source:
         The claim in the title is that of R. Claus, "Attention Focus Plots".
@@ -157,17 +159,17 @@ _RANGES = (
 
 def _measured_answer(result: Result, condition: str, segment: str) -> str:
     """What the claim comes to in this result, in one sentence."""
-    parts = []
+    phrases = []
     for above, up_to, words in _RANGES:
         impact, share = impact_within(result, above, up_to, condition, segment)
         if np.isnan(impact.estimate):
-            parts.append(f"nowhere {words}")
+            phrases.append(f"nowhere {words}")
             continue
         of_queries = f"{100 * share:.2g}\u00a0% of the queries"
-        parts.append(f"{number_words(impact)} where it holds {words} ({of_queries})")
+        phrases.append(f"{number_words(impact)} where it holds {words} ({of_queries})")
     later = int(max(result["head_updates"].layer)) >= EARLY_LAYERS
     layers = f"layers from {EARLY_LAYERS} on" if later else "all layers"
     return (
         f"Updates over the mean of their layer, by the attention that {segment} queries give to the "
-        f"first token ({layers}): {'; '.join(parts)}. No impact would be 0."
+        f"first token ({layers}): {'; '.join(phrases)}. No impact would be 0."
     )

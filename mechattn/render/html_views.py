@@ -1,4 +1,6 @@
-"""Views as HTML for a notebook or an offline page: attention maps, text coloured by received attention."""
+"""Views as HTML for a notebook or an offline page: attention maps, text coloured by received
+attention.
+"""
 
 from __future__ import annotations
 
@@ -40,29 +42,34 @@ def pattern(
     *,
     difference: bool = False,
 ) -> View:
-    """Show the attention map of one prompt, heads side by side; click a head to enlarge it, hover for numbers.
+    """Show the attention map of one prompt, heads side by side; click a head to enlarge it, hover
+    for numbers.
 
     Args:
         result: A result with an attention map.
         layer: The layer, from 0.
         heads: The heads, from 0.
-        condition: The condition of the prompt; the baseline by default, of a difference the first that isn't.
+        condition: The condition of the prompt; the baseline by default, of a difference the first
+            that isn't.
         prompt: The prompt, from 0; tokens are shown as text for the first, as ids for the others.
-        difference: Whether to show attention between original tokens under the condition minus the baseline: orange is
-            more, blue less. Rows need not sum to 0, as attention to the inserted tokens is left out.
+        difference: Whether to show attention between original tokens under the condition minus the
+            baseline: orange is more, blue less. Rows need not sum to 0, as attention to the
+            inserted tokens is left out.
 
     Raises:
         OptionError: There is no such layer, head, condition or prompt.
     """
-    condition = result.condition(condition) if difference else condition or BASELINE
+    if difference:
+        condition = result.condition(condition)
+    condition = condition or BASELINE
     maps, tokens = _map(result, layer, heads, condition, prompt)
     if not difference:
         caption = f"{model_caption(result)}, layer {layer}, condition “{condition}”"
         return _heads_view(maps, tokens, layer, heads, caption)
     without, tokens = _map(result, layer, heads, BASELINE, prompt)
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
-    kept = np.flatnonzero(origin >= 0)
-    change = maps[:, kept][:, :, kept] - without
+    original = np.flatnonzero(origin >= 0)
+    change = maps[:, original][:, :, original] - without
     reach = float(np.nanmax(abs(change))) or 1.0
     caption = (
         f"{model_caption(result)}, layer {layer}: attention between original tokens, “{condition}” minus the "
@@ -86,55 +93,71 @@ def received_text(
 ) -> View:
     """Show one prompt's text coloured by received attention, without and with the inserted tokens.
 
-    Both share one scale, which ends at the second largest value, because the first token often receives far more than
-    any other. Hover for the number.
+    Both share one scale, which ends at the second largest value, because the first token often
+    receives far more than any other. Hover for the number.
 
     Args:
-        result: A result with received attention of each prompt (``positions="prompts"``), or of one prompt.
+        result: A result with received attention of each prompt (``positions="prompts"``), or of one
+            prompt.
         layer: The layer, from 0.
         heads: The heads whose mean is shown; all by default.
         condition: The condition; by default the first that isn't the baseline, if there is one.
         prompt: The prompt, from 0; tokens are shown as text for the first, as ids for the others.
 
     Raises:
-        OptionError: There is no such layer, head, condition or prompt, or only means over prompts were kept.
+        OptionError: There is no such layer, head, condition or prompt, or only means over prompts
+            were kept.
     """
-    condition, dataset = result.shown_condition(condition), result["received_attention"]
+    condition = result.shown_condition(condition)
+    dataset = result["received_attention"]
+    head_count = dataset.sizes["head"]
     name = "received_per_prompt"
     if name not in dataset and dataset.sizes["prompt"] > 1:
         raise OptionError(
             'the result has only means over prompts; run with positions="prompts" to see one prompt'
         )
-    _check(layer=(layer, dataset.layer.values), prompt=(prompt, range(dataset.sizes["prompt"])))
-    heads = check_heads(
-        range(dataset.sizes["head"]) if heads is None else heads, dataset.sizes["head"], layer
-    )
-    received = dataset[name].isel(prompt=prompt) if name in dataset else dataset["received"]
+    _check("layer", layer, dataset.layer.values)
+    _check("prompt", prompt, range(dataset.sizes["prompt"]))
+    heads = check_heads(range(head_count) if heads is None else heads, head_count, layer)
+    received = dataset["received"]
+    if name in dataset:
+        received = dataset[name].isel(prompt=prompt)
     received = received.sel(layer=layer).isel(head=heads).mean("head")
-    lines = []
-    for of in dict.fromkeys((BASELINE, condition)):
-        tokens = prompt_tokens(result, of, prompt)
-        lines.append((of, tokens, received.sel(condition=of).values[: len(tokens)]))
-    every = np.concatenate([values for _, _, values in lines])
-    top = float(np.sort(every[np.isfinite(every)])[-2:].min())
-    which = (
-        f"heads {', '.join(map(str, heads))}" if len(heads) < dataset.sizes["head"] else "all heads"
-    )
-    of_what = f"{model_caption(result)}, layer {layer}, mean of {which}"
-    body = "".join(
-        _text(f"{of_what}: attention received, “{of}”", tokens, values, top)
-        for of, tokens, values in lines
-    )
-    return View(body, 130 + 24 * sum(len(tokens) // 12 + 1 for _, tokens, _ in lines), None)
+
+    tokens = {}
+    values = {}
+    for shown_condition in (BASELINE, condition):
+        tokens[shown_condition] = prompt_tokens(result, shown_condition, prompt)
+        length = len(tokens[shown_condition])
+        values[shown_condition] = received.sel(condition=shown_condition).values[:length]
+    numbers = np.concatenate(list(values.values()))
+    top = float(np.sort(numbers[np.isfinite(numbers)])[-2:].min())
+
+    head_words = "all heads"
+    if len(heads) < head_count:
+        head_words = f"heads {', '.join(map(str, heads))}"
+    start = f"{model_caption(result)}, layer {layer}, mean of {head_words}"
+    body = ""
+    lines = 0
+    for shown_condition, texts in tokens.items():
+        caption = f"{start}: attention received, “{shown_condition}”"
+        body += _text(caption, texts, values[shown_condition], top)
+        lines += len(texts) // 12 + 1
+    return View(body, 130 + 24 * lines, None)
 
 
 def _text(caption: str, tokens: Seq[str], values: np.ndarray, top: float) -> str:
-    """Tokens with a background as strong as their value; our own HTML, as circuitsvis does not escape tokens."""
-    red, green, blue = (int(WITH[at : at + 2], 16) for at in (1, 3, 5))
+    """Tokens with a background as strong as their value; our own HTML, as circuitsvis does not
+    escape tokens.
+    """
+    red, green, blue = (int(WITH[start : start + 2], 16) for start in (1, 3, 5))
     spans = []
     for token, value in zip(tokens, values, strict=True):
-        strength = 0.0 if np.isnan(value) else min(1.0, float(value) / top)
-        number = "no counted query comes after it" if np.isnan(value) else f"{value:.4f}"
+        strength = 0.0
+        number = "no counted query comes after it"
+        if not np.isnan(value):
+            strength = min(1.0, float(value) / top)
+            number = f"{value:.4f}"
         ink = "#fff" if strength > 0.6 else "inherit"
         spans.append(
             f'<span title="{number}" style="background:rgba({red},{green},{blue},{strength:.2f});color:{ink};'
@@ -149,43 +172,50 @@ def _map(
 ) -> tuple[np.ndarray, list[str]]:
     """The map [head, query, key] of one prompt, and its tokens."""
     dataset = result["attention_map"]
-    prompts = range(dataset.sizes["prompt"])
-    _check(
-        layer=(layer, dataset.layer.values),
-        condition=(condition, result.conditions),
-        prompt=(prompt, prompts),
-    )
+    _check("layer", layer, dataset.layer.values)
+    _check("condition", condition, result.conditions)
+    _check("prompt", prompt, range(dataset.sizes["prompt"]))
     heads = check_heads(heads, dataset.sizes["head"], layer)
-    maps = (
-        dataset.pattern.sel(layer=layer, condition=condition).isel(prompt=prompt, head=heads).values
-    )
+    maps = dataset.pattern.sel(layer=layer, condition=condition).isel(prompt=prompt, head=heads)
     tokens = prompt_tokens(result, condition, prompt)
-    return maps[:, : len(tokens), : len(tokens)], tokens
+    length = len(tokens)
+    return maps.values[:, :length, :length], tokens
 
 
-def _check(**asked: tuple[Any, Any]) -> None:
-    for name, (value, known) in asked.items():
-        if value not in list(known):
-            raise OptionError(
-                f"{name} {value!r} is not in this result; it has {', '.join(map(str, known))}"
-            )
+def _check(name: str, value: object, choices: Any) -> None:
+    """Refuse a layer, condition or prompt that the result does not have."""
+    if value not in list(choices):
+        raise OptionError(
+            f"{name} {value!r} is not in this result; it has {', '.join(map(str, choices))}"
+        )
 
 
 def _heads_view(
-    maps: np.ndarray, tokens: list[str], layer: int, heads: Seq[int], caption: str, **colours: Any
-) -> View:  # fmt: skip
+    maps: np.ndarray,
+    tokens: list[str],
+    layer: int,
+    heads: Seq[int],
+    caption: str,
+    **colours: Any,
+) -> View:
     """Maps [head, query, key], and the line of script with which circuitsvis draws them."""
+    attention = [
+        [[round(float(value), DIGITS) for value in row] for row in pattern] for pattern in maps
+    ]
+    names = []
+    for head in heads:
+        head_layer, number = head_named(head) or (layer, int(head))
+        names.append(head_name(head_layer, number))
     properties = {
-        "attention": [[[round(float(a), DIGITS) for a in row] for row in head] for head in maps],
-        "attentionHeadNames": [
-            head_name(*(head_named(head) or (layer, int(head)))) for head in heads
-        ],
+        "attention": attention,
+        "attentionHeadNames": names,
         "tokens": tokens,
         **colours,
         "maskUpperTri": True,
     }
     data = in_script(json.dumps(properties, separators=(",", ":")))
-    name = "view-" + hashlib.sha256(f"AttentionHeads {caption} {data}".encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"AttentionHeads {caption} {data}".encode()).hexdigest()
+    name = f"view-{digest[:12]}"
     return View(
         f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption><div id="{name}"></div></figure>'
         f'<script>CircuitsVis.render("{name}", CircuitsVis.AttentionHeads, {data})</script>'
@@ -196,8 +226,8 @@ def _heads_view(
 class View:
     """A view as HTML, which can be shown in a notebook or saved as an offline page.
 
-    In a notebook it displays in its own frame, without network requests. ``body`` can be put into a page that already
-    contains :func:`view_script`.
+    In a notebook it displays in its own frame, without network requests. ``body`` can be put into a
+    page that already contains :func:`view_script`.
 
     Args:
         body: The HTML.
@@ -211,7 +241,9 @@ class View:
 
     def page(self) -> str:
         """Return a complete HTML document that opens offline."""
-        script = f"<script>{view_script(self.script)}</script>" if self.script else ""
+        script = ""
+        if self.script:
+            script = f"<script>{view_script(self.script)}</script>"
         return (
             f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}"><title>Attention</title>'
             f"<style>:root {{ color-scheme: light dark }} body {{ font-family: {FONT} }}</style></head>"
@@ -237,7 +269,8 @@ class View:
 
     def packed(self) -> str:
         """Return a document that unpacks itself into the page, for a frame's ``srcdoc``."""
-        # Packed, so that a notebook with ten views takes 5 MB and not 15; the browser unpacks it, without a request.
+        # Packed, so that a notebook with ten views takes 5 MB and not 15; the browser unpacks it,
+        # without a request.
         packed = base64.b64encode(gzip.compress(self.page().encode("utf-8"), mtime=0)).decode()
         return _UNPACKS.replace("PACKED", packed)
 
@@ -285,8 +318,10 @@ def prompt_tokens(result: Result, condition: str, prompt: int) -> list[str]:
     """The tokens of a prompt: as text for the first prompt, as ids for the others."""
     sequences = result["sequences"].sel(condition=condition)
     length = int((sequences.origin.isel(prompt=prompt) >= -1).sum())
-    chosen = sequences.first_prompt_text if prompt == 0 else sequences.tokens.isel(prompt=prompt)
-    return [str(token) for token in chosen.values[:length]]
+    tokens = sequences.tokens.isel(prompt=prompt)
+    if prompt == 0:
+        tokens = sequences.first_prompt_text
+    return [str(token) for token in tokens.values[:length]]
 
 
 def check_page_place(path: str | Path, force: bool = False) -> None:

@@ -46,15 +46,17 @@ def heads_by_layer(
     segment: str = "question",
     conditions: Seq[str] | None = None,
 ) -> go.Figure:
-    """Plot one number per head by layer, one panel per condition: a strip of points, sorted within each layer.
+    """Plot one number per head by layer, one panel per condition: a strip of points, sorted within
+    each layer.
 
-    Heads of different layers are unrelated, so no line joins them. Hover for the head, its mean over prompts and its
-    95 % interval. The dotted line is the null, if there is one: dilution (mean over heads) or uniform attention. (R.
-    Claus, captions of figures 4 to 6.)
+    Heads of different layers are unrelated, so no line joins them. Hover for the head, its mean
+    over prompts and its 95 % interval. The dotted line is the null, if there is one: dilution (mean
+    over heads) or uniform attention. (R. Claus, captions of figures 4 to 6.)
 
     Args:
         result: A result with ``AttentionFocus``, or another analysis with one number per head.
-        quantity: The quantity, such as "self_share", "first_share", "concentration", "entropy_share", "value_drain".
+        quantity: The quantity, such as "self_share", "first_share", "concentration",
+            "entropy_share", "value_drain".
         segment: The segment of the queries, if the quantity has segments.
         conditions: The conditions, one per panel; all by default.
 
@@ -88,11 +90,13 @@ def heads_by_layer(
 def by_layer(
     result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None
 ) -> go.Figure:
-    """Plot the mean over heads by layer, one line per condition, with 95 % intervals and their null (dotted).
+    """Plot the mean over heads by layer, one line per condition, with 95 % intervals and their null
+    (dotted).
 
     Args:
         result: A result.
-        quantity: Such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (one panel per block).
+        quantity: Such as "first_alpha", "span_mass", "magnitude", "block_magnitude" (one panel per
+            block).
         segment: The segment of the queries or tokens, if the quantity has segments.
         conditions: The conditions; by default all that have the quantity.
 
@@ -101,18 +105,15 @@ def by_layer(
     """
     names = _names(result, conditions)
     variable, null, null_kind = values_by_layer(result, quantity, segment, names)
-    found = {
-        name: in_parts(variable.sel(condition=name), "prompt", result.memory) for name in names
-    }
-    names = [
-        name for name, parts in found.items() if any(bool(part.notnull().any()) for part in parts)
-    ]
-    panels = [str(b) for b in variable.block.values] if "block" in variable.dims else [None]
-    figure = draw.panels([p or "" for p in panels], horizontal_spacing=0.08)
-    for column, panel in enumerate(panels, 1):
-        one = variable if panel is None else variable.sel(block=panel)
+    names = [name for name in names if _has_values(result, variable.sel(condition=name))]
+    blocks: list[str | None] = [None]
+    if "block" in variable.dims:
+        blocks = [str(block) for block in variable.block.values]
+    figure = draw.panels([block or "" for block in blocks], horizontal_spacing=0.08)
+    for column, block in enumerate(blocks, 1):
+        of_panel = variable if block is None else variable.sel(block=block)
         for name, colour in draw.of_conditions(names):
-            _line(figure, result, one.sel(condition=name), name, colour, column)
+            _line(figure, result, of_panel.sel(condition=name), name, colour, column)
             if null is not None and _is_apart(name, null_kind):
                 _null_line(figure, result, null.sel(condition=name), null_kind, colour, column)
     heads = "mean over heads; " if "head" in variable.dims else ""
@@ -122,13 +123,21 @@ def by_layer(
     return _with_axes(figure, result, quantity, variable, null, null_kind, names)
 
 
+def _has_values(result: Result, values: xr.DataArray) -> bool:
+    """Whether any prompt has a value."""
+    blocks = in_parts(values, "prompt", result.memory)
+    return any(bool(block.notnull().any()) for block in blocks)
+
+
 @declare(_AFFINE, compares=True, report=[{}])
 def scale_by_layer(
     result: Result, condition: str | None = None, segment: str = "question"
 ) -> go.Figure:
-    """Plot λ of every head by layer, its mean, and uniform attention's λ; on the right, the error of the affine form.
+    """Plot λ of every head by layer, its mean, and uniform attention's λ; on the right, the error
+    of the affine form.
 
-    Thin lines are heads, sorted within each layer so as not to cross. Bars: 95 % t intervals of the mean over heads.
+    Thin lines are heads, sorted within each layer so as not to cross. Bars: 95 % t intervals of the
+    mean over heads.
 
     Args:
         result: A result with ``AffineShift``.
@@ -136,20 +145,28 @@ def scale_by_layer(
         segment: The segment of the queries.
     """
     condition = result.condition(condition)
-    at = result[_AFFINE].sel(condition=condition, segment=segment)
-    layers = at.layer.values
+    dataset = result[_AFFINE].sel(condition=condition, segment=segment)
+    layers = dataset.layer.values
     figure = draw.panels(["attention left to the original keys (λ)", "what λ · output + Σσ misses"])
-    heads = np.sort(
-        mean_over_prompts(result, at.scale.transpose("prompt", "layer", "head")).estimate, axis=1
-    )
-    for line in heads.T:
-        figure.add_scatter(x=layers, y=line, row=1, col=1, mode="lines", showlegend=False, hoverinfo="skip",
-                           line=dict(width=0.7, color=faint(WITH, 0.45)))  # fmt: skip
-    _bars(figure, result, at.scale, "λ, mean of the heads", WITH, 1)
-    uniform = mean_over_prompts(result, at.scale_uniform.transpose("prompt", "layer")).estimate
+    scale = dataset.scale.transpose("prompt", "layer", "head")
+    head_means = np.sort(mean_over_prompts(result, scale).estimate, axis=1)
+    for head_line in head_means.T:
+        figure.add_scatter(
+            x=layers,
+            y=head_line,
+            row=1,
+            col=1,
+            mode="lines",
+            showlegend=False,
+            hoverinfo="skip",
+            line=dict(width=0.7, color=faint(WITH, 0.45)),
+        )
+    _bars(figure, result, dataset.scale, "λ, mean of the heads", WITH, 1)
+    of_uniform = dataset.scale_uniform.transpose("prompt", "layer")
+    uniform = mean_over_prompts(result, of_uniform).estimate
     draw.dotted(figure, layers, uniform, "λ, uniform attention", WITHOUT, column=1)
-    _bars(figure, result, at.relative_error, "relative output error", THIRD, 2)
-    _bars(figure, result, at.total_variation, "total variation", OTHERS[1], 2)
+    _bars(figure, result, dataset.relative_error, "relative output error", THIRD, 2)
+    _bars(figure, result, dataset.total_variation, "total variation", OTHERS[1], 2)
     figure.update_xaxes(title_text="layer", **draw.steps(len(layers)))
     figure.update_yaxes(rangemode="tozero")
     words = f"{condition}, {segment} queries, n = {count_words(result)}"
@@ -162,9 +179,9 @@ def scale_by_layer(
     )
     return says(
         figure,
-        f"Means over layers and heads with “{condition}”: λ = {mean_words(result, at.scale)}, "
-        f"{mean_words(result, at.scale_uniform)} under uniform attention; the affine form misses "
-        f"{mean_words(result, at.relative_error)} of the output's norm.",
+        f"Means over layers and heads with “{condition}”: λ = {mean_words(result, dataset.scale)}, "
+        f"{mean_words(result, dataset.scale_uniform)} under uniform attention; the affine form misses "
+        f"{mean_words(result, dataset.relative_error)} of the output's norm.",
     )
 
 
@@ -177,10 +194,16 @@ def _bars(
     column: int | None,
 ) -> None:
     """Means over prompts and heads, by layer, with t intervals."""
-    made = mean_over_prompts(result, values, ["head"] if "head" in values.dims else [])
-    line = dict(color=colour, width=2)
+    over = ["head"] if "head" in values.dims else []
     draw.points(
-        figure, values.layer.values, made, name, colour, column, mode="lines+markers", line=line
+        figure,
+        values.layer.values,
+        mean_over_prompts(result, values, over),
+        name,
+        colour,
+        column,
+        mode="lines+markers",
+        line=dict(color=colour, width=2),
     )
 
 
@@ -215,15 +238,15 @@ def _note(
     words: str,
 ) -> str:
     """The small print: the segment, what is shown, and the null or why there is none."""
-    parts = [words]
+    phrases = [words]
     if "segment" in variable.coords:
-        parts.insert(0, f"{segment} tokens")
+        phrases.insert(0, f"{segment} tokens")
     why = variable.attrs.get("no_null")
     if null is not None:
-        parts.append(f"dotted: {NULLS[null_kind]}")
+        phrases.append(f"dotted: {NULLS[null_kind]}")
     elif why:
-        parts.append(f"no null: {why}")
-    return "; ".join(parts)
+        phrases.append(f"no null: {why}")
+    return "; ".join(phrases)
 
 
 def _with_axes(
@@ -235,7 +258,9 @@ def _with_axes(
     null_kind: Null,
     names: Seq[str],
 ) -> go.Figure:
-    """The figure with titles of its axes, and its sentence: the mean of each condition with its null."""
+    """The figure with titles of its axes, and its sentence: the mean of each condition with its
+    null.
+    """
 
     def beside(name: str) -> str:
         if null is None or not _is_apart(name, null_kind):
@@ -243,14 +268,16 @@ def _with_axes(
         mean = mean_words(result, null.sel(condition=name)).partition(" ")[0]
         return f" ({NULL_NAMES[null_kind]}: {mean})"
 
-    parts = [
-        f"{name} {mean_words(result, variable.sel(condition=name))}{beside(name)}" for name in names
-    ]
+    phrases = []
+    for name in names:
+        mean = mean_words(result, variable.sel(condition=name))
+        phrases.append(f"{name} {mean}{beside(name)}")
     over = " and ".join(f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition"))
-    what, units = str(variable.name).removesuffix("_by_segment"), variable.attrs["units"]
+    what = str(variable.name).removesuffix("_by_segment")
+    units = variable.attrs["units"]
     figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
     figure.update_yaxes(title_text=f"{_words(quantity)}<br>({units})", col=1)
-    return says(figure, f"{what} ({units}), mean over {over}: {'; '.join(parts)}.")
+    return says(figure, f"{what} ({units}), mean over {over}: {'; '.join(phrases)}.")
 
 
 def _line(
@@ -259,21 +286,32 @@ def _line(
     """A line over layers with its band."""
     over = ["head"] if "head" in values.dims else []
     mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
-    x, units = values.layer.values, values.attrs["units"]
+    layers = values.layer.values
+    units = values.attrs["units"]
     draw.ribbon(
         figure,
-        x,
+        layers,
         draw.within(low, units),
         draw.within(high, units),
         colour,
         column=column,
         legendgroup=words,
     )
+    hover = "layer %{x}: %{y:.3f} [%{customdata[0]:.3f}, %{customdata[1]:.3f}]"
     figure.add_scatter(
-        x=x, y=mean, customdata=np.stack([low, high], -1), name=words, legendgroup=words, showlegend=column == 1,
-        meta=["low", "high"], mode="lines+markers", line=dict(color=colour), row=1, col=column,
-        hovertemplate="layer %{x}: %{y:.3f} [%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra>" + words + "</extra>",
-    )  # fmt: skip
+        x=layers,
+        y=mean,
+        customdata=np.stack([low, high], -1),
+        name=words,
+        legendgroup=words,
+        showlegend=column == 1,
+        meta=["low", "high"],
+        mode="lines+markers",
+        line=dict(color=colour),
+        row=1,
+        col=column,
+        hovertemplate=f"{hover}<extra>{words}</extra>",
+    )
 
 
 def _names(result: Result, conditions: Seq[str] | None) -> list[str]:
@@ -294,20 +332,32 @@ def _strips(
 ) -> None:
     """A point for each head beside its layer, the largest on the left."""
     mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
+    layer_count, head_count = mean.shape
     order = np.argsort(mean, axis=1)[:, ::-1]
-    here = np.arange(len(order))[:, None], order
-    beside = np.linspace(-0.3, 0.3, order.shape[1]) if order.shape[1] > 1 else np.zeros(1)
+    rows = np.arange(layer_count)[:, None]
+    beside = np.zeros(1)
+    if head_count > 1:
+        beside = np.linspace(-0.3, 0.3, head_count)
     layers = values.layer.values[:, None]
-    where = [
+    hover_numbers = [
         np.broadcast_to(layers, order.shape),
         values["head"].values[order],
-        low[here],
-        high[here],
+        low[rows, order],
+        high[rows, order],
     ]
+    hover = (
+        "L%{customdata[0]}H%{customdata[1]}: %{y:.3f} [%{customdata[2]:.3f}, %{customdata[3]:.3f}]"
+    )
     figure.add_scatter(
-        x=(layers + beside).ravel(), y=mean[here].ravel(), customdata=np.stack(where, -1).reshape(-1, 4),
-        mode="markers", showlegend=False, row=1, col=column, name=name, meta=["layer", "head", "low", "high"],
+        x=(layers + beside).ravel(),
+        y=mean[rows, order].ravel(),
+        customdata=np.stack(hover_numbers, -1).reshape(-1, 4),
+        mode="markers",
+        showlegend=False,
+        row=1,
+        col=column,
+        name=name,
+        meta=["layer", "head", "low", "high"],
         marker=dict(size=4, color=colour),
-        hovertemplate="L%{customdata[0]}H%{customdata[1]}: %{y:.3f} [%{customdata[2]:.3f}, %{customdata[3]:.3f}]"
-        "<extra></extra>",
-    )  # fmt: skip
+        hovertemplate=f"{hover}<extra></extra>",
+    )

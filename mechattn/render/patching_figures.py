@@ -1,4 +1,6 @@
-"""Figures of patching: a circuit's edges drawn over the model, maps of effects, and effects beside their controls."""
+"""Figures of patching: a circuit's edges drawn over the model, maps of effects, and effects beside
+their controls.
+"""
 
 from __future__ import annotations
 
@@ -22,62 +24,69 @@ if TYPE_CHECKING:
 
 _POINTS = 9  # of an arc
 _WIDEST = 7.0
-_ASIDE = {
-    "q": -0.15,
-    "v": 0.15,
-}  # where an edge enters a head, so that its three inputs are told apart
+# Where an edge enters a head, so that its three inputs are told apart.
+_ASIDE = {"q": -0.15, "v": 0.15}
 
 
 @declare("circuit")
 def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = None) -> go.Figure:
-    """Draw a circuit's edges between heads, MLPs, the embedding and the logits; wider edges have larger scores.
+    """Draw a circuit's edges between heads, MLPs, the embedding and the logits; wider edges have
+    larger scores.
 
-    A positive score (vermilion) means that the other version's output raises the metric. An edge enters a head on the
-    left as queries, in the middle as keys, on the right as values.
+    A positive score (vermilion) means that the other version's output raises the metric. An edge
+    enters a head on the left as queries, in the middle as keys, on the right as values.
 
     Args:
         circuit: The result of ``circuit``.
         size: As for ``Circuit.kept``.
         q: As for ``Circuit.kept``.
     """
-    table, heads = circuit.table(size, q), int(circuit.about["heads"])
-    layers, drawn = int(circuit.about["cfg"]["n_layers"]), draw.panels()
+    table = circuit.table(size, q)
+    heads = int(circuit.about["heads"])
+    layers = int(circuit.about["cfg"]["n_layers"])
     places = {name: _place(name, heads, layers) for name in (*circuit.graph.writers, "logits")}
     largest = table.effect.abs().max() if len(table) else 1.0
+    figure = draw.panels()
     for row in table[::-1].itertuples():  # the largest on top
-        drawn.add_trace(_arc(row, places, largest))
-    used = {*table.writer, *(name.partition(".")[0] for name in table.reader)}
+        figure.add_trace(_arc(row, places, largest))
+
+    nodes_in_use = {*table.writer, *(name.partition(".")[0] for name in table.reader)}
+    fills = [draw.NEUTRAL if name in nodes_in_use else draw.SHADE for name in places]
+    outlines = ["#444" if name in nodes_in_use else GREY for name in places]
     x, y = zip(*places.values(), strict=True)
-    drawn.add_trace(
-        go.Scatter(
-            x=x, y=y, mode="markers+text", text=[name.rpartition("H")[2] for name in places], hovertext=list(places),
-            hoverinfo="text", textfont=dict(size=10), showlegend=False,
-            marker=dict(size=26, color=[draw.NEUTRAL if name in used else draw.SHADE for name in places],
-                        line=dict(width=1.5, color=["#444" if name in used else GREY for name in places])),
-        )
-    )  # fmt: skip
-    drawn.update_xaxes(
-        title_text="head", showgrid=False, zeroline=False, tickvals=list(range(heads))
+    figure.add_scatter(
+        x=x,
+        y=y,
+        mode="markers+text",
+        text=[name.rpartition("H")[2] for name in places],
+        hovertext=list(places),
+        hoverinfo="text",
+        textfont=dict(size=10),
+        showlegend=False,
+        marker=dict(size=26, color=fills, line=dict(width=1.5, color=outlines)),
     )
+    no_grid = {"showgrid": False, "zeroline": False}
+    figure.update_xaxes(title_text="head", tickvals=list(range(heads)), **no_grid)
     ticks = ["embedding", *map(str, range(layers)), "logits"]
-    drawn.update_yaxes(
+    figure.update_yaxes(
         title_text="layer", tickvals=list(range(-1, layers + 1)), ticktext=ticks, showgrid=False
     )
-    asked = len(table) if q is not None else circuit.size() if size is None else size
-    faithful = circuit.curve.iloc[(circuit.curve.edges - asked).abs().argmin()]
-    interval = f"[{faithful.low:.0%}, {faithful.high:.0%}]"
-    interval = (
-        interval
-        if np.isfinite(faithful.low)
-        else "(without an interval, as that of the whole effect holds 0)"
-    )
+
+    edges = len(table)
+    if q is None:
+        edges = circuit.size() if size is None else size
+    nearest = (circuit.curve.edges - edges).abs().argmin()
+    faithful = circuit.curve.iloc[nearest]
+    interval = "(without an interval, as that of the whole effect holds 0)"
+    if np.isfinite(faithful.low):
+        interval = f"[{faithful.low:.0%}, {faithful.high:.0%}]"
     note = (
         f"{circuit.about['metric']}; {len(table)} of {int(circuit.graph.exists.sum())} edges, "
         f"{circuit.about['method']}; ranked on {circuit.about['ranked_on']}"
     )
-    draw.title(drawn, f"{circuit.about['model']}: circuit", note, 200 + 110 * (layers + 2))
+    draw.title(figure, f"{circuit.about['model']}: circuit", note, 200 + 110 * (layers + 2))
     return says(
-        drawn,
+        figure,
         f"{len(table)} edges. On the other half, {int(faithful.edges)} edges carry {faithful.faithfulness:.0%} "
         f"{interval} of the effect, as many random ones {faithful.random:.0%}.",
     )
@@ -85,35 +94,56 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
 
 def _arc(row: Any, places: Mapping[str, tuple[float, float]], largest: float) -> go.Scatter:
     """An edge, which enters a head where its queries, keys or values are."""
-    reader, _, part = row.reader.partition(".")
-    (x0, y0), (x1, y1) = places[row.writer], places[reader]
-    x1 += _ASIDE.get(part, 0.0)
+    reader, _, reader_input = row.reader.partition(".")
+    x0, y0 = places[row.writer]
+    x1, y1 = places[reader]
+    x1 += _ASIDE.get(reader_input, 0.0)
     t = np.linspace(0, 1, _POINTS)
-    bend = 0.35 * np.sin(np.pi * t) * (1 if x1 >= x0 else -1) * min(1.0, (y1 - y0) / 2)
+    side = 1 if x1 >= x0 else -1
+    bend = 0.35 * np.sin(np.pi * t) * side * min(1.0, (y1 - y0) / 2)
     q = row.q_beyond_random if np.isnan(row.q_effect) else row.q_effect
-    said = f"{row.writer} → {row.reader}<br>{row.effect:+.3g} [{row.effect_low:+.3g}, {row.effect_high:+.3g}]"
-    said += f"<br>q = {q:.2g}<br>random direction {row.random:+.3g}"
+    effect = f"{row.effect:+.3g} [{row.effect_low:+.3g}, {row.effect_high:+.3g}]"
+    hover = [
+        f"{row.writer} → {row.reader}",
+        effect,
+        f"q = {q:.2g}",
+        f"random direction {row.random:+.3g}",
+    ]
     return go.Scatter(
-        x=x0 + (x1 - x0) * t + bend, y=y0 + (y1 - y0) * t, mode="lines", hovertext=said, hoverinfo="text",
-        line=dict(color=draw.WITH if row.effect > 0 else draw.WITHOUT,
-                  width=max(1.0, _WIDEST * abs(row.effect) / largest)),
-        opacity=0.75, showlegend=False,
-    )  # fmt: skip
+        x=x0 + (x1 - x0) * t + bend,
+        y=y0 + (y1 - y0) * t,
+        mode="lines",
+        hovertext="<br>".join(hover),
+        hoverinfo="text",
+        line=dict(
+            color=draw.WITH if row.effect > 0 else draw.WITHOUT,
+            width=max(1.0, _WIDEST * abs(row.effect) / largest),
+        ),
+        opacity=0.75,
+        showlegend=False,
+    )
 
 
 def _place(name: str, heads: int, layers: int) -> tuple[float, float]:
     """Where a node is drawn; layers count upwards, the MLPs are on the right."""
-    if name in ("embedding", "logits"):
-        return (heads - 1) / 2, -1.0 if name == "embedding" else float(layers)
-    layer, what, head = name[1:].partition("H") if "H" in name else name[1:].partition("MLP")
-    return (float(head), float(layer)) if what == "H" else (heads + 0.3, int(layer) + 0.5)
+    if name == "embedding":
+        return (heads - 1) / 2, -1.0
+    if name == "logits":
+        return (heads - 1) / 2, float(layers)
+    if "H" in name:
+        layer, _, head = name[1:].partition("H")
+        return float(head), float(layer)
+    layer = name[1:].partition("MLP")[0]
+    return heads + 0.3, int(layer) + 0.5
 
 
 @declare("patching")
 def patching_map(patching: Patching) -> go.Figure:
-    """Map mean patching effects by layer and head, or layer and segment; dots mark q < 0.05 (over the map).
+    """Map mean patching effects by layer and head, or layer and segment; dots mark q < 0.05 (over
+    the map).
 
-    Orange means that the answer's metric rose, blue that it fell. Heads that were not requested are empty.
+    Orange means that the answer's metric rose, blue that it fell. Heads that were not requested are
+    empty.
 
     Args:
         patching: The result of ``patch``.
@@ -125,30 +155,44 @@ def patching_map(patching: Patching) -> go.Figure:
         raise OptionError(
             f"a map needs heads or layers in rows and columns; these are by {patching.labels}"
         )
-    across, table = patching.labels[1], patching.table()
-    known = bool(table.share.notna().all())
+    across = patching.labels[1]
+    table = patching.table()
+    has_share = bool(table.share.notna().all())
     hover = (
         "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     )
-    hover += (
-        "; %{customdata[3]:.1%} of the whole effect" * known
-        + "<br>random direction %{customdata[4]:.3g}"
-    )
-    q = f"q_{table.attrs['tested']}"
-    columns = {"effect": "effect", "low": "effect_low", "high": "effect_high", "q": q}
-    columns |= {"share": "share", "random": "random"}
-    about, whole = patching.about, number_words(patching.whole)
+    if has_share:
+        hover += "; %{customdata[3]:.1%} of the whole effect"
+    hover += "<br>random direction %{customdata[4]:.3g}"
+    q_column = f"q_{table.attrs['tested']}"
+    columns = {
+        "effect": "effect",
+        "low": "effect_low",
+        "high": "effect_high",
+        "q": q_column,
+        "share": "share",
+        "random": "random",
+    }
     figure = draw.head_map(table, columns, "effect", _effect_on(patching), hover, across)
-    note = f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; whole effect {whole}"
+    about = patching.about
+    note = (
+        f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; "
+        f"whole effect {number_words(patching.whole)}"
+    )
     heading = f"{about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, draw.map_height(table), top=110)
-    at = int(np.nanargmax(table.effect.abs()))
-    top, where = table.iloc[at], _cell_words(table[patching.labels].to_dict("records")[at])
-    found = number_words(Interval(*np.array([top.effect, top.effect_low, top.effect_high])))
-    found += f", {top.share:.0%} of the whole effect" * known
+
+    largest_row = int(np.nanargmax(table.effect.abs()))
+    largest = table.iloc[largest_row]
+    cell = table[patching.labels].to_dict("records")[largest_row]
+    ends = np.array([largest.effect, largest.effect_low, largest.effect_high])
+    effect = number_words(Interval(*ends))
+    if has_share:
+        effect += f", {largest.share:.0%} of the whole effect"
+    significant = int((table[q_column] < 0.05).sum())
     return says(
         figure,
-        f"{int((table[q] < 0.05).sum())} of {len(table)} {across}s at q < 0.05. Largest: {where}, {found}; it was "
+        f"{significant} of {len(table)} {across}s at q < 0.05. Largest: {_cell_words(cell)}, {effect}; it was "
         'selected as the largest, so its interval is too optimistic (table(select="half") avoids this).',
     )
 
@@ -159,8 +203,9 @@ def patching_effects(
 ) -> go.Figure:
     """Plot patching effects as points with 95 % intervals beside both controls, the largest first.
 
-    Filled points differ from 0 and from a random direction of the same norm (both q < 0.05, and an interval without 0).
-    The controls stand a little lower. Those that are far off are at the edge, with their number.
+    Filled points differ from 0 and from a random direction of the same norm (both q < 0.05, and an
+    interval without 0). The controls stand a little lower. Those that are far off are at the edge,
+    with their number.
 
     Args:
         patching: The result of ``patch``.
@@ -171,69 +216,95 @@ def patching_effects(
         OptionError: There are too few prompts, or an option is not allowed.
     """
     table = patching.table(top, select).iloc[::-1]
-    where = [_cell_words(cell) for cell in table[patching.labels].to_dict("records")]
-    q, figure, rows = (
-        table[["q_effect", "q_beyond_random"]].max(axis=1),
-        draw.panels(),
-        np.arange(len(table)),
-    )
-    sure = (q < 0.05) & (table.effect_low * table.effect_high > 0)
-    names = (
-        "differs from 0 and from random (q < 0.05)",
-        "does not differ from both",
-    )  # q_effect is NaN where no effect is below 0
-    for name, some, fill in zip(names, (sure, ~sure), (WITH, "white"), strict=True):
-        ends = table.loc[some, ["effect", "effect_low", "effect_high"]].values.T
-        marker = dict(color=fill, line=dict(color=WITH, width=1.6), size=8)
-        more = dict(customdata=q[some], hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}")
+    labels = [_cell_words(cell) for cell in table[patching.labels].to_dict("records")]
+    rows = np.arange(len(table))
+    # q_effect is NaN where no effect is below 0.
+    q = table[["q_effect", "q_beyond_random"]].max(axis=1)
+    differs = (q < 0.05) & (table.effect_low * table.effect_high > 0)
+    figure = draw.panels()
+    for words, mask, fill in (
+        ("differs from 0 and from random (q < 0.05)", differs, WITH),
+        ("does not differ from both", ~differs, "white"),
+    ):
         draw.points(
-            figure, rows[some], ends, f"effect: {name}", WITH, None, True, marker=marker, **more
+            figure,
+            rows[mask],
+            table.loc[mask, ["effect", "effect_low", "effect_high"]].values.T,
+            f"effect: {words}",
+            WITH,
+            None,
+            sideways=True,
+            marker=dict(color=fill, line=dict(color=WITH, width=1.6), size=8),
+            customdata=q[mask],
+            hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}",
         )
-    shown = [0.0, *table.effect_low, *table.effect_high, *table.random]
-    far_off, lower = 0.5 * (max(shown) - min(shown)), rows - 0.36
-    inner = min(shown) - far_off, max(shown) + far_off
+
+    drawn_values = [0.0, *table.effect_low, *table.effect_high, *table.random]
+    lower = rows - 0.36
     mark: dict[str, Any] = dict(size=7, line_width=1.6)
     figure.add_scatter(
-        x=table.random, y=lower, name="random direction of the same norm", mode="markers",
+        x=table.random,
+        y=lower,
+        name="random direction of the same norm",
+        mode="markers",
         marker=mark | dict(symbol="x-thin-open", color=GREY),
-    )  # fmt: skip
-    if (
-        "other_prompt" in table and (other := table.other_prompt).notna().any()
-    ):  # far off: at the edge, with its number
-        far = [other < inner[0], other > inner[1]]
-        shown += other.clip(*inner).dropna().tolist()
-        symbol = np.select(far, ["triangle-left-open", "triangle-right-open"], "diamond-open")
-        text = np.where(far[0] | far[1], other.map(lambda x: f"{x:.3g}".replace("-", "−")), "")
-        at = np.where(far[1], "middle left", "middle right")
+    )
+    if "other_prompt" in table and table.other_prompt.notna().any():
+        # Those that are far off are at the edge, with their number.
+        reach = 0.5 * (max(drawn_values) - min(drawn_values))
+        left = min(drawn_values) - reach
+        right = max(drawn_values) + reach
+        control = table.other_prompt
+        is_left = control < left
+        is_right = control > right
+        clipped = control.clip(left, right)
+        drawn_values += clipped.dropna().tolist()
+        numbers = control.map(lambda x: f"{x:.3g}".replace("-", "−"))
+        symbol = np.select(
+            [is_left, is_right], ["triangle-left-open", "triangle-right-open"], "diamond-open"
+        )
         figure.add_scatter(
-            x=other.clip(*inner), y=lower, name="from another prompt", mode="markers+text", text=text, textposition=at,
-            marker=mark | dict(symbol=symbol, color=THIRD), customdata=other, meta=["x"],
+            x=clipped,
+            y=lower,
+            name="from another prompt",
+            mode="markers+text",
+            text=np.where(is_left | is_right, numbers, ""),
+            textposition=np.where(is_right, "middle left", "middle right"),
+            marker=mark | dict(symbol=symbol, color=THIRD),
+            customdata=control,
+            meta=["x"],
             hovertemplate="%{y}: %{customdata:+.3g}",
-        )  # fmt: skip
+        )
     draw.rule(figure, x=0)
-    about, whole = patching.about, number_words(patching.whole)
-    note = f"{about['direction']}, {about['method']}; n = {patching.units.words}; q over {table.attrs['family']}; "
-    note += f"bars: 95 % intervals; whole effect {whole}"
+
+    about = patching.about
+    note = (
+        f"{about['direction']}, {about['method']}; n = {patching.units.words}; q over {table.attrs['family']}; "
+        f"bars: 95 % intervals; whole effect {number_words(patching.whole)}"
+    )
     draw.title(figure, f"{about['model']}: patching effects", note, 190 + 30 * len(table), top=120)
-    room = 0.05 * (max(shown) - min(shown))
-    figure.update_xaxes(
-        title_text=_effect_on(patching), range=[min(shown) - room, max(shown) + room]
-    )
+    low = min(drawn_values)
+    high = max(drawn_values)
+    room = 0.05 * (high - low)
+    figure.update_xaxes(title_text=_effect_on(patching), range=[low - room, high + room])
     figure.update_yaxes(
-        tickvals=rows, ticktext=where, zeroline=False, range=[-0.8, len(table) - 0.4]
+        tickvals=rows, ticktext=labels, zeroline=False, range=[-0.8, len(table) - 0.4]
     )
-    found = f"{int(sure.sum())} of {len(table)} rows differ from 0 and from a random direction (q < 0.05)"
-    skewed = table.attrs["skewed"]
-    return says(figure, f"{found}{f'; {skewed}' * bool(skewed)}.")
+    sentence = f"{int(differs.sum())} of {len(table)} rows differ from 0 and from a random direction (q < 0.05)"
+    if table.attrs["skewed"]:
+        sentence += f"; {table.attrs['skewed']}"
+    return says(figure, f"{sentence}.")
 
 
 def _cell_words(cell: dict[str, Any]) -> str:
     """What a row is: "L1H2", "layer 1", a set's name; then its segment or position."""
     if {"layer", "head"} <= cell.keys():
-        first = [head_name(cell.pop("layer"), cell.pop("head"))]
+        words = [head_name(cell.pop("layer"), cell.pop("head"))]
+    elif "layer" in cell:
+        words = [f"layer {cell.pop('layer')}"]
     else:
-        first = [f"layer {cell.pop('layer')}"] if "layer" in cell else []
-    return ", ".join([*first, *map(str, cell.values())])
+        words = []
+    return ", ".join([*words, *map(str, cell.values())])
 
 
 def _effect_on(patching: Patching) -> str:

@@ -1,4 +1,6 @@
-"""Figures for a paper as PDF, SVG or PNG, in its column width and font size; and their numbers as a table."""
+"""Figures for a paper as PDF, SVG or PNG, in its column width and font size; and their numbers as a
+table.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from textwrap import wrap
 from threading import Thread
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -25,9 +27,8 @@ _PIXELS = 96  # pixels per inch, as in SVG and PDF
 _POINTS = 8
 _SIZE = _POINTS * _PIXELS / 72  # of letters, in pixels
 _LINE = 1.45 * _SIZE
-_TITLE = (
-    1.2  # the size of a title's letters, of the text's; plotly draws its small print at 0.7 of that
-)
+# The size of a title's letters, of the text's; plotly draws its small print at 0.7 of that.
+_TITLE = 1.2
 _ROW = 19.0  # of a legend, in pixels: plotly gives none less
 _LETTER = 0.58  # the mean width of a letter, of its height
 _FORMATS = (".pdf", ".svg", ".png")
@@ -36,7 +37,8 @@ _PATIENCE = 100  # seconds; kaleido's own limit for a figure is 90
 
 
 def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = False) -> go.Figure:
-    """Copy a figure in the format of a paper: 85 or 170 mm wide, 8-point text, panels below each other in 85 mm.
+    """Copy a figure in the format of a paper: 85 or 170 mm wide, 8-point text, panels below each
+    other in 85 mm.
 
     Args:
         figure: A figure of ``mechattn.render``, which is not changed.
@@ -48,40 +50,43 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     """
     if column not in _MILLIMETRES:
         raise OptionError(f"column={column!r}: choose {' or '.join(map(repr, _MILLIMETRES))}")
-    made, width = go.Figure(figure), _MILLIMETRES[column] / 25.4 * _PIXELS
+    paper = go.Figure(figure)
+    width = _MILLIMETRES[column] / 25.4 * _PIXELS
     heading = _heading(figure, width, title)
-    made.layout.sliders = None
+    paper.layout.sliders = None
     # One legend above the panels, since the place of one between rows is that of the screen's rows.
-    made.update_traces(legend=None, selector=lambda trace: trace.type != "heatmap")
-    made.layout.legend2 = None
-    made.update_annotations(font_size=_SIZE).update_shapes(
-        opacity=1
-    )  # the template of print fades shapes
+    paper.update_traces(legend=None, selector=lambda trace: trace.type != "heatmap")
+    paper.layout.legend2 = None
+    paper.update_annotations(font_size=_SIZE)
+    paper.update_shapes(opacity=1)  # the template of print fades shapes
     axis = dict(title_standoff=4, title_font_size=_SIZE, tickfont_size=0.9 * _SIZE)
-    made.update_xaxes(**axis).update_yaxes(**axis)
+    paper.update_xaxes(**axis)
+    paper.update_yaxes(**axis)
     bar = dict(thickness=9, title_font_size=_SIZE, tickfont_size=0.9 * _SIZE)
-    made.update_traces(colorbar=bar | {"nticks": 5}, selector=dict(type="heatmap"))
-    made.update_traces(marker_colorbar=bar, selector=dict(type="scattergl"))
-    _lay_out(made, width, heading, column == "single")
-    tall = (
-        (made.layout.height - _LINE * len(heading)) / _PIXELS * 25.4
-    )  # a title stands in for the caption
-    if tall > _PAGE:
+    paper.update_traces(colorbar=bar | {"nticks": 5}, selector=dict(type="heatmap"))
+    paper.update_traces(marker_colorbar=bar, selector=dict(type="scattergl"))
+    _lay_out(paper, width, heading, column == "single")
+    # A title stands in for the caption, so it does not count.
+    millimetres = (paper.layout.height - _LINE * len(heading)) / _PIXELS * 25.4
+    if millimetres > _PAGE:
         raise OptionError(
-            f"{len(_panels(made))} panels below each other are {tall:.0f} mm tall, but a page has {_PAGE}: draw fewer, "
-            "or use column='double'"
+            f"{len(_panels(paper))} panels below each other are {millimetres:.0f} mm tall, but a page has {_PAGE}: draw "
+            "fewer, or use column='double'"
         )
-    return made
+    return paper
 
 
 def caption(figure: go.Figure) -> str:
-    """The title of a figure, its small print and its sentence, as plain text for the caption in a paper.
+    """The title of a figure, its small print and its sentence, as plain text for the caption in a
+    paper.
 
     Args:
         figure: A figure of ``mechattn.render``, before :func:`for_paper`.
     """
-    parts = [_plain("; ".join(filter(None, _title(figure)))), said(figure)]
-    return " ".join(" ".join(part.split()).removesuffix(".") + "." for part in parts if part)
+    title = "; ".join(line for line in _title(figure) if line)
+    sentences = [_plain(title), said(figure)]
+    cleaned = [" ".join(sentence.split()) for sentence in sentences if sentence]
+    return " ".join(sentence.removesuffix(".") + "." for sentence in cleaned)
 
 
 def _title(figure: go.Figure) -> tuple[str, str]:
@@ -99,209 +104,276 @@ def _heading(figure: go.Figure, width: float, title: bool) -> list[str]:
     """The lines of the title, or of its small print alone where that is a slider's caption."""
     heading, note = _title(figure)
     if title:
-        return _lines(heading, width / _TITLE) + [
-            f"<sup>{line}</sup>" for line in _lines(note, width / _TITLE / 0.7)
-        ]
-    return _lines(note.partition(";")[0], width) if figure.layout.sliders else []
+        lines = _lines(heading, width / _TITLE)
+        lines += [f"<sup>{line}</sup>" for line in _lines(note, width / _TITLE / 0.7)]
+        return lines
+    if figure.layout.sliders:
+        return _lines(note.partition(";")[0], width)
+    return []
 
 
 def _lines(text: str, width: float) -> list[str]:
     """The text in lines that fit, besides those that it has."""
-    most = max(8, int(width / (_LETTER * _SIZE)))
-    return [
-        line for part in text.split("<br>") for line in wrap(part, most, break_long_words=False)
-    ]
+    letters = max(8, int(width / (_LETTER * _SIZE)))
+    lines = []
+    for line in text.split("<br>"):
+        lines += wrap(line, letters, break_long_words=False)
+    return lines
 
 
-def _lay_out(made: go.Figure, width: float, heading: list[str], single: bool) -> None:
-    """Set size, margins and legend; the figure grows by its legend and titles, so the panels keep their height."""
-    for trace in made.data:
-        trace.name = trace.name and _cut(trace.name, (width - 55) / (_LETTER * _SIZE))
-    rows, panels = _legend_rows(made, width), _panels(made)
-    screen = made.layout.height or 450
-    stacked = single and len({x.domain for x, _, _ in panels}) > 1
-    for x, _, notes in panels:
-        for note in notes:
-            note.text = "<br>".join(_lines(note.text, _across(x, width, stacked)))
-    tall, above = (
-        _stacked(panels) if stacked else (max(155.0, 0.72 * screen - 75), _titles_above(panels))
-    )
-    for x, y in [(x, y) for x, y, _ in panels] or [(made.layout.xaxis, made.layout.yaxis)]:
-        high = tall * ((y.domain[1] - y.domain[0]) if y.domain else 1)
-        for axis, long in ((x, _across(x, width, stacked)), (y, high)):
-            axis.title.text = "<br>".join(_lines(axis.title.text or "", long))
-    titled = _LINE * len(heading) + 10 * bool(heading)
-    top, below = _ROW * rows + titled + 0.6 * _SIZE, 38 + _names_below(made, width)
+def _lay_out(figure: go.Figure, width: float, heading: list[str], single: bool) -> None:
+    """Set size, margins and legend; the figure grows by its legend and titles, so the panels keep
+    their height.
+    """
+    name_letters = (width - 55) / (_LETTER * _SIZE)
+    for trace in figure.data:
+        trace.name = trace.name and _cut(trace.name, name_letters)
+    legend_rows = _legend_rows(figure, width)
+    panels = _panels(figure)
+    is_stacked = single and len({panel.x.domain for panel in panels}) > 1
+    for panel in panels:
+        panel_width = _across(panel.x, width, is_stacked)
+        for note in panel.titles:
+            note.text = "<br>".join(_lines(note.text, panel_width))
+    if is_stacked:
+        tall, above = _stacked(panels)
+    else:
+        tall = max(155.0, 0.72 * (figure.layout.height or 450) - 75)
+        above = _titles_above(panels)
+
+    axes = [(panel.x, panel.y) for panel in panels] or [(figure.layout.xaxis, figure.layout.yaxis)]
+    for x, y in axes:
+        high = tall
+        if y.domain:
+            high *= y.domain[1] - y.domain[0]
+        x.title.text = "<br>".join(_lines(x.title.text or "", _across(x, width, is_stacked)))
+        y.title.text = "<br>".join(_lines(y.title.text or "", high))
+
+    title_height = 0.0
+    if heading:
+        title_height = _LINE * len(heading) + 10
+    top = _ROW * legend_rows + title_height + 0.6 * _SIZE
+    below = 38 + _names_below(figure, width)
     height = top + above + tall + below
     legend = dict(
-        orientation="h", x=1, xanchor="right", y=1 - titled / height, yref="container", yanchor="top",
-        xref="paper", font_size=_SIZE, tracegroupgap=0,
-    )  # fmt: skip
-    made.update_layout(
-        template="simple_white", width=width, height=height, autosize=False, font=dict(family=FONT, size=_SIZE),
-        margin=dict(l=50, r=10, t=top + above, b=below), legend=legend,
-        title=dict(text="<br>".join(heading), x=0.01, y=1 - 14 / height, yanchor="top", font_size=_TITLE * _SIZE),
-    )  # fmt: skip
+        orientation="h",
+        x=1,
+        xanchor="right",
+        xref="paper",
+        y=1 - title_height / height,
+        yref="container",
+        yanchor="top",
+        font_size=_SIZE,
+        tracegroupgap=0,
+    )
+    title = dict(
+        text="<br>".join(heading),
+        x=0.01,
+        y=1 - 14 / height,
+        yanchor="top",
+        font_size=_TITLE * _SIZE,
+    )
+    figure.update_layout(
+        template="simple_white",
+        width=width,
+        height=height,
+        autosize=False,
+        font=dict(family=FONT, size=_SIZE),
+        margin=dict(l=50, r=10, t=top + above, b=below),
+        legend=legend,
+        title=title,
+    )
 
 
-def _names_below(made: go.Figure, width: float) -> float:
-    """Turn the names below a figure of one panel if they do not fit beside each other; the height that this needs."""
-    drawn = (name for trace in made.data for name in (() if trace.x is None else trace.x))
-    names = list(dict.fromkeys(name for name in drawn if isinstance(name, str)))
-    shown = [_cut(name, _LONGEST) for name in names]
-    longest = _LETTER * 0.9 * _SIZE * max(map(len, shown), default=0)
-    if not names or longest < (width - 70) / len(names):
+def _names_below(figure: go.Figure, width: float) -> float:
+    """Turn the names below a figure of one panel if they do not fit beside each other; the height
+    that this needs.
+    """
+    names: list[str] = []
+    for trace in figure.data:
+        if trace.x is not None:
+            names += [name for name in trace.x if isinstance(name, str)]
+    names = list(dict.fromkeys(names))
+    if not names:
         return 0
-    made.update_xaxes(tickangle=-45, tickvals=names, ticktext=shown)
+    ticks = [_cut(name, _LONGEST) for name in names]
+    longest = _LETTER * 0.9 * _SIZE * max(map(len, ticks))
+    if longest < (width - 70) / len(names):
+        return 0
+    figure.update_xaxes(tickangle=-45, tickvals=names, ticktext=ticks)
     return 0.7 * longest - 8
 
 
-def _cut(text: str, most: float) -> str:
-    """The text with as many letters as fit: the first and the last, as names often differ in either."""
-    half = int(most - 1) // 2
-    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+def _cut(text: str, letters: float) -> str:
+    """The text with as many letters as fit: the first and the last, as names often differ in
+    either.
+    """
+    if len(text) <= letters:
+        return text
+    half = int(letters - 1) // 2
+    return f"{text[:half]}…{text[-half:]}"
 
 
-def _across(axis: Any, width: float, stacked: bool) -> float:
-    return (width - 70) * (1 if stacked or not axis.domain else axis.domain[1] - axis.domain[0])
+def _across(axis: Any, width: float, is_stacked: bool) -> float:
+    """The width of a panel, in pixels."""
+    if is_stacked or not axis.domain:
+        return width - 70
+    return (width - 70) * (axis.domain[1] - axis.domain[0])
 
 
-def _panels(figure: go.Figure) -> list[tuple[Any, Any, list[Any]]]:
-    """The axes of each panel and the titles over it, from left to right, and in a column from top to bottom."""
-    axes = [
-        (x, figure.layout[f"yaxis{x.anchor[1:]}"])
-        for x in figure.select_xaxes()
-        if x.domain and x.anchor
-    ]
+class _Panel(NamedTuple):
+    """The axes of a panel, and the titles over it."""
+
+    x: Any
+    y: Any
+    titles: list[Any]
+
+
+def _panels(figure: go.Figure) -> list[_Panel]:
+    """The panels from left to right, and in a column from top to bottom."""
     notes = [note for note in figure.layout.annotations if note.xref == note.yref == "paper"]
+    panels = []
+    for x in figure.select_xaxes():
+        if not x.domain or not x.anchor:
+            continue
+        y = figure.layout[f"yaxis{x.anchor[1:]}"]
+        titles = []
+        for note in notes:
+            is_over = x.domain[0] < note.x < x.domain[1]
+            if is_over and abs(note.y - y.domain[1]) < 1e-6:
+                titles.append(note)
+        panels.append(_Panel(x, y, titles))
+    return sorted(panels, key=lambda panel: (panel.x.domain[0], -panel.y.domain[0]))
 
-    def over(x: Any, y: Any) -> list[Any]:
-        return [
-            n for n in notes if x.domain[0] < n.x < x.domain[1] and abs(n.y - y.domain[1]) < 1e-6
-        ]
 
-    return sorted(
-        ((x, y, over(x, y)) for x, y in axes), key=lambda of: (of[0].domain[0], -of[1].domain[0])
-    )
-
-
-def _titles_above(panels: list[tuple[Any, Any, list[Any]]]) -> float:
+def _titles_above(panels: list[_Panel]) -> float:
     """The height of the titles over the uppermost panels."""
-    lines = [
-        note.text.count("<br>") + 1
-        for _, y, notes in panels
-        if y.domain[1] > 0.99
-        for note in notes
-    ]
-    return _LINE * max(lines, default=0)
+    lines = [0]
+    for panel in panels:
+        if panel.y.domain[1] > 0.99:
+            lines += [note.text.count("<br>") + 1 for note in panel.titles]
+    return _LINE * max(lines)
 
 
-def _stacked(panels: list[tuple[Any, Any, list[Any]]]) -> tuple[float, float]:
-    """Put the panels below each other, each with its own labels; their height together, and that of the first title."""
-    first = {
-        y.domain: y for _, y, _ in reversed(panels)
-    }  # the leftmost of a row has the row's labels
-    high = max(
-        min(190.0, max(85.0, 430 / len(panels))),
-        *(30.0 * len(y.ticktext or ()) for _, y, _ in panels),
-    )
-    above = [_LINE * sum(note.text.count("<br>") + 1 for note in notes) for *_, notes in panels]
-    below = [
-        _LINE * (max((t.count("<br>") for t in x.ticktext or ()), default=0) + 1)
-        + 8
-        + _LINE * bool(x.title.text)
-        for x, _, _ in panels
-    ]
+def _stacked(panels: list[_Panel]) -> tuple[float, float]:
+    """Put the panels below each other, each with its own labels; their height together, and that of
+    the first title.
+    """
+    # The leftmost of a row has the row's labels.
+    first_of_row = {panel.y.domain: panel.y for panel in reversed(panels)}
+    labels = [30.0 * len(panel.y.ticktext or ()) for panel in panels]
+    high = max(min(190.0, max(85.0, 430 / len(panels))), *labels)
+    above = []
+    below = []
+    for panel in panels:
+        title_lines = sum(note.text.count("<br>") + 1 for note in panel.titles)
+        tick_lines = max((text.count("<br>") for text in panel.x.ticktext or ()), default=0) + 1
+        if panel.x.title.text:
+            tick_lines += 1
+        above.append(_LINE * title_lines)
+        below.append(_LINE * tick_lines + 8)
+
     total = high * len(panels) + sum(above[1:]) + sum(below[:-1])
-    end = total
-    for (x, y, notes), over, under in zip(panels, [0.0, *above[1:]], below, strict=True):
-        of = first[y.domain]
-        y.update(
-            title_text=y.title.text or of.title.text,
-            tickvals=of.tickvals,
-            ticktext=of.ticktext,
+    top = total
+    for number, panel in enumerate(panels):
+        labelled = first_of_row[panel.y.domain]
+        panel.y.update(
+            title_text=panel.y.title.text or labelled.title.text,
+            tickvals=labelled.tickvals,
+            ticktext=labelled.ticktext,
             showticklabels=True,
         )
-        end -= over
-        x.domain, y.domain = (0, 1), (max(0.0, (end - high) / total), end / total)
-        for note in notes:
-            note.update(x=0.5, y=end / total)
-        end -= high + under
+        if number > 0:
+            top -= above[number]
+        panel.x.domain = (0, 1)
+        panel.y.domain = (max(0.0, (top - high) / total), top / total)
+        for note in panel.titles:
+            note.update(x=0.5, y=top / total)
+        top -= high + below[number]
     return total, above[0]
 
 
 def _legend_rows(figure: go.Figure, width: float) -> int:
     """The number of rows of a legend: plotly gives each entry the width of the longest."""
-    alone = sum(trace.name is not None for trace in figure.data) < 2
-    names = [
-        str(trace.name)
-        for trace in figure.data
-        if trace.name
-        and (trace.showlegend or (trace.showlegend is None and not alone))
-        and trace.type != "heatmap"
-    ]
+    has_several = sum(trace.name is not None for trace in figure.data) > 1
+    names = set()
+    for trace in figure.data:
+        is_listed = trace.showlegend or (trace.showlegend is None and has_several)
+        if trace.name and is_listed and trace.type != "heatmap":
+            names.add(str(trace.name))
     if not names or figure.layout.showlegend is False:
         return 0
-    entry = _LETTER * _SIZE * max(map(len, names)) + 40  # the line sample and the gap
-    return -(-len(set(names)) // max(1, int((width - 10) // entry)))
+    entry_width = _LETTER * _SIZE * max(map(len, names)) + 40  # the line sample and the gap
+    entries_in_row = max(1, int((width - 10) // entry_width))
+    return -(-len(names) // entries_in_row)
+
+
+TABLE_COLUMNS = ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
 
 
 def figure_table(figure: go.Figure) -> pd.DataFrame:
-    """The numbers that a figure draws: panel, series, x_is, x, y_is, y, z_is, z (of maps), low and high (of intervals).
+    """The numbers that a figure draws: panel, series, x_is, x, y_is, y, z_is, z (of maps), low and
+    high (of intervals).
 
     ``x_is`` … are the words of the axes. A place that has words beside its axis is named by these.
 
     Args:
         figure: A figure of ``mechattn.render``.
     """
-    titles = {
-        (x.anchor, y.anchor): " ".join(note.text for note in notes)
-        for x, y, notes in _panels(figure)
-    }
-    parts, order = [], ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
+    titles = {}
+    for panel in _panels(figure):
+        titles[panel.x.anchor, panel.y.anchor] = " ".join(note.text for note in panel.titles)
+    tables = []
     for trace in figure.data:
-        x, y, given = np.asarray(trace.x), np.asarray(trace.y), trace.to_plotly_json()
-        if (
-            trace.name in (None, "faded")
-            or given.get("fill") == "toself"
-            or not pd.notna(np.atleast_1d(x)).any()
-        ):
+        is_band = trace.to_plotly_json().get("fill") == "toself"
+        is_hidden = trace.name in (None, "faded") or is_band
+        if is_hidden or not pd.notna(np.atleast_1d(np.asarray(trace.x))).any():
             continue
-        part: dict[str, Any] = {
-            "panel": titles.get((trace.yaxis, trace.xaxis), ""),
-            "series": trace.name,
-        }
-        if trace.type == "heatmap":
-            x, y = (cells.ravel() for cells in np.meshgrid(x, y))
-            part |= {
-                "z_is": trace.colorbar.title.text,
-                "z": np.asarray(trace.z, dtype=np.float64).ravel(),
-            }
-        for kind, at in (("x", x), ("y", y)):
-            axis = figure.layout[f"{kind}axis{(trace[f'{kind}axis'] or kind)[1:]}"]
-            if bars := given.get(f"error_{kind}"):
-                part |= {
-                    "low": at - np.asarray(bars["arrayminus"]),
-                    "high": at + np.asarray(bars["array"]),
-                }
-            words = np.array(() if axis.ticktext is None else axis.ticktext, dtype=object)
-            if len(words) and list(axis.tickvals) == list(range(len(words))):
-                at = words[np.rint(at.astype(np.float64)).astype(int).clip(0, len(words) - 1)]
-            part |= {f"{kind}_is": axis.title.text, kind: at}
-        if isinstance(
-            trace.meta, (list, tuple)
-        ):  # the ends of a band, or a number that is drawn at the edge
-            named = dict(
-                zip(trace.meta, np.asarray(trace.customdata).reshape(len(x), -1).T, strict=False)
-            )
-            part |= {
-                name: named[name]
-                for name in ("x", "low", "high")
-                if name in named and trace.type != "heatmap"
-            }
-        parts.append(pd.DataFrame(part))
-    made = pd.concat(parts, ignore_index=True).reindex(columns=order).dropna(axis=1, how="all")
-    return made.map(lambda cell: _plain(cell) if isinstance(cell, str) else cell)
+        columns = {"panel": titles.get((trace.yaxis, trace.xaxis), ""), "series": trace.name}
+        columns |= _trace_columns(figure, trace)
+        tables.append(pd.DataFrame(columns))
+    table = pd.concat(tables, ignore_index=True).reindex(columns=TABLE_COLUMNS)
+    table = table.dropna(axis=1, how="all")
+    return table.map(lambda cell: _plain(cell) if isinstance(cell, str) else cell)
+
+
+def _trace_columns(figure: go.Figure, trace: Any) -> dict[str, Any]:
+    """The numbers of a trace with the words of their axes, and the ends of their intervals."""
+    is_map = trace.type == "heatmap"
+    values = {"x": np.asarray(trace.x), "y": np.asarray(trace.y)}
+    columns: dict[str, Any] = {}
+    if is_map:
+        x, y = np.meshgrid(values["x"], values["y"])
+        values = {"x": x.ravel(), "y": y.ravel()}
+        columns["z_is"] = trace.colorbar.title.text
+        columns["z"] = np.asarray(trace.z, dtype=np.float64).ravel()
+    for kind, numbers in values.items():
+        axis_number = (trace[f"{kind}axis"] or kind)[1:]
+        axis = figure.layout[f"{kind}axis{axis_number}"]
+        bars = trace.to_plotly_json().get(f"error_{kind}")
+        if bars:
+            columns["low"] = numbers - np.asarray(bars["arrayminus"])
+            columns["high"] = numbers + np.asarray(bars["array"])
+        columns[f"{kind}_is"] = axis.title.text
+        columns[kind] = _in_words(numbers, axis)
+    if isinstance(trace.meta, (list, tuple)) and not is_map:
+        # The ends of a band, or a number that is drawn at the edge.
+        hover_numbers = np.asarray(trace.customdata).reshape(len(values["x"]), -1)
+        for name, numbers in zip(trace.meta, hover_numbers.T):
+            if name in ("x", "low", "high"):
+                columns[name] = numbers
+    return columns
+
+
+def _in_words(numbers: np.ndarray, axis: Any) -> np.ndarray:
+    """Places on an axis as the words beside it, where it has words."""
+    if axis.ticktext is None or not len(axis.ticktext):
+        return numbers
+    words = np.array(axis.ticktext, dtype=object)
+    if list(axis.tickvals) != list(range(len(words))):
+        return numbers
+    indices = np.rint(numbers.astype(np.float64)).astype(int)
+    return words[indices.clip(0, len(words) - 1)]
 
 
 def write_image(
@@ -317,12 +389,13 @@ def write_image(
 
     Raises:
         OptionError: The path has another file extension.
-        OutputError: Kaleido or Chromium is not installed or does not respond, or the file cannot be written.
+        OutputError: Kaleido or Chromium is not installed or does not respond, or the file cannot be
+            written.
     """
     path = Path(path)
     if path.suffix not in _FORMATS:
         raise OptionError(f'"{path.name}" should end with {", ".join(_FORMATS)}')
-    made = for_paper(figure, column, title=title)
+    paper = for_paper(figure, column, title=title)
     try:
         import kaleido  # noqa: F401
     except ImportError:
@@ -331,7 +404,7 @@ def write_image(
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drawn(made, path)
+        _drawn(paper, path)
     except (ChromeNotFoundError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "Chrome" not in str(error):
             raise
@@ -345,7 +418,9 @@ def write_image(
 
 
 def _drawn(figure: go.Figure, path: Path) -> None:
-    """Draw with a time limit and two attempts, because kaleido sometimes waits forever for a Chromium that is gone."""
+    """Draw with a time limit and two attempts, because kaleido sometimes waits forever for a
+    Chromium that is gone.
+    """
     scale = 300 / _PIXELS if path.suffix == ".png" else 1
     for _ in range(2):
         ended: Queue[Exception | None] = Queue()
@@ -364,7 +439,9 @@ def _drawn(figure: go.Figure, path: Path) -> None:
 
 
 def _attempt(figure: go.Figure, path: Path, scale: float, ended: Queue[Exception | None]) -> None:
-    """Draw, and report the end, with the error if it failed, which is raised again in the caller's thread."""
+    """Draw, and report the end, with the error if it failed, which is raised again in the caller's
+    thread.
+    """
     try:
         figure.write_image(path, scale=scale)
         ended.put(None)

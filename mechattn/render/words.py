@@ -1,4 +1,6 @@
-"""What figures say in words: models and quantities in titles, and the sentence with the main number under a figure."""
+"""What figures say in words: models and quantities in titles, and the sentence with the main number
+under a figure.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,21 @@ def quantity_words(quantity: str, segment: str) -> str:
 
 
 def model_caption(result: Result) -> str:
-    """The model's name and size; a toy is called a toy, and weights from a quantised file are called so."""
+    """The model's name and size; a toy is called a toy, and weights from a quantised file are
+    called so.
+    """
     model = result.provenance["model"]
     size = model["parameters"]
-    words = f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
-    toy = "toy, " if str(model["name"]).startswith("toy:") else ""
+    parameters = f"{size / 1e6:.1f} M parameters"
+    if size >= 1e9:
+        parameters = f"{size / 1e9:.1f} B parameters"
+    details = [parameters]
+    if str(model["name"]).startswith("toy:"):
+        details.insert(0, "toy")
     stored = model.get("gguf", {}).get("words", "")
-    comma = ", " if stored else ""
-    return f"{model['name']} ({toy}{words} parameters{comma}{stored})"
+    if stored:
+        details.append(stored)
+    return f"{model['name']} ({', '.join(details)})"
 
 
 def says(figure: go.Figure, *sentences: str) -> go.Figure:
@@ -73,14 +82,20 @@ def percent_words(interval: Interval) -> str:
 
 def number_words(interval: Interval) -> str:
     """A number with its interval, to three digits."""
-    shown = [f"{float(value):.3g}".replace("-", "−") for value in interval]
-    return f"{shown[0]} [{shown[1]}, {shown[2]}]" if np.isfinite(interval.low) else shown[0]
+    estimate, low, high = (f"{float(value):.3g}".replace("-", "−") for value in interval)
+    if not np.isfinite(interval.low):
+        return estimate
+    return f"{estimate} [{low}, {high}]"
 
 
 def count_words(result: Result) -> str:
-    """The number of prompts of a result, such as "64 prompts" or "24 groups of 96 prompts"; and if they are alike."""
+    """The number of prompts of a result, such as "64 prompts" or "24 groups of 96 prompts"; and if
+    they are alike.
+    """
     words = units_of(result, result["sequences"].sizes["prompt"]).words
-    return words + " (much alike, so intervals are too narrow)" * bool(alike_words(result))
+    if alike_words(result):
+        words += " (much alike, so intervals are too narrow)"
+    return words
 
 
 def mean_words(result: Result, values: xr.DataArray) -> str:
@@ -96,7 +111,9 @@ def change_words(
     prompts: np.ndarray | None = None,
     null: Null | None = None,
 ) -> str:
-    """The relative change of what the question receives, with its interval, and that of its null; "" without one."""
+    """The relative change of what the question receives, with its interval, and that of its null;
+    "" without one.
+    """
     if condition == BASELINE:
         return ""
     try:
@@ -119,8 +136,10 @@ def beside_null(change: Interval, null_change: Interval | None, null_kind: Null)
 
 def band_words(result: Result) -> str:
     """A note on the bands at positions: they are from moments over prompts, which ignore groups."""
-    alone = units_of(result, result["sequences"].sizes["prompt"]).of is None
-    return "" if alone else ", which treat prompts as independent"
+    units = units_of(result, result["sequences"].sizes["prompt"])
+    if units.of is None:
+        return ""
+    return ", which treat prompts as independent"
 
 
 def choice_words(result: Result, condition: str, layer: int, top: int) -> str:
@@ -131,10 +150,11 @@ def choice_words(result: Result, condition: str, layer: int, top: int) -> str:
         raise
     except OptionError:  # too few prompts, or every head is chosen
         return ""
-    shared, chance = float(table.jaccard[0]), float(table.by_chance[0])
+    shared = f"{100 * float(table.jaccard[0]):.0f}\u00a0%"
+    by_chance = f"{100 * float(table.by_chance[0]):.0f}\u00a0%"
     return (
-        f"Chosen on random halves of the prompts, {top} heads of layer {layer} have {100 * shared:.0f}\u00a0% of "
-        f"both choices in common ({100 * chance:.0f}\u00a0% by chance)."
+        f"Chosen on random halves of the prompts, {top} heads of layer {layer} have {shared} of both choices in common "
+        f"({by_chance} by chance)."
     )
 
 
@@ -147,21 +167,23 @@ def verdict_words(
 ) -> str:
     """State in words how the attention that a segment receives changes from the baseline.
 
-    First the change over all layers and heads, in percent and in points of 100 of the attention; then the layer where it
-    is largest; that of a control; what the dilution null would give; the number of heads that fall and that rise; and
-    where a condition takes the sink from the first token, that.
+    First the change over all layers and heads, in percent and in points of 100 of the attention;
+    then the layer where it is largest; that of a control; what the dilution null would give; the
+    number of heads that fall and that rise; and where a condition takes the sink from the first
+    token, that.
 
     Args:
         result: A result with received attention.
         condition: The condition; the first that isn't the baseline by default.
         segment: The segment that receives attention.
-        to: A condition whose change is stated too, with the difference of both, such as a random sentence of as many
-            tokens; ``result.compare(condition, to=to)`` has it by head.
-        margin: The largest change that counts as none, such as 0.02; by default 0.05, for heads that fall or rise.
+        to: A condition whose change is stated too, with the difference of both, such as a random
+            sentence of as many tokens; ``result.compare(condition, to=to)`` has it by head.
+        margin: The largest change that counts as none, such as 0.02; by default 0.05, for heads
+            that fall or rise.
 
     Raises:
-        OptionError: There is no such condition or segment, there are fewer than 3 prompts, or the two conditions insert
-            different numbers of tokens.
+        OptionError: There is no such condition or segment, there are fewer than 3 prompts, or the
+            two conditions insert different numbers of tokens.
     """
     condition = result.condition(condition)
     verdict = result.verdict(condition, segment, margin=margin)
@@ -179,9 +201,12 @@ def stated(
     segment: str,
     other: tuple[str, Verdict, Interval] | None,
 ) -> str:
-    """The sentences of a verdict; beside that of another condition, and the relative difference between both."""
+    """The sentences of a verdict; beside that of another condition, and the relative difference
+    between both.
+    """
     sizes = result["received_attention"].sizes
-    layers, heads = _many(sizes, "layer"), _many(sizes, "head")
+    layers = _count_of(sizes, "layer")
+    heads = _count_of(sizes, "head")
     prompts = units_of(result, sizes["prompt"]).words
     points = points_words(result, condition, segment)
     sentences = [
@@ -190,10 +215,10 @@ def stated(
         largest_layer_words(result, condition, segment),
     ]
     if other is not None:
-        name, its, apart = other
+        name, other_verdict, difference = other
         sentences.append(
-            f"With “{name}” it changes by {percent_words(its.change)} (“{condition}” relative to “{name}”: "
-            f"{percent_words(apart)})"
+            f"With “{name}” it changes by {percent_words(other_verdict.change)} (“{condition}” relative to “{name}”: "
+            f"{percent_words(difference)})"
         )
     if verdict.null_kind == "dilution":
         null = percent(verdict.null.estimate)
@@ -207,12 +232,15 @@ def stated(
         sentences.append(
             f"In {same} of {verdict.same.size} heads the change is that of the null to within {within} (q_same < 0.05)"
         )
-    told = ". ".join(filter(None, sentences)) + "."
-    return " ".join(filter(None, (told, first_token_words(result, condition), alike_words(result))))
+    text = ". ".join(sentence for sentence in sentences if sentence) + "."
+    remarks = (first_token_words(result, condition), alike_words(result))
+    return " ".join([text, *(remark for remark in remarks if remark)])
 
 
 def points_words(result: Result, condition: str, segment: str) -> str:
-    """The change of a segment's mass in points of 100, with its interval; "" if it was not measured."""
+    """The change of a segment's mass in points of 100, with its interval; "" if it was not
+    measured.
+    """
     dataset = result["received_attention"]
     if "mass_by_segment" not in dataset:
         return ""
@@ -226,7 +254,8 @@ def points_words(result: Result, condition: str, segment: str) -> str:
 
 
 def largest_layer_words(result: Result, condition: str, segment: str) -> str:
-    """The layer in which a segment's attention changes most, chosen on one half of the prompts and told of the other.
+    """The layer in which a segment's attention changes most, chosen on one half of the prompts and
+    told of the other.
 
     With too few prompts for halves it is said to be a maximum. "" for one layer.
     """
@@ -235,25 +264,29 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
         return ""
     units = units_of(result, result["sequences"].sizes["prompt"])
     has_halves = units.n >= 2 * FEWEST
-    choosing, telling = units.halves() if has_halves else (None, None)
+    telling = None
     # All layers at once; a Contrast of each would copy the result thirty times.
     received = result["received_attention"].received_by_segment.sel(segment=segment)
     if has_halves:
+        choosing, telling = units.halves()
         received = received.isel(prompt=choosing)
     head_means = received.mean("head")
     ratios = np.log(head_means.sel(condition=condition) / head_means.sel(condition=BASELINE))
     changes = np.expm1(over_units(result, ratios.transpose("prompt", "layer")).mean(0))
     largest = layers[int(np.argmax(np.abs(changes)))]
-    told = Contrast(_part(result, None, telling), condition, segment=segment)
-    change = percent_words(told.overall(largest)[0])
-    how = "chosen on one half of the prompts, told of the other"
+    contrast = Contrast(_part(result, None, telling), condition, segment=segment)
+    change = percent_words(contrast.overall(largest)[0])
+    choice = "chosen on one half of the prompts, told of the other"
     if not has_halves:
-        how = f"the largest of {len(layers)}, on the prompts that made it so"
-    return f"It changes most in layer {largest}: {change} ({how})"
+        choice = f"the largest of {len(layers)}, on the prompts that made it so"
+    return f"It changes most in layer {largest}: {change} ({choice})"
 
 
-def _many(sizes: Mapping[Any, int], dim: str) -> str:
-    return f"{sizes[dim]} {dim}{'s' * (sizes[dim] != 1)}"
+def _count_of(sizes: Mapping[Any, int], dim: str) -> str:
+    """A number of layers or heads, such as "1 layer" or "9 heads"."""
+    if sizes[dim] == 1:
+        return f"1 {dim}"
+    return f"{sizes[dim]} {dim}s"
 
 
 def heads_words(verdict: Verdict) -> str:
@@ -264,10 +297,12 @@ def heads_words(verdict: Verdict) -> str:
     if not verdict.findable:
         few = f"{verdict.n} {verdict.unit.partition(' ')[0]}"
         return f"With {few} no head could be shown to change (q < 0.05)"
-    large = np.ones(size, dtype=bool) if verdict.marked is None else verdict.marked.reshape(-1)
+    large = np.ones(size, dtype=bool)
+    if verdict.marked is not None:
+        large = verdict.marked.reshape(-1)
     falling = int((verdict.falls.reshape(-1) & large).sum())
     rising = int((verdict.rises.reshape(-1) & large).sum())
-    heads = "1 head" if size == 1 else f"{size} heads"
+    heads = _count_of({"head": size}, "head")
     if not falling and not rising:
         return f"Of {heads}, none changes {by_more}"
     return f"Of {heads}, {falling} fall and {rising} rise {by_more}"
@@ -275,9 +310,13 @@ def heads_words(verdict: Verdict) -> str:
 
 def _part(result: Result, heads: Seq[int] | None, prompts: np.ndarray | None) -> Result:
     """The result restricted to some heads and prompts."""
-    wanted = {"head": None if heads is None else list(heads), "prompt": prompts}
-    chosen = {dim: at for dim, at in wanted.items() if at is not None}
-    made = {
-        name: data.isel(chosen, missing_dims="ignore") for name, data in result.datasets.items()
+    indices: dict[str, Any] = {}
+    if heads is not None:
+        indices["head"] = list(heads)
+    if prompts is not None:
+        indices["prompt"] = prompts
+    datasets = {
+        name: dataset.isel(indices, missing_dims="ignore")
+        for name, dataset in result.datasets.items()
     }
-    return replace(result, datasets=made)
+    return replace(result, datasets=datasets)

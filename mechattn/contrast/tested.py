@@ -1,0 +1,104 @@
+"""The numbers that a table tests, of every unit: for selections on halves, and for samples of
+conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mechattn.contrast.differences import check_cells
+from mechattn.contrast.table import Ranking, cell_labels, check_alike, layers_of
+from mechattn.errors import OptionError
+from mechattn.results.result import units_of
+from mechattn.stats.paired import without_rounding
+from mechattn.stats.units import Bags, Units
+
+if TYPE_CHECKING:
+    from mechattn.contrast.contrast import Contrast
+
+
+class Tested(NamedTuple):
+    """The numbers of a table's test [unit, cell], NaN for missing cells; their units, their labels
+    and the null.
+    """
+
+    values: np.ndarray
+    units: Units
+    labels: dict[str, np.ndarray]
+    null: str
+
+
+def what_is_tested(
+    contrast: Contrast, layer: int | None = None, bags: int | None = None, by: Ranking = "beyond"
+) -> Tested:
+    """What the table tests, of all layers or one: differences, by default minus those of the null.
+
+    Args:
+        contrast: The comparison.
+        layer: One layer; by default all.
+        bags: The seed of bags of units, whose means are then returned.
+        by: "beyond" subtracts the null where it is known; "difference" does not.
+    """
+    check_alike(contrast)
+    contrast = contrast.at_layer(layer)
+    prompts = contrast.result["sequences"].sizes["prompt"]
+    units = units_of(contrast.result, prompts, contrast.unit)
+    unit_bags = None
+    if bags is not None:
+        unit_bags = Bags.drawn(units.n, bags)
+    signs = 0 if bags is None else 1
+
+    values = []
+    left_out: list[str] = []
+    labels = []
+    for block in layers_of(contrast, signs=signs)():
+        tested = block.difference.values
+        if by == "beyond" and block.expected is not None:
+            tested = tested - block.expected
+        of_units = without_rounding(units.means(tested), block.rounding(units))
+        of_units = np.where(block.cells, of_units, np.nan).reshape(units.n, -1)
+        if unit_bags is not None:
+            of_units = unit_bags.means(of_units)
+        values.append(of_units)
+        labels.append(cell_labels(block, np.ones_like(block.cells)))
+        left_out += block.left_out
+    check_cells(contrast, block.scale, sum(part.shape[1] for part in values), left_out)
+    all_labels = {
+        name: np.concatenate([of_block[name] for of_block in labels]) for name in labels[0]
+    }
+    return Tested(np.concatenate(values, axis=1), units, all_labels, block.null)
+
+
+def several_tested(
+    contrast: Contrast,
+    names: Seq[str],
+    layer: int | None = None,
+    bags: int | None = None,
+    by: Ranking = "beyond",
+) -> tuple[list[Tested], np.ndarray]:
+    """What the tables of several conditions test, and the cells that all have.
+
+    Their labels must be the same, and their nulls where ``by`` is "beyond".
+    """
+    contrasts = [replace(contrast, condition=name) for name in names]
+    nulls = [condition.null_used for condition in contrasts]
+    if by == "beyond" and len(set(nulls)) > 1:
+        words = ", ".join(f"{name!r}: {null}" for name, null in zip(names, nulls, strict=True))
+        raise OptionError(
+            f"the conditions have different nulls by default ({words}), so what is beyond them cannot be taken together; "
+            'give one for all, such as null="uniform"'
+        )
+    tested = [what_is_tested(condition, layer, bags, by) for condition in contrasts]
+    labels = tested[0].labels
+    for numbers, name in zip(tested, names, strict=True):
+        if any(not np.array_equal(numbers.labels[dim], labels[dim]) for dim in labels):
+            raise OptionError(
+                f"{name!r} has other cells than {names[0]!r} ({', '.join(labels)}), so they cannot be taken together; "
+                "compare each by itself"
+            )
+    present = [np.isfinite(numbers.values).all(0) for numbers in tested]
+    return tested, np.all(present, axis=0)
