@@ -16,9 +16,9 @@ from mechattn.render.answer_figures import while_answering as while_answering
 from mechattn.render.attention_figures import received_attention as received_attention
 from mechattn.render.attention_figures import received_by_model as received_by_model
 from mechattn.render.budget_figures import attention_budget as attention_budget
+from mechattn.render.change_figures import change_map as change_map
 from mechattn.render.change_figures import changes as changes
 from mechattn.render.change_figures import verdicts as verdicts
-from mechattn.render.change_map import change_map as change_map
 from mechattn.render.focus_figures import focus_and_impact as focus_and_impact
 from mechattn.render.html_views import pattern as pattern
 from mechattn.render.html_views import received_text as received_text

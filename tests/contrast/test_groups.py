@@ -184,7 +184,7 @@ def test_groups_are_stored_and_results_without_them_are_read(result, ungrouped, 
     broken = result["sequences"].assign(
         group=("condition", np.array(["a", "b", "c"], dtype=object))
     )
-    with pytest.raises(OutputError, match="groups without the dimension prompt"):
+    with pytest.raises(OutputError, match="no group with the dimensions prompt"):
         Result(dict(result.datasets) | {"sequences": broken}, result.provenance).save(
             tmp_path / name
         )

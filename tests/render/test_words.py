@@ -48,7 +48,7 @@ def test_every_figure_says_its_number_with_an_interval(result, name):
 def test_a_sweep_says_it_too(toy, prompts):
     result = ma.run(toy, prompts[:4], ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20]))
     assert re.search(
-        r"count=20: [−+].*\[.*\] \(uniform attention: −",
+        r"count=20: [−+].*\[.*\] \(dilution: −",
         said(ma.render.changes(result, over="count")),
     )
 
