@@ -21,9 +21,11 @@ from mechattn.axes import BASELINE
 from mechattn.engine import request_checks
 from mechattn.errors import OptionError, PromptError, check_counts
 from mechattn.evaluation import generate
+from mechattn.evaluation import grader as graders
 from mechattn.evaluation.answer_file import kept
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
-from mechattn.evaluation.generate import Answer, Grader, Request, Sampling, SamplingOptions, answers
+from mechattn.evaluation.generate import Answer, Request, Sampling, SamplingOptions, answers
+from mechattn.evaluation.grader import Grader
 from mechattn.evaluation.served_answers import Exchanged, Todo, check_room, check_servable, served
 from mechattn.evaluation.server import Server
 from mechattn.model.checkpoint import UnloadedModel, end_tokens
@@ -176,7 +178,10 @@ def baseline_noise(
         )
     made = [evaluate(model, prompts, batch=size, **options) for size in (batch, other_batch)]
     twin = load_model(
-        copy.deepcopy(generate.native_of(model)).to(known), tokenizer=model.tokenizer, verify=False
+        copy.deepcopy(generate.native_of(model)),
+        tokenizer=model.tokenizer,
+        dtype=known,
+        verify=False,
     )
     made.append(evaluate(twin, prompts, batch=batch, **options))
     names = (
@@ -222,12 +227,12 @@ def _graded(
     prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader
 ) -> GradedAnswer:
     solution = str(prompt.solution)
-    both = vars(answer) | vars(generate.grade(text, solution, grader))
+    both = vars(answer) | vars(graders.grade(text, solution, grader, finished=answer.finished))
     return GradedAnswer(prompt.id, name, asked.sample, text, solution=solution, **both)
 
 
 def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
-    generate.check_grader(grader)
+    graders.check_grader(grader)
     for prompt in prompts:
         if prompt.solution is None or not prompt.solution.strip():
             raise PromptError(
@@ -239,13 +244,13 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
                 f"prompt {prompt.id} already holds an answer, which the model would read; load prompts with "
                 f"with_answer=False"
             )
-        kind = generate.grader_for(prompt.solution)
+        kind = graders.grader_for(prompt.solution)
         if grader == "number" and kind == "math":
             raise PromptError(
                 f'the solution of prompt {prompt.id} does not end in a number; use grader="math"'
             )
         if kind == "math":
-            generate.check_grader("math")
+            graders.check_grader("math")
 
 
 @alone
@@ -284,7 +289,7 @@ def _checked_sides(
 def _about(
     model: Any, server: Server | None, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]
 ) -> dict[str, Any]:
-    """What answers and prompts come from; of a server also a digest of the tokens, which another tokenizer changes."""
+    """What answers and prompts come from, and a digest of the tokens, which a dated template changes."""
     groups = {p.id: p.group for p in prompts if p.group is not None}
     about: dict[str, Any] = {"model": provenance.name_of(str(model.cfg.model_name))}
     if server is None:
@@ -292,7 +297,8 @@ def _about(
         about |= {"weights_hash": weights_hash(model), "dtype": dtype}
     else:
         name = None if server.model is None else provenance.name_of(server.model)
-        sent = (sequence.tokens.tolist() for made in sequences for sequence in made.values())
-        about |= {"server": server.address, "served_model": name, "sent": provenance.digest(sent)}
+        about |= {"server": server.address, "served_model": name}
+    token_ids = (sequence.tokens.tolist() for made in sequences for sequence in made.values())
+    about["token_ids"] = provenance.digest(token_ids)
     about |= {"prompts": provenance.digest(prompts), "versions": provenance.versions()}
     return about | ({"groups": groups} if len(set(groups.values())) < len(groups) else {})

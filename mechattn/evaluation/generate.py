@@ -1,15 +1,13 @@
-"""Generates answers with a key-value cache, on the model without hooks that shares the parameters; and grades them."""
+"""Generates answers with a key-value cache, on the model without hooks that shares the parameters."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, TypedDict
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -20,16 +18,10 @@ from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, read_first
 from mechattn.model.architectures import PARTICULARS, Particulars
 from mechattn.model.hooked import HookedModel, alone, facts_of
+from mechattn.model.hooks import keeping_one
 from mechattn.model.several_devices import device_of
 from mechattn.prompts.prompt import MOST
 from mechattn.prompts.token_sequences import PADDING, Sequence
-
-Grader = Literal["auto", "number", "math"]
-_MARK = re.compile(r"\\boxed|####|(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?", re.IGNORECASE)
-_NUMBER = re.compile(
-    r"[-+−]?\s*(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?"
-)
-_FRACTION = re.compile(r"([-+−]?)\s*\\[dt]?frac\s*\{\s*([-+−]?\d+)\s*\}\s*\{\s*(\d+)\s*\}")
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -121,6 +113,7 @@ def answers(
     device = device_of(model)
     batch = _Padded(asked, device)
     cache = DynamicCache(config=model.config)
+    keep = keeping_one(model.config.get_text_config(decoder=True))
     written: list[Tensor] = []
     likely: list[Tensor] = []
     open_ = torch.ones(len(asked), dtype=torch.bool, device=device)
@@ -132,7 +125,7 @@ def answers(
                 attention_mask=batch.mask(step),
                 position_ids=batch.position_ids(step),
             )
-            out = model(**read, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = model(**read, past_key_values=cache, use_cache=True, **keep)
             logits = out.logits[:, -1].float()
             following = logits.argmax(-1)
             if temperature > 0:  # the one at a keyed random point of the cumulative distribution
@@ -258,7 +251,7 @@ class _Padded:
                     attention_mask=mask,
                     position_ids=ids,
                     use_cache=False,
-                    logits_to_keep=1,
+                    **keeping_one(model.config.get_text_config(decoder=True)),
                 )
             yield
 
@@ -283,100 +276,3 @@ def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> No
         f"{name!r} cuts edges, and a {kind} model {why}: generation with cut edges is not supported "
         f"here. Omit the condition"
     )
-
-
-@dataclass(frozen=True)
-class Grade:
-    """The final answer of a text, and whether it is right.
-
-    Args:
-        answer: The final answer; None if none was found.
-        right: Whether it equals the reference; False if no answer was found.
-    """
-
-    answer: str | None
-    right: bool
-
-
-def check_grader(grader: str) -> None:
-    """Refuse a grader that doesn't exist, or whose package is not installed."""
-    if grader not in get_args(Grader):
-        raise OptionError(
-            f"grader={grader!r}: choose one of {', '.join(map(repr, get_args(Grader)))}"
-        )
-    if grader == "math":
-        _math_verify()
-
-
-def grader_for(solution: str) -> Literal["number", "math"]:
-    """ "number" for a reference that ends in a plain number, "math" for any other."""
-    return "number" if final_number(solution, marked=False) is not None else "math"
-
-
-def grade(text: str, solution: str, grader: Grader = "auto") -> Grade:
-    """Grade the final answer of a text against a reference.
-
-    - "number": the first number after the last mark ("Answer:", "####", "\\boxed{…}"), exactly: "1,000" is 1000,
-      "\\frac{1}{2}" and "1/2" are 0.5, "$" and units don't matter. Without a mark no answer is read.
-    - "math": the package math-verify, which compares expressions.
-    - "auto": "number" if the reference is one.
-
-    Args:
-        text: The model's text.
-        solution: The reference: the answer, or a worked solution that ends with it.
-        grader: The grader.
-    """
-    if (grader_for(solution) if grader == "auto" else grader) == "math":
-        parse, verify = _math_verify()
-        gold = parse(solution if "\\boxed" in solution or "$" in solution else f"${solution}$")
-        got = parse(text)
-        return Grade(str(got[-1]), bool(verify(gold, got))) if got else Grade(None, False)
-    expected, found = final_number(solution, marked=False), final_number(text)
-    if expected is None:
-        raise OptionError(f'the reference {solution!r} does not end in a number; use grader="math"')
-    return Grade(None if found is None else str(found), found == expected)
-
-
-def final_number(text: str, marked: bool = True) -> Fraction | None:
-    """The number after the last mark of a text; with ``marked=False``, also a text that is only a number."""
-    for mark in reversed(list(_MARK.finditer(text))):
-        found = _first_number(text[mark.end() :].split("\n\n")[0])
-        if found is not None:
-            return found
-    if marked:
-        return None
-    bare = text.strip().strip("$").strip()
-    return (
-        _first_number(bare)
-        if _NUMBER.fullmatch(bare.rstrip("%")) or _FRACTION.fullmatch(bare)
-        else None
-    )
-
-
-def _first_number(text: str) -> Fraction | None:
-    fraction = _FRACTION.search(text)
-    plain = next((m for m in _NUMBER.finditer(text) if any(c.isdigit() for c in m[0])), None)
-    if fraction and (plain is None or fraction.start() <= plain.start()):
-        value = Fraction(_ascii(fraction[2])) / int(fraction[3]) if int(fraction[3]) else None
-        return None if value is None else -value if fraction[1] in ("-", "−") else value
-    if plain is None:
-        return None
-    top, _, bottom = _ascii(plain[0]).replace(",", "").replace(" ", "").partition("/")
-    if bottom and not Fraction(bottom):
-        return None
-    return Fraction(top) / Fraction(bottom) if bottom else Fraction(top)
-
-
-def _ascii(number: str) -> str:
-    return number.replace("−", "-").replace("+", "")
-
-
-def _math_verify() -> tuple:
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise OptionError(
-            "these references are not plain numbers, and comparing expressions needs math-verify: "
-            'pip install "mechattn[math]"'
-        ) from None
-    return parse, verify

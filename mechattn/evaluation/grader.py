@@ -1,0 +1,285 @@
+r"""Reads the final answer of a text, and compares it with a reference.
+
+The answer is what follows the strongest mark of a text (docs/concepts/evaluation has the rule as a
+table): a ``\boxed{…}``, "####", "answer is" or "answer:", and without a mark the last "=". It is read
+to its end: "2 1/2" is 5/2, and "2 + 3" is no number.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+from mechattn.errors import OptionError
+
+Grader = Literal["auto", "number", "math"]
+
+# Where a model without an end token goes on with a problem of its own.
+_NEXT_PROBLEM = re.compile(r"\n\s*(?:\*\*|#+ )?(?:Question|Problem|Q)\b[\w ]{0,4}:", re.IGNORECASE)
+_BOX = re.compile(r"\\f?boxed\s*\{")
+_HASHES = re.compile(r"####(?!#)[ \t]*\**(?=[-+−$€£]?\s*[\d\\.])([^\n]*)")
+_PHRASE = re.compile(
+    r"\banswer\b(?:(?:\s+to\s[^.\n]{0,60}?)?\s+is\b\s*:?|\s*[*_]*\s*:|\s*=|\s+(?=[-+−$€]?\d))",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"(?<=[\w)}\]%$*])[.!?](?=\s|$|\*|\$)|\n")
+_MARKDOWN = re.compile(r"(?<!\d)\*\*|\*\*(?!\d)|__|`|\\[(\[\])]|(?<!\\)\$")
+
+# What stands around a number without changing it.
+_SPACES = re.compile(r"\\[!,;: ]|~|\\left|\\right|\\displaystyle")
+_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
+_CURRENCY = re.compile(r"^(?:\\\$|[$€£¥])\s*")
+_UNIT = re.compile(r"(?:\\?%|\^\s*\{?\s*\\circ\s*\}?|°)")
+_DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d{1,400})"
+_FRACTION = r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))"
+_PLAIN = re.compile(
+    rf"(?P<whole>{_DIGITS})?(?P<decimals>\.\d{{1,400}})?"
+    rf"(?:\s+(?P<mixed_top>\d+)\s*/\s*(?P<mixed_bottom>\d+)|\s*/\s*(?P<bottom>{_DIGITS}(?:\.\d+)?)"
+    rf"|\s*{_FRACTION})?"
+)
+_POWER = re.compile(
+    r"(?:[eE](?P<plain>[-+]?\d+)(?!\w)|\s*(?:\\times|\\cdot|[×x*·])\s*10\s*\^\s*\{?(?P<ten>-?\d+)\}?"
+    r"|\s*(?:\^|\*\*)\s*\{?(?P<own>\d+)\}?)"
+)
+_SCALES = {
+    "dozen": 12,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+_SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
+# After a number these make it a part of something else: a product, a power, a list, a range, a time.
+_GOES_ON = re.compile(
+    r"[a-zA-Z](?![a-zA-Z])(?<![mghslL])|[({!√π²³]|\.\d"  # "2x", "3(4)", "5!"; but "5m"
+    r"|\s*(?:[-−:/]\s*[\d\\(]|[+*×÷·^=<>_]\s*[\w\\({]|\\|\d|,\s*[-+−]?[\d\\])"
+    r"|\s+(?:or|and|to|plus|minus|times)\s+[\da]|\s*[a-zA-Z]+\s+\d"  # "2 and a half", "5 feet 3"
+)
+# Before a number these make it a part of something else.
+_BEGINS_EARLIER = re.compile(r"[\d\\({^_*/×+−-]$|\\|√|\b(?:half|quarter)\b|\b[b-zB-HJ-Z]$")
+_LONGEST_POWER = 400  # digits that a power may add
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The final answer of a text, and whether it is right.
+
+    Args:
+        answer: The final answer; None if none was found.
+        right: Whether it equals the reference; False if no answer was found.
+    """
+
+    answer: str | None
+    right: bool
+
+
+def check_grader(grader: str) -> None:
+    """Refuse a grader that doesn't exist, or whose package is not installed."""
+    if grader not in get_args(Grader):
+        raise OptionError(
+            f"grader={grader!r}: choose one of {', '.join(map(repr, get_args(Grader)))}"
+        )
+    if grader == "math":
+        _math_verify()
+
+
+def grader_for(solution: str) -> Literal["number", "math"]:
+    """ "number" for a reference that is a plain number or ends in one, "math" for any other."""
+    return "math" if _reference_number(solution) is None else "number"
+
+
+def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool = True) -> Grade:
+    r"""Grade the final answer of a text against a reference.
+
+    - "number": the number after the strongest mark, exactly: "1,000" is 1000, "\frac{1}{2}" and "1/2"
+      are 0.5, "2 1/2" is 2.5, "$" and units don't matter.
+    - "math": the package math-verify, which compares expressions.
+    - "auto": "number" if the reference and the answer are numbers, "math" otherwise.
+
+    Args:
+        text: The model's text.
+        solution: The reference: the answer, or a worked solution that ends with it.
+        grader: The grader.
+        finished: Whether the model ended the text. One that was cut off has no answer.
+
+    Source:
+        Marks: lm-evaluation-harness, tasks gsm8k and minerva_math; expressions: Math-Verify.
+    """
+    expected = _reference_number(solution)
+    if grader == "number" and expected is None:
+        raise OptionError(f'the reference {solution!r} does not end in a number; use grader="math"')
+    answer = final_answer(text, finished)
+    if answer is None:
+        return Grade(None, False)
+    value = number_in(answer)
+    if grader != "math" and expected is not None:
+        if value is not None:
+            return Grade(str(value), value == expected)
+        if grader == "number" or not re.search(r"\d", answer) or not find_spec("math_verify"):
+            return Grade(None, False)
+    reference = final_answer(solution) if _marked(solution) else solution
+    return _compared_as_expressions(answer, reference or solution)
+
+
+def final_answer(text: str, finished: bool = True) -> str | None:
+    """What follows the strongest mark of a text, whole; None without a mark, or if it was cut off."""
+    following = _NEXT_PROBLEM.search(text)
+    if following:
+        text = text[: following.start()]
+    elif not finished:
+        return None
+    boxes = list(_BOX.finditer(text))
+    if boxes:
+        return _braced(text[boxes[-1].end() :]) or None
+    hashes = _HASHES.search(text)
+    if hashes:
+        return hashes[1].strip()
+    stated = [_stated(text[mark.end() :]) for mark in _PHRASE.finditer(text)]
+    answers = [answer for answer in stated if answer]
+    if answers:
+        with_numbers = [answer for answer in answers if re.search(r"\d", answer)]
+        return (with_numbers or answers)[-1]
+    _, equals, last = text.rpartition("=")
+    return _stated(last) if equals else None
+
+
+def number_in(answer: str) -> Fraction | None:
+    """The number that an answer is, units aside; None if it is something else, or several numbers."""
+    answer = _without_dressing(answer.rpartition("=")[2])
+    start = re.search(r"[-+−]?\s*(?:\\\$|[$€£¥])?\s*(?:\d|\.\d|\\[dt]?frac)", answer)
+    if start is None:
+        return None
+    before = answer[: start.start()].rstrip()
+    if _BEGINS_EARLIER.search(before):
+        return None
+    value, rest = _number_at(answer[start.start() :])
+    if value is None or _GOES_ON.match(rest):
+        return None
+    if before and re.search(r"\d", rest):
+        return None  # one of several in a sentence
+    return value
+
+
+def _reference_number(solution: str) -> Fraction | None:
+    """The number that a reference ends in, or is; None if it is anything more."""
+    answer = final_answer(solution) if _marked(solution) else solution
+    if not answer:
+        return None
+    bare = _without_dressing(answer.rpartition("=")[2] if _marked(solution) else answer)
+    value, rest = _number_at(bare)
+    return value if rest.strip() in ("", ".", "%", "\\%") else None
+
+
+def _marked(text: str) -> bool:
+    return any(mark.search(text) for mark in (_BOX, _HASHES, _PHRASE))
+
+
+def _braced(text: str) -> str | None:
+    """The text up to the brace that closes what was opened before it; None if there is none."""
+    depth = 1
+    for place, character in enumerate(text):
+        if character in "{}" and text[place - 1 : place] != "\\":
+            depth += 1 if character == "{" else -1
+        if depth == 0:
+            return text[:place].strip()
+    return None
+
+
+def _stated(text: str) -> str | None:
+    """The rest of a sentence, or the next line with something in it."""
+    text = _MARKDOWN.sub("", text).strip(" \t\n:*_#")
+    return _SENTENCE_END.split(text, maxsplit=1)[0].strip() or None
+
+
+def _without_dressing(answer: str) -> str:
+    """Without LaTeX's spaces, fonts and dollar signs around it."""
+    answer = re.sub(r"\{,\}|,\s*\\!\s*", ",", answer)
+    answer = _TEXT.sub(r" \1 ", _SPACES.sub(" ", answer))
+    answer = re.sub(r"(?<!\\)\$(?!\s*[\d.])", "", answer)
+    return answer.strip().strip("*`").strip()
+
+
+def _number_at(text: str) -> tuple[Fraction | None, str]:
+    """The number with which a text starts, and the rest of the text."""
+    sign = re.match(r"[-+−]?", text)
+    assert sign is not None, "it matches an empty text, too"
+    rest = _CURRENCY.sub("", text[sign.end() :].lstrip())
+    match = _PLAIN.match(rest)
+    if match is None or not match[0].strip():
+        return None, text
+    value = _plain_value(match)
+    rest = rest[match.end() :]
+    power = _POWER.match(rest)
+    if value is not None and power is not None:
+        value = _with_power(value, power)
+        rest = rest[power.end() :]
+    scale = _SCALE.match(rest)
+    if value is not None and scale is not None:
+        value *= _SCALES[scale[1].lower()]
+        rest = rest[scale.end() :]
+    rest = _UNIT.sub("", rest, count=1) if _UNIT.match(rest.lstrip()) else rest
+    if value is None:
+        return None, text
+    return (-value if sign[0] in ("-", "−") else value), rest
+
+
+def _plain_value(match: re.Match[str]) -> Fraction | None:
+    """The value of digits, decimals and a fraction after them; None for a division by zero."""
+    whole = Fraction((match["whole"] or "0").replace(",", ""))
+    value = whole + Fraction(f"0{match['decimals'] or '.0'}")
+    top = match["mixed_top"] or match[6] or match[7]
+    bottom = (match["mixed_bottom"] or match["bottom"] or match[8] or match[9] or "1").replace(
+        ",", ""
+    )
+    if not Fraction(bottom):
+        return None
+    if top:
+        return value + Fraction(top) / Fraction(bottom)
+    return value / Fraction(bottom)
+
+
+def _with_power(value: Fraction, power: re.Match[str]) -> Fraction | None:
+    """A number with "e3", "· 10^3" or "^3" after it."""
+    exponent = int(power["plain"] or power["ten"] or power["own"])
+    if abs(exponent) > _LONGEST_POWER:
+        return None
+    if power["own"]:
+        return value**exponent
+    return value * Fraction(10) ** exponent
+
+
+def _compared_as_expressions(answer: str, reference: str) -> Grade:
+    parse, verify = _math_verify()
+    if _normalised(answer) == _normalised(reference):
+        return Grade(answer, True)
+    expected = parse(_in_latex(reference))
+    value = parse(_in_latex(answer))
+    if not value:
+        return Grade(None, False)
+    return Grade(str(value[-1]), bool(verify(expected, value)))
+
+
+def _in_latex(expression: str) -> str:
+    bare = _MARKDOWN.sub("", expression)
+    return f"${bare}$"
+
+
+def _normalised(expression: str) -> str:
+    """An expression without spaces, fonts and dollar signs, to compare texts such as names."""
+    bare = _MARKDOWN.sub("", _TEXT.sub(r"\1", _SPACES.sub("", expression)))
+    return re.sub(r"\s+", "", bare.replace("dfrac", "frac").replace("tfrac", "frac")).rstrip(".")
+
+
+def _math_verify() -> tuple[Any, Any]:
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise OptionError(
+            "these references are not plain numbers, and comparing expressions needs math-verify: "
+            'pip install "mechattn[math]"'
+        ) from None
+    return parse, verify
