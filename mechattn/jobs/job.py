@@ -15,16 +15,19 @@ import torch
 from mechattn.analysis.analysis import Analysis
 from mechattn.engine.run import Plan, Run, RunOptions, make_plan
 from mechattn.errors import ModelError, OptionError, check_choice, check_counts
+from mechattn.model.checkpoint import tokenizer_named, unloaded_tokenizer
 from mechattn.model.load import dtype_named, load_model
 from mechattn.model.weights import stored_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.prompts.tokenization import tokenize
 from mechattn.results import provenance
 from mechattn.results.provenance import identity
 from mechattn.results.result import Result, in_half_the_space
 
 CHUNK = 64  # prompts
 MOST_THREADS = 1024  # with many more, such as 100,000, the process ends with a segmentation fault
+_BEGINNING = 64  # tokens
 Values = Literal["float32", "float16"]
 
 
@@ -102,6 +105,7 @@ class Job:
 
         prompt_hash = provenance.digest(self.prompts)
         decided["prompts"] = f"{len(self.prompts)} with the hash {prompt_hash}"
+        decided["token_ids"] = self._token_ids()
         # Groups do not change the numbers, but are stored with them.
         decided["groups"] = provenance.digest(prompt.group for prompt in self.prompts)
         decided["weights"] = stored_hash(self.model)
@@ -109,6 +113,15 @@ class Job:
         decided["analyses"] = identity(self.analyses)
         decided["versions"] = provenance.versions()
         return decided
+
+    def _token_ids(self) -> str:
+        """A hash of what the prompts' texts become, and how the first begins: a chat template may write the date."""
+        if all(prompt.tokens for prompt in self.prompts):
+            return "as given"
+        reader: Any = unloaded_tokenizer(tokenizer_named(self.model), self.model)
+        token_ids = [tokenize(prompt, reader).tokens.tolist() for prompt in self.prompts]
+        beginning = reader.tokenizer.decode(token_ids[0][:_BEGINNING])
+        return f"{provenance.digest(token_ids)}, of which the first begin {beginning!r}"
 
     @cached_property
     def fingerprint(self) -> str:
