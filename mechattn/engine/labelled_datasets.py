@@ -24,7 +24,7 @@ from mechattn.model.several_devices import device_of
 from mechattn.model.weights import revision, weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import PADDING, Batch, Sequence
+from mechattn.prompts.token_sequences import PADDING, Batch, Sequence, token_texts
 from mechattn.results import provenance
 from mechattn.stats.intervals import Moments
 
@@ -272,9 +272,9 @@ def sequences_dataset(
     shown = []
     for sequence in sequences[0].values():
         ids = sequence.tokens.tolist()  # control characters are escaped, as NetCDF takes no NUL
-        read = [
-            str(t) if model.tokenizer is None else plain(model.tokenizer.decode([t])) for t in ids
-        ]
+        read = list(map(str, ids))
+        if model.tokenizer is not None:
+            read = [plain(text) for text in token_texts(model.tokenizer.decode, ids)]
         shown.append(read + [""] * (longest - len(ids)))
     variables["first_prompt_text"] = (dims[1:], texts(shown), {"units": "text"})
     if sides := sides_of(model, sequences):

@@ -70,9 +70,9 @@ class WhileAnswering:
         ``right`` and ``wrong`` have t intervals over answers, and the same for uniform attention. The rest is over
         pairs of a right and a wrong answer of about the same length (optimal pairs whose lengths differ by 15 % or 2
         tokens at most, each answer once): ``difference`` (right minus wrong), its ``null``, and ``beyond`` (difference
-        minus null) with a t interval and a sign-flip ``p`` over pairs. NaN with too few pairs. Where problems share
-        groups (``Prompt.group``), both answers of a pair are from one group, and intervals and ``p`` are over groups;
-        ``table.attrs["unit"]`` says which.
+        minus null) with a t interval and a sign-flip ``p_beyond`` over pairs. NaN with too few pairs. Where problems share
+        groups (``Prompt.group``), both answers of a pair are from one group, and intervals and
+        ``p_beyond`` are over groups; ``table.attrs["unit"]`` says which.
 
         Args:
             to: The segment of the keys.

@@ -114,7 +114,7 @@ def load_prompts(
                 template=template,
                 id=str(index),
                 group=None if group_field is None else _group(row, group_field, source, index),
-                solution=None if (known := row.get("solution", answer)) is None else str(known),
+                solution=_solution(row, fields, source, index),
                 counterpart=_text(row, counterpart, source, index, "counterpart")
                 if counterpart
                 else "",
@@ -213,6 +213,22 @@ def _text(row: dict[str, Any], field: str, source: str, index: int, option: str 
             f"prompt {index} of {source} holds half of a surrogate pair (\\ud800 …), which is not valid text"
         )
     return text
+
+
+def _solution(
+    row: dict[str, Any], fields: dict[str, str | None], source: str, index: int
+) -> str | None:
+    """The reference answer: the field that ``answer=`` names, or else "solution" or "answer"."""
+    name = fields.get("answer") or ("solution" if "solution" in row else "answer")
+    solution = row.get(name)
+    if solution is None:
+        return None
+    if isinstance(solution, bool) or not isinstance(solution, (str, int, float)):
+        raise PromptError(
+            f"prompt {index} of {source} has an answer of type {type(solution).__name__} in field "
+            f"{name!r}: {_short(solution)}; give one text or number, as for GSM8K"
+        )
+    return str(solution)
 
 
 def _group(row: dict[str, Any], field: str, source: str, index: int) -> str:

@@ -19,6 +19,8 @@ from mechattn.errors import ConditionError
 from mechattn.functional.attention import EdgeMask
 
 INSERTED = -1
+_NO_CHARACTER = "\ufffd"  # which decoders give for bytes that are no whole character
+_MOST_PARTS = 8  # tokens of a character, or of a few that merges have drawn together
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,12 @@ class Sequence:
         return members
 
     def _repr_html_(self) -> str:
-        decode = self.decode or (lambda ids: str(ids[0]))
-        texts = [
-            (decode([token]), SEGMENTS[code])
-            for token, code in zip(self.tokens.tolist(), self.segment.tolist())
-        ]
+        token_ids = self.tokens.tolist()
+        shown = list(map(str, token_ids))
+        if self.decode is not None:
+            shown = token_texts(self.decode, token_ids)
+        segments = [SEGMENTS[code] for code in self.segment.tolist()]
+        texts = list(zip(shown, segments, strict=True))
         return markup.tokens(texts, f"{self._said()}:")
 
     def _said(self) -> str:
@@ -105,6 +108,24 @@ class Sequence:
             else f"{inserted} inserted"
         )
         return f"{len(self)} tokens, {said}"
+
+
+def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[str]:
+    """The text of each token; where several share a character, the character and which part: "你 2/3"."""
+    texts: list[str] = []
+    while len(texts) < len(token_ids):
+        start = len(texts)
+        for count in range(1, _MOST_PARTS + 1):
+            text = decode(token_ids[start : start + count])
+            if _NO_CHARACTER not in text:
+                break
+        else:
+            # Bytes that are no character, or the replacement character itself.
+            texts.append(f"{decode([token_ids[start]])} (token {token_ids[start]})")
+            continue
+        parts = [f"{text} {number}/{count}" for number in range(1, count + 1)]
+        texts += parts if count > 1 else [text]
+    return texts
 
 
 def baseline_sequence(

@@ -1,6 +1,7 @@
 """Prompts as people bring them: kinds of fault from public reports, each with its right value."""
 
 import copy
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import PromptError
 from mechattn.prompts.prompt import as_prompts
+from mechattn.prompts.token_sequences import token_texts
 from mechattn.prompts.tokenization import tokenize
 
 CHATML = (
@@ -141,3 +143,54 @@ def test_a_control_token_can_be_read_as_text(toy, recwarn):
         "question",
         "template",
     }
+
+
+# Labels of characters that several tokens make up.
+
+
+def decoded_bytes(token_ids):
+    return bytes(token_ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("a你", ["a", "你 1/3", "你 2/3", "你 3/3"]),
+        ("é!", ["é 1/2", "é 2/2", "!"]),
+        ("🙂", ["🙂 1/4", "🙂 2/4", "🙂 3/4", "🙂 4/4"]),
+    ],
+)
+def test_a_label_is_the_character_with_its_part(text, labels):
+    assert token_texts(decoded_bytes, list(text.encode("utf-8"))) == labels
+
+
+def test_bytes_that_are_no_character_have_their_token():
+    assert token_texts(decoded_bytes, [228, 97]) == ["\ufffd (token 228)", "a"]
+
+
+def test_a_token_that_ends_one_character_and_begins_another():
+    pieces = {1: b"\xe4\xbd", 2: b"\xa0\xe5", 3: b"\xa5\xbd"}
+    texts = token_texts(
+        lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", "replace"), [1, 2, 3]
+    )
+    assert texts == ["你好 1/3", "你好 2/3", "你好 3/3"]
+
+
+# Reference answers.
+
+
+@pytest.mark.parametrize("answer", [["3", "4"], {"value": 3}, True])
+def test_an_answer_that_is_no_text_is_refused_by_its_row_and_type(answer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": "How many?", "answer": "3"}, {"question": "How many?", "answer": answer}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    kind = type(answer).__name__
+    with pytest.raises(PromptError, match=rf"prompt 1 .* answer of type {kind} in field 'answer'"):
+        ma.load_prompts(str(path))
+
+
+def test_an_answer_field_that_is_named_wins_over_a_worked_solution(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "How many?", "answer": 3, "solution": "worked"}))
+    assert ma.load_prompts(str(path))[0].solution == "worked"
+    assert ma.load_prompts(str(path), answer="answer")[0].solution == "3"
