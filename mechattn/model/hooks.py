@@ -222,7 +222,7 @@ def forward_to(
     if last < model.cfg.n_layers - 1:
         options["stop_at_layer"] = last + 1
     elif "logits_to_keep" in _options_taken(model):
-        options["logits_to_keep"] = 1
+        options |= keeping_one(config_of(model))
     with torch.no_grad(), norms_once(model):
         if fwd_hooks or "stop_at_layer" in options:
             model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
@@ -249,6 +249,15 @@ def logits_and_values(
 def keeping_nothing(model: HookedModel) -> dict[str, bool]:
     """The option that stops a forward pass from caching keys and values, if it has one."""
     return {"use_cache": False} if "use_cache" in _options_taken(model) else {}
+
+
+def keeping_one(config: Any) -> dict[str, int]:
+    """The option to compute logits at the last position only.
+
+    Not where the last layers read the keys of earlier ones (Gemma 4): then transformers also runs
+    these layers at that position only, and the other rows of their attention are missing.
+    """
+    return {} if getattr(config, "num_kv_shared_layers", 0) else {"logits_to_keep": 1}
 
 
 def blocks_of(model: Any) -> nn.ModuleList:
