@@ -22,7 +22,7 @@ from string import ascii_lowercase
 from threading import Lock
 from typing import Any, Literal
 
-from mechattn.errors import ModelError
+from mechattn.errors import ModelError, warn
 from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.model.gguf_files import as_transformers_names, gguf_header, is_gguf, read_once
 from mechattn.model.packaged import REAL, packaged_file, real_names
@@ -73,9 +73,7 @@ def model_place(name: str) -> str:
         gguf_header(place)
         return place
     if os.path.isdir(place) and not (Path(place) / "config.json").exists():
-        raise ModelError(
-            f"the directory {place} has no config.json, so it is not a checkpoint; save one with save_pretrained"
-        )
+        raise ModelError(f"the directory {place} {_without_config(Path(place))}")
     if not os.path.isdir(place) and not may_be_on_hub(place):
         what = (
             "a file, not the directory of a checkpoint"
@@ -91,6 +89,37 @@ def model_place(name: str) -> str:
         if os.path.isdir(place) and not os.path.dirname(place)
         else place
     )
+
+
+_OTHER_FOLDERS = {  # files in a directory without a config.json, and what it is then
+    "adapter_config.json": "holds an adapter (such as LoRA), not a model: merge it into its base model "
+    "(PeftModel.from_pretrained(base, folder).merge_and_unload()), and load what that gives",
+    "*.gguf": "holds a GGUF file: name it with gguf_file=…",
+    "consolidated*": "holds weights in Meta's or Mistral's format: convert them with transformers' script",
+    "checkpoint-*/config.json": "holds the checkpoints of a training: name one of its folders checkpoint-…",
+    "*": "has no config.json, so it is not a checkpoint; save one with save_pretrained",
+}
+
+
+def _without_config(folder: Path) -> str:
+    """What a directory without a config.json is, and what to do."""
+    known = [what for files, what in _OTHER_FOLDERS.items() if any(folder.glob(files))]
+    return [*known, _OTHER_FOLDERS["*"]][0]
+
+
+def check_weights_are_whole(place: str) -> None:
+    """Refuse a directory that holds parts of the weights without the index that says what is where.
+
+    Raises:
+        ModelError: Names the index.
+    """
+    parts = sorted(path.name for path in Path(place).glob("model-*-of-*.safetensors"))
+    whole = [*Path(place).glob("model.safetensors*"), *Path(place).glob("pytorch_model*")]
+    if parts and not whole:
+        raise ModelError(
+            f"the directory {place} holds parts of the weights ({parts[0]} …) without "
+            "model.safetensors.index.json, which says what is where; copy it there"
+        )
 
 
 def tokenizer_named(name: str) -> Any:
@@ -116,12 +145,43 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
     folder, file = as_transformers_names(place)
     try:
         with read_once():
-            return AutoTokenizer.from_pretrained(folder, **file, **remote)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **file, **remote)
     except Exception as error:
         refuse_own_code(error, place)
         raise ModelError(
             f"{place} has no tokenizer that can be loaded ({reason(error)}); pass one to load_model(…, tokenizer=…)"
         ) from error
+    _warn_of_other_ids(tokenizer, Path(place))
+    return tokenizer
+
+
+_TEXTS = (
+    "Tom has 3 apples, and 1,234.5 more.",
+    " It's  I'll WE'LL\n\n\tnaïve Café",
+    "x = 12345 + 67",
+    "你好 мир 🙂",
+)
+
+
+def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
+    """Warn of a tokenizer whose class splits texts in another way than the tokenizer.json beside it."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return
+    stored = Tokenizer.from_file(str(path))
+    for text in _TEXTS:
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        expected = stored.encode(text, add_special_tokens=False).ids
+        if token_ids != expected:
+            warn(
+                f"{type(tokenizer).__name__}, which transformers takes for {folder.name}, reads {text!r} as "
+                f"{len(token_ids)} tokens {token_ids[:6]} …, and its tokenizer.json as {len(expected)}: "
+                f"{expected[:6]} …; to use the file, pass tokenizer=PreTrainedTokenizerFast"
+                f'(tokenizer_file="tokenizer.json")'
+            )
+            return
 
 
 def lettered_tokenizer(size: int) -> Any:

@@ -10,12 +10,14 @@ from functools import wraps
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mechattn.errors import warn
 
 if TYPE_CHECKING:
+    from mechattn.model.state import State
     from mechattn.model.verify.verification import Check, Report
 
 
@@ -51,6 +53,18 @@ def config_of(model: Any) -> Any:
     """The configuration of the transformers text model behind the hooks; None if there is none."""
     config = getattr(original_of(model), "config", None)
     return getattr(config, "text_config", None) or config
+
+
+def modules_of(model: Any) -> dict[str, nn.Module]:
+    """All modules by their first names; a bridge itself leaves out those that it does not wrap, such as dropout."""
+    named = list(model.named_modules())
+    original = original_of(model)
+    if original is not None:
+        named += [(f"original_model.{name}", part) for name, part in original.named_modules()]
+    first_names: dict[int, tuple[str, nn.Module]] = {}
+    for name, part in named:
+        first_names.setdefault(id(part), (name, part))
+    return dict(first_names.values())
 
 
 def unwrapped(module: Any) -> Any:
@@ -99,6 +113,7 @@ class ModelFacts:
     # By layers and rotary frequencies: how the layers rotate queries and keys, and why that is unknown.
     rotations: dict[Any, Any] = field(default_factory=dict)
     hashed: tuple[object, str] | None = None  # what was hashed of the weights, and the last hash
+    state: State | None = None  # of the model when it was last verified
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
 
     @property
@@ -145,14 +160,44 @@ _finding = Lock()
 
 
 def alone(function: Function) -> Function:
-    """Let a function whose first argument is a model run in one thread at a time per model."""
+    """Let a function whose first argument is a model run in one thread at a time per model, in eval mode."""
 
     @wraps(function)
     def waiting(model: Any, *given: Any, **named: Any) -> Any:
-        with holding(model):
+        with holding(model), measuring(model):
             return function(model, *given, **named)
 
     return cast(Function, waiting)
+
+
+@contextmanager
+def measuring(model: Any) -> Iterator[None]:
+    """Measure alike whatever the process has set, inside a ``with`` block.
+
+    A hooked model is in eval mode, where dropout is off, and then as it was. Gradients can be taken,
+    numbers without a dtype are float32, and no other dtype is chosen for operations.
+    """
+    training = []
+    if isinstance(model, nn.Module) and hasattr(model, "cfg"):
+        training = [part for part in modules_of(model).values() if part.training]
+    dtype = torch.get_default_dtype()
+    for part in training:
+        part.training = False
+    try:
+        torch.set_default_dtype(torch.float32)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        for part in training:
+            part.training = True
 
 
 def holding(model: Any) -> ExitStack:

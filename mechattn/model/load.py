@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from mechattn.errors import MechattnError, ModelError, OptionError
+from mechattn.errors import MechattnError, ModelError, OptionError, warn
 from mechattn.hub_access import asked_once
 from mechattn.model import checkpoint
 from mechattn.model.architectures import mend
@@ -26,10 +26,16 @@ from mechattn.model.gguf_files import (
     load_dequantised,
     read_once,
 )
+from mechattn.model.given_objects import (
+    configs_restored,
+    refuse_other_kinds,
+    unwrapped_model,
+)
 from mechattn.model.hooked import (
     HookedModel,
     ModelFacts,
     alone,
+    attribute_set,
     boots,
     count_boot,
     facts_of,
@@ -37,6 +43,8 @@ from mechattn.model.hooked import (
     remember,
 )
 from mechattn.model.several_devices import WRAPPED, device_of, dispatched_like
+from mechattn.model.state import refuse_changes, state_of
+from mechattn.model.text_part import is_multimodal, multimodal_model, text_model_of
 from mechattn.model.verify.checks import check_model
 from mechattn.model.verify.streaming_checks import check_streaming
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report
@@ -109,11 +117,14 @@ def load_model(
             )
         model = gguf_place(str(model), gguf_file, options.get("revision"))
     if isinstance(model, torch.nn.Module):
+        model = unwrapped_model(model)
         with (
             making,
             as_trusted(trust_remote_code=checkpoint.is_of_own_code(model), pickled_weights=True),
+            configs_restored(model),
         ):
             made = _from_object(model, tokenizer, dtype, device, options)
+            return _verified(made, verify)
     elif isinstance(model, (str, Path)):
         own_code = options.get("trust_remote_code")
         place = checkpoint.model_place(str(model))
@@ -152,8 +163,17 @@ def check_device(device: str | torch.device | None) -> None:
 
 
 def as_hooked(model: Any) -> Any:
-    """The model if ``load_model`` has already handled it; otherwise, the model that ``load_model`` makes of it."""
-    return load_model(model) if facts_of(model) is None else model
+    """The model if ``load_model`` has already handled it; otherwise, the model that ``load_model`` makes of it.
+
+    Raises:
+        ModelError: The model was changed since it was verified, or ``load_model`` refuses it.
+    """
+    facts = facts_of(model)
+    if facts is None:
+        return load_model(model)
+    if facts.verified and facts.state is not None:
+        _notice_changes(model, facts)
+    return model
 
 
 @alone
@@ -183,6 +203,7 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     report = _tried(check_model, hooked, facts, length)
     facts.report = replace(report, checks=(*report.checks, facts.streaming))
     facts.boots = boots()
+    facts.state = state_of(hooked)
     remember(hooked, facts)
     return facts.report
 
@@ -241,12 +262,63 @@ def _known_or_met(model: Any) -> ModelFacts:
 def _verified(model: Any, verify: bool) -> Any:
     facts = _known_or_met(model)
     if not verify:
-        facts.to_verify = facts.report is not None
-    elif facts.to_verify and (facts.report is None or facts.boots < boots()):
-        facts.report = _tried(check_model, model, facts, AT_LOADING)
-        facts.boots = boots()
-        facts.report.require()
+        _take_as_it_is(model, facts)
+        return model
+    if facts.verified and facts.state is not None:
+        _notice_changes(model, facts)
+    if facts.to_verify and (facts.report is None or facts.boots < boots()):
+        _verify(model, facts)
     return model
+
+
+def _verify(model: Any, facts: ModelFacts) -> None:
+    facts.report = _tried(check_model, model, facts, AT_LOADING)
+    facts.boots = boots()
+    facts.state = state_of(model)
+    try:
+        facts.report.require()
+    except ModelError as error:
+        if not facts.state["hooks"]:
+            raise
+        hooked = ", ".join(WRAPPED.sub("", name) for name in facts.state["hooks"])
+        raise ModelError(
+            f"{model.cfg.model_name} has hooks at {hooked} that change its "
+            f"values; remove them, or give an intervention instead. {error}"
+        ) from error
+
+
+def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
+    """Forget the verification of a model that was changed since."""
+    if facts.report is None:
+        facts.to_verify = False
+        return
+    if facts.state is None or facts.state == state_of(model):
+        return
+    with making:
+        facts.native, facts.why_not_native = _native_twin(model)
+    facts.to_verify = False
+    facts.report = facts.state = facts.streaming = None
+
+
+def _notice_changes(model: Any, facts: ModelFacts) -> None:
+    """Refuse a changed model; verify it again if it was moved, or has hooks that it had not."""
+    before, now = facts.state, state_of(model)
+    assert before is not None, "asked of a verified model only"
+    refuse_changes(model, before, now)
+    if before["device"] != now["device"]:
+        with making:
+            facts.native, facts.why_not_native = _native_twin(model)
+        _verify(model, facts)
+    elif now["hooks"].items() - before["hooks"].items():
+        earlier = facts.report
+        try:
+            _verify(model, facts)
+        except ModelError:
+            # So that the next run is refused as well.
+            facts.report = earlier
+            facts.state = before
+            raise
+    facts.state = now
 
 
 def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> Made:
@@ -272,6 +344,7 @@ def _from_name(
         k: options[k] for k in ("revision", "trust_remote_code") if k in options
     }
     config = checkpoint.config_of_place(place, **remote)
+    checkpoint.check_weights_are_whole(place)
     if dtype == "auto":
         stored = torch.float32 if is_toy else getattr(config, "dtype", None)
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
@@ -279,12 +352,21 @@ def _from_name(
         tokenizer = (
             checkpoint.load_tokenizer(name) if is_toy else checkpoint.tokenizer_of(place, **remote)
         )
-    if not is_gguf(place):
+    refuse_other_kinds("".join(getattr(config, "architectures", None) or [])[:80], config)
+    multimodal = not is_gguf(place) and is_multimodal(config)
+    if not is_gguf(place) and not multimodal:
         return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
 
     placing = {option: options.pop(option) for option in _PLACING if option in options}
     if device is None and not placing:
         device = get_device()
+    if multimodal:
+        hf_model = multimodal_model(place, config, dtype=dtype, **placing, **remote)
+        if hf_model is None:
+            return _boot(
+                place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options
+            )
+        return _from_object(hf_model, tokenizer, "auto", device, options, name)
     with classes_left_alone():
         hf_model = load_dequantised(place, config, dtype, **placing)
     hooked = _from_object(hf_model, tokenizer, "auto", device, options, name)
@@ -300,29 +382,52 @@ def _from_object(
     options: dict[str, Any],
     name: str = "",
 ) -> Any:
-    if not hasattr(hf_model, "config"):
-        raise ModelError(
-            f"a {type(hf_model).__name__} is not a transformers model: it has no config"
-        )
     if tokenizer is None:
         raise ModelError(
             "a model object has no tokenizer; pass one to load_model(model, tokenizer=…)"
         )
     gguf = gguf_of(hf_model)
-    hf_model = as_plain(hf_model)
-    hf_model.config.architectures = [type(hf_model).__name__]
     name = name or getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
+    hf_model = text_model_of(as_plain(hf_model))
+    hf_model.config.architectures = [type(hf_model).__name__]
     placed = getattr(hf_model, "is_quantized", False) or getattr(hf_model, "hf_device_map", None)
     if placed and (dtype != "auto" or device is not None):
         raise OptionError(
             "the dtype and devices of a quantised or dispatched model cannot be changed; set them where it is made"
         )
     if not placed:
-        hf_model = hf_model.to(device=device, dtype=None if dtype == "auto" else dtype)
+        hf_model = _moved(hf_model, device, None if dtype == "auto" else dtype)
+    _warn_of_rounded_frequencies(hf_model)
     kept = {"hf_model": hf_model.eval(), "dtype": hf_model.dtype if dtype == "auto" else dtype}
     hooked = _boot(name, tokenizer=tokenizer, device=device, shown=name, **kept, **options)
     _known_or_met(hooked).gguf = gguf
     return hooked
+
+
+def _moved(hf_model: Any, device: Any, dtype: torch.dtype | None) -> Any:
+    """The model on a device, with parameters of a dtype; what it computes at loading, such as the
+    frequencies of RoPE, stays in float32, as ``from_pretrained(dtype=…)`` leaves it.
+    """
+    computed = {
+        (part, name): part._buffers[name]
+        for part in hf_model.modules()
+        for name in part._non_persistent_buffers_set
+    }
+    hf_model = hf_model.to(device=device, dtype=dtype)
+    for (part, name), values in computed.items():
+        part._buffers[name] = values if values is None else values.to(device=device)
+    return hf_model
+
+
+def _warn_of_rounded_frequencies(hf_model: Any) -> None:
+    for name, values in hf_model.named_buffers():
+        if name.endswith("inv_freq") and values.dtype in (torch.float16, torch.bfloat16):
+            warn(
+                f"the rotary frequencies of this {type(hf_model).__name__} are rounded to {values.dtype}, "
+                "as model.to(dtype) does, so far positions are turned by wrong angles; give the dtype "
+                "to from_pretrained or to load_model instead"
+            )
+            return
 
 
 def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
@@ -390,6 +495,9 @@ def _rebuilt(hooked: Any) -> Any:
         {name: shared[name] for name in wanted & set(shared)}, strict=False, assign=True
     )
     twin.tie_weights()
+    # A new model's settings are those of its configuration, which lacks end tokens that only
+    # generation_config.json names.
+    twin.generation_config = getattr(hooked, "generation_config", None)
     if without := [
         name for name, tensor in twin.named_parameters() if tensor.is_meta and name not in shared
     ]:
@@ -402,7 +510,10 @@ def _rebuilt(hooked: Any) -> Any:
 
 @contextmanager
 def classes_left_alone() -> Iterator[None]:
-    """Undo what booting a model changes in classes of transformers (TransformerLens issue 1795); no progress bar."""
+    """Undo what booting changes in classes of transformers (TransformerLens issue 1795); no progress
+    bar, and no processor of images, for which TransformerLens would run pip where torchvision is absent.
+    """
+    from transformer_lens.model_bridge.sources.transformers import source
     from transformers.utils import logging
 
     modules: list[Any] = [importlib.import_module(name) for name in _PATCHED]
@@ -412,9 +523,14 @@ def classes_left_alone() -> Iterator[None]:
     )
     logging.disable_progress_bar()  # which transformers shows even for a toy of one megabyte
     try:
-        yield
+        with attribute_set(source, "load_modality_processor", _nothing_loaded):
+            yield
     finally:
         for module, function in zip(modules, before, strict=True):
             module.eager_attention_forward = function
         if shown:
             logging.enable_progress_bar()
+
+
+def _nothing_loaded(bridge: Any, *arguments: Any) -> None:
+    """In place of TransformerLens's loading of a processor."""

@@ -83,6 +83,7 @@ def _drawn(native: Any, kind: Kind, seed: int) -> Any:
     with torch.random.fork_rng():  # the random state of the process and of every GPU is restored
         torch.manual_seed(seed)
         made = type(native)(config)
+    made.generation_config = getattr(native, "generation_config", None)
     made = made.to(device=device_of(native), dtype=next(native.parameters()).dtype)
     if kind == "shuffled":
         generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,204 @@
+"""Models as people leave them: what was changed after loading is noticed before a run."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import mechattn as ma
+from mechattn.errors import ModelError
+from mechattn.model.checkpoint import load_tokenizer
+
+QUESTIONS = ["Tom has 3 apples. How many?", "What is 3 + 4? I want to know."]
+DROPOUT = 0.5
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("toy:llama")
+
+
+@pytest.fixture
+def model(tokenizer):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        attn_pdrop=DROPOUT,
+        resid_pdrop=DROPOUT,
+    )
+    return ma.load_model(GPT2LMHeadModel(config), tokenizer=tokenizer)
+
+
+def received(model):
+    return ma.run(model, QUESTIONS)["received_attention"].received.values
+
+
+# Train mode.
+
+
+def test_train_mode_gives_the_values_of_eval_mode_and_stays(model):
+    expected = received(model)
+    model.train()
+    torch.testing.assert_close(received(model), expected, rtol=0, atol=0, equal_nan=True)
+    assert model.training
+    assert model.original_model.transformer.drop.training
+
+
+def test_one_layer_in_train_mode(model):
+    expected = received(model)
+    model.original_model.transformer.h[0].train()
+    torch.testing.assert_close(received(model), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_dropout_would_be_seen(model):
+    model.train()
+    tokens = torch.arange(12)[None]
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+# Weights, parts, dtype, attention.
+
+
+def edit_without_a_trace(model):
+    model.original_model.transformer.h[0].attn.c_attn.weight.data[3, 3] += 1
+
+
+def edit_an_embedding_that_no_probe_reads(model):
+    with torch.no_grad():
+        model.original_model.transformer.wte.weight[-1] *= 2
+
+
+def put_in_an_adapter(model):
+    mlp = model.original_model.transformer.h[1].mlp
+    mlp.c_fc = torch.nn.Sequential(mlp.c_fc)
+
+
+def change_the_attention(model):
+    model.original_model.config._attn_implementation = "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (edit_without_a_trace, "weights of .* were edited"),
+        (edit_an_embedding_that_no_probe_reads, "weights of .* were edited"),
+        (put_in_an_adapter, r"is Sequential where .* was\. Adapters are merged"),
+        (change_the_attention, "attention is 'sdpa' and was 'eager'"),
+        (
+            lambda model: model.to(torch.bfloat16),
+            r"weight is torch\.bfloat16 and was torch\.float32",
+        ),
+    ],
+)
+@pytest.mark.parametrize("use", [ma.run, ma.load_model])
+def test_a_changed_model_is_refused(model, change, message, use):
+    change(model)
+    arguments = [QUESTIONS] if use is ma.run else []
+    with pytest.raises(ModelError, match=f"changed after it was verified: .*{message}"):
+        use(model, *arguments)
+
+
+def test_a_changed_model_can_be_measured_as_unverified(model):
+    edit_without_a_trace(model)
+    ma.load_model(model, verify=False)
+    assert not ma.run(model, QUESTIONS).provenance["model"]["verified"]
+
+
+def test_an_unchanged_model_stays_verified(model):
+    ma.load_model(model, verify=False)
+    assert ma.run(model, QUESTIONS).provenance["model"]["verified"]
+
+
+# Hooks of others.
+
+
+def test_a_hook_that_changes_values_is_refused_by_its_place(model):
+    handle = model.original_model.transformer.h[1].register_forward_hook(lambda m, i, out: out * 2)
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"hooks at blocks.1 that change its values"):
+            received(model)
+    handle.remove()
+    assert ma.run(model, QUESTIONS).provenance["model"]["verified"]
+
+
+def test_a_hook_of_transformer_lens_is_noticed_too(model):
+    model.add_hook("blocks.0.hook_mlp_out", lambda value, hook: value * 0)
+    with pytest.raises(ModelError, match=r"hooks at .*mlp.* that change its values"):
+        received(model)
+
+
+def test_a_hook_that_only_looks_changes_nothing(model):
+    expected, seen = received(model), []
+    block = model.original_model.transformer.h[1]
+    block.register_forward_hook(lambda module, given, out: seen.append(1))
+    torch.testing.assert_close(received(model), expected, rtol=0, atol=0, equal_nan=True)
+    assert seen
+
+
+# Rotary frequencies, which model.to(dtype) rounds.
+
+
+def tiny_llama(tokenizer):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config)
+
+
+def test_a_dtype_given_to_load_model_leaves_the_frequencies(tokenizer):
+    given = tiny_llama(tokenizer)
+    expected = given.model.rotary_emb.inv_freq.clone()
+    model = ma.load_model(given, tokenizer=tokenizer, dtype=torch.bfloat16)
+    assert next(model.parameters()).dtype is torch.bfloat16
+    assert torch.equal(model.original_model.model.rotary_emb.inv_freq, expected)
+
+
+def test_frequencies_that_were_rounded_before_are_named(tokenizer):
+    given = tiny_llama(tokenizer).to(torch.bfloat16)
+    with pytest.warns(UserWarning, match="rotary frequencies of this LlamaForCausalLM are rounded"):
+        ma.load_model(given, tokenizer=tokenizer)
+
+
+# What the process has set for torch.
+
+
+@pytest.fixture
+def default_dtype():
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def plain(tokenizer):
+    return ma.load_model(tiny_llama(tokenizer), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(plain, default_dtype, dtype):
+    expected = received(plain)
+    default_dtype(dtype)
+    torch.testing.assert_close(received(plain), expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.get_default_dtype() is dtype
+
+
+@pytest.mark.parametrize(
+    "block",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+)
+def test_values_and_gradients_are_those_outside_the_block(plain, block):
+    prompts = [ma.Prompt("What is 3 + 4?", answer=" 7"), ma.Prompt("What is 5 + 1?", answer=" 6")]
+    filler = ma.MeaninglessTokens("/", 3)
+    expected = received(plain), ma.patch(plain, prompts, filler).effects.effect.values
+    with block():
+        inside = received(plain), ma.patch(plain, prompts, filler).effects.effect.values
+    for got, outside in zip(inside, expected, strict=True):
+        torch.testing.assert_close(got, outside, rtol=0, atol=0, equal_nan=True)
