@@ -202,7 +202,7 @@ def test_a_refused_model_has_its_configuration_and_its_hooks_are_named(tokenizer
         (["adapter_config.json", "adapter_model.safetensors"], "holds an adapter .* merge it"),
         (["model.Q4.gguf"], "name it with gguf_file="),
         (["consolidated.00.pth", "params.json"], "Meta's or Mistral's format"),
-        (["checkpoint-500/config.json"], "name one of the folders checkpoint-"),
+        (["checkpoint-500/config.json"], "name one of its folders checkpoint-"),
         ([], r"has no config\.json"),
     ],
 )
