@@ -17,7 +17,6 @@ from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooL
 from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
-from mechattn.model.load import load_model
 from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.counterparts import with_changes
@@ -310,7 +309,7 @@ def checked_sequences(
     for prompt, sequences in zip(prompts, of_prompts, strict=True):
         _check_sequences(prompt, sequences, analyses, model)
     check_interventions(model, [prompt.id for prompt in prompts], of_prompts)
-    check_variants(load_model(model), of_prompts)  # verified again if another model was made since
+    check_variants(model, of_prompts)
     return of_prompts
 
 

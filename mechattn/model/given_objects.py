@@ -59,7 +59,11 @@ def refuse_other_kinds(class_name: str, config: Any) -> None:
 @contextmanager
 def configs_restored(model: Any) -> Iterator[None]:
     """If the ``with`` block raises, the configurations of a model are as they were."""
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    configs = {
+        id(part.config): part.config
+        for part in model.modules()
+        if hasattr(getattr(part, "config", None), "__dict__")
+    }
     before = [(config, dict(vars(config))) for config in configs.values()]
     try:
         yield

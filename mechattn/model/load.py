@@ -43,7 +43,7 @@ from mechattn.model.hooked import (
     remember,
 )
 from mechattn.model.several_devices import WRAPPED, device_of, dispatched_like
-from mechattn.model.state import refuse_changes, state_of
+from mechattn.model.state import is_same, refuse_changes, state_of
 from mechattn.model.text_part import is_multimodal, multimodal_model, text_model_of
 from mechattn.model.verify.checks import check_model
 from mechattn.model.verify.streaming_checks import check_streaming
@@ -162,20 +162,6 @@ def check_device(device: str | torch.device | None) -> None:
         )
 
 
-def as_hooked(model: Any) -> Any:
-    """The model if ``load_model`` has already handled it; otherwise, the model that ``load_model`` makes of it.
-
-    Raises:
-        ModelError: The model was changed since it was verified, or ``load_model`` refuses it.
-    """
-    facts = facts_of(model)
-    if facts is None:
-        return load_model(model)
-    if facts.verified and facts.state is not None:
-        _notice_changes(model, facts)
-    return model
-
-
 @alone
 def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **options: Any) -> Report:
     """Verify a hooked model against the model itself: a table of checks, with both figures and the tolerance.
@@ -292,7 +278,7 @@ def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
     if facts.report is None:
         facts.to_verify = False
         return
-    if facts.state is None or facts.state == state_of(model):
+    if facts.state is None or is_same(facts.state, state_of(model)):
         return
     with making:
         facts.native, facts.why_not_native = _native_twin(model)
@@ -302,8 +288,9 @@ def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
 
 def _notice_changes(model: Any, facts: ModelFacts) -> None:
     """Refuse a changed model; verify it again if it was moved, or has hooks that it had not."""
-    before, now = facts.state, state_of(model)
+    before = facts.state
     assert before is not None, "asked of a verified model only"
+    now = state_of(model, before)
     refuse_changes(model, before, now)
     if before["device"] != now["device"]:
         with making:

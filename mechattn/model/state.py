@@ -17,6 +17,7 @@ State = Mapping[str, dict[str, Any]]  # by what can be changed, and the name of 
 # These register hooks of their own when a model first runs, none of which changes a value.
 _LIBRARIES = ("transformers.", "transformer_lens.", "accelerate.", "mechattn.")
 _WORD = 8  # bytes
+_SAMPLE = 1024  # words of a tensor, about; of a smaller one all are read
 _LOAD_AGAIN = (
     "Load the model again as it is now; load_model(model, verify=False) measures it anyway, and "
     "every result then records verified: false"
@@ -32,8 +33,13 @@ _CHANGES = {
 }
 
 
-def state_of(model: HookedModel) -> State:
-    """What a user can change on a loaded model; of its weights, sums of their bits."""
+def state_of(model: HookedModel, before: State | None = None) -> State:
+    """What a user can change on a loaded model; of its weights, sums of their bits.
+
+    Weights that lie where they lay ``before``, that torch has counted no change of, and whose sample is
+    the same are not read again, as reading them all takes a tenth of a short run. So an edit through
+    ``.data`` of a few words may not be noticed.
+    """
     modules = modules_of(model)
     parameters: dict[int, tuple[str, Tensor]] = {}  # each once, by the first of its names
     hooks = {}
@@ -47,12 +53,19 @@ def state_of(model: HookedModel) -> State:
         if foreign:
             hooks[name] = frozenset(map(id, foreign))
     weights = dict(parameters.values())
+    traces = {name: _trace(values) for name, values in weights.items()}
+    known = {"traces": {}, "weights": {}} if before is None else before
+    sums = {}
+    for name, trace in traces.items():
+        is_known = known["traces"].get(name) == trace
+        sums[name] = known["weights"][name] if is_known else _sum_of_bits(weights[name])
     config = getattr(original_of(model), "config", None)
     return {
         "class": {name: type(part).__qualname__ for name, part in modules.items()},
         "dtype": {name: values.dtype for name, values in weights.items()},
         "attention": {"its attention": getattr(config, "_attn_implementation", "")},
-        "weights": {name: _sum_of_bits(values) for name, values in weights.items()},
+        "weights": sums,
+        "traces": traces,
         "device": {name: values.device for name, values in weights.items()},
         "hooks": hooks,
     }
@@ -74,14 +87,30 @@ def refuse_changes(model: HookedModel, before: State, now: State) -> None:
                 )
 
 
+def _trace(values: Tensor) -> tuple[int, ...]:
+    """Where a tensor lies, how often torch has changed it, and a sample, for changes through ``.data``."""
+    if values.is_meta:
+        return ()
+    words = _words(values)
+    step = len(words) // _SAMPLE | 1  # odd, so that it walks through the columns of a matrix
+    return values.data_ptr(), values._version, int(words[::step].sum())
+
+
 def _sum_of_bits(values: Tensor) -> int:
     """A sum over a tensor's memory, which takes as long as reading it once; 0 if it is offloaded."""
-    if values.is_meta:
-        return 0
+    return 0 if values.is_meta else int(_words(values).sum())
+
+
+def _words(values: Tensor) -> Tensor:
+    """A tensor's memory as whole numbers, whose sum may overflow, always alike."""
     octets = values.detach().reshape(-1).view(torch.uint8)
-    if octets.numel() % _WORD == 0 and octets.storage_offset() % _WORD == 0:
-        octets = octets.view(torch.int64)  # a word at a time; the sum may overflow, always alike
-    return int(octets.sum())
+    is_whole = octets.numel() % _WORD == 0 and octets.storage_offset() % _WORD == 0
+    return octets.view(torch.int64) if is_whole else octets
+
+
+def is_same(before: State, now: State) -> bool:
+    """Whether nothing was changed that changes what a model computes."""
+    return all(before[kind] == now[kind] for kind in before if kind != "traces")
 
 
 def _is_of_a_library(hook: Any) -> bool:

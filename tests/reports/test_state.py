@@ -63,7 +63,7 @@ def test_dropout_would_be_seen(model):
 
 
 def edit_without_a_trace(model):
-    model.original_model.transformer.h[0].attn.c_attn.weight.data[3, 3] += 1
+    model.original_model.transformer.h[0].attn.c_attn.weight.data[:, 3] += 1
 
 
 def edit_an_embedding_that_no_probe_reads(model):
