@@ -399,7 +399,7 @@ def verdicts(
     left = (0.22 if low else 0.06) * (high - low)
     right = (0.22 if high else 0.06) * (high - low)
     axis_words = "change of attention<br>received (%)"
-    figure.update_xaxes(nticks=8, title_text=axis_words, range=[low - left, high + right])
+    figure.update_xaxes(nticks=5, title_text=axis_words, range=[low - left, high + right])
     row_words = _rows(results, names)
     labels = [words.replace(" (", "<br>(", 1) for words in row_words]
     figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(verdict_list) - 0.5, -0.8])

@@ -303,7 +303,7 @@ def _legend_rows(figure: go.Figure, width: float) -> int:
             names.add(str(trace.name))
     if not names or figure.layout.showlegend is False:
         return 0
-    entry_width = _LETTER * _SIZE * max(map(len, names)) + 40  # the line sample and the gap
+    entry_width = _LETTER * _SIZE * max(map(len, names)) + 46  # the line sample and the gap
     entries_in_row = max(1, int((width - 10) // entry_width))
     return -(-len(names) // entries_in_row)
 
