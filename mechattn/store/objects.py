@@ -29,6 +29,9 @@ SCHEMA = 7
 ROOT = "zarr.json"
 READS_AT_ONCE = 16
 
+# What file managers leave in folders that somebody looks into; they are no files of anybody.
+LEFT_BY_DESKTOPS = {".DS_Store", "Thumbs.db", "desktop.ini"}
+
 
 class DamagedResult(OutputError):
     """What is stored is not what was written."""
@@ -72,7 +75,10 @@ class Place:
         self.files.pipe_file(self.full_name(name), content)
 
     def sizes(self) -> dict[str, int]:
-        """The size of each object in bytes; links, pipes and devices are refused, as reading them may have effects."""
+        """The size of each object in bytes; links, pipes and devices are refused, as reading them may have effects.
+
+        What a file manager left behind is no object.
+        """
         root = self.full_name("")
         self.files.invalidate_cache()
         sizes = {}
@@ -81,7 +87,9 @@ class Place:
                 raise OutputError(
                     f"{path} is not a plain file, but a stored result contains only plain files"
                 )
-            sizes[path.removeprefix(root)] = int(details["size"])
+            name = path.removeprefix(root)
+            if name.rpartition("/")[2] not in LEFT_BY_DESKTOPS:
+                sizes[name] = int(details["size"])
         return sizes
 
     def attributes(self) -> dict[str, Any]:

@@ -185,6 +185,16 @@ def test_a_result_that_is_a_link_itself(stored, tmp_path):  # negative control
     assert ma.load_result(tmp_path / "link.zarr").conditions == ["baseline", "slash"]
 
 
+@pytest.mark.parametrize("folder", ["", "sequences"])
+def test_what_a_file_manager_leaves_behind_hinders_nobody(stored, folder):
+    before = ma.load_result(stored)
+    (stored / folder / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    result = ma.load_result(stored)
+    assert result.digest() == before.digest()
+    result.save(stored)
+    assert not (stored / folder / ".DS_Store").exists()
+
+
 def test_a_file_that_is_not_listed(stored):
     (stored / "notes.txt").write_text("somebody's own")
     with pytest.raises(OutputError, match=r"holds notes\.txt too, which mechattn did not write"):
