@@ -212,7 +212,7 @@ def massive(
     """
     counts, ratios, positions = [], [], []
     for row, is_real in zip(stream, real, strict=True):
-        size = row[: int(is_real.sum())].abs().float()  # padding is on the right
+        size = row[is_real].abs().float()
         median = _median(size)
         largest = size.amax(-1)
         bound = torch.maximum(ratio * median, median.new_tensor(least))

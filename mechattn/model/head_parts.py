@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -10,6 +10,7 @@ import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mechattn.errors import ModelError
 from mechattn.functional.head_outputs import Factor, output_factor
@@ -144,8 +145,10 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
     return w_o if factor == 1 else w_o * factor
 
 
-# Alive as long as an analysis holds them, so that those of one run share a layer's factor.
+# Alive as long as an analysis holds them, so that those of one run share a layer's factor. Its weights live as long,
+# so that their address isn't used again for others meanwhile.
 _factors: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
+_weights_of_factors: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
 
 def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
@@ -153,12 +156,12 @@ def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
 
     A QR decomposition costs about as much as ten tokens in a forward pass.
     """
-    # An address may be used again for other weights.
-    key = (w_o.data_ptr(), w_o.shape, *w_o[:, ::32, ::128].flatten().tolist())
+    key = (w_o.data_ptr(), w_o._version, w_o.dtype, w_o.shape, w_o.stride())
     factor = _factors.get(key)
     if factor is None:
         factor = output_factor(wide(w_o))
         _factors[key] = factor
+        _weights_of_factors[factor] = w_o
     return factor
 
 

@@ -53,7 +53,7 @@ def state_of(model: HookedModel, before: State | None = None) -> State:
         if foreign:
             hooks[name] = frozenset(map(id, foreign))
     weights = dict(parameters.values())
-    traces = {name: _trace(values) for name, values in weights.items()}
+    traces = _traces(weights)
     known = {"traces": {}, "weights": {}} if before is None else before
     sums = {}
     for name, trace in traces.items():
@@ -87,13 +87,25 @@ def refuse_changes(model: HookedModel, before: State, now: State) -> None:
                 )
 
 
-def _trace(values: Tensor) -> tuple[int, ...]:
-    """Where a tensor lies, how often torch has changed it, and a sample, for changes through ``.data``."""
-    if values.is_meta:
-        return ()
-    words = _words(values)
-    step = len(words) // _SAMPLE | 1  # odd, so that it walks through the columns of a matrix
-    return values.data_ptr(), values._version, int(words[::step].sum())
+def _traces(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Where each tensor lies, how often torch has changed it, and a sample, for changes through ``.data``."""
+    sums: dict[
+        torch.device, dict[str, Tensor]
+    ] = {}  # on each device, so that it is waited for once
+    for name, values in weights.items():
+        if not values.is_meta:
+            words = _words(values)
+            step = (
+                len(words) // _SAMPLE | 1
+            )  # odd, so that it walks through the columns of a matrix
+            sums.setdefault(values.device, {})[name] = words[::step].sum()
+
+    traces: dict[str, tuple[int, ...]] = dict.fromkeys(weights, ())
+    for of_device in sums.values():
+        numbers = torch.stack(list(of_device.values())).tolist()
+        for name, number in zip(of_device, numbers, strict=True):
+            traces[name] = (weights[name].data_ptr(), weights[name]._version, number)
+    return traces
 
 
 def _sum_of_bits(values: Tensor) -> int:

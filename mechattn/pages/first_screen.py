@@ -42,6 +42,7 @@ VERDICT_COLUMNS = (
     "prompts",
 )
 RECEIVES = "each token of the question receives on average"
+SINGLE = "the attention that each token of the question receives from the tokens after it changes on average by"
 PERCENT_SIGN = "\u00a0%"
 TICK_STEPS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 MOST_TICKS = 6
@@ -225,15 +226,20 @@ def sentence(rows: Seq[Change], in_layers: str = "") -> str:
         return f"{rows[0].model}: {rows[0].problem}." if rows else ""
 
     condition, *other_conditions = verdicts
+    beside = _against_words(rows) or _second_words(verdicts, other_conditions)
     amount = Amount.of(verdicts[condition])
-    models = f", in {amount.models} models" if amount.models > 1 else ""
+    if amount.models == 1:
+        (verdict,) = verdicts[condition]
+        change = f"{SINGLE} {percent_words(verdict.change)}{_unsure_words(amount)}"
+        return f"With “{condition}”, {change}.{in_layers}{beside}"
+
+    models = f", in {amount.models} models"
     changes = {
         "less": f"{RECEIVES} {amount.words} less attention than without it{models}",
         "more": f"{RECEIVES} {amount.words} more attention than without it{models}",
         "unclear": f"the attention that {RECEIVES} changes by {amount.words}{models}"
         f"{_unsure_words(amount)}",
     }
-    beside = _against_words(rows) or _second_words(verdicts, other_conditions)
     return f"With “{condition}”, {changes[amount.direction]}.{in_layers}{beside}"
 
 
@@ -257,8 +263,7 @@ def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
         if condition == BASELINE:
             continue
         if len(models) == 1 and "attention_budget" in model.result.datasets:
-            first_sentence, *_ = budget_sentences(model.result, condition)
-            sentences.append(first_sentence)
+            sentences += budget_sentences(model.result, condition)[:2]
         sentences.append(first_token_words(model.result, condition))
     return sentences
 

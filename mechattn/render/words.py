@@ -255,7 +255,7 @@ def points_words(result: Result, condition: str, segment: str) -> str:
 
 def largest_layer_words(result: Result, condition: str, segment: str) -> str:
     """The layer in which a segment's attention changes most, chosen on one half of the prompts and
-    told of the other.
+    measured on the other.
 
     With too few prompts for halves it is said to be a maximum. "" for one layer.
     """
@@ -275,11 +275,14 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
     changes = np.expm1(over_units(result, ratios.transpose("prompt", "layer")).mean(0))
     largest = layers[int(np.argmax(np.abs(changes)))]
     contrast = Contrast(_part(result, None, telling), condition, segment=segment)
-    change = percent_words(contrast.overall(largest)[0])
-    choice = "chosen on one half of the prompts, told of the other"
+    change = contrast.overall(largest)[0]
+    choice = "chosen on one half of the prompts, measured on the other"
     if not has_halves:
         choice = f"the largest of {len(layers)}, on the prompts that made it so"
-    return f"It changes most in layer {largest}: {change} ({choice})"
+    unsure = ""
+    if change.low <= 0 <= change.high:
+        unsure = ", which cannot be distinguished from 0"
+    return f"It changes most in layer {largest}: {percent_words(change)} ({choice}){unsure}"
 
 
 def _count_of(sizes: Mapping[Any, int], dim: str) -> str:

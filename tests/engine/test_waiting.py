@@ -42,7 +42,8 @@ def asked(model, prompts, analyses, layers):
 @pytest.mark.parametrize("make", [make for make in ANALYSES if make not in BY_TOKEN + NO_SCORES])
 def test_a_pass_waits_as_often_for_one_layer_as_for_four(make, llama):
     prompts = ma.load_prompts("word-problems", limit=2)
-    asked(llama, prompts, [make()], [3])  # what is asked once a model
+    for layers in ([3], [0, 1, 2, 3]):
+        asked(llama, prompts, [make()], layers)  # what is asked once of these layers of a model
     assert asked(llama, prompts, [make()], [3]) == asked(llama, prompts, [make()], [0, 1, 2, 3])
 
 

@@ -40,7 +40,7 @@ def test_a_factor_is_shared_until_the_weights_change():
     w_o = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))
     factor = output_factor_of(w_o)
     assert output_factor_of(w_o) is factor
-    w_o.data.mul_(2)  # leaves the version of w_o as it was
+    w_o.mul_(2)
     torch.testing.assert_close(output_factor_of(w_o), fn.output_factor(w_o))
 
 

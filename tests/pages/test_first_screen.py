@@ -71,16 +71,18 @@ def test_marks_stand_at_their_numbers():
 
 
 MORE, UNSURE = (0.2, 0.18, 0.22), (0.003, -0.01, 0.016)
-RECEIVES = "each token of the question receives on average"
-BY = "the attention that each token of the question receives on average changes by +0.3\u00a0%, which cannot be distinguished from 0"
+BY = "the attention that each token of the question receives from the tokens after it changes on average by"
 
 
 @pytest.mark.parametrize(
     ("measured", "words"),
     [
-        (LESS, f"{RECEIVES} 20.0\u00a0% less attention than without it"),
-        (MORE, f"{RECEIVES} 20.0\u00a0% more attention than without it"),
-        (UNSURE, BY),
+        (LESS, f"{BY} −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%]"),
+        (MORE, f"{BY} +20.0\u00a0% [+18.0\u00a0%, +22.0\u00a0%]"),
+        (
+            UNSURE,
+            f"{BY} +0.3\u00a0% [−1.0\u00a0%, +1.6\u00a0%], which cannot be distinguished from 0",
+        ),
     ],
 )
 def test_the_sentence_is_true_of_each_change(measured, words):
