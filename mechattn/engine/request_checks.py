@@ -17,6 +17,7 @@ from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooL
 from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
+from mechattn.model.load import verify_again
 from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.counterparts import with_changes
@@ -309,6 +310,7 @@ def checked_sequences(
     for prompt, sequences in zip(prompts, of_prompts, strict=True):
         _check_sequences(prompt, sequences, analyses, model)
     check_interventions(model, [prompt.id for prompt in prompts], of_prompts)
+    verify_again(model)
     check_variants(model, of_prompts)
     return of_prompts
 

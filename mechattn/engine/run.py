@@ -28,7 +28,7 @@ from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.functional.attention import BLOCK
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
-from mechattn.model.load import load_model
+from mechattn.model.load import as_hooked
 from mechattn.model.scores import BlindScores, blind_scores
 from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.conditions import Condition
@@ -217,7 +217,7 @@ def make_plan(
     paths: bool = False,
 ) -> Plan:
     """The arguments of ``run`` except the prompts, checked; ``paths`` records a checkpoint's full path."""
-    model = load_model(model)
+    model = as_hooked(model)
     chosen = hooks.chosen_layers(model, options.layers)
     return Plan(
         model, checks.with_baseline(conditions), checks.with_names(analyses), chosen, options, paths
@@ -263,7 +263,7 @@ def run_random(
             f"their spread"
         )
     check_draw(kind, seed)
-    model = load_model(model)
+    model = as_hooked(model)
     return [
         run(
             random_weights(model, kind, seed + i),

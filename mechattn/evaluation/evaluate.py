@@ -30,7 +30,7 @@ from mechattn.evaluation.served_answers import Exchanged, Todo, check_room, chec
 from mechattn.evaluation.server import Server
 from mechattn.model.checkpoint import UnloadedModel, end_tokens
 from mechattn.model.hooked import HookedModel, alone
-from mechattn.model.load import load_model, unloaded
+from mechattn.model.load import as_hooked, load_model, unloaded
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
@@ -79,7 +79,7 @@ def evaluate(
     """
     if server is not None and not isinstance(server, Server):
         server = Server(server)
-    reader: Any = load_model(model) if server is None else unloaded(model)
+    reader: Any = load_model(as_hooked(model)) if server is None else unloaded(model)
     prompts = as_prompts(prompts)
     named = request_checks.with_baseline(conditions)
     how = generate.sampling_of(sampling, seed)
@@ -165,7 +165,7 @@ def baseline_noise(
         raise OptionError(
             f"{taken[0]}=… cannot be given: only the baseline is answered, again in each repetition"
         )
-    model, prompts = load_model(model), as_prompts(prompts)
+    model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     other_dtype = other_dtype or ("bfloat16" if dtype == "float32" else "float32")
     if batch == other_batch or dtype == other_dtype:

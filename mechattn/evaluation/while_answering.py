@@ -19,7 +19,7 @@ from mechattn.engine.run import run
 from mechattn.errors import OptionError
 from mechattn.evaluation.answer_units import units_of
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.model.load import load_model
+from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.result import Result
@@ -241,7 +241,7 @@ def while_answering(
     Raises:
         OptionError: A condition or a prompt was not evaluated.
     """
-    model = load_model(model)
+    model = load_model(as_hooked(model))
     named = with_baseline(conditions)
     lacking = [name for name in named if name not in evaluation.conditions]
     if lacking:

@@ -163,6 +163,29 @@ def check_device(device: str | torch.device | None) -> None:
 
 
 @alone
+def as_hooked(model: Any) -> Any:
+    """The model if ``load_model`` has already handled it; otherwise, the model that ``load_model`` makes of it.
+
+    Raises:
+        ModelError: The model was changed since it was verified, or ``load_model`` refuses it.
+    """
+    facts = facts_of(model)
+    if facts is None:
+        return load_model(model)
+    if facts.verified and facts.state is not None:
+        _notice_changes(model, facts)
+    return model
+
+
+@alone
+def verify_again(model: Any) -> None:
+    """Verify a model again if another one was made since, as making one changes classes that all share."""
+    facts = _known_or_met(model)
+    if facts.to_verify and (facts.report is None or facts.boots < boots()):
+        _verify(model, facts)
+
+
+@alone
 def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **options: Any) -> Report:
     """Verify a hooked model against the model itself: a table of checks, with both figures and the tolerance.
 
@@ -252,8 +275,7 @@ def _verified(model: Any, verify: bool) -> Any:
         return model
     if facts.verified and facts.state is not None:
         _notice_changes(model, facts)
-    if facts.to_verify and (facts.report is None or facts.boots < boots()):
-        _verify(model, facts)
+    verify_again(model)
     return model
 
 
