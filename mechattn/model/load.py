@@ -309,7 +309,7 @@ def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
 
 
 def _notice_changes(model: Any, facts: ModelFacts) -> None:
-    """Refuse a changed model; verify it again if it was moved, or has hooks that it had not."""
+    """Refuse a changed model; verify it again if it was moved."""
     before = facts.state
     assert before is not None, "asked of a verified model only"
     now = state_of(model, before)
@@ -318,15 +318,6 @@ def _notice_changes(model: Any, facts: ModelFacts) -> None:
         with making:
             facts.native, facts.why_not_native = _native_twin(model)
         _verify(model, facts)
-    elif now["hooks"].items() - before["hooks"].items():
-        earlier = facts.report
-        try:
-            _verify(model, facts)
-        except ModelError:
-            # So that the next run is refused as well.
-            facts.report = earlier
-            facts.state = before
-            raise
     facts.state = now
 
 
