@@ -176,7 +176,7 @@ def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
         expected = stored.encode(text, add_special_tokens=False).ids
         if token_ids != expected:
             warn(
-                f"{type(tokenizer).__name__}, which transformers takes for {folder.name}, reads {text!r} as "
+                f"{type(tokenizer).__name__}, which transformers loads for {folder.name}, reads {text!r} as "
                 f"{len(token_ids)} tokens {token_ids[:6]} …, and its tokenizer.json as {len(expected)}: "
                 f"{expected[:6]} …; to use the file, pass tokenizer=PreTrainedTokenizerFast"
                 f'(tokenizer_file="tokenizer.json")'
