@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mechattn.errors import ModelError
+import torch
+
+from mechattn.errors import ModelError, warn
 
 _CAUSAL = "mechattn measures models that predict the next token from the earlier ones: load this with AutoModelForCausalLM"
 _HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -72,3 +74,30 @@ def configs_restored(model: Any) -> Iterator[None]:
             vars(config).clear()
             vars(config).update(attributes)
         raise
+
+
+def moved(hf_model: Any, device: Any, dtype: torch.dtype | None) -> Any:
+    """The model on a device, with parameters of a dtype; what it computes at loading, such as the
+    frequencies of RoPE, stays in float32, as ``from_pretrained(dtype=…)`` leaves it.
+    """
+    computed = {
+        (part, name): part._buffers[name]
+        for part in hf_model.modules()
+        for name in part._non_persistent_buffers_set
+    }
+    hf_model = hf_model.to(device=device, dtype=dtype)
+    for (part, name), values in computed.items():
+        part._buffers[name] = values if values is None else values.to(device=device)
+    return hf_model
+
+
+def warn_of_rounded_frequencies(hf_model: Any) -> None:
+    """Warn of rotary frequencies that were rounded before the model came here."""
+    for name, values in hf_model.named_buffers():
+        if name.endswith("inv_freq") and values.dtype in (torch.float16, torch.bfloat16):
+            warn(
+                f"the rotary frequencies of this {type(hf_model).__name__} are rounded to {values.dtype}, "
+                "as model.to(dtype) does, so far positions are turned by wrong angles; give the dtype "
+                "to from_pretrained or to load_model instead"
+            )
+            return

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from mechattn.errors import MechattnError, ModelError, OptionError, warn
+from mechattn.errors import MechattnError, ModelError, OptionError
 from mechattn.hub_access import asked_once
 from mechattn.model import checkpoint
 from mechattn.model.architectures import mend
@@ -28,8 +28,10 @@ from mechattn.model.gguf_files import (
 )
 from mechattn.model.given_objects import (
     configs_restored,
+    moved,
     refuse_other_kinds,
     unwrapped_model,
+    warn_of_rounded_frequencies,
 )
 from mechattn.model.hooked import (
     HookedModel,
@@ -396,38 +398,12 @@ def _from_object(
             "the dtype and devices of a quantised or dispatched model cannot be changed; set them where it is made"
         )
     if not placed:
-        hf_model = _moved(hf_model, device, None if dtype == "auto" else dtype)
-    _warn_of_rounded_frequencies(hf_model)
+        hf_model = moved(hf_model, device, None if dtype == "auto" else dtype)
+    warn_of_rounded_frequencies(hf_model)
     kept = {"hf_model": hf_model.eval(), "dtype": hf_model.dtype if dtype == "auto" else dtype}
     hooked = _boot(name, tokenizer=tokenizer, device=device, shown=name, **kept, **options)
     _known_or_met(hooked).gguf = gguf
     return hooked
-
-
-def _moved(hf_model: Any, device: Any, dtype: torch.dtype | None) -> Any:
-    """The model on a device, with parameters of a dtype; what it computes at loading, such as the
-    frequencies of RoPE, stays in float32, as ``from_pretrained(dtype=…)`` leaves it.
-    """
-    computed = {
-        (part, name): part._buffers[name]
-        for part in hf_model.modules()
-        for name in part._non_persistent_buffers_set
-    }
-    hf_model = hf_model.to(device=device, dtype=dtype)
-    for (part, name), values in computed.items():
-        part._buffers[name] = values if values is None else values.to(device=device)
-    return hf_model
-
-
-def _warn_of_rounded_frequencies(hf_model: Any) -> None:
-    for name, values in hf_model.named_buffers():
-        if name.endswith("inv_freq") and values.dtype in (torch.float16, torch.bfloat16):
-            warn(
-                f"the rotary frequencies of this {type(hf_model).__name__} are rounded to {values.dtype}, "
-                "as model.to(dtype) does, so far positions are turned by wrong angles; give the dtype "
-                "to from_pretrained or to load_model instead"
-            )
-            return
 
 
 def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
