@@ -206,8 +206,11 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     """
     if length < AT_LOADING:
         raise OptionError(f"length={length}: a probe has at least {AT_LOADING} tokens")
+    met_before = facts_of(model)
+    to_verify = met_before is None or met_before.to_verify
     hooked = load_model(model, verify=False, **options)
     facts = _known_or_met(hooked)
+    facts.to_verify = to_verify  # a model that is verified here is verified again later, as before
     if native is not None:
         facts = replace(facts, native=native.eval(), why_not_native="", probe_logits=None)
     facts.streaming = _tried(check_streaming, hooked)
