@@ -148,7 +148,7 @@ def _compared(table: pd.DataFrame) -> str:
     if about["patterns"] is not None:
         patterns = f"{about['patterns']:,} random patterns of signs"
     if "resampled" in about:
-        patterns += f" of {about['resampled']}, which are also quantity the bootstrap resamples"
+        patterns += f" of {about['resampled']}, which are also what the bootstrap resamples"
     tests = f"sign-flip tests ({patterns})"
     if units >= FEWEST_FOR_ALL:
         tests += ", bootstrap-t tests, and step-down bootstrap-t tests with p divided by their number (the largest p)"

@@ -375,7 +375,7 @@ class _Capture:
         # A layer's first input comes from the layer before, which may lie on another device.
         out = out.detach().to(batch.tokens.device)
         # OPT runs its MLP on one row of all tokens.
-        is_one_row = out.shape[:2] != shape and len(out) == shape.numel()
+        is_one_row = out.shape[:2] != shape and len(out) == batch.tokens.numel()
         self.tensors[name] = out.unflatten(0, shape) if is_one_row else out
         if len(self.tensors) < len(self.analysis.captures):
             return
@@ -399,16 +399,16 @@ def _at_mlps(batch_pass: _Pass, pending: _PendingSums) -> AbstractContextManager
     def see(
         layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
     ) -> None:
-        shape = batch_pass.placed.tokens.shape
+        tokens = batch_pass.placed.tokens
         d_mlp = pre.shape[-1]
-        if pre.numel() != d_mlp * shape.numel():
+        if pre.numel() != d_mlp * tokens.numel():
             raise ModelError(
                 f"the MLP of layer {layer} doesn't read every token, so its activations cannot be compared by token"
             )
         activations = protocols.Activations(
             layer,
-            pre.detach().reshape(*shape, d_mlp),
-            post.detach().reshape(*shape, d_mlp),
+            pre.detach().reshape(*tokens.shape, d_mlp),
+            post.detach().reshape(*tokens.shape, d_mlp),
             minimums[layer],
             batch_pass.batch_at(layer),
             batch_pass.pairs_at(layer),

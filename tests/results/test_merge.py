@@ -54,6 +54,7 @@ def test_other_weights_are_refused(halves, prompts):
     first, hooked = halves([0, 1]), ma.load_model("toy:llama")
     with torch.no_grad():
         hooked.blocks[1].attn.q.weight[0, 0] += 1e-3
+    ma.load_model(hooked, verify=False)
     conditions = {"slash": ma.MeaninglessTokens(count=5)}
     other = run_part(hooked, prompts[2:4], conditions, layers=[0], places=[2, 3])
     with pytest.raises(OptionError, match=r"model\.weights_hash is"):
