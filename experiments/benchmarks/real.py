@@ -43,7 +43,7 @@ def five_analyses() -> list[Any]:
     of = ma.analyses
     return [
         ma.ReceivedAttention(),
-        of.SegmentFlow(),
+        of.AttentionBudget(),
         of.AttentionFocus(),
         of.HeadUpdates(),
         of.AttentionSinks(),
