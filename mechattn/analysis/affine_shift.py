@@ -16,15 +16,13 @@ from mechattn.functional.received import segment_mean
 from mechattn.prompts.token_sequences import Batch
 
 _NONE = -1.0  # stands for an undefined ratio, as sums must be finite
+_NO_NULL = "it depends on the values"
 _LEAST = 1e-3  # of the output
 _PARTS = ("dilution", "shift", "rerouting", "new_values")
 _FIT = ("before", "both", "after")
 _PER_QUERY = ("scale", "question_ratio", "total_variation", "output", "shift", "residual", "change")
-_OF_THE_PATTERN = (
-    "scale",
-    "question_ratio",
-    "total_variation",
-)  # the others depend on the values too
+# The others depend on the values too.
+_OF_THE_PATTERN = ("scale", "question_ratio", "total_variation")
 _BY_POSITION = (
     "scale",
     "question_ratio",
@@ -55,53 +53,47 @@ class AffineShift(AnalysisBase):
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """Means over the queries of each segment, and the rank of the shift over the queries after the insertion."""
-        of = ("head", "segment")
+        by_segment = ("head", "segment")
+        by_head = ("head",)
         scale = "attention left to the original keys: lambda in the paper"
         ratio = "attention to all question keys, over that without inserted tokens: rho_Q"
         variation = "1/2 sum over original keys of |A'/lambda - A|: 0 if only diluted"
-        values = "it depends on the values"
-        split = "|output' - lambda output - shift| / |output'|: what the affine form misses"
-        rank = "over the shifts of the original queries after the insertion"
-        effective = f"exp entropy of s / sum s {rank} (Roy and Vetterli 2007)"
+        error = "|output' - lambda output - shift| / |output'|: what the affine form misses"
+        shift = "|sum over inserted keys of A' v'|"
+        quantities = {
+            "scale": Quantity(by_segment, "probability", scale),
+            "question_ratio": Quantity(by_segment, "ratio", ratio),
+            "total_variation": Quantity(by_segment, "probability", variation, "difference"),
+            "relative_error": Quantity(by_segment, "share", error, "difference", _NO_NULL),
+            "output_norm": Quantity(by_segment, "value norm", "|output'|", no_null=_NO_NULL),
+            "shift_norm": Quantity(by_segment, "value norm", shift, "difference", _NO_NULL),
+            "shift_share": Quantity(
+                by_segment, "share", "|shift| / |output'|", "difference", _NO_NULL
+            ),
+        }
+        of_change = "change> / |change|^2, of queries after the insertion; adds up to 1"
+        for part in _PARTS:
+            share = f"<{part}, {of_change}"
+            quantities[f"change_by_{part}"] = Quantity(
+                by_segment, "share", share, "difference", _NO_NULL
+            )
         fit = "sum over the question's queries of products of outputs less their means, without and with inserted tokens"
-        part_of = "change> / |change|^2, of queries after the insertion; adds up to 1"
-        shares = {
-            f"change_by_{p}": Quantity(of, "share", f"<{p}, {part_of}", "difference", values)
-            for p in _PARTS
-        }
-        by_position = {
-            name: "" if name in _OF_THE_PATTERN else values
-            for name in _BY_POSITION
-            if self.per_query
-        }
-        about, dims = "of the query at this position", ("head", "key")
-        at = {
-            f"{n}_at": Quantity(dims, "as without _at", f"{n} {about}", no_null=w)
-            for n, w in by_position.items()
-        }
-        return {
-            "scale": Quantity(of, "probability", scale),
-            "question_ratio": Quantity(of, "ratio", ratio),
-            "total_variation": Quantity(of, "probability", variation, "difference"),
-            "relative_error": Quantity(of, "share", split, "difference", values),
-            "output_norm": Quantity(of, "value norm", "|output'|", no_null=values),
-            "shift_norm": Quantity(
-                of, "value norm", "|sum over inserted keys of A' v'|", "difference", values
-            ),
-            "shift_share": Quantity(of, "share", "|shift| / |output'|", "difference", values),
-            **shares,
-            **{
-                f"fit_{name}": Quantity(
-                    ("head",), "value norm squared", f"{fit} ({name})", no_null=values
-                )
-                for name in _FIT
-            },
-            **at,
-            "shift_rank_one_share": Quantity(
-                ("head",), "share", f"s1^2 / sum s^2 {rank}", no_null=values
-            ),
-            "shift_effective_rank": Quantity(("head",), "dimensions", effective, no_null=values),
-        }
+        for name in _FIT:
+            quantities[f"fit_{name}"] = Quantity(
+                by_head, "value norm squared", f"{fit} ({name})", no_null=_NO_NULL
+            )
+        for name in _BY_POSITION if self.per_query else ():
+            own = f"{name} of the query at this position"
+            no_null = "" if name in _OF_THE_PATTERN else _NO_NULL
+            quantities[f"{name}_at"] = Quantity(
+                ("head", "key"), "as without _at", own, no_null=no_null
+            )
+        shifts = "over the shifts of the original queries after the insertion"
+        first = f"s1^2 / sum s^2 {shifts}"
+        rank = f"exp entropy of s / sum s {shifts} (Roy and Vetterli 2007)"
+        quantities["shift_rank_one_share"] = Quantity(by_head, "share", first, no_null=_NO_NULL)
+        quantities["shift_effective_rank"] = Quantity(by_head, "dimensions", rank, no_null=_NO_NULL)
+        return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
@@ -109,14 +101,20 @@ class AffineShift(AnalysisBase):
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
         """Add norms and products of the parts for each query, and the Gram matrix of the shifts."""
-        inserted = rows.batch.inserted[:, rows.keys]
-        aligned, baseline = rows.aligned, rows.baseline
+        aligned = rows.aligned
+        baseline = rows.baseline
         parts = fn.split(
-            rows.pattern, rows.v, inserted, aligned, rows.v_aligned, baseline, rows.v_baseline
+            rows.pattern,
+            rows.v,
+            rows.batch.inserted[:, rows.keys],
+            aligned,
+            rows.v_aligned,
+            baseline,
+            rows.v_baseline,
         )
         change = parts.change
         ratio = fn.question_ratio(aligned, baseline, rows.segment == SEGMENTS.index("question"))
-        made = {
+        numbers = {
             "scale": parts.scale,
             "question_ratio": ratio.nan_to_num(_NONE, posinf=_NONE),
             "total_variation": fn.total_variation(aligned, baseline, parts.scale.clamp(min=1e-30)),
@@ -124,76 +122,78 @@ class AffineShift(AnalysisBase):
             "shift": parts.shift.norm(dim=-1),
             "residual": (parts.rerouting + parts.new_values).norm(dim=-1),
             "change": torch.linalg.vecdot(change, change),
-            **{f"by_{part}": torch.linalg.vecdot(getattr(parts, part), change) for part in _PARTS},
         }
-        for name, value in made.items():
-            sums[name][..., rows.queries] = value
-        asks = (rows.batch.of_segment("question") & (rows.batch.origin >= 0))[
-            :, None, rows.queries, None
-        ]
-        x, y = (part.double() * asks for part in (parts.before, parts.output))
-        fit = {
-            "x": x.sum(-2),
-            "y": y.sum(-2),
-            "before": (x * x).sum((-1, -2)),
-            "both": (x * y).sum((-1, -2)),
-        }
-        for name, value in {**fit, "after": (y * y).sum((-1, -2))}.items():
-            sums[f"fit_{name}"] = sums.get(f"fit_{name}", torch.zeros_like(value)) + value
+        for part in _PARTS:
+            numbers[f"by_{part}"] = torch.linalg.vecdot(getattr(parts, part), change)
+        for name, number in numbers.items():
+            sums[name][..., rows.queries] = number
+
+        # What a fit over the question's queries needs: sums and products of outputs without (x) and with insertion (y).
+        is_question = rows.batch.of_segment("question") & (rows.batch.origin >= 0)
+        counted = is_question[:, None, rows.queries, None]
+        x = parts.before.double() * counted
+        y = parts.output.double() * counted
+        _accumulate(sums, "fit_x", x.sum(-2))
+        _accumulate(sums, "fit_y", y.sum(-2))
+        _accumulate(sums, "fit_before", (x * x).sum((-1, -2)))
+        _accumulate(sums, "fit_both", (x * y).sum((-1, -2)))
+        _accumulate(sums, "fit_after", (y * y).sum((-1, -2)))
+
         shifts = parts.shift.double() * rows.batch.after_inserted[:, None, rows.queries, None]
-        gram = rearrange(shifts, "batch head query d_head -> batch head d_head query") @ shifts
-        sums["gram"] = sums["gram"] + gram if "gram" in sums else gram
+        transposed = rearrange(shifts, "batch head query d_head -> batch head d_head query")
+        _accumulate(sums, "gram", transposed @ shifts)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments; an inserted query has a scale but no baseline to compare with."""
-        members, after, at_original = batch.members(), batch.after_inserted, batch.origin >= 0
-        asks = (
-            batch.of_segment("question").cumsum(-1) > 0
-        ) & at_original  # the queries that see a question token
-        original = members & at_original[:, None]
-        there = (sums["question_ratio"] != _NONE) & asks[:, None]
-        each = {
+        is_original = batch.origin >= 0
+        question = batch.of_segment("question")
+        sees_question = (question.cumsum(-1) > 0) & is_original
+        has_ratio = (sums["question_ratio"] != _NONE) & sees_question[:, None]
+        of_queries = {
             "scale": sums["scale"],
-            "question_ratio": sums["question_ratio"].masked_fill(~there, torch.nan),
+            "question_ratio": sums["question_ratio"].masked_fill(~has_ratio, torch.nan),
             "total_variation": sums["total_variation"],
             "relative_error": sums["residual"] / sums["output"],
             "shift_norm": sums["shift"],
             "shift_share": sums["shift"] / sums["output"],
         }
-        energies = fn.spectrum(sums["gram"])
-        n = (batch.of_segment("question") & at_original).sum(-1)[:, None].clamp(min=1)
-        x, y = sums["fit_x"], sums["fit_y"]
-        means = zip(_FIT, ((x * x).sum(-1), (x * y).sum(-1), (y * y).sum(-1)), strict=True)
-        nothing = ~after.any(-1)[:, None]
+        members = batch.members()
+        original_members = members & is_original[:, None]
+        values = {}
+        for name, value in of_queries.items():
+            counted = members if name == "scale" else original_members
+            values[name] = segment_mean(value, counted)
+        values["output_norm"] = segment_mean(sums["output"], original_members)
+
         # If the change is within rounding error, its parts mean nothing.
-        change = torch.where(
-            sums["change"] > (_LEAST * sums["output"]) ** 2, sums["change"], torch.nan
-        )
-        late = original & after[:, None]
-        return {
-            **{
-                name: segment_mean(value, members if name == "scale" else original)
-                for name, value in each.items()
-            },
-            "output_norm": segment_mean(sums["output"], original),
-            **{
-                f"change_by_{part}": segment_mean(sums[f"by_{part}"] / change, late)
-                for part in _PARTS
-            },
-            **{
-                f"fit_{name}": (sums[f"fit_{name}"] - product / n).float()
-                for name, product in means
-            },
-            "shift_rank_one_share": fn.rank_one_share(energies)
-            .masked_fill(nothing, torch.nan)
-            .float(),
-            "shift_effective_rank": fn.effective_rank(energies)
-            .masked_fill(nothing, torch.nan)
-            .float(),
-            **{
-                f"{name}_at": value.masked_fill(
-                    ~(batch.real if name == "scale" else at_original)[:, None], torch.nan
-                )
-                for name, value in (each.items() if self.per_query else ())
-            },
+        is_large = sums["change"] > (_LEAST * sums["output"]) ** 2
+        change = torch.where(is_large, sums["change"], torch.nan)
+        members_after = original_members & batch.after_inserted[:, None]
+        for part in _PARTS:
+            values[f"change_by_{part}"] = segment_mean(sums[f"by_{part}"] / change, members_after)
+
+        n = (question & is_original).sum(-1)[:, None].clamp(min=1)
+        x = sums["fit_x"]
+        y = sums["fit_y"]
+        values["fit_before"] = (sums["fit_before"] - (x * x).sum(-1) / n).float()
+        values["fit_both"] = (sums["fit_both"] - (x * y).sum(-1) / n).float()
+        values["fit_after"] = (sums["fit_after"] - (y * y).sum(-1) / n).float()
+
+        energies = fn.spectrum(sums["gram"])
+        without_insertion = ~batch.after_inserted.any(-1)[:, None]
+        ranks = {
+            "shift_rank_one_share": fn.rank_one_share(energies),
+            "shift_effective_rank": fn.effective_rank(energies),
         }
+        for name, rank in ranks.items():
+            values[name] = rank.masked_fill(without_insertion, torch.nan).float()
+
+        for name, value in of_queries.items() if self.per_query else ():
+            counted = batch.real if name == "scale" else is_original
+            values[f"{name}_at"] = value.masked_fill(~counted[:, None], torch.nan)
+        return values
+
+
+def _accumulate(sums: Sums, name: str, value: Tensor) -> None:
+    """Add to a sum whose shape is known only now."""
+    sums[name] = sums[name] + value if name in sums else value

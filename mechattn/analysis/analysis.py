@@ -211,14 +211,15 @@ class AnalysisBase:
     @property
     def options(self) -> Mapping[str, Any]:
         """The options recorded with the result."""
-        names: list[str] = (
-            [field.name for field in fields(self) if field.repr] if is_dataclass(self) else []
-        )
-        given = {name: getattr(self, name) for name in names}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in given.items()
-        }
+        if not is_dataclass(self):
+            return {}
+        options = {}
+        for field in fields(self):
+            if not field.repr:
+                continue
+            value = getattr(self, field.name)
+            options[field.name] = list(value) if isinstance(value, tuple) else value
+        return options
 
     def problem(self, sequence: Sequence) -> str | None:
         """None: every sequence can be measured."""
@@ -301,10 +302,12 @@ def seen_keys(
 ) -> Bool[Tensor, "batch query pos"]:
     """Which positions some queries of each sequence can see: all before them, except for windows and cut edges."""
     length = batch.tokens.shape[1]
-    seen = visible_keys(queries, length, window).expand(len(batch.rows), -1, -1)
+    count = len(batch.rows)
+    seen = visible_keys(queries, length, window).expand(count, -1, -1)
     if batch.edge_mask is None:
         return seen
-    return seen & ~batch.edge_mask.unseen(queries.expand(len(batch.rows), -1), slice(0, length))
+    unseen = batch.edge_mask.unseen(queries.expand(count, -1), slice(0, length))
+    return seen & ~unseen
 
 
 class QueryAnalysis(AnalysisBase):
@@ -331,53 +334,58 @@ class QueryAnalysis(AnalysisBase):
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """Means over the queries of each segment."""
-        dims, mean = ("head", "segment"), "mean over the queries of the segment"
-        made = {
-            name: Quantity(dims, units, f"{about}, {mean}")
-            for name, (units, about) in self.numbers.items()
-        }
-        at = self.numbers.items() if self.each_query else ()
-        return made | {
-            f"{n}_at": Quantity(("head", "key"), u, f"{about}, of each query")
-            for n, (u, about) in at
-        }
+        quantities = {}
+        for name, (units, about) in self.numbers.items():
+            mean = f"{about}, mean over the queries of the segment"
+            quantities[name] = Quantity(("head", "segment"), units, mean)
+            if self.each_query:
+                own = f"{about}, of each query"
+                quantities[f"{name}_at"] = Quantity(("head", "key"), units, own)
+        return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zeros, and nothing undefined."""
-        made = zeros(batch, heads, *self.numbers)
-        return made | {
-            name + _UNDEFINED: torch.zeros_like(value, dtype=torch.bool)
-            for name, value in made.items()
-        }
+        sums = zeros(batch, heads, *self.numbers)
+        for name in self.numbers:
+            sums[name + _UNDEFINED] = torch.zeros_like(sums[name], dtype=torch.bool)
+        return sums
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store the numbers of these queries."""
-        made, wanted = self.of_queries(rows), rows.pattern.shape[:3]
-        if set(made) != set(self.numbers):
+        numbers = self.of_queries(rows)
+        if set(numbers) != set(self.numbers):
             raise OptionError(
-                f"{self.name}: of_queries gives {list(made)}, and numbers declares {list(self.numbers)}"
+                f"{self.name}: of_queries gives {list(numbers)}, and numbers declares {list(self.numbers)}"
             )
-        for name, number in made.items():
-            for value in number if isinstance(number, tuple) and len(number) == 2 else (number,):
-                if not isinstance(value, Tensor) or value.shape != wanted:
-                    given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                    raise OptionError(
-                        f"{self.name}: of_queries gives {name!r} as {given}, not as [batch, head, query] = "
-                        f"{list(wanted)}: reduce rows.pattern [batch head query key] over its keys"
-                    )
-            if isinstance(number, tuple):
-                number, undefined = number[0], ~number[1].bool()
+        for name, number in numbers.items():
+            if isinstance(number, tuple) and len(number) == 2:
+                number, is_defined = number
+                self._check_shape(name, number, rows)
+                self._check_shape(name, is_defined, rows)
+                undefined = ~is_defined.bool()
                 sums[name + _UNDEFINED][..., rows.queries] = undefined
                 number = number.masked_fill(undefined, 0)
+            else:
+                self._check_shape(name, number, rows)
             sums[name][..., rows.queries] = number.to(sums[name].dtype)
+
+    def _check_shape(self, name: str, number: object, rows: AttentionRows) -> None:
+        expected = rows.pattern.shape[:3]
+        if isinstance(number, Tensor) and number.shape == expected:
+            return
+        actual = list(number.shape) if isinstance(number, Tensor) else type(number).__name__
+        raise OptionError(
+            f"{self.name}: of_queries gives {name!r} as {actual}, not as [batch, head, query] = "
+            f"{list(expected)}: reduce rows.pattern [batch head query key] over its keys"
+        )
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment for which a number is defined."""
-        hidden = ~batch.real[:, None]
-        each = {
-            n: sums[n].masked_fill(sums[n + _UNDEFINED] | hidden, torch.nan) for n in self.numbers
-        }
-        made = {name: segment_mean(value, batch.members()) for name, value in each.items()}
-        return made | (
-            {f"{name}_at": value for name, value in each.items()} if self.each_query else {}
-        )
+        padding = ~batch.real[:, None]
+        values = {}
+        for name in self.numbers:
+            of_queries = sums[name].masked_fill(sums[name + _UNDEFINED] | padding, torch.nan)
+            values[name] = segment_mean(of_queries, batch.members())
+            if self.each_query:
+                values[f"{name}_at"] = of_queries
+        return values

@@ -109,23 +109,25 @@ class AttentionFocus(AnalysisBase):
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """Means over the queries of each segment; also each query's value with ``per_query``."""
-        measured = {n: v for n, v in _UNITS.items() if self.half_mass or n != "half_mass_keys"}
-        mean = ", mean over the queries of the segment"
-        made = {
-            name: Quantity(
-                ("head", "segment"), units, about if "share of queries" in about else about + mean,
-                "difference" if name in _MAY_BE_ZERO else "ratio", _NO_NULL.get(name, ""),
-            )
-            for name, (units, about) in measured.items()
-        }  # fmt: skip
-        if self.per_query:
-            per_query = measured | {"target": ("position", "index of the strongest target")}
-            for name, (units, about) in per_query.items():
-                why = _NO_NULL.get(name, "")
-                made[f"{name}_at"] = Quantity(
-                    ("head", "key"), units, f"{about}, of each query", no_null=why
-                )
-        return made
+        measured = dict(_UNITS)
+        if not self.half_mass:
+            del measured["half_mass_keys"]
+        quantities = {}
+        for name, (units, about) in measured.items():
+            mean = about
+            if "share of queries" not in about:
+                mean += ", mean over the queries of the segment"
+            compared: Any = "difference" if name in _MAY_BE_ZERO else "ratio"
+            no_null = _NO_NULL.get(name, "")
+            quantities[name] = Quantity(("head", "segment"), units, mean, compared, no_null)
+        if not self.per_query:
+            return quantities
+        measured["target"] = ("position", "index of the strongest target")
+        for name, (units, about) in measured.items():
+            own = f"{about}, of each query"
+            no_null = _NO_NULL.get(name, "")
+            quantities[f"{name}_at"] = Quantity(("head", "key"), units, own, no_null=no_null)
+        return quantities
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
@@ -136,12 +138,12 @@ class AttentionFocus(AnalysisBase):
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store each query's values at its position."""
-        pattern, start, first = rows.pattern, rows.queries.start, rows.keys.start
-        largest, second, at = fn.top_two(pattern)
-        target = at + first
-        inserted = rows.batch.inserted[:, rows.keys].to(pattern.dtype)
-        made = {
-            "target": target,
+        pattern = rows.pattern
+        start = rows.queries.start
+        first = rows.keys.start
+        largest, second, column = fn.top_two(pattern)
+        numbers = {
+            "target": column + first,
             "self_mass": self_attention(pattern, start, first),
             "previous_mass": fn.looking_back(pattern, 1, start, first)[0],
             "duplicate_mass": _repeated_mass(rows, 0),
@@ -151,34 +153,41 @@ class AttentionFocus(AnalysisBase):
             "distance": fn.mean_distance(pattern, start, first),
         }
         if first == 0:
-            made["first_mass"] = pattern[..., 0]
-        before, beyond = inserted_span(rows.batch)
-        if before < rows.keys.stop and beyond > first:
-            made["inserted_mass"] = masses_of_rows(pattern, inserted[:, None])[:, 0]
+            numbers["first_mass"] = pattern[..., 0]
+        span_start, span_end = inserted_span(rows.batch)
+        if span_start < rows.keys.stop and span_end > first:
+            inserted = rows.batch.inserted[:, rows.keys].to(pattern.dtype)
+            numbers["inserted_mass"] = masses_of_rows(pattern, inserted[:, None])[:, 0]
         if self.half_mass:
-            made["half_mass_keys"] = fn.half_mass_keys(pattern)
-        for name, value in made.items():
-            sums[name][..., rows.queries] = value
+            numbers["half_mass_keys"] = fn.half_mass_keys(pattern)
+        for name, number in numbers.items():
+            sums[name][..., rows.queries] = number
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment that see at least two keys."""
         seen = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
-        several = (batch.real & (seen >= 2))[:, None]
         queries = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         target = sums["target"]
-        each = {name: value for name, value in sums.items() if name != "target"}
-        each["self_share"] = (target == queries).float()
-        each["first_share"] = (target == 0).float()
-        each["previous_share"] = (target == queries - 1).float()
-        each["entropy_share"] = sums["entropy"] / seen.clamp(min=2).log()[:, None].float()
-        each = {name: value.masked_fill(~several, torch.nan) for name, value in each.items()}
+        of_queries = {name: value for name, value in sums.items() if name != "target"}
+        of_queries["self_share"] = (target == queries).float()
+        of_queries["first_share"] = (target == 0).float()
+        of_queries["previous_share"] = (target == queries - 1).float()
+        largest_entropy = seen.clamp(min=2).log()[:, None].float()
+        of_queries["entropy_share"] = sums["entropy"] / largest_entropy
+
+        uncounted = ~(batch.real & (seen >= 2))[:, None]
+        for name, value in of_queries.items():
+            of_queries[name] = value.masked_fill(uncounted, torch.nan)
         for name, after in (("duplicate_mass", 0), ("induction_mass", 1)):
-            each[name] = each[name].masked_fill(_no_repeat(batch, after)[:, None], torch.nan)
-        means = segment_means(each, batch.members())
-        if not self.per_query:
-            return means
-        each["target"] = target.masked_fill(~several, torch.nan)
-        return means | {f"{name}_at": value for name, value in each.items()}
+            without_repeat = _no_repeat(batch, after)[:, None]
+            of_queries[name] = of_queries[name].masked_fill(without_repeat, torch.nan)
+
+        values = segment_means(of_queries, batch.members())
+        if self.per_query:
+            of_queries["target"] = target.masked_fill(uncounted, torch.nan)
+            for name, value in of_queries.items():
+                values[f"{name}_at"] = value
+        return values
 
 
 def _repeated_mass(rows: AttentionRows, after: int) -> Float[Tensor, "batch head query"]:
@@ -231,21 +240,14 @@ class AttentionSpread(AnalysisBase):
     shares: tuple[float, ...] = (0.5, 0.1, 0.01)
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.bands, bool)
-            or not isinstance(self.bands, int)
-            or not 1 <= self.bands <= 24
-        ):
+        bands = self.bands
+        if isinstance(bands, bool) or not isinstance(bands, int) or not 1 <= bands <= 24:
             raise OptionError(
-                f"bands={self.bands!r}: give the number of bands, from 1 to 24; 12 bands reach back 2,047 tokens"
+                f"bands={bands!r}: give the number of bands, from 1 to 24; 12 bands reach back 2,047 tokens"
             )
-        given = self.shares if isinstance(self.shares, (tuple, list)) else ()
-        numbers = [
-            s
-            for s in given
-            if isinstance(s, (int, float)) and not isinstance(s, bool) and 0 < s < 1
-        ]
-        if not given or len(numbers) < len(given) or len(set(numbers)) < len(numbers):
+        shares = self.shares if isinstance(self.shares, (tuple, list)) else ()
+        are_fractions = all(isinstance(share, float) and 0 < share < 1 for share in shares)
+        if not shares or not are_fractions or len(set(shares)) < len(shares):
             raise OptionError(
                 f"shares={self.shares!r}: give different numbers between 0 and 1, such as (0.5, 0.1)"
             )
@@ -270,16 +272,15 @@ class AttentionSpread(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        return zeros(batch, heads, "mass", last=(self.bands,)) | zeros(
-            batch, heads, "near", last=(len(self.shares),)
-        )
+        mass = zeros(batch, heads, "mass", last=(self.bands,))
+        near = zeros(batch, heads, "near", last=(len(self.shares),))
+        return mass | near
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store both numbers of each query."""
         pattern = rows.pattern
-        sums["mass"][:, :, rows.queries] = fn.band_mass(
-            pattern, self.bands, rows.queries.start, rows.keys.start
-        )
+        mass = fn.band_mass(pattern, self.bands, rows.queries.start, rows.keys.start)
+        sums["mass"][:, :, rows.queries] = mass
         sums["near"][:, :, rows.queries] = fn.near_best(pattern, self.shares)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
@@ -293,10 +294,11 @@ class AttentionSpread(AnalysisBase):
 
     def _sees(self, batch: Batch, window: int | None) -> Float[Tensor, "batch query band"]:
         """1 where a query sees every key of a band."""
-        places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        edges = torch.tensor(fn.band_edges(self.bands), device=places.device)
-        found = fn.band_mass(seen_keys(batch, places, window).float(), self.bands)
-        return (found == (edges[1:] - edges[:-1]).clamp(min=1)).float()
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        edges = torch.tensor(fn.band_edges(self.bands), device=positions.device)
+        widths = (edges[1:] - edges[:-1]).clamp(min=1)
+        seen = seen_keys(batch, positions, window).float()
+        return (fn.band_mass(seen, self.bands) == widths).float()
 
 
 def _mean(
@@ -347,31 +349,25 @@ class ScoreDecomposition(AnalysisBase):
     def quantities(self) -> Mapping[str, Quantity]:
         """The parts of the target's score, their shares, and the bias and ALiBi of every key."""
         mean = ", of the target, centred over the keys that the query sees, mean over the queries of the segment"
-        made = {
-            p: Quantity(("head", "segment"), "logits", _ABOUT[p] + mean, "difference")
-            for p in PARTS
-        }
-        made |= {
-            f"{p}_share": Quantity(
-                ("head", "segment"), "share", f"|{p}| / sum of |parts|{mean}", "difference"
-            )
-            for p in PARTS
-        }
-        made |= {
-            f"{p}_of_key": Quantity(
-                ("head", "key"), "logits", f"{_ABOUT[p]}, not centred: only its trend matters"
-            )
-            for p in PARTS[1:]
-        }
+        by_segment = ("head", "segment")
+        by_key = ("head", "key")
+        quantities = {}
+        for part in PARTS:
+            described = _ABOUT[part] + mean
+            quantities[part] = Quantity(by_segment, "logits", described, "difference")
+        for part in PARTS:
+            described = f"|{part}| / sum of |parts|{mean}"
+            quantities[f"{part}_share"] = Quantity(by_segment, "share", described, "difference")
+        for part in PARTS[1:]:
+            described = f"{_ABOUT[part]}, not centred: only its trend matters"
+            quantities[f"{part}_of_key"] = Quantity(by_key, "logits", described)
         if self.per_query:
-            made |= {
-                f"{p}_at": Quantity(("head", "key"), "logits", f"{_ABOUT[p]}, of each query")
-                for p in PARTS
-            }
-            made["ranked_target_at"] = Quantity(
-                ("head", "key"), "position", "index of the target of each query"
-            )
-        return made
+            for part in PARTS:
+                described = f"{_ABOUT[part]}, of each query"
+                quantities[f"{part}_at"] = Quantity(by_key, "logits", described)
+            described = "index of the target of each query"
+            quantities["ranked_target_at"] = Quantity(by_key, "position", described)
+        return quantities
 
     @property
     def captures(self) -> Seq[str]:
@@ -400,21 +396,20 @@ class ScoreDecomposition(AnalysisBase):
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Compute the parts of each query's target, for a block of queries at a time."""
-        scores, batch = self.scores[captures.layer], captures.batch
-        q, k = captures.by_head(Q, len(scores.b_q)), captures.by_head(K, len(scores.b_k))
+        scores = self.scores[captures.layer]
+        q = captures.by_head(Q, len(scores.b_q))
+        k = captures.by_head(K, len(scores.b_k))
         length = q.shape[1]
         for start in range(0, length, BLOCK):
             queries = torch.arange(start, min(start + BLOCK, length), device=q.device)
-            visible = seen_keys(batch, queries, captures.window)[:, None]
+            visible = seen_keys(captures.batch, queries, captures.window)[:, None]
             content, bias, alibi, rest = scores.parts(q[:, queries], k)
             target = ranked_target(content + bias + alibi + rest, visible, self.rank)
             rows = slice(start, start + len(queries))
-            for name, part in (
-                ("content", content),
-                ("bias", bias),
-                ("alibi", alibi.expand(bias.shape)),
-            ):
-                sums[name][..., rows] = centred(part, visible).gather(-1, target[..., None])[..., 0]
+            parts = {"content": content, "bias": bias, "alibi": alibi.expand(bias.shape)}
+            for name, part in parts.items():
+                of_target = centred(part, visible).gather(-1, target[..., None])
+                sums[name][..., rows] = of_target[..., 0]
             sums["target"][..., rows] = target.to(sums["target"].dtype)
         sums["bias_of_key"] += bias[:, :, 0]
         sums["alibi_of_key"] += alibi[:, :, 0]
@@ -422,18 +417,19 @@ class ScoreDecomposition(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment; a query must see one key more than the rank."""
         seen = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
-        hidden = ~(batch.real & (seen > self.rank + 1))[:, None]
-        each = {part: sums[part].masked_fill(hidden, torch.nan) for part in PARTS}
-        total = sum(value.abs() for value in each.values())
-        shares = {f"{part}_share": value.abs() / total for part, value in each.items()}
-        made = {
-            name: segment_mean(value, batch.members()) for name, value in (each | shares).items()
-        }
-        made |= {
-            f"{p}_of_key": sums[f"{p}_of_key"].masked_fill(~batch.real[:, None], torch.nan)
-            for p in PARTS[1:]
-        }
+        uncounted = ~(batch.real & (seen > self.rank + 1))[:, None]
+        padding = ~batch.real[:, None]
+        members = batch.members()
+        parts = {part: sums[part].masked_fill(uncounted, torch.nan) for part in PARTS}
+        total = sum(value.abs() for value in parts.values())
+        values = {}
+        for part, value in parts.items():
+            values[part] = segment_mean(value, members)
+            values[f"{part}_share"] = segment_mean(value.abs() / total, members)
+        for part in PARTS[1:]:
+            values[f"{part}_of_key"] = sums[f"{part}_of_key"].masked_fill(padding, torch.nan)
         if self.per_query:
-            made |= {f"{part}_at": value for part, value in each.items()}
-            made["ranked_target_at"] = sums["target"].masked_fill(hidden, torch.nan)
-        return made
+            for part, value in parts.items():
+                values[f"{part}_at"] = value
+            values["ranked_target_at"] = sums["target"].masked_fill(uncounted, torch.nan)
+        return values

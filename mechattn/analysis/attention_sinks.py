@@ -111,15 +111,14 @@ class AttentionSinks(AnalysisBase):
     factors: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, most in (("threshold", 1), ("inactive_below", float("inf"))):
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not 0 < value < most
-            ):
-                below = ", below 1, such as 0.3" if most == 1 else ""
-                raise OptionError(f"{name}={value!r}: give a number above 0{below}")
+        threshold = self.threshold
+        if not _is_number(threshold) or not 0 < threshold < 1:
+            raise OptionError(
+                f"threshold={threshold!r}: give a number above 0, below 1, such as 0.3"
+            )
+        inactive_below = self.inactive_below
+        if not _is_number(inactive_below) or not 0 < inactive_below < float("inf"):
+            raise OptionError(f"inactive_below={inactive_below!r}: give a number above 0")
         bounds = self.massive if isinstance(self.massive, (tuple, list)) else ()
         if len(bounds) != 2 or not all(isinstance(bound, (int, float)) for bound in bounds):
             raise OptionError(
@@ -130,23 +129,20 @@ class AttentionSinks(AnalysisBase):
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """Per head, per layer and per key."""
-        plain = (
-            "share",
-            "keys",
-            "position",
-        )  # may be 0, so conditions are compared by their difference
-        made = {}
+        # These may be 0, so conditions are compared by their difference.
+        units_with_zero = ("share", "keys", "position")
+        quantities = {}
         for name, (units, about) in _PER_HEAD.items():
-            compared: Any = "difference" if units in plain or name in _INSERTED else "ratio"
-            made[name] = Quantity(("head",), units, about, compared, _NO_NULL.get(name, ""))
-        made |= {
-            name: Quantity((), u, d, "difference", _NO_NULL[name])
-            for name, (u, d) in _PER_LAYER.items()
-        }
-        dims = ("head", "key")
-        return made | {
-            n: Quantity(dims, u, d, no_null=_NO_NULL.get(n, "")) for n, (u, d) in _PER_KEY.items()
-        }
+            may_be_zero = units in units_with_zero or name in _INSERTED
+            compared: Any = "difference" if may_be_zero else "ratio"
+            no_null = _NO_NULL.get(name, "")
+            quantities[name] = Quantity(("head",), units, about, compared, no_null)
+        for name, (units, about) in _PER_LAYER.items():
+            quantities[name] = Quantity((), units, about, "difference", _NO_NULL[name])
+        for name, (units, about) in _PER_KEY.items():
+            no_null = _NO_NULL.get(name, "")
+            quantities[name] = Quantity(("head", "key"), units, about, no_null=no_null)
+        return quantities
 
     @property
     def captures(self) -> Seq[str]:
@@ -171,81 +167,76 @@ class AttentionSinks(AnalysisBase):
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add column sums over all queries, over those after the insertion, and over those near the key."""
-        pattern, keys = rows.pattern, rows.keys
+        pattern = rows.pattern
+        keys = rows.keys
+        queries = rows.queries
         if "value_norm" not in sums and not rows.null:
             if rows.v is None:
                 raise ModelError(
                     f"layer {rows.layer} has no hook_v per head, so a sink's contribution cannot be measured"
                 )
-            sums["value_norm"], sums["output_value_norm"] = fn.value_norms(
-                rows.v, self.factors[rows.layer]
-            )
-        counted = rows.batch.real[:, rows.queries]
-        sums["columns"][..., keys] += fn.column_sums(pattern, counted)
-        sums["near"][:, :, rows.queries] = fn.near_band(
-            pattern, self.gap, rows.queries.start, keys.start
-        )
-        first, beyond = inserted_span(rows.batch)
-        if beyond and rows.queries.stop > first:
-            sums["columns_after"][..., keys] += fn.column_sums(
-                pattern, rows.batch.after_inserted[:, rows.queries]
-            )
+            norms = fn.value_norms(rows.v, self.factors[rows.layer])
+            sums["value_norm"], sums["output_value_norm"] = norms
+        sums["columns"][..., keys] += fn.column_sums(pattern, rows.batch.real[:, queries])
+        near = fn.near_band(pattern, self.gap, queries.start, keys.start)
+        sums["near"][:, :, queries] = near
+        span_start, span_end = inserted_span(rows.batch)
+        if span_end and queries.stop > span_start:
+            counted = rows.batch.after_inserted[:, queries]
+            sums["columns_after"][..., keys] += fn.column_sums(pattern, counted)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Measure the norm and rank of each head's output, and the largest activations."""
-        factor, real = self.factors[captures.layer], captures.batch.real
+        factor = self.factors[captures.layer]
+        real = captures.batch.real
         z = captures.by_head("attn.hook_z", len(factor)).to(factor.dtype)
         sums["output"] = update_norm(z, factor)
         by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head")
         by_head = by_head.to(torch.float64, copy=True)  # the model's own is not to be changed
         by_head *= real[:, None, :, None]
         sums["gram"] = by_head.mT @ by_head
-        sums |= fn.massive(
-            captures.tensors["hook_resid_post"].to(factor.dtype), real, *map(float, self.massive)
-        )
+        stream = captures.tensors["hook_resid_post"].to(factor.dtype)
+        above, above_ratio = map(float, self.massive)
+        sums |= fn.massive(stream, real, above, above_ratio)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """α and what follows from it (the null has only these), and the rest."""
-        span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1) / batch.after_inserted.sum(
-            -1
-        )[:, None].float()
-        of_attention = {
-            **self._of_keys(sums, batch, window),
-            "span_mass": span,
-            "span_sink": _above(span, self.threshold),
-            **self._vertical(sums, batch, window),
-        }
+        mass_of_span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1)
+        queries_after = batch.after_inserted.sum(-1)[:, None].float()
+        span_mass = mass_of_span / queries_after
+        values = self._of_keys(sums, batch, window)
+        values["span_mass"] = span_mass
+        values["span_sink"] = _above(span_mass, self.threshold)
+        values |= self._vertical(sums, batch, window)
         if "value_norm" not in sums:
-            return of_attention
-        hidden = ~batch.real[:, None]
-        return {
-            **of_attention,
-            **self._of_values(sums, batch, of_attention["strongest_position"]),
-            **{name: sums[name] for name in _PER_LAYER if name != "length"},
-            "length": batch.lengths.float(),
-            **{
-                name: sums[name].masked_fill(hidden, torch.nan)
-                for name in ("value_norm", "output_value_norm")
-            },
-        }
+            return values
+
+        values |= self._of_values(sums, batch, values["strongest_position"])
+        for name in _PER_LAYER:
+            values[name] = batch.lengths.float() if name == "length" else sums[name]
+        padding = ~batch.real[:, None]
+        for name in ("value_norm", "output_value_norm"):
+            values[name] = sums[name].masked_fill(padding, torch.nan)
+        return values
 
     def _of_keys(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """α of every key, which keys are sinks, and the strongest inserted key."""
         seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
         alpha = fn.received_attention(sums["columns"], seeing * batch.real)
-        enough = (seeing >= self.least_queries) & batch.real
-        among = alpha.masked_fill(~enough[:, None], -1.0)
-        strongest, at = among.max(-1)
-        none = ~enough.any(-1)[:, None]  # such as in a narrower window
-        of_inserted = among.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
+        is_seen = (seeing >= self.least_queries) & batch.real
+        alpha_of_seen = alpha.masked_fill(~is_seen[:, None], -1.0)
+        strongest, position = alpha_of_seen.max(-1)
+        none_is_seen = ~is_seen.any(-1)[:, None]  # such as in a narrower window
+        count = (alpha_of_seen > self.threshold).sum(-1).float()
+        of_inserted = alpha_of_seen.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
         of_inserted = of_inserted.masked_fill(of_inserted < 0, torch.nan)
         return {
             "alpha": alpha,
             "first_alpha": alpha[..., 0],
             "first_sink": _above(alpha[..., 0], self.threshold),
-            "sinks": (among > self.threshold).sum(-1).float().masked_fill(none, torch.nan),
-            "strongest_alpha": strongest.masked_fill(none, torch.nan),
-            "strongest_position": at.float().masked_fill(none, torch.nan),
+            "sinks": count.masked_fill(none_is_seen, torch.nan),
+            "strongest_alpha": strongest.masked_fill(none_is_seen, torch.nan),
+            "strongest_position": position.float().masked_fill(none_is_seen, torch.nan),
             "inserted_alpha": of_inserted,
             "inserted_sink": _above(of_inserted, self.threshold),
         }
@@ -254,25 +245,24 @@ class AttentionSinks(AnalysisBase):
         self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]
     ) -> dict[str, Tensor]:
         """The contributions of the inserted tokens, the first token and the strongest sink; inactive heads."""
-        norms, inserted, mean_norm = (
-            sums["value_norm"],
-            batch.inserted,
-            _mean(sums["value_norm"], batch.real),
-        )
+        norms = sums["value_norm"]
+        mean_norm = _mean(norms, batch.real)
+        inserted_norm = _mean(norms, batch.inserted)
+        other_norm = _mean(norms, batch.real & ~batch.inserted)
+        index = strongest.nan_to_num(0.0).long()[..., None]
+        strongest_norm = norms.gather(-1, index)[..., 0].masked_fill(strongest.isnan(), torch.nan)
+
         output = _mean(sums["output"], batch.real)
-        given = (
-            sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
-        )  # mean of A |v W_O|
         ratio = output / output.mean(1, keepdim=True)
-        at_strongest = norms.gather(-1, strongest.nan_to_num(0.0).long()[..., None])[..., 0]
+        # The mean over queries of A |v W_O|, of each key.
+        written = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
+        of_first = written[..., 0]
         return {
-            "inserted_value_ratio": _mean(norms, inserted) / _mean(norms, batch.real & ~inserted),
+            "inserted_value_ratio": inserted_norm / other_norm,
             "value_drain": norms[..., 0] / mean_norm,
-            "strongest_value_ratio": (at_strongest / mean_norm).masked_fill(
-                strongest.isnan(), torch.nan
-            ),
-            "first_norm_share": given[..., 0] / given.sum(-1),
-            "first_output_share": torch.where(output > 0, given[..., 0] / output, torch.nan),
+            "strongest_value_ratio": strongest_norm / mean_norm,
+            "first_norm_share": of_first / written.sum(-1),
+            "first_output_share": torch.where(output > 0, of_first / output, torch.nan),
             "output_rank": effective_rank(spectrum(sums["gram"])).float(),
             "output_ratio": ratio,
             "inactive": (ratio < self.inactive_below).float(),
@@ -282,11 +272,17 @@ class AttentionSinks(AnalysisBase):
         """Attention from distant queries to each key, and its kurtosis over keys."""
         seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
         distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
-        far = batch.real & (distant > 0)
+        is_seen = batch.real & (distant > 0)
         near = fn.near_sums(sums["near"], batch.real)
         score = (sums["columns"] - near) / distant.clamp(min=1)[:, None]
-        shown = score.masked_fill(~far[:, None], torch.nan)
-        return {"vertical": shown, "vertical_kurtosis": fn.kurtosis_over_keys(score, far)}
+        return {
+            "vertical": score.masked_fill(~is_seen[:, None], torch.nan),
+            "vertical_kurtosis": fn.kurtosis_over_keys(score, is_seen),
+        }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _mean(

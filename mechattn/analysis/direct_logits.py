@@ -33,7 +33,8 @@ from mechattn.model.verify.layer_checks import GATES, gate_function
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch
 
-_Z, POST = "attn.hook_z", "ln1_post.hook_in"
+_Z = "attn.hook_z"
+POST = "ln1_post.hook_in"
 _ABOUT = "direct contribution to the logit of the next token"
 
 
@@ -43,18 +44,16 @@ class _Logits(AnalysisBase):
 
     weights: Any = field(default=None, repr=False, compare=False)
     reads: Any = field(default=None, repr=False, compare=False)  # Unembedding
-    norms: Any = field(
-        default=None, repr=False, compare=False
-    )  # of each layer, the FrozenNorm after its attention
+    # Of each layer, the FrozenNorm after its attention.
+    norms: Any = field(default=None, repr=False, compare=False)
 
     def calibrated(
         self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
     ) -> Any:
         """Prepare W_O, the norms after attention and the unembedding; ModelError if a path to the logits is unknown."""
         weights = {layer: output_weights(model, layer) for layer in layers}
-        return replace(
-            self, weights=weights, reads=unembedding(model), norms=norms_after(model, layers)
-        )
+        norms = norms_after(model, layers)
+        return replace(self, weights=weights, reads=unembedding(model), norms=norms)
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
         """Keep the scale of the final norm."""
@@ -87,18 +86,13 @@ class DirectLogits(_Logits):
     def quantities(self) -> Mapping[str, Quantity]:
         """The contribution of each head."""
         about = f"{_ABOUT} (before any cap), above the mean over the vocabulary"
-        mean = Quantity(
-            ("head", "segment"),
-            "logits",
-            f"{about}, mean over the tokens of the segment",
-            "difference",
-        )
-        made = {"next_token_logit": mean}
+        mean = f"{about}, mean over the tokens of the segment"
+        by_segment = Quantity(("head", "segment"), "logits", mean, "difference")
+        quantities = {"next_token_logit": by_segment}
         if self.per_query:
-            made["next_token_logit_at"] = Quantity(
-                ("head", "key"), "logits", f"{about}, of each token"
-            )
-        return made
+            by_token = Quantity(("head", "key"), "logits", f"{about}, of each token")
+            quantities["next_token_logit_at"] = by_token
+        return quantities
 
     @property
     def captures(self) -> Sequence[str]:
@@ -107,7 +101,8 @@ class DirectLogits(_Logits):
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Multiply each head's update with the direction of the next token, before the scale of the final norm."""
-        w_o, norm = wide(self.weights[captures.layer]), self.norms.get(captures.layer)
+        w_o = wide(self.weights[captures.layer])
+        norm = self.norms.get(captures.layer)
         z = captures.by_head(_Z, len(w_o)).to(w_o.dtype)
         toward = self.reads.direction(captures.batch.tokens.roll(-1, 1)).to(w_o.dtype)
         if norm is None:
@@ -118,9 +113,12 @@ class DirectLogits(_Logits):
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments; the last token has no next token."""
-        each = (sums["product"] / sums["scale"]).masked_fill(~_has_next(batch)[:, None], torch.nan)
-        made = {"next_token_logit": segment_mean(each, batch.members())}
-        return made | ({"next_token_logit_at": each} if self.per_query else {})
+        is_last = ~_has_next(batch)[:, None]
+        per_token = (sums["product"] / sums["scale"]).masked_fill(is_last, torch.nan)
+        values = {"next_token_logit": segment_mean(per_token, batch.members())}
+        if self.per_query:
+            values["next_token_logit_at"] = per_token
+        return values
 
 
 def _has_next(batch: Batch) -> Bool[Tensor, "batch pos"]:
@@ -130,22 +128,18 @@ def _has_next(batch: Batch) -> Bool[Tensor, "batch pos"]:
 
 def norms_after(model: HookedModel, layers: Sequence[int]) -> Mapping[int, FrozenNorm]:
     """The norms between attention and the residual stream, by layer."""
-    found = {layer: getattr(model.blocks[layer], "ln1_post", None) for layer in layers}
-    norms = {layer: norm for layer, norm in found.items() if norm is not None}
-    named = model.hook_dict if norms else {}
-    for layer in norms:
-        if f"blocks.{layer}.{POST}" not in named:
+    norms = {}
+    for layer in layers:
+        norm = getattr(model.blocks[layer], "ln1_post", None)
+        if norm is None:
+            continue
+        if f"blocks.{layer}.{POST}" not in model.hook_dict:
             raise ModelError(
                 f"layer {layer} of {model.cfg.model_name} has no hook for the input of the norm after attention, so "
                 f"its scale is unknown"
             )
-    return {
-        n: frozen_norm(model, norm, f"the norm after attention of layer {n}")
-        for n, norm in norms.items()
-    }
-
-
-_BY_QUERY = "batch head segment query d_head -> batch head query segment d_head"
+        norms[layer] = frozen_norm(model, norm, f"the norm after attention of layer {layer}")
+    return norms
 
 
 @dataclass(frozen=True)
@@ -172,21 +166,25 @@ class SegmentLogits(_Logits):
     def quantities(self) -> Mapping[str, Quantity]:
         """From the queries of a segment to the keys of each."""
         dims = ("head", "segment", "to_segment")
-        about, mean = (
-            f"{_ABOUT}, read from the keys of to_segment",
-            "mean over the queries of the segment",
-        )
-        each = {"from": f"{about}, {mean}", "per_key": f"{about}, per key seen, {mean}"}
+        about = f"{_ABOUT}, read from the keys of to_segment"
+        mean = "mean over the queries of the segment"
         no_null = "it depends on the values"
         return {
-            f"next_token_logit_{n}": Quantity(dims, "logits", d, "difference", no_null)
-            for n, d in each.items()
+            "next_token_logit_from": Quantity(
+                dims, "logits", f"{about}, {mean}", "difference", no_null
+            ),
+            "next_token_logit_per_key": Quantity(
+                dims, "logits", f"{about}, per key seen, {mean}", "difference", no_null
+            ),
         }
 
     @property
     def captures(self) -> Sequence[str]:
         """The input of the norm after attention (or z, unused, in a model without one), and the gate."""
-        return (POST if self.norms else _Z, *((self.gate[0],) if self.gate else ()))
+        captures = [POST if self.norms else _Z]
+        if self.gate:
+            captures.append(self.gate[0])
+        return captures
 
     def calibrated(
         self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
@@ -198,18 +196,20 @@ class SegmentLogits(_Logits):
                 values pass a norm before z, so that no key's share can be separated.
         """
         gate = None
-        if why := limit_of(model, "values"):
-            named, function = model.hook_dict, gate_function(why)
-            shown = [
+        limit = limit_of(model, "values")
+        if limit:
+            function = gate_function(limit)
+            hooks = model.hook_dict
+            gates = [
                 name
                 for name in GATES
-                if all(f"blocks.{layer}.attn.{name}" in named for layer in layers)
+                if all(f"blocks.{layer}.attn.{name}" in hooks for layer in layers)
             ]
-            if function is None or not shown:
+            if function is None or not gates:
                 raise ModelError(
-                    f"{model.cfg.model_name}: {why}; so a key's share of a head's update is not A · v W_O"
+                    f"{model.cfg.model_name}: {limit}; so a key's share of a head's update is not A · v W_O"
                 )
-            gate = (f"attn.{shown[0]}", function)
+            gate = (f"attn.{gates[0]}", function)
         return replace(super().calibrated(model, layers, measured), gate=gate)
 
     def start(self, batch: Batch, heads: int) -> Sums:
@@ -222,73 +222,70 @@ class SegmentLogits(_Logits):
             raise ModelError(
                 f"layer {rows.layer} has no hook_v per head, so a key's contribution cannot be measured"
             )
-        w_o, norm = wide(self.weights[rows.layer]), self.norms.get(rows.layer)
-        toward = self.reads.direction(rows.batch.tokens.roll(-1, 1)[:, rows.queries]).to(w_o.dtype)
-        toward = toward if norm is None else norm.toward(toward)
-        asked = einsum(
+        w_o = wide(self.weights[rows.layer])
+        norm = self.norms.get(rows.layer)
+        next_tokens = rows.batch.tokens.roll(-1, 1)[:, rows.queries]
+        toward = self.reads.direction(next_tokens).to(w_o.dtype)
+        if norm is not None:
+            toward = norm.toward(toward)
+        # What a value vector has to be multiplied with: W_O u[q].
+        direction = einsum(
             toward, w_o, "batch query d_model, head d_head d_model -> batch head query d_head"
         )
         values = for_each_head(rows.v[:, :, rows.keys].to(w_o.dtype), len(w_o))
         members = rows.batch.members()[..., rows.keys].to(w_o.dtype)
-        if (
-            self.gate is not None
-        ):  # the gate of each channel comes later, so the mix of each segment is kept until then
-            members = rearrange(members, "batch segment key -> batch 1 segment key 1")
-            masked = members * rearrange(values, "batch head key d_head -> batch head 1 key d_head")
-            mixed = (
-                rearrange(
-                    rows.pattern.to(w_o.dtype), "batch head query key -> batch head 1 query key"
-                )
-                @ masked
-            )
-            if "mixed" not in sums:
-                sums["mixed"] = mixed.new_zeros(*sums["read"].shape, mixed.shape[-1])
-            sums["mixed"][:, :, rows.queries] = rearrange(mixed * asked.unsqueeze(2), _BY_QUERY)
+        if self.gate is None:
+            of_keys = rows.pattern * (direction @ values.mT)
+            sums["read"][:, :, rows.queries] = of_keys @ members.mT[:, None]
             return
-        each = rows.pattern * (
-            asked @ rearrange(values, "batch head key d_head -> batch head d_head key")
-        )
-        sums["read"][:, :, rows.queries] = each @ rearrange(
-            members, "batch segment key -> batch 1 key segment"
+
+        # The gate of each channel comes later, so the mix of each segment is kept until then.
+        of_segments = rearrange(members, "batch segment key -> batch 1 segment key 1")
+        masked = of_segments * values[:, :, None]
+        mixed = rows.pattern.to(w_o.dtype)[:, :, None] @ masked
+        if "mixed" not in sums:
+            sums["mixed"] = mixed.new_zeros(*sums["read"].shape, mixed.shape[-1])
+        products = mixed * direction[:, :, None]
+        sums["mixed"][:, :, rows.queries] = rearrange(
+            products, "batch head segment query d_head -> batch head query segment d_head"
         )
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Apply the gate, and keep the scale of the norm after attention."""
         if self.gate is not None:
-            name, function = self.gate
-            heads = sums["mixed"].shape[1]
-            opened = function(
-                split_heads(captures.tensors[name], heads)
-            )  # one number per head, or one per channel
-            sums["read"] = (
-                sums.pop("mixed") * rearrange(opened, "batch pos head d -> batch head pos 1 d")
-            ).sum(-1)
-        if (norm := self.norms.get(captures.layer)) is not None:
+            hook, function = self.gate
+            mixed = sums.pop("mixed")
+            # One number per head, or one per channel.
+            gate = function(split_heads(captures.tensors[hook], mixed.shape[1]))
+            gate = rearrange(gate, "batch pos head d -> batch head pos 1 d")
+            sums["read"] = (mixed * gate).sum(-1)
+        norm = self.norms.get(captures.layer)
+        if norm is not None:
             sums["post"] = norm.scale(captures.tensors[POST])[:, None]
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment that have a next token."""
-        read = (
-            sums["read"]
-            / (sums["scale"] * sums.get("post", torch.ones_like(sums["scale"])))[..., None]
-        )
-        asking = (batch.members() & _has_next(batch)[:, None]).to(read.dtype)
-        count = asking.sum(-1)[:, None, :, None]
+        scale = sums["scale"]
+        if "post" in sums:
+            scale = scale * sums["post"]
+        read = sums["read"] / scale[..., None]
+        queries = (batch.members() & _has_next(batch)[:, None]).to(read.dtype)[:, None]
+        count = queries.sum(-1)[..., None]
         seen = _keys_seen(batch, window).to(read.dtype)[:, None]
         per_key = torch.where(seen > 0, read / seen.clamp(min=1), 0.0)
-        some = rearrange(asking, "batch segment query -> batch 1 segment query")
-        those = some @ (seen > 0).to(
-            read.dtype
-        )  # queries of the segment that see a key of to_segment
-        there = (count > 0) & (those > 0)
+        # Queries of the segment that see a key of to_segment.
+        count_seeing = queries @ (seen > 0).to(read.dtype)
+        is_empty = (count == 0) | (count_seeing == 0)
+        mean = queries @ read / count
+        mean_per_key = queries @ per_key / count_seeing
         return {
-            "next_token_logit_from": (some @ read / count).masked_fill(~there, torch.nan),
-            "next_token_logit_per_key": (some @ per_key / those).masked_fill(~there, torch.nan),
+            "next_token_logit_from": mean.masked_fill(is_empty, torch.nan),
+            "next_token_logit_per_key": mean_per_key.masked_fill(is_empty, torch.nan),
         }
 
 
 def _keys_seen(batch: Batch, window: int | None) -> Float[Tensor, "batch query segment"]:
     """The number of keys of each segment that each query sees."""
-    places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     members = rearrange(batch.members().float(), "batch segment key -> batch key segment")
-    return seen_keys(batch, places, window).float() @ members
+    return seen_keys(batch, positions, window).float() @ members

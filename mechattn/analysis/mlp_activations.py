@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.analysis.analysis import Activations, Analysis, AnalysisBase, Quantity, Sums
@@ -38,17 +39,14 @@ _OF_CHANGES = {
     "changes",
 }
 _CALIBRATION = 16  # prompts
-_CALIBRATION_SEED = (
-    977  # of the calibration problems: not the default seed, so they are not the measured ones
-)
+# Of the calibration problems: not the default seed, so they are not the measured ones.
+_CALIBRATION_SEED = 977
 _TOKENS = 64  # tokens at a time, in all conditions of a prompt
-_ENTRIES = (
-    2**22
-)  # channels of these tokens in one condition: the experts of a layer have many channels in all
+# Channels of these tokens in one condition: the experts of a layer have many channels in all.
+_ENTRIES = 2**22
 _LEAST = 1e-4  # relative to a token's activations: a smaller change may be rounding
-_EDGES = tuple(
-    round(-0.51 + 0.02 * i, 2) for i in range(102)
-)  # 0, the most frequent value, is the middle of a bin
+# 0, the most frequent value, is the middle of a bin.
+_EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))
 
 
 @dataclass(frozen=True)
@@ -84,19 +82,21 @@ class MlpActivations(AnalysisBase):
     calibration: tuple[Prompt, ...] | None = None
     edges: tuple[float, ...] = _EDGES
     thresholds: Mapping[int, float] | None = field(default=None, repr=False)
-    classes: Any = field(
-        default=None, repr=False, compare=False
-    )  # Int[Tensor, " d_vocab"], once calibrated
-    mixtures: Any = field(
-        default=None, repr=False, compare=False
-    )  # of each layer, its Mixture of experts or None
+    # Int[Tensor, " d_vocab"], once calibrated.
+    classes: Any = field(default=None, repr=False, compare=False)
+    # Of each layer, its Mixture of experts or None.
+    mixtures: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_choice(Rule, rule=self.rule)
-        number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
-        if not number or not 0 < self.value < (1 if self.rule == "quantile" else float("inf")):
-            what = "a quantile, between 0 and 1" if self.rule == "quantile" else "a number above 0"
-            raise OptionError(f"value={self.value!r}: the rule {self.rule!r} takes {what}")
+        expected = "a number above 0"
+        largest = float("inf")
+        if self.rule == "quantile":
+            expected = "a quantile, between 0 and 1"
+            largest = 1
+        is_number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
+        if not is_number or not 0 < self.value < largest:
+            raise OptionError(f"value={self.value!r}: the rule {self.rule!r} takes {expected}")
         if self.calibration is not None and not self.calibration and self.rule != "absolute":
             raise OptionError(
                 "calibration=(): give at least one prompt, or omit it to use generated word problems"
@@ -107,13 +107,17 @@ class MlpActivations(AnalysisBase):
     @property
     def options(self) -> Mapping[str, Any]:
         """The options recorded with the result."""
-        named = (
-            "16 generated word problems"
-            if self.calibration is None
-            else [p.id for p in self.calibration]
-        )
-        known = {"rule": self.rule, "value": self.value, "thresholds": dict(self.thresholds or {})}
-        return known | ({} if self.rule == "absolute" else {"calibration": named})
+        options: dict[str, Any] = {
+            "rule": self.rule,
+            "value": self.value,
+            "thresholds": dict(self.thresholds or {}),
+        }
+        if self.rule == "absolute":
+            return options
+        options["calibration"] = "16 generated word problems"
+        if self.calibration is not None:
+            options["calibration"] = [prompt.id for prompt in self.calibration]
+        return options
 
     @property
     def coords(self) -> Mapping[str, Seq[object]]:
@@ -136,26 +140,23 @@ class MlpActivations(AnalysisBase):
             "variance": ("activation squared", "variance of act over the channels"),
             "kurtosis": ("ratio", "kurtosis of act over the channels; 3 if normal"),
         }
-        mean, of_class = (
-            ", mean over the tokens of the segment",
-            f"{near}, mean over the question's tokens of the class",
+        mean = ", mean over the tokens of the segment"
+        quantities = {}
+        for name, (units, about) in per_segment.items():
+            quantities[f"{name}_by_segment"] = Quantity(("segment",), units, about + mean)
+        change = "|act - act in the baseline| / |act in the baseline|" + mean
+        quantities["token_change_by_segment"] = Quantity(
+            ("segment",), "share", change, "difference"
         )
-        change = "|act - act in the baseline| / |act in the baseline|"
-        return {
-            **{
-                f"{n}_by_segment": Quantity(("segment",), u, d + mean)
-                for n, (u, d) in per_segment.items()
-            },
-            "token_change_by_segment": Quantity(("segment",), "share", change + mean, "difference"),
-            "near_zero_by_token_class": Quantity(("token_class",), "share", of_class),
-            "histogram": Quantity(
-                ("bin",), "share", "share of the question's activations in [bin, next bin)"
-            ),
-            **{
-                name: Quantity(("other_condition",), "activation squared", about, "difference")
-                for name, about in _OF_CHANGES.items()
-            },
-        }
+        of_class = f"{near}, mean over the question's tokens of the class"
+        quantities["near_zero_by_token_class"] = Quantity(("token_class",), "share", of_class)
+        in_bin = "share of the question's activations in [bin, next bin)"
+        quantities["histogram"] = Quantity(("bin",), "share", in_bin)
+        for name, about in _OF_CHANGES.items():
+            quantities[name] = Quantity(
+                ("other_condition",), "activation squared", about, "difference"
+            )
+        return quantities
 
     def problem(self, sequence: Sequence) -> str | None:
         """A sequence without question tokens cannot be measured."""
@@ -167,34 +168,36 @@ class MlpActivations(AnalysisBase):
         Warns where the calibration prompts are among the measured ones.
         """
         mixtures = {layer: mixture_of(model, layer) for layer in layers}
-        made = replace(
-            self,
-            classes=vocabulary_classes(model.tokenizer, int(model.cfg.d_vocab)),
-            mixtures=mixtures,
-        )
-        if self.rule == "absolute":
-            return replace(made, thresholds=dict.fromkeys(layers, float(self.value)))
+        classes = vocabulary_classes(model.tokenizer, int(model.cfg.d_vocab))
+        thresholds = dict.fromkeys(layers, float(self.value))
+        if self.rule != "absolute":
+            thresholds = self._thresholds(model, layers, measured)
+        return replace(self, classes=classes, mixtures=mixtures, thresholds=thresholds)
+
+    def _thresholds(
+        self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]
+    ) -> dict[int, float]:
+        """The median over calibration prompts, of each layer."""
         prompts = self._calibration(model)
         texts = {prompt.question for prompt in measured if prompt.question}
-        if repeated := [prompt.id for prompt in prompts if prompt.question in texts]:
+        repeated = [prompt.id for prompt in prompts if prompt.question in texts]
+        if repeated:
             warn(
                 f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, for example) are also "
                 f"measured, so the threshold is set on the data it is applied to; calibrate on other prompts"
             )
-        found: dict[int, list[float]] = {layer: [] for layer in layers}
+        of_prompts: dict[int, list[float]] = {layer: [] for layer in layers}
 
         def see(
             layer: int, pre: Float[Tensor, "*token d_mlp"], post: Float[Tensor, "*token d_mlp"]
         ) -> None:
-            found[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
+            of_prompts[layer].append(self._of_prompt(post.detach().float().abs().flatten()))
 
         for prompt in prompts:
             tokens = Baseline().apply(prompt, model).tokens[None].to(device_of(model))
             with at_nonlinearity(model, dict.fromkeys(layers, see)):
                 forward_to(model, tokens, max(layers), [])
-        return replace(
-            made, thresholds={layer: float(np.median(values)) for layer, values in found.items()}
-        )
+        return {layer: float(np.median(values)) for layer, values in of_prompts.items()}
 
     def _calibration(self, model: HookedModel) -> Seq[Prompt]:
         if self.calibration is not None:
@@ -217,91 +220,113 @@ class MlpActivations(AnalysisBase):
         """Empty sums."""
         rows, length = batch.tokens.shape
         device = batch.tokens.device
-        made = {name: torch.full((rows, length), _NONE, device=device) for name in _METRICS}
-        made["histogram"] = torch.zeros(rows, len(self.edges) + 1, device=device)
-        others = max(sum(prompt == p for p, _ in batch.rows) for prompt, _ in batch.rows)
+        sums = {name: torch.full((rows, length), _NONE, device=device) for name in _METRICS}
+        sums["histogram"] = torch.zeros(rows, len(self.edges) + 1, device=device)
+        rows_of_prompts = Counter(prompt for prompt, _ in batch.rows)
+        conditions = max(rows_of_prompts.values())
         for name in ("product", "within"):
-            made[name] = torch.zeros(rows, others, device=device, dtype=torch.float64)
-        return made
+            sums[name] = torch.zeros(rows, conditions, device=device, dtype=torch.float64)
+        return sums
 
     def add_activations(self, sums: Sums, activations: Activations) -> None:
         """Measure each token, one sequence at a time; then the changes between each prompt's conditions."""
-        threshold = (self.thresholds or {})[activations.layer]
-        asks = activations.batch.of_segment("question")
-        edges = torch.tensor(self.edges, device=activations.post.device)
         for row, length in enumerate(activations.batch.lengths.tolist()):
-            x, pre = activations.post[row, :length].float(), activations.pre[row, :length].float()
-            made = {
-                "near_zero": fn.near_zero_share(x, threshold),
-                "saturated": fn.saturated_share(x, pre, threshold, activations.minimum),
-                "l1": x.abs().sum(-1),
-                "l2": x.norm(dim=-1),
-                "gini": torch.where(x.any(-1), fn.gini(x), _NONE),
-                "variance": (variance := x.var(-1, correction=0)),
-                "kurtosis": torch.where(variance > 0, fn.kurtosis(x), _NONE),
-            }
-            for name, value in made.items():
-                sums[name][row, :length] = value
-            counts = fn.counts_between(x[asks[row, :length]], edges)
-            sums["histogram"][row] = counts / counts.sum()
+            self._add_sequence(sums, activations, row, length)
         mixture = self.mixtures[activations.layer]
         routing = None if mixture is None else routing_now(mixture)
-        for rows, at, change, norm, question in _changes(activations, routing):
-            size = change.norm(dim=-1)
-            for row, places, value in zip(
-                rows, at, torch.where(norm > 0, size / norm, _NONE), strict=True
-            ):
-                sums["token_change"][row, places] = value
-            asked = (change * (size > _LEAST * norm)[..., None])[:, question].double()
-            asked = rearrange(asked, "row token d_mlp -> row (token d_mlp)")
-            sums["product"][rows] += asked @ asked.T
-            sums["within"][rows] += asked.square() @ (asked != 0).double().T
+        for changes in _changes(activations, routing):
+            _add_changes(sums, changes)
+
+    def _add_sequence(self, sums: Sums, activations: Activations, row: int, length: int) -> None:
+        threshold = (self.thresholds or {})[activations.layer]
+        post = activations.post[row, :length].float()
+        pre = activations.pre[row, :length].float()
+        variance = post.var(-1, correction=0)
+        numbers = {
+            "near_zero": fn.near_zero_share(post, threshold),
+            "saturated": fn.saturated_share(post, pre, threshold, activations.minimum),
+            "l1": post.abs().sum(-1),
+            "l2": post.norm(dim=-1),
+            "gini": torch.where(post.any(-1), fn.gini(post), _NONE),
+            "variance": variance,
+            "kurtosis": torch.where(variance > 0, fn.kurtosis(post), _NONE),
+        }
+        for name, value in numbers.items():
+            sums[name][row, :length] = value
+        is_question = activations.batch.of_segment("question")[row, :length]
+        edges = torch.tensor(self.edges, device=post.device)
+        counts = fn.counts_between(post[is_question], edges)
+        sums["histogram"][row] = counts / counts.sum()
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments and classes."""
-        each = torch.stack([sums[name] for name in _METRICS], 1)
-        each = each.masked_fill(each == _NONE, torch.nan)
-        by_segment = segment_mean(each, batch.members()).unbind(1)
-        classes = self.classes.to(batch.tokens.device)[batch.tokens]
-        members = (
-            classes[:, None] == torch.arange(len(TOKEN_CLASSES), device=classes.device)[:, None]
-        )
+        per_token = torch.stack([sums[name] for name in _METRICS], 1)
+        per_token = per_token.masked_fill(per_token == _NONE, torch.nan)
+        by_segment = segment_mean(per_token, batch.members()).unbind(1)
+        values = {}
+        for name, value in zip(_METRICS, by_segment, strict=True):
+            values[f"{name}_by_segment"] = value
+
+        token_classes = self.classes.to(batch.tokens.device)[batch.tokens]
+        numbers = torch.arange(len(TOKEN_CLASSES), device=token_classes.device)
+        members = token_classes[:, None] == numbers[:, None]
         members &= batch.of_segment("question")[:, None]
-        return {
-            **{
-                f"{name}_by_segment": value
-                for name, value in zip(_METRICS, by_segment, strict=True)
-            },
-            "near_zero_by_token_class": segment_mean(each[:, :1], members).squeeze(1),
-            "histogram": sums["histogram"],
-            "change_product": sums["product"],
-            "change_within": sums["within"],
-        }
+        near_zero = per_token[:, :1]  # the first of the metrics
+        values["near_zero_by_token_class"] = segment_mean(near_zero, members).squeeze(1)
+        values["histogram"] = sums["histogram"]
+        values["change_product"] = sums["product"]
+        values["change_within"] = sums["within"]
+        return values
 
 
-def _changes(
-    activations: Activations, routing: Routing | None
-) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor, Tensor]]:
-    """For some original tokens of a prompt at a time: the prompt's rows, the tokens' places in each, their changes."""
-    pairs, shape = activations.pairs, activations.batch.tokens.shape
-    experts = None if routing is None else routing.experts.unflatten(0, shape)
-    wide = activations.post.shape[-1] if routing is None else routing.count * routing.width
-    at_once = max(1, min(_TOKENS, _ENTRIES // wide))
+@dataclass(frozen=True)
+class _TokenChanges:
+    """How some original tokens of a prompt change from the baseline, in each of its conditions."""
 
-    def channels(row: int, at: Any) -> Float[Tensor, "token channel"]:
-        x = activations.post[row, at].float()
-        return (
-            x
-            if routing is None or experts is None
-            else replace(routing, experts=experts[row, at]).by_expert(x)
-        )
+    rows: list[int]  # of the batch: the prompt's conditions
+    places: Int[Tensor, "row token"]  # where the tokens are in each row
+    change: Float[Tensor, "row token channel"]
+    norm: Float[Tensor, " token"]  # of the activations in the baseline
+    is_question: Bool[Tensor, " token"]
 
-    for first in pairs.baseline.unique().tolist():
-        rows = (pairs.baseline == first).nonzero().flatten().tolist()
-        for tokens in torch.arange(int(pairs.original[first].sum())).split(at_once):
-            some = slice(int(tokens[0]), int(tokens[-1]) + 1)
-            before = channels(first, some)
-            places = pairs.place[rows, some]
-            after = torch.stack([channels(row, at) for row, at in zip(rows, places, strict=True)])
-            question = pairs.segment[first, some] == SEGMENTS.index("question")
-            yield rows, places, after - before, before.norm(dim=-1), question
+
+def _add_changes(sums: Sums, changes: _TokenChanges) -> None:
+    size = changes.change.norm(dim=-1)
+    relative = torch.where(changes.norm > 0, size / changes.norm, _NONE)
+    for row, places, value in zip(changes.rows, changes.places, relative, strict=True):
+        sums["token_change"][row, places] = value
+    is_large = size > _LEAST * changes.norm
+    of_question = (changes.change * is_large[..., None])[:, changes.is_question].double()
+    flat = rearrange(of_question, "row token d_mlp -> row (token d_mlp)")
+    sums["product"][changes.rows] += flat @ flat.T
+    sums["within"][changes.rows] += flat.square() @ (flat != 0).double().T
+
+
+def _changes(activations: Activations, routing: Routing | None) -> Iterator[_TokenChanges]:
+    """The changes of some original tokens of a prompt at a time."""
+    pairs = activations.pairs
+    channels = activations.post.shape[-1]
+    experts = None
+    if routing is not None:
+        channels = routing.count * routing.width
+        experts = routing.experts.unflatten(0, activations.batch.tokens.shape)
+    tokens_at_once = max(1, min(_TOKENS, _ENTRIES // channels))
+
+    def activations_at(row: int, places: Any) -> Float[Tensor, "token channel"]:
+        post = activations.post[row, places].float()
+        if routing is None or experts is None:
+            return post
+        return replace(routing, experts=experts[row, places]).by_expert(post)
+
+    for baseline in pairs.baseline.unique().tolist():
+        rows = (pairs.baseline == baseline).nonzero().flatten().tolist()
+        originals = int(pairs.original[baseline].sum())
+        for start in range(0, originals, tokens_at_once):
+            tokens = slice(start, min(start + tokens_at_once, originals))
+            before = activations_at(baseline, tokens)
+            places = pairs.place[rows, tokens]
+            after = torch.stack(
+                [activations_at(row, at) for row, at in zip(rows, places, strict=True)]
+            )
+            is_question = pairs.segment[baseline, tokens] == SEGMENTS.index("question")
+            yield _TokenChanges(rows, places, after - before, before.norm(dim=-1), is_question)

@@ -29,9 +29,8 @@ from mechattn.prompts.token_sequences import Batch, Pairs, Sequence, pad_right, 
 
 Queries = Literal["original", "all", "question", "answer"]
 DILUTION = "_dilution"  # after a quantity's name: its dilution null
-_GROUPS = (
-    2 * len(SEGMENTS) + 1
-)  # of keys: each segment by two sets of weights, and the inserted tokens
+# Of keys: each segment by two sets of weights, and the inserted tokens.
+_GROUPS = 2 * len(SEGMENTS) + 1
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,8 @@ class ReceivedAttention(AnalysisBase):
         """Add column sums over the counted queries in this block, and each query's attention to itself."""
         counted = _counted(self.queries, rows.batch)[:, rows.queries]
         sums["columns"][..., rows.keys].add_(fn.column_sums(rows.pattern, counted))
-        sums["own"][..., rows.queries].add_(
-            fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
-        )
+        own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
+        sums["own"][..., rows.queries].add_(own)
         if "by_query" in sums:
             groups = _key_groups(self, rows.batch, rows.window)[..., rows.keys]
             sums["by_query"][..., rows.queries] = masses_of_rows(rows.pattern, groups)
@@ -125,11 +123,9 @@ class ReceivedAttention(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
         columns = sums["columns"]
-        attended = (
-            columns
-            if self.include_self
-            else columns - sums["own"] * _counted(self.queries, batch)[:, None]
-        )
+        attended = columns
+        if not self.include_self:
+            attended = columns - sums["own"] * _counted(self.queries, batch)[:, None]
         received, by_segment, mass = _weights(self, batch, window)
         values = {
             "received": attended * received,
@@ -146,7 +142,9 @@ def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
     """The queries that count."""
     if queries == "all":
         return batch.real
-    return batch.origin >= 0 if queries == "original" else batch.of_segment(queries)
+    if queries == "original":
+        return batch.origin >= 0
+    return batch.of_segment(queries)
 
 
 @lru_cache(maxsize=4)
@@ -163,14 +161,13 @@ def _weights(
     looked_at = batch.real.clone()
     if analysis.skip_first:
         looked_at[:, 0] = False
-    each = fn.received_attention(torch.ones_like(seeing)[:, None], seeing).masked_fill(
-        ~looked_at[:, None], torch.nan
-    )
+    per_key = fn.received_attention(torch.ones_like(seeing)[:, None], seeing)
+    per_key = per_key.masked_fill(~looked_at[:, None], torch.nan)
     keys = batch.members() & looked_at[:, None]
-    seen = keys & ~each.isnan()
-    by_segment = seen * each.nan_to_num() / seen.sum(-1, keepdim=True)
+    seen = keys & ~per_key.isnan()
+    by_segment = seen * per_key.nan_to_num() / seen.sum(-1, keepdim=True)
     mass = keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
-    return each, by_segment.mT, mass.mT
+    return per_key, by_segment.mT, mass.mT
 
 
 @lru_cache(maxsize=4)
@@ -278,18 +275,23 @@ class SegmentFlow(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries; NaN for a segment without tokens."""
         queries = self._queries(batch).sum(-1)
-        there = (queries > 0)[:, None, :, None] & batch.members().any(-1)[:, None, None, :]
-        shown = {"flow": there, "value_flow": there & (sums["value_flow"] >= 0).all()}
+        has_keys = batch.members().any(-1)
+        is_empty = (queries == 0)[:, None, :, None] | ~has_keys[:, None, None, :]
+        without_values = (sums["value_flow"] < 0).any()
         counted = queries.clamp(min=1)[:, None, :, None]
+        flow = sums["flow"] / counted
+        value_flow = sums["value_flow"] / counted
         return {
-            name: (sums[name] / counted).masked_fill(~where, torch.nan)
-            for name, where in shown.items()
+            "flow": flow.masked_fill(is_empty, torch.nan),
+            "value_flow": value_flow.masked_fill(is_empty | without_values, torch.nan),
         }
 
     def _queries(self, batch: Batch) -> Bool[Tensor, "batch segment query"]:
         """The queries of each segment."""
-        member = batch.members()
-        return torch.nn.functional.pad(member[..., 1:], (0, 1)) if self.predicting else member
+        members = batch.members()
+        if not self.predicting:
+            return members
+        return torch.nn.functional.pad(members[..., 1:], (0, 1))
 
 
 @dataclass(frozen=True)
@@ -304,8 +306,9 @@ class AttentionMap(AnalysisBase):
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_tokens, int) or not 2 <= self.max_tokens <= 1024:
-            said = "give a number from 2 to 1,024, the sizes at which a map is readable"
-            raise OptionError(f"max_tokens={self.max_tokens}: {said}")
+            raise OptionError(
+                f"max_tokens={self.max_tokens}: give a number from 2 to 1,024, the sizes at which a map is readable"
+            )
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:

@@ -268,12 +268,11 @@ class TopTargetUpdates(_Updates):
         index = target[..., None].expand(*target.shape, v.shape[-1])
         read = v.gather(2, index) * largest[..., None]
         if "read" not in sums:
-            sums["read"] = read.new_zeros(
-                (len(read), rows.batch.tokens.shape[1], *read.shape[1::2])
-            )
-        sums["read"][:, rows.queries] = rearrange(
-            read, "batch head query d_head -> batch query head d_head"
-        )
+            batch, heads, _, d_head = read.shape
+            length = rows.batch.tokens.shape[1]
+            sums["read"] = read.new_zeros(batch, length, heads, d_head)
+        by_query = rearrange(read, "batch head query d_head -> batch query head d_head")
+        sums["read"][:, rows.queries] = by_query
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
@@ -281,7 +280,9 @@ class TopTargetUpdates(_Updates):
 
 
 BLOCKS = ("attention", "mlp")
-_AROUND, _MIDDLE = ("hook_resid_pre", "hook_resid_post"), "hook_resid_mid"
+_BLOCKS_PER_QUERY = ("block_magnitude", "block_orientation")
+_AROUND = ("hook_resid_pre", "hook_resid_post")
+_MIDDLE = "hook_resid_mid"
 _OUTS = ("hook_attn_out", "hook_mlp_out")
 _OF_BLOCKS = {
     "block_magnitude": ("ratio", "|update of the block| / |residual stream before it|"),
@@ -324,27 +325,23 @@ class BlockUpdates(AnalysisBase):
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """Quantities of each block."""
-        mean = ", mean over the tokens of the segment"
-        made = {
-            name: Quantity(
-                ("block", "segment"), u, d + mean, "difference" if u == "cosine" else "ratio"
-            )
-            for name, (u, d) in _OF_BLOCKS.items()
-        }
-        at = {
-            name: _OF_BLOCKS[name]
-            for name in ("block_magnitude", "block_orientation")
-            if self.per_query
-        }
-        return made | {
-            f"{n}_at": Quantity(("block", "key"), u, f"{d}, of each token")
-            for n, (u, d) in at.items()
-        }
+        quantities = {}
+        for name, (units, about) in _OF_BLOCKS.items():
+            compared: Any = "difference" if units == "cosine" else "ratio"
+            mean = f"{about}, mean over the tokens of the segment"
+            quantities[name] = Quantity(("block", "segment"), units, mean, compared)
+        if self.per_query:
+            for name in _BLOCKS_PER_QUERY:
+                units, about = _OF_BLOCKS[name]
+                own = f"{about}, of each token"
+                quantities[f"{name}_at"] = Quantity(("block", "key"), units, own)
+        return quantities
 
     @property
     def captures(self) -> Sequence[str]:
         """The residual stream around both blocks, and the output of each."""
-        return (*_AROUND, *([_MIDDLE] if self.sequential else []), *self.outs)
+        middle = (_MIDDLE,) if self.sequential else ()
+        return (*_AROUND, *middle, *self.outs)
 
     def calibrated(
         self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
@@ -354,54 +351,51 @@ class BlockUpdates(AnalysisBase):
         Raises:
             ModelError: A layer has no hooks that give the outputs of its blocks.
         """
-        named = model.hook_dict
-        sequential = all(f"blocks.{layer}.{_MIDDLE}" in named for layer in layers)
+        hooks = model.hook_dict
+        sequential = all(f"blocks.{layer}.{_MIDDLE}" in hooks for layer in layers)
         # A block that scales its update fires hook_attn_out only for functions that TransformerLens has added.
         factor = getattr(model.blocks[layers[0]], "residual_contribution_scale", None)
         outs = _OUTS if factor is None else ("attn.hook_out", "mlp.hook_out")
         for layer in layers:
-            if lacking := [
-                name for name in (*_AROUND, *outs) if f"blocks.{layer}.{name}" not in named
-            ]:
-                raise ModelError(
-                    f"layer {layer} of {model.cfg.model_name} has no {lacking[0]}, so the outputs of its blocks "
-                    f"cannot be separated"
-                )
-        return replace(
-            self, sequential=sequential, outs=outs, factor=1.0 if factor is None else factor
-        )
+            for name in (*_AROUND, *outs):
+                if f"blocks.{layer}.{name}" not in hooks:
+                    raise ModelError(
+                        f"layer {layer} of {model.cfg.model_name} has no {name}, so the outputs of its blocks "
+                        f"cannot be separated"
+                    )
+        if factor is None:
+            factor = 1.0
+        return replace(self, sequential=sequential, outs=outs, factor=factor)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
         before, after = (captures.tensors[name].float() for name in _AROUND)
         attention, mlp = (captures.tensors[name].float() * self.factor for name in self.outs)
+        streams = torch.stack([before, before], 1)
         if self.sequential:
             middle = captures.tensors[_MIDDLE].float()
-            pairs = [
-                (before, _added(before, attention, middle)),
-                (middle, _added(middle, mlp, after)),
-            ]
-        else:
-            pairs = [(before, attention), (before, mlp)]
-        sums["stream"] = torch.stack([stream.norm(dim=-1) for stream, _ in pairs], 1)
-        sums["norm"] = torch.stack([added.norm(dim=-1) for _, added in pairs], 1)
-        sums["product"] = torch.stack(
-            [torch.linalg.vecdot(stream, added) for stream, added in pairs], 1
-        )
+            streams = torch.stack([before, middle], 1)
+            attention = _added(before, attention, middle)
+            mlp = _added(middle, mlp, after)
+        updates = torch.stack([attention, mlp], 1)
+        sums["stream"] = streams.norm(dim=-1)
+        sums["norm"] = updates.norm(dim=-1)
+        sums["product"] = torch.linalg.vecdot(streams, updates)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over segments."""
-        each = {
+        per_token = {
             "block_magnitude": sums["norm"] / sums["stream"],
             "block_orientation": fn.orientation(sums["product"], sums["norm"], sums["stream"]),
             "block_norm": sums["norm"],
             "stream_norm": sums["stream"],
         }
-        made = {name: segment_mean(value, batch.members()) for name, value in each.items()}
-        at = ("block_magnitude", "block_orientation") if self.per_query else ()
-        return made | {
-            f"{name}_at": each[name].masked_fill(~batch.real[:, None], torch.nan) for name in at
-        }
+        values = {name: segment_mean(value, batch.members()) for name, value in per_token.items()}
+        if self.per_query:
+            padding = ~batch.real[:, None]
+            for name in _BLOCKS_PER_QUERY:
+                values[f"{name}_at"] = per_token[name].masked_fill(padding, torch.nan)
+        return values
 
 
 def _added(before: Stream, out: Stream, after: Stream) -> Stream:
