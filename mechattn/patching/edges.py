@@ -19,14 +19,30 @@ from mechattn.model.load import load_model
 from mechattn.model.several_devices import device_of
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import Patching, checked_sample, effects_dataset
-from mechattn.patching.graph import Graph, graph_of, replaced, run_edges, showing_edges
+from mechattn.patching.graph import (
+    Graph,
+    Place,
+    Replacing,
+    graph_of,
+    read_edges,
+    run_edges,
+    showing_edges,
+)
+from mechattn.patching.memory import (
+    check_edges_fit,
+    edges_fixed_bytes,
+    edges_row_bytes,
+    gradients_row_bytes,
+    rows_within,
+)
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
 from mechattn.patching.patched_runs import places_of
 from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
-from mechattn.results.result import MEMORY, memory_bytes
+from mechattn.results.result import MEMORY
 
+_TOKENS = 2**12  # in a batch, at most: more are no faster
 _CHECKED = 4  # prompts on which attribution is compared with patching
 # What writers change must add up to two runs' difference, but for this fraction of it.
 _CLOSE = 1e-3
@@ -64,8 +80,8 @@ def edges(
         metric: As for ``patch``.
         direction: "noising", the field's usual one, patches the clean run; "denoising" the other
             one.
-        memory: The memory for the gradients of a prompt; a graph that needs more is refused before
-            the first pass.
+        memory: The memory that a prompt's passes may take; as many rows go together as fit, and a
+            graph of which one row needs more is refused before the first pass.
         seed: The seed of random directions and of the edges to check.
 
     Returns:
@@ -87,9 +103,9 @@ def edges(
     check_gradients(model, metric, direction)
     prompts = as_prompts(prompts)
     pairs, _ = pairs_of(model, prompts, condition, metric, direction, seed)
-    _check_memory(model, graph, pairs, memory)
+    budget = check_edges_fit(model, graph, pairs, memory)
     with showing_edges(model):
-        edge_pairs = [EdgePair(model, graph, pair) for pair in pairs]
+        edge_pairs = [EdgePair(model, graph, pair, budget) for pair in pairs]
         effects = []
         for index, edge_pair in enumerate(tqdm(edge_pairs, desc="edges", delay=2)):
             effects.append(edge_pair.attributed(steps, seed + index))
@@ -108,20 +124,6 @@ def edges(
     return patching.compared(exact, sample)
 
 
-def _check_memory(model: HookedModel, graph: Graph, pairs: Sequence[Pair], memory: str) -> None:
-    """Refuse a graph whose gradients don't fit."""
-    longest = max(max(len(pair.receiver), len(pair.donor)) for pair in pairs)
-    # Of writers two runs and a step; of readers the inputs, their gradients and the sums.
-    tensors = 3 * len(graph.writers) + 3 * len(graph.readers)
-    needed = 8 * longest * tensors * int(model.cfg.d_model)
-    if needed > memory_bytes(memory):
-        raise OptionError(
-            f"the {len(graph.edges):,} edges of {model.cfg.model_name} need about "
-            f"{needed / 2**30:.2g} GiB for a prompt of {longest:,} tokens, and "
-            f'memory="{memory}": give more, or shorter prompts'
-        )
-
-
 @dataclass(frozen=True)
 class EdgePair:
     """What can be measured of a pair's edges, while the model shows them."""
@@ -129,31 +131,22 @@ class EdgePair:
     model: HookedModel
     graph: Graph
     pair: Pair
+    memory: int  # bytes
 
     def runs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The logits of both runs; what the receiver writes, and what it would write with the
         donor's outputs.
         """
         device = device_of(self.model)
-        streams: list[Tensor] = []  # what the logits read, in each run
-
-        def record(place: tuple[str, int], x: Tensor, written: Any) -> Tensor:
-            if place[0] == "logits":
-                streams.append(x[0, :, 0].detach())
-            return x
-
-        with torch.no_grad():
-            own, own_written = run_edges(self.model, self.graph, self.pair.receiver, 1, record)
-            other, other_written = run_edges(self.model, self.graph, self.pair.donor, 1, record)
-        own_stream, other_stream = streams
+        receiver = read_edges(self.model, self.graph, self.pair.receiver)
+        donor = read_edges(self.model, self.graph, self.pair.donor)
         own_places = places_of(self.pair.receiver, self.pair.origins).to(device)
         other_places = places_of(self.pair.donor, self.pair.origins).to(device)
-        mine = own_written[0]
-        put = mine.clone()
-        put[own_places] = other_written[0, other_places]
+        put = receiver.written.clone()
+        put[:, own_places] = donor.written[:, other_places]
 
-        change = other_stream[other_places] - own_stream[own_places]
-        explained = (put - mine)[own_places].sum(1)
+        change = donor.stream[other_places] - receiver.stream[own_places]
+        explained = (put - receiver.written)[:, own_places].sum(0)
         missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
         allowed = _CLOSE
         if change.dtype not in (torch.float32, torch.float64):
@@ -165,7 +158,7 @@ class EdgePair:
                 "attention, so edges have no meaning: patch nodes with ma.patch, or paths between "
                 "heads with ma.paths"
             )
-        return own, other, mine, put
+        return receiver.logits, donor.logits, receiver.written, put
 
     def attributed(self, steps: int, seed: int) -> dict[str, np.ndarray]:
         """The score of each edge, that of a random step, and the whole effect."""
@@ -173,61 +166,67 @@ class EdgePair:
         base = other if self.pair.denoising else own
         gradients = self._gradients(steps, mine, put, base)
 
-        def scores(step: Tensor) -> np.ndarray:
-            by_edge = torch.einsum("pwd,prd->wr", step, gradients).cpu().numpy()
-            return np.where(self.graph.exists, by_edge, np.nan)
+        def scores(step: Float[Tensor, "writer pos d_model"]) -> np.ndarray:
+            by_edge = step.flatten(1) @ gradients.flatten(1).T
+            return np.where(self.graph.exists, by_edge.cpu().numpy(), np.nan)
 
         step = (put - mine).double()
-        generator = torch.Generator().manual_seed(seed)
-        direction = torch.randn(step.shape, generator=generator, dtype=torch.float64).to(step)
+        effect = scores(step)
         length = step.norm(dim=-1, keepdim=True)
-        random_step = direction * length / direction.norm(dim=-1, keepdim=True)
+        del step  # as large as what is drawn next
+        generator = torch.Generator().manual_seed(seed)
+        random_step = torch.randn(put.shape, generator=generator, dtype=torch.float64).to(length)
+        random_step *= length / random_step.norm(dim=-1, keepdim=True)
         whole = float(self.pair.measure(other, base) - self.pair.measure(own, base))
         return {
-            "effect": scores(step),
+            "effect": effect,
             "random": scores(random_step),
             "whole": np.array(whole),
         }
 
     def _gradients(
         self, steps: int, mine: Tensor, put: Tensor, base: Tensor
-    ) -> Float[Tensor, "pos reader d_model"]:
+    ) -> Float[Tensor, "reader pos d_model"]:
         """The gradient of the metric with respect to what each reader reads, averaged over the
         steps.
         """
-        zeros: dict[tuple[str, int], Tensor] = {}  # added to each input, to get its gradient
+        zeros: dict[Place, Tensor] = {}  # added to each input, to get its gradient
 
-        def read_with_zeros(place: tuple[str, int], x: Tensor, written: Any) -> Tensor:
+        def read_with_zeros(place: Place, x: Tensor) -> Tensor:
             zeros[place] = torch.zeros_like(x, requires_grad=True)
             return x + zeros[place]
 
         points = torch.zeros(1)
         if steps > 1:
             points = (torch.arange(steps) + 0.5) / steps
-        total = torch.zeros(
-            len(mine),
-            len(self.graph.readers),
-            mine.shape[-1],
-            dtype=torch.float64,
-            device=mine.device,
-        )
-        embedding_step = (put - mine)[:, 0]
-        for batch in points.split(max(1, 2**11 // len(mine))):
+        _, length, width = mine.shape
+        total = mine.new_zeros(len(self.graph.readers), length, width, dtype=torch.float64)
+        embedding_step = put[0] - mine[0]
+        row = gradients_row_bytes(self.model, self.graph, self.pair)
+        for batch in points.split(self._rows(row)):
             steps_of_rows = batch.to(mine)[:, None, None] * embedding_step
-            logits, _ = run_edges(
+            logits = run_edges(
                 self.model,
                 self.graph,
                 self.pair.receiver,
                 len(batch),
-                read_with_zeros,
-                partial(torch.add, other=steps_of_rows),
-                True,
+                reading=read_with_zeros,
+                embedded=partial(torch.add, other=steps_of_rows),
+                gradients=True,
             )
             value = self.pair.measure(logits, base).sum()
             gradients = torch.autograd.grad(value, list(zeros.values()))
             for place, gradient in zip(zeros, gradients, strict=True):
-                total[:, self.graph.places[place]] += gradient.double().sum(0) / steps
+                by_reader = gradient.sum(0, dtype=torch.float64).transpose(0, 1) / steps
+                total[self.graph.places[place]] += by_reader.to(total)
+            zeros.clear()
         return total
+
+    def _rows(self, row: int) -> int:
+        """How many rows go together."""
+        fixed = edges_fixed_bytes(self.model, self.graph, self.pair)
+        most = max(1, _TOKENS // len(self.pair.receiver))
+        return min(most, rows_within(self.memory, fixed, row))
 
     def exact(self, patched_edges: Sequence[tuple[int, int]]) -> np.ndarray:
         """The effect of single edges, each patched exactly."""
@@ -243,8 +242,16 @@ class EdgePair:
     ) -> np.ndarray:
         """The metric with only some edges as they are; all others carry what ``put`` has."""
         metrics = []
-        for batch in kept.split(max(1, 2**12 // len(put))):
-            reading = replaced(batch.to(put.device), self.graph, put)
-            logits, _ = run_edges(self.model, self.graph, self.pair.receiver, len(batch), reading)
+        row = edges_row_bytes(self.model, self.graph, self.pair)
+        for batch in kept.split(self._rows(row)):
+            replacing = Replacing(batch, self.graph, put)
+            logits = run_edges(
+                self.model,
+                self.graph,
+                self.pair.receiver,
+                len(batch),
+                reading=replacing.read,
+                writing=replacing.write,
+            )
             metrics.append(self.pair.measure(logits, base).double().cpu())
         return torch.cat(metrics).numpy()

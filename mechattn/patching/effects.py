@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,8 @@ from mechattn.errors import OptionError
 from mechattn.patching.answer_metrics import WORDS
 from mechattn.prompts.prompt import Prompt
 from mechattn.stats.intervals import FEWEST, Interval, ratio_interval, t_interval
-from mechattn.stats.paired import paired
+from mechattn.stats.many_tests import PairedTests, paired_tests
+from mechattn.stats.resolution import Resolution, resolution
 from mechattn.stats.units import Units, halves_of
 
 CONTROLS = ("other_prompt", "random")
@@ -69,7 +71,12 @@ class Patching:
         controls; ``beyond_random``: effect minus that of a random direction of the same norm, with
         its interval and ``q_beyond_random``. With "kl" and "noising" no effect is below 0, so
         ``q_effect`` is NaN and ``beyond_random`` is tested, as ``.attrs["tested"]`` and the print
-        say.
+        say. All rows are tested once, when the first table is made; intervals are of the rows that
+        are returned. Of more than 4,000 rows a q above 0.05 may be too small, but one below is not.
+
+        With so few prompts that no row can have q < 0.05 by itself, the rows whose interval is
+        furthest from 0 come first instead of the largest; ``.attrs["resolution"]`` says how many
+        would do.
 
         Args:
             top: The number of rows to return; all by default.
@@ -86,58 +93,98 @@ class Patching:
             raise OptionError(f"level={level!r}: give a probability such as 0.95")
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
             raise OptionError(f"top={top!r}: give a number of rows, at least 1, or None for all")
-        half = select == "half"
-        fewest = 2 * FEWEST if half else FEWEST
-        self.units.refuse_below(fewest, instead="")
 
-        # All rows are tested; with "half", those that one half of the units ranks highest.
-        everyone = np.arange(self.units.n)
-        ranking_units = everyone
-        reported_units = everyone
-        if half:
+        if select == "half":
+            self.units.refuse_below(2 * FEWEST, instead="")
             ranking_units, reported_units = halves_of(self.units.n)
+            mean = self._values("effect")[ranking_units].mean(0)
+            rows = np.argsort(-abs(mean), kind="stable")[:top]
+            return self.rows(rows, level, reported_units)
+        self.units.refuse_below(FEWEST, instead="")
+        if top is None:
+            return self.rows(np.arange(len(self._cells)), level)
+        return self.rows(self._order[:top], level)
 
-        effect, cells = self._cells("effect")
-        order = np.arange(len(cells))
-        if half or top is not None:
-            size = abs(effect[ranking_units].mean(0))
-            order = np.argsort(-size, kind="stable")
-        if half:
-            order = order[:top]
+    def rows(
+        self, rows: np.ndarray, level: float = 0.95, reported_units: np.ndarray | None = None
+    ) -> pd.DataFrame:
+        """These rows of the table, by number; on units that didn't choose them, they alone are
+        tested.
+        """
+        half = reported_units is not None
+        chosen = slice(None) if reported_units is None else reported_units
         values = {}
         for name in ("effect", *CONTROLS):
             if name in self.effects:
-                values[name] = self._cells(name)[0][reported_units][:, order]
-        beyond_random = values["effect"] - values["random"]
-        whole = self.units.means(self.effects.whole.values)[reported_units]
-        tests = paired(values["effect"], None, bootstrap_ends=False)
-        tests_beyond = paired(beyond_random, None, bootstrap_ends=False)
+                values[name] = self._values(name)[chosen][:, rows]
+        effect = values["effect"]
+        beyond_random = effect - values["random"]
+        if half:
+            tests = paired_tests(effect)
+            tests_beyond = paired_tests(beyond_random)
+            q_effect = tests.q
+            q_beyond_random = tests_beyond.q
+        else:
+            tests = self._tests
+            tests_beyond = self._tests_beyond_random
+            q_effect = tests.q[rows]
+            q_beyond_random = tests_beyond.q[rows]
 
         columns: dict[str, Any] = {}
         for index, label in enumerate(self.labels):
-            columns[label] = [cells[cell][index] for cell in order]
-        columns |= _with_ends("effect", t_interval(values["effect"], level))
-        columns["q_effect"] = tests.q
-        columns["q_beyond_random"] = tests_beyond.q
-        columns |= _with_ends("share", ratio_interval(values["effect"], whole, level))
+            columns[label] = [self._cells[row][index] for row in rows]
+        columns |= _with_ends("effect", t_interval(effect, level))
+        columns["q_effect"] = q_effect
+        columns["q_beyond_random"] = q_beyond_random
+        whole = self.units.means(self.effects.whole.values)[chosen]
+        columns |= _with_ends("share", ratio_interval(effect, whole, level))
         for name in CONTROLS:
             if name in values:
                 columns[name] = np.nanmean(values[name], 0)
         columns |= _with_ends("beyond_random", t_interval(beyond_random, level))
-        columns["n"] = len(beyond_random)
+        columns["n"] = len(effect)
 
-        attrs = {
+        family = len(rows) if half else len(self._cells)
+        attrs: dict[str, Any] = {
             "tested": "effect",
-            "family": self._family(len(order), half),
+            "family": self._family(family, half),
             "skewed": tests.skewed,
+            "resolution": resolution(len(effect), family, unit=self.units.unit),
         }
         if self._only_rises:
             columns["q_effect"] = np.nan
             attrs["tested"] = "beyond_random"
             attrs["skewed"] = tests_beyond.skewed
-        table = pd.DataFrame(columns)[:top]
+        table = pd.DataFrame(columns)
         table.attrs = attrs
         return by_head(table)
+
+    @cached_property
+    def _tests(self) -> PairedTests:
+        """The tests of all effects."""
+        return paired_tests(self._values("effect"))
+
+    @cached_property
+    def _tests_beyond_random(self) -> PairedTests:
+        return paired_tests(self._values("effect") - self._values("random"))
+
+    @property
+    def resolution(self) -> Resolution:
+        """What a number of units can find among this number of rows."""
+        return resolution(self.units.n, len(self._cells), unit=self.units.unit)
+
+    @property
+    def _by_interval(self) -> bool:
+        """Whether there are too few units for any row to be found by itself."""
+        return self.units.n < self.resolution.fewest
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        """The rows, the largest effect first, or that whose interval is furthest from 0."""
+        mean, low, high = t_interval(self._values("effect"))
+        if self._by_interval:
+            return np.argsort(-np.maximum(low, -high), kind="stable")
+        return np.argsort(-abs(mean), kind="stable")
 
     @property
     def _only_rises(self) -> bool:
@@ -160,16 +207,19 @@ class Patching:
             family += ", ranked on the other half"
         return family
 
-    def _cells(self, name: str) -> tuple[np.ndarray, list[tuple[Any, ...]]]:
-        """The requested values [unit cell], and the labels of each cell."""
-        measured = self._measured
-        labels = [self.effects[dim].values.tolist() for dim in self.labels]
-        cells = []
-        for indices in np.argwhere(measured):
-            cells.append(tuple(label[i] for label, i in zip(labels, indices, strict=True)))
-        return self.units.means(self.effects[name].values[:, measured]), cells
+    def _values(self, name: str) -> np.ndarray:
+        """The requested values [unit cell]."""
+        return self.units.means(self.effects[name].values[:, self._measured])
 
-    @property
+    @cached_property
+    def _cells(self) -> list[tuple[Any, ...]]:
+        """The labels of each cell."""
+        labels = [self.effects[dim].values for dim in self.labels]
+        indices = np.nonzero(self._measured)
+        columns = [label[index].tolist() for label, index in zip(labels, indices, strict=True)]
+        return list(zip(*columns, strict=True))
+
+    @cached_property
     def _measured(self) -> np.ndarray:
         """Which cells have an effect in every prompt."""
         return ~np.isnan(self.effects.effect.values).any(0)
@@ -193,13 +243,12 @@ class Patching:
 
     def compared(self, exact: Sequence[np.ndarray], sample: Sequence[int]) -> Patching:
         """A copy with the exact effects of some cells on the first prompts."""
-        _, cells = self._cells("effect")
         attributed = self.effects.effect.values[:, self._measured]
         rows = []
         for index, values in enumerate(exact):
             prompt = str(self.effects.prompt.values[index])
             for cell, value in zip(sample, values, strict=True):
-                row = {"prompt": prompt, **dict(zip(self.labels, cells[cell], strict=True))}
+                row = {"prompt": prompt, **dict(zip(self.labels, self._cells[cell], strict=True))}
                 row["exact"] = value
                 row["attributed"] = attributed[index, cell]
                 rows.append(row)
@@ -217,11 +266,15 @@ class Patching:
             top = _SHOWN
         table = self.table(top=top)
         tested = f"q of {table.attrs['tested']}, over {table.attrs['family']}"
-        cells = int(self._measured.sum())
+        cells = len(self._cells)
         if len(table) < cells:
-            tested += f"; {len(table)} of {cells} shown, the largest"
+            chosen = "the largest"
+            if self._by_interval:
+                chosen = "those whose interval is furthest from 0"
+            tested += f"; {len(table)} of {cells} shown, {chosen}"
         mean, low, high = self.whole
         lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
+        lines.append(str(table.attrs["resolution"]))
         if self.checked is not None:
             lines.append(self._agreement_words(self.checked))
         if table.attrs["skewed"]:
@@ -265,8 +318,7 @@ def checked_sample(patching: Patching, seed: int) -> list[int]:
     """The cells on which attribution is checked: those with the largest effects, and as many drawn
     at random.
     """
-    effect, _ = patching._cells("effect")
-    size = abs(effect.mean(0))
+    size = abs(patching._values("effect").mean(0))
     largest = np.argsort(-size, kind="stable")[: (_COMPARED + 1) // 2].tolist()
     remaining = [cell for cell in range(len(size)) if cell not in largest]
     drawn = np.random.default_rng(seed).permutation(len(remaining))[: _COMPARED // 2]

@@ -1,4 +1,6 @@
-"""The graph of a model: what writes into the residual stream, what reads from it, and a pass in which edges change."""
+"""The graph of a model: what writes into the residual stream, what reads from it, and a pass in
+which edges change.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -20,11 +23,12 @@ from mechattn.model.hooks import attention_layers
 from mechattn.patching.patched_runs import logits_of
 from mechattn.prompts.token_sequences import Sequence
 
-Written = Float[Tensor, "row pos writer d_model"]
-# Receives a reading place (such as ("q", 3)), what the readers there read, and a function for what was written before.
-Reading = Callable[
-    [tuple[str, int], Float[Tensor, "row pos reader d_model"], Callable[[], Written]], Tensor
-]
+# Where readers read, such as ("q", 3): a part and a layer.
+Place = tuple[str, int]
+# From a reading place and what the readers there read to what they read instead.
+Reading = Callable[[Place, Float[Tensor, "row pos reader d_model"]], Tensor]
+# Receives what some writers write.
+Writing = Callable[[slice, Float[Tensor, "row pos writer d_model"]], None]
 # What showing edges needs; TransformerLens refuses the first beside the third.
 _SWITCHES = {
     "use_attn_in": False,
@@ -36,18 +40,19 @@ _SWITCHES = {
 
 @dataclass(frozen=True)
 class Graph:
-    """A model's writers (embedding, heads, MLPs), readers (q, k, v of heads, MLPs, logits), and edges between them."""
+    """A model's writers (embedding, heads, MLPs), readers (q, k, v of heads, MLPs, logits), and the
+    edges between them.
+    """
 
-    writers: tuple[str, ...]  # "embedding", "L0H1", "L0MLP"
-    readers: tuple[
-        str, ...
-    ]  # "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits"
+    # "embedding", "L0H1", "L0MLP"
+    writers: tuple[str, ...]
+    # "L1H0.q", "L1H0.k", "L1H0.v" (of heads with keys of their own), "L1MLP", "logits"
+    readers: tuple[str, ...]
     exists: Bool[np.ndarray, "writer reader"]  # which writers come before which readers
-    places: dict[
-        tuple[str, int], slice
-    ]  # the readers of each reading place, in the order of a forward pass
+    # The readers of each reading place, in the order of a forward pass.
+    places: dict[Place, slice]
 
-    def before(self, place: tuple[str, int]) -> int:
+    def before(self, place: Place) -> int:
         """How many writers come before a reading place."""
         return int(self.exists[:, self.places[place].start].sum())
 
@@ -64,15 +69,16 @@ def graph_of(model: HookedModel) -> Graph:
     if len(attention_layers(model)) < len(layers) or not hasattr(model, "set_use_split_qkv_input"):
         raise _no_inputs(model)
     counts = {"q": int(cfg.n_heads), "k": kv_heads_of(model), "v": kv_heads_of(model)}
-    parallel, writers = bool(getattr(cfg, "parallel_attn_mlp", False)), ["embedding"]
+    parallel = bool(getattr(cfg, "parallel_attn_mlp", False))
+    writers = ["embedding"]
     readers: list[str] = []
     before: list[int] = []
-    places: dict[tuple[str, int], slice] = {}
+    places: dict[Place, slice] = {}
 
-    def reads(place: str, layer: int, names: list[str], seen: int) -> None:
-        places[place, layer] = slice(len(readers), len(readers) + len(names))
+    def reads(part: str, layer: int, names: list[str], writers_before: int) -> None:
+        places[part, layer] = slice(len(readers), len(readers) + len(names))
         readers.extend(names)
-        before.extend([seen] * len(names))
+        before.extend([writers_before] * len(names))
 
     for layer in layers:
         start = len(writers)
@@ -80,7 +86,8 @@ def graph_of(model: HookedModel) -> Graph:
             reads(part, layer, [f"L{layer}H{head}.{part}" for head in range(count)], start)
         writers.extend(f"L{layer}H{head}" for head in range(counts["q"]))
         if has_mlp(model, layer):
-            reads("mlp", layer, [f"L{layer}MLP"], start if parallel else len(writers))
+            writers_before = start if parallel else len(writers)
+            reads("mlp", layer, [f"L{layer}MLP"], writers_before)
             writers.append(f"L{layer}MLP")
     reads("logits", layers[-1], ["logits"], len(writers))
     exists = np.arange(len(writers))[:, None] < np.array(before)
@@ -89,8 +96,8 @@ def graph_of(model: HookedModel) -> Graph:
 
 def _no_inputs(model: HookedModel) -> ModelError:
     return ModelError(
-        f"TransformerLens gives no inputs of single heads of {model.cfg.model_name}, so it has no edges here: patch "
-        "nodes with ma.patch, or paths between heads with ma.paths"
+        f"TransformerLens gives no inputs of single heads of {model.cfg.model_name}, so it has no "
+        "edges here: patch nodes with ma.patch, or paths between heads with ma.paths"
     )
 
 
@@ -104,7 +111,9 @@ def has_mlp(model: HookedModel, layer: int) -> bool:
 
 @contextmanager
 def showing_edges(model: HookedModel) -> Iterator[None]:
-    """Let TransformerLens compute each head's result and inputs by themselves, during a ``with`` block."""
+    """Let TransformerLens compute each head's result and inputs by themselves, during a ``with``
+    block.
+    """
     before = {name: bool(getattr(model.cfg, name, False)) for name in _SWITCHES}
     changed = [name for name, on in _SWITCHES.items() if on != before[name]]
     try:
@@ -121,48 +130,50 @@ def run_edges(
     graph: Graph,
     sequence: Sequence,
     rows: int,
+    *,
     reading: Reading | None = None,
+    writing: Writing | None = None,
     embedded: Callable[[Tensor], Tensor] | None = None,
     gradients: bool = False,
-) -> tuple[Float[Tensor, "row answer d_vocab"], Written]:
-    """Logits before the answer and what every writer writes; ``reading`` and ``embedded`` may replace what is read."""
-    written: dict[
-        str, Tensor
-    ] = {}  # by the name of the first writer, as a parallel MLP may come before the heads
+) -> Float[Tensor, "row answer d_vocab"]:
+    """Logits before the answer, in a pass that may change what is read.
 
-    def all_written() -> Tensor:
-        return torch.cat([written[name] for name in graph.writers if name in written], 2)
+    ``writing`` gets what each writer writes, and ``reading`` gives what the readers read in place
+    of what they would; ``embedded`` replaces the embeddings.
+    """
 
-    def wrote(first: str, module: Any, given: Any, x: Tensor) -> Tensor:
-        x = embedded(x) if embedded is not None and first == graph.writers[0] else x
-        written[first] = x if x.ndim == 4 else x[:, :, None]
+    def embeds(module: Any, inputs: Any, x: Tensor) -> Tensor:
+        if embedded is not None:
+            x = embedded(x)
+        writes(slice(0, 1), module, inputs, x)
         return x
 
-    def reads(place: tuple[str, int], module: Any, given: Any, x: Tensor) -> Tensor:
+    def writes(writers: slice, module: Any, inputs: Any, x: Tensor) -> None:
+        if writing is not None:
+            writing(writers, _with_readers(x))
+
+    def reads(place: Place, module: Any, inputs: Any, x: Tensor) -> Tensor:
         assert reading is not None
-        made = reading(
-            place,
-            x if x.ndim == 4 else x[:, :, None],
-            lambda: all_written()[:, :, : graph.before(place)],
-        )
-        return made.reshape(x.shape)
+        return reading(place, _with_readers(x)).reshape(x.shape)
 
     with ExitStack() as stack:
 
-        def at(name: str, function: Callable[..., Any]) -> None:
+        def hook(name: str, function: Callable[..., Any]) -> None:
             stack.callback(model.hook_dict[name].register_forward_hook(function).remove)
 
-        at("blocks.0.hook_resid_pre", partial(wrote, graph.writers[0]))
+        hook("blocks.0.hook_resid_pre", embeds)
         for layer in range(int(model.cfg.n_layers)):
-            at(f"blocks.{layer}.attn.hook_result", partial(wrote, f"L{layer}H0"))
+            first = graph.writers.index(f"L{layer}H0")
+            heads = slice(first, first + int(model.cfg.n_heads))
+            hook(f"blocks.{layer}.attn.hook_result", partial(writes, heads))
             if ("mlp", layer) in graph.places:
-                at(f"blocks.{layer}.hook_mlp_out", partial(wrote, f"L{layer}MLP"))
-        for place in graph.places if reading is not None else ():
-            at(_HOOKS[place[0]].format(place[1]), partial(reads, place))
-        logits = logits_of(model, sequence, rows, gradients)
-    if all_written().shape[2] < len(graph.writers):
-        raise _no_inputs(model)
-    return logits, all_written().detach()
+                mlp = slice(heads.stop, heads.stop + 1)
+                hook(f"blocks.{layer}.hook_mlp_out", partial(writes, mlp))
+        if reading is not None:
+            for place in graph.places:
+                kind, layer = place
+                hook(_HOOKS[kind].format(layer), partial(reads, place))
+        return logits_of(model, sequence, rows, gradients)
 
 
 _HOOKS = {
@@ -172,20 +183,84 @@ _HOOKS = {
 }
 
 
-def replaced(
-    kept: Bool[Tensor, "row writer reader"], graph: Graph, put: Float[Tensor, "pos writer d_model"]
-) -> Reading:
-    """A reading in which every edge that a row does not keep carries ``put`` in place of what was written.
+def _with_readers(x: Tensor) -> Tensor:
+    """An activation [row pos reader d_model], also where it has no axis of heads."""
+    if x.ndim == 4:
+        return x
+    return x[:, :, None]
 
-    ``input of v = Σ_u written_u + Σ_{u not kept} (put_u − written_u)``, exact because the residual stream is a sum.
+
+@dataclass(frozen=True)
+class EdgeRun:
+    """An unchanged run: its logits, what every writer writes, and the stream that the logits read."""
+
+    logits: Float[Tensor, "1 answer d_vocab"]
+    written: Float[Tensor, "writer pos d_model"]
+    stream: Float[Tensor, "pos d_model"]
+
+
+def read_edges(model: HookedModel, graph: Graph, sequence: Sequence) -> EdgeRun:
+    """Run a sequence and record what is written.
+
+    Raises:
+        ModelError: Some writers are not seen.
     """
-    cut = ~torch.as_tensor(kept) & torch.as_tensor(graph.exists)
+    written: Tensor | None = None
+    seen = 0
+    streams: list[Tensor] = []
 
-    def reading(place: tuple[str, int], x: Tensor, written: Callable[[], Written]) -> Tensor:
-        there = cut[:, : graph.before(place), graph.places[place]]
-        if not there.any():
+    def record(writers: slice, x: Tensor) -> None:
+        nonlocal written, seen
+        if written is None:
+            written = x.new_empty(len(graph.writers), x.shape[1], x.shape[-1])
+        written[writers] = x[0].transpose(0, 1).to(written.device)
+        seen += x.shape[2]
+
+    def read(place: Place, x: Tensor) -> Tensor:
+        if place[0] == "logits":
+            streams.append(x[0, :, 0])
+        return x
+
+    logits = run_edges(model, graph, sequence, 1, reading=read, writing=record)
+    if written is None or seen < len(graph.writers):
+        raise _no_inputs(model)
+    return EdgeRun(logits, written, streams[0])
+
+
+class Replacing:
+    """Edges that a row does not keep carry ``put`` in place of what was written.
+
+    ``input of v = Σ_u written_u + Σ_{u not kept} (put_u − written_u)``, exact because the residual
+    stream is a sum. The steps ``put_u − written_u`` of all writers are in one buffer that is filled
+    as they write, so that a place needs one product with it and nothing is copied again.
+    """
+
+    def __init__(
+        self,
+        kept: Bool[Tensor, "row writer reader"],
+        graph: Graph,
+        put: Float[Tensor, "writer pos d_model"],
+    ) -> None:
+        cut = ~kept & torch.as_tensor(graph.exists)
+        self._graph = graph
+        self._put = put
+        self._cut = rearrange(cut, "row writer reader -> row reader writer").to(put)
+        self._steps = put.new_empty(len(kept), *put.shape)
+
+    def write(self, writers: slice, x: Float[Tensor, "row pos some d_model"]) -> None:
+        """Keep the steps of some writers."""
+        written = rearrange(x.to(self._put), "row pos some d_model -> row some pos d_model")
+        torch.sub(self._put[writers], written, out=self._steps[:, writers])
+
+    def read(
+        self, place: Place, x: Float[Tensor, "row pos reader d_model"]
+    ) -> Float[Tensor, "row pos reader d_model"]:
+        """What the readers at a place read, with the steps of the edges that are cut."""
+        before = self._graph.before(place)
+        cut = self._cut[:, self._graph.places[place], :before]
+        if not cut.any():
             return x
-        step = put[None, :, : there.shape[1]].to(x) - written()
-        return x + torch.einsum("nwr,npwd->nprd", there.to(x), step)
-
-    return reading
+        steps = self._steps[:, :before].flatten(2)  # a view: the last two axes are contiguous
+        change = torch.bmm(cut, steps)
+        change = change.unflatten(2, self._steps.shape[2:])
+        return x + rearrange(change, "row reader pos d_model -> row pos reader d_model").to(x)

@@ -58,6 +58,7 @@ from mechattn.model.hooks import attention_window
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
 from mechattn.patching.effects import CONTROLS, Patching, checked_sample
+from mechattn.patching.memory import pass_bytes, rows_within
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
 from mechattn.patching.patched_runs import (
     Part,
@@ -74,10 +75,10 @@ from mechattn.patching.sites import Sites, Target, target_in
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
 from mechattn.prompts.token_sequences import Sequence
+from mechattn.results.result import MEMORY, memory_bytes
 
 _CHECKED = 4  # prompts on which attribution is compared with patching
-_ROWS = 32  # patched copies of a prompt in a batch, at most
-_TOKENS = 2**14  # and tokens in them
+_ROWS = 32  # patched copies of a prompt in a batch, at most: more are no faster
 
 
 @alone
@@ -90,6 +91,7 @@ def patch(
     together: bool = False,
     metric: Metric = "logprob",
     direction: Direction = "denoising",
+    memory: str = MEMORY,
     seed: int = 0,
 ) -> Patching:
     """Patch or attribute: how the answer changes when a head's or layer's output is that of the
@@ -126,6 +128,7 @@ def patch(
             others, in logits; "kl" from the baseline, in nats; or a function of logits [row answer
             d_vocab] and answer [answer] that returns one number per row [row].
         direction: "denoising" or "noising", which decides the run to patch.
+        memory: The memory that the patched copies of a prompt may take; as many go together as fit.
         seed: The seed of random directions and other prompts, of the condition's draws and of the
             heads to check.
 
@@ -138,6 +141,7 @@ def patch(
         Attribution patching: Nanda 2023; its errors and AtP*: arXiv:2403.00745. As z comes after
         the softmax, no softmax has to be recomputed.
     """
+    budget = memory_bytes(memory)
     model = load_model(model)
     target = target_in(model, at, together)
     if target.attributed:
@@ -145,7 +149,7 @@ def patch(
     prompts = as_prompts(prompts)
     pairs, sequences = pairs_of(model, prompts, condition, metric, direction, seed)
     slots = _slots(target, prompts, sequences)
-    patched_prompts = [_Prompt(model, target, slots, pair, seed) for pair in pairs]
+    patched_prompts = [_Prompt(model, target, slots, pair, budget, seed) for pair in pairs]
 
     length_and_answer = {}
     for pair in pairs:
@@ -185,6 +189,7 @@ class _Prompt:
     target: Target
     slots: Seq[str | int | None]
     pair: Pair
+    memory: int  # bytes
     seed: int
 
     def read(self, sequence: Sequence) -> Run:
@@ -273,7 +278,8 @@ class _Prompt:
             ]
             changes_by_row.append(changes)
 
-        rows = max(1, min(_ROWS, _TOKENS // len(run.sequence)))
+        row = pass_bytes(self.model, len(run.sequence), len(self.pair.answer))
+        rows = min(_ROWS, rows_within(self.memory, 0, row))
         metrics = []
         for start in range(0, len(changes_by_row), rows):
             batch = changes_by_row[start : start + rows]

@@ -208,10 +208,38 @@ def logits_of(
     if position_ids is not None and not torch.equal(position_ids, torch.arange(len(sequence))):
         options["position_ids"] = position_ids.to(device).expand(rows, -1)
         options["attention_mask"] = torch.ones_like(tokens)
-    with torch.set_grad_enabled(gradients):
-        logits = model(tokens, return_type="logits", **options)
     answer_places = sequence.of_segment("answer").nonzero()[:, 0].to(device)
-    return logits[:, answer_places - 1]
+    places_before = answer_places - 1
+    unembedded = []  # whether the hook was called: not by every custom model
+
+    def only_before_answer(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        stream, *others = inputs
+        unembedded.append(True)
+        return (stream[:, places_before.to(stream.device)], *others)
+
+    with ExitStack() as stack:
+        unembed: Any = getattr(model, "unembed", None)
+        if unembed is not None:
+            stack.callback(unembed.register_forward_pre_hook(only_before_answer).remove)
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        stack.enter_context(_without_gradients_of_weights(model))
+        logits = model(tokens, return_type="logits", **options)
+    if not unembedded:
+        logits = logits[:, places_before]
+    return logits
+
+
+@contextmanager
+def _without_gradients_of_weights(model: HookedModel) -> Iterator[None]:
+    """Let a pass keep nothing for gradients of weights, which would be most of its memory."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    try:
+        for weight in weights:
+            weight.requires_grad_(False)
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(True)
 
 
 def patched_logits(

@@ -121,13 +121,16 @@ def tails(
     counts: Counts,
     dtype: type[np.floating] = np.float64,
     extremes: bool = True,
+    tests: int | None = None,
 ) -> Tails:
     """Compare the t of each column of d [prompt, cell] with resamples of all columns.
 
     A resample uses the same prompts in all cells, which preserves their correlation; each tail is
     treated by itself, which preserves skewness. A t more than three times as far out as any t* of
     the first 500 resamples counts as further out than all; without ``extremes`` such cells are not
-    resampled, and only ``p`` is of use.
+    resampled, and only ``p`` is of use. Where the columns are some of a larger family, ``tests`` is
+    its size: then a cell's part of the family's p is estimated from these columns, and at most
+    ``1 / tests``.
 
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
@@ -139,7 +142,9 @@ def tails(
     order = order[~np.isnan(t[order])]
 
     # The first spread is for p, the last for the extremes and the p of the family.
-    spreads = [_smallest_for_p(len(d), len(order))]
+    if tests is None:
+        tests = len(order)
+    spreads = [_smallest_for_p(len(d), tests)]
     if extremes:
         spreads.append(_SMALLEST_SPREAD)
 
@@ -173,7 +178,8 @@ def tails(
 
     furthest_first = order[::-1]
     p_family[:, furthest_first] = np.maximum.accumulate(p_family[:, furthest_first], axis=1)
-    p = np.maximum(p_alone, p_family[0] / max(1, len(order)))
+    part_of_family = np.minimum(p_family[0] / max(1, len(order)), 1 / max(1, tests))
+    p = np.maximum(p_alone, part_of_family)
     return Tails(largest[-1], smallest[-1], p, p_family[-1])
 
 

@@ -84,32 +84,37 @@ class Paired:
         """Where the tests disagree because differences are skewed, or cannot tell; empty if nothing
         is to be said.
         """
-        tests = self.q.size
-        sentences = []
+        return skewed_words(self.n, self.skewness, self.p_flip, self.q)
 
-        significant_flips = false_discovery(self.p_flip) < 0.05
-        disagreeing = int((significant_flips & (self.q >= 0.05)).sum())
-        if disagreeing:
-            sentences.append(
-                f"in {disagreeing} of {tests} tests sign flips alone would say q < 0.05, but the "
-                "bootstrap-t test, which allows for skewness, also as seen in other tests, does not"
-            )
 
-        skewed = int((abs(self.skewness) > 1).sum())
-        very_skewed = int((abs(self.skewness) > VERY_SKEWED).sum())
-        controlled_from = 0  # units
-        if skewed:
-            controlled_from = FEWEST_FOR_ALL
-        if 4 * skewed >= tests:
-            controlled_from = FEWEST_IF_SKEWED
-        if 4 * very_skewed >= tests > 0:
-            controlled_from = self.n + 1  # no number of prompts is known to be enough
-        if self.n < controlled_from and (self.q < 0.05).any():
-            sentences.append(
-                f"with {self.n} units q is not controlled where differences are skewed "
-                f"(|skewness| > 1 in {skewed} of {tests} tests)"
-            )
-        return "; ".join(sentences)
+def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.ndarray) -> str:
+    """Where sign flips and the bootstrap-t test disagree because differences are skewed, in words."""
+    tests = q.size
+    sentences = []
+
+    significant_flips = false_discovery(p_flip) < 0.05
+    disagreeing = int((significant_flips & (q >= 0.05)).sum())
+    if disagreeing:
+        sentences.append(
+            f"in {disagreeing} of {tests} tests sign flips alone would say q < 0.05, but the "
+            "bootstrap-t test, which allows for skewness, also as seen in other tests, does not"
+        )
+
+    skewed = int((abs(skewness) > 1).sum())
+    very_skewed = int((abs(skewness) > VERY_SKEWED).sum())
+    controlled_from = 0  # units
+    if skewed:
+        controlled_from = FEWEST_FOR_ALL
+    if 4 * skewed >= tests:
+        controlled_from = FEWEST_IF_SKEWED
+    if 4 * very_skewed >= tests > 0:
+        controlled_from = units + 1  # no number of prompts is known to be enough
+    if units < controlled_from and (q < 0.05).any():
+        sentences.append(
+            f"with {units} units q is not controlled where differences are skewed "
+            f"(|skewness| > 1 in {skewed} of {tests} tests)"
+        )
+    return "; ".join(sentences)
 
 
 def paired(

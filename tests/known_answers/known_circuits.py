@@ -274,7 +274,7 @@ def scores_of(
         with showing_edges(model):
             made, _ = pairs_of(model, pairs, Counterpart(), "answers", "noising", 0)
             found = np.mean(
-                [EdgePair(model, graph, pair).exact(graph.edges) for pair in made], axis=0
+                [EdgePair(model, graph, pair, 2**31).exact(graph.edges) for pair in made], axis=0
             )
     else:
         effect = edges(model, pairs, Counterpart(), steps=steps).effects.effect

@@ -62,9 +62,8 @@ def test_what_a_circuit_carries_equals_transformer_lens(model):
         generator.random((4, *graph.exists.shape)) < np.array([0.3, 0.6, 0.9, 1.1])[:, None, None]
     )
     with showing_edges(model):
-        one = EdgePair(
-            model, graph, pairs_of(model, EQUAL, Counterpart(), "answers", "noising", 0)[0][0]
-        )
+        pairs, _ = pairs_of(model, EQUAL, Counterpart(), "answers", "noising", 0)
+        one = EdgePair(model, graph, pairs[0], 2**31)
         own, other, mine, put = one.runs()
         made = one.with_edges(torch.from_numpy(kept), put, own)
     assert float((put - mine).abs().max()) > 1e-2
@@ -96,7 +95,7 @@ def test_the_curve_is_made_on_prompts_that_did_not_rank(model, found):
     with showing_edges(model):
         pairs = pairs_of(model, [MANY[i] for i in rest], Counterpart(), "answers", "noising", 0)[0]
         rows = []
-        for one in (EdgePair(model, found.graph, pair) for pair in pairs):
+        for one in (EdgePair(model, found.graph, pair, 2**31) for pair in pairs):
             own, _, _, put = one.runs()
             rows.append(one.with_edges(torch.from_numpy(np.stack([empty, kept, every])), put, own))
     none, some, whole = np.array(rows).mean(0)

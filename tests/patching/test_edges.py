@@ -13,6 +13,12 @@ from mechattn.conditions import Counterpart
 from mechattn.errors import ModelError, OptionError
 from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import lettered_tokenizer, toy_folder
+from mechattn.patching import effects
+from mechattn.patching.edges import EdgePair
+from mechattn.patching.graph import graph_of, showing_edges
+from mechattn.patching.memory import edges_fixed_bytes, edges_row_bytes
+from mechattn.patching.pairs import pairs_of
+from mechattn.stats.many_tests import paired_tests
 from tests.conftest import loaded_once
 from tests.patching.test_pairs import LONGER, PARTNERS
 
@@ -229,6 +235,51 @@ def test_an_edges_table_tests_all_edges_and_says_how_far_to_trust_them(toy):
     assert not (model.cfg.use_attn_result)
     assert not (model.cfg.use_split_qkv_input)
     assert not (model.cfg.use_hook_mlp_in)
+
+
+def test_edges_are_tested_once_and_few_prompts_order_them_by_the_interval(toy, monkeypatch):
+    tested = []
+
+    def counting(d):
+        tested.append(d.shape)
+        return paired_tests(d)
+
+    monkeypatch.setattr(effects, "paired_tests", counting)
+    scores = ma.edges(toy, ma.pairs(toy, "ioi", 6), Counterpart())
+    printed = str(scores)
+    table = scores.table(top=40)
+    every = scores.table()
+    assert tested == [(6, 1055), (6, 1055)], "the effects, and those beyond a random step"
+    assert (
+        "with 6 prompts and 1055 tests no p can pass q < 0.05 alone (smallest p 0.031)" in printed
+    )
+    assert "660 tests must reach it together, or use 19 prompts" in printed
+    assert "8 of 1055 shown, those whose interval is furthest from 0" in printed
+
+    distance = np.maximum(every.effect_low, -every.effect_high)
+    expected = every.loc[distance.sort_values(ascending=False, kind="stable").index[:40]]
+    assert table.writer.tolist() == expected.writer.tolist()
+    np.testing.assert_allclose(table.q_effect, expected.q_effect)
+    by_size = every.loc[every.effect.abs().sort_values(ascending=False).index[:40]]
+    assert table.writer.tolist() != by_size.writer.tolist(), "another order would be noticed"
+
+
+def test_as_many_rows_go_together_as_fit_and_make_no_difference(toy):
+    pairs = ma.pairs(toy, "ioi", 3)
+    graph = graph_of(toy)
+    pair, *_ = pairs_of(toy, pairs, Counterpart(), "answers", "noising", 0)[0]
+    fixed = edges_fixed_bytes(toy, graph, pair)
+    row = edges_row_bytes(toy, graph, pair)
+    kept = torch.rand(7, *graph.exists.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    metrics = []
+    with showing_edges(toy):
+        for rows in (2, 50):
+            edge_pair = EdgePair(toy, graph, pair, fixed + rows * row)
+            own, _, _, put = edge_pair.runs()
+            assert edge_pair._rows(row) == rows
+            metrics.append(edge_pair.with_edges(kept, put, own))
+    np.testing.assert_allclose(*metrics, rtol=1e-4, atol=1e-4)
+    assert metrics[0].std() > 1e-3
 
 
 def test_what_has_no_edges_is_refused_in_words(shared):

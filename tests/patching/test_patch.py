@@ -16,8 +16,8 @@ from mechattn.model.checkpoint import toy_folder, toy_names
 from mechattn.model.hooks import attention_window
 from mechattn.patching import patch as patching
 from mechattn.patching.answer_metrics import WORDS
-from mechattn.patching.pairs import Pair
-from mechattn.patching.patched_runs import read
+from mechattn.patching.pairs import Pair, pairs_of
+from mechattn.patching.patched_runs import logits_of, read
 from mechattn.patching.sites import Target
 from mechattn.render import words
 from mechattn.stats.paired import paired
@@ -434,7 +434,9 @@ def test_controls_are_steps_of_equal_norm_and_another_prompts_output(toy):
     )
     target = Target("z", ((1, 2),), None, False, False)
     one, another = (
-        patching._Prompt(model, target, [None], Pair(name, own, own, own.origin, None, True), 7)
+        patching._Prompt(
+            model, target, [None], Pair(name, own, own, own.origin, None, True), 2**31, 7
+        )
         for name in ("a", "b")
     )
     value = patching._aligned(run, source, (1, 2))
@@ -519,7 +521,7 @@ def test_the_random_pattern_stays_inside_the_window(shared):
     assert window < len(run.places)
     value = patching._aligned(run, source, (0, 1), "pattern")
     drawn = patching._Prompt(
-        model, Target("pattern", ((0, 1),), None, False, False), [None], pair, 7
+        model, Target("pattern", ((0, 1),), None, False, False), [None], pair, 2**31, 7
     )._random(run, (0, 1), value)
     back = run.places[:, None] - torch.arange(len(run.sequence))
     assert (drawn[(back < 0) | (back >= window)] == 0).all()
@@ -656,6 +658,38 @@ def test_a_divergence_that_cannot_fall_is_tested_against_the_control():
     assert "q of beyond_random, over 32 heads" in str(made)
     other = replace(made, about={**made.about, "direction": "denoising"})
     assert (other.table().q_effect < 0.05).all()
+
+
+@pytest.mark.parametrize("name", toy_names())
+def test_logits_are_computed_before_the_answer_alone(name, shared):
+    model = shared(name)
+    pair, *_ = pairs_of(model, prompts(2), SLASH, "logprob", "denoising", 0)[0]
+    sizes = []
+
+    def see(module, inputs):
+        sizes.append(inputs[0].shape[1])
+
+    hook = model.unembed.register_forward_pre_hook(see, prepend=False)
+    try:
+        with torch.no_grad():
+            every = model(pair.receiver.tokens[None], return_type="logits")
+        got = logits_of(model, pair.receiver, 1)
+    finally:
+        hook.remove()
+    places = pair.receiver.of_segment("answer").nonzero()[:, 0] - 1
+    torch.testing.assert_close(got, every[:, places], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(got, every[:, places - 1], atol=1e-2), "a shift would be noticed"
+    assert sizes[0] == len(pair.receiver)
+
+
+def test_rows_that_go_together_by_memory_make_no_difference(toy):
+    tables = []
+    for memory in ("1MiB", "2GiB"):
+        patched = ma.patch(toy, prompts(3), SLASH, at=HEADS, memory=memory)
+        tables.append(patched.effects.effect.values)
+    np.testing.assert_allclose(*tables, rtol=1e-3, atol=1e-5)
+    with pytest.raises(OptionError, match="memory='much': write it like"):
+        ma.patch(toy, prompts(3), SLASH, at=HEADS, memory="much")
 
 
 def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():

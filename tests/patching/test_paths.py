@@ -105,7 +105,7 @@ def test_without_mlps_a_path_is_an_edge():
     some = [(graph.writers.index(a), graph.readers.index(b)) for a, b in named]
     with showing_edges(model):
         each = [
-            EdgePair(model, graph, pair).exact(some)
+            EdgePair(model, graph, pair, 2**31).exact(some)
             for pair in pairs_of(model, pairs, Counterpart(), "answers", "noising", 0)[0]
         ]
     np.testing.assert_allclose(made.effects.effect.values, each, atol=1e-5)

@@ -1,0 +1,81 @@
+"""How much memory a row of a pass takes, so that as many rows go together as a budget allows."""
+
+from __future__ import annotations
+
+from mechattn.errors import OptionError
+from mechattn.model.hooked import HookedModel
+from mechattn.patching.graph import Graph
+from mechattn.patching.pairs import Pair
+from mechattn.results.result import memory_bytes
+
+_BYTES = 4  # of a number; half precision is counted as if it were whole
+_OF_SUMS = 8  # gradients and scores are summed in float64
+
+
+def pass_bytes(model: HookedModel, length: int, answer: int) -> int:
+    """What a row of a forward pass takes beside its inputs: a layer at work, and logits before the
+    answer.
+    """
+    cfg = model.cfg
+    heads = int(cfg.n_heads)
+    stream = 8 * int(cfg.d_model)
+    attention = 6 * heads * int(cfg.d_head) + 3 * heads * length
+    logits = 4 * answer * int(cfg.d_vocab)
+    return _BYTES * (length * (stream + attention + _mlp(model)) + logits)
+
+
+def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
+    """What a row of a pass with replaced edges takes: the steps of all writers, and the inputs of a
+    layer's heads.
+    """
+    length = len(pair.receiver)
+    inputs = 4 * int(model.cfg.n_heads)
+    steps = _BYTES * length * int(model.cfg.d_model) * (len(graph.writers) + inputs)
+    return steps + pass_bytes(model, length, len(pair.answer))
+
+
+def gradients_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
+    """What a row of a pass takes that keeps all layers for the gradients of what readers read."""
+    cfg = model.cfg
+    length = len(pair.receiver)
+    width = int(cfg.d_model)
+    heads = int(cfg.n_heads)
+    kept_of_layer = 4 * width + _mlp(model) + 6 * heads * int(cfg.d_head) + 4 * heads * length
+    kept = 2 * width * len(graph.readers) + int(cfg.n_layers) * kept_of_layer
+    return _BYTES * length * kept + pass_bytes(model, length, len(pair.answer))
+
+
+def edges_fixed_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
+    """What a pair's edges take whatever the rows: two runs' outputs, two steps, sums of gradients."""
+    length = max(len(pair.receiver), len(pair.donor))
+    written = 3 * _BYTES * len(graph.writers)
+    steps = 2 * _OF_SUMS * len(graph.writers)
+    gradients = _OF_SUMS * len(graph.readers)
+    return length * int(model.cfg.d_model) * (written + steps + gradients)
+
+
+def rows_within(budget: int, fixed: int, row: int) -> int:
+    """As many rows as fit in what the budget leaves, at least one."""
+    return max(1, (budget - fixed) // row)
+
+
+def check_edges_fit(model: HookedModel, graph: Graph, pairs: list[Pair], memory: str) -> int:
+    """The budget in bytes, refused if one row of the longest pair's passes does not fit."""
+    budget = memory_bytes(memory)
+    longest = max(pairs, key=lambda pair: max(len(pair.receiver), len(pair.donor)))
+    gradients = gradients_row_bytes(model, graph, longest)
+    row = max(gradients, edges_row_bytes(model, graph, longest))
+    needed = edges_fixed_bytes(model, graph, longest) + row
+    if needed > budget:
+        length = max(len(longest.receiver), len(longest.donor))
+        raise OptionError(
+            f"the {int(graph.exists.sum()):,} edges of {model.cfg.model_name} need about "
+            f"{needed / 2**30:.2g} GiB for a prompt of {length:,} tokens, and "
+            f'memory="{memory}": give more, or shorter prompts'
+        )
+    return budget
+
+
+def _mlp(model: HookedModel) -> int:
+    """The numbers that an MLP keeps for a token."""
+    return 4 * int(getattr(model.cfg, "d_mlp", 0) or 4 * int(model.cfg.d_model))

@@ -1,0 +1,71 @@
+"""Tests of very many cells find what `paired` finds, and p are those of a loop over sign patterns."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from mechattn.stats import many_tests
+from mechattn.stats.many_tests import paired_tests
+from mechattn.stats.paired import paired
+
+
+@pytest.fixture(autouse=True)
+def _screened(monkeypatch):
+    """As if a few cells were very many."""
+    monkeypatch.setattr(many_tests, "_MANY", 10)
+
+
+def differences(units, cells, effects, seed=0, skewed=False):
+    """Columns of noise, the first few of them with an effect."""
+    rng = np.random.default_rng(seed)
+    noise = rng.normal(size=(units, cells))
+    if skewed:
+        noise = np.exp(noise) - np.exp(0.5)
+    noise[:, :effects] += 2.5
+    return noise
+
+
+def test_p_are_those_of_a_loop_over_all_sign_patterns():
+    d = differences(8, 40, 6)
+    counts = np.zeros(40)
+    for signs in product([-1, 1], repeat=8):
+        counts += abs((np.array(signs)[:, None] * d).sum(0)) >= abs(d.sum(0)) * (1 - 1e-12)
+    np.testing.assert_allclose(paired_tests(d).p, counts / 2**8, rtol=1e-12)
+    other = paired_tests(np.roll(d, 1, axis=1)).p
+    assert abs(other - counts / 2**8).max() > 0.1, "a shifted column would be noticed"
+
+
+@pytest.mark.parametrize(("units", "skewed"), [(11, False), (12, True), (24, False), (24, True)])
+def test_findings_are_those_of_all_tests_on_all_cells(units, skewed):
+    d = differences(units, 300, 30, seed=units, skewed=skewed)
+    screened = paired_tests(d)
+    full = paired(d, None, bootstrap_ends=False)
+    is_found = screened.q < 0.05
+    assert 20 < is_found.sum() < 60
+    assert not is_found[full.q >= 0.05].any()
+    assert (is_found != (full.q < 0.05)).sum() <= 1, "patterns that are drawn decide a close one"
+    np.testing.assert_allclose(screened.q[is_found], full.q[is_found], atol=0.02)
+
+
+def test_p_of_cells_that_are_tried_no_further_are_still_those_of_chance():
+    p = paired_tests(differences(20, 4000, 0, seed=3)).p
+    for level in (0.02, 0.1, 0.5):
+        error = np.sqrt(level * (1 - level) / 4000)
+        assert abs((p < level).mean() - level) < 4 * error
+
+
+def test_a_column_that_a_unit_lacks_has_no_test_and_one_of_zeros_no_effect():
+    d = differences(14, 60, 20)
+    d[3, 5] = np.nan
+    d[:, 50] = 0.0
+    tests = paired_tests(d)
+    assert np.isnan(tests.p[5])
+    assert tests.p[50] == 1
+    assert (np.delete(tests.q, 5)[:19] < 0.05).sum() > 10
+
+
+def test_disagreement_is_said_as_by_paired():
+    d = differences(14, 200, 40, skewed=True)
+    assert "q is not controlled where differences are skewed" in paired_tests(d).skewed
+    assert paired_tests(differences(14, 200, 0)).skewed == ""
