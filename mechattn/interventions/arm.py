@@ -15,8 +15,10 @@ from torch import Tensor
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import activations as fn
 from mechattn.interventions.intervention import Target, as_layers, on
+from mechattn.model.architectures import config_of
 from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain_nonlinearity
 
+_WIDTH_OF_QWEN_7B = 3584
 _ENTRIES = 2**22  # at a time, because the random number of each takes 8 bytes
 
 
@@ -80,6 +82,30 @@ class ARM:
             )
         if not self.which or not all(_is_layer(layer) for layer in self.which):
             raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")
+
+    @classmethod
+    def for_model(cls, model: Any, **options: Any) -> ARM:
+        """ARM as published for a model's family; "paper" for a family that was not.
+
+        c and p1 are those of Qwen2.5-Math-1.5B (of the 7B model, from its width on), Llama-3.1-8B
+        and Gemma 3 4B, whatever the model's own size.
+
+        Args:
+            model: A hooked model or a model of transformers.
+            options: Further arguments of ``ARM``, which go before the published ones.
+        """
+        config = config_of(model)
+        family = str(getattr(config, "model_type", ""))
+        published: dict[str, Any] = {}
+        if family.startswith("llama"):
+            published = {"form": "released_llama", "c": 0.32, "p1": 90.0}
+        elif family.startswith("gemma"):
+            published = {"form": "gemma", "c": 0.25, "p1": 85.0}
+        elif family.startswith("qwen2"):
+            published = {"form": "released_qwen2", "c": 0.13, "p1": 99.5}
+            if config.hidden_size >= _WIDTH_OF_QWEN_7B:
+                published |= {"c": 0.1, "p1": 95.0}
+        return cls(**{**published, **options})
 
     @property
     def which(self) -> tuple[int, ...]:

@@ -181,3 +181,18 @@ def test_controls_change_as_much(toy, control):
     change, other = moved[0] - plain[0], controlled[0] - plain[0]
     torch.testing.assert_close(other.norm(dim=-1), change.norm(dim=-1), rtol=1e-4, atol=1e-5)
     assert torch.cosine_similarity(change.flatten(), other.flatten(), dim=0).abs() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "c", "p1"),
+    [
+        ("toy:llama", "released_llama", 0.32, 90.0),
+        ("toy:qwen2", "released_qwen2", 0.13, 99.5),
+        ("toy:gemma3", "gemma", 0.25, 85.0),
+        ("toy:falcon", "paper", 0.13, 99.5),
+    ],
+)
+def test_the_form_is_that_of_the_models_family(name, form, c, p1, shared):
+    arm = ma.interventions.ARM.for_model(shared(name), layers=1)
+    assert (arm.form, arm.c, arm.p1, arm.layers) == (form, c, p1, 1)
+    assert ma.interventions.ARM.for_model(shared(name), c=0.2).c == 0.2
