@@ -184,7 +184,8 @@ class Config(Section):
 
     model: str | list[str]
     prompts: Prompts
-    output: Output
+    # Without a result for ``evaluate``, which writes none.
+    output: Output = PydanticField(default_factory=lambda: Output(result=""))
     conditions: dict[str, Condition] = PydanticField({"slash": Condition()})
     analyses: list[AnalysisSection] = PydanticField([AnalysisSection()])
     figures: list[Figure] | None = None

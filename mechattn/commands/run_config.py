@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from mechattn.axes import BASELINE
 from mechattn.commands.from_config import ANALYSES, made_analyses, made_conditions
 from mechattn.engine.run import RunOptions
@@ -117,6 +119,10 @@ def prepared(
         used: Whether a result that is stored there may be used, so that nothing is written.
         chooses_heads: Whether heads are chosen by the data, beyond those of the config's figures.
     """
+    if not config.output.result:
+        raise OptionError(
+            'the config names no place for the result: add a section [output] with result = "…"'
+        )
     figures = _page_figures(config)
     places = {
         model: config.output.result.replace("{model}", name)
@@ -246,6 +252,8 @@ def evaluate_from_config(
 
     prompts = prompts_by_model(config)
     dtype = dtype_named(config.dtype)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     evaluations = {}
     for name, place in places.items():
         model: str | HookedModel = name
@@ -363,7 +371,7 @@ def read_config(path: str | Path) -> Config:
 
     if len(config.models) > 1:
         needs = f'{path}: {len(config.models)} models need "{{model}}" in'
-        if "{model}" not in config.output.result:
+        if config.output.result and "{model}" not in config.output.result:
             raise OptionError(f"{needs} output.result, to give each its own result")
         if config.evaluation and "{model}" not in config.evaluation.out:
             raise OptionError(f"{needs} evaluation.out, to give each its own file")
