@@ -402,8 +402,9 @@ def export(
 
 
 def _accuracies(evaluation: Any) -> str:
-    """A Markdown table: accuracy, and the difference from the baseline."""
-    lines = [
+    """A Markdown table: accuracy, and the difference from the baseline; cautions before it."""
+    lines = [line for caution in evaluation.cautions for line in (f"**{caution}**", "")]
+    lines += [
         "| condition | right | 95 % | against the baseline | p | detectable | unread | unfinished |",
         "|---" * 8 + "|",
     ]

@@ -1,4 +1,4 @@
-"""The file of one run's answers, JSON lines, written as they are generated, which a later call can resume."""
+"""The file of a run's answers: JSON lines, one written as each answer ends, and extended by later calls."""
 
 from __future__ import annotations
 
@@ -16,17 +16,36 @@ from filelock import FileLock, Timeout
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer, as_lines
 
-Key = tuple[str, str, int]
-_KINDS: dict[str, Any] = {
-    "prompt": str, "condition": str, "sample": int, "text": str, "tokens": tuple, "answer": str | None,
-    "solution": str, "right": bool, "finished": bool, "logprob": int | float,
-}  # fmt: skip
-_MAY_DIFFER = ("versions", "server", "probe")  # a server may come back at another address
+Key = tuple[str, str, int]  # a prompt's id, the name of a condition, and the number of the sample
+_FIELD_TYPES: dict[str, Any] = {
+    "prompt": str,
+    "condition": str,
+    "sample": int,
+    "text": str,
+    "tokens": tuple,
+    "answer": str | None,
+    "solution": str,
+    "right": bool,
+    "finished": bool,
+    "logprob": int | float,
+    "read": str,
+}
+# A server may come back at another address; problems, conditions and samples may be added.
+_MAY_DIFFER = (
+    "versions",
+    "server",
+    "probe",
+    "prompts",
+    "conditions",
+    "groups",
+    "samples",
+    "rope_factors",
+)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The answers so far, by prompt, condition and sample, and where they come from; also in a file if one is given."""
+    """The answers so far, and where they come from; also in a file if one is given."""
 
     answers: dict[Key, GradedAnswer]
     path: Path | None
@@ -40,46 +59,46 @@ class Kept:
         if self.path is not None:
             Evaluation(tuple(self.answers.values()), self.about).save(self.path)
 
-    def add(self, fresh: Seq[GradedAnswer]) -> None:
-        """Add answers; if the disk is full, earlier answers are kept."""
-        self.answers.update({(a.prompt, a.condition, a.sample): a for a in fresh})
+    def add(self, answer: GradedAnswer) -> None:
+        """Add an answer; if the disk is full, earlier answers are kept."""
+        self.answers[answer.prompt, answer.condition, answer.sample] = answer
         if self.path is None:
             return
         try:
             with open(self.path, "a", encoding="utf-8") as lines:
-                lines.write(as_lines(asdict(a) for a in fresh))
+                lines.write(as_lines([asdict(answer)]))
         except OSError as error:
             raise OutputError(
-                f"answers could not be added to {self.path}: {error.strerror or error}. Earlier answers are kept; "
-                f"free some space, and call evaluate again with the same arguments"
+                f"answers could not be added to {self.path}: {error.strerror or error}. Earlier "
+                "answers are kept; free some space, and call evaluate again with the same arguments"
             ) from error
 
 
 @contextmanager
 def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
-    """The answers of a run already in its file, locked for this process; nothing without a file."""
+    """The answers already in a run's file, locked for this process; nothing without a file."""
     if path is None:
         yield Kept({}, None, dict(about))
         return
-    place = Path(os.path.realpath(path))
-    lock = place.with_name(f".{place.name}.mechattn-lock")
+    real_path = Path(os.path.realpath(path))
+    lock_path = real_path.with_name(f".{real_path.name}.mechattn-lock")
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        held = FileLock(lock, timeout=0)
-        held.acquire()
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(lock_path, timeout=0)
+        lock.acquire()
     except Timeout:
         raise OutputError(
-            f"another process is adding answers to {path} (it holds {lock}); wait for it, or use another file for "
-            f"this run"
+            f"another process is adding answers to {path} (it holds {lock_path}); wait for it, or "
+            "use another file for this run"
         ) from None
     except OSError as error:
         raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
     try:
-        yield _continued(place, about)
+        yield _continued(real_path, about)
     finally:
         with suppress(OSError):  # where an open file cannot be deleted
-            lock.unlink(missing_ok=True)
-        held.release()
+            lock_path.unlink(missing_ok=True)
+        lock.release()
 
 
 def load_evaluation(path: str | Path) -> Evaluation:
@@ -88,23 +107,48 @@ def load_evaluation(path: str | Path) -> Evaluation:
     Raises:
         OutputError: The file is not an evaluation.
     """
-    about, found = _read(Path(path))
-    return Evaluation(tuple(found.values()), about)
+    about, answers = _read(Path(path))
+    return Evaluation(tuple(answers.values()), about)
 
 
 def _continued(path: Path, about: Mapping[str, Any]) -> Kept:
-    """The answers already in the file, if it belongs to this run; a new file gets its first line."""
+    """The answers already in the file, if this run may extend it; a new file gets its first line."""
     if not path.exists() or not path.stat().st_size:
         Evaluation((), about).save(path)
         return Kept({}, path, dict(about))
-    before, found = _read(path)
-    for name, value in about.items():
-        if name not in _MAY_DIFFER and before.get(name) != json.loads(json.dumps(value)):
-            raise OptionError(
-                f"{path} holds answers of another run ({name} differs); choose another file, or move this one"
-            )
-    Evaluation(tuple(found.values()), before).save(path)  # without a last line that was cut off
-    return Kept(found, path, before)
+    stored, answers = _read(path)
+    _check_same_run(path, stored, json.loads(json.dumps(about)))
+
+    extended = dict(stored)
+    for name in ("conditions", "groups"):
+        if name in stored or name in about:
+            extended[name] = {**stored.get(name, {}), **about.get(name, {})}
+    for name in ("prompts", "rope_factors"):
+        if name in about:
+            extended[name] = about[name]
+    if "samples" in stored and "samples" in about:
+        extended["samples"] = max(stored["samples"], about["samples"])
+    # Written at once, also without a last line that was cut off.
+    Evaluation(tuple(answers.values()), extended).save(path)
+    return Kept(answers, path, extended)
+
+
+def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Refuse another model, other options, or a known condition with another content."""
+    differing = [
+        name
+        for name, value in about.items()
+        if name not in _MAY_DIFFER and stored.get(name) != value
+    ]
+    conditions = stored.get("conditions", {})
+    for name, identity in about.get("conditions", {}).items():
+        if conditions.get(name, identity) != identity:
+            differing.append(f"the condition {name!r}")
+    if differing:
+        raise OptionError(
+            f"{path} holds answers of another run ({differing[0]} differs); choose another file, or "
+            "move this one"
+        )
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
@@ -112,43 +156,42 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
         content = path.read_bytes()
         lines = content.rstrip(b"\n").split(b"\n")
         about = json.loads(lines[0])["provenance"]
-        if not (
-            isinstance(about, dict)
-            and all(isinstance(about.get(n, {}), dict) for n in ("conditions", "groups"))
-        ):
+        by_name = [about.get("conditions", {}), about.get("groups", {})]
+        if not all(isinstance(section, dict) for section in by_name):
             raise ValueError("its provenance, conditions or groups are not by name")
-    except (
-        OSError,
-        ValueError,
-        IndexError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        reason = "its first line has no provenance" if isinstance(error, KeyError) else error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason: Any = error
+        if isinstance(error, KeyError):
+            reason = "its first line has no provenance"
         raise OutputError(
             f"{path} is not an evaluation: {reason}; give another name, or move the file"
         ) from None
-    found: dict[Key, GradedAnswer] = {}
+
+    answers: dict[Key, GradedAnswer] = {}
     for number, line in enumerate(lines[1:], 2):
         try:
-            row = json.loads(line)
-            fields = {**row, "tokens": tuple(row["tokens"])}
-            for name, kind in _KINDS.items():
-                if not isinstance(fields[name], kind) or isinstance(fields[name], bool) != (
-                    kind is bool
-                ):
-                    raise TypeError(f"its {name} is {fields[name]!r:.40}")
-            if not all(type(token) is int for token in fields["tokens"]):
-                raise TypeError(f"its tokens is {fields['tokens']!r:.40}")
-            made = GradedAnswer(**fields)
+            answer = _answer_of(line)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            reason = f"it has no {error}" if isinstance(error, KeyError) else error
-            if number == len(lines) and not content.endswith(
-                b"\n"
-            ):  # a run was killed while it wrote this line
+            is_cut_off = number == len(lines) and not content.endswith(b"\n")
+            if is_cut_off:  # a run was killed while it wrote this line
                 break
+            reason = error
+            if isinstance(error, KeyError):
+                reason = f"it has no {error}"
             raise OutputError(f"line {number} of {path} is not an answer: {reason}") from None
-        found[made.prompt, made.condition, made.sample] = made
-    return about, found
+        answers[answer.prompt, answer.condition, answer.sample] = answer
+    return about, answers
+
+
+def _answer_of(line: bytes) -> GradedAnswer:
+    """The answer in a line, whose fields have the right types."""
+    row = json.loads(line)
+    fields = {**row, "tokens": tuple(row["tokens"])}
+    for name, kind in _FIELD_TYPES.items():
+        value = fields[name]
+        is_mistaken_bool = isinstance(value, bool) and kind is not bool
+        if not isinstance(value, kind) or is_mistaken_bool:
+            raise TypeError(f"its {name} is {value!r:.40}")
+    if not all(type(token) is int for token in fields["tokens"]):
+        raise TypeError(f"its tokens is {fields['tokens']!r:.40}")
+    return GradedAnswer(**fields)

@@ -51,28 +51,34 @@ def compared(
         raise OptionError(
             "the two evaluations have different problems, but a comparison is by problem"
         )
-    first, second = evaluation.right(condition), other.right(to)
-    place = {prompt: i for i, prompt in enumerate(other._problems())}
-    second = second[
-        [place[prompt] for prompt in evaluation._problems()]
-    ]  # a file may hold them in another order
+    right_under_first = evaluation.right(condition)
+    right_under_second = other.right(to)
+
+    # A file may hold the problems in another order.
+    rows_of_problems = {prompt: row for row, prompt in enumerate(other._problems())}
+    row_order = [rows_of_problems[prompt] for prompt in evaluation._problems()]
+    right_under_second = right_under_second[row_order]
+
     units = units_of(evaluation, unit)
-    if units.of is None and first.shape[1] == second.shape[1] == 1:
-        return asdict(paired_accuracy(first[:, 0], second[:, 0]))
-    d = units.means(first.mean(1) - second.mean(1))
-    made, interval = paired(d, bootstrap_ends=False), share_difference(d)
-    ends = {
-        "difference": float(made.difference),
+    is_single_answer = right_under_first.shape[1] == right_under_second.shape[1] == 1
+    if units.of is None and is_single_answer:
+        return asdict(paired_accuracy(right_under_first[:, 0], right_under_second[:, 0]))
+
+    differences = units.means(right_under_first.mean(1) - right_under_second.mean(1))
+    test = paired(differences, bootstrap_ends=False)
+    interval = share_difference(differences)
+    figures: dict[str, float] = {
+        "difference": float(test.difference),
         "low": float(interval.low),
         "high": float(interval.high),
+        "p": float(test.p_flip),
     }
-    found = ends | {"p": float(made.p_flip)}
-    if first.shape[1] == second.shape[1] == 1:
-        found |= {
-            "only_first": int((first & ~second).sum()),
-            "only_second": int((~first & second).sum()),
-        }
-    return found | {"n": made.n, "detectable": deviation(d) * detectable_size(len(d))}
+    if is_single_answer:
+        figures["only_first"] = int((right_under_first & ~right_under_second).sum())
+        figures["only_second"] = int((~right_under_first & right_under_second).sum())
+    figures["n"] = test.n
+    figures["detectable"] = deviation(differences) * detectable_size(len(differences))
+    return figures
 
 
 def mediation(
@@ -86,41 +92,50 @@ def mediation(
 ) -> pd.DataFrame:
     """See :meth:`mechattn.evaluation.evaluation.Evaluation.mediation`, which explains the arguments."""
     units = units_of(evaluation, unit)
-    base, whole = (units.means(evaluation.right(name).mean(1)) for name in (BASELINE, total))
-    draws = np.random.default_rng(seed).integers(0, len(base), (resamples, len(base)))
-    all_of_it = (whole - base)[draws].mean(1)
-    whole_change = share_difference(whole - base, level)
-    divided = not whole_change.low <= 0 <= whole_change.high
+    baseline = units.means(evaluation.right(BASELINE).mean(1))
+    total_change = units.means(evaluation.right(total).mean(1)) - baseline
+    total_interval = share_difference(total_change, level)
+    is_divided = not total_interval.low <= 0 <= total_interval.high
+
+    # The same resamples for the whole and for each path, so that a share is a ratio within one.
+    generator = np.random.default_rng(seed)
+    draws = generator.integers(0, len(baseline), (resamples, len(baseline)))
+    drawn_totals = total_change[draws].mean(1)
+    is_defined = drawn_totals != 0
+    tail = (1 - level) / 2
+
     rows = []
     for path, name in through.items():
-        part = units.means(evaluation.right(name).mean(1)) - base
-        share = low = high = float("nan")
-        if divided:
-            share = float(part.mean() / whole_change.estimate)
-            drawn = part[draws].mean(1)[all_of_it != 0] / all_of_it[all_of_it != 0]
-            low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-        change = [float(end) for end in share_difference(part, level)]
-        rows.append([path, name, *change, share, float(low), float(high)])
-    columns = [
-        "path",
-        "condition",
-        "change",
-        "change_low",
-        "change_high",
-        "share",
-        "share_low",
-        "share_high",
-    ]
-    made = pd.DataFrame(rows, columns=columns)
-    ends = {"low": float(whole_change.low), "high": float(whole_change.high)}
-    made.attrs = {
-        "total": float(whole_change.estimate),
-        **ends,
+        path_change = units.means(evaluation.right(name).mean(1)) - baseline
+        path_interval = share_difference(path_change, level)
+        row = {
+            "path": path,
+            "condition": name,
+            "change": float(path_interval.estimate),
+            "change_low": float(path_interval.low),
+            "change_high": float(path_interval.high),
+            "share": np.nan,
+            "share_low": np.nan,
+            "share_high": np.nan,
+        }
+        if is_divided:
+            drawn_changes = path_change[draws].mean(1)
+            drawn_shares = drawn_changes[is_defined] / drawn_totals[is_defined]
+            row["share"] = float(path_change.mean() / total_interval.estimate)
+            row["share_low"] = float(np.quantile(drawn_shares, tail))
+            row["share_high"] = float(np.quantile(drawn_shares, 1 - tail))
+        rows.append(row)
+
+    table = pd.DataFrame(rows)
+    table.attrs = {
+        "total": float(total_interval.estimate),
+        "low": float(total_interval.low),
+        "high": float(total_interval.high),
         "of": total,
-        "n": len(base),
+        "n": len(baseline),
         "unit": units.unit,
     }
-    return made
+    return table
 
 
 def follows(
@@ -134,43 +149,60 @@ def follows(
     """See :meth:`mechattn.evaluation.evaluation.Evaluation.follows`, which explains the arguments."""
     if evaluation.samples > 1:
         raise OptionError(
-            f"{evaluation.samples} answers per problem: follows needs one answer per problem (samples=1)"
+            f"{evaluation.samples} answers per problem: follows needs one answer per problem "
+            "(samples=1)"
         )
-    for name in (without, condition):
-        evaluation.right(name)  # raises an error if answers are missing
-    each = {(a.prompt, a.condition): a.answer for a in evaluation.answers}
-    own, made = (
-        {p: each[p, name] for p in evaluation._problems()} for name in (without, condition)
-    )
-    strangers = [prompt for prompt in own if donors.get(prompt, prompt) not in own]
+    own_answers = _answers_under(evaluation, without)
+    answers = _answers_under(evaluation, condition)
+    strangers = [prompt for prompt in own_answers if donors.get(prompt, prompt) not in own_answers]
     if strangers:
         raise OptionError(
             f"the donor of prompt {strangers[0]} is not among the answered problems; give "
             "KeysValues.from_other_prompts().donors of the same prompts"
         )
-    apart = [
-        p
-        for p in own
-        if None not in (own[p], own[donors.get(p, p)]) and own[p] != own[donors.get(p, p)]
-    ]
-    if not apart:
+
+    distinct = []  # the prompts whose own answer and whose donor's can be told apart
+    for prompt, own_answer in own_answers.items():
+        donor_answer = own_answers[donors.get(prompt, prompt)]
+        if None not in (own_answer, donor_answer) and own_answer != donor_answer:
+            distinct.append(prompt)
+    if not distinct:
         raise OptionError(
-            f"under {without!r} no prompt's answer differs from its donor's, so they cannot be distinguished"
+            f"under {without!r} no prompt's answer differs from its donor's, so they cannot be "
+            "distinguished"
         )
-    units = units_of(evaluation._of(apart), unit)
-    followed = np.array([made[p] == own[donors[p]] for p in apart], float)
-    others = [
-        [own[q] for q in own if q not in (p, donors[p]) and own[q] is not None] for p in apart
-    ]
-    chance = [
-        float(np.mean([made[p] == answer for answer in some])) if some else np.nan
-        for p, some in zip(apart, others)
-    ]
-    share = share_interval(units.means(followed), level)
-    found = {"followed": float(share.estimate), "low": float(share.low), "high": float(share.high)}
-    found |= {"kept": float(np.mean([made[p] == own[p] for p in apart]))}
-    found |= {"by_chance": float(np.nanmean(chance)) if len(own) > 2 else float("nan")}
-    return {"condition": condition, **found, "n": units.n, "alike": len(own) - len(apart)}
+
+    followed = [answers[prompt] == own_answers[donors[prompt]] for prompt in distinct]
+    unchanged = [answers[prompt] == own_answers[prompt] for prompt in distinct]
+    by_chance = []  # the share of the other problems' answers that this one equals
+    for prompt in distinct:
+        unrelated = [
+            answer
+            for problem, answer in own_answers.items()
+            if problem not in (prompt, donors[prompt]) and answer is not None
+        ]
+        if unrelated:
+            by_chance.append(np.mean([answers[prompt] == answer for answer in unrelated]))
+
+    units = units_of(evaluation._of(distinct), unit)
+    share = share_interval(units.means(np.array(followed, float)), level)
+    return {
+        "condition": condition,
+        "followed": float(share.estimate),
+        "low": float(share.low),
+        "high": float(share.high),
+        "kept": float(np.mean(unchanged)),
+        "by_chance": float(np.mean(by_chance)) if by_chance else float("nan"),
+        "n": units.n,
+        "alike": len(own_answers) - len(distinct),
+    }
+
+
+def _answers_under(evaluation: Evaluation, condition: str) -> dict[str, str | None]:
+    """The final answer to each problem under a condition; an error where one is missing."""
+    evaluation.right(condition)
+    answers = {a.prompt: a.answer for a in evaluation.answers if a.condition == condition}
+    return {prompt: answers[prompt] for prompt in evaluation._problems()}
 
 
 def trend(
@@ -208,25 +240,30 @@ def trend(
         raise OptionError(
             f"measured is of type {type(measured).__name__}: give a result of ma.run or ma.evaluate"
         )
-    names = [conditions] if isinstance(conditions, str) else list(conditions)
+    names = list(conditions)
+    if isinstance(conditions, str):
+        names = [conditions]
     if len(set(names)) < 3 or len(set(names)) != len(names):
         raise OptionError(
             f"conditions={names}: give at least three names, each once, in the order of their dose"
         )
-    if unknown := [name for name in names if name not in measured.conditions]:
-        there = ", ".join(map(repr, measured.conditions))
-        raise OptionError(f"there is no condition {unknown[0]!r}; the conditions are {there}")
-    if not isinstance(measured, Result):
+    unknown = [name for name in names if name not in measured.conditions]
+    if unknown:
+        have = ", ".join(map(repr, measured.conditions))
+        raise OptionError(f"there is no condition {unknown[0]!r}; the conditions are {have}")
+
+    values = []  # of each condition [unit]
+    if isinstance(measured, Result):
+        if BASELINE in names:
+            raise OptionError(
+                '"baseline" has no change from itself; name the other conditions, in the order of '
+                "their dose"
+            )
+        for name in names:
+            contrast = Contrast(measured, name, quantity=quantity, segment=segment, unit=unit)
+            values.append(np.nanmean(what_is_tested(contrast, layer).values, 1))
+    else:
         units = units_of(measured, unit)
-        return trend_of(
-            np.stack([units.means(measured.right(n).mean(1)) for n in names], 1), resamples, seed
-        )
-    if BASELINE in names:
-        raise OptionError(
-            '"baseline" has no change from itself; name the other conditions, in the order of their dose'
-        )
-    asked = [
-        Contrast(measured, name, quantity=quantity, segment=segment, unit=unit) for name in names
-    ]
-    each = [what_is_tested(one, layer).values for one in asked]
-    return trend_of(np.stack([np.nanmean(one, 1) for one in each], 1), resamples, seed)
+        for name in names:
+            values.append(units.means(measured.right(name).mean(1)))
+    return trend_of(np.stack(values, 1), resamples, seed)

@@ -1,31 +1,30 @@
-"""Generates and grades answers under every condition; an interrupted run can be resumed. And the baseline's noise."""
+"""Generates and grades answers under every condition; a run can be resumed and extended."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from typing_extensions import Unpack
 
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks
-from mechattn.errors import OptionError, PromptError, check_counts
+from mechattn.errors import Interrupted, OptionError, PromptError, check_counts
 from mechattn.evaluation import generate
 from mechattn.evaluation import grader as graders
-from mechattn.evaluation.answer_file import kept
+from mechattn.evaluation.answer_file import Kept, Key, kept
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
-from mechattn.evaluation.generate import Answer, Request, Sampling, SamplingOptions, answers
+from mechattn.evaluation.generate import Answer, Generation, Request, Sampling, SamplingOptions
 from mechattn.evaluation.grader import Grader
+from mechattn.evaluation.progress import AnswerBar
 from mechattn.evaluation.served_answers import Exchanged, Todo, check_room, check_servable, served
 from mechattn.evaluation.server import Server
 from mechattn.model.checkpoint import UnloadedModel, end_tokens
@@ -53,29 +52,37 @@ def evaluate(
 ) -> Evaluation:
     """Generate and grade answers to every problem under every condition and the baseline.
 
-    The model without hooks generates, with a key-value cache and with the interventions attached. Batches affect
-    answers only through rounding; the draws of sampled answers are keyed by seed, prompt, sample and position.
+    The model without hooks generates, with a key-value cache and with the interventions attached.
+    Where an answer ends, the next problem takes its place in the batch. Batches affect answers only
+    through rounding; the draws of sampled answers are keyed by seed, prompt, sample and position.
 
-    With ``server`` another machine generates, after a comparison with the model. Conditions may insert tokens;
-    interventions inside the model are refused. Each sampled answer has its own seed there.
+    With ``server`` another machine generates, after a comparison with the model. Conditions may
+    insert tokens; interventions inside the model are refused. Each sampled answer has its own seed
+    there.
 
     Args:
-        model: A hooked model, or anything that ``load_model`` takes. With a server, a name or directory (only its
-            tokenizer is loaded) or a tokenizer is enough; a loaded model is compared with the server.
+        model: A hooked model, or anything that ``load_model`` takes. With a server, a name or
+            directory (only its tokenizer is loaded) or a tokenizer is enough; a loaded model is
+            compared with the server.
         prompts: Prompts with a ``solution``, as from ``load_prompts``.
         conditions: Conditions by name, as for ``run``.
         grader: "number", "math" (math-verify), or "auto" to choose by the references.
         batch: The number of sequences (or requests to a server) at a time.
         seed: The seed of all draws.
-        out: A .jsonl file to which each answer is added; if it holds answers of this run already, the run resumes.
-        server: An ``ma.Server``, or the address of one that needs nothing else, such as "http://host:8000/v1".
-        sampling: ``new_tokens``, the longest answer in tokens (256; answers that reach it are counted as unfinished);
-            ``samples``, the number of answers to each question (1); ``temperature``, where 0 takes the likeliest token
-            (by default 0 for one sample and 1 for several).
+        out: A .jsonl file to which each answer is added as soon as it ends. Answers that it already
+            holds are not generated again; more problems, conditions or samples extend it.
+        server: An ``ma.Server``, or the address of one that needs nothing else, such as
+            "http://host:8000/v1".
+        sampling: ``new_tokens``, the longest answer in tokens (256; answers that reach it are
+            counted as unfinished); ``samples``, the number of answers to each question (1);
+            ``temperature``, where 0 takes the likeliest token (by default 0 for one sample and 1
+            for several).
 
     Raises:
         MechattnError: An argument cannot be used; raised before the first token is generated.
-        ServerError: The server cannot be reached or used, is not the model, or fails; its earlier answers are kept.
+        ServerError: The server cannot be reached or used, is not the model, or fails; its earlier
+            answers are kept.
+        Interrupted: Ctrl-C; the message says how many answers are kept.
     """
     if server is not None and not isinstance(server, Server):
         server = Server(server)
@@ -85,49 +92,32 @@ def evaluate(
     how = generate.sampling_of(sampling, seed)
     check_counts(batch=batch)
     _check_references(prompts, grader)
-    native = generate.native_of(reader) if server is None else None
+    native = None
+    if server is None:
+        native = generate.native_of(reader)
     sequences = request_checks.made_sequences(named, prompts, reader, seed)
     sides = _checked_sides(reader, native, prompts, sequences, how.new_tokens)
-    about = {
-        **_about(reader, server, prompts, sequences),
-        **asdict(how),
-        "conditions": {name: identity(condition) for name, condition in named.items()},
-        "grader": grader,
-        **({"rope_factors": request_checks.counted_sides(list(sides.values()))} if sides else {}),
-    }
-    with kept(out, about) as file, ExitStack() as stack:
-        each = product(zip(prompts, sequences, strict=True), named, range(how.samples))
-        todo = [
-            (p, name, Request(p.id, made[name], sample))
-            for (p, made), name, sample in each
-            if (p.id, name, sample) not in file.answers
-        ]
-        came: Iterator[list[tuple[Todo, Answer, str]]] = iter(())
-        if server is None:
-            came = _generated(reader, native, _batches(todo, batch, sides), how)
-        elif todo:
-            before = file.about.get("probe")
-            there = stack.enter_context(
-                served(server, reader, prompts, sequences, how, batch, before)
-            )
-            file.note("probe", there.probe.about)
-            came = there.answered(todo)
-        try:
-            for some in came:
-                file.add([_graded(*one, answer, text, grader) for one, answer, text in some])
-        except Exchanged as error:
-            file.note("probe", file.about["probe"], without=error.since)
-            raise
-        if server is not None and todo:
-            file.note("probe", file.about["probe"])
-    about |= {"probe": file.about["probe"]} if "probe" in file.about else {}
-    ordered = [
-        file.answers[p.id, name, sample]
-        for name in named
-        for p in prompts
-        for sample in range(how.samples)
-    ]
-    return Evaluation(tuple(ordered), about)
+    about = _about(reader, server, prompts)
+    about |= asdict(how)
+    about["conditions"] = {name: identity(condition) for name, condition in named.items()}
+    about["grader"] = grader
+    if sides:
+        about["rope_factors"] = request_checks.counted_sides(list(sides.values()))
+
+    requested = _requested(prompts, named, sequences, how.samples)
+    with kept(out, about) as file:
+        _check_kept(file, requested)
+        todo = [item for key, item in requested.items() if key not in file.answers]
+        with _interruption_told(file, requested):
+            if server is None:
+                for item, answer, text in _generated(reader, native, todo, batch, sides, how):
+                    file.add(_graded(item, answer, text, grader))
+            elif todo:
+                _serve(server, reader, prompts, sequences, how, batch, file, todo, grader)
+    if "probe" in file.about:
+        about["probe"] = file.about["probe"]
+    ordered = sorted(requested, key=lambda key: list(named).index(key[1]))
+    return Evaluation(tuple(file.answers[key] for key in ordered), about)
 
 
 @alone
@@ -142,93 +132,216 @@ def baseline_noise(
 ) -> pd.DataFrame:
     """Measure how much baseline answers change with the batch size and with the dtype.
 
-    The same problems are answered three times; the second and third runs are compared with the first. Rounding depends
-    on batch size and dtype, and occasionally changes an answer. This is a rate of changes, not a test: an effect beside
-    which as many answers change as here, in both directions, may come from rounding alone.
+    The same problems are answered three times; the second and third runs are compared with the
+    first. Rounding depends on batch size and dtype, and occasionally changes an answer. This is a
+    rate of changes, not a test: an effect beside which as many answers change as here, in both
+    directions, may come from rounding alone.
 
     Args:
         model: As for ``evaluate``. For the other dtype a copy of its parameters is held temporarily.
         prompts: Prompts with a ``solution``.
         batch: The batch size of the first run.
         other_batch: The batch size of the second run.
-        other_dtype: The dtype of the third run; by default bfloat16, or float32 for a model of lower precision.
+        other_dtype: The dtype of the third run; by default bfloat16, or float32 for a model of lower
+            precision.
         options: Options of ``evaluate``, such as ``new_tokens``.
 
     Returns:
-        One row per repetition: accuracy, difference with Newcombe's interval, mid-p McNemar, ``flipped``, the share of
-        answers that became right or wrong, and ``texts``, the share with a different text.
+        One row per repetition: accuracy, difference with Newcombe's interval, mid-p McNemar,
+        ``flipped``, the share of answers that became right or wrong, and ``texts``, the share with a
+        different text.
 
     Raises:
         OptionError: A repetition has the same batch size or dtype as the first run.
     """
-    if taken := sorted({"out", "conditions", "server"} & set(options)):
+    forbidden = sorted({"out", "conditions", "server"} & set(options))
+    if forbidden:
         raise OptionError(
-            f"{taken[0]}=… cannot be given: only the baseline is answered, again in each repetition"
+            f"{forbidden[0]}=… cannot be given: only the baseline is answered, again in each "
+            "repetition"
         )
-    model, prompts = load_model(as_hooked(model)), as_prompts(prompts)
+    model = load_model(as_hooked(model))
+    prompts = as_prompts(prompts)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    other_dtype = other_dtype or ("bfloat16" if dtype == "float32" else "float32")
-    if batch == other_batch or dtype == other_dtype:
-        same = f"batch={batch}" if batch == other_batch else f"dtype {dtype}"
-        raise OptionError(f"{same} in both runs shows no noise; choose another value")
-    known = getattr(torch, other_dtype, None)
-    if not isinstance(known, torch.dtype) or not known.is_floating_point:
+    if other_dtype is None and dtype == "float32":
+        other_dtype = "bfloat16"
+    if other_dtype is None:
+        other_dtype = "float32"
+    if batch == other_batch:
+        raise OptionError(f"batch={batch} in both runs shows no noise; choose another value")
+    if dtype == other_dtype:
+        raise OptionError(f"dtype {dtype} in both runs shows no noise; choose another value")
+    torch_dtype = getattr(torch, other_dtype, None)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
         raise OptionError(
             f"other_dtype={other_dtype!r}: give the name of a dtype, such as 'bfloat16'"
         )
-    made = [evaluate(model, prompts, batch=size, **options) for size in (batch, other_batch)]
+
+    first = evaluate(model, prompts, batch=batch, **options)
     twin = load_model(
         copy.deepcopy(generate.native_of(model)),
         tokenizer=model.tokenizer,
-        dtype=known,
+        dtype=torch_dtype,
         verify=False,
     )
-    made.append(evaluate(twin, prompts, batch=batch, **options))
-    names = (
-        f"{dtype}, batch {batch}",
-        f"{dtype}, batch {other_batch}",
-        f"{other_dtype}, batch {batch}",
-    )
+    repetitions = {
+        f"{dtype}, batch {batch}": first,
+        f"{dtype}, batch {other_batch}": evaluate(model, prompts, batch=other_batch, **options),
+        f"{other_dtype}, batch {batch}": evaluate(twin, prompts, batch=batch, **options),
+    }
     rows: list[dict[str, Any]] = []
-    for name, again in zip(names, made, strict=True):
-        compared, right = again.compare(BASELINE, other=made[0]), again.right(BASELINE)
-        shown = {key: compared[key] for key in ("difference", "low", "high", "p", "n")}
-        texts = [a.text != b.text for a, b in zip(again.answers, made[0].answers, strict=True)]
-        shares = {
-            "flipped": float((right != made[0].right(BASELINE)).mean()),
-            "texts": sum(texts) / len(texts),
-        }
-        rows.append({"repetition": name, "accuracy": float(right.mean()), **shown, **shares})
+    for name, repetition in repetitions.items():
+        right = repetition.right(BASELINE)
+        row: dict[str, Any] = {"repetition": name, "accuracy": float(right.mean())}
+        comparison = repetition.compare(BASELINE, other=first)
+        for figure in ("difference", "low", "high", "p", "n"):
+            row[figure] = comparison[figure]
+        row["flipped"] = float((right != first.right(BASELINE)).mean())
+        pairs = zip(repetition.answers, first.answers, strict=True)
+        changed_texts = [answer.text != first_answer.text for answer, first_answer in pairs]
+        row["texts"] = sum(changed_texts) / len(changed_texts)
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
+def _requested(
+    prompts: Seq[Prompt],
+    conditions: Mapping[str, Condition],
+    sequences: Seq[Mapping[str, Sequence]],
+    samples: int,
+) -> dict[Key, Todo]:
+    """Everything that is asked for, each problem's conditions one after the other."""
+    requested = {}
+    for prompt, by_condition in zip(prompts, sequences, strict=True):
+        for name in conditions:
+            for sample in range(samples):
+                request = Request(prompt.id, by_condition[name], sample)
+                requested[prompt.id, name, sample] = (prompt, name, request)
+    return requested
+
+
+def _check_kept(file: Kept, requested: Mapping[Key, Todo]) -> None:
+    """Refuse kept answers to other token ids, or with another reference, than those of this call."""
+    for key, (prompt, name, request) in requested.items():
+        answer = file.answers.get(key)
+        if answer is None:
+            continue
+        different = None
+        if answer.read != read_digest(request.sequence):
+            different = "the tokens"
+        elif answer.solution != prompt.solution:
+            different = "the solution"
+        if different is not None:
+            raise OptionError(
+                f"{file.path} holds answers of another run ({different} of prompt {prompt.id} under "
+                f"{name!r} differ); choose another file, or move this one"
+            )
+
+
+def read_digest(sequence: Sequence) -> str:
+    """A digest of the token ids that the model reads, stored with each answer."""
+    return provenance.digest([sequence.tokens.tolist()])
+
+
+@contextmanager
+def _interruption_told(file: Kept, requested: Mapping[Key, Todo]) -> Iterator[None]:
+    """On Ctrl-C, say how many answers are kept and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if file.path is None:
+            raise Interrupted(
+                "stopped; no answer is kept, since no file was given: with out=… each one is stored "
+                "when it ends"
+            ) from None
+        count = sum(key in file.answers for key in requested)
+        raise Interrupted(
+            f"stopped; {count} of {len(requested)} answers are kept in {file.path}. The same call "
+            "goes on with the rest"
+        ) from None
+
+
+def _serve(
+    server: Server,
+    model: UnloadedModel,
+    prompts: Seq[Prompt],
+    sequences: Seq[Mapping[str, Sequence]],
+    how: Sampling,
+    batch: int,
+    file: Kept,
+    todo: Seq[Todo],
+    grader: Grader,
+) -> None:
+    """Add a server's answers to the file, with what was found out about the server."""
+    earlier_probe = file.about.get("probe")
+    with served(
+        server, model, prompts, sequences, how, batch, len(todo), earlier_probe
+    ) as served_model:
+        file.note("probe", served_model.probe.about)
+        try:
+            for item, answer, text in served_model.answered(todo):
+                file.add(_graded(item, answer, text, grader))
+        except Exchanged as error:
+            file.note("probe", file.about["probe"], without=error.since)
+            raise
+        file.note("probe", file.about["probe"])
+
+
 def _generated(
-    model: HookedModel, native: Any, batches: list[list[Todo]], how: Sampling
-) -> Iterator[list[tuple[Todo, Answer, str]]]:
+    model: HookedModel,
+    native: Any,
+    todo: Seq[Todo],
+    batch: int,
+    sides: Mapping[str, str],
+    how: Sampling,
+) -> Iterator[tuple[Todo, Answer, str]]:
+    """Each answer with its text, as soon as it ends."""
     end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
-    for some in tqdm(batches, desc="answers", unit="batch", delay=2):
-        asked = [request for _, _, request in some]
-        written = answers(native, asked, how.new_tokens, end, how.temperature, how.seed)
-        texts = [
-            model.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in written
-        ]
-        yield list(zip(some, written, texts, strict=True))
+    with AnswerBar(len(todo)) as bar:
+        for items in _by_side(todo, sides):
+            generation = Generation(
+                native,
+                [request for _, _, request in items],
+                batch,
+                how.new_tokens,
+                end,
+                how.temperature,
+                how.seed,
+                bar.add_tokens,
+            )
+            while generation.is_open:
+                for number, answer in generation.advance().items():
+                    text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+                    bar.add_answer()
+                    yield items[number], answer, text
 
 
-def _batches(todo: Seq[Todo], batch: int, sides: Mapping[str, str]) -> list[list[Todo]]:
-    """The requests in batches of similar length, none with prompts on both sides of a model's boundary."""
-    parts: dict[str, list[Todo]] = {}
+def _by_side(todo: Seq[Todo], sides: Mapping[str, str]) -> list[list[Todo]]:
+    """The requests on each side of a model's boundary, sorted by length."""
+    by_side: dict[str, list[Todo]] = {}
     for item in sorted(todo, key=lambda item: len(item[2].sequence)):
-        parts.setdefault(sides.get(item[0].id, ""), []).append(item)
-    return [part[i : i + batch] for part in parts.values() for i in range(0, len(part), batch)]
+        prompt = item[0]
+        by_side.setdefault(sides.get(prompt.id, ""), []).append(item)
+    return list(by_side.values())
 
 
-def _graded(
-    prompt: Prompt, name: str, asked: Request, answer: Answer, text: str, grader: Grader
-) -> GradedAnswer:
+def _graded(item: Todo, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
+    prompt, name, request = item
     solution = str(prompt.solution)
-    both = vars(answer) | vars(graders.grade(text, solution, grader, finished=answer.finished))
-    return GradedAnswer(prompt.id, name, asked.sample, text, solution=solution, **both)
+    grade = graders.grade(text, solution, grader, finished=answer.finished)
+    return GradedAnswer(
+        prompt=prompt.id,
+        condition=name,
+        sample=request.sample,
+        text=text,
+        tokens=answer.tokens,
+        answer=grade.answer,
+        solution=solution,
+        right=grade.right,
+        finished=answer.finished,
+        logprob=answer.logprob,
+        read=read_digest(request.sequence),
+    )
 
 
 def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
@@ -236,13 +349,13 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
     for prompt in prompts:
         if prompt.solution is None or not prompt.solution.strip():
             raise PromptError(
-                f'prompt {prompt.id} ("{prompt.excerpt}") has no solution to compare with; load prompts with answers, '
-                "or give Prompt(…, solution=…)"
+                f'prompt {prompt.id} ("{prompt.excerpt}") has no solution to compare with; load '
+                "prompts with answers, or give Prompt(…, solution=…)"
             )
         if prompt.answer or prompt.answer_tokens:
             raise PromptError(
-                f"prompt {prompt.id} already holds an answer, which the model would read; load prompts with "
-                f"with_answer=False"
+                f"prompt {prompt.id} already holds an answer, which the model would read; load "
+                "prompts with with_answer=False"
             )
         kind = graders.grader_for(prompt.solution)
         if grader == "number" and kind == "math":
@@ -261,44 +374,52 @@ def _checked_sides(
     sequences: Seq[Mapping[str, Sequence]],
     new_tokens: int,
 ) -> dict[str, str]:
-    """The side of the model's boundary on which each prompt lies; checks all prompts before a token is generated."""
-    for made in sequences:
-        first = made[BASELINE]
-        if first.inserted.any() or first.edge_mask or first.interventions:
+    """The side of the model's boundary on which each prompt lies.
+
+    All prompts are checked, before a token is generated.
+    """
+    for by_condition in sequences:
+        baseline = by_condition[BASELINE]
+        if baseline.inserted.any() or baseline.edge_mask or baseline.interventions:
             raise OptionError(
-                'the condition "baseline" changes the prompt, but comparisons need it unchanged; use another name'
+                'the condition "baseline" changes the prompt, but comparisons need it unchanged; use '
+                "another name"
             )
+    hooked = model
     if isinstance(model, UnloadedModel):
         check_servable(sequences)
-    hooked = model.loaded if isinstance(model, UnloadedModel) else model
+        hooked = model.loaded
     if hooked is not None:
-        for prompt, made in zip(prompts, sequences, strict=True):
-            request_checks.check_side(prompt, made, hooked, new_tokens)
+        for prompt, by_condition in zip(prompts, sequences, strict=True):
+            request_checks.check_side(prompt, by_condition, hooked, new_tokens)
     check_room(prompts, sequences, new_tokens, model.cfg.n_ctx, str(model.cfg.model_name))
     if isinstance(model, UnloadedModel):
         return {}
-    for made in sequences:
-        for name, sequence in made.items():
+
+    for by_condition in sequences:
+        for name, sequence in by_condition.items():
             generate.refuse_what_cannot_generate(native, sequence, name)
-    ids, each = [p.id for p in prompts], [dict(made) for made in sequences]
-    request_checks.check_variants(model, each)
-    request_checks.check_interventions(model, ids, each)
+    ids = [prompt.id for prompt in prompts]
+    sequences_by_name = [dict(by_condition) for by_condition in sequences]
+    request_checks.check_variants(model, sequences_by_name)
+    request_checks.check_interventions(model, ids, sequences_by_name)
     return dict(zip(ids, request_checks.sides_of(model, sequences), strict=False))
 
 
-def _about(
-    model: Any, server: Server | None, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]
-) -> dict[str, Any]:
-    """What answers and prompts come from, and a digest of the tokens, which a dated template changes."""
-    groups = {p.id: p.group for p in prompts if p.group is not None}
+def _about(model: Any, server: Server | None, prompts: Seq[Prompt]) -> dict[str, Any]:
+    """What answers and prompts come from."""
     about: dict[str, Any] = {"model": provenance.name_of(str(model.cfg.model_name))}
     if server is None:
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        about |= {"weights_hash": weights_hash(model), "dtype": dtype}
+        about["weights_hash"] = weights_hash(model)
+        about["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
     else:
-        name = None if server.model is None else provenance.name_of(server.model)
-        about |= {"server": server.address, "served_model": name}
-    token_ids = (sequence.tokens.tolist() for made in sequences for sequence in made.values())
-    about["token_ids"] = provenance.digest(token_ids)
-    about |= {"prompts": provenance.digest(prompts), "versions": provenance.versions()}
-    return about | ({"groups": groups} if len(set(groups.values())) < len(groups) else {})
+        about["server"] = server.address
+        about["served_model"] = None
+        if server.model is not None:
+            about["served_model"] = provenance.name_of(server.model)
+    about["prompts"] = provenance.digest(prompts)
+    about["versions"] = provenance.versions()
+    groups = {prompt.id: prompt.group for prompt in prompts if prompt.group is not None}
+    if len(set(groups.values())) < len(groups):
+        about["groups"] = groups
+    return about

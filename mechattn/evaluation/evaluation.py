@@ -21,6 +21,8 @@ from mechattn.stats.paired import false_discovery
 from mechattn.stats.units import Unit, Units
 from mechattn.store.atomic_writes import check_writable, write_whole
 
+_MANY = 0.1  # the share of cut-off or unread answers above which the table says so
+
 
 @dataclass(frozen=True)
 class GradedAnswer:
@@ -37,6 +39,7 @@ class GradedAnswer:
         right: Whether the final answer equals the reference.
         finished: Whether the model ended the answer before the limit.
         logprob: Mean log-probability of its tokens, in nats, at temperature 1.
+        read: A digest of the token ids that the model read.
     """
 
     prompt: str
@@ -49,6 +52,7 @@ class GradedAnswer:
     right: bool
     finished: bool
     logprob: float = float("nan")
+    read: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,16 +67,54 @@ class Evaluation:
             f"{name} {100 * self.right(name).mean():.1f} %" for name in self.conditions
         )
         problems = len({answer.prompt for answer in self.answers})
-        return (
+        line = (
             f"Evaluation({problems} problems × {len(self.conditions)} conditions; right: {right})"
         )
+        return "\n".join([line, *self.cautions])
 
     @property
     def conditions(self) -> list[str]:
         """The conditions in the order of the run, the baseline first."""
-        found = dict.fromkeys(a.condition for a in self.answers)
-        known = [name for name in self.provenance.get("conditions", ()) if name in found]
-        return list(dict.fromkeys([*known, *found]))
+        answered = dict.fromkeys(answer.condition for answer in self.answers)
+        recorded = self.provenance.get("conditions", ())
+        in_order = [name for name in recorded if name in answered]
+        return list(dict.fromkeys([*in_order, *answered]))
+
+    @property
+    def cautions(self) -> list[str]:
+        """Sentences to read before the accuracies; none where nothing is the matter.
+
+        They name the conditions where more than a tenth of the answers were cut off, or cannot be
+        read, and a baseline that cannot fall or cannot rise.
+        """
+        cut_off = []
+        unread = []
+        for name in self.conditions:
+            answers = self._under(name)
+            finished = [answer for answer in answers if answer.finished]
+            cut_off_count = len(answers) - len(finished)
+            unread_count = sum(answer.answer is None for answer in finished)
+            if cut_off_count > _MANY * len(answers):
+                cut_off.append(f"{cut_off_count} of {len(answers)} under {name!r}")
+            if unread_count > _MANY * len(answers):
+                unread.append(f"{unread_count} of {len(answers)} under {name!r}")
+        sentences = []
+        if cut_off:
+            sentences.append(
+                f"Careful: many answers were cut off and count as wrong ({', '.join(cut_off)}). "
+                "Allow more new_tokens before you compare."
+            )
+        if unread:
+            sentences.append(
+                f"Careful: many answers end without a final answer ({', '.join(unread)}). Does the "
+                "prompt ask for a mark, such as \\boxed{…}?"
+            )
+        right = [answer.right for answer in self._under(BASELINE)]
+        if len(right) > 1 and all(right):
+            sentences.append("Careful: every answer of the baseline is right; it can only fall.")
+        if len(right) > 1 and not any(right):
+            sentences.append("Careful: no answer of the baseline is right; it can only rise.")
+        return sentences
 
     @property
     def samples(self) -> int:
@@ -98,20 +140,21 @@ class Evaluation:
         interval doesn't shrink to a point where all are right. ``table.attrs["unit"]`` names the unit of n.
 
         Columns: condition, accuracy, low, high, n (problems), unread (answers without a final answer), unfinished
-        (answers that hit the limit), tokens (mean length).
+        (answers that hit the limit), tokens (mean length). ``table.attrs["cautions"]`` says what to
+        know before reading it.
         """
-        units, names = units_of(self, unit), self.conditions
-        made = self._intervals(
-            (({"condition": name}, self.right(name).mean(1)) for name in names), level, unit
+        units = units_of(self, unit)
+        names = self.conditions
+        table = self._intervals(
+            [({"condition": name}, self.right(name).mean(1)) for name in names], level, unit
         )
-        each = [[a for a in self.answers if a.condition == name] for name in names]
-        table = made.rename(columns={"estimate": "accuracy"}).assign(
-            n=units.n,
-            unread=[sum(a.answer is None for a in some) for some in each],
-            unfinished=[sum(not a.finished for a in some) for some in each],
-            tokens=[float(np.mean([len(a.tokens) for a in some])) for some in each],
-        )
-        table.attrs = {"unit": units.unit}
+        table = table.rename(columns={"estimate": "accuracy"})
+        answers = [self._under(name) for name in names]
+        table["n"] = units.n
+        table["unread"] = [sum(a.answer is None for a in rows) for rows in answers]
+        table["unfinished"] = [sum(not a.finished for a in rows) for rows in answers]
+        table["tokens"] = [float(np.mean([len(a.tokens) for a in rows])) for rows in answers]
+        table.attrs = {"unit": units.unit, "cautions": self.cautions}
         return table
 
     def compare(
@@ -158,9 +201,10 @@ class Evaluation:
         names = [name for name in self.conditions if name != to]
         if not names:
             raise OptionError(f"there is no condition other than {to!r} to compare with it")
-        table = pd.DataFrame(
-            [{"condition": name, "to": to, **self.compare(name, to, unit=unit)} for name in names]
-        )
+        rows = [
+            {"condition": name, "to": to, **self.compare(name, to, unit=unit)} for name in names
+        ]
+        table = pd.DataFrame(rows)
         table.insert(table.columns.get_loc("p") + 1, "q", false_discovery(table.p.to_numpy()))
         return table
 
@@ -182,23 +226,23 @@ class Evaluation:
         names = [name for name in conditions or self.conditions if name != BASELINE]
         groups = self.provenance.get("groups", {})
         group_of = {prompt: groups.get(prompt, prompt) for prompt in self._problems()}
-        problems = sorted(
-            group_of,
-            key=lambda name: hashlib.sha256(group_of[name].encode("utf-8", "replace")).digest(),
-        )
+        problems = sorted(group_of, key=lambda prompt: _hash(group_of[prompt]))
         units = Units.grouped([group_of[prompt] for prompt in problems])
         if not names or units.n < 2:
             raise OptionError(
                 "best needs at least one condition other than the baseline, and at least two problems"
             )
-        half, other = (self._of([problems[i] for i in some]) for some in units.halves())
-        chosen = max(sorted(names), key=lambda name: half.right(name).mean())
-        found = {"condition": chosen, "chosen_on": float(half.right(chosen).mean())}
-        shown = {
-            "accuracy": float(other.right(chosen).mean()),
-            "baseline": float(other.right(BASELINE).mean()),
+        choosing_places, reported_places = units.halves()
+        choosing = self._of([problems[place] for place in choosing_places])
+        reported = self._of([problems[place] for place in reported_places])
+        chosen = max(sorted(names), key=lambda name: choosing.right(name).mean())
+        return {
+            "condition": chosen,
+            "chosen_on": float(choosing.right(chosen).mean()),
+            "accuracy": float(reported.right(chosen).mean()),
+            "baseline": float(reported.right(BASELINE).mean()),
+            **reported.compare(chosen),
         }
-        return found | shown | other.compare(chosen)
 
     def pass_at_k(
         self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto"
@@ -244,32 +288,34 @@ class Evaluation:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise OptionError(f"n={n!r}: give the length of the n-grams, at least 1")
 
-        def values(name: str) -> np.ndarray:
-            by_prompt: dict[str, list[tuple[int, ...]]] = {}
-            for a in self.answers:
-                if a.condition == name:
-                    by_prompt.setdefault(a.prompt, []).append(a.tokens)
-            return np.array(
-                [distinct_ngrams(by_prompt[p], n) for p in self._problems() if p in by_prompt]
-            )
-
-        return self._intervals(
-            (({"condition": name, "n": n}, values(name)) for name in self.conditions), level, unit
-        )
+        rows = []
+        for name in self.conditions:
+            tokens_by_prompt: dict[str, list[tuple[int, ...]]] = {}
+            for answer in self._under(name):
+                tokens_by_prompt.setdefault(answer.prompt, []).append(answer.tokens)
+            shares = [
+                distinct_ngrams(tokens_by_prompt[prompt], n)
+                for prompt in self._problems()
+                if prompt in tokens_by_prompt
+            ]
+            rows.append(({"condition": name, "n": n}, np.array(shares)))
+        return self._intervals(rows, level, unit)
 
     def _each(self, condition: str, value: Callable[[GradedAnswer], float]) -> np.ndarray:
         """Apply a function to each answer of a condition [problem, sample]."""
-        found = {(a.prompt, a.sample): value(a) for a in self.answers if a.condition == condition}
-        wanted = [
-            [(prompt, sample) for sample in range(self.samples)] for prompt in self._problems()
-        ]
-        missing = sum(key not in found for row in wanted for key in row)
+        values = {(a.prompt, a.sample): value(a) for a in self._under(condition)}
+        rows = []
+        missing = 0
+        for prompt in self._problems():
+            row = [values.get((prompt, sample)) for sample in range(self.samples)]
+            missing += row.count(None)
+            rows.append(row)
         if missing:
             raise OptionError(
-                f"{missing} answers of {condition!r} are missing, as after an interrupted run: call evaluate again "
-                f"with the same arguments and out=… to resume it"
+                f"{missing} answers of {condition!r} are missing, as after an interrupted run: call "
+                "evaluate again with the same arguments and out=… to resume it"
             )
-        return np.array([[found[key] for key in row] for row in wanted], dtype=float)
+        return np.array(rows, dtype=float)
 
     def _by_samples(
         self,
@@ -278,24 +324,27 @@ class Evaluation:
         level: float,
         unit: Unit,
     ) -> pd.DataFrame:
-        several: list[Any] = [k] if isinstance(k, (int, float, str)) else list(k)
-        for each in several:
-            if isinstance(each, bool) or not isinstance(each, int):
-                raise OptionError(f"k={each!r}: give whole numbers of answers")
-        asked = ((name, each) for name in self.conditions for each in several)
-        return self._intervals(
-            (({"condition": name, "k": k}, values(name, k)) for name, k in asked), level, unit
-        )
+        counts: list[Any] = [k] if isinstance(k, (int, float, str)) else list(k)
+        for count in counts:
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise OptionError(f"k={count!r}: give whole numbers of answers")
+        rows = []
+        for name in self.conditions:
+            for count in counts:
+                rows.append(({"condition": name, "k": count}, values(name, count)))
+        return self._intervals(rows, level, unit)
 
     def _intervals(
         self, rows: Iterable[tuple[dict[str, Any], np.ndarray]], level: float, unit: Unit
     ) -> pd.DataFrame:
         """A row for each array of values over problems, with an interval within 0 and 1."""
-        units, made = units_of(self, unit), []
-        for names, values in rows:
+        units = units_of(self, unit)
+        table = []
+        for labels, values in rows:
             interval = share_interval(units.means(values), level)._asdict()
-            made.append({**names, **{name: float(value) for name, value in interval.items()}})
-        return pd.DataFrame(made)
+            ends = {name: float(value) for name, value in interval.items()}
+            table.append({**labels, **ends})
+        return pd.DataFrame(table)
 
     def mediation(
         self,
@@ -359,17 +408,19 @@ class Evaluation:
 
         All conditions of such a run read the same answer, so differences are due to attention and not to the text.
         """
-        found = {
-            a.prompt: a
-            for a in self.answers
-            if a.condition == condition and a.sample == sample and a.tokens
+        answers = {
+            answer.prompt: answer
+            for answer in self._under(condition)
+            if answer.sample == sample and answer.tokens
         }
-        missing = [p.id for p in prompts if p.id not in found]
+        missing = [prompt.id for prompt in prompts if prompt.id not in answers]
         if missing:
             raise OptionError(f"prompt {missing[0]} has no answer under {condition!r}; omit it")
-        return [
-            replace(p, answer=found[p.id].text, answer_tokens=found[p.id].tokens) for p in prompts
-        ]
+        answered = []
+        for prompt in prompts:
+            answer = answers[prompt.id]
+            answered.append(replace(prompt, answer=answer.text, answer_tokens=answer.tokens))
+        return answered
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a table with one row per answer."""
@@ -392,11 +443,13 @@ class Evaluation:
 
     def _of(self, problems: Sequence[str]) -> Evaluation:
         """The evaluation of some problems only, in their order."""
-        place = {prompt: i for i, prompt in enumerate(problems)}
-        some = sorted(
-            (a for a in self.answers if a.prompt in place), key=lambda answer: place[answer.prompt]
-        )
-        return Evaluation(tuple(some), self.provenance)
+        places = {prompt: place for place, prompt in enumerate(problems)}
+        answers = [answer for answer in self.answers if answer.prompt in places]
+        answers.sort(key=lambda answer: places[answer.prompt])
+        return Evaluation(tuple(answers), self.provenance)
+
+    def _under(self, condition: str) -> list[GradedAnswer]:
+        return [answer for answer in self.answers if answer.condition == condition]
 
     def _problems(self) -> dict[str, str]:
         return {a.prompt: a.solution for a in self.answers}
@@ -405,6 +458,10 @@ class Evaluation:
 def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     """One JSON object per line."""
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _hash(name: str) -> bytes:
+    return hashlib.sha256(name.encode("utf-8", "replace")).digest()
 
 
 def _replaceable(path: Path) -> bool:

@@ -1,19 +1,26 @@
-"""Generates answers with a key-value cache, on the model without hooks that shares the parameters."""
+"""Generates answers with a key-value cache, on the model without hooks that shares the parameters.
+
+A batch stays full: where an answer ends, its row is taken out and the next prompt's is put in its
+place, so that no row waits for the longest answer (continuous batching).
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError, OptionError, check_counts
+from mechattn.evaluation.generating_rows import GeneratingRow, GeneratingRows, PaddedPrompts
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.interventions.intervention import Target, read_first
 from mechattn.model.architectures import PARTICULARS, Particulars
@@ -34,7 +41,7 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled: how long and how many they are, at which temperature, and the seed of the draws."""
+    """How answers are sampled: how long and how many they are, their temperature and seed."""
 
     new_tokens: int
     samples: int
@@ -44,29 +51,34 @@ class Sampling:
 
 def sampling_of(options: SamplingOptions, seed: int) -> Sampling:
     """The options with their defaults, checked."""
-    if unknown := [name for name in options if name not in SamplingOptions.__annotations__]:
+    unknown = [name for name in options if name not in SamplingOptions.__annotations__]
+    if unknown:
         raise TypeError(f"evaluate() got an unexpected keyword argument {unknown[0]!r}")
-    new_tokens, samples = options.get("new_tokens", 256), options.get("samples", 1)
+    new_tokens = options.get("new_tokens", 256)
+    samples = options.get("samples", 1)
     check_counts(new_tokens=new_tokens, samples=samples)
     if samples > MOST:
         raise OptionError(f"samples={samples}: give at most {MOST:,} answers to a question")
     temperature = options.get("temperature")
     if temperature is None:
-        temperature = 0.0 if samples == 1 else 1.0
+        temperature = 1.0
+        if samples == 1:
+            temperature = 0.0
     if not 0 <= temperature < float("inf"):
         raise OptionError(
             f"temperature={temperature!r}: give 0 for the likeliest token, or a number above 0"
         )
     if temperature == 0 and samples > 1:
         raise OptionError(
-            f"samples={samples} with temperature=0 gives the same answer {samples} times; give a temperature above 0"
+            f"samples={samples} with temperature=0 gives the same answer {samples} times; give a "
+            "temperature above 0"
         )
     return Sampling(new_tokens, samples, float(temperature), seed)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A requested answer: the prompt's id, the sequence that the model reads, and which of several answers it is."""
+    """A requested answer: the prompt's id, the sequence to read, and which of several answers."""
 
     prompt: str
     sequence: Sequence
@@ -86,174 +98,227 @@ def native_of(model: HookedModel) -> Any:
     """The model without hooks."""
     facts = facts_of(model)
     if facts is None or facts.native is None:
-        why = facts.why_not_native if facts else "it has not gone through load_model"
+        reason = "it has not gone through load_model"
+        if facts is not None:
+            reason = facts.why_not_native
         raise ModelError(
-            f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({why})"
+            f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({reason})"
         )
     if "past_key_values" not in inspect.signature(facts.native.forward).parameters:
         raise ModelError(
-            f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but has another cache, "
-            "like Mamba and RWKV, so each token would be read without the earlier ones"
+            f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but has "
+            "another cache, like Mamba and RWKV, so each token would be read without the earlier ones"
         )
     return facts.native
 
 
-@alone
 def answers(
     model: Any,
-    asked: Seq[Request],
+    requests: Seq[Request],
     new_tokens: int,
     end: frozenset[int],
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[Answer]:
-    """Generate one answer for each sequence, all in one batch, padded on the left."""
-    from transformers import DynamicCache
+    """Generate one answer for each sequence, all at the same time."""
+    generation = Generation(model, requests, len(requests), new_tokens, end, temperature, seed)
+    answers_by_number: dict[int, Answer] = {}
+    while generation.is_open:
+        answers_by_number |= generation.advance()
+    return [answers_by_number[number] for number in range(len(requests))]
 
-    device = device_of(model)
-    batch = _Padded(asked, device)
-    cache = DynamicCache(config=model.config)
-    keep = keeping_one(model.config.get_text_config(decoder=True))
-    written: list[Tensor] = []
-    likely: list[Tensor] = []
-    open_ = torch.ones(len(asked), dtype=torch.bool, device=device)
-    tokens = batch.tokens
-    with torch.no_grad(), batch.acting(model):
-        for step in range(new_tokens):
-            read = dict(
-                input_ids=tokens,
-                attention_mask=batch.mask(step),
-                position_ids=batch.position_ids(step),
+
+def _nothing(tokens: int) -> None:
+    """Nobody counts the tokens."""
+
+
+@dataclass
+class Generation:
+    """Answers that are being generated, some of them at a time.
+
+    Args:
+        model: The model without hooks.
+        requests: What is asked for; answers are numbered as these are.
+        rows_at_once: How many sequences are in a batch.
+        new_tokens: The longest answer, in tokens.
+        end: The tokens that end an answer.
+        temperature: 0 takes the likeliest token.
+        seed: The seed of the draws.
+        count_tokens: Called with the number of new tokens after each step.
+    """
+
+    model: Any
+    requests: Seq[Request]
+    rows_at_once: int
+    new_tokens: int
+    end: frozenset[int]
+    temperature: float = 0.0
+    seed: int = 0
+    count_tokens: Callable[[int], None] = _nothing
+    rows: GeneratingRows = field(init=False)
+    waiting: deque[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(range(len(self.requests)))
+        self.rows = GeneratingRows(self.model, device_of(self.model))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether answers are still to come."""
+        return bool(self.waiting or self.rows.open_count)
+
+    def advance(self) -> dict[int, Answer]:
+        """Generate until at least one answer has ended; the answers that have, by number."""
+        return _advanced(self.model, self)
+
+    def read_next_prompts(self) -> None:
+        """Put the next prompts in the place of the rows that have ended."""
+        self.rows.drop_ended()
+        if self.rows.count and not self.rows.can_change:
+            return  # the rest of the batch has to end first
+        free = self.rows_at_once - self.rows.count
+        numbers = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
+        if not numbers:
+            return
+        requests = [self.requests[number] for number in numbers]
+        prompts = PaddedPrompts([request.sequence for request in requests], self.rows.device)
+        cache = self.rows.new_cache()
+        with acting_on_prompts(self.model, requests, prompts):
+            output = self.model(
+                **prompts.inputs,
+                past_key_values=cache,
+                use_cache=True,
+                **self.only_last_logits,
             )
-            out = model(**read, past_key_values=cache, use_cache=True, **keep)
-            logits = out.logits[:, -1].float()
-            following = logits.argmax(-1)
-            if temperature > 0:  # the one at a keyed random point of the cumulative distribution
-                at = zip(asked, batch.lengths + step, strict=True)
-                keys = [
-                    token_keys(seed, [a.prompt], p.view(1, 1), a.sample, "answer") for a, p in at
-                ]
-                cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
-                point = keyed_uniform(torch.cat(keys), 1)[:, 0].double() * cumulative[:, -1:]
-                following = torch.searchsorted(cumulative, point).clamp(max=logits.shape[-1] - 1)[
-                    :, 0
-                ]
-            written.append(following)
-            likely.append(logits.gather(-1, following[:, None])[:, 0] - logits.logsumexp(-1))
-            open_ &= ~torch.isin(following, torch.tensor(sorted(end), device=device))
-            if not open_.any():
-                break
-            tokens = following[:, None]
-    rows, logprobs = torch.stack(written, 1).tolist(), torch.stack(likely, 1).double()
-    return [until_end(row, each, end) for row, each in zip(rows, logprobs, strict=True)]
+        new_rows = [GeneratingRow(number, self.requests[number].sequence) for number in numbers]
+        self.rows.add(new_rows, prompts, cache)
+        self.write(new_rows, output.logits[:, -1].float())
+
+    def write(self, rows: Seq[GeneratingRow], logits: Float[Tensor, "row token"]) -> None:
+        """Choose the next token of each row."""
+        tokens = self.chosen(rows, logits)
+        logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        written = 0
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            if row.is_ended:
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.is_ended = token in self.end or len(row.tokens) == self.new_tokens
+            written += 1
+        self.count_tokens(written)
+
+    def chosen(
+        self, rows: Seq[GeneratingRow], logits: Float[Tensor, "row token"]
+    ) -> Int[Tensor, " row"]:
+        """The likeliest tokens, or those at a keyed random point of the distribution."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        keys = []
+        for row in rows:
+            request = self.requests[row.number]
+            position = torch.tensor([[len(row.sequence) + len(row.tokens)]], device=logits.device)
+            keys.append(token_keys(self.seed, [request.prompt], position, request.sample, "answer"))
+        cumulative = (logits.double() / self.temperature).softmax(-1).cumsum(-1)
+        point = keyed_uniform(torch.cat(keys), 1)[:, 0].double() * cumulative[:, -1:]
+        last_token = logits.shape[-1] - 1
+        return torch.searchsorted(cumulative, point).clamp(max=last_token)[:, 0]
+
+    @property
+    def only_last_logits(self) -> dict[str, Any]:
+        """The option that keeps the logits of the last position alone, where a model has it."""
+        return keeping_one(self.model.config.get_text_config(decoder=True))
+
+    def ended(self) -> dict[int, Answer]:
+        """The answers that have ended and are not handed over yet."""
+        answers_by_number = {}
+        for row in self.rows.rows:
+            if row.is_ended and not row.is_handed_over:
+                logprobs = torch.tensor(row.logprobs, dtype=torch.float64)
+                answers_by_number[row.number] = until_end(row.tokens, logprobs, self.end)
+                row.is_handed_over = True
+        return answers_by_number
 
 
-def until_end(row: list[int], logprobs: Float[Tensor, " token"], end: frozenset[int]) -> Answer:
+@alone
+@torch.no_grad()
+def _advanced(model: Any, generation: Generation) -> dict[int, Answer]:
+    generation.read_next_prompts()
+    ended = generation.ended()
+    if ended:
+        return ended
+    rows = generation.rows
+    requests = [generation.requests[row.number] for row in rows.rows]
+    with acting_on_answers(model, requests, rows):
+        while not ended:
+            logits = rows.read_last_tokens(generation.only_last_logits)
+            generation.write(rows.rows, logits)
+            ended = generation.ended()
+    return ended
+
+
+def until_end(tokens: list[int], logprobs: Float[Tensor, " token"], end: frozenset[int]) -> Answer:
     """The answer up to the first end token."""
-    at = next((i for i, token in enumerate(row) if token in end), None)
-    through = len(row) if at is None else at + 1
-    return Answer(tuple(row[:at]), at is not None, float(logprobs[:through].mean()))
+    for place, token in enumerate(tokens):
+        if token in end:
+            return Answer(tuple(tokens[:place]), True, float(logprobs[: place + 1].mean()))
+    return Answer(tuple(tokens), False, float(logprobs[: len(tokens)].mean()))
 
 
-class _Padded:
-    """Sequences padded on the left, with the model's inputs at each step."""
+@contextmanager
+def acting_on_prompts(model: Any, requests: Seq[Request], prompts: PaddedPrompts) -> Iterator[None]:
+    """The interventions of some prompts, each acting on its rows."""
 
-    def __init__(self, asked: Seq[Request], device: torch.device) -> None:
-        self.asked, self.device = asked, device
-        sequences = [a.sequence for a in asked]
-        self.longest = max(map(len, sequences))
-        self.lengths = torch.tensor([len(s) for s in sequences], device=device)
+    def target(rows: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
+        return Target(rows, ids, prompts.origin[rows], prompts.segments[rows])
 
-        def padded(parts: list[Shaped[Tensor, " _"]], value: int) -> Shaped[Tensor, "batch pos"]:
-            rows = [
-                torch.cat([part.new_full((self.longest - len(part),), value), part])
-                for part in parts
-            ]
-            return torch.stack(rows).to(device)
-
-        self.tokens: Int[Tensor, "batch pos"] = padded([s.tokens for s in sequences], 0)
-        self.real: Bool[Tensor, "batch pos"] = padded(
-            [torch.ones(len(s), dtype=torch.bool) for s in sequences], 0
-        )
-        self._ids: Int[Tensor, "batch pos"] = padded([s.position_ids for s in sequences], 0)
-        origin = [torch.where(s.inserted, -1 - torch.arange(len(s)), s.origin) for s in sequences]
-        self._origin: Int[Tensor, "batch pos"] = padded(origin, -1 - self.longest)
-        self._segments: Int[Tensor, "batch pos"] = padded([s.segment for s in sequences], PADDING)
-        self.cut = None  # blind queries, the keys that they don't see, and whether generated tokens are blind too
-        if any(s.edge_mask for s in sequences):
-            no = [torch.zeros(len(s), dtype=torch.bool) for s in sequences]
-            cut = [
-                (s.edge_mask.queries, s.edge_mask.keys) if s.edge_mask else (n, n)
-                for s, n in zip(sequences, no)
-            ]
-            later = torch.tensor(
-                [bool(s.edge_mask and s.edge_mask.later) for s in sequences], device=device
+    with _acting(model, requests, prompts.tokens.device, target):
+        interventions = [
+            intervention for request in requests for intervention in request.sequence.interventions
+        ]
+        if read_first(interventions):
+            model(
+                **prompts.inputs,
+                use_cache=False,
+                **keeping_one(model.config.get_text_config(decoder=True)),
             )
-            self.cut = padded([q for q, _ in cut], 0), padded([k for _, k in cut], 0), later
-        # Position ids with gaps need a mask: without one, transformers treats them as several packed sequences.
-        self.plain = (
-            bool(self.real.all())
-            and self.cut is None
-            and not any(s.keeps_positions for s in sequences)
-        )
-        self.step = 0
+        yield
 
-    def position_ids(self, step: int) -> Int[Tensor, "batch pos"]:
-        """The position ids of the tokens read at this step."""
-        return self._ids if step == 0 else self._ids[:, -1:] + step
 
-    def mask(self, step: int) -> Tensor | None:
-        """Which keys are tokens, None if all are; with cut edges, which query sees which key."""
-        self.step = step
-        if self.plain:
-            return None
-        real = torch.nn.functional.pad(self.real, (0, step), value=True)
-        if self.cut is None:
-            return real.long()
-        queries, keys, later = self.cut
-        keys = torch.nn.functional.pad(keys, (0, step))
-        if step:
-            return (real & ~(later[:, None] & keys))[:, None, None]
-        positions = torch.arange(self.longest, device=self.device)
-        seen = (positions[:, None] >= positions) & real[:, None]
-        seen &= ~(queries[:, :, None] & keys[:, None] & (positions[:, None] != positions))
-        return (seen | (positions[:, None] == positions))[:, None]
+@contextmanager
+def acting_on_answers(model: Any, requests: Seq[Request], rows: GeneratingRows) -> Iterator[None]:
+    """The interventions of some prompts, each acting on the tokens that are generated after it.
 
-    def positions(self) -> Int[Tensor, "batch pos"]:
-        """For each token read at this step, its index in the baseline sequence, for interventions."""
-        return self._origin if self.step == 0 else self._origin.amax(1, keepdim=True) + self.step
+    They have no segment. One that reads first has learned from the prompt and acts on it alone.
+    """
 
-    def segments(self) -> Int[Tensor, "batch pos"]:
-        """The segment of each token read at this step; generated tokens have none."""
-        return self._segments if self.step == 0 else torch.full_like(self._segments[:, :1], PADDING)
+    def target(places: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
+        origin = rows.origin[places]
+        return Target(places, ids, origin, torch.full_like(origin, PADDING))
 
-    @contextmanager
-    def acting(self, model: Any) -> Iterator[None]:
-        """The interventions of the sequences, in order, each acting on its rows."""
+    with _acting(model, requests, rows.device, target):
+        yield
 
-        def target(rows: list[int]) -> Any:
-            index = torch.tensor(rows, device=self.device)
-            ids = tuple(self.asked[row].prompt for row in rows)
-            return lambda: Target(index, ids, self.positions()[index], self.segments()[index])
 
-        found: dict[tuple[int, ...], tuple[tuple[Any, ...], list[int]]] = {}
-        for row, asked in enumerate(self.asked):
-            several = asked.sequence.interventions
-            found.setdefault(tuple(map(id, several)), (several, []))[1].append(row)
-        with ExitStack() as stack:
-            for several, rows in found.values():
-                for intervention in several:
-                    stack.enter_context(intervention.acting(model, target(rows)))
-            if read_first(each for several, _ in found.values() for each in several):
-                mask, ids = self.mask(0), self.position_ids(0)
-                model(
-                    input_ids=self.tokens,
-                    attention_mask=mask,
-                    position_ids=ids,
-                    use_cache=False,
-                    **keeping_one(model.config.get_text_config(decoder=True)),
-                )
-            yield
+@contextmanager
+def _acting(
+    model: Any,
+    requests: Seq[Request],
+    device: torch.device,
+    target: Callable[[Int[Tensor, " row"], tuple[str, ...]], Target],
+) -> Iterator[None]:
+    """The interventions of sequences, in the order of each, acting on all rows that have them."""
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for row, request in enumerate(requests):
+        identities = tuple(id(intervention) for intervention in request.sequence.interventions)
+        rows_of.setdefault(identities, []).append(row)
+    with ExitStack() as stack:
+        for row_list in rows_of.values():
+            rows = torch.tensor(row_list, device=device)
+            ids = tuple(requests[row].prompt for row in row_list)
+            for intervention in requests[row_list[0]].sequence.interventions:
+                stack.enter_context(intervention.acting(model, partial(target, rows, ids)))
+        yield
 
 
 def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> None:
@@ -267,12 +332,12 @@ def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> No
     config = getattr(model.config, "text_config", model.config)
     kind = getattr(config, "model_type", "")
     if not PARTICULARS.get(kind, Particulars()).masks_edges:
-        why = "has ALiBi"
+        reason = "has ALiBi"
     elif "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        why = "has layers with windows, whose cache is cut short"
+        reason = "has layers with windows, whose cache is cut short"
     else:
         return
     raise OptionError(
-        f"{name!r} cuts edges, and a {kind} model {why}: generation with cut edges is not supported "
-        f"here. Omit the condition"
+        f"{name!r} cuts edges, and a {kind} model {reason}: generation with cut edges is not "
+        "supported here. Omit the condition"
     )

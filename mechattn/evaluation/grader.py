@@ -89,7 +89,9 @@ def check_grader(grader: str) -> None:
 
 def grader_for(solution: str) -> Literal["number", "math"]:
     """ "number" for a reference that is a plain number or ends in one, "math" for any other."""
-    return "math" if _reference_number(solution) is None else "number"
+    if _reference_number(solution) is None:
+        return "math"
+    return "number"
 
 
 def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool = True) -> Grade:
@@ -121,8 +123,7 @@ def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool =
             return Grade(str(value), value == expected)
         if grader == "number" or not re.search(r"\d", answer) or not find_spec("math_verify"):
             return Grade(None, False)
-    reference = final_answer(solution) if _marked(solution) else solution
-    return _compared_as_expressions(answer, reference or solution)
+    return _compared_as_expressions(answer, _reference_answer(solution) or solution)
 
 
 def final_answer(text: str, finished: bool = True) -> str | None:
@@ -144,7 +145,9 @@ def final_answer(text: str, finished: bool = True) -> str | None:
         with_numbers = [answer for answer in answers if re.search(r"\d", answer)]
         return (with_numbers or answers)[-1]
     _, equals, last = text.rpartition("=")
-    return _stated(last) if equals else None
+    if not equals:
+        return None
+    return _stated(last)
 
 
 def number_in(answer: str) -> Fraction | None:
@@ -166,12 +169,22 @@ def number_in(answer: str) -> Fraction | None:
 
 def _reference_number(solution: str) -> Fraction | None:
     """The number that a reference ends in, or is; None if it is anything more."""
-    answer = final_answer(solution) if _marked(solution) else solution
+    answer = _reference_answer(solution)
     if not answer:
         return None
-    bare = _without_dressing(answer.rpartition("=")[2] if _marked(solution) else answer)
-    value, rest = _number_at(bare)
-    return value if rest.strip() in ("", ".", "%", "\\%") else None
+    if _marked(solution):
+        answer = answer.rpartition("=")[2]
+    value, rest = _number_at(_without_dressing(answer))
+    if rest.strip() not in ("", ".", "%", "\\%"):
+        return None
+    return value
+
+
+def _reference_answer(solution: str) -> str | None:
+    """The answer at the end of a worked solution, or the solution itself where it is no more."""
+    if _marked(solution):
+        return final_answer(solution)
+    return solution
 
 
 def _marked(text: str) -> bool:
@@ -182,8 +195,11 @@ def _braced(text: str) -> str | None:
     """The text up to the brace that closes what was opened before it; None if there is none."""
     depth = 1
     for place, character in enumerate(text):
-        if character in "{}" and text[place - 1 : place] != "\\":
-            depth += 1 if character == "{" else -1
+        is_escaped = text[place - 1 : place] == "\\"
+        if character == "{" and not is_escaped:
+            depth += 1
+        if character == "}" and not is_escaped:
+            depth -= 1
         if depth == 0:
             return text[:place].strip()
     return None
@@ -221,10 +237,13 @@ def _number_at(text: str) -> tuple[Fraction | None, str]:
     if value is not None and scale is not None:
         value *= _SCALES[scale[1].lower()]
         rest = rest[scale.end() :]
-    rest = _UNIT.sub("", rest, count=1) if _UNIT.match(rest.lstrip()) else rest
+    if _UNIT.match(rest.lstrip()):
+        rest = _UNIT.sub("", rest, count=1)
     if value is None:
         return None, text
-    return (-value if sign[0] in ("-", "−") else value), rest
+    if sign[0] in ("-", "−"):
+        value = -value
+    return value, rest
 
 
 def _plain_value(match: re.Match[str]) -> Fraction | None:

@@ -18,12 +18,12 @@ from urllib.request import getproxies, proxy_bypass
 from mechattn.errors import OptionError, ServerError, warn
 
 _SHORT = 8  # characters: a shorter key may stand in an answer by chance
-_WAITS = (
-    0.5,
-    8.0,
-    60.0,
-)  # seconds: the first, which doubles; the longest; and the longest for which a server may ask
+# Seconds before a request is sent again.
+_FIRST_WAIT = 0.5  # doubled each time
+_LONGEST_WAIT = 8.0
+_LONGEST_WAIT_ASKED = 60.0  # that a server may ask for
 _LONGEST_REASON = 300  # characters
+_SHORTEST_KEY = 24  # characters: what is as long may be the key, and not its name
 _HINTS = {
     401: '. It needs a key: put it into an environment variable, and name the variable: key="SERVER_KEY"',
     404: '. Is the address right ("http://host:8000/v1"), and does it have the model?',
@@ -59,13 +59,7 @@ class Server:
         _check_address(self.address)
         if self.model is not None and (not isinstance(self.model, str) or not self.model.strip()):
             raise OptionError(f"model={self.model!r}: give the model's name on the server")
-        seconds = self.timeout
-        if (
-            isinstance(seconds, bool)
-            or not isinstance(seconds, (int, float))
-            or not 0 < seconds < float("inf")
-        ):
-            raise OptionError(f"timeout={seconds!r}: give a number of seconds")
+        _check_timeout(self.timeout)
         if find_spec("httpx2") is None or find_spec("anyio") is None:
             raise OptionError(
                 'requests to a server need the package httpx2: pip install "mechattn[server]"'
@@ -76,11 +70,15 @@ class Server:
     @property
     def secret(self) -> str | None:
         """The key itself, which stays in the environment."""
-        return os.environ.get(self.key, "").strip() or None if self.key else None
+        if not self.key:
+            return None
+        return os.environ.get(self.key, "").strip() or None
 
     def without_key(self, text: str) -> str:
         """A server's message, with the key removed in case it is repeated there."""
-        return text.replace(self.secret, "…") if self.secret else text
+        if not self.secret:
+            return text
+        return text.replace(self.secret, "…")
 
     def check_hides_key(self, reply: str) -> None:
         """Refuse a reply that repeats the key, before any of it is shown or stored."""
@@ -126,75 +124,98 @@ def client(server: Server) -> Any:
 
 def _proxy(server: Server) -> str | None:
     """The environment's proxy for a server, with a warning; none for this machine itself."""
-    at, proxies = urlsplit(server.address), getproxies()
-    host, proxy = str(at.hostname), proxies.get(at.scheme) or proxies.get("all")
-    try:
-        here = ip_address(host).is_loopback or ip_address(host).is_unspecified
-    except ValueError:
-        here = host == "localhost" or host.endswith(".localhost")
-    if here or not proxy or proxy_bypass(at.netloc):
+    address = urlsplit(server.address)
+    host = str(address.hostname)
+    proxies = getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    if not proxy or _is_local(host) or proxy_bypass(address.netloc):
         return None
-    reads = ", which can read prompts and key" if at.scheme == "http" else ""
-    warn(
-        f"requests to {server.address} go through the environment's proxy {proxy.rpartition('@')[2]}{reads}"
+    warning = (
+        f"requests to {server.address} go through the environment's proxy "
+        f"{proxy.rpartition('@')[2]}"
     )
-    return proxy if "://" in proxy else f"http://{proxy}"
+    if address.scheme == "http":
+        warning += ", which can read prompts and key"
+    warn(warning)
+    if "://" in proxy:
+        return proxy
+    return f"http://{proxy}"
+
+
+def _is_local(host: str) -> bool:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
 
 
 async def exchanged(
     client: Any, server: Server, path: str, body: Any, most: int, seconds: float, retries: int
 ) -> Any:
-    """The JSON that a server replies, within limits of bytes and seconds; asked again if busy, slow or cut off."""
+    """The JSON that a server replies, within limits of bytes and seconds.
+
+    It is asked again if it is busy, slow or cut off.
+    """
     from anyio import fail_after, sleep
     from httpx2 import InvalidURL, RequestError
 
+    failed: ServerError
     for attempt in range(retries + 1):
-        wait = min(_WAITS[0] * 2**attempt, _WAITS[1]) * random.uniform(0.75, 1)
+        wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1)
         try:
             with fail_after(seconds):
                 status, headers, content = await _once(client, server, path, body, most)
         except TimeoutError:
-            reason = f"gives no answer within {seconds:g} s (timeout); send fewer requests at a time (batch=…), "
-            failed = ServerError(f"the server at {server.address} {reason}or allow more time")
+            failed = ServerError(
+                f"the server at {server.address} gives no answer within {seconds:g} s (timeout); "
+                "send fewer requests at a time (batch=…), or allow more time"
+            )
         except (RequestError, InvalidURL) as error:
             cause = server.without_key(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
-            reason = f"cannot be reached, or closed the connection ({cause})"
-            failed = ServerError(f"the server at {server.address} {reason}")
+            failed = ServerError(
+                f"the server at {server.address} cannot be reached, or closed the connection "
+                f"({cause})"
+            )
         else:
             if status == 200:
                 return _parsed(content, server)
-            said = (
-                f"go to {headers['location']}"
-                if "location" in headers
-                else content.decode("utf-8", "replace")
-            )
-            said = " ".join(server.without_key(said).split())[:_LONGEST_REASON] + _HINTS.get(
-                status, ""
-            )
-            failed = refused = Refused(f"the server at {server.address} answers {status}: {said}")
-            refused.status = status
-            if status not in (408, 429) and status < 500:
+            failed = _refused(server, status, headers, content)
+            is_temporary = status in (408, 429) or status >= 500
+            if not is_temporary:
                 break
             with suppress(KeyError, ValueError):  # absent, or a date
-                asked = float(headers["retry-after"])
-                wait = asked if 0 < asked <= _WAITS[2] else wait
+                asked_wait = float(headers["retry-after"])
+                if 0 < asked_wait <= _LONGEST_WAIT_ASKED:
+                    wait = asked_wait
         if attempt < retries:
             await sleep(wait)
     raise failed
+
+
+def _refused(server: Server, status: int, headers: Mapping[str, str], content: bytes) -> Refused:
+    """The error for a reply that is none, with the server's words."""
+    reason = content.decode("utf-8", "replace")
+    if "location" in headers:
+        reason = f"go to {headers['location']}"
+    reason = " ".join(server.without_key(reason).split())[:_LONGEST_REASON]
+    hint = _HINTS.get(status, "")
+    refused = Refused(f"the server at {server.address} answers {status}: {reason}{hint}")
+    refused.status = status
+    return refused
 
 
 async def _once(
     client: Any, server: Server, path: str, body: Any, most: int
 ) -> tuple[int, Mapping[str, str], bytes]:
     """A reply's status, headers and content, which is read piece by piece."""
-    sent = (
-        {}
-        if body is None
-        else {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
-    )
-    async with client.stream(
-        "GET" if body is None else "POST", server.address + path, **sent
-    ) as reply:
+    method = "GET"
+    request: dict[str, Any] = {}
+    if body is not None:
+        method = "POST"
+        request["content"] = json.dumps(body)
+        request["headers"] = {"Content-Type": "application/json"}
+    async with client.stream(method, server.address + path, **request) as reply:
         if reply.headers.get("Content-Encoding", "identity") != "identity":
             raise ServerError(
                 f"the server at {server.address} compresses its replies, although it is asked not to"
@@ -221,18 +242,25 @@ def _parsed(content: bytes, server: Server) -> Any:
     return data
 
 
+def _check_timeout(seconds: Any) -> None:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds < float("inf"):
+        raise OptionError(f"timeout={seconds!r}: give a number of seconds")
+
+
 def _check_address(address: str) -> None:
     try:
         parts = urlsplit(address)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except (ValueError, TypeError, AttributeError):
-        known = False
-    if not known:
+        is_usable = False
+    if not is_usable:
         raise OptionError(f'address={address!r}: give an address such as "http://host:8000/v1"')
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise OptionError(
-            "the address of the server contains a user, a password or a query: give only the address, put the key into "
-            'an environment variable, and name the variable: key="SERVER_KEY"'
+            "the address of the server contains a user, a password or a query: give only the "
+            "address, put the key into an environment variable, and name the variable: "
+            'key="SERVER_KEY"'
         )
 
 
@@ -246,15 +274,16 @@ def _check_key(name: str | None) -> None:
             'name: export SERVER_KEY=…, then key="SERVER_KEY"'
         )
     if not os.environ.get(name, "").strip():
-        hint = (
-            "export it" if len(name) < 24 else "if this is the key itself, put it into a variable"
-        )
-        shown = name if len(name) < 24 else f"{name[:4]}…"
+        if len(name) < _SHORTEST_KEY:
+            raise OptionError(
+                f"key={name!r}: there is no such environment variable, or it is empty; export it"
+            )
         raise OptionError(
-            f"key={shown!r}: there is no such environment variable, or it is empty; {hint}"
+            f"key={name[:4] + '…'!r}: there is no such environment variable, or it is empty; if this "
+            "is the key itself, put it into a variable"
         )
     if not re.fullmatch(r"[!-~]+", os.environ[name].strip()):
         raise OptionError(
-            f"key={name!r}: the key in this environment variable holds a space, a line break or a character "
-            "outside ASCII, which no header can carry; export the key alone"
+            f"key={name!r}: the key in this environment variable holds a space, a line break or a "
+            "character outside ASCII, which no header can carry; export the key alone"
         )

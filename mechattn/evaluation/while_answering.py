@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import xarray as xr
 from scipy.optimize import linear_sum_assignment
 
 from mechattn.analysis.received_attention import SegmentFlow
@@ -62,7 +63,9 @@ class WhileAnswering:
     @property
     def queries(self) -> str:
         """Whose attention it is, in words."""
-        return f"the queries that {'predict' if self.predicting else 'read'} its own answers"
+        if self.predicting:
+            return "the queries that predict its own answers"
+        return "the queries that read its own answers"
 
     def table(self, to: str = "question", level: float = 0.95) -> pd.DataFrame:
         """One row per condition: attention of right and wrong answers to a segment, mean over heads and layers.
@@ -83,29 +86,39 @@ class WhileAnswering:
         """
         rows = []
         for name in self.conditions:
-            flow, null = (
-                self._to(part[name], to).mean((1, 2)) for part in (self.flow, self.uniform)
-            )
+            flow = self._to(self.flow[name], to).mean((1, 2))
+            uniform = self._to(self.uniform[name], to).mean((1, 2))
+            is_measured = ~np.isnan(flow)
             row: dict[str, Any] = {"condition": name}
-            for said, which in (("right", self.right[name]), ("wrong", ~self.right[name])):
-                some = which & ~np.isnan(flow)
-                each = self._units(np.flatnonzero(some)).means(flow[some])
-                made = t_interval(each[:, None], level) if len(each) >= FEWEST else None
-                row |= {
-                    said: float(each.mean()) if some.any() else np.nan,
-                    f"{said}_low": np.nan if made is None else float(made.low[0]),
-                    f"{said}_high": np.nan if made is None else float(made.high[0]),
-                    f"{said}_uniform": float(null[some].mean()) if some.any() else np.nan,
-                    f"{said}_tokens": float(self.tokens[name][some].mean())
-                    if some.any()
-                    else np.nan,
-                    f"{said}_n": int(some.sum()),
-                }
-            found = self._matched(name, flow[:, None], null[:, None], level)
-            rows.append({**row, **{column: values[0] for column, values in found.items()}})
+            for kind, is_of_kind in (("right", self.right[name]), ("wrong", ~self.right[name])):
+                places = np.flatnonzero(is_of_kind & is_measured)
+                figures = self._of_kind(flow[places], places, level)
+                figures["uniform"] = np.nan
+                figures["tokens"] = np.nan
+                if len(places):
+                    figures["uniform"] = float(uniform[places].mean())
+                    figures["tokens"] = float(self.tokens[name][places].mean())
+                figures["n"] = len(places)
+                row[kind] = figures.pop("mean")
+                row |= {f"{kind}_{figure}": value for figure, value in figures.items()}
+            matched = self._matched(name, flow[:, None], uniform[:, None], level)
+            row |= {column: values[0] for column, values in matched.items()}
+            rows.append(row)
         table = pd.DataFrame(rows)
         table.attrs = {"unit": self.units.unit}
         return table
+
+    def _of_kind(self, flow: np.ndarray, places: np.ndarray, level: float) -> dict[str, Any]:
+        """The mean attention of some answers with its t interval; NaN where there are too few."""
+        figures = {"mean": np.nan, "low": np.nan, "high": np.nan}
+        values = self._units(places).means(flow)
+        if len(values):
+            figures["mean"] = float(values.mean())
+        if len(values) >= FEWEST:
+            interval = t_interval(values[:, None], level)
+            figures["low"] = float(interval.low[0])
+            figures["high"] = float(interval.high[0])
+        return figures
 
     def heads(self, condition: str, to: str = "question", level: float = 0.95) -> pd.DataFrame:
         """Right minus wrong over pairs of answers of similar length, for each head; ``q_beyond`` is over all heads.
@@ -114,31 +127,31 @@ class WhileAnswering:
             OptionError: There is no such condition or segment, or there are too few pairs.
         """
         if condition not in self.conditions:
-            raise OptionError(
-                f"there is no condition {condition!r}; the conditions are {', '.join(map(repr, self.conditions))}"
-            )
-        flow, null = (self._to(part[condition], to) for part in (self.flow, self.uniform))
-        heads = flow.shape[2]
-        found = self._matched(
-            condition, flow.reshape(len(flow), -1), null.reshape(len(null), -1), level
+            have = ", ".join(map(repr, self.conditions))
+            raise OptionError(f"there is no condition {condition!r}; the conditions are {have}")
+        flow = self._to(self.flow[condition], to)
+        uniform = self._to(self.uniform[condition], to)
+        prompt_count, layer_count, head_count = flow.shape
+        matched = self._matched(
+            condition,
+            flow.reshape(prompt_count, -1),
+            uniform.reshape(prompt_count, -1),
+            level,
         )
-        if np.isnan(found["beyond"]).all():
-            within = (
-                ""
-                if self.units.of is None
-                else f", both from one group, in at least {FEWEST} groups"
-            )
+        if np.isnan(matched["beyond"]).all():
+            within = ""
+            if self.units.of is not None:
+                within = f", both from one group, in at least {FEWEST} groups"
             raise OptionError(
-                f"{found['pairs'][0]} pairs of a right and a wrong answer of about the same length under "
-                f"{condition!r}: at least {FEWEST} are needed{within}; evaluate more problems"
+                f"{matched['pairs'][0]} pairs of a right and a wrong answer of about the same length "
+                f"under {condition!r}: at least {FEWEST} are needed{within}; evaluate more problems"
             )
-        places = {
-            "layer": np.repeat(self.layers, heads),
-            "head": np.tile(np.arange(heads), len(self.layers)),
+        columns = {
+            "layer": np.repeat(self.layers, head_count),
+            "head": np.tile(np.arange(head_count), layer_count),
+            **matched,
         }
-        return pd.DataFrame({**places, **found}).sort_values(
-            "q_beyond", kind="stable", ignore_index=True
-        )
+        return pd.DataFrame(columns).sort_values("q_beyond", kind="stable", ignore_index=True)
 
     def _to(self, flow: np.ndarray, to: str) -> np.ndarray:
         if to not in SEGMENTS:
@@ -146,38 +159,45 @@ class WhileAnswering:
         return flow[..., SEGMENTS.index(to)]
 
     def _matched(
-        self, name: str, flow: np.ndarray, null: np.ndarray, level: float
+        self, name: str, flow: np.ndarray, uniform: np.ndarray, level: float
     ) -> dict[str, np.ndarray]:
         """Right minus wrong, over pairs of about the same length [cell]."""
-        there = ~np.isnan(flow).any(1)
+        is_measured = ~np.isnan(flow).any(1)
         right = self.right[name]
-        pairs = matched_pairs(self.tokens[name], right & there, ~right & there, self.units.of)
-        names = ("difference", "null", "beyond", "beyond_low", "beyond_high")
-        first, second = pairs.T
-        units = self._units(first)
-        if units.n < FEWEST:
-            empty = np.full(flow.shape[1], np.nan)
-            missing = dict.fromkeys((*names, "p_beyond", "q_beyond"), empty)
-            return missing | {"pairs": np.full(flow.shape[1], len(pairs))}
-        of_flow, of_null = (units.means(of[first] - of[second]) for of in (flow, null))
-        made = paired(of_flow, of_null, level, bootstrap_ends=False)
-        tests = {
-            "p_beyond": made.p,
-            "q_beyond": made.q,
-            "pairs": np.full(flow.shape[1], len(pairs)),
-        }
-        return {each: getattr(made, each) for each in names} | tests
-
-    def _units(self, some: np.ndarray) -> Units:
-        """The units of some prompts, by their places."""
-        return (
-            Units(len(some))
-            if self.units.of is None
-            else Units.grouped(self.units.of[some].astype(str).tolist())
+        pairs = matched_pairs(
+            self.tokens[name], right & is_measured, ~right & is_measured, self.units.of
         )
+        right_places = pairs[:, 0]
+        wrong_places = pairs[:, 1]
+        units = self._units(right_places)
+        cell_count = flow.shape[1]
+        names = ("difference", "null", "beyond", "beyond_low", "beyond_high")
+        pair_counts = np.full(cell_count, len(pairs))
+        if units.n < FEWEST:
+            missing = np.full(cell_count, np.nan)
+            columns = dict.fromkeys((*names, "p_beyond", "q_beyond"), missing)
+            return {**columns, "pairs": pair_counts}
+
+        test = paired(
+            units.means(flow[right_places] - flow[wrong_places]),
+            units.means(uniform[right_places] - uniform[wrong_places]),
+            level,
+            bootstrap_ends=False,
+        )
+        columns = {name: getattr(test, name) for name in names}
+        columns["p_beyond"] = test.p
+        columns["q_beyond"] = test.q
+        columns["pairs"] = pair_counts
+        return columns
+
+    def _units(self, places: np.ndarray) -> Units:
+        """The units of some prompts, by their places."""
+        if self.units.of is None:
+            return Units(len(places))
+        return Units.grouped(self.units.of[places].astype(str).tolist())
 
     def __str__(self) -> str:
-        first = (
+        title = (
             f"{self.about}: attention of {self.queries} to the question, mean over heads and layers"
         )
         columns = [
@@ -191,24 +211,29 @@ class WhileAnswering:
             "beyond",
             "p_beyond",
         ]
-        return f"{first}\n{self.table()[columns].to_string(index=False, float_format=lambda x: f'{x:.3g}')}"
+        table = self.table()[columns]
+        rows = table.to_string(index=False, float_format=lambda value: f"{value:.3g}")
+        return f"{title}\n{rows}"
 
 
 def matched_pairs(
     tokens: np.ndarray, right: np.ndarray, wrong: np.ndarray, groups: np.ndarray | None = None
 ) -> np.ndarray:
     """Pairs of a right and a wrong answer of about the same length [pair 2]: as many and as similar as possible."""
-    first, second = np.flatnonzero(right), np.flatnonzero(wrong)
-    if not len(first) or not len(second):
+    right_places = np.flatnonzero(right)
+    wrong_places = np.flatnonzero(wrong)
+    if not len(right_places) or not len(wrong_places):
         return np.zeros((0, 2), dtype=int)
-    apart = np.abs(tokens[first][:, None] - tokens[second])
-    allowed = apart <= np.maximum(_CALIPER * np.maximum(tokens[first][:, None], tokens[second]), 2)
+    right_tokens = tokens[right_places][:, None]
+    wrong_tokens = tokens[wrong_places]
+    distance = np.abs(right_tokens - wrong_tokens)
+    allowed = distance <= np.maximum(_CALIPER * np.maximum(right_tokens, wrong_tokens), 2)
     if groups is not None:
-        allowed &= groups[first][:, None] == groups[second]
-    forbidden = 1.0 + apart.max() * min(apart.shape)  # costlier than all allowed pairs together
-    rows, columns = linear_sum_assignment(np.where(allowed, apart, forbidden))
-    kept = allowed[rows, columns]
-    return np.stack([first[rows[kept]], second[columns[kept]]], 1)
+        allowed &= groups[right_places][:, None] == groups[wrong_places]
+    forbidden = 1.0 + distance.max() * min(distance.shape)  # more than all allowed pairs together
+    rows, columns = linear_sum_assignment(np.where(allowed, distance, forbidden))
+    is_pair = allowed[rows, columns]
+    return np.stack([right_places[rows[is_pair]], wrong_places[columns[is_pair]]], 1)
 
 
 def while_answering(
@@ -255,16 +280,30 @@ def while_answering(
             f"prompt {min(unknown)} was not evaluated; give the prompts of the evaluation"
         )
     measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed)
-    made = [
-        _measured(measure, evaluation, prompts, name, condition)
+    measurements = {
+        name: _measured(measure, evaluation, prompts, name, condition)
         for name, condition in named.items()
-    ]
-    flow, uniform, right, tokens, read = (
-        dict(zip(named, part, strict=True)) for part in zip(*made, strict=True)
+    }
+    return WhileAnswering(
+        flow={name: measurement.flow for name, measurement in measurements.items()},
+        uniform={name: measurement.uniform for name, measurement in measurements.items()},
+        right={name: measurement.right for name, measurement in measurements.items()},
+        tokens={name: measurement.tokens for name, measurement in measurements.items()},
+        layers=measurements[BASELINE].layers,
+        units=units_of(evaluation._of([prompt.id for prompt in prompts]), "auto"),
+        about=str(model.cfg.model_name),
+        predicting=predicting,
     )
-    units = units_of(evaluation._of([prompt.id for prompt in prompts]), "auto")
-    name = str(model.cfg.model_name)
-    return WhileAnswering(flow, uniform, right, tokens, read[BASELINE], units, name, predicting)
+
+
+class _Measurement(NamedTuple):
+    """One condition: flow and null [prompt layer head segment], right and tokens [prompt]."""
+
+    flow: np.ndarray
+    uniform: np.ndarray
+    right: np.ndarray
+    tokens: np.ndarray
+    layers: tuple[int, ...]
 
 
 def _measured(
@@ -273,28 +312,39 @@ def _measured(
     prompts: Seq[Prompt],
     name: str,
     condition: Condition,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Flow and null [prompt layer head segment], whether right and how long [prompt], and the layers."""
-    answers = {a.prompt: a for a in evaluation.answers if a.condition == name and a.sample == 0}
-    right = np.array([answers[p.id].right for p in prompts])
-    tokens = np.array([len(answers[p.id].tokens) for p in prompts])
-    written = [p for p in prompts if answers[p.id].tokens]
+) -> _Measurement:
+    answers = {
+        answer.prompt: answer
+        for answer in evaluation.answers
+        if answer.condition == name and answer.sample == 0
+    }
+    right = np.array([answers[prompt.id].right for prompt in prompts])
+    tokens = np.array([len(answers[prompt.id].tokens) for prompt in prompts])
+    written = [prompt for prompt in prompts if answers[prompt.id].tokens]
     if not written:
         raise OptionError(f"no answer under {name!r} has any token, so there is nothing to measure")
-    result = measure(
-        evaluation.answered(written, name), {} if name == BASELINE else {name: condition}
-    )
+
+    conditions = {name: condition}
+    if name == BASELINE:
+        conditions = {}  # every run has it
+    result = measure(evaluation.answered(written, name), conditions)
     data = result["segment_flow"].sel(condition=name, segment="answer")
-    index = np.flatnonzero(tokens)
-    found = []
-    for variable in (data.flow, data.flow_uniform.broadcast_like(data.flow)):
-        values = variable.transpose("prompt", "layer", "head", "to_segment").values.astype(
-            np.float64
-        )
-        every = np.full((len(prompts), *values.shape[1:]), np.nan)
-        absent = np.isnan(values).all(
-            (0, 1, 2)
-        )  # in every prompt; a segment that one prompt lacks receives 0 there
-        every[index] = np.where(absent, np.nan, np.nan_to_num(values))
-        found.append(every)
-    return found[0], found[1], right, tokens, tuple(int(layer) for layer in data.layer.values)
+    uniform = data.flow_uniform.broadcast_like(data.flow)
+    layers = tuple(int(layer) for layer in data.layer.values)
+    return _Measurement(
+        _of_all_prompts(data.flow, tokens > 0),
+        _of_all_prompts(uniform, tokens > 0),
+        right,
+        tokens,
+        layers,
+    )
+
+
+def _of_all_prompts(flow: xr.DataArray, is_written: np.ndarray) -> np.ndarray:
+    """Flow of each prompt [prompt layer head segment], NaN where it has no answer."""
+    values = flow.transpose("prompt", "layer", "head", "to_segment").values.astype(np.float64)
+    # A segment that all prompts lack stays NaN; one that a single prompt lacks receives 0 there.
+    is_absent = np.isnan(values).all((0, 1, 2))
+    all_values = np.full((len(is_written), *values.shape[1:]), np.nan)
+    all_values[is_written] = np.where(is_absent, np.nan, np.nan_to_num(values))
+    return all_values

@@ -38,10 +38,10 @@ def some():
     ],
 )
 def test_bad_input(toy, some, options, error, message, monkeypatch):
-    def reached(*args):
+    def reached(generation):
         raise AssertionError("the model ran before the input was checked")
 
-    monkeypatch.setattr(module, "answers", reached)
+    monkeypatch.setattr(module.Generation, "advance", reached)
     with pytest.raises(error, match=message):
         ma.evaluate(toy, some, **options)
 

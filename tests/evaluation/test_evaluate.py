@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.errors import OptionError, OutputError, PromptError
+from mechattn.errors import Interrupted, OptionError, OutputError, PromptError
 from mechattn.evaluation import evaluate as module
-from mechattn.evaluation.generate import Request, answers
+from mechattn.evaluation.generate import Generation, Request, answers
 from mechattn.model.checkpoint import toy_names
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -179,33 +179,149 @@ def test_sampling_follows_the_distribution(toy, some):
 
 
 def test_a_run_that_was_cut_off_goes_on(toy, some, tmp_path, monkeypatch):
-    """Killed in the second batch, and in the middle of a line: the same file in the end, nothing asked twice."""
+    """Ctrl-C in the middle of a batch, and a line cut off: every ended answer is kept, none asked again."""
     whole = tmp_path / "whole.jsonl"
     conditions = {"slash": SLASH}
-    expected = ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=whole)
-    path, calls = tmp_path / "part.jsonl", []
-    real = module.answers
+    expected = ma.evaluate(toy, some, conditions, new_tokens=60, batch=4, out=whole)
+    path, ended = tmp_path / "part.jsonl", []
+    real = module.Generation.advance
 
-    def failing(native, asked, *args):
-        calls.append(len(asked))
-        if len(calls) == 2:
+    def failing(generation):
+        if len(ended) >= 6:
             raise KeyboardInterrupt
-        return real(native, asked, *args)
+        answers = real(generation)
+        ended.extend(answers)
+        return answers
 
-    monkeypatch.setattr(module, "answers", failing)
-    with pytest.raises(KeyboardInterrupt):
-        ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=path)
+    monkeypatch.setattr(module.Generation, "advance", failing)
+    with pytest.raises(Interrupted, match=r"stopped; \d+ of 16 answers are kept in .*part\.jsonl"):
+        ma.evaluate(toy, some, conditions, new_tokens=60, batch=4, out=path)
+    with pytest.raises(Interrupted, match="no answer is kept, since no file was given"):
+        ma.evaluate(toy, some, conditions, new_tokens=60, batch=4)
+    before = ma.load_evaluation(path).answers
+    assert len(before) >= 6
     with open(path, "a") as lines:
         lines.write('{"prompt": "7", "condi')
-    calls[:] = [0, 0]
-    again = ma.evaluate(toy, some, conditions, new_tokens=30, batch=4, out=path)
-    assert sum(calls) == 12, "what was there was not asked again"
+
+    asked = []
+
+    def counted(generation):
+        asked[:] = [generation.requests]
+        return real(generation)
+
+    monkeypatch.setattr(module.Generation, "advance", counted)
+    again = ma.evaluate(toy, some, conditions, new_tokens=60, batch=4, out=path)
+    assert len(asked[0]) == 16 - len(before), "what was there was not asked again"
     assert [a.text for a in again.answers] == [a.text for a in expected.answers]
     stored = ma.load_evaluation(path)
     assert {a.text for a in stored.answers} == {a.text for a in expected.answers}
     assert len(stored.answers) == 16
     with pytest.raises(OptionError, match=r"answers of another run .seed differs"):
-        ma.evaluate(toy, some, conditions, new_tokens=30, out=path, seed=3)
+        ma.evaluate(toy, some, conditions, new_tokens=60, out=path, seed=3)
+
+
+def test_more_problems_conditions_and_samples_extend_a_file(toy, some, tmp_path, monkeypatch):
+    path, asked = tmp_path / "e.jsonl", []
+    sampled = {"new_tokens": 8, "temperature": 1.0, "out": path}
+    real = module.Generation.__post_init__
+
+    def counted(generation):
+        asked.append(len(generation.requests))
+        real(generation)
+
+    monkeypatch.setattr(module.Generation, "__post_init__", counted)
+    first = ma.evaluate(toy, some[:2], **sampled)
+    ma.evaluate(toy, some[:3], **sampled)
+    ma.evaluate(toy, some[:3], {"slash": SLASH}, **sampled)
+    last = ma.evaluate(toy, some[:3], {"slash": SLASH}, samples=2, **sampled)
+    assert asked == [2, 1, 3, 6]
+    assert len(last.answers) == 12 == len(ma.load_evaluation(path).answers)
+    assert [a for a in last.answers if a in first.answers] == list(first.answers)
+    provenance = ma.load_evaluation(path).provenance
+    assert (provenance["samples"], list(provenance["conditions"])) == (2, ["baseline", "slash"])
+    ma.evaluate(toy, some[:1], **sampled)  # fewer: nothing is lost
+    assert len(ma.load_evaluation(path).answers) == 12
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"conditions": {"slash": ma.MeaninglessTokens("/", 7)}}, "the condition 'slash' differs"),
+        ({"prompts": "swapped"}, "the tokens of prompt 0 under 'baseline' differ"),
+        ({"prompts": "regraded"}, "the solution of prompt 0 under 'baseline' differ"),
+        ({"new_tokens": 9}, "new_tokens differs"),
+    ],
+    ids=str,
+)
+def test_a_file_of_another_run_is_not_extended(toy, some, tmp_path, other, message):
+    from dataclasses import replace
+
+    path = tmp_path / "e.jsonl"
+    options = {"prompts": some[:1], "conditions": {"slash": SLASH}, "new_tokens": 8, "out": path}
+    ma.evaluate(toy, **options)
+    before = path.read_text()
+    changed = {
+        "swapped": [replace(some[1], id=some[0].id)],
+        "regraded": [replace(some[0], solution="1000000")],
+    }
+    if "prompts" in other:
+        other = {"prompts": changed[other["prompts"]]}
+    with pytest.raises(OptionError, match=message):
+        ma.evaluate(toy, **options | other)
+    assert path.read_text().splitlines()[1:] == before.splitlines()[1:]
+
+
+@pytest.mark.parametrize("name", toy_names())
+def test_rows_that_take_the_place_of_ended_ones_change_nothing(name, some):
+    """Two rows at a time, many exchanges, masks and interventions: each answer as it is alone."""
+    model = loaded(name)
+    native, end = model._mechattn.native, frozenset([model.tokenizer.eos_token_id])
+    conditions = [
+        ma.Baseline(),
+        SLASH,
+        SLASH.unshifted(),
+        ma.Baseline(intervention=ma.interventions.HeadAblation(((0, 1),))),
+    ]
+    if name not in ("toy:gemma3", "toy:falcon"):
+        conditions.append(SLASH.masked())
+    requests = [
+        Request(prompt.id, condition.apply(prompt, model), sample)
+        for sample, condition in enumerate(conditions)
+        for prompt in some[:3]
+    ]
+    generation = Generation(native, requests, 2, 40, end)
+    together, lengths = {}, set()
+    while generation.is_open:
+        together |= generation.advance()
+        lengths.add(generation.rows.real.shape[1])
+    assert len(lengths) > 4, "rows were exchanged"
+    for number, request in enumerate(requests):
+        (alone,) = answers(native, [request], 40, end)
+        assert together[number].tokens == alone.tokens, (name, number)
+        assert together[number].finished == alone.finished
+        assert together[number].logprob == pytest.approx(alone.logprob, abs=1e-4)
+
+
+def test_a_batch_stays_full_while_problems_wait(toy, some):
+    """The control: in batches that wait for their longest answer the model reads more rows."""
+    end = frozenset([toy.tokenizer.eos_token_id])
+    requests = [Request(p.id, ma.Baseline().apply(p, toy), 0) for p in some]
+    generation = Generation(toy._mechattn.native, requests, 3, 60, end)
+    open_rows = []
+    real = generation.rows.read_last_tokens
+
+    def counted(options):
+        open_rows.append((generation.rows.open_count, len(generation.waiting)))
+        return real(options)
+
+    generation.rows.read_last_tokens = counted
+    answered = {}
+    while generation.is_open:
+        answered |= generation.advance()
+    assert all(count == 3 for count, waiting in open_rows if waiting)
+    lengths = [len(answered[number].tokens) for number in range(len(requests))]
+    static_steps = sum(max(lengths[start : start + 3]) for start in range(0, len(lengths), 3))
+    assert len(open_rows) < static_steps
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(evaluation, tmp_path, monkeypatch):
@@ -250,19 +366,19 @@ def test_a_last_line_of_somebody_is_not_taken_for_one_that_was_cut_off(toy, some
 
 def test_two_at_a_time_on_one_file(toy, some, tmp_path, monkeypatch):
     """The second is refused at once, the file is as if it had not come, and no lock is left."""
-    path, real = tmp_path / "e.jsonl", module.answers
+    path, real = tmp_path / "e.jsonl", module.Generation.advance
     refused = []
 
-    def meanwhile(*args):
-        monkeypatch.setattr(module, "answers", real)
+    def meanwhile(generation):
+        monkeypatch.setattr(module.Generation, "advance", real)
         with pytest.raises(
             OutputError, match=r"another process is adding answers to .*e\.jsonl"
         ) as raised:
             ma.evaluate(toy, some[:2], new_tokens=4, out=path)
         refused.append(raised.value)
-        return real(*args)
+        return real(generation)
 
-    monkeypatch.setattr(module, "answers", meanwhile)
+    monkeypatch.setattr(module.Generation, "advance", meanwhile)
     made = ma.evaluate(toy, some[:2], new_tokens=4, out=path)
     assert len(refused) == 1
     assert ma.load_evaluation(path).answers == made.answers

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.evaluation.generate import Request, _Padded, answers, native_of
+from mechattn.evaluation.generate import Request, acting_on_prompts, answers, native_of
+from mechattn.evaluation.generating_rows import PaddedPrompts
 from mechattn.interventions.intervention import Target
 from mechattn.model.architectures import FAMILIES
 from mechattn.model.checkpoint import toy_names
@@ -38,11 +39,10 @@ def two_prompts(model, length=40):
 def native_logits(model, condition, prompt, batched_with=()):
     """As ``evaluate`` reads a prompt, on the model without hooks; perhaps beside longer ones."""
     asked = [Request(p.id, condition.apply(p, model), 0) for p in (prompt, *batched_with)]
-    batch, native = _Padded(asked, torch.device("cpu")), native_of(model)
-    with torch.no_grad(), batch.acting(native):
-        logits = native(
-            batch.tokens, attention_mask=batch.mask(0), position_ids=batch.position_ids(0)
-        ).logits
+    padded = PaddedPrompts([request.sequence for request in asked], torch.device("cpu"))
+    native = native_of(model)
+    with torch.no_grad(), acting_on_prompts(native, asked, padded):
+        logits = native(**padded.inputs).logits
     return logits[0, -len(asked[0].sequence) :]
 
 

@@ -161,7 +161,7 @@ def test_answers(tmp_path):
         with kept(path, about) as file:
             for answer in every:
                 if (answer.prompt, answer.condition, answer.sample) not in file.answers:
-                    file.add([answer])
+                    file.add(answer)
 
     had = []
     for _ in each_kill(tmp_path, lambda: emptied(tmp_path), work):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mechattn.evaluation import server_probe
 from tests.served.stand_in import Engine
 
 
@@ -17,6 +18,12 @@ def engine(toy):
 def certificate():
     """What a server of the tests shows over TLS."""
     return Path(__file__).with_name("certificate.pem")
+
+
+@pytest.fixture(autouse=True)
+def whole_probe(monkeypatch):
+    """The runs of these tests are so short that a tenth of their tokens would probe next to nothing."""
+    monkeypatch.setattr(server_probe, "SHARE", 1000)
 
 
 @pytest.fixture(autouse=True)

@@ -27,16 +27,17 @@ def processes():
 
 
 def run(path, model="toy:llama", server=None, stuck=None):
-    """Some answers; before those of one batch it waits until it is killed."""
-    made, real = [], module.answers
+    """Some answers; after so many it waits in the middle of a batch until it is killed."""
+    ended, real = [], module.Generation.advance
 
-    def answers(*given):
-        made.append(1)
-        if len(made) == stuck:
+    def advance(generation):
+        if stuck is not None and len(ended) >= stuck:
             time.sleep(900)
-        return real(*given)
+        answers = real(generation)
+        ended.extend(answers)
+        return answers
 
-    module.answers = answers
+    module.Generation.advance = advance
     try:
         prompts, conditions = (
             ma.load_prompts("word-problems", limit=3),
@@ -45,7 +46,7 @@ def run(path, model="toy:llama", server=None, stuck=None):
         options = {"samples": 2, "new_tokens": LIMIT, "batch": 3, "out": path, "server": server}
         return ma.evaluate(model, prompts, conditions, **options)
     finally:
-        module.answers = real
+        module.Generation.advance = real
 
 
 def by_question(path):
@@ -67,11 +68,11 @@ def test_killed_and_continued(processes, toy, tmp_path):
     """When some answers were written; at each file operation it is tested in tests/results/test_kills.py."""
     whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
     run(whole, toy)
-    started = processes.Process(target=run, args=(part,), kwargs={"stuck": 3})
+    started = processes.Process(target=run, args=(part,), kwargs={"stuck": 5})
     started.start()
     until = time.monotonic() + 900  # of a machine that does much else
     while started.is_alive() and time.monotonic() < until:
-        if part.exists() and part.read_bytes().count(b"\n") == 7:
+        if part.exists() and part.read_bytes().count(b"\n") >= 6:
             break
         time.sleep(0.01)
     started.kill()

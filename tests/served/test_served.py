@@ -114,7 +114,7 @@ def test_a_server_that_tells_text_alone(toy, some, here, engine, tells):
     with running(StandIn(engine, takes_ids=tells != "text", tells_ids=False)) as server:
         made = there("toy:llama", some, server, conditions)
     assert made.provenance["probe"]["sent"] == ("text" if tells == "text" else "token ids")
-    assert all(isinstance(b["prompt"], str) == (tells == "text") for b in server.asked[1:])
+    assert all(isinstance(b["prompt"], str) == (tells == "text") for b in server.asked[4:])
     ours = [a for a in here.answers if a.condition != "sentence"]
     assert [(a.tokens, a.text, a.finished) for a in made.answers] == [
         (a.tokens, a.text, a.finished) for a in ours
@@ -170,7 +170,7 @@ def test_texts_that_give_other_tokens_are_refused(toy, some, engine):
             PromptError, match=r"takes only text, and prompt .* with the condition \"words\""
         ) as raised:
             there(toy, some, server, {"slash": SLASH, "words": ma.conditions.ShuffledSentence(20)})
-        assert len(server.asked) == 1  # with token ids, which it does not take
+        assert len(server.asked) == 4  # three texts, and token ids, which it does not take
     text = str(raised.value)
     refused = [
         p
@@ -242,7 +242,7 @@ def test_two_models_behind_one_address_are_told(some, engine, toy):
     with running(StandIn(engine)) as server:
         first = server.reply
         server.reply = lambda body: (
-            first(body) if len(server.bodies) < 6 else StandIn(other).reply(body)
+            first(body) if len(server.bodies) < 9 else StandIn(other).reply(body)
         )
         with pytest.raises(ServerError, match="is not the model, against a second run of itself"):
             there("toy:llama", some, server)
@@ -251,18 +251,19 @@ def test_two_models_behind_one_address_are_told(some, engine, toy):
 @pytest.mark.parametrize("fault", ["doubled BOS", "another tokenizer", "cut short"])
 def test_prompts_that_are_read_otherwise_are_told(some, server, fault):
     def change(made):
-        if fault == "cut short":
-            made["choices"][0]["prompt_token_ids"] = made["choices"][0]["prompt_token_ids"][::-1]
-        else:
+        ids = made["choices"][0].get("prompt_token_ids")
+        if fault == "cut short" and ids is not None:
+            made["choices"][0]["prompt_token_ids"] = ids[::-1]
+        elif fault != "cut short":
             made["usage"]["prompt_tokens"] += 1 if fault == "doubled BOS" else -3
         return made
 
     server.change = change
-    expected = (
-        "has read other tokens"
-        if fault == "cut short"
-        else r"has read \d+ tokens of a prompt that has \d+"
-    )
+    expected = {
+        "doubled BOS": r"has read \d+ tokens of a prompt that has \d+",
+        "another tokenizer": "has another tokenizer, so it is another model",
+        "cut short": "has read other tokens",
+    }[fault]
     with pytest.raises(ServerError, match=expected):
         there("toy:llama", some, server)
 
@@ -284,9 +285,9 @@ def test_the_probe_has_room_where_the_answers_have(toy, some, engine):
 
 
 def test_a_bar_says_tokens_a_second(some, server, capsys, monkeypatch):
-    shown = {"delay": 0, "mininterval": 0, "disable": False}
+    shown = {"mininterval": 0, "disable": False}
     monkeypatch.setattr(
-        "mechattn.evaluation.served_answers.tqdm", lambda **options: tqdm(**options | shown)
+        "mechattn.evaluation.progress.tqdm", lambda **options: tqdm(**options | shown)
     )
     there("toy:llama", some[:2], server)
     assert "tokens/s" in capsys.readouterr().err

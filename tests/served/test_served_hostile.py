@@ -8,7 +8,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError, ServerError
-from mechattn.evaluation import served_answers, server_completions
+from mechattn.evaluation import server_completions, server_probe
 from tests.served.stand_in import StandIn, asked_of, running
 
 KEY = "sk-4f1d-never-to-be-seen"
@@ -23,7 +23,7 @@ def some():
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     monkeypatch.setattr(server_completions, "_FIRST_GARBLED_WAIT", 0.001)
-    monkeypatch.setattr(served_answers, "TOKENS", 8)
+    monkeypatch.setattr(server_probe, "TOKENS", 8)
     for name in (*PROXIES, *map(str.lower, PROXIES)):
         monkeypatch.delenv(name, raising=False)
 

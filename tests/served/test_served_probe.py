@@ -8,7 +8,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ServerError
-from mechattn.evaluation.served_answers import ALIKE, Known, stretches
+from mechattn.evaluation.server_probe import ALIKE, Known, stretches
 from tests.served.stand_in import Engine, StandIn, asked_of, running
 
 SLASH = {"slash": ma.MeaninglessTokens("/", 20)}
@@ -85,7 +85,7 @@ def test_a_model_that_is_exchanged_is_found(toy, some, engine, noisy, given, aft
     """After so many of 16 answers; those since the last probe that agreed are dropped, and the same call goes on."""
 
     model, path = {"model": toy, "name": "toy:llama"}[given], tmp_path / "answers.jsonl"
-    first_probe = 1 + 16 * (1 if given == "model" else 2)
+    first_probe = 4 + 16 * (1 if given == "model" else 2)
     with running(StandIn(engine)) as server:
         whole = there(model, some, server)
     with running(StandIn(engine)) as server:
@@ -123,3 +123,80 @@ def test_where_a_run_is_probed_is_drawn_by_seed():
         assert len(parts) == min(8, -(-total // 256)) + 1
         assert parts == stretches(range(total), 0)
     assert len({len(stretches(range(100), seed)[0]) for seed in range(20)}) > 10
+
+
+def counting_texts(server, count):
+    """The server says that it has read so many tokens of a text."""
+    first = server.reply
+
+    def reply(body):
+        made = first(body)
+        if isinstance(body["prompt"], str):
+            made["usage"]["prompt_tokens"] = count(body["prompt"], made["usage"]["prompt_tokens"])
+        return made
+
+    server.reply = reply
+
+
+def test_another_tokenizer_is_refused_without_weights(some, engine):
+    """The answers are never asked for; one token around each text is a BOS, and not another tokenizer."""
+    with running(StandIn(engine)) as server:
+        counting_texts(server, lambda text, read: len(text.split()))
+        with pytest.raises(
+            ServerError,
+            match=r"has another tokenizer, so it is another model: it reads three texts",
+        ):
+            there("toy:llama", some, server)
+        assert len(server.asked) == 3
+        there("toy:llama", some[:1], server, verify=False)
+    with running(StandIn(engine)) as server:
+        counting_texts(server, lambda text, read: read + 1)
+        there("toy:llama", some[:1], server)
+
+
+@pytest.mark.parametrize("given", ["name", "model"])
+def test_what_cannot_be_told_without_weights_is_said(toy, some, engine, given, recwarn):
+    with running(StandIn(engine)) as server:
+        there({"name": "toy:llama", "model": toy}[given], some[:1], server)
+    told = [str(warning.message) for warning in recwarn if "would not be noticed" in str(warning)]
+    told = [text for text in told if "Without the weights here nothing more can be told" in text]
+    assert len(told) == (given == "name")
+
+
+@pytest.mark.parametrize("given", ["name", "model"])
+@pytest.mark.parametrize(("count", "new_tokens"), [(8, 24), (2, 200)])
+def test_probes_cost_at_most_a_tenth(toy, engine, monkeypatch, given, count, new_tokens):
+    """Of the tokens that a run may generate; and the control, where they may cost ten times as many."""
+    prompts = ma.load_prompts("word-problems", limit=count)
+    costs = {}
+    for share in (0.1, 1.0):
+        monkeypatch.setattr("mechattn.evaluation.server_probe.SHARE", share)
+        with running(StandIn(engine)) as server:
+            model = {"name": "toy:llama", "model": toy}[given]
+            there(model, prompts, server, new_tokens=new_tokens)
+            probes = [body for body in server.asked if body["max_tokens"] != new_tokens]
+        costs[share] = sum(body["max_tokens"] for body in probes[4:])  # three texts, and token ids
+    most = 0.1 * count * 2 * new_tokens
+    assert costs[0.1] <= most < costs[1.0]
+
+
+def test_an_address_without_v1_is_told_at_once(some, engine):
+    """As llama.cpp answers there: in a form of its own."""
+    with running(StandIn(engine)) as server:
+        server.change = lambda made: {"content": made["choices"][0]["text"], "stop": True}
+        with pytest.raises(ServerError, match=r"no choices; is the address right, such as .*/v1"):
+            there("toy:llama", some, server)
+        assert len(server.asked) <= 4
+
+
+def test_a_bad_request_is_not_read_as_a_server_of_texts(some, engine):
+    def refused(handler):
+        if handler.command == "POST":
+            handler.send(400, {"error": "max_tokens must be even"})
+        return handler.command == "POST"
+
+    with (
+        running(StandIn(engine, raw=refused)) as server,
+        pytest.raises(ServerError, match=r"answers 400: .*max_tokens must be even"),
+    ):
+        there("toy:llama", some, server)
