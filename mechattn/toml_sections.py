@@ -185,7 +185,7 @@ class Config(Section):
     model: str | list[str]
     prompts: Prompts
     # Without a result for ``evaluate``, which writes none.
-    output: Output = PydanticField(default_factory=lambda: Output(result=""))
+    output: Output = PydanticField(default_factory=lambda: Output.model_validate({"result": ""}))
     conditions: dict[str, Condition] = PydanticField({"slash": Condition()})
     analyses: list[AnalysisSection] = PydanticField([AnalysisSection()])
     figures: list[Figure] | None = None
