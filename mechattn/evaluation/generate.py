@@ -129,7 +129,7 @@ def answers(
 
 
 def _nothing(tokens: int) -> None:
-    """Nobody counts the tokens."""
+    """The tokens are not counted."""
 
 
 @dataclass

@@ -225,7 +225,7 @@ class GeneratingRows:
         return logits
 
     def _joined(self, caches: Seq[Any], length: int) -> Any:
-        """One cache of the rows of several, each row with so many positions."""
+        """One cache of the rows of several, each row with this length."""
         joined = self.new_cache()
         for number, layer in enumerate(joined.layers):
             layers = [cache.layers[number] for cache in caches]

@@ -378,7 +378,7 @@ def questions_for(
     count: int,
     before: Mapping[str, Any] | None,
 ) -> list[tuple[str, str, Sequence]]:
-    """So many sequences for a probe, those first that were asked when the run began.
+    """``count`` sequences for a probe, those first that were asked when the run began.
 
     Prompts are in an order drawn by seed, with each condition in turn.
     """
