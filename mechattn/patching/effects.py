@@ -20,9 +20,15 @@ from mechattn.stats.many_tests import PairedTests, paired_tests
 from mechattn.stats.resolution import Resolution, resolution
 from mechattn.stats.units import Units, halves_of
 
-CONTROLS = ("other_prompt", "random")
+Control = Literal["other_prompt", "random"]
+CONTROLS: tuple[Control, ...] = ("other_prompt", "random")
+# What a positive effect means: denoising takes from the baseline, noising from the other version.
+_DIRECTIONS = {
+    "denoising": "denoising (+: the baseline's output raises it)",
+    "noising": "noising (−: the other version's output lowers it)",
+}
 _SHOWN = 8  # heads that are printed
-_AGREES = 0.8  # below this correlation, or with an error above 1 minus it, attribution says little
+_AGREES = 0.8  # below this correlation of ranks, attribution does not order heads
 _COMPARED = 8  # cells on which attribution is compared with patching, half of them the largest
 
 
@@ -32,7 +38,7 @@ class Patching:
     largest.
 
     Args:
-        effects: "effect", "other_prompt" and "random" [prompt layer head], [prompt layer] or
+        effects: "effect", and of the controls "other_prompt" and "random" [prompt layer head], [prompt layer] or
             [prompt set], with "segment" or "position" after them if patched one by one, in the
             units of the metric; NaN where not requested or without a partner, and in "other_prompt"
             for a prompt that is longer than all others. "whole" [prompt]: the metric of the other
@@ -67,9 +73,10 @@ class Patching:
         ``effect`` with its interval and ``q_effect`` (tests of ``Result.compare``,
         Benjamini-Hochberg over all rows, whatever ``top``; too small if heads were named for being
         the largest on these same prompts); ``share`` of the whole effect, a ratio of means with
-        Fieller's interval, NaN if the whole effect's interval holds 0; the mean effects of both
-        controls; ``beyond_random``: effect minus that of a random direction of the same norm, with
-        its interval and ``q_beyond_random``. With "kl" and "noising" no effect is below 0, so
+        Fieller's interval, NaN if the whole effect's interval holds 0; the mean effects of the
+        controls; ``beyond_other_prompt`` and ``beyond_random``: effect minus that of another
+        prompt's output (over the prompts that have such a control), and of a random direction of
+        the same norm, each with its interval and q. With "kl" and "noising" no effect is below 0, so
         ``q_effect`` is NaN and ``beyond_random`` is tested, as ``.attrs["tested"]`` and the print
         say. All rows are tested once, when the first table is made; intervals are of the rows that
         are returned. Of more than 4,000 rows a q above 0.05 may be too small, but one below is not.
@@ -113,60 +120,65 @@ class Patching:
         """
         half = reported_units is not None
         chosen = slice(None) if reported_units is None else reported_units
-        values = {}
-        for name in ("effect", *CONTROLS):
-            if name in self.effects:
-                values[name] = self._values(name)[chosen][:, rows]
-        effect = values["effect"]
-        beyond_random = effect - values["random"]
+        compared = self._compared(chosen, rows)
         if half:
-            tests = paired_tests(effect)
-            tests_beyond = paired_tests(beyond_random)
-            q_effect = tests.q
-            q_beyond_random = tests_beyond.q
+            tests = {name: _tested(values) for name, values in compared.items()}
+            q = {name: tested.q for name, tested in tests.items()}
         else:
             tests = self._tests
-            tests_beyond = self._tests_beyond_random
-            q_effect = tests.q[rows]
-            q_beyond_random = tests_beyond.q[rows]
+            q = {name: tested.q[rows] for name, tested in tests.items()}
+        effect = compared["effect"]
+        whole = self.units.means(self.effects.whole.values)[chosen]
 
         columns: dict[str, Any] = {}
         for index, label in enumerate(self.labels):
             columns[label] = [self._cells[row][index] for row in rows]
         columns |= _with_ends("effect", t_interval(effect, level))
-        columns["q_effect"] = q_effect
-        columns["q_beyond_random"] = q_beyond_random
-        whole = self.units.means(self.effects.whole.values)[chosen]
+        for name in compared:
+            columns[f"q_{name}"] = q[name]
         columns |= _with_ends("share", ratio_interval(effect, whole, level))
-        for name in CONTROLS:
-            if name in values:
-                columns[name] = np.nanmean(values[name], 0)
-        columns |= _with_ends("beyond_random", t_interval(beyond_random, level))
+        for control in self.controls:
+            columns[control] = np.nanmean(self._values(control)[chosen][:, rows], 0)
+        for control in self.controls:
+            name = f"beyond_{control}"
+            columns |= _with_ends(name, _interval(compared[name], level))
         columns["n"] = len(effect)
 
-        family = len(rows) if half else len(self._cells)
-        attrs: dict[str, Any] = {
-            "tested": "effect",
-            "family": self._family(family, half),
-            "skewed": tests.skewed,
-            "resolution": resolution(len(effect), family, unit=self.units.unit),
-        }
+        tested = "effect"
         if self._only_rises:
             columns["q_effect"] = np.nan
-            attrs["tested"] = "beyond_random"
-            attrs["skewed"] = tests_beyond.skewed
+            tested = "beyond_random"
+        family = len(rows) if half else len(self._cells)
         table = pd.DataFrame(columns)
-        table.attrs = attrs
+        table.attrs = {
+            "tested": tested,
+            "family": self._family(family, half),
+            "skewed": tests[tested].skewed,
+            "resolution": resolution(len(effect), family, unit=self.units.unit),
+        }
         return by_head(table)
 
-    @cached_property
-    def _tests(self) -> PairedTests:
-        """The tests of all effects."""
-        return paired_tests(self._values("effect"))
+    def _compared(self, units: Any, rows: Any) -> dict[str, np.ndarray]:
+        """The values to test [unit row]: effects, and what is beyond each control, without the units
+        that lack it.
+        """
+        effect = self._values("effect")[units][:, rows]
+        compared = {"effect": effect}
+        for control in self.controls:
+            beyond = effect - self._values(control)[units][:, rows]
+            compared[f"beyond_{control}"] = beyond[~np.isnan(beyond).any(1)]
+        return compared
 
     @cached_property
-    def _tests_beyond_random(self) -> PairedTests:
-        return paired_tests(self._values("effect") - self._values("random"))
+    def _tests(self) -> dict[str, PairedTests]:
+        """The tests of all rows."""
+        compared = self._compared(slice(None), slice(None))
+        return {name: _tested(values) for name, values in compared.items()}
+
+    @property
+    def controls(self) -> list[str]:
+        """The controls that were measured."""
+        return [name for name in CONTROLS if name in self.effects]
 
     @property
     def resolution(self) -> Resolution:
@@ -256,7 +268,8 @@ class Patching:
 
     def __str__(self) -> str:
         about = self.about
-        lines = [f"{about['metric']}; {about['direction']}, {about['method']}, {self.units.words}"]
+        direction = _DIRECTIONS[about["direction"]]
+        lines = [f"{about['metric']}; {direction}; {about['method']}, {self.units.words}"]
         if self.units.n < FEWEST:
             lines.append(f"no interval from fewer than {FEWEST}: .effects has the numbers")
             return "\n".join(lines)
@@ -279,19 +292,36 @@ class Patching:
             lines.append(self._agreement_words(self.checked))
         if table.attrs["skewed"]:
             lines.append(table.attrs["skewed"])
-        lines.append(table.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
+        # Intervals of shares and differences are in the table; a line would be too long with them.
+        columns = [name for name in table if not str(name).startswith(("beyond_", "share_"))]
+        lines.append(table[columns].to_string(index=False, float_format=lambda x: f"{x:.3g}"))
         return "\n".join(lines)
+
+    @property
+    def rank_agreement(self) -> float | None:
+        """Spearman's correlation of the checked heads' mean attributed and exact effects; None if
+        none were checked.
+        """
+        if self.checked is None:
+            return None
+        means = self.checked.groupby(self.labels)[["attributed", "exact"]].mean()
+        ranks = means.rank()
+        if (ranks.std() == 0).any():
+            return float("nan")
+        return float(ranks.attributed.corr(ranks.exact))
 
     def _agreement_words(self, checked: pd.DataFrame) -> str:
         """How far attributed and exact effects agree, and what to do where they don't."""
         assert self.agreement is not None  # as some effects were checked
+        assert self.rank_agreement is not None
         correlation, error = self.agreement
+        cells = len(checked[self.labels].drop_duplicates())
         sentence = (
             f"attributed against exact on {len(checked)} effects in single prompts: correlation "
-            f"{correlation:.3f}, error {error:.2f} of the exact effects' root mean square"
+            f"{correlation:.3f}, error {error:.2f} of the exact effects' root mean square; ranks of "
+            f"the {cells} mean effects correlate {self.rank_agreement:.2f}"
         )
-        agrees = correlation >= _AGREES and error <= 1 - _AGREES
-        if agrees or "head" not in self.labels:
+        if self.rank_agreement >= _AGREES or "head" not in self.labels:
             return sentence
         return f'{sentence}; do not rank heads by these: at="all" patches each exactly'
 
@@ -308,6 +338,24 @@ def effects_dataset(
         values = np.stack([effects_of_prompt[name] for effects_of_prompt in effects])
         variables[name] = (tuple(coords)[: values.ndim], values)
     return xr.Dataset(variables, coords)
+
+
+def _tested(values: np.ndarray) -> PairedTests:
+    """The tests of each column [unit row]; NaN with fewer units than a test needs."""
+    if len(values) < FEWEST:
+        nan = np.full(values.shape[1], np.nan)
+        return PairedTests(nan, nan, "")
+    return paired_tests(values)
+
+
+def _interval(values: np.ndarray, level: float) -> Interval:
+    """The t interval of each column; without ends where there are too few units."""
+    if len(values) >= FEWEST:
+        return t_interval(values, level)
+    nan = np.full(values.shape[1], np.nan)
+    if not len(values):
+        return Interval(nan, nan, nan)
+    return Interval(values.mean(0), nan, nan)
 
 
 def _with_ends(name: str, interval: Interval) -> dict[str, np.ndarray]:

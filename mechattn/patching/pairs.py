@@ -16,7 +16,12 @@ from mechattn.engine.request_checks import made_sequences, with_baseline
 from mechattn.errors import check_choice
 from mechattn.model.hooked import HookedModel
 from mechattn.patching.answer_metrics import Logits, Measured, Metric, measured_by, metric_of
-from mechattn.patching.refusals import Direction, check_metric, check_sequences
+from mechattn.patching.refusals import (
+    Direction,
+    check_metric,
+    check_sequences,
+    warn_of_junctions,
+)
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Sequence
@@ -66,6 +71,7 @@ def pairs_of(
     metric_of(metric)
     sequences = made_sequences(with_baseline({"condition": condition}), prompts, model, seed)
     check_sequences(model, prompts, sequences)
+    warn_of_junctions(prompts)
     denoising = direction == "denoising"
     metrics = measured_by(metric, prompts, model)
     pairs = []

@@ -41,6 +41,7 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -51,13 +52,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, warn
 from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_window
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric
-from mechattn.patching.effects import CONTROLS, Patching, checked_sample
+from mechattn.patching.effects import CONTROLS, Control, Patching, checked_sample
 from mechattn.patching.memory import pass_bytes, rows_within
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
 from mechattn.patching.patched_runs import (
@@ -78,6 +79,7 @@ from mechattn.prompts.token_sequences import Sequence
 from mechattn.results.result import MEMORY, memory_bytes
 
 _CHECKED = 4  # prompts on which attribution is compared with patching
+_LONG = 60  # seconds, from which on the time is foretold
 _ROWS = 32  # patched copies of a prompt in a batch, at most: more are no faster
 
 
@@ -91,6 +93,7 @@ def patch(
     together: bool = False,
     metric: Metric = "logprob",
     direction: Direction = "denoising",
+    controls: Seq[Control] = CONTROLS,
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Patching:
@@ -107,7 +110,8 @@ def patch(
     and eight are also patched. The logits depend only on the residual stream after the last layer,
     so its effect is the whole effect.
 
-    Each cell has two controls: the part in another prompt's run, and a step of equal norm in a
+    Each cell has two controls, each of which takes as long as the effect itself where cells are
+    patched exactly: the part in another prompt's run, and a step of equal norm in a
     random direction (of a pattern: each token's probabilities, permuted among the keys that it
     sees). The other prompt is drawn by ``seed`` among those that are at least as long, with another
     answer where there are such. Tokens with which both prompts begin are aligned with each other,
@@ -128,6 +132,7 @@ def patch(
             others, in logits; "kl" from the baseline, in nats; or a function of logits [row answer
             d_vocab] and answer [answer] that returns one number per row [row].
         direction: "denoising" or "noising", which decides the run to patch.
+        controls: "other_prompt", "random", both, or () for neither.
         memory: The memory that the patched copies of a prompt may take; as many go together as fit.
         seed: The seed of random directions and other prompts, of the condition's draws and of the
             heads to check.
@@ -142,6 +147,7 @@ def patch(
         the softmax, no softmax has to be recomputed.
     """
     budget = memory_bytes(memory)
+    _check_controls(controls, metric, direction)
     model = load_model(model)
     target = target_in(model, at, together)
     if target.attributed:
@@ -149,20 +155,29 @@ def patch(
     prompts = as_prompts(prompts)
     pairs, sequences = pairs_of(model, prompts, condition, metric, direction, seed)
     slots = _slots(target, prompts, sequences)
+    slots = _changed(target, slots, pairs)
     patched_prompts = [_Prompt(model, target, slots, pair, budget, seed) for pair in pairs]
+    rows = len(target.units) * len(slots) * (1 + len(controls))
+    if target.attributed:
+        rows = 1
+    else:
+        _warn_of_time(patched_prompts[0], rows * len(prompts), controls)
 
-    length_and_answer = {}
-    for pair in pairs:
-        length_and_answer[pair.id] = (len(pair.origins), tuple(pair.answer.tolist()))
-    others = _others(length_and_answer, seed)
+    others: list[int | None] = [None] * len(pairs)
+    if "other_prompt" in controls:
+        length_and_answer = {}
+        for pair in pairs:
+            length_and_answer[pair.id] = (len(pair.origins), tuple(pair.answer.tolist()))
+        others = _others(length_and_answer, seed)
 
     effects = []
-    progress = tqdm(patched_prompts, desc="patching", unit="prompt", delay=2)
-    for prompt, other in zip(progress, others, strict=True):
+    progress = tqdm(total=rows * len(prompts), desc="patching", unit="run", delay=2)
+    for prompt, other in zip(patched_prompts, others, strict=True):
         other_run = None
         if other is not None:
             other_run = patched_prompts[other].read(pairs[other].donor)
-        effects.append(prompt.effects(other_run))
+        effects.append(prompt.effects(other_run, controls, progress))
+    progress.close()
 
     about = about_of(model, prompts, condition, metric, direction, seed)
     about["method"] = "patched"
@@ -170,7 +185,7 @@ def patch(
         about["method"] = "attributed (first order)"
     about["part"] = target.part
     about["heads"] = list(target.heads)
-    dataset = _dataset(effects, [prompt.id for prompt in prompts], target, slots)
+    dataset = _dataset(effects, [prompt.id for prompt in prompts], target, slots, controls)
     patching = Patching(dataset, units_of(prompts), about)
     if not target.attributed:
         return patching
@@ -208,7 +223,9 @@ class _Prompt:
                 masks.append(self.pair.origins == slot)
         return [(heads, mask) for heads in self.target.units for mask in masks]
 
-    def effects(self, other_prompt: Run | None) -> dict[str, np.ndarray]:
+    def effects(
+        self, other_prompt: Run | None, controls: Seq[Control], progress: tqdm
+    ) -> dict[str, np.ndarray]:
         """The effect of each cell and its controls, and the whole effect; NaN where no token has a
         partner.
         """
@@ -235,9 +252,10 @@ class _Prompt:
         replacements = {"effect": self._aligned_to(run, source, target.heads)}
         if other_prompt is not None:
             replacements["other_prompt"] = self._aligned_to(run, other_prompt, target.heads)
-        replacements["random"] = {}
-        for where, value in replacements["effect"].items():
-            replacements["random"][where] = self._random(run, where, value)
+        if "random" in controls:
+            replacements["random"] = {}
+            for where, value in replacements["effect"].items():
+                replacements["random"][where] = self._random(run, where, value)
 
         cells = self.cells(run)
         empty = [not mask.any() for _, mask in cells]
@@ -247,8 +265,10 @@ class _Prompt:
                 attributed = [_attributed(run, gradients, values, *cell) for cell in cells]
                 effects[name] = np.array(attributed)
             else:
-                effects[name] = self._patched(run, base, values, cells) - before
+                effects[name] = self._patched(run, base, values, cells, progress) - before
             effects[name][empty] = np.nan
+        if target.attributed:
+            progress.update()
         return effects
 
     def exact(self, sample: Seq[int]) -> np.ndarray:
@@ -267,7 +287,12 @@ class _Prompt:
         return {where: _aligned(run, source, where, self.target.part) for where in heads}
 
     def _patched(
-        self, run: Run, base: Run, values: Mapping[Where, Z], cells: Seq[tuple[Any, Tensor]]
+        self,
+        run: Run,
+        base: Run,
+        values: Mapping[Where, Z],
+        cells: Seq[tuple[Any, Tensor]],
+        progress: tqdm | None = None,
     ) -> np.ndarray:
         """The metric with each cell patched, a batch of them at a time."""
         changes_by_row = []
@@ -285,6 +310,8 @@ class _Prompt:
             batch = changes_by_row[start : start + rows]
             logits = patched_logits(self.model, run, batch, self.target.part)
             metrics.append(self.pair.measure(logits, base.logits).double().cpu())
+            if progress is not None:
+                progress.update(len(batch))
         return torch.cat(metrics).numpy()
 
     def _random(self, run: Run, where: Where, value: Float[Tensor, "original d_head"]) -> Tensor:
@@ -330,6 +357,58 @@ def _slots(
             'by="segment"'
         )
     return list(range(lengths[0]))
+
+
+def _changed(target: Target, slots: list[Any], pairs: Seq[Pair]) -> list[Any]:
+    """Only the positions that some prompt's versions may differ at.
+
+    Up to the first token that differs, both runs compute the same, so that an effect there is 0 by
+    construction: nothing to measure or to test.
+    """
+    if target.by != "position":
+        return slots
+    first_changed = min(_first_difference(pair) for pair in pairs)
+    return [slot for slot in slots if slot >= first_changed]
+
+
+def _first_difference(pair: Pair) -> int:
+    """The first position at which the runs' tokens differ, or one has a token that the other lacks."""
+    shorter = min(len(pair.receiver), len(pair.donor))
+    differs = pair.receiver.tokens[:shorter] != pair.donor.tokens[:shorter]
+    if not differs.any():
+        return shorter
+    return int(differs.nonzero()[0])
+
+
+def _check_controls(controls: Any, metric: Metric, direction: Direction) -> None:
+    """Refuse controls that don't exist, or none where nothing else can be tested."""
+    if isinstance(controls, str) or any(name not in CONTROLS for name in controls):
+        raise OptionError(
+            f'controls={controls!r}: give ("other_prompt", "random"), one of them in brackets, or '
+            "() for none"
+        )
+    if metric == "kl" and direction == "noising" and "random" not in controls:
+        raise OptionError(
+            'metric="kl" cannot fall with direction="noising", so effects are tested against the '
+            'random control: give controls=("random",)'
+        )
+
+
+def _warn_of_time(prompt: _Prompt, rows: int, controls: Seq[Control]) -> None:
+    """Say how long exact patching will take, if more than a minute: from the time of one run."""
+    layers = int(prompt.model.cfg.n_layers)
+    start = perf_counter()
+    prompt.read(prompt.pair.donor)
+    seconds_of_run = perf_counter() - start
+    # Passes start at the patched layer, wherever blocks can be given what they returned before.
+    remaining = [layers - min(layer for layer, _ in heads) for heads in prompt.target.units]
+    seconds = seconds_of_run * rows * float(np.mean(remaining)) / layers
+    if seconds < _LONG:
+        return
+    shorter = "without at=… all heads are attributed in a few passes"
+    if controls:
+        shorter = f"controls=() takes 1/{1 + len(controls)} of it, and {shorter}"
+    warn(f"about {seconds / 60:.0f} min for {rows:,} patched runs; {shorter}")
 
 
 def _others(length_and_answer: Mapping[str, tuple[int, Seq[int]]], seed: int) -> list[int | None]:
@@ -407,6 +486,7 @@ def _dataset(
     prompts: Seq[str],
     target: Target,
     slots: Seq[Any],
+    controls: Seq[Control],
 ) -> xr.Dataset:
     """The effects by layer and head, layer, or set, and segment or position; NaN for heads that
     were not requested.
@@ -432,7 +512,7 @@ def _dataset(
         coords[target.by] = list(slots)
     sizes = [len(label) for label in labels.values()]
     variables: dict[str, Any] = {}
-    for name in ("effect", *CONTROLS):
+    for name in ("effect", *controls):
         values = np.full((len(prompts), *sizes, len(slots)), np.nan)
         rows = np.stack([effects_of_prompt[name] for effects_of_prompt in effects])
         values[(slice(None), *indices)] = rows.reshape(len(prompts), len(indices[0]), -1)

@@ -77,6 +77,34 @@ def check_sequences(
         )
 
 
+def warn_of_junctions(prompts: Seq[Prompt]) -> None:
+    """Warn where the answer does not follow the question as a text would: a blank is missing, or a
+    line break comes before one.
+    """
+    suspicious = []
+    for prompt in prompts:
+        if not prompt.answer or not prompt.question:
+            continue
+        before = prompt.question[-1]
+        first = prompt.answer[0]
+        is_glued = prompt.template == "joined" and before.isalpha() and first.isalpha()
+        if is_glued or (prompt.template == "plain" and first == " "):
+            suspicious.append(prompt)
+    if not suspicious:
+        return
+    prompt = suspicious[0]
+    separator = ""
+    advice = f"write answer={' ' + prompt.answer!r}"
+    if prompt.template == "plain":
+        separator = "\n"
+        advice = 'template="plain" puts a line break there; template="joined" adds nothing'
+    junction = f"{prompt.question[-20:]}{separator}{prompt.answer[:20]}"
+    warn(
+        f"in {len(suspicious)} of {len(prompts)} prompts the answer hardly follows the question: "
+        f"prompt {prompt.id} reads {junction!r}; {advice}"
+    )
+
+
 def check_metric(made: Any, rows: int, gradients: bool) -> None:
     """Refuse the values of a custom metric if they are not one number per row, or lack a gradient
     that is needed.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mechattn.patching.circuit import Circuit
     from mechattn.patching.effects import Patching
 
+_CONTROL_WORDS = {"random": "random direction", "other_prompt": "from another prompt"}
 _POINTS = 9  # of an arc
 _WIDEST = 7.0
 # Where an edge enters a head, so that its three inputs are told apart.
@@ -163,7 +164,6 @@ def patching_map(patching: Patching) -> go.Figure:
     )
     if has_share:
         hover += "; %{customdata[3]:.1%} of the whole effect"
-    hover += "<br>random direction %{customdata[4]:.3g}"
     q_column = f"q_{table.attrs['tested']}"
     columns = {
         "effect": "effect",
@@ -171,8 +171,11 @@ def patching_map(patching: Patching) -> go.Figure:
         "high": "effect_high",
         "q": q_column,
         "share": "share",
-        "random": "random",
     }
+    for control, control_words in _CONTROL_WORDS.items():
+        if control in table:
+            hover += f"<br>{control_words} %{{customdata[{len(columns) - 1}]:.3g}}"
+            columns[control] = control
     figure = draw.head_map(table, columns, "effect", _effect_on(patching), hover, across)
     about = patching.about
     note = (
@@ -203,7 +206,7 @@ def patching_effects(
 ) -> go.Figure:
     """Plot patching effects as points with 95 % intervals beside both controls, the largest first.
 
-    Filled points differ from 0 and from a random direction of the same norm (both q < 0.05, and an
+    Filled points differ from 0 and from each control that was measured (all q < 0.05, and an
     interval without 0). The controls stand a little lower. Those that are far off are at the edge,
     with their number.
 
@@ -219,12 +222,15 @@ def patching_effects(
     labels = [_cell_words(cell) for cell in table[patching.labels].to_dict("records")]
     rows = np.arange(len(table))
     # q_effect is NaN where no effect is below 0.
-    q = table[["q_effect", "q_beyond_random"]].max(axis=1)
+    q = table[[name for name in table if str(name).startswith("q_")]].max(axis=1)
+    compared = "differs from 0"
+    if patching.controls:
+        compared += " and from each control"
     differs = (q < 0.05) & (table.effect_low * table.effect_high > 0)
     figure = draw.panels()
     for words, mask, fill in (
-        ("differs from 0 and from random (q < 0.05)", differs, WITH),
-        ("does not differ from both", ~differs, "white"),
+        (f"{compared} (q < 0.05)", differs, WITH),
+        ("does not", ~differs, "white"),
     ):
         draw.points(
             figure,
@@ -239,16 +245,18 @@ def patching_effects(
             hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}",
         )
 
-    drawn_values = [0.0, *table.effect_low, *table.effect_high, *table.random]
+    drawn_values = [0.0, *table.effect_low, *table.effect_high]
     lower = rows - 0.36
     mark: dict[str, Any] = dict(size=7, line_width=1.6)
-    figure.add_scatter(
-        x=table.random,
-        y=lower,
-        name="random direction of the same norm",
-        mode="markers",
-        marker=mark | dict(symbol="x-thin-open", color=GREY),
-    )
+    if "random" in table:
+        drawn_values += table.random.tolist()
+        figure.add_scatter(
+            x=table.random,
+            y=lower,
+            name="random direction of the same norm",
+            mode="markers",
+            marker=mark | dict(symbol="x-thin-open", color=GREY),
+        )
     if "other_prompt" in table and table.other_prompt.notna().any():
         # Those that are far off are at the edge, with their number.
         reach = 0.5 * (max(drawn_values) - min(drawn_values))
@@ -290,7 +298,8 @@ def patching_effects(
     figure.update_yaxes(
         tickvals=rows, ticktext=labels, zeroline=False, range=[-0.8, len(table) - 0.4]
     )
-    sentence = f"{int(differs.sum())} of {len(table)} rows differ from 0 and from a random direction (q < 0.05)"
+    differ = compared.replace("differs", "differ")
+    sentence = f"{int(differs.sum())} of {len(table)} rows {differ} (q < 0.05)"
     if table.attrs["skewed"]:
         sentence += f"; {table.attrs['skewed']}"
     return says(figure, f"{sentence}.")

@@ -1,9 +1,12 @@
 """Patching across runs of other lengths, against plain forward passes of transformers with hooks written by hand."""
 
+import re
+import warnings
 from dataclasses import replace
 from html import unescape
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import xarray as xr
@@ -18,6 +21,7 @@ from mechattn.patching import patch as patching
 from mechattn.patching.answer_metrics import WORDS
 from mechattn.patching.pairs import Pair, pairs_of
 from mechattn.patching.patched_runs import logits_of, read
+from mechattn.patching.refusals import warn_of_junctions
 from mechattn.patching.sites import Target
 from mechattn.render import words
 from mechattn.stats.paired import paired
@@ -692,6 +696,96 @@ def test_rows_that_go_together_by_memory_make_no_difference(toy):
         ma.patch(toy, prompts(3), SLASH, at=HEADS, memory="much")
 
 
+def test_controls_can_be_left_out_and_change_nothing_else(toy):
+    some = prompts(4)
+    both = ma.patch(toy, some, SLASH, at=HEADS)
+    tables = {}
+    for controls in ((), ("random",), ("other_prompt",)):
+        patched = ma.patch(toy, some, SLASH, at=HEADS, controls=controls)
+        assert patched.controls == list(controls)
+        np.testing.assert_allclose(patched.effects.effect, both.effects.effect, atol=1e-5)
+        for control in controls:
+            values = patched.effects[control]
+            np.testing.assert_allclose(values, both.effects[control], atol=1e-5)
+        tables[controls] = patched.table()
+        assert "whole effect" in str(patched)
+        assert len(ma.render.patching_effects(patched).data) == 2 + len(controls)
+        assert "effect" in ma.render.patching_map(patched).data[0].hovertemplate
+    assert not [name for name in tables[()] if "random" in name or "other_prompt" in name]
+    for controls, error in (
+        ("random", "give"),
+        (["noise"], r'\("other_prompt", "random"\)'),
+    ):
+        with pytest.raises(OptionError, match=error):
+            ma.patch(toy, some, SLASH, at=HEADS, controls=controls)
+    with pytest.raises(OptionError, match="tested against the random control"):
+        ma.patch(toy, some, SLASH, at=HEADS, metric="kl", direction="noising", controls=())
+
+
+def test_what_is_beyond_another_prompts_output_is_tested_where_there_is_one():
+    patched = drawn(16, np.random.default_rng(5))
+    patched.effects.other_prompt[3] = np.nan  # longer than all others
+    patched.effects.other_prompt[:, 0, 1] = patched.effects.effect[:, 0, 1]
+    patched.effects.effect[:, 1, 2] += 3
+    known = np.arange(len(patched.effects.prompt)) != 3
+    beyond = (patched.effects.effect - patched.effects.other_prompt).values[known]
+    expected = paired(beyond.reshape(len(beyond), -1), None)
+    table = patched.table()
+    np.testing.assert_allclose(table.q_beyond_other_prompt, expected.q)
+    np.testing.assert_allclose(table.beyond_other_prompt, beyond.mean(0).ravel())
+    np.testing.assert_allclose(table.beyond_other_prompt_low, expected.low)
+    assert table.q_beyond_other_prompt["L0H1"] == 1
+    assert table.q_beyond_other_prompt["L1H2"] < 0.05
+
+
+def test_long_exact_runs_are_foretold(toy, monkeypatch):
+    some = prompts(3)
+    monkeypatch.setattr(patching, "_LONG", 0)
+    with pytest.warns(UserWarning, match=r"min for 36 patched runs; controls=\(\) takes 1/3"):
+        ma.patch(toy, some, SLASH, at=HEADS)
+    monkeypatch.setattr(patching, "_LONG", 1e9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ma.patch(toy, some, SLASH, at=HEADS)
+
+
+def checked_patching(exact, attributed):
+    rows = []
+    for prompt in "ab":
+        for head, (measured, estimated) in enumerate(zip(exact, attributed)):
+            rows.append((prompt, 0, head, measured, estimated))
+    columns = ["prompt", "layer", "head", "exact", "attributed"]
+    return replace(drawn(16, np.random.default_rng(6)), checked=pd.DataFrame(rows, columns=columns))
+
+
+def test_ranking_is_warned_of_by_ranks_alone():
+    """Estimates twice too large order heads as well; those in another order do not."""
+    exact = np.array([1.0, 0.5, 0.3, 0.1, -0.2, -0.6])
+    scaled = checked_patching(exact, np.sign(exact) * abs(exact) ** 3 * 20)
+    assert scaled.rank_agreement == pytest.approx(1)
+    assert scaled.agreement[1] > 1
+    assert "do not rank heads" not in str(scaled)
+    turned = checked_patching(exact, exact[::-1])
+    assert turned.rank_agreement == pytest.approx(-1)
+    assert "do not rank heads by these" in str(turned)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "said"),
+    [
+        ("joined", "Mary", "a drink toMary"),
+        ("plain", " Mary", r"a drink to\\n Mary"),
+        ("joined", " Mary", None),
+    ],
+)
+def test_an_answer_that_does_not_follow_is_warned_of(template, answer, said):
+    prompt = ma.Prompt("Tom gave a drink to", answer=answer, template=template)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        warn_of_junctions([prompt])
+    assert [bool(re.search(said or "", str(w.message))) for w in heard] == [True] * bool(said)
+
+
 def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
     made = drawn(32, np.random.default_rng(3))
     for groups, told in (
@@ -726,11 +820,12 @@ def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
     both = (
         (table.q_effect < 0.05)
         & (table.q_beyond_random < 0.05)
+        & (table.q_beyond_other_prompt < 0.05)
         & (table.effect_low * table.effect_high > 0)
     )
     for effect, some, name in (
-        (sure, both, "differs from 0 and from random (q < 0.05)"),
-        (unsure, ~both, "does not differ from both"),
+        (sure, both, "differs from 0 and from each control (q < 0.05)"),
+        (unsure, ~both, "does not"),
     ):
         np.testing.assert_allclose(effect.x, table.effect[some])
         np.testing.assert_allclose(effect.x - effect.error_x.arrayminus, table.effect_low[some])

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 
 import pytest
 
@@ -12,6 +13,8 @@ from mechattn.conditions import Counterpart
 from mechattn.engine.request_checks import made_sequences, with_baseline
 from mechattn.errors import ConditionError, OptionError, PromptError
 from mechattn.prompts.counterparts import _pairs
+from mechattn.prompts.pairs import _CAPITALS
+from mechattn.prompts.tokenization import tokenize
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +154,7 @@ def test_bad_versions_are_refused_in_words(model):
 
 
 @pytest.mark.parametrize("name", ["toy:llama", "toy:gemma3"])
-@pytest.mark.parametrize("source", ["ioi", "greater-than", "repeated-random"])
+@pytest.mark.parametrize("source", ["ioi", "greater-than", "capitals", "repeated-random"])
 def test_generated_pairs_have_as_many_tokens_and_other_answers(name, source):
     model = ma.load_model(name)
     made = ma.pairs(model, source, 12, span=(6, 9))
@@ -182,11 +185,41 @@ def test_the_answers_of_generated_pairs_follow_from_their_versions():
             == 1
             == prompt.counterpart.count(prompt.other_answer.strip())
         )
-    for prompt in ma.pairs(model, "greater-than", 20):
-        starts = [
-            int(text.split("year ")[1][2:4]) for text in (prompt.question, prompt.counterpart)
-        ]
-        assert int(prompt.answer) > starts[0] > starts[1] > int(prompt.other_answer)
+    for prompt in ma.pairs(model, "greater-than", 24):
+        begun = []
+        for text in (prompt.question, prompt.counterpart):
+            begun.append(int(re.search(r"\d\d(\d\d)", text)[1]))
+        late, early = begun
+        right, other = int(prompt.answer), int(prompt.other_answer)
+        assert right > late > other > early, "the other answer is right in the other version alone"
+        digits = [number // 10 for number in (right, late, other, early)]
+        assert len(set(digits)) == 4, "so that first digits decide"
+    for prompt in ma.pairs(model, "capitals", 24):
+        for text, answer in (
+            (prompt.question, prompt.answer),
+            (prompt.counterpart, prompt.other_answer),
+        ):
+            country = next(name for name in _CAPITALS if name in text)
+            assert answer == f" {_CAPITALS[country]}"
+
+
+@pytest.mark.parametrize("source", ["ioi", "greater-than", "capitals"])
+def test_pairs_are_grouped_by_template_and_may_have_one_length(source):
+    model = ma.load_model("toy:llama")
+    made = ma.pairs(model, source, 40)
+    groups = [prompt.group for prompt in made]
+    templates = len(set(groups))
+    assert templates >= 12
+    assert groups[templates:] == groups[: len(groups) - templates], "each once before any again"
+    for prompt in made:
+        if source == "ioi":
+            names = prompt.answer.strip(), prompt.other_answer.strip()
+            assert all(name in prompt.question for name in names)
+        beginning = prompt.group.partition("{")[0]
+        assert prompt.question.startswith(beginning)
+    same = ma.pairs(model, source, 6, same_length=True)
+    assert len({len(tokenize(prompt, model)) for prompt in same}) == 1
+    assert len({len(tokenize(prompt, model)) for prompt in made}) > 1, "otherwise they differ"
 
 
 def test_a_tokenizer_that_splits_names_differently_is_refused_with_the_words():
