@@ -66,10 +66,13 @@ def edges(
 
     ``score(u → v) = Σ (z_u of the other run − z_u) · ∂metric/∂(input of v)``, summed over tokens
     that both versions have. Writers u are the embedding, heads and MLPs; readers v are the queries,
-    keys and values of heads, MLPs and the logits. With one step the gradient is that of the patched
-    run (EAP). With more it is averaged over points between the two runs' embeddings, the middles of
-    ``steps`` equal parts (EAP-IG); the edges from the embedding then add up to the metric's
-    difference between the embeddings. Eight edges are also patched exactly, on four prompts.
+    keys and values of heads, MLPs and the logits. Where a norm follows attention (Gemma 2 and 3),
+    a head writes its share of what comes after the norm, in each run with that run's scale.
+
+    With one step the gradient is that of the patched run (EAP). With more it is averaged over
+    points between the two runs' embeddings, the middles of ``steps`` equal parts (EAP-IG); the
+    edges from the embedding then add up to the metric's difference between the embeddings. Eight
+    edges are also patched exactly, on four prompts.
 
     Args:
         model: A hooked model, or anything that ``load_model`` accepts; TransformerLens must show
@@ -90,7 +93,7 @@ def edges(
 
     Raises:
         MechattnError: The model's heads have no inputs of their own, or what heads write does not
-            add up in the residual stream (norms after attention); or as for ``patch``.
+            add up in the residual stream; or as for ``patch``.
 
     Source:
         EAP: arXiv:2310.10348; EAP-IG: arXiv:2403.17806, with right ends of the parts where this has
@@ -154,9 +157,8 @@ class EdgePair:
         if missing > allowed:
             raise ModelError(
                 f"what heads and MLPs of {self.model.cfg.model_name} write does not add up to the "
-                f"residual stream ({missing:.2g} of its change is missing), as with norms after "
-                "attention, so edges have no meaning: patch nodes with ma.patch, or paths between "
-                "heads with ma.paths"
+                f"residual stream ({missing:.2g} of its change is missing), so edges have no "
+                "meaning: patch nodes with ma.patch, or paths between heads with ma.paths"
             )
         return receiver.logits, donor.logits, receiver.written, put
 

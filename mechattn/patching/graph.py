@@ -4,9 +4,9 @@ which edges change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,12 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mechattn.analysis.direct_logits import POST, norms_after
 from mechattn.errors import ModelError
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
+from mechattn.model.unembedding import FrozenNorm
 from mechattn.patching.patched_runs import logits_of
 from mechattn.prompts.token_sequences import Sequence
 
@@ -51,6 +53,8 @@ class Graph:
     exists: Bool[np.ndarray, "writer reader"]  # which writers come before which readers
     # The readers of each reading place, in the order of a forward pass.
     places: dict[Place, slice]
+    # Norms between attention and the residual stream, by layer (Gemma 2 and 3, OLMo 2).
+    norms: Mapping[int, FrozenNorm] = field(default_factory=dict)
 
     def before(self, place: Place) -> int:
         """How many writers come before a reading place."""
@@ -91,7 +95,8 @@ def graph_of(model: HookedModel) -> Graph:
             writers.append(f"L{layer}MLP")
     reads("logits", layers[-1], ["logits"], len(writers))
     exists = np.arange(len(writers))[:, None] < np.array(before)
-    return Graph(tuple(writers), tuple(readers), exists, places)
+    norms = norms_after(model, layers)
+    return Graph(tuple(writers), tuple(readers), exists, places, norms)
 
 
 def _no_inputs(model: HookedModel) -> ModelError:
@@ -139,8 +144,10 @@ def run_edges(
     """Logits before the answer, in a pass that may change what is read.
 
     ``writing`` gets what each writer writes, and ``reading`` gives what the readers read in place
-    of what they would; ``embedded`` replaces the embeddings.
+    of what they would; ``embedded`` replaces the embeddings. Where a norm follows attention, a head
+    writes its share of what comes after it, ``γ · result / σ`` with the σ of this pass.
     """
+    results: dict[int, Tensor] = {}  # of heads, until the norm after them is at work
 
     def embeds(module: Any, inputs: Any, x: Tensor) -> Tensor:
         if embedded is not None:
@@ -151,6 +158,15 @@ def run_edges(
     def writes(writers: slice, module: Any, inputs: Any, x: Tensor) -> None:
         if writing is not None:
             writing(writers, _with_readers(x))
+
+    def keep_result(layer: int, module: Any, inputs: Any, x: Tensor) -> None:
+        results[layer] = x
+
+    def writes_after_norm(layer: int, writers: slice, module: Any, inputs: Any, x: Tensor) -> None:
+        norm = graph.norms[layer]
+        sigma = norm.scale(x)[..., None, None]
+        share = norm.of_part(results.pop(layer)) / sigma
+        writes(writers, module, inputs, share.to(x))
 
     def reads(place: Place, module: Any, inputs: Any, x: Tensor) -> Tensor:
         assert reading is not None
@@ -165,7 +181,12 @@ def run_edges(
         for layer in range(int(model.cfg.n_layers)):
             first = graph.writers.index(f"L{layer}H0")
             heads = slice(first, first + int(model.cfg.n_heads))
-            hook(f"blocks.{layer}.attn.hook_result", partial(writes, heads))
+            result = f"blocks.{layer}.attn.hook_result"
+            if layer in graph.norms:
+                hook(result, partial(keep_result, layer))
+                hook(f"blocks.{layer}.{POST}", partial(writes_after_norm, layer, heads))
+            else:
+                hook(result, partial(writes, heads))
             if ("mlp", layer) in graph.places:
                 mlp = slice(heads.stop, heads.stop + 1)
                 hook(f"blocks.{layer}.hook_mlp_out", partial(writes, mlp))

@@ -80,6 +80,7 @@ from mechattn.results.result import MEMORY, memory_bytes
 
 _CHECKED = 4  # prompts on which attribution is compared with patching
 _LONG = 60  # seconds, from which on the time is foretold
+_FEW_ROWS = 200  # of which the time is not worth one run more
 _ROWS = 32  # patched copies of a prompt in a batch, at most: more are no faster
 
 
@@ -396,6 +397,8 @@ def _check_controls(controls: Any, metric: Metric, direction: Direction) -> None
 
 def _warn_of_time(prompt: _Prompt, rows: int, controls: Seq[Control]) -> None:
     """Say how long exact patching will take, if more than a minute: from the time of one run."""
+    if rows < _FEW_ROWS:
+        return
     layers = int(prompt.model.cfg.n_layers)
     start = perf_counter()
     prompt.read(prompt.pair.donor)

@@ -29,7 +29,7 @@ _SCENES = (
     "The {place} was closed, so {first} and {second} sat outside until {giver} promised a {thing} to",
     "As soon as {first} and {second} arrived at the {place}, {giver} delivered a {thing} to",
     "Last summer {first} and {second} cleaned the {place}. Afterwards {giver} presented a {thing} to",
-    "Nobody saw that {first} and {second} were in the {place}, or that {giver} slipped a {thing} to",
+    "No one knew that {first} and {second} were in the {place}, or that {giver} slipped a {thing} to",
     "To say goodbye, {first} and {second} came back to the {place}, and {giver} left a {thing} to",
     "Late at night {first} and {second} found a {thing} near the {place}. {giver} wanted to give it to",
     "Even though {first} and {second} had argued at the {place}, {giver} returned the {thing} to",
@@ -173,7 +173,7 @@ def pairs(
 
 
 def _texts(tokenizer: Any, source: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """The texts of so many pairs; each template comes once before any comes again."""
+    """The texts of this number of pairs; each template comes once before any comes again."""
     texts = []
     if source == "ioi":
         names = _of_usual_length(tokenizer, [f" {name}" for name in _NAMES])

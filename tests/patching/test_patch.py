@@ -741,6 +741,7 @@ def test_what_is_beyond_another_prompts_output_is_tested_where_there_is_one():
 def test_long_exact_runs_are_foretold(toy, monkeypatch):
     some = prompts(3)
     monkeypatch.setattr(patching, "_LONG", 0)
+    monkeypatch.setattr(patching, "_FEW_ROWS", 0)
     with pytest.warns(UserWarning, match=r"min for 36 patched runs; controls=\(\) takes 1/3"):
         ma.patch(toy, some, SLASH, at=HEADS)
     monkeypatch.setattr(patching, "_LONG", 1e9)
