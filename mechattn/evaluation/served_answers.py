@@ -18,11 +18,14 @@ from mechattn.evaluation.progress import AnswerBar
 from mechattn.evaluation.server import Refused, Server
 from mechattn.evaluation.server_completions import Asked, Connection, Reply, connected, texts_of
 from mechattn.evaluation.server_probe import (
+    NotTheModel,
     Probe,
+    ProbeSize,
     check_tokenizer,
     probed,
     questions_for,
     stretches,
+    tell_limits,
 )
 from mechattn.model.checkpoint import UnloadedModel
 from mechattn.prompts.prompt import Prompt
@@ -142,8 +145,18 @@ def served(
             answer_count, sampling.seed, model.loaded is not None, sampling.temperature
         )
         size = server_probe.probe_size(answer_count, sampling.new_tokens, rounds)
-        questions = questions_for(prompts, sequences, sampling.seed, size.answers, before)
-        probe = probed(connection, model, questions, texts, size, sampling.temperature, before)
+
+        def probed_by(size: ProbeSize) -> Probe:
+            questions = questions_for(prompts, sequences, sampling.seed, size.answers, before)
+            return probed(connection, model, questions, texts, size, sampling.temperature, before)
+
+        # A few short answers can clear a server; only the whole probe can refuse one.
+        try:
+            probe = probed_by(size)
+        except NotTheModel:
+            probe = probed_by(ProbeSize(server_probe.ANSWERS, server_probe.TOKENS))
+        if not probe.has_weights:
+            tell_limits(connection, model)
         probe.about.setdefault("tokens_beyond_tokenizer", beyond)
         yield Served(connection, model, texts, probe, sampling)
 

@@ -61,6 +61,10 @@ _MOST_ADDED = 3  # tokens that a server may put around a text, such as a BOS
 _UNEVEN = 1  # tokens by which these may differ from text to text
 
 
+class NotTheModel(ServerError):
+    """A probe finds another model, or one that does not sample."""
+
+
 def check_tokenizer(connection: Connection, model: UnloadedModel) -> list[int] | None:
     """How many tokens the server reads beyond the local tokenizer's, for each of three texts.
 
@@ -276,7 +280,7 @@ def probed(
         before: What was found when the run began, if it is resumed.
 
     Raises:
-        ServerError: It is not the model, or no longer that of the run that is resumed.
+        NotTheModel: It is not, or no longer the model of the run that is resumed.
     """
     longest = min(model.cfg.n_ctx, connection.longest or model.cfg.n_ctx)
     requests = []
@@ -304,7 +308,6 @@ def probed(
         known = [Known(reply.text, reply.logprobs, reply.prompt_logprobs) for reply in replies]
         probe = Probe(connection, requests, known, about)
         figures = probe.compared(_replies(connection, requests))
-        _tell_limits(connection, model)
     else:
         dtype = str(next(native.parameters()).dtype).removeprefix("torch.")
         about["against"] = f"the model here ({dtype}, weights {weights_hash(model.loaded)})"
@@ -321,7 +324,7 @@ def probed(
     return replace(probe, about={**before, "again": again})
 
 
-def _tell_limits(connection: Connection, model: UnloadedModel) -> None:
+def tell_limits(connection: Connection, model: UnloadedModel) -> None:
     """Say what a comparison without the local weights cannot tell."""
     if connection.server.verify:
         warn(
@@ -338,7 +341,7 @@ def _check(probe: Probe, before: Mapping[str, Any] | None) -> None:
     server = probe.connection.server
     reason = probe.doubt(probe.about)
     if reason is not None:
-        raise ServerError(
+        raise NotTheModel(
             f"the server at {server.address} is not the model, {reason}. Is it quantised, another "
             "revision, or does it change the prompt? With verify=False its answers are accepted, and "
             "these figures are recorded"
@@ -353,7 +356,7 @@ def _check(probe: Probe, before: Mapping[str, Any] | None) -> None:
     ]
     same = sum(_same_start(text, first_text) for text, first_text in pairs)
     if same < ITSELF * len(pairs):
-        raise ServerError(
+        raise NotTheModel(
             f"the server at {server.address} gives other answers than when this run began ({same} of "
             f"{len(pairs)} are the same), so it now serves another model. Serve the first one, or use "
             "a new file"
@@ -451,7 +454,7 @@ def _same_seed(connection: Connection, requests: Seq[Asked], greedy: Seq[str]) -
     first = [reply.text for reply in _replies(connection, hot)]
     second = [reply.text for reply in _replies(connection, hot)]
     if first == list(greedy):
-        raise ServerError(
+        raise NotTheModel(
             f"the server at {connection.server.address} does not sample: {len(hot)} answers at "
             f"temperature {_HOT:g} are the greedy ones. `transformers serve` samples only if "
             "generation_config.json of the checkpoint says do_sample = true"

@@ -8,7 +8,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ServerError
-from mechattn.evaluation.server_probe import ALIKE, Known, stretches
+from mechattn.evaluation.server_probe import ALIKE, Known, Probe, stretches
 from tests.served.stand_in import Engine, StandIn, asked_of, running
 
 SLASH = {"slash": ma.MeaninglessTokens("/", 20)}
@@ -200,3 +200,24 @@ def test_a_bad_request_is_not_read_as_a_server_of_texts(some, engine):
         pytest.raises(ServerError, match=r"answers 400: .*max_tokens must be even"),
     ):
         there("toy:llama", some, server)
+
+
+@pytest.mark.parametrize("served", ["the model", "another"])
+def test_a_small_probe_refuses_no_server(toy, some, engine, noisy, monkeypatch, served):
+    """Where a few short answers speak against it the whole probe is asked, which alone refuses."""
+    monkeypatch.setattr("mechattn.evaluation.server_probe.SHARE", 0.01)
+    doubt = Probe.doubt
+
+    def doubtful(probe, figures, *least):
+        if len(probe.requests) < 16:
+            return "too few are alike"
+        return doubt(probe, figures, *least)
+
+    monkeypatch.setattr("mechattn.evaluation.server_probe.Probe.doubt", doubtful)
+    with running(StandIn({"the model": engine, "another": noisy}[served])) as server:
+        if served == "the model":
+            made = there(toy, some, server)
+            assert made.provenance["probe"]["answers"] == 16
+        else:
+            with pytest.raises(ServerError, match="of 16 greedy answers are alike"):
+                there(toy, some, server)
