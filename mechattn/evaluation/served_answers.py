@@ -154,7 +154,10 @@ def served(
         try:
             probe = probed_by(size)
         except NotTheModel:
-            probe = probed_by(ProbeSize(server_probe.ANSWERS, server_probe.TOKENS))
+            whole = ProbeSize(server_probe.ANSWERS, server_probe.TOKENS)
+            if size == whole:
+                raise
+            probe = probed_by(whole)
         if not probe.has_weights:
             tell_limits(connection, model)
         probe.about.setdefault("tokens_beyond_tokenizer", beyond)
