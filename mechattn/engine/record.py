@@ -70,42 +70,47 @@ def record_affine(
         ModelError: The model applies a gate or a norm between ``pattern · v`` and z.
     """
     model = load_model(model)
-    if why := limit_of(model, "values"):
+    limit = limit_of(model, "values")
+    if limit:
         raise ModelError(
-            f"{model.cfg.model_name}: {why}; λ and Σσ describe pattern · v, so they cannot be applied to z here"
+            f"{model.cfg.model_name}: {limit}; λ and Σσ describe pattern · v, so they cannot be applied to z here"
         )
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
     recorded: dict[str, dict[int, Affine]] = {}
     for prompt, batch, values in _passes(model, prompts, condition, _AffineParts(), chosen, seed):
         original = (batch.origin[1] >= 0).nonzero().flatten()
-        own = {
-            layer: [parts[name][1, :, original] for name in ("scale", "shift")]
-            for layer, parts in values.items()
+        recorded[prompt.id] = {
+            layer: Affine(of_layer["scale"][1, :, original], of_layer["shift"][1, :, original])
+            for layer, of_layer in values.items()
         }
-        recorded[prompt.id] = {layer: Affine(*both) for layer, both in own.items()}
     source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
     return AffineAttention(layers=tuple(chosen), recorded=recorded, source=source)
 
 
 def _passes(
-    model: HookedModel, prompts: Seq[Prompt], condition: Condition, analysis: Analysis, layers: Seq[int], seed: int,
+    model: HookedModel,
+    prompts: Seq[Prompt],
+    condition: Condition,
+    analysis: Analysis,
+    layers: Seq[int],
+    seed: int,
     segment: str = "inserted",
-) -> Iterator[tuple[Prompt, Batch, LayerValues]]:  # fmt: skip
+) -> Iterator[tuple[Prompt, Batch, LayerValues]]:
     """Measure one prompt at a time under a condition, beside its baseline if the analysis compares the two."""
     check_captures(model, [analysis], layers)
     forward, _ = chosen_forward(model, "auto", [analysis])
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
-    named = with_baseline({"recorded": condition})
-    sequences = checked_sequences(named, prompts, model, seed, [analysis])
-    for prompt, made in zip(prompts, sequences, strict=True):
-        if not made["recorded"].of_segment(segment).any():
+    conditions = with_baseline({"recorded": condition})
+    sequences = checked_sequences(conditions, prompts, model, seed, [analysis])
+    for prompt, of_prompt in zip(prompts, sequences, strict=True):
+        if not of_prompt["recorded"].of_segment(segment).any():
             raise OptionError(
                 f"prompt {prompt.id} has no {segment} token under {condition}, so nothing can be recorded"
             )
-    rows = list(named) if isinstance(analysis, PairAnalysis) else ["recorded"]
-    for prompt, made in zip(prompts, sequences, strict=True):
-        batch = pad_right([made[name] for name in rows], [(0, name) for name in rows], 0)
+    rows = list(conditions) if isinstance(analysis, PairAnalysis) else ["recorded"]
+    for prompt, of_prompt in zip(prompts, sequences, strict=True):
+        batch = pad_right([of_prompt[name] for name in rows], [(0, name) for name in rows], 0)
         (values,) = measure_batch(model, batch, forward, windows, [analysis], [prompt.id])
         yield prompt, batch, values
 
@@ -124,19 +129,18 @@ class _AffineParts(AnalysisBase):
     }
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
-        inserted = rows.batch.inserted[:, rows.keys]
         parts = fn.split(
             rows.pattern,
             rows.v,
-            inserted,
+            rows.batch.inserted[:, rows.keys],
             rows.aligned,
             rows.v_aligned,
             rows.baseline,
             rows.v_baseline,
         )
-        for name in ("scale", "shift"):
-            made = getattr(parts, name)
-            sums[name] = torch.cat([sums[name], made], 2) if name in sums else made
+        blocks = {"scale": parts.scale, "shift": parts.shift}
+        for name, block in blocks.items():
+            sums[name] = torch.cat([sums[name], block], 2) if name in sums else block
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         return dict(sums)
@@ -172,21 +176,21 @@ def record_keys_values(
     model = load_model(model)
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
-    if latent := [layer for layer in chosen if is_latent(model, layer)]:
-        raise ModelError(
-            f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer {latent[0]})"
-        )
-    found: dict[str, dict[int, dict[Part, Tensor]]] = {}
-    for prompt, batch, values in _passes(
-        model, prompts, condition, _KeysValues(), chosen, seed, segment
-    ):
-        where = batch.of_segment(segment)[0]
-        found[prompt.id] = {
-            n: {part: seen[part][0, where] for part in ("k", "v")} for n, seen in values.items()
+    for layer in chosen:
+        if is_latent(model, layer):
+            raise ModelError(
+                f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer {layer})"
+            )
+    recorded: dict[str, dict[int, dict[Part, Tensor]]] = {}
+    passes = _passes(model, prompts, condition, _KeysValues(), chosen, seed, segment)
+    for prompt, batch, values in passes:
+        in_segment = batch.of_segment(segment)[0]
+        recorded[prompt.id] = {
+            layer: {"k": of_layer["k"][0, in_segment], "v": of_layer["v"][0, in_segment]}
+            for layer, of_layer in values.items()
         }
-    return KeysValues(
-        found, segment, f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
-    )
+    source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
+    return KeysValues(recorded, segment, source)
 
 
 class _KeysValues(AnalysisBase):
@@ -204,7 +208,7 @@ class _KeysValues(AnalysisBase):
             sums[part] = captures.tensors[name].flatten(2)
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        return {part: kept.clone() for part, kept in sums.items()}
+        return {part: value.clone() for part, value in sums.items()}
 
 
 @alone

@@ -1,12 +1,12 @@
-"""Runs a model on prompts under conditions: checks and calibrates once, plans batches, and measures each."""
+"""Runs a model on prompts under conditions: checks and calibrates once, and measures each batch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from mechattn.engine.attention_rows import (
     forward_through_hooks,
 )
 from mechattn.engine.batch_pass import LayerValues, measure_batch
-from mechattn.engine.labelled_datasets import Collector, Positions, described, sequences_dataset
-from mechattn.errors import ModelError, OptionError, check_choice
-from mechattn.functional.attention import BLOCK
+from mechattn.engine.batching import Cost, batch_plan, in_halves
+from mechattn.engine.description import condition_data, model_data
+from mechattn.engine.labelled_datasets import Collector, Positions, sequences_dataset
+from mechattn.errors import OptionError, check_choice
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked
@@ -34,6 +35,7 @@ from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts, warn_of_likeness
 from mechattn.prompts.token_sequences import Batch, Sequence, pad_right
+from mechattn.results import provenance
 from mechattn.results.result import MEMORY, Result, memory_bytes
 from mechattn.stats.random_effects import FEWEST_DRAWS
 
@@ -120,24 +122,26 @@ class Plan:
 
     def sequences(self, prompts: Seq[Prompt]) -> Sequences:
         """The sequence of every prompt under every condition, checked."""
-        made = checks.checked_sequences(
+        sequences = checks.checked_sequences(
             self.conditions, prompts, self.model, self.options.seed, self.analyses
         )
-        for prompt, sequences in zip(prompts, made, strict=True):
-            checks.check_read(prompt, sequences)
-        return made
+        for prompt, of_prompt in zip(prompts, sequences, strict=True):
+            checks.check_read(prompt, of_prompt)
+        return sequences
 
     def calibrated(self, prompts: Seq[Prompt]) -> Run:
         """Calibrate the analyses on the model; ``prompts`` are all prompts of the whole run."""
-        alike = {said: len(prompts)} if (said := warn_of_likeness(prompts)) else {}
-        given = (self.model, self.layers, prompts)
-        found = [
-            each.calibrated(*given) if isinstance(each, Calibrates) else each
-            for each in self.analyses
-        ]
-        checks.check_captures(self.model, found, self.layers)
-        forward, why = chosen_forward(self.model, self.options.engine, found)
-        return Run(replace(self, analyses=found), forward, why, blind_scores(self.model), alike)
+        likeness = warn_of_likeness(prompts)
+        alike = {likeness: len(prompts)} if likeness else {}
+        analyses = []
+        for analysis in self.analyses:
+            if isinstance(analysis, Calibrates):
+                analysis = analysis.calibrated(self.model, self.layers, prompts)
+            analyses.append(analysis)
+        checks.check_captures(self.model, analyses, self.layers)
+        forward, reason = chosen_forward(self.model, self.options.engine, analyses)
+        plan = replace(self, analyses=analyses)
+        return Run(plan, forward, reason, blind_scores(self.model), alike)
 
 
 @dataclass(frozen=True)
@@ -146,24 +150,76 @@ class Run:
 
     plan: Plan
     forward: Forward
-    why: str
+    reason: str  # for this engine
     blind: BlindScores
-    alike: Mapping[
-        str, int
-    ]  # how much the prompts of the whole run repeat each other, and how many these are
+    # How much the prompts of the whole run repeat each other, and how many these are.
+    alike: Mapping[str, int]
 
     def result(self, prompts: Seq[Prompt], sequences: Sequences, places: Seq[int]) -> Result:
         """Run the model on some prompts, at these places of the whole set, with sequences from ``Plan.sequences``."""
-        begun = time.monotonic()
-        plan, options, ids = self.plan, self.plan.options, [prompt.id for prompt in prompts]
-        square, cfg = self.forward is forward_through_hooks, plan.model.cfg
-        # About how many numbers are in memory at the same time for each position of a sequence.
-        width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
-        cost = Cost(plan.model.cfg.n_heads, width, square)
-        lengths, sides = (
-            [[len(s) for s in made.values()] for made in sequences],
-            checks.sides_of(plan.model, sequences),
-        )
+        start = time.monotonic()
+        plan = self.plan
+        options = plan.options
+        ids = [prompt.id for prompt in prompts]
+        lengths = [[len(sequence) for sequence in own.values()] for own in sequences]
+        collectors = self._collectors(ids, lengths, sequences)
+        sides = checks.sides_of(plan.model, sequences)
+        batches = batch_plan(lengths, self._cost(), options.memory, sides)
+        halved = []
+        # The bar of one of several chunks disappears when it is done.
+        for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
+            measured, too_large = in_halves(
+                indices, lambda batch: self._measured(batch, sequences, ids)
+            )
+            halved += [{"prompts": size, "first": ids[indices[0]]} for size in too_large]
+            for batch, values in measured:
+                for collector, by_layer in zip(collectors, values, strict=True):
+                    collector.add(batch, by_layer)
+
+        datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
+        datasets["sequences"] = sequences_dataset(plan.model, prompts, sequences, places)
+        about = self._description(prompts, sequences[0])
+        about["halved"] = halved
+        about["seconds"] = round(time.monotonic() - start, 3)
+        return Result(datasets, about)
+
+    def _description(
+        self, prompts: Seq[Prompt], first_sequences: Mapping[str, Sequence]
+    ) -> dict[str, Any]:
+        """The model, the prompts and the options, which determine the numbers; and when and where they were computed."""
+        plan = self.plan
+        of_prompts: dict[str, Any] = {
+            "count": len(prompts),
+            "hash": provenance.set_hash(prompts),
+            "template": prompts[0].template,
+        }
+        if self.alike:
+            of_prompts["alike"] = self.alike
+        conditions = {
+            name: condition_data(condition, first_sequences[name])
+            for name, condition in plan.conditions.items()
+        }
+        return {
+            "model": model_data(plan.model, plan.paths),
+            "prompts": of_prompts,
+            "conditions": conditions,
+            "analyses": {analysis.name: dict(analysis.options) for analysis in plan.analyses},
+            "measured_layers": plan.layers,
+            "threads": torch.get_num_threads(),
+            "versions": provenance.versions(),
+            "time": provenance.now(),
+            "engine": ENGINES[self.forward],
+            "engine_reason": self.reason,
+            "seed": plan.options.seed,
+            "memory": plan.options.memory,
+            "positions": plan.options.positions,
+        }
+
+    def _collectors(
+        self, ids: list[str], lengths: Seq[Seq[int]], sequences: Sequences
+    ) -> list[Collector]:
+        """One for each analysis."""
+        plan = self.plan
         coords: dict[str, list] = {
             "prompt": ids,
             "condition": list(plan.conditions),
@@ -171,28 +227,19 @@ class Run:
         }
         widths = {
             "key": max(map(max, lengths)),
-            "original_key": max(len(made[BASELINE]) for made in sequences),
+            "original_key": max(len(own[BASELINE]) for own in sequences),
         }
-        collectors = [Collector(a, coords, widths, options.positions) for a in plan.analyses]
-        halved = []
-        batches = batch_plan(lengths, cost, options.memory, sides)
-        for indices in tqdm(
-            batches, desc="prompts", unit="batch", delay=2, leave=None
-        ):  # one of several chunks goes
-            measured, too_large = in_halves(
-                indices, lambda some: self._measured(some, sequences, ids)
-            )
-            halved += [{"prompts": size, "first": ids[indices[0]]} for size in too_large]
-            for batch, values in measured:
-                for collector, by_layer in zip(collectors, values, strict=True):
-                    collector.add(batch, by_layer)
-        datasets = {collector.analysis.name: collector.dataset() for collector in collectors}
-        datasets["sequences"] = sequences_dataset(plan, prompts, sequences, places)
-        about = described(plan, prompts, sequences[0])
-        about["prompts"] |= {"alike": self.alike} if self.alike else {}
-        about |= {"engine": ENGINES[self.forward], "engine_reason": self.why, "seed": options.seed}
-        about |= {"memory": options.memory, "positions": options.positions, "halved": halved}
-        return Result(datasets, about | {"seconds": round(time.monotonic() - begun, 3)})
+        return [
+            Collector(analysis, coords, widths, plan.options.positions)
+            for analysis in plan.analyses
+        ]
+
+    def _cost(self) -> Cost:
+        """The memory of a sequence in a layer of this model."""
+        cfg = self.plan.model.cfg
+        # About how many numbers are in memory at the same time for each position of a sequence.
+        width = 8 * int(cfg.d_model) + 3 * int(cfg.d_mlp or 4 * cfg.d_model)
+        return Cost(cfg.n_heads, width, square=self.forward is forward_through_hooks)
 
     def _measured(
         self, indices: Seq[int], sequences: Sequences, ids: list[str]
@@ -203,9 +250,10 @@ class Run:
         pad = getattr(plan.model.tokenizer, "pad_token_id", None) or 0
         batch = pad_right([sequences[index][name] for index, name in rows], rows, pad)
         windows = {layer: hooks.attention_window(plan.model, layer) for layer in plan.layers}
-        return batch, measure_batch(
+        values = measure_batch(
             plan.model, batch, self.forward, windows, plan.analyses, ids, self.blind
         )
+        return batch, values
 
 
 def make_plan(
@@ -218,9 +266,13 @@ def make_plan(
 ) -> Plan:
     """The arguments of ``run`` except the prompts, checked; ``paths`` records a checkpoint's full path."""
     model = as_hooked(model)
-    chosen = hooks.chosen_layers(model, options.layers)
     return Plan(
-        model, checks.with_baseline(conditions), checks.with_names(analyses), chosen, options, paths
+        model,
+        checks.with_baseline(conditions),
+        checks.with_names(analyses),
+        hooks.chosen_layers(model, options.layers),
+        options,
+        paths,
     )
 
 
@@ -264,92 +316,9 @@ def run_random(
         )
     check_draw(kind, seed)
     model = as_hooked(model)
-    return [
-        run(
-            random_weights(model, kind, seed + i),
-            prompts,
-            conditions,
-            analyses,
-            seed=seed,
-            **options,
-        )
-        for i in range(draws)
-    ]
-
-
-# Scores, masked scores, pattern and the working copies of a reduction are in memory at the same time, in float32.
-_SQUARES = 6
-_LARGEST_BATCH = 64
-_CPU = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
-_FULLEST = 0.75  # a batch is not padded beyond its shortest prompt / 0.75
-Fitting = TypeVar("Fitting")
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The memory of a row of a batch, in bytes; it depends only on the row's length, so a plan is reproducible."""
-
-    heads: int  # attention heads per layer
-    width: int  # numbers in memory at the same time for each position: residual stream, MLP, projections
-    square: (
-        bool  # whether a layer's whole pattern is in memory (hooks), or blocks of rows (streaming)
-    )
-
-    def of(self, length: int) -> int:
-        """Bytes for one sequence."""
-        attention = self.heads * length * (length * _SQUARES if self.square else BLOCK * 2)
-        return 4 * (attention + length * self.width)
-
-
-def batch_plan(
-    lengths: Seq[Seq[int]], cost: Cost, memory: str, sides: Seq[str] = ()
-) -> list[list[int]]:
-    """Group prompts of similar length so that one layer of a batch fits the budget."""
-    budget = memory_bytes(memory)
-    batches: list[list[int]] = []
-    shortest = 0
-    side = list(sides) or [""] * len(lengths)
-    for index in sorted(range(len(lengths)), key=lambda i: (side[i], max(lengths[i]), i)):
-        longest = max(lengths[index])
-        rows = (len(batches[-1]) + 1 if batches else 1) * len(lengths[index])
-        full = rows * cost.of(longest) > budget or rows > _LARGEST_BATCH
-        crosses = bool(batches) and side[batches[-1][0]] != side[index]
-        if not batches or full or crosses or shortest < _FULLEST * longest:
-            batches.append([])
-            shortest = longest
-        batches[-1].append(index)
-    return batches
-
-
-def in_halves(
-    indices: Seq[int], measure: Callable[[Seq[int]], Fitting]
-) -> tuple[list[Fitting], list[int]]:
-    """Measure some prompts together; if they don't fit in memory, each half of them, and so on."""
-    measured, too_large, waiting = [], [], [list(indices)]
-    while waiting:
-        some = waiting.pop(0)
-        try:
-            measured.append(measure(some))
-            continue
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        # Outside the except block, where the error no longer keeps the tensors of the pass alive.
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if len(some) == 1:
-            raise ModelError(
-                f"a batch of prompt number {some[0]} alone with all its conditions does not fit in memory ({reason}); "
-                f"use fewer conditions per run, a shorter prompt, or a machine with more memory"
-            )
-        too_large.append(len(some))
-        waiting[:0] = [some[: len(some) // 2], some[len(some) // 2 :]]
-    return measured, too_large
-
-
-def is_out_of_memory(error: Any) -> bool:
-    """Whether a device or the machine had no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _CPU)
+    results = []
+    for draw in range(draws):
+        random_model = random_weights(model, kind, seed + draw)
+        result = run(random_model, prompts, conditions, analyses, seed=seed, **options)
+        results.append(result)
+    return results

@@ -37,7 +37,6 @@ from mechattn.model.hooked import (
     HookedModel,
     ModelFacts,
     alone,
-    attribute_set,
     boots,
     count_boot,
     facts_of,
@@ -492,24 +491,25 @@ def classes_left_alone() -> Iterator[None]:
     """Undo what booting changes in classes of transformers (TransformerLens issue 1795); no progress
     bar, and no processor of images, for which TransformerLens would run pip where torchvision is absent.
     """
-    from transformer_lens.model_bridge.sources.transformers import source
+    import transformers
     from transformers.utils import logging
 
+    processor: Any = transformers.AutoProcessor
     modules: list[Any] = [importlib.import_module(name) for name in _PATCHED]
-    before, shown = (
-        [module.eager_attention_forward for module in modules],
-        logging.is_progress_bar_enabled(),
-    )
+    functions = [module.eager_attention_forward for module in modules]
+    loading = vars(processor)["from_pretrained"]
+    shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # which transformers shows even for a toy of one megabyte
+    processor.from_pretrained = staticmethod(_no_processor)
     try:
-        with attribute_set(source, "load_modality_processor", _nothing_loaded):
-            yield
+        yield
     finally:
-        for module, function in zip(modules, before, strict=True):
+        processor.from_pretrained = loading
+        for module, function in zip(modules, functions, strict=True):
             module.eager_attention_forward = function
-        if shown:
+        if shows_bars:
             logging.enable_progress_bar()
 
 
-def _nothing_loaded(bridge: Any, *arguments: Any) -> None:
-    """In place of TransformerLens's loading of a processor."""
+def _no_processor(*arguments: Any, **options: Any) -> None:
+    """In place of the loading of a processor."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import mechattn as ma
+from mechattn.engine import batching as batch_plans
 from mechattn.engine import request_checks
-from mechattn.engine import run as batch_plans
 from mechattn.errors import MechattnError, ModelError
 from mechattn.model.architectures import FAMILIES
 from mechattn.model.hooked import facts_of

@@ -8,7 +8,7 @@ import torch
 
 import mechattn as ma
 from mechattn.engine import batch_pass as measure
-from mechattn.engine.run import is_out_of_memory
+from mechattn.engine.batching import is_out_of_memory
 from mechattn.errors import ModelError
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}

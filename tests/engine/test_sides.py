@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import mechattn as ma
+from mechattn.engine import batching as batch_plans
 from mechattn.engine import request_checks
-from mechattn.engine import run as batch_plans
-from mechattn.engine.run import Cost, batch_plan
+from mechattn.engine.batching import Cost, batch_plan
 from mechattn.errors import OptionError
 from mechattn.jobs.job import Job, Worker
 from mechattn.results.merge import merge_results

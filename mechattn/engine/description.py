@@ -1,0 +1,100 @@
+"""What a result records of the model and of the conditions of its run."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from mechattn.model import hooks
+from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
+from mechattn.model.positions import boundary_of
+from mechattn.model.several_devices import device_of
+from mechattn.model.weights import revision, weights_hash
+from mechattn.prompts.conditions import Baseline, Condition, Variant
+from mechattn.prompts.token_sequences import Sequence
+from mechattn.results import provenance
+
+
+def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
+    """A model as data: its shapes, precision, weights and verification; with ``paths`` also where it is."""
+    cfg = model.cfg
+    facts = facts_of(model) or ModelFacts()
+    architecture = getattr(cfg, "architecture", None) or cfg.original_architecture
+    parameters = next(model.parameters())
+    described: dict[str, Any] = {"name": provenance.name_of(str(cfg.model_name))}
+    if paths:
+        described["path"] = str(cfg.model_name)
+    described |= {
+        "architecture": str(architecture),
+        "parameters": hooks.count_parameters(model if facts.native is None else facts.native),
+        "heads": int(cfg.n_heads),
+        "layers": int(cfg.n_layers),
+        "dtype": str(parameters.dtype).removeprefix("torch."),
+        "device": str(device_of(model)),
+        "prepends_bos": bool(getattr(cfg, "default_prepend_bos", False)),
+        "hooked_by": type(model).__name__,
+        "revision": revision(model),
+        "weights": facts.weights,
+    }
+    if facts.gguf is not None:
+        described["gguf"] = dict(facts.gguf)
+    described |= {
+        "weights_hash": weights_hash(model),
+        "verified": facts.verified,
+        "not_verified": facts.report.not_checked if facts.report else [],
+        "mended": list(facts.mended),
+    }
+    boundary = boundary_of(model)
+    if boundary is not None:
+        described["rope"] = f"{boundary}; of each prompt: sequences.rope_factors"
+    return described
+
+
+def condition_data(condition: Condition, sequence: Sequence | None = None) -> dict[str, Any]:
+    """A condition as data: kind, options, marks and interventions; and as text.
+
+    Of a condition that a user wrote, the marks and interventions are those of a ``sequence`` that it made.
+    """
+    inner: Any = condition
+    masked = False
+    unshifted = False
+    interventions: tuple[Any, ...] = ()
+    while isinstance(inner, Variant):
+        masked = masked or inner.hides
+        unshifted = unshifted or inner.keeps_positions
+        interventions = (*inner.interventions, *interventions)
+        inner = inner.condition
+    if isinstance(inner, Baseline):
+        own = inner.intervention
+        if not isinstance(own, (tuple, list)):
+            own = (own,)
+        interventions = (*own, *interventions)
+    elif sequence is not None and not interventions:
+        masked = sequence.edge_mask is not None
+        unshifted = sequence.keeps_positions
+        interventions = sequence.interventions
+    return {
+        **_kind_and_options(inner),
+        "masked": masked,
+        "unshifted": unshifted,
+        "interventions": [_kind_and_options(intervention) for intervention in interventions],
+        "written": provenance.identity(condition),
+    }
+
+
+def _kind_and_options(instance: Any) -> dict[str, Any]:
+    """The kind of an object and its options: the fields of a dataclass, as text if they are not plain values."""
+    options = {}
+    if is_dataclass(instance):
+        for field in fields(instance):
+            if field.repr and field.name != "intervention":
+                options[field.name] = _stored(getattr(instance, field.name))
+    return {"kind": provenance.kind_of(instance), "options": options}
+
+
+def _stored(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_stored(part) for part in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return provenance.identity(value)
