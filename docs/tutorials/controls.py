@@ -45,7 +45,7 @@ for name in ("slash", "word", "tokens", "sentence", "shuffled"):
 
 # %%
 for name in conditions:
-    table = result.compare(name, quantity="received")
+    table = result.compare(name, quantity="received", null="uniform")
     print(f"{name:10} {table.difference.mean():+.3f}   uniform {table.null.mean():+.3f}")
 
 # %%
@@ -88,8 +88,8 @@ for where, count in missed.items():
 for to in ("sentence 2", "shuffled", "slash"):
     every = result.compare("sentence", to=to, quantity="received")
     half = result.compare("sentence", to=to, quantity="received", select="half")
-    print(f"sentence against {to}: {(every.q_beyond < 0.05).sum()} of 32 heads on all prompts; found on one half "
-          f"{len(half)}, of these confirmed on the other {(half.q_beyond < 0.05).sum()}")  # fmt: skip
+    print(f"sentence against {to}: {(every.q_difference < 0.05).sum()} of 32 heads on all prompts; found on one half "
+          f"{len(half)}, of these confirmed on the other {(half.q_difference < 0.05).sum()}")  # fmt: skip
 
 # %% [markdown]
 # ## What it says
