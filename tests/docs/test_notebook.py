@@ -67,7 +67,8 @@ def test_the_cells_show_what_they_promise(run):
         name: set().union(*(output.get("data", {}) for output in cell.get("outputs", [])))
         for name, cell in run.items()
     }
-    assert "application/vnd.plotly.v1+json" in kinds["received"]
+    for name in ("budget", "received"):
+        assert "application/vnd.plotly.v1+json" in kinds[name]
     assert all(
         "text/html" in kinds[name]
         for name in ("model", "slash", "run", "heads", "matched", "pattern")
