@@ -286,9 +286,9 @@ class AttentionSpread(AnalysisBase):
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
         """Means over the queries of each segment."""
         members = rearrange(batch.members().float(), "batch segment query -> batch segment query 1")
-        seen = rearrange(self._sees(batch, window), "batch query band -> batch 1 query band")
+        sees = rearrange(self._sees(batch, window), "batch query band -> batch 1 query band")
         return {
-            "band_mass": _mean(sums["mass"], members * seen),
+            "band_mass": _mean(sums["mass"], members * sees),
             "near_best": _mean(sums["near"], members),
         }
 

@@ -75,20 +75,16 @@ def model_place(name: str) -> str:
     if os.path.isdir(place) and not (Path(place) / "config.json").exists():
         raise ModelError(f"the directory {place} {_without_config(Path(place))}")
     if not os.path.isdir(place) and not may_be_on_hub(place):
-        what = (
-            "a file, not the directory of a checkpoint"
-            if os.path.exists(place)
-            else "not a directory here"
-        )
+        kind = "not a directory here"
+        if os.path.exists(place):
+            kind = "a file, not the directory of a checkpoint"
         raise ModelError(
-            f"there is no model {name!r}: it is {what}, and models on the hub are named owner/name"
+            f"there is no model {name!r}: it is {kind}, and models on the hub are named owner/name"
         )
     # A bare name may be an alias in TransformerLens ("gpt2", "neox"), which would hide the directory.
-    return (
-        os.path.join(os.curdir, place)
-        if os.path.isdir(place) and not os.path.dirname(place)
-        else place
-    )
+    if os.path.isdir(place) and not os.path.dirname(place):
+        return os.path.join(os.curdir, place)
+    return place
 
 
 _OTHER_FOLDERS = {  # files in a directory without a config.json, and what it is then
@@ -103,8 +99,10 @@ _OTHER_FOLDERS = {  # files in a directory without a config.json, and what it is
 
 def _without_config(folder: Path) -> str:
     """What a directory without a config.json is, and what to do."""
-    known = [what for files, what in _OTHER_FOLDERS.items() if any(folder.glob(files))]
-    return [*known, _OTHER_FOLDERS["*"]][0]
+    for pattern, explanation in _OTHER_FOLDERS.items():
+        if any(folder.glob(pattern)):
+            return explanation
+    return _OTHER_FOLDERS["*"]
 
 
 def check_weights_are_whole(place: str) -> None:
@@ -113,11 +111,11 @@ def check_weights_are_whole(place: str) -> None:
     Raises:
         ModelError: Names the index.
     """
-    parts = sorted(path.name for path in Path(place).glob("model-*-of-*.safetensors"))
+    shards = sorted(path.name for path in Path(place).glob("model-*-of-*.safetensors"))
     whole = [*Path(place).glob("model.safetensors*"), *Path(place).glob("pytorch_model*")]
-    if parts and not whole:
+    if shards and not whole:
         raise ModelError(
-            f"the directory {place} holds parts of the weights ({parts[0]} …) without "
+            f"the directory {place} holds parts of the weights ({shards[0]} …) without "
             "model.safetensors.index.json, which says what is where; copy it there"
         )
 
@@ -128,10 +126,10 @@ def tokenizer_named(name: str) -> Any:
         return load_tokenizer(name)
     place = model_place(name)
     with asked_once(place), as_trusted(trust_remote_code=None, pickled_weights=False):
-        made = tokenizer_of(place, trust_remote_code=False)
-    if made is None:
+        tokenizer = tokenizer_of(place, trust_remote_code=False)
+    if tokenizer is None:
         raise ModelError(f"{name} has no tokenizer; save one there with save_pretrained")
-    return made
+    return tokenizer
 
 
 def tokenizer_of(place: str, **remote: Any) -> Any:
@@ -190,14 +188,14 @@ def lettered_tokenizer(size: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     def letters(number: int) -> str:
-        more, last = divmod(number, len(ascii_lowercase))
-        return (letters(more - 1) if more else "") + ascii_lowercase[last]
+        rest, last = divmod(number, len(ascii_lowercase))
+        before = letters(rest - 1) if rest else ""
+        return before + ascii_lowercase[last]
 
-    made = Tokenizer(
-        models.WordLevel({letters(number): number for number in range(size)}, unk_token="a")
-    )
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    vocabulary = {letters(number): number for number in range(size)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def prepends_bos(tokenizer: Any) -> bool:
@@ -256,15 +254,12 @@ def _config_of_gguf(place: str) -> Any:
 def _check_sizes(config: Any, place: str) -> None:
     """Refuse sizes that no model has."""
     text = config.get_text_config(decoder=True)
-    for part, most in (
-        ("num_hidden_layers", _LAYERS),
-        ("hidden_size", _WIDTH),
-        ("vocab_size", _WIDTH),
-    ):
-        size = getattr(text, part, None)
+    largest = {"num_hidden_layers": _LAYERS, "hidden_size": _WIDTH, "vocab_size": _WIDTH}
+    for name, most in largest.items():
+        size = getattr(text, name, None)
         if isinstance(size, int) and not 1 <= size <= most:
             raise ModelError(
-                f"the config of {place} has {part} = {size:.3g}, but models have 1 to {most:,}: is the file damaged?"
+                f"the config of {place} has {name} = {size:.3g}, but models have 1 to {most:,}: is the file damaged?"
             )
 
 
@@ -277,18 +272,18 @@ def text_config(name: str) -> Any:
 
 def architecture_named(name: str) -> str:
     """The class of a model by its config, such as "Qwen2ForCausalLM"; empty if not stated there."""
-    return next(
-        iter(config_of_place(model_place(name), trust_remote_code=False).architectures or ()), ""
-    )
+    config = config_of_place(model_place(name), trust_remote_code=False)
+    return config.architectures[0] if config.architectures else ""
 
 
 def layers_and_heads(name: str) -> tuple[int, int] | None:
     """The numbers of layers and heads, from a model's config, before its weights are read; None if not stated there."""
     config = text_config(name)
-    layers, heads = (
-        getattr(config, part, None) for part in ("num_hidden_layers", "num_attention_heads")
-    )
-    return (layers, heads) if isinstance(layers, int) and isinstance(heads, int) else None
+    layers = getattr(config, "num_hidden_layers", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(layers, int) and isinstance(heads, int):
+        return layers, heads
+    return None
 
 
 @dataclass(frozen=True)
@@ -321,23 +316,26 @@ def unloaded_tokenizer(
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
     """Tokens that end an answer, by a model's generation settings and by its tokenizer."""
-    found = getattr(generation_config, "eos_token_id", None)
-    found = found if isinstance(found, (list, tuple)) else [found]
-    return frozenset(int(token) for token in [*found, tokenizer.eos_token_id] if token is not None)
+    tokens = getattr(generation_config, "eos_token_id", None)
+    if not isinstance(tokens, (list, tuple)):
+        tokens = [tokens]
+    tokens = [*tokens, tokenizer.eos_token_id]
+    return frozenset(int(token) for token in tokens if token is not None)
 
 
 def reason(error: Exception) -> str:
     """An error's class and the first line of its text, shortened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = (
-        textwrap.shorten(lines[0], _LONGEST_REASON, placeholder=" …").rstrip(".") if lines else ""
-    )
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    kind = type(error).__name__
+    for line in str(error).splitlines():
+        if line.strip():
+            message = textwrap.shorten(line.strip(), _LONGEST_REASON, placeholder=" …").rstrip(".")
+            return f"{kind}: {message}" if message else kind
+    return kind
 
 
 Forbidden = Literal["code", "pickles"]
-_Said = frozenset[Forbidden] | None  # None outside our loads
-_forbidden: ContextVar[_Said] = ContextVar("forbidden", default=None)
+_Permission = frozenset[Forbidden] | None  # None outside our loads
+_forbidden: ContextVar[_Permission] = ContextVar("forbidden", default=None)
 _lock = Lock()
 
 
@@ -348,8 +346,12 @@ def as_trusted(
     """Inside a ``with`` block, this thread treats a checkpoint as the user allowed, without asking on the terminal."""
     with _lock:
         _wrap_once()
-    allowed: dict[Forbidden, bool | None] = {"code": trust_remote_code, "pickles": pickled_weights}
-    before = _forbidden.set(frozenset(what for what, said in allowed.items() if said is not True))
+    forbidden: set[Forbidden] = set()
+    if trust_remote_code is not True:
+        forbidden.add("code")
+    if not pickled_weights:
+        forbidden.add("pickles")
+    before = _forbidden.set(frozenset(forbidden))
     try:
         yield
     except ModelError as error:
@@ -382,17 +384,18 @@ def _wrap_once() -> None:
     from transformers import PreTrainedModel, dynamic_module_utils
     from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
 
-    def around(given: Callable[..., Any], allowed: Callable[..., Any]) -> Callable[..., Any]:
-        return wraps(given)(
-            lambda *arguments, **options: allowed(given, _forbidden.get(), *arguments, **options)
-        )
+    def around(function: Callable[..., Any], guard: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def guarded(*arguments: Any, **options: Any) -> Any:
+            return guard(function, _forbidden.get(), *arguments, **options)
+
+        return guarded
 
     loads: Any = PreTrainedModel.__dict__["from_pretrained"].__func__
     PreTrainedModel.from_pretrained = classmethod(around(loads, _without_pickles))  # type: ignore[method-assign,assignment]
     for name in ("get_cached_module_file", "get_class_in_module"):  # copies the code and runs it
-        setattr(
-            dynamic_module_utils, name, around(getattr(dynamic_module_utils, name), _without_code)
-        )
+        function = getattr(dynamic_module_utils, name)
+        setattr(dynamic_module_utils, name, around(function, _without_code))
     asking: list[Any] = [dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto]
     for module in asking:
         module.resolve_trust_remote_code = around(
@@ -401,29 +404,30 @@ def _wrap_once() -> None:
 
 
 def _without_pickles(
-    given: Callable[..., Any], forbidden: _Said, *arguments: Any, **options: Any
+    load: Callable[..., Any], forbidden: _Permission, *arguments: Any, **options: Any
 ) -> Any:
-    return given(
-        *arguments,
-        **(options | ({"use_safetensors": True} if "pickles" in (forbidden or ()) else {})),
-    )
+    if forbidden is not None and "pickles" in forbidden:
+        options["use_safetensors"] = True
+    return load(*arguments, **options)
 
 
 def _without_code(
-    given: Callable[..., Any], forbidden: _Said, *arguments: Any, **options: Any
+    load: Callable[..., Any], forbidden: _Permission, *arguments: Any, **options: Any
 ) -> Any:
-    if "code" in (forbidden or ()):
+    if forbidden is not None and "code" in forbidden:
         raise ModelError(
             "the checkpoint has its own code, which is run only with trust_remote_code=True"
         )
-    return given(*arguments, **options)
+    return load(*arguments, **options)
 
 
 def _without_a_question(
-    given: Callable[..., Any], forbidden: _Said, trust: bool | None, *arguments: Any, **options: Any
+    resolve: Callable[..., Any],
+    forbidden: _Permission,
+    trust: bool | None,
+    *arguments: Any,
+    **options: Any,
 ) -> Any:
-    return given(
-        "code" not in forbidden if trust is None and forbidden is not None else trust,
-        *arguments,
-        **options,
-    )
+    if trust is None and forbidden is not None:
+        trust = "code" not in forbidden
+    return resolve(trust, *arguments, **options)

@@ -153,13 +153,12 @@ def check_device(device: str | torch.device | None) -> None:
         raise OptionError(
             f'device={device!r} is not a torch device: give "cpu", "cuda", "cuda:1" or "mps"'
         ) from None
-    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(
-        kind
-    )
-    if kind == "meta" or (there is not None and number >= there):
-        found = "none" if not there else ", ".join(f"{kind}:{i}" for i in range(there))
+    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    count = counts.get(kind)
+    if kind == "meta" or (count is not None and number >= count):
+        devices = ", ".join(f"{kind}:{index}" for index in range(count or 0)) or "none"
         raise OptionError(
-            f"device={str(device)!r} is not on this machine ({kind} devices here: {found})"
+            f"device={str(device)!r} is not on this machine ({kind} devices here: {devices})"
         )
 
 
@@ -225,10 +224,10 @@ def dtype_named(name: str) -> Dtype:
     """The dtype with a name such as "bfloat16", for configs and the command line."""
     if name == "auto":
         return "auto"
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise OptionError(f'dtype={name!r}: give "auto", "float32", "bfloat16" or "float16"')
-    return found
+    return dtype
 
 
 def unloaded(model: Any) -> UnloadedModel:
@@ -241,9 +240,7 @@ def unloaded(model: Any) -> UnloadedModel:
         longest = longest if isinstance(longest, int) else checkpoint.NO_LIMIT
         try:
             settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
-        except (
-            OSError
-        ):  # there are no generation settings, as in a GGUF file, whose tokenizer has the end
+        except OSError:  # there are none, as in a GGUF file, whose tokenizer has the end
             settings = None
         return checkpoint.unloaded_tokenizer(
             checkpoint.tokenizer_named(name), name, longest, settings

@@ -13,21 +13,17 @@ from torch import Tensor, nn
 
 from mechattn.model.hooked import original_of
 
-WRAPPED = re.compile(
-    r"\._?original_component"
-)  # in the name of a module that TransformerLens has wrapped
+# In the name of a module that TransformerLens has wrapped.
+WRAPPED = re.compile(r"\._?original_component")
 
 
-def device_of(part: Any) -> torch.device:
+def device_of(model: Any) -> torch.device:
     """Where a model takes its tokens, or a layer its input: with its first weights, or where these are brought to."""
-    for module in (original_of(part) or part).modules():
-        if (parameter := next(module.parameters(recurse=False), None)) is None:
-            continue
-        return (
-            torch.device(_hook_of(module).execution_device)
-            if parameter.is_meta
-            else parameter.device
-        )
+    for module in (original_of(model) or model).modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_meta:
+                return torch.device(_hook_of(module).execution_device)
+            return parameter.device
     return torch.device("cpu")
 
 
@@ -40,14 +36,15 @@ def unoffloaded(model: Any, name: str, tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def weights_here(part: Any) -> Iterator[None]:
-    """Inside a ``with`` block, the offloaded weights of a part of a model can be read; tensors taken then remain."""
+def weights_here(module: Any) -> Iterator[None]:
+    """Inside a ``with`` block, the offloaded weights of a module can be read; tensors taken then remain."""
     from accelerate.utils import align_module_device
 
+    submodules = module.modules() if isinstance(module, nn.Module) else ()
     with ExitStack() as stack:
-        for module in part.modules() if isinstance(part, nn.Module) else ():
-            if "_hf_hook" in vars(module):
-                stack.enter_context(align_module_device(module))
+        for submodule in submodules:
+            if "_hf_hook" in vars(submodule):
+                stack.enter_context(align_module_device(submodule))
         yield
 
 
@@ -56,17 +53,21 @@ def dispatched_like(twin: Any, model: Any) -> Any:
     from accelerate.hooks import add_hook_to_module
 
     hooks = {
-        WRAPPED.sub("", name): vars(part).get("_hf_hook") for name, part in model.named_modules()
+        WRAPPED.sub("", name): vars(module)["_hf_hook"]
+        for name, module in model.named_modules()
+        if "_hf_hook" in vars(module)
     }
-    for name, part in twin.named_modules():
-        if (hook := hooks.get(name)) is not None:
-            add_hook_to_module(part, _copied(hook))
-        elif any(parameter.is_meta for parameter in part.parameters(recurse=False)):
-            bringing = (each for each in hooks.values() if getattr(each, "offload", False))
+    for name, module in twin.named_modules():
+        if name in hooks:
+            add_hook_to_module(module, _copied(hooks[name]))
+        elif any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            # A hook with the weights of all modules, not of one.
             of_all = next(
-                each for each in bringing if hasattr(each.weights_map, "dataset")
-            )  # not of one module
-            add_hook_to_module(part, _copied(of_all, name))
+                hook
+                for hook in hooks.values()
+                if getattr(hook, "offload", False) and hasattr(hook.weights_map, "dataset")
+            )
+            add_hook_to_module(module, _copied(of_all, name))
     return twin
 
 
@@ -74,17 +75,18 @@ def _copied(hook: Any, name: str = "") -> Any:
     """The hook for another module; with its name, for a module that TransformerLens has split or renamed."""
     from accelerate.utils import PrefixedDataset
 
-    made = copy.copy(hook)
+    copied = copy.copy(hook)
     if hasattr(hook, "hooks"):
-        made.hooks = tuple(map(_copied, hook.hooks))
+        copied.hooks = tuple(map(_copied, hook.hooks))
     if name:
-        made.weights_map = PrefixedDataset(hook.weights_map.dataset, f"{name}.")
-    return made
+        copied.weights_map = PrefixedDataset(hook.weights_map.dataset, f"{name}.")
+    return copied
 
 
 def _hook_of(module: Any) -> Any:
     """The hook of accelerate that places a module's weights."""
     hook = vars(module)["_hf_hook"]
-    return next(
-        (each for each in getattr(hook, "hooks", ()) if getattr(each, "offload", False)), hook
-    )
+    for inner in getattr(hook, "hooks", ()):
+        if getattr(inner, "offload", False):
+            return inner
+    return hook

@@ -17,7 +17,10 @@ from mechattn.model.hooks import logits_and_values
 from mechattn.model.several_devices import device_of, weights_here
 
 _TRIED = 4  # vectors
-_FINE, _COARSE = 1e-3, 3e-2  # the largest error from rounding, in float32 and in half precision
+_FLOATS = (torch.float32, torch.float64)
+# The largest errors from rounding of a norm and of logits, relative, in float32 and in half precision.
+_NORM_ROUNDING = (1e-3, 3e-2)
+_LOGIT_ROUNDING = (0.02, 0.15)
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,10 @@ class FrozenNorm:
 
     def toward(self, direction: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The direction before the norm: ``⟨norm's share of Δ, direction⟩ = ⟨Δ, toward(direction)⟩ / σ``."""
-        made = direction * self.gamma
-        return made - made.mean(-1, keepdim=True) if self.centres else made
+        before = direction * self.gamma
+        if self.centres:
+            before = before - before.mean(-1, keepdim=True)
+        return before
 
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
         """σ of the norm's input, ``√(variance + ε)``; in an RMSNorm the variance is the mean square."""
@@ -53,38 +58,49 @@ class FrozenNorm:
 @torch.no_grad()
 def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     """Read γ and ε off a norm of a model: ``norm(x) − norm(0) = γ x / σ`` where x has mean 0, and so for x = ±1."""
-    device, dtype = device_of(norm), next(model.parameters()).dtype
+    device = device_of(norm)
+    dtype = next(model.parameters()).dtype
 
-    def called(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+    def normed(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         return wide(norm(x.to(dtype)[None])[0])
 
     ones = torch.ones(int(model.cfg.d_model), device=device)
     generator = torch.Generator().manual_seed(0)
-    drawn = (
-        torch.randn(_TRIED, len(ones), generator=generator) * torch.logspace(-1, 2, _TRIED)[:, None]
-    )
-    x = wide(drawn.to(device, dtype))
-    if torch.equal(called(x), x):
+    sizes = torch.logspace(-1, 2, _TRIED)[:, None]
+    vectors = torch.randn(_TRIED, len(ones), generator=generator) * sizes
+    x = wide(vectors.to(device, dtype))
+    output = normed(x)
+    if torch.equal(output, x):
         return FrozenNorm(wide(ones), centres=False, eps=0.0, scales=False)
+
     signs = ones.clone()
     signs[1::2] = -1
-    shown = called(torch.stack([signs, 0 * signs, ones]))
-    named = [getattr(unwrapped(norm), each, None) for each in ("eps", "variance_epsilon")]
-    eps = next(
-        (float(each) for each in named if each is not None), float(getattr(model.cfg, "eps", 1e-5))
-    )
-    gamma = (shown[0] - shown[1]) * signs * (1 + eps) ** 0.5
-    centres = bool((shown[2] - shown[1]).abs().max() < 1e-2 * gamma.abs().max())
-    made = FrozenNorm(gamma, centres, eps)
-    less = x - x.mean(-1, keepdim=True) if centres else x
-    off = called(x) - shown[1] - gamma * less / made.scale(x)[:, None]
-    rounding = _FINE if dtype in (torch.float32, torch.float64) else _COARSE
-    if not float(off.norm()) < rounding * float(called(x).norm()):
+    of_signs, bias, of_ones = normed(torch.stack([signs, 0 * signs, ones]))
+    eps = _eps_of(norm, model)
+    gamma = (of_signs - bias) * signs * (1 + eps) ** 0.5
+    centres = bool((of_ones - bias).abs().max() < 1e-2 * gamma.abs().max())
+    frozen = FrozenNorm(gamma, centres, eps)
+    expected = frozen.of_part(x) / frozen.scale(x)[:, None] + bias
+    error = float((output - expected).norm())
+    if not error < _rounding(dtype, _NORM_ROUNDING) * float(output.norm()):
         raise ModelError(
             f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the contribution of a part of "
             f"its input is undefined"
         )
-    return made
+    return frozen
+
+
+def _eps_of(norm: Any, model: HookedModel) -> float:
+    for name in ("eps", "variance_epsilon"):
+        eps = getattr(unwrapped(norm), name, None)
+        if eps is not None:
+            return float(eps)
+    return float(getattr(model.cfg, "eps", 1e-5))
+
+
+def _rounding(dtype: torch.dtype, errors: tuple[float, float]) -> float:
+    fine, coarse = errors
+    return fine if dtype in _FLOATS else coarse
 
 
 @dataclass(frozen=True)
@@ -99,10 +115,9 @@ class Unembedding:
 
     def direction(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """``f γ · (W_U[:, token] − mean over the vocabulary)``, minus its own mean if the norm centres."""
-        there = tokens.to(self.w_u.device)  # where W_U lies, with the final norm
-        return self.norm.toward(self.factor * (wide(self.w_u.T[there]) - self.mean)).to(
-            tokens.device
-        )
+        index = tokens.to(self.w_u.device)  # where W_U lies, with the final norm
+        above_mean = wide(self.w_u.T[index]) - self.mean
+        return self.norm.toward(self.factor * above_mean).to(tokens.device)
 
     def scale(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
         """σ of the final norm."""
@@ -120,46 +135,49 @@ def unembedding(model: HookedModel) -> Unembedding:
     """W_U, the norm before it, and the factor and cap from the configuration."""
     with weights_here(getattr(model, "unembed", None)):
         try:
-            norm, w_u = getattr(model, "ln_final", None), getattr(model, "W_U", None)
+            norm = getattr(model, "ln_final", None)
+            w_u = getattr(model, "W_U", None)
         except Exception as error:  # TransformerLens refuses a quantised W_U
             raise ModelError(f"{model.cfg.model_name}: W_U cannot be read ({error})") from None
     if norm is None or w_u is None:
         raise ModelError(
             f"{model.cfg.model_name} has no ln_final or no W_U, so contributions to its logits are unknown"
         )
-    found = frozen_norm(model, norm, "its final norm")
-    factor, w_u = particulars_of(model).logit_factor, w_u.detach()
+    w_u = w_u.detach()
+    frozen = frozen_norm(model, norm, "its final norm")
+    frozen = replace(frozen, gamma=frozen.gamma.to(w_u.device))
     config = config_of(model)  # of a bridge; a HookedTransformer has its cap in cfg
-    source, name = (
-        (model.cfg, "output_logits_soft_cap")
-        if config is None
-        else (config, "final_logit_softcapping")
-    )
-    cap = getattr(source, name, None) or 0.0
-    norm, scale = (
-        replace(found, gamma=found.gamma.to(w_u.device)),
-        1.0 if factor is None else float(factor(config)),
-    )
-    made = Unembedding(w_u, wide(w_u).mean(1), norm, scale, float(cap) if cap > 0 else None)
-    _check_direct(model, made)
-    return made
+    if config is None:
+        cap = getattr(model.cfg, "output_logits_soft_cap", None)
+    else:
+        cap = getattr(config, "final_logit_softcapping", None)
+    cap = float(cap) if cap and cap > 0 else None
+    factor_of = particulars_of(model).logit_factor
+    factor = 1.0 if factor_of is None else float(factor_of(config))
+    to_logits = Unembedding(w_u, wide(w_u).mean(1), frozen, factor, cap)
+    _check_direct(model, to_logits)
+    return to_logits
 
 
-def _check_direct(model: HookedModel, reads: Unembedding) -> None:
+def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
     """Refuse a model whose logits, before any cap, do not follow from the final residual stream (a few tokens)."""
     name = str(model.cfg.model_name)
-    if why := limit_of(model, "residual"):
-        raise ModelError(f"{name}: {why}; so updates do not reach its logits unchanged")
+    limit = limit_of(model, "residual")
+    if limit:
+        raise ModelError(f"{name}: {limit}; so updates do not reach its logits unchanged")
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     tokens = torch.arange(5, 13, device=device_of(model))[None]
-    shown, seen = logits_and_values(model, tokens, [last])
-    logits, stream = (wide(each).to(tokens.device) for each in (shown[0], seen[last]))
-    logits = reads.uncapped(logits)
-    got = (reads.direction(tokens)[0] @ stream[0].T / reads.scale(stream)[0]).T
+    all_logits, values = logits_and_values(model, tokens, [last])
+    logits = to_logits.uncapped(wide(all_logits[0]).to(tokens.device))
     expected = (logits - logits.mean(-1, keepdim=True))[:, tokens[0]]
-    off = (got - expected) - (got - expected).mean(0)  # a bias adds the same at every token
-    rounding = 0.02 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.15
-    if not float(off.norm()) <= rounding * float((expected - expected.mean(0)).norm()):
+    stream = wide(values[last]).to(tokens.device)
+    directions = to_logits.direction(tokens)[0]
+    computed = (directions @ stream[0].T / to_logits.scale(stream)[0]).T
+    difference = computed - expected
+    error = (difference - difference.mean(0)).norm()  # a bias adds the same at every token
+    spread = (expected - expected.mean(0)).norm()
+    rounding = _rounding(next(model.parameters()).dtype, _LOGIT_ROUNDING)
+    if not float(error) <= rounding * float(spread):
         raise ModelError(
             f"the logits of {name} are not W_U · norm(residual stream), even with a factor or cap from its "
             f"configuration, so a head's contribution to them is unknown"

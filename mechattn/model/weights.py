@@ -53,13 +53,13 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
             f"model by its name, its directory, or as a transformers model"
         )
     with making:
-        made = _drawn(facts.native, kind, seed)
-    drawn = load_model(made, tokenizer=hooked.tokenizer)
+        native = _drawn(facts.native, kind, seed)
+    drawn = load_model(native, tokenizer=hooked.tokenizer)
     drawn.cfg.model_name = f"{hooked.cfg.model_name}, random weights ({kind}, seed {seed})"
     drawn.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
-    known = facts_of(drawn)
-    assert known is not None, "load_model remembers what it made"
-    known.weights = f"random: {kind}, seed {seed}"
+    facts_of_drawn = facts_of(drawn)
+    assert facts_of_drawn is not None, "load_model remembers what it made"
+    facts_of_drawn.weights = f"random: {kind}, seed {seed}"
     return drawn
 
 
@@ -82,21 +82,22 @@ def _drawn(native: Any, kind: Kind, seed: int) -> Any:
     config._attn_implementation_internal = None  # the class chooses its attention again
     with torch.random.fork_rng():  # the random state of the process and of every GPU is restored
         torch.manual_seed(seed)
-        made = type(native)(config)
-    made.generation_config = getattr(native, "generation_config", None)
-    made = made.to(device=device_of(native), dtype=next(native.parameters()).dtype)
+        drawn = type(native)(config)
+    drawn.generation_config = getattr(native, "generation_config", None)
+    drawn = drawn.to(device=device_of(native), dtype=next(native.parameters()).dtype)
     if kind == "shuffled":
         generator = torch.Generator().manual_seed(seed)
-        made.load_state_dict(native.state_dict())
+        drawn.load_state_dict(native.state_dict())
         with torch.no_grad():
-            for _, values in sorted(made.named_parameters()):  # a tied parameter occurs once
+            for _, values in sorted(drawn.named_parameters()):  # a tied parameter occurs once
                 order = torch.randperm(values.numel(), generator=generator)
                 values.copy_(values.flatten()[order.to(values.device)].view_as(values))
-    return made
+    return drawn
 
 
 _STORED = (".safetensors", ".bin", ".json", ".model")
-_STRETCH, _STRETCHES = 2**18, 64
+_STRETCH = 2**18  # bytes of a file that are hashed in one piece
+_STRETCHES = 64  # pieces of a file
 _FEW = 64  # numbers of a parameter that are compared before its last hash is reused
 _WHOLE = 2**20  # a parameter with more numbers is hashed by this many, evenly spaced
 
@@ -108,16 +109,16 @@ def weights_hash(model: Any) -> str:
     stored = source.state_dict()
     tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
     # A tensor made in inference mode does not count how often it was written to.
-    now = [
-        (t.data_ptr(), 0 if t.is_inference() else t._version, _sample(t, _FEW))
-        for t in tensors.values()
-    ]
-    if facts.hashed is None or facts.hashed[0] != now:
-        made = hashlib.sha256()
+    state = []
+    for values in tensors.values():
+        version = 0 if values.is_inference() else values._version
+        state.append((values.data_ptr(), version, _sample(values, _FEW)))
+    if facts.hashed is None or facts.hashed[0] != state:
+        digest = hashlib.sha256()
         for name, values in tensors.items():
-            made.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
-            made.update(_sample(unoffloaded(source, name, values), _WHOLE))
-        facts.hashed = (now, made.hexdigest()[:16])
+            digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
+            digest.update(_sample(unoffloaded(source, name, values), _WHOLE))
+        facts.hashed = (state, digest.hexdigest()[:16])
     return facts.hashed[1]
 
 
@@ -131,25 +132,26 @@ def stored_hash(name: str) -> str | None:
             files = [place]
         else:
             return None
-        made = hashlib.sha256()
+        digest = hashlib.sha256()
         for path in sorted(files):
             size = path.stat().st_size
-            made.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
+            digest.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
+            step = max(_STRETCH, -(-size // _STRETCHES))
             with open(path, "rb") as stored:
-                for start in range(0, size, max(_STRETCH, -(-size // _STRETCHES))):
+                for start in range(0, size, step):
                     stored.seek(start)
-                    made.update(stored.read(_STRETCH))
-        return made.hexdigest()[:16]
+                    digest.update(stored.read(_STRETCH))
+        return digest.hexdigest()[:16]
     except OSError:
         return None
 
 
 def revision(model: Any) -> str | None:
     """The hub commit that the weights come from; None for a directory, a toy or a model object."""
-    found = getattr(
-        getattr((facts_of(model) or ModelFacts()).native, "config", None), "_commit_hash", None
-    )
-    return None if found is None else str(found)
+    facts = facts_of(model) or ModelFacts()
+    config = getattr(facts.native, "config", None)
+    commit = getattr(config, "_commit_hash", None)
+    return None if commit is None else str(commit)
 
 
 def _sample(values: Float[Tensor, ...], most: int) -> bytes:

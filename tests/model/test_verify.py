@@ -7,7 +7,7 @@ import mechattn as ma
 from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import toy_names
 from mechattn.model.hooks import attention_layers
-from mechattn.model.verify.layer_checks import Shown, check_layers
+from mechattn.model.verify.layer_checks import ProbedHooks, check_layers
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
 
@@ -228,7 +228,7 @@ def test_a_massive_entry_in_bfloat16_is_no_fault(toy, fault, outcome):
     after[0, 5, 5] += fault
     by_name = {f"blocks.0.hook_{name}": value.float() for name, value in rounded.items()}
     by_name["blocks.0.hook_resid_post"] = after
-    shown = Shown(toy, by_name, torch.bfloat16, 24)
+    shown = ProbedHooks(toy, by_name, torch.bfloat16, 24)
     checks = {check.name: check for check in check_layers(shown)}
     assert checks["residual"].outcome == outcome
     exact = sum(value.float() for value in rounded.values())

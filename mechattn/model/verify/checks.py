@@ -21,7 +21,7 @@ from mechattn.model.several_devices import device_of
 from mechattn.model.verify import verification as probe
 from mechattn.model.verify.config_fields import check_config
 from mechattn.model.verify.kernel_check import attention_of, check_kernel, run_native
-from mechattn.model.verify.layer_checks import Shown, check_layers, is_read
+from mechattn.model.verify.layer_checks import ProbedHooks, check_layers, is_read
 from mechattn.model.verify.verification import Check, Report, compare_positions
 
 Logits = Float[Tensor, "1 pos d_vocab"]
@@ -60,7 +60,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         kernel,
         check_config(model, facts.native),
         *_weights(facts, native_logits, tolerance),
-        *check_layers(Shown(model, hook_values, dtype, tokens.shape[1])),
+        *check_layers(ProbedHooks(model, hook_values, dtype, tokens.shape[1])),
         _padding(logits, tolerance),
         check_neighbours(model, facts.native, tokens, logits_alone, tolerance),
         _bos(model),

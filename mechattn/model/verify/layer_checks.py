@@ -56,7 +56,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Shown:
+class ProbedHooks:
     """What the hooks showed of the probe, the first row of the batch, in float32."""
 
     model: HookedModel
@@ -81,15 +81,15 @@ def is_read(name: str) -> bool:
     return name in READ_HOOKS
 
 
-def check_layers(shown: Shown) -> list[Check]:
+def check_layers(probe: ProbedHooks) -> list[Check]:
     """All checks of this file."""
     return [
-        _rows(shown),
-        _mask(shown),
-        _scores(shown),
-        _values(shown),
-        _heads(shown),
-        _residual(shown),
+        _rows(probe),
+        _mask(probe),
+        _scores(probe),
+        _values(probe),
+        _heads(probe),
+        _residual(probe),
     ]
 
 
@@ -101,11 +101,11 @@ def gate_function(detail: str) -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def _rows(shown: Shown) -> Check:
+def _rows(probe: ProbedHooks) -> Check:
     """Check that each query's probabilities add up to 1, or to less where a sink takes the rest."""
-    has_sinks = hooks.has_sinks(shown.model)
+    has_sinks = hooks.has_sinks(probe.model)
     pairs = {}
-    for layer, pattern in shown.each_layer("attn.hook_pattern"):
+    for layer, pattern in probe.each_layer("attn.hook_pattern"):
         sums = pattern[0].sum(-1)
         expected = sums.clamp(0, 1) if has_sinks else torch.ones_like(sums)
         pairs[layer] = (sums, expected)
@@ -113,25 +113,25 @@ def _rows(shown: Shown) -> Check:
     detail = "rows of the pattern sum to 1"
     if has_sinks:
         detail = "rows of the pattern sum to at most 1 (learned sinks)"
-    tolerance = max(10 * PROBABILITY[shown.dtype], 1e-4)
+    tolerance = max(10 * PROBABILITY[probe.dtype], 1e-4)
     remedy = "hook_pattern shows no probabilities"
     return compare("rows", pairs, tolerance, detail, remedy, scale=1.0)
 
 
-def _mask(shown: Shown) -> Check:
+def _mask(probe: ProbedHooks) -> Check:
     """Check that keys that a query cannot see have no mass and, if scores show it, that no visible key is masked."""
-    length = shown.length
-    masked_score = torch.finfo(shown.dtype).min / 2
+    length = probe.length
+    masked_score = torch.finfo(probe.dtype).min / 2
     pairs = {}
     windows_beyond_probe = []
-    for layer, pattern in shown.each_layer("attn.hook_pattern"):
-        window = hooks.attention_window(shown.model, layer)
+    for layer, pattern in probe.each_layer("attn.hook_pattern"):
+        window = hooks.attention_window(probe.model, layer)
         if window is not None and window >= length:
             windows_beyond_probe.append(window)
 
         visible = visible_keys(torch.arange(length), length, window)
         stray_mass = pattern[0].masked_fill(visible, 0.0).amax()
-        scores = shown.of_layer(layer, "attn.hook_attn_scores")
+        scores = probe.of_layer(layer, "attn.hook_attn_scores")
         if scores is None:
             scores = pattern
         is_masked = scores[0] < masked_score
@@ -146,30 +146,30 @@ def _mask(shown: Shown) -> Check:
     return compare("mask", pairs, 1e-6, detail, remedy, scale=1.0)
 
 
-def _scores(shown: Shown) -> Check:
+def _scores(probe: ProbedHooks) -> Check:
     pairs = {}
-    for layer, pattern in shown.each_layer("attn.hook_pattern"):
-        scores = shown.of_layer(layer, "attn.hook_attn_scores")
+    for layer, pattern in probe.each_layer("attn.hook_pattern"):
+        scores = probe.of_layer(layer, "attn.hook_attn_scores")
         if scores is not None and scores.shape == pattern.shape:
             row_sums = pattern[0].sum(-1, keepdim=True)  # below 1 where a sink takes the rest
             pairs[layer] = (scores[0].softmax(-1) * row_sums, pattern[0])
 
     detail = "softmax of hook_attn_scores against the pattern"
-    check = compare("scores", pairs, PROBABILITY[shown.dtype], detail, "", scale=1.0)
+    check = compare("scores", pairs, PROBABILITY[probe.dtype], detail, "", scale=1.0)
     return limited(
         check, "hook_attn_scores does not hold the scores; analyses read queries and keys instead"
     )
 
 
 @torch.no_grad()
-def _values(shown: Shown) -> Check:
+def _values(probe: ProbedHooks) -> Check:
     """Check that pattern · v is z or, if not, that a gate or a norm after it gives z."""
-    model = shown.model
+    model = probe.model
     pairs: dict[int, Pair] = {}
     gates: dict[int, Tensor | None] = {}
-    for layer, pattern in shown.each_layer("attn.hook_pattern"):
-        stored_v = shown.of_layer(layer, "attn.hook_v")
-        stored_z = shown.of_layer(layer, "attn.hook_z")
+    for layer, pattern in probe.each_layer("attn.hook_pattern"):
+        stored_v = probe.of_layer(layer, "attn.hook_v")
+        stored_z = probe.of_layer(layer, "attn.hook_z")
         if stored_v is None or stored_z is None:
             reason = f"layer {layer} fires no hook_v or no hook_z"
             return Check("values", "limited", detail=f"{VALUES_DETAIL}: {reason}")
@@ -183,18 +183,18 @@ def _values(shown: Shown) -> Check:
             return Check("values", "limited", detail=f"{VALUES_DETAIL}: layer {layer}: {reason}")
 
         pairs[layer] = (mixed, z)
-        gates[layer] = _gate_input(shown, layer)
+        gates[layer] = _gate_input(probe, layer)
 
     detail = VALUES_DETAIL + _steps_after_hook_v(model, pairs)
-    check = compare("values", pairs, TOLERANCE[shown.dtype][1], detail, "")
+    check = compare("values", pairs, TOLERANCE[probe.dtype][1], detail, "")
     if check.outcome == "failed":
-        return _explained(shown, check, pairs, gates)
+        return _explained(probe, check, pairs, gates)
     return check
 
 
-def _gate_input(shown: Shown, layer: int) -> Tensor | None:
+def _gate_input(probe: ProbedHooks, layer: int) -> Tensor | None:
     for name in GATES:
-        value = shown.of_layer(layer, f"attn.{name}")
+        value = probe.of_layer(layer, f"attn.{name}")
         if value is not None:
             return value[0]
     return None
@@ -229,21 +229,21 @@ def _mixed(
 
 
 def _explained(
-    shown: Shown,
+    probe: ProbedHooks,
     check: Check,
     pairs: Mapping[int, Pair],
     gates: Mapping[int, Float[Tensor, ...] | None],
 ) -> Check:
     """The check if the mix is not z: limited if in each such layer a known step turns it into z, otherwise failed."""
-    tolerance = TOLERANCE[shown.dtype][1]
+    tolerance = TOLERANCE[probe.dtype][1]
     steps = []
     for layer, (mixed, z) in pairs.items():
         check_of_layer = compare("values", {layer: (mixed, z)}, tolerance, check.detail, "")
         if check_of_layer.outcome != "failed":
             continue
-        step = _step_to_z(shown.model, layer, mixed, z, gates[layer], tolerance)
+        step = _step_to_z(probe.model, layer, mixed, z, gates[layer], tolerance)
         if step is None:
-            reason = _unknown_parts(shown.model, layer)
+            reason = _unknown_parts(probe.model, layer)
             if not reason:
                 reason = "the hooked pattern is not the one that mixes the values"
             return replace(check_of_layer, remedy=f"{reason}; {ANOTHER_VERSION}")
@@ -302,15 +302,15 @@ def _unknown_parts(model: HookedModel, layer: int) -> str:
     return f"its attention has {', '.join(parts)}, and mechattn does not know how these turn pattern · v into z"
 
 
-def _heads(shown: Shown) -> Check:
+def _heads(probe: ProbedHooks) -> Check:
     """Check that the heads' outputs add up to the attention output."""
     pairs = {}
-    for layer, stored_z in shown.each_layer("attn.hook_z"):
-        z = _by_head(shown.model, stored_z)
-        total = _sum_of_heads(shown.model, layer, z)
+    for layer, stored_z in probe.each_layer("attn.hook_z"):
+        z = _by_head(probe.model, stored_z)
+        total = _sum_of_heads(probe.model, layer, z)
         outputs = []
         for name in ("attn.hook_out", "hook_attn_out"):
-            output = shown.of_layer(layer, name)
+            output = probe.of_layer(layer, name)
             if output is not None and total is not None and output.shape == total.shape:
                 outputs.append(output[0])
         if total is None or not outputs:
@@ -322,7 +322,7 @@ def _heads(shown: Shown) -> Check:
         pairs[layer] = (total[0], outputs[errors.index(min(errors))])
 
     remedy = f"the heads' outputs are not what reaches the residual stream; {ANOTHER_VERSION}"
-    return compare("heads", pairs, TOLERANCE[shown.dtype][1], OUTPUT_DETAIL, remedy)
+    return compare("heads", pairs, TOLERANCE[probe.dtype][1], OUTPUT_DETAIL, remedy)
 
 
 def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
@@ -342,24 +342,24 @@ def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
     return total + b_o.detach().float().cpu()
 
 
-def _residual(shown: Shown) -> Check:
+def _residual(probe: ProbedHooks) -> Check:
     """Check that the stream after a layer is that before it, plus attention, plus MLP."""
     pairs = {}
-    for layer in hooks.attention_layers(shown.model):
-        before = shown.of_layer(layer, "hook_resid_pre")
-        attention = shown.of_layer(layer, "hook_attn_out")
-        mlp = shown.of_layer(layer, "hook_mlp_out")
-        after = shown.of_layer(layer, "hook_resid_post")
+    for layer in hooks.attention_layers(probe.model):
+        before = probe.of_layer(layer, "hook_resid_pre")
+        attention = probe.of_layer(layer, "hook_attn_out")
+        mlp = probe.of_layer(layer, "hook_mlp_out")
+        after = probe.of_layer(layer, "hook_resid_post")
         if before is None or attention is None or mlp is None or after is None:
             continue
         # Rounded after each addition as the model's are: in bfloat16 the rounding of an entry of 12,000 is half the
         # root mean square of all.
-        middle = (before[0] + attention[0]).to(shown.dtype).float()
-        total = (middle + mlp[0]).to(shown.dtype).float()
+        middle = (before[0] + attention[0]).to(probe.dtype).float()
+        total = (middle + mlp[0]).to(probe.dtype).float()
         pairs[layer] = (total, after[0])
 
     detail = "residual + attention + MLP = residual after"
-    check = compare("residual", pairs, TOLERANCE[shown.dtype][1], detail, "")
+    check = compare("residual", pairs, TOLERANCE[probe.dtype][1], detail, "")
     return limited(
         check,
         "the hooked parts do not add up to the residual stream, so analyses of updates refuse this model",
