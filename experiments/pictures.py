@@ -443,8 +443,8 @@ def interventions() -> Picture:
             head=True,
         )
     acts = [
-        (90, 40, "Transplant", "k, v of inserted tokens"),
-        (205, 76, "Knockout", "edges removed"),
+        (90, 40, "KVPatch", "k, v of inserted tokens"),
+        (205, 76, "AttentionKnockout", "edges removed"),
         (315, 40, "AffineAttention, HeadAblation", "λz + Σσ; 0 or the mean"),
         (500, 76, "ARM", "activations near zero"),
     ]

@@ -210,7 +210,7 @@ def card(folder: Path, problems: int) -> None:
         conditions = {
             "slash": slash,
             "hidden": slash.masked(),
-            "others": slash.under(ma.interventions.Transplant("inserted", others)),
+            "others": slash.under(ma.interventions.KVPatch("inserted", others)),
         }
         made = ma.evaluate(model, questions, conditions, new_tokens=6)
         right = made.accuracy().set_index("condition").accuracy

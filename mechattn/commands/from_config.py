@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from mechattn.analysis import ANALYSES as KINDS
 from mechattn.analysis.analysis import Analysis
 from mechattn.errors import OptionError
-from mechattn.interventions.ablation import HeadAblation, Knockout
+from mechattn.interventions.ablation import AttentionKnockout, HeadAblation
 from mechattn.interventions.arm import ARM
 from mechattn.prompts import conditions as kinds
 from mechattn.prompts import fillers
@@ -36,7 +36,7 @@ CONDITION_CLASSES = (
 )
 CONDITIONS = {kind.__name__: kind for kind in CONDITION_CLASSES}
 ANALYSES = {kind.__name__: kind for kind in KINDS}
-INTERVENTIONS = {kind.__name__: kind for kind in (ARM, Knockout, HeadAblation)}
+INTERVENTIONS = {kind.__name__: kind for kind in (ARM, AttentionKnockout, HeadAblation)}
 
 
 def made_conditions(

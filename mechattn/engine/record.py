@@ -156,7 +156,7 @@ def record_keys_values(
     layers: Iterable[int] | int | None = None,
     seed: int = 0,
 ) -> KeysValues:
-    """Record keys and values of one segment's tokens under a condition, for :class:`Transplant`.
+    """Record keys and values of one segment's tokens under a condition, for :class:`KVPatch`.
 
     Keeps ``2 × tokens × kv_heads × d_head`` numbers per prompt and layer, in the model's precision.
 

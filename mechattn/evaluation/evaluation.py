@@ -386,7 +386,7 @@ class Evaluation:
         Problems whose own and donor's answers are equal or unreadable are left out (counted as ``alike``).
 
         Args:
-            condition: The condition with the :class:`~mechattn.interventions.recorded.Transplant`.
+            condition: The condition with the :class:`~mechattn.interventions.recorded.KVPatch`.
             donors: The donor of each problem's keys and values: ``KeysValues.donors``.
             without: The same condition without the transplant, which gives both reference answers.
             level: The level of the interval.

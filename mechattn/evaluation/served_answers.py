@@ -186,9 +186,7 @@ def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
                 kind = type(sequence.interventions[0]).__name__
                 reason = f"intervenes ({kind}), which needs hooks inside the model"
             elif sequence.edge_mask is not None:
-                reason = (
-                    "hides tokens from others (.masked() or Knockout), and a server takes no mask"
-                )
+                reason = "hides tokens from others (.masked() or AttentionKnockout), and a server takes no mask"
             elif sequence.keeps_positions:
                 reason = "keeps positions (.unshifted()), and a server counts them itself"
             else:

@@ -1,11 +1,11 @@
 """What can be changed inside a forward pass: interventions."""
 
+from mechattn.interventions.ablation import AttentionKnockout as AttentionKnockout
 from mechattn.interventions.ablation import HeadAblation as HeadAblation
-from mechattn.interventions.ablation import Knockout as Knockout
 from mechattn.interventions.arm import ARM as ARM
 from mechattn.interventions.recorded import AffineAttention as AffineAttention
 from mechattn.interventions.recorded import KeysValues as KeysValues
-from mechattn.interventions.recorded import Transplant as Transplant
+from mechattn.interventions.recorded import KVPatch as KVPatch
 
 
 def __dir__() -> list[str]:

@@ -109,11 +109,11 @@ _ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")
 
 
 @dataclass(frozen=True)
-class Knockout:
+class AttentionKnockout:
     """Hide the keys of some segments from the queries of others; the softmax is over the rest
     (arXiv:2304.14767).
 
-    A token always sees itself. ``Knockout(keys="inserted")`` equals ``.masked()``.
+    A token always sees itself. ``AttentionKnockout(keys="inserted")`` equals ``.masked()``.
 
     Args:
         queries: The segment or segments of the affected queries; all but the inserted tokens by
@@ -143,8 +143,8 @@ class Knockout:
         """
         if sequence.edge_mask is not None:
             raise OptionError(
-                "this sequence already has cut edges (masked, or another Knockout): use a single "
-                "Knockout"
+                "this sequence already has cut edges (masked, or another AttentionKnockout): use a single "
+                "AttentionKnockout"
             )
 
         query_segments = _as_tuple(self.queries)

@@ -228,7 +228,7 @@ class KeysValues:
 
 
 @dataclass(frozen=True, eq=False)
-class Transplant:
+class KVPatch:
     """Replace keys and values at a segment's tokens by those of another run.
 
     ``k[l, i], v[l, i] → k′[l, i], v′[l, i]``
@@ -299,7 +299,7 @@ class Transplant:
         _refuse_unrecorded(
             [prompt for prompt in prompts if self.recorded.donor(prompt) not in self.recorded.of],
             prompts,
-            "a Transplant acts only on the prompts that record_keys_values recorded",
+            "a KVPatch acts only on the prompts that record_keys_values recorded",
         )
 
     def check_sequence(self, prompt: str, sequence: Tokens) -> None:
@@ -325,7 +325,7 @@ class Transplant:
             tokens = target()
             if tokens.segments is None:
                 raise OptionError(
-                    "a Transplant needs the segment of each token: use it in run or evaluate"
+                    "a KVPatch needs the segment of each token: use it in run or evaluate"
                 )
             mask = torch.zeros(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
             of_rows = tokens.segments == SEGMENTS.index(self.segment)
@@ -356,7 +356,7 @@ class Transplant:
             yield
 
     def __repr__(self) -> str:
-        return f"Transplant({self.segment!r}, from_={self.recorded!r}, layers={self.which})"
+        return f"KVPatch({self.segment!r}, from_={self.recorded!r}, layers={self.which})"
 
     on = on
 

@@ -25,7 +25,7 @@ class Condition(Protocol):
 
 @runtime_checkable
 class Marks(Protocol):
-    """An intervention that marks the sequence, such as ``Knockout``."""
+    """An intervention that marks the sequence, such as ``AttentionKnockout``."""
 
     def marked(self, sequence: Sequence) -> Sequence: ...
 

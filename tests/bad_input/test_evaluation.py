@@ -25,7 +25,7 @@ def some():
         ({"grader": "exact"}, OptionError, "grader='exact'"),
         ({"new_tokens": 2000}, PromptTooLong, "2000 new ones are allowed"),
         (
-            {"conditions": {"x": SLASH.under(ma.interventions.Knockout(layers=1))}},
+            {"conditions": {"x": SLASH.under(ma.interventions.AttentionKnockout(layers=1))}},
             OptionError,
             "in some layers only",
         ),
@@ -68,7 +68,10 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
             r"'x' intervenes \(ARM\), which needs",
         ),
         (
-            {"server": ADDRESS, "conditions": {"x": SLASH.under(ma.interventions.Knockout())}},
+            {
+                "server": ADDRESS,
+                "conditions": {"x": SLASH.under(ma.interventions.AttentionKnockout())},
+            },
             r"'x' hides tokens .*takes no mask",
         ),
         (

@@ -44,10 +44,10 @@ PROMPT = "Tom has 3 apples."
         (lambda: ma.interventions.ARM(layers=()), r"layers=\(\)"),
         (lambda: ma.interventions.ARM(layers=-1), "layers=-1"),
         (
-            lambda: ma.interventions.Knockout("questions"),
+            lambda: ma.interventions.AttentionKnockout("questions"),
             "queries='questions': choose among 'first'",
         ),
-        (lambda: ma.interventions.Knockout(keys=()), r"keys=\(\): choose among"),
+        (lambda: ma.interventions.AttentionKnockout(keys=()), r"keys=\(\): choose among"),
         (lambda: ma.interventions.AffineAttention(parts="all"), "parts='all'"),
         (
             lambda: ma.analyses.MlpActivations("percentile"),
@@ -79,7 +79,10 @@ def test_percentiles_that_are_taken():
     ("intervention", "message"),
     [
         (ma.interventions.ARM(layers=9), "layer 9 is out of range"),
-        (ma.interventions.Knockout("question", "question", layers=9), "layer 9 is out of range"),
+        (
+            ma.interventions.AttentionKnockout("question", "question", layers=9),
+            "layer 9 is out of range",
+        ),
         (ma.interventions.AffineAttention(scale=0.5, layers=9), "layer 9 is out of range"),
         (ma.interventions.AffineAttention(scale=torch.ones(3)), "give a number, or 8 numbers"),
         (ma.interventions.AffineAttention(shift=torch.ones(3, 16)), r"give \[head d_head\]"),

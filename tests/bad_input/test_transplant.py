@@ -17,26 +17,24 @@ def recorded(toy):
 
 def test_options(recorded):
     with pytest.raises(OptionError, match=r"give the result of ma.record_keys_values"):
-        ma.interventions.Transplant("inserted")
+        ma.interventions.KVPatch("inserted")
     with pytest.raises(OptionError, match=r"segment='filler': choose one of"):
-        ma.interventions.Transplant("filler", recorded)
+        ma.interventions.KVPatch("filler", recorded)
     with pytest.raises(OptionError, match=r"recorded at 'inserted' tokens, not at 'question'"):
-        ma.interventions.Transplant("question", recorded)
+        ma.interventions.KVPatch("question", recorded)
     with pytest.raises(OptionError, match=r"layers=1: the recorded layers are \[0\]"):
-        ma.interventions.Transplant("inserted", recorded, layers=1)
+        ma.interventions.KVPatch("inserted", recorded, layers=1)
 
 
 def test_other_prompts_and_other_lengths(toy, recorded, prompts):
     longer = {
-        "longer": ma.MeaninglessTokens("/", 4).under(
-            ma.interventions.Transplant("inserted", recorded)
-        )
+        "longer": ma.MeaninglessTokens("/", 4).under(ma.interventions.KVPatch("inserted", recorded))
     }
     with pytest.raises(
         OptionError, match=r"has 4 inserted tokens, but 3 were recorded for prompt 0"
     ):
         ma.run(toy, prompts[:2], longer)
-    unknown = {"unknown": SLASH.under(ma.interventions.Transplant("inserted", recorded))}
+    unknown = {"unknown": SLASH.under(ma.interventions.KVPatch("inserted", recorded))}
     with pytest.raises(OptionError, match=r"prompt '2' was not recorded"):
         ma.evaluate(toy, prompts[:3], unknown, new_tokens=2)
 
@@ -66,9 +64,7 @@ def test_a_model_whose_other_layers_carry_on(tokenizer, prompts):
     hybrid = ma.load_model(tiny_model("Qwen3-Next (hybrid)", len(tokenizer)), tokenizer=tokenizer)
     recorded = ma.record_keys_values(hybrid, prompts[:2], SLASH)
     swapped = {
-        "swapped": SLASH.under(
-            ma.interventions.Transplant("inserted", recorded.from_other_prompts())
-        )
+        "swapped": SLASH.under(ma.interventions.KVPatch("inserted", recorded.from_other_prompts()))
     }
     with pytest.raises(OptionError, match="the other layers pass on these tokens' content"):
         ma.run(hybrid, prompts[:2], swapped)
@@ -76,7 +72,7 @@ def test_a_model_whose_other_layers_carry_on(tokenizer, prompts):
 
 def test_outside_of_run_and_evaluate_segments_are_not_known(toy, recorded):
     with (
-        ma.interventions.Transplant("inserted", recorded).on(toy, ["0"]),
+        ma.interventions.KVPatch("inserted", recorded).on(toy, ["0"]),
         pytest.raises(OptionError, match="the segment of each"),
     ):
         toy(torch.tensor([[1, 5, 6]]))

@@ -71,7 +71,7 @@ def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, some
     condition = {
         "masked": SLASH.masked(),
         "unshifted": SLASH.unshifted(),
-        "cut": SLASH.under(ma.interventions.Knockout(("question", "answer"), "inserted")),
+        "cut": SLASH.under(ma.interventions.AttentionKnockout(("question", "answer"), "inserted")),
     }[variant]
     sequence = condition.apply(some[0], model)
     other = ma.Baseline().apply(some[1], model)

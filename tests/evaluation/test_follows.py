@@ -16,8 +16,8 @@ def evaluated(model, prompts, condition, new_tokens):
     others = recorded.from_other_prompts()
     conditions = {
         "filler": condition,
-        "own": condition.under(ma.interventions.Transplant("inserted", recorded)),
-        "another's": condition.under(ma.interventions.Transplant("inserted", others)),
+        "own": condition.under(ma.interventions.KVPatch("inserted", recorded)),
+        "another's": condition.under(ma.interventions.KVPatch("inserted", others)),
     }
     return ma.evaluate(model, prompts, conditions, new_tokens=new_tokens), others.donors
 

@@ -23,7 +23,7 @@ CONDITIONS = {
     "arm": ma.Baseline(intervention=ma.interventions.ARM(c=0.3, layers=(0, 3))),
     "ablation": ma.Baseline(intervention=ma.interventions.HeadAblation(((0, 1), (3, 2)))),
     "knockout": ma.Baseline(
-        intervention=ma.interventions.Knockout("question", "first", layers=(0, 3))
+        intervention=ma.interventions.AttentionKnockout("question", "first", layers=(0, 3))
     ),
 }
 UNDEFINED = {"toy:llama": ma.analyses.ScoreDecomposition}  # under RoPE
@@ -101,7 +101,7 @@ def recorded(model):
     interventions = ma.interventions
     affine = ma.record_affine(model, prompts, SLASH.unshifted(), layers=[0, 3])
     means = ma.head_means(model, other)
-    filler = interventions.Transplant(
+    filler = interventions.KVPatch(
         "inserted", ma.record_keys_values(model, prompts, ma.MeaninglessTokens(".", 9))
     )
     conditions = {

@@ -19,7 +19,7 @@ def measured(model, prompts, conditions, engine, layers=None):
 def test_all_edges_to_the_inserted_span_are_what_masked_cuts(toy, prompts, engine):
     conditions = {
         "masked": SLASH.masked(),
-        "cut": SLASH.under(ma.interventions.Knockout()),
+        "cut": SLASH.under(ma.interventions.AttentionKnockout()),
         "slash": SLASH,
     }
     result = measured(toy, prompts, conditions, engine)
@@ -36,9 +36,11 @@ def test_engines_agree_on_any_edges(toy, prompts):
     """The question doesn't see the system prompt, in two layers; inserted tokens don't see each other."""
     conditions = {
         "system": ma.Baseline(
-            intervention=ma.interventions.Knockout("question", "system", layers=(1, 2))
+            intervention=ma.interventions.AttentionKnockout("question", "system", layers=(1, 2))
         ),
-        "inserted": SLASH.under(ma.interventions.Knockout("inserted", ("inserted", "system"))),
+        "inserted": SLASH.under(
+            ma.interventions.AttentionKnockout("inserted", ("inserted", "system"))
+        ),
     }
     one, other = (measured(toy, prompts, conditions, engine) for engine in ("streaming", "hooks"))
     for name in ("received_attention", "affine_shift", "segment_flow"):
@@ -64,7 +66,9 @@ def test_engines_agree_on_any_edges(toy, prompts):
 
 def test_nulls_of_cut_layers_differ_from_those_of_the_others(toy, prompts):
     conditions = {
-        "cut": ma.Baseline(intervention=ma.interventions.Knockout("question", "system", layers=2))
+        "cut": ma.Baseline(
+            intervention=ma.interventions.AttentionKnockout("question", "system", layers=2)
+        )
     }
     data = measured(toy, prompts, conditions, "streaming")["received_attention"]
     null = data.received_by_segment_uniform.sel(segment="question")
@@ -79,7 +83,7 @@ def test_a_token_always_sees_itself(toy, engine):
     """A question whose tokens see nothing else gives all of its attention to itself."""
     prompt = ma.Prompt("Tom has 3 apples.", id="a")
     condition = ma.Baseline(
-        intervention=ma.interventions.Knockout(
+        intervention=ma.interventions.AttentionKnockout(
             "question", ("first", "template", "system", "question")
         )
     )
@@ -104,8 +108,8 @@ def test_a_token_always_sees_itself(toy, engine):
 
 def test_an_edge_that_is_not_there_cannot_be_cut(toy):
     for condition in (
-        ma.Baseline(intervention=ma.interventions.Knockout()),
-        SLASH.under(ma.interventions.Knockout("system", "question")),
+        ma.Baseline(intervention=ma.interventions.AttentionKnockout()),
+        SLASH.under(ma.interventions.AttentionKnockout("system", "question")),
     ):
         with pytest.raises(OptionError, match="cuts no edge"):
             condition.apply(ma.Prompt("Tom has 3 apples.", system="Solve.", id="a"), toy)
@@ -124,14 +128,14 @@ def test_a_model_that_takes_no_notice_is_found(tokenizer):
 
 def test_two_cuts_at_once_are_refused():
     with pytest.raises(OptionError, match="already has cut edges"):
-        SLASH.masked().under(ma.interventions.Knockout("question", "system")).apply(
+        SLASH.masked().under(ma.interventions.AttentionKnockout("question", "system")).apply(
             ma.Prompt("Tom has 3 apples.", id="a"), ma.load_model("toy:llama")
         )
 
 
 def test_a_masked_layer_in_the_middle(toy, prompts):
     """Edges cut in layer 1 leave layer 0 as it was, and change what comes after."""
-    conditions = {"cut": SLASH.under(ma.interventions.Knockout(layers=1)), "slash": SLASH}
+    conditions = {"cut": SLASH.under(ma.interventions.AttentionKnockout(layers=1)), "slash": SLASH}
     received = measured(toy, prompts, conditions, "streaming")[
         "received_attention"
     ].received_by_segment

@@ -65,7 +65,7 @@ def test_later_tokens_read_the_other_prompts_filler(name, layers, shared):
     prompts = two_prompts(model)
     recorded = ma.record_keys_values(model, prompts, condition)
     swapped = condition.under(
-        ma.interventions.Transplant("inserted", recorded.from_other_prompts(), layers)
+        ma.interventions.KVPatch("inserted", recorded.from_other_prompts(), layers)
     )
     native, (first, second) = native_of(model), [condition.apply(p, model) for p in prompts]
     start = int(first.inserted.nonzero()[0])
@@ -106,7 +106,7 @@ def test_answers_are_those_of_an_edited_cache(name, problems, shared):
         p for p, sequence in made.items() if len(sequence) == max(lengths, key=lengths.count)
     ][:8]
     recorded = ma.record_keys_values(model, prompts, condition).from_other_prompts()
-    swapped = condition.under(ma.interventions.Transplant("inserted", recorded))
+    swapped = condition.under(ma.interventions.KVPatch("inserted", recorded))
     changed = 0
     for prompt in prompts:
         sequences = [made[p] for p in prompts if p.id in (prompt.id, recorded.donor(prompt.id))]
@@ -152,10 +152,8 @@ def test_every_family_with_and_without_hooks(family, shared):
     model = shared(family)
     prompts, condition = two_prompts(model), OneToken()
     recorded = ma.record_keys_values(model, prompts, condition)
-    swapped = condition.under(
-        ma.interventions.Transplant("inserted", recorded.from_other_prompts())
-    )
-    own = condition.under(ma.interventions.Transplant("inserted", recorded))
+    swapped = condition.under(ma.interventions.KVPatch("inserted", recorded.from_other_prompts()))
+    own = condition.under(ma.interventions.KVPatch("inserted", recorded))
     plain, native = (
         native_logits(model, condition, prompts[0]),
         native_logits(model, swapped, prompts[0]),
@@ -170,7 +168,7 @@ def test_a_batch_padded_on_the_left(toy):
     prompts = ma.load_prompts("word-problems", limit=3)
     condition = ma.MeaninglessTokens("/", 6, "middle")
     swapped = condition.under(
-        ma.interventions.Transplant(
+        ma.interventions.KVPatch(
             "inserted", ma.record_keys_values(toy, prompts, condition).from_other_prompts()
         )
     )
@@ -186,12 +184,12 @@ def test_in_run(toy):
     recorded = ma.record_keys_values(toy, prompts, condition)
     conditions = {
         "slash": condition,
-        "own": condition.under(ma.interventions.Transplant("inserted", recorded)),
+        "own": condition.under(ma.interventions.KVPatch("inserted", recorded)),
         "other": condition.under(
-            ma.interventions.Transplant("inserted", recorded.from_other_prompts())
+            ma.interventions.KVPatch("inserted", recorded.from_other_prompts())
         ),
         "other, layer 3": condition.under(
-            ma.interventions.Transplant("inserted", recorded.from_other_prompts(), layers=3)
+            ma.interventions.KVPatch("inserted", recorded.from_other_prompts(), layers=3)
         ),
     }
     result = ma.run(toy, prompts, conditions, ma.ReceivedAttention())

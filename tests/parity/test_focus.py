@@ -378,7 +378,7 @@ def test_masked_tokens_and_knockouts(prompts, shared):
     """A query sees fewer keys: no hidden target, and vertical scores over the queries that do see the key."""
     falcon = shared("toy:falcon")
     slash = ma.MeaninglessTokens("/", 20, place="start")
-    edge_mask = slash.under(ma.interventions.Knockout("question", "inserted"))
+    edge_mask = slash.under(ma.interventions.AttentionKnockout("question", "inserted"))
     analyses = [
         ma.analyses.ScoreDecomposition(rank=2, per_query=True),
         ma.analyses.AttentionSinks(),

@@ -13,7 +13,7 @@ CONDITIONS = {
     "slash": SLASH,
     "masked": SLASH.masked(),
     "both": SLASH.masked().unshifted(),
-    "cut": SLASH.under(ma.interventions.Knockout("question", "inserted", layers=0)),
+    "cut": SLASH.under(ma.interventions.AttentionKnockout("question", "inserted", layers=0)),
     "sentence": ma.RandomSentence(5, draw=2),
     "arm": ma.Baseline(intervention=ma.interventions.ARM(control="random_channels")),
     "two": ma.Baseline(
@@ -34,7 +34,9 @@ def test_the_data_are_those_of_the_condition(name):
     for option, value in data["options"].items():
         assert getattr(inner, option) == value
     assert (data["masked"], data["unshifted"]) == (name in ("masked", "both"), name == "both")
-    acts = {"cut": ["Knockout"], "arm": ["ARM"], "two": ["ARM", "HeadAblation"]}.get(name, [])
+    acts = {"cut": ["AttentionKnockout"], "arm": ["ARM"], "two": ["ARM", "HeadAblation"]}.get(
+        name, []
+    )
     assert [act["kind"] for act in data["interventions"]] == acts
 
 
