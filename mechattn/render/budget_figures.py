@@ -84,13 +84,13 @@ def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.F
         OptionError: The budget was not measured, or there is no such condition.
     """
     dataset = result[NAME]
-    shown = result.conditions[1:] if conditions is None else list(conditions)
-    shown = [result.condition(name) for name in shown]
+    names = result.conditions[1:] if conditions is None else list(conditions)
+    shown = [result.condition(name) for name in names]
     titles = ["without (baseline)", *(f"with {name}" for name in shown)]
     rows = 2 if shown else 1
     below = [
         "change, mean over layers",
-        *(f"change of question → question, {name}" for name in shown),
+        *(f"change of the question, {name}" for name in shown),
     ]
     figure = draw.panels(
         titles + below * (rows - 1),
