@@ -1,4 +1,5 @@
-"""What can be measured: the analyses that `ma.run` takes, and the kinds of sinks in their results."""
+"""What can be measured: the analyses that `ma.run` takes, and the kinds of sinks in their
+results."""
 
 from mechattn.analysis.affine_shift import AffineShift as AffineShift
 from mechattn.analysis.analysis import QueryAnalysis as QueryAnalysis

@@ -1,7 +1,7 @@
 """The names of dimensions and of a sequence's segments; dimension names follow TransformerLens.
 
-``batch`` sequences in a forward pass, ``pos`` positions, ``query`` and ``key`` positions in their two roles, ``head``,
-``segment`` one of SEGMENTS. All positions, layers and heads count from 0.
+``batch`` sequences in a forward pass, ``pos`` positions, ``query`` and ``key`` positions in their
+two roles, ``head``, ``segment`` one of SEGMENTS. All positions, layers and heads count from 0.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 BASELINE = "baseline"  # the condition that every other is compared with
-# "first" is the first token of the baseline by itself, whatever text it belongs to: in most models it is the sink, and
-# holds a third of all attention.
+# "first" is the first token of the baseline by itself, whatever text it belongs to: in most models
+# it is the sink, and holds a third of all attention.
 SEGMENTS = ("first", "template", "system", "inserted", "question", "answer", "changed")
 _NAMED = re.compile(r"L(\d{1,6})H(\d{1,6})")
 

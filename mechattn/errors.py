@@ -6,15 +6,16 @@ from typing import Any, get_args
 
 from mechattn.markup import shown
 
-# Frames of these packages are passed over in the search of the user's line: run-time type checks put some between ours.
+# Frames of these packages are passed over in the search of the user's line: run-time type checks
+# put some between ours.
 _OURS = {"mechattn", "beartype", "jaxtyping"}
 
 
 class MechattnError(Exception):
     """An input cannot be used; the message says what was given, what was expected and what to do.
 
-    Input quoted in a message may come from someone else's file, so control characters are escaped and passwords
-    removed.
+    Input quoted in a message may come from someone else's file, so control characters are escaped
+    and passwords removed.
     """
 
     def __str__(self) -> str:
@@ -54,7 +55,8 @@ class MemoryOptionError(OptionError):
 
 
 class ServerError(MechattnError):
-    """A generation server cannot be reached, refuses a request, or serves another model than expected."""
+    """A generation server cannot be reached, refuses a request, or serves another model than
+    expected."""
 
 
 class OutputError(MechattnError):
@@ -73,7 +75,8 @@ def check_counts(least: int = 1, **counts: Any) -> None:
 
 
 def check_choice(known: Any, **given: Any) -> None:
-    """Refuse anything but one of the known values, a ``Literal`` or a collection, by the names of the arguments."""
+    """Refuse anything but one of the known values, a ``Literal`` or a collection, by the names of
+    the arguments."""
     choices = get_args(known) or tuple(known)
     for name, value in given.items():
         if value not in choices:

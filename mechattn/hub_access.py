@@ -12,14 +12,15 @@ _ONE_AT_A_TIME = RLock()
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether a name has the form "name" or "owner/name"; no absolute path has, nor one of several folders."""
+    """Whether a name has the form "name" or "owner/name"; no absolute path has, nor one of several
+    folders."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 @contextmanager
 def asked_once(place: str) -> Iterator[None]:
-    """Within it only what was downloaded before is found if the hub does not answer; otherwise each file is asked for
-    six times, for 24 s. A directory or file needs no hub.
+    """Within it only what was downloaded before is found if the hub does not answer; otherwise each
+    file is asked for six times, for 24 s. A directory or file needs no hub.
     """
     if os.path.exists(place):
         yield

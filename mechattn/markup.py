@@ -1,4 +1,5 @@
-"""Text fit to be shown: HTML for notebooks, and no control characters or passwords in a terminal or an error."""
+"""Text fit to be shown: HTML for notebooks, and no control characters or passwords in a terminal or
+an error."""
 
 from __future__ import annotations
 
@@ -19,11 +20,13 @@ GROUNDS = {
     "changed": "rgba(230,150,30,.32)",
 }
 _INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
-# Everything that moves the cursor, colours, rings the bell or changes the writing direction; newlines and tabs stay.
+# Everything that moves the cursor, colours, rings the bell or changes the writing direction;
+# newlines and tabs stay.
 _ACTS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-# A password may contain a slash not written as %2F; in an Azure URL, a container precedes the @, not a user.
+# A password may contain a slash not written as %2F; in an Azure URL, a container precedes the @,
+# not a user.
 _USER = re.compile(
     r"(?<=://)(?<!abfs://)(?<!abfss://)"
     r"(?:[^/?#\s\"'<>:@]{0,1000}:[^\s\"'<>@]{0,1000}@|[^/?#\s\"'<>@]{0,1000}@)+"
@@ -78,18 +81,21 @@ def fields_table(value: Any) -> str:
 
 def _token(text: str, segment: str) -> str:
     return (
-        f'<span title="{segment}" style="background:{GROUNDS[segment]};padding:2px;margin:1px;border-radius:3px;'
+        f'<span title="{segment}"'
+        f' style="background:{GROUNDS[segment]};padding:2px;margin:1px;border-radius:3px;'
         f'white-space:pre-wrap;unicode-bidi:isolate">{html.escape(text)}</span>'
     )
 
 
 def plain(text: str) -> str:
-    """A text with its control characters escaped, such as ``\\x1b[31m``, so that they do not act on a terminal."""
+    """A text with its control characters escaped, such as ``\\x1b[31m``, so that they do not act on
+    a terminal."""
     return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def without_secrets(text: str) -> str:
-    """A text with user names, passwords and query strings (which hold keys and tokens) removed from its URLs."""
+    """A text with user names, passwords and query strings (which hold keys and tokens) removed from
+    its URLs."""
     return _QUERY.sub(r"\1…", _USER.sub("…@", text))
 
 

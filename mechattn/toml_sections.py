@@ -1,4 +1,5 @@
-"""Sections and keys of TOML files, read and checked before torch is imported, so that errors appear immediately."""
+"""Sections and keys of TOML files, read and checked before torch is imported, so that errors appear
+immediately."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class InterventionSection(OpenSection):
 
 
 class Condition(OpenSection):
-    """A condition: its kind, options and interventions. A list of values for an option makes a sweep."""
+    """A condition: its kind, options and interventions. A list of values for an option makes a
+    sweep."""
 
     kind: str = "MeaninglessTokens"
     masked: bool = False
@@ -113,7 +115,8 @@ def _words(error: Any, root: Any) -> str:
 
 
 def _section_at(root: Any, place: Iterable[Any]) -> Any:
-    """The class of the section at a place of a file; numbers and names in lists and tables are passed over."""
+    """The class of the section at a place of a file; numbers and names in lists and tables are
+    passed over."""
     for name in place:
         fields = {field.alias or key: field.annotation for key, field in root.model_fields.items()}
         of = fields.get(name, root)
@@ -148,7 +151,8 @@ class Figure(OpenSection):
 
 
 class Output(Section):
-    """The paths of the result and its page (relative to the working directory), and what the first figure shows."""
+    """The paths of the result and its page (relative to the working directory), and what the first
+    figure shows."""
 
     result: str
     page: str | None = None
@@ -168,7 +172,8 @@ class ServerSection(Section):
 
 
 class EvaluationSection(Section):
-    """The arguments of ``evaluate``, and the file for the answers, with "{model}" in its name for several models."""
+    """The arguments of ``evaluate``, and the file for the answers, with "{model}" in its name for
+    several models."""
 
     out: str
     new_tokens: _Int = 256

@@ -1,4 +1,5 @@
-"""How inserted tokens change the output of attention: dilution, a shift, re-routing, changed values."""
+"""How inserted tokens change the output of attention: dilution, a shift, re-routing, changed
+values."""
 
 from __future__ import annotations
 
@@ -35,16 +36,17 @@ _BY_POSITION = (
 
 @dataclass(frozen=True)
 class AffineShift(AnalysisBase):
-    """Test per head whether attention with inserted tokens equals ``λ · output + Σσ`` (arXiv:2510.01032, section 3).
+    """Test per head whether attention with inserted tokens equals ``λ · output + Σσ``
+    (arXiv:2510.01032, section 3).
 
-    The exact decomposition in every layer is ``output' = λ · output + Σσ + re-routing + new values``
-    (``functional.head_outputs.Split``). The published form leaves out the last two terms. This is correct only in
-    layer 0, and only where the distances between the original tokens have not changed. All outputs are those of single
-    heads, before W_O.
+    The exact decomposition in every layer is ``output' = λ · output + Σσ + re-routing + new
+    values`` (``functional.head_outputs.Split``). The published form leaves out the last two terms.
+    This is correct only in layer 0, and only where the distances between the original tokens have
+    not changed. All outputs are those of single heads, before W_O.
 
     Args:
-        per_query: Also keep λ, ρ_Q, the total variation, the relative error and the shift's norm and share at each
-            position.
+        per_query: Also keep λ, ρ_Q, the total variation, the relative error and the shift's norm
+            and share at each position.
     """
 
     name = "affine_shift"
@@ -52,7 +54,8 @@ class AffineShift(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Means over the queries of each segment, and the rank of the shift over the queries after the insertion."""
+        """Means over the queries of each segment, and the rank of the shift over the queries after
+        the insertion."""
         by_segment = ("head", "segment")
         by_head = ("head",)
         scale = "attention left to the original keys: lambda in the paper"
@@ -77,7 +80,10 @@ class AffineShift(AnalysisBase):
             quantities[f"change_by_{part}"] = Quantity(
                 by_segment, "share", share, "difference", _NO_NULL
             )
-        fit = "sum over the question's queries of products of outputs less their means, without and with inserted tokens"
+        fit = (
+            "sum over the question's queries of products of outputs less their means, without and"
+            " with inserted tokens"
+        )
         for name in _FIT:
             quantities[f"fit_{name}"] = Quantity(
                 by_head, "value norm squared", f"{fit} ({name})", no_null=_NO_NULL
@@ -128,7 +134,8 @@ class AffineShift(AnalysisBase):
         for name, number in numbers.items():
             sums[name][..., rows.queries] = number
 
-        # What a fit over the question's queries needs: sums and products of outputs without (x) and with insertion (y).
+        # What a fit over the question's queries needs: sums and products of outputs without (x) and
+        # with insertion (y).
         is_question = rows.batch.of_segment("question") & (rows.batch.origin >= 0)
         counted = is_question[:, None, rows.queries, None]
         x = parts.before.double() * counted

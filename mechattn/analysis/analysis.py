@@ -1,4 +1,5 @@
-"""The interface of an analysis, which receives attention one block of query rows at a time and reduces it."""
+"""The interface of an analysis, which receives attention one block of query rows at a time and
+reduces it."""
 
 from __future__ import annotations
 
@@ -34,12 +35,14 @@ class AttentionRows:
         pattern: Attention probabilities of these rows, float32.
         queries: The positions of these rows.
         keys: The positions of the keys; these rows see no other keys.
-        batch: The sequences, on the device of the pattern; rows of padding are present and must not count.
+        batch: The sequences, on the device of the pattern; rows of padding are present and must not
+            count.
         window: The largest number of keys that a query of this layer sees; None for full attention.
         v: Values at all positions; None if no hook gives them per head.
-        attention: What the rows were computed from: queries and keys, or the whole pattern of a hook; None if unknown.
-        null: Whether these are the rows of the content-blind head that gives the null. Its values are all 1, of one
-            dimension, and it has no hooks and no activations.
+        attention: What the rows were computed from: queries and keys, or the whole pattern of a
+            hook; None if unknown.
+        null: Whether these are the rows of the content-blind head that gives the null. Its values
+            are all 1, of one dimension, and it has no hooks and no activations.
     """
 
     layer: int
@@ -72,20 +75,23 @@ class WholeAttention:
 
 @dataclass(frozen=True)
 class PairedRows:
-    """A block of query rows of every sequence, with the rows of the same queries in the prompt's baseline.
+    """A block of query rows of every sequence, with the rows of the same queries in the prompt's
+    baseline.
 
-    A baseline is paired with itself. Rows of inserted tokens and of padding are present; their baseline rows are
-    meaningless.
+    A baseline is paired with itself. Rows of inserted tokens and of padding are present; their
+    baseline rows are meaningless.
 
     Args:
         layer: The layer.
         pattern: A', with inserted tokens.
-        aligned: A' restricted to the original keys, in the order of the baseline; 0 where there is none.
+        aligned: A' restricted to the original keys, in the order of the baseline; 0 where there is
+            none.
         baseline: A, without inserted tokens.
         v: Values with inserted tokens.
         v_aligned: Values of the original keys, with inserted tokens.
         v_baseline: Values without inserted tokens.
-        segment: The segment of each original token, by its index in ``SEGMENTS``; −2 where there is none.
+        segment: The segment of each original token, by its index in ``SEGMENTS``; −2 where there is
+            none.
         queries: The positions of these rows.
         keys: The positions of the keys of ``pattern``.
         batch: The sequences.
@@ -108,7 +114,8 @@ class PairedRows:
 
 @dataclass(frozen=True)
 class Activations:
-    """One layer's MLP activations for a batch, right before and after the nonlinearity (``act(gate)`` in gated MLPs).
+    """One layer's MLP activations for a batch, right before and after the nonlinearity
+    (``act(gate)`` in gated MLPs).
 
     They are the model's own tensors: reduce them, or copy what you need.
 
@@ -131,11 +138,13 @@ class Activations:
 
 @dataclass(frozen=True)
 class Captures:
-    """The tensors at the hooks of one block that an analysis asked for: the model's own, so reduce or copy them.
+    """The tensors at the hooks of one block that an analysis asked for: the model's own, so reduce
+    or copy them.
 
     Args:
         layer: The layer.
-        tensors: Keyed by the name of the hook within the block, such as "hook_resid_pre" and "attn.hook_z".
+        tensors: Keyed by the name of the hook within the block, such as "hook_resid_pre" and
+            "attn.hook_z".
         batch: The sequences, on the device of the model.
         window: The largest number of keys that a query of this layer sees; None for full attention.
     """
@@ -146,24 +155,27 @@ class Captures:
     window: int | None
 
     def by_head(self, name: str, heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
-        """The tensor at a hook, split by head; some bridges concatenate the heads or split them differently."""
+        """The tensor at a hook, split by head; some bridges concatenate the heads or split them
+        differently."""
         return split_heads(self.tensors[name], heads)
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """The dimensions after (prompt, condition, layer), the unit and the definition of a measured quantity.
+    """The dimensions after (prompt, condition, layer), the unit and the definition of a measured
+    quantity.
 
-    The engine adds the null (``…_uniform``) of every quantity computed from rows of attention: the same analysis of a
-    head that attends uniformly to the keys it can see.
+    The engine adds the null (``…_uniform``) of every quantity computed from rows of attention: the
+    same analysis of a head that attends uniformly to the keys it can see.
 
     Args:
         dims: After (prompt, condition, layer).
         units: Such as "probability", "nats", "logits".
         description: The definition, in a phrase.
-        compared: How two conditions are compared: by "ratio", or by "difference" where the baseline may be 0.
-        no_null: Why uniform attention gives no null: the argmax is tied, or the quantity is not linear in values or
-            hooks that it needs. Empty if uniform attention does give one.
+        compared: How two conditions are compared: by "ratio", or by "difference" where the baseline
+            may be 0.
+        no_null: Why uniform attention gives no null: the argmax is tied, or the quantity is not
+            linear in values or hooks that it needs. Empty if uniform attention does give one.
     """
 
     dims: tuple[str, ...]
@@ -175,15 +187,18 @@ class Quantity:
 
 @runtime_checkable
 class Analysis(Protocol):
-    """Reduces attention to values per prompt: ``start`` once per layer, then each block, then ``values``.
+    """Reduces attention to values per prompt: ``start`` once per layer, then each block, then
+    ``values``.
 
-    An analysis has ``add`` (see :class:`RowAnalysis`), ``add_pairs`` (:class:`PairAnalysis`), ``add_activations``
-    (:class:`ActivationAnalysis`), ``add_captures`` (:class:`CaptureAnalysis`) or ``add_final``
-    (:class:`FinalAnalysis`), or several of them. It may also have ``coords``, the labels of its own dimensions,
-    ``notes``, attributes of its dataset, and ``calibrated`` (see :class:`Calibrates`).
+    An analysis has ``add`` (see :class:`RowAnalysis`), ``add_pairs`` (:class:`PairAnalysis`),
+    ``add_activations`` (:class:`ActivationAnalysis`), ``add_captures`` (:class:`CaptureAnalysis`)
+    or ``add_final`` (:class:`FinalAnalysis`), or several of them. It may also have ``coords``, the
+    labels of its own dimensions, ``notes``, attributes of its dataset, and ``calibrated`` (see
+    :class:`Calibrates`).
 
-    ``name`` is the name of its dataset, ``options`` are recorded with the result, and ``quantities`` are what it
-    measures. A quantity with dimension "key" is per position, with "segment" per segment, and otherwise per head.
+    ``name`` is the name of its dataset, ``options`` are recorded with the result, and
+    ``quantities`` are what it measures. A quantity with dimension "key" is per position, with
+    "segment" per segment, and otherwise per head.
     """
 
     @property
@@ -196,7 +211,8 @@ class Analysis(Protocol):
     def quantities(self) -> Mapping[str, Quantity]: ...
 
     def problem(self, sequence: Sequence) -> str | None:
-        """One sentence on why this sequence cannot be measured, or None; called before the first forward pass."""
+        """One sentence on why this sequence cannot be measured, or None; called before the first
+        forward pass."""
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Return empty sums for one layer, batch first, on the batch's device."""
@@ -206,7 +222,8 @@ class Analysis(Protocol):
 
 
 class AnalysisBase:
-    """Base class of analyses: dataclass fields are the options, any sequence can be measured, and sums begin empty."""
+    """Base class of analyses: dataclass fields are the options, any sequence can be measured, and
+    sums begin empty."""
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -278,12 +295,14 @@ class CaptureAnalysis(Analysis, Protocol):
         """The names of the hooks within a block; every measured layer must have them."""
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Reduce the captured tensors to sums, in place; called once per layer, after the last hook has fired."""
+        """Reduce the captured tensors to sums, in place; called once per layer, after the last hook
+        has fired."""
 
 
 @runtime_checkable
 class FinalAnalysis(Analysis, Protocol):
-    """An analysis that also needs the final residual stream; the model then runs to its last layer."""
+    """An analysis that also needs the final residual stream; the model then runs to its last
+    layer."""
 
     def add_final(self, sums: Sums, stream: Float[Tensor, "batch pos d_model"]) -> None:
         """Use the residual stream after the last layer; called for the sums of every layer."""
@@ -291,7 +310,8 @@ class FinalAnalysis(Analysis, Protocol):
 
 @runtime_checkable
 class Calibrates(Protocol):
-    """An analysis that inspects the model before the run: to set a threshold, prepare weights, or refuse the model."""
+    """An analysis that inspects the model before the run: to set a threshold, prepare weights, or
+    refuse the model."""
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """Return the calibrated analysis, given the layers and prompts to be measured."""
@@ -300,7 +320,8 @@ class Calibrates(Protocol):
 def seen_keys(
     batch: Batch, queries: Int[Tensor, " query"], window: int | None
 ) -> Bool[Tensor, "batch query pos"]:
-    """Which positions some queries of each sequence can see: all before them, except for windows and cut edges."""
+    """Which positions some queries of each sequence can see: all before them, except for windows
+    and cut edges."""
     length = batch.tokens.shape[1]
     count = len(batch.rows)
     seen = visible_keys(queries, length, window).expand(count, -1, -1)
@@ -311,12 +332,15 @@ def seen_keys(
 
 
 class QueryAnalysis(AnalysisBase):
-    """Base class for numbers computed from each query's row of attention; a subclass defines ``of_queries``.
+    """Base class for numbers computed from each query's row of attention; a subclass defines
+    ``of_queries``.
 
-    The null is added automatically: the same numbers for a head that attends uniformly to the keys it can see.
+    The null is added automatically: the same numbers for a head that attends uniformly to the keys
+    it can see.
 
-    ``name`` is the name of the dataset. ``numbers`` gives (units, description) for each number; its mean over queries
-    is kept per head and segment, and with ``each_query = True`` also the number of each query, as ``…_at``.
+    ``name`` is the name of the dataset. ``numbers`` gives (units, description) for each number; its
+    mean over queries is kept per head and segment, and with ``each_query = True`` also the number
+    of each query, as ``…_at``.
     """
 
     name: ClassVar[str]
@@ -324,10 +348,11 @@ class QueryAnalysis(AnalysisBase):
     each_query: ClassVar[bool] = False
 
     def of_queries(self, rows: AttentionRows) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
-        """Return each number [batch head query] for a block of queries; ``rows.pattern`` is [batch head query key].
+        """Return each number [batch head query] for a block of queries; ``rows.pattern`` is [batch
+        head query key].
 
-        A number that is undefined for some queries comes with a mask of those for which it is defined, as a pair of
-        tensors of this shape; the others do not count in its means.
+        A number that is undefined for some queries comes with a mask of those for which it is
+        defined, as a pair of tensors of this shape; the others do not count in its means.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define of_queries(rows)")
 
@@ -355,7 +380,8 @@ class QueryAnalysis(AnalysisBase):
         numbers = self.of_queries(rows)
         if set(numbers) != set(self.numbers):
             raise OptionError(
-                f"{self.name}: of_queries gives {list(numbers)}, and numbers declares {list(self.numbers)}"
+                f"{self.name}: of_queries gives {list(numbers)}, and numbers declares"
+                f" {list(self.numbers)}"
             )
         for name, number in numbers.items():
             if isinstance(number, tuple) and len(number) == 2:

@@ -32,25 +32,28 @@ _INSERTED = SEGMENTS.index("inserted")
 
 @dataclass(frozen=True)
 class AttentionBudget(AnalysisBase):
-    """Divide the attention of the question's queries among the segments, and their changes among causes.
+    """Divide the attention of the question's queries among the segments, and their changes among
+    causes.
 
-    ``attention[s] = mean over queries q of the question of Σ_{k in s} A[q, k]``, and ``change[s]`` is its difference
-    from the baseline. ``by_cause`` adds up to ``change``, in this order:
+    ``attention[s] = mean over queries q of the question of Σ_{k in s} A[q, k]``, and ``change[s]``
+    is its difference from the baseline. ``by_cause`` adds up to ``change``, in this order:
 
-    - *distance*: a softmax over the original keys, with the baseline's queries and keys at the positions that they have
-      in the longer sequence, minus the baseline's attention;
+    - *distance*: a softmax over the original keys, with the baseline's queries and keys at the
+      positions that they have in the longer sequence, minus the baseline's attention;
     - *mass*: the same with the inserted keys in the softmax, minus the one before;
     - *hidden states*: the condition's attention minus the one before; 0 in layer 0.
 
-    ``change = dilution + rerouting`` needs no order and no positions: with M the attention of a query to inserted
-    tokens, ``dilution[s] = mean of −M A[s]``. Dimensions are (prompt, condition, layer, head, segment).
+    ``change = dilution + rerouting`` needs no order and no positions: with M the attention of a
+    query to inserted tokens, ``dilution[s] = mean of −M A[s]``. Dimensions are (prompt, condition,
+    layer, head, segment).
 
-    Where positions cannot be moved (learned ones, for instance), distance is NaN and belongs to the hidden states; the
-    dataset's attribute ``one_cause`` says why. An engine that shows no queries and keys ("hooks") leaves ``by_cause``
-    NaN. A segment without tokens is NaN.
+    Where positions cannot be moved (learned ones, for instance), distance is NaN and belongs to the
+    hidden states; the dataset's attribute ``one_cause`` says why. An engine that shows no queries
+    and keys ("hooks") leaves ``by_cause`` NaN. A segment without tokens is NaN.
 
     Source:
-        Own definition. RoPE is a group (arXiv:2104.09864), so that rotated queries and keys can be rotated on.
+        Own definition. RoPE is a group (arXiv:2104.09864), so that rotated queries and keys can be
+        rotated on.
     """
 
     name = "attention_budget"
@@ -69,12 +72,15 @@ class AttentionBudget(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Attention by segment, and its change: as a whole, by cause, and split without an order."""
+        """Attention by segment, and its change: as a whole, by cause, and split without an
+        order."""
         dims = ("head", "segment")
         of_question = "attention of a question's query to the segment"
         about = {
             "change": f"{of_question}, minus that in the baseline",
-            "dilution": "-M A: M the attention to inserted tokens, A that to the segment in the baseline",
+            "dilution": (
+                "-M A: M the attention to inserted tokens, A that to the segment in the baseline"
+            ),
             "rerouting": "change + M A: what dilution leaves",
         }
         mean = ", mean over the question's queries"
@@ -98,7 +104,10 @@ class AttentionBudget(AnalysisBase):
         """A sequence without question tokens is refused."""
         if sequence.of_segment("question").any():
             return None
-        return "has no question tokens besides its first token, so there is no query whose attention could be divided"
+        return (
+            "has no question tokens besides its first token, so there is no query whose attention"
+            " could be divided"
+        )
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """Find how each layer rotates its queries and keys."""
@@ -111,7 +120,8 @@ class AttentionBudget(AnalysisBase):
         return {"masses": torch.zeros(shape, device=batch.tokens.device)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Store the masses of these queries; with a layer's first block, also what would be without some causes."""
+        """Store the masses of these queries; with a layer's first block, also what would be without
+        some causes."""
         question = _question_span(rows.batch)
         if question.start < rows.queries.stop and rows.queries.start < question.stop:
             members = _members(rows.batch)[..., rows.keys]
@@ -120,7 +130,8 @@ class AttentionBudget(AnalysisBase):
             sums |= self._without_causes(rows.attention, rows.layer, rows.batch)
 
     def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:
-        """The question's attention had the hidden states not changed, with and without the inserted keys."""
+        """The question's attention had the hidden states not changed, with and without the inserted
+        keys."""
         shape = (len(batch.rows), attention.q.shape[1], len(SEGMENTS))
         moved = torch.zeros(shape, device=attention.q.device)
         moved_original = torch.zeros_like(moved)
@@ -147,7 +158,8 @@ class AttentionBudget(AnalysisBase):
         }
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """Means over the question's queries, and their differences from the baseline of the same prompt."""
+        """Means over the question's queries, and their differences from the baseline of the same
+        prompt."""
         baseline = _baseline_rows(batch)
         queries = _question_span(batch)
         weights = _question_weights(batch)[..., queries]
@@ -251,7 +263,8 @@ def _payers(batch: Batch) -> Bool[Tensor, "batch segment"]:
 
 @lru_cache(maxsize=8)
 def _turns(batch: Batch, rotation: fn.Rotation) -> fn.Turns:
-    """How far the original tokens of each row that is not a baseline are rotated from their place in the baseline."""
+    """How far the original tokens of each row that is not a baseline are rotated from their place
+    in the baseline."""
     longer = _longer_rows(batch)
     baseline = _baseline_rows(batch)[longer]
     position_ids = batch.position_ids

@@ -1,4 +1,5 @@
-"""What attention focuses on, how far back and over how many keys, and why: by content, bias or position."""
+"""What attention focuses on, how far back and over how many keys, and why: by content, bias or
+position."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ _UNITS = {
     ),
     "induction_mass": (
         "probability",
-        "attention of a query to the tokens after earlier occurrences of its own token, of queries that have one",
+        (
+            "attention of a query to the tokens after earlier occurrences of its own token, of"
+            " queries that have one"
+        ),
     ),
     "inserted_mass": ("probability", "attention of a query to all inserted tokens together"),
     "concentration": (
@@ -85,21 +89,25 @@ _NO_NULL = {
 
 @dataclass(frozen=True)
 class AttentionFocus(AnalysisBase):
-    """Measure how focused each head's attention is, and on what (R. Claus, "Attention Focus Plots", figures 4 to 6).
+    """Measure how focused each head's attention is, and on what (R. Claus, "Attention Focus Plots",
+    figures 4 to 6).
 
-    "Attends to itself" (or to the first or the previous token) is measured in two ways: the *argmax share* is the share
-    of queries whose strongest target it is, and the *mass* is the attention that they pay to it. All are means over the
-    queries of each segment. The first query does not count because it sees only one key. In a tie the earlier key wins.
+    "Attends to itself" (or to the first or the previous token) is measured in two ways: the *argmax
+    share* is the share of queries whose strongest target it is, and the *mass* is the attention
+    that they pay to it. All are means over the queries of each segment. The first query does not
+    count because it sees only one key. In a tie the earlier key wins.
 
-    Two masses are the scores of duplicate-token and induction heads. With ``p`` the positions before ``q`` that hold
-    the same token as ``q``, ``duplicate_mass[q] = Σ A[q, p]`` and ``induction_mass[q] = Σ A[q, p + 1]`` (``p + 1 <
-    q``). They are means over the queries that have such a position, NaN where a segment has none. Inserted tokens
+    Two masses are the scores of duplicate-token and induction heads. With ``p`` the positions
+    before ``q`` that hold the same token as ``q``, ``duplicate_mass[q] = Σ A[q, p]`` and
+    ``induction_mass[q] = Σ A[q, p + 1]`` (``p + 1 < q``). They are means over the queries that have
+    such a position, NaN where a segment has none. Inserted tokens
     count: repeated filler tokens are duplicates of each other.
 
     Args:
-        half_mass: Also measure the smallest set of keys that holds half of a query's attention. Every row is sorted for
-            this, which costs several times as much as the rest.
-        per_query: Also keep each query's values, as ``…_at``, and the index of its strongest target.
+        half_mass: Also measure the smallest set of keys that holds half of a query's attention.
+            Every row is sorted for this, which costs several times as much as the rest.
+        per_query: Also keep each query's values, as ``…_at``, and the index of its strongest
+            target.
     """
 
     name = "attention_focus"
@@ -191,7 +199,8 @@ class AttentionFocus(AnalysisBase):
 
 
 def _repeated_mass(rows: AttentionRows, after: int) -> Float[Tensor, "batch head query"]:
-    """Each query's attention to ``fn.repeats_of`` its token, whose places are looked up once for all layers."""
+    """Each query's attention to ``fn.repeats_of`` its token, whose places are looked up once for
+    all layers."""
     block = (rows.batch, after, *_ends(rows.queries), *_ends(rows.keys))
     if rows.pattern.is_cuda:
         return fn.masked_mass(rows.pattern, _repeats(*block))
@@ -217,21 +226,25 @@ def _places_of_repeats(batch: Batch, after: int, *block: int) -> tuple[Tensor, T
 
 @lru_cache(maxsize=4)  # the layers of a batch share them
 def _no_repeat(batch: Batch, after: int) -> Bool[Tensor, "batch query"]:
-    """The queries whose token does not occur earlier, or whose earlier occurrences have no token after them."""
+    """The queries whose token does not occur earlier, or whose earlier occurrences have no token
+    after them."""
     return ~fn.has_repeat(batch.tokens, after)
 
 
 @dataclass(frozen=True)
 class AttentionSpread(AnalysisBase):
-    """Measure each head's attention by distance, and count the keys with almost as much attention as the strongest.
+    """Measure each head's attention by distance, and count the keys with almost as much attention
+    as the strongest.
 
-    ``band_mass[t] = mean over q of Σ_{t ≤ q − k < 2t} A[q, k]``, over the queries of a segment that see the whole band;
-    constant in t where attention is scale-invariant (arXiv:2505.17083). ``near_best[share] = mean over q of #{k : A[q,
-    k] ≥ share · max A[q]}``: keys whose score is at most ``−log share`` below the best one's (gap counts,
-    arXiv:2605.12697, read in its abstract). Bands count positions: inserted tokens move earlier tokens further away.
+    ``band_mass[t] = mean over q of Σ_{t ≤ q − k < 2t} A[q, k]``, over the queries of a segment that
+    see the whole band; constant in t where attention is scale-invariant (arXiv:2505.17083).
+    ``near_best[share] = mean over q of #{k : A[q, k] ≥ share · max A[q]}``: keys whose score is at
+    most ``−log share`` below the best one's (gap counts, arXiv:2605.12697, read in its abstract).
+    Bands count positions: inserted tokens move earlier tokens further away.
 
     Args:
-        bands: The number of bands, labelled by their first distance: 0 (the token itself), 1, 2, 4, 8, ….
+        bands: The number of bands, labelled by their first distance: 0 (the token itself), 1, 2, 4,
+            8, ….
         shares: Fractions of the strongest key's attention.
     """
 
@@ -243,13 +256,15 @@ class AttentionSpread(AnalysisBase):
         bands = self.bands
         if isinstance(bands, bool) or not isinstance(bands, int) or not 1 <= bands <= 24:
             raise OptionError(
-                f"bands={bands!r}: give the number of bands, from 1 to 24; 12 bands reach back 2,047 tokens"
+                f"bands={bands!r}: give the number of bands, from 1 to 24; 12 bands reach back"
+                " 2,047 tokens"
             )
         shares = self.shares if isinstance(self.shares, (tuple, list)) else ()
         are_fractions = all(isinstance(share, float) and 0 < share < 1 for share in shares)
         if not shares or not are_fractions or len(set(shares)) < len(shares):
             raise OptionError(
-                f"shares={self.shares!r}: give different numbers between 0 and 1, such as (0.5, 0.1)"
+                f"shares={self.shares!r}: give different numbers between 0 and 1, such as (0.5,"
+                " 0.1)"
             )
 
     @property
@@ -263,8 +278,14 @@ class AttentionSpread(AnalysisBase):
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """Attention by band, and numbers of keys by share."""
-        mass = "attention at the distances band to 2 · band − 1, mean over the queries that see all of them"
-        keys = "keys with at least this share of the strongest key's attention, mean over the queries of the segment"
+        mass = (
+            "attention at the distances band to 2 · band − 1, mean over the queries that see all of"
+            " them"
+        )
+        keys = (
+            "keys with at least this share of the strongest key's attention, mean over the queries"
+            " of the segment"
+        )
         return {
             "band_mass": Quantity(("head", "segment", "band"), "probability", mass, "difference"),
             "near_best": Quantity(("head", "segment", "share"), "keys", keys),
@@ -322,16 +343,19 @@ _ABOUT = {
 
 @dataclass(frozen=True)
 class ScoreDecomposition(AnalysisBase):
-    """Split the score of a query's strongest target into ALiBi + bias + content (R. Claus, figures 2 and 3).
+    """Split the score of a query's strongest target into ALiBi + bias + content (R. Claus, figures
+    2 and 3).
 
-    ``s[q, k] = alibi[k] + b_Q·(W_K x_k) + (W_Q x_q)·(W_K x_k) + terms of the query alone``, times the model's scale,
-    exactly. Each part is centred over the keys that the query sees; ``share = |part| / Σ |parts|``. Means over the
-    queries of each segment that see more than ``rank + 1`` keys. Defined for ALiBi models (Falcon-RW, BLOOM, MPT) and
-    for models without position terms in their scores (GPT-2, OPT, GPT-Neo: ALiBi is 0); other models are refused.
+    ``s[q, k] = alibi[k] + b_Q·(W_K x_k) + (W_Q x_q)·(W_K x_k) + terms of the query alone``, times
+    the model's scale, exactly. Each part is centred over the keys that the query sees; ``share =
+    |part| / Σ |parts|``. Means over the queries of each segment that see more than ``rank + 1``
+    keys. Defined for ALiBi models (Falcon-RW, BLOOM, MPT) and for models without position terms in
+    their scores (GPT-2, OPT, GPT-Neo: ALiBi is 0); other models are refused.
 
     Args:
         rank: Which target: 0 for the strongest, 1 for the second strongest, …
-        per_query: Also keep the parts of each query, as ``…_at``, and the index of its target, ``ranked_target_at``.
+        per_query: Also keep the parts of each query, as ``…_at``, and the index of its target,
+            ``ranked_target_at``.
     """
 
     name = "score_decomposition"
@@ -342,13 +366,17 @@ class ScoreDecomposition(AnalysisBase):
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
             raise OptionError(
-                f"rank={self.rank!r}: give 0 for the strongest target, 1 for the second strongest, …"
+                f"rank={self.rank!r}: give 0 for the strongest target, 1 for the second"
+                " strongest, …"
             )
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
         """The parts of the target's score, their shares, and the bias and ALiBi of every key."""
-        mean = ", of the target, centred over the keys that the query sees, mean over the queries of the segment"
+        mean = (
+            ", of the target, centred over the keys that the query sees, mean over the queries of"
+            " the segment"
+        )
         by_segment = ("head", "segment")
         by_key = ("head", "key")
         quantities = {}

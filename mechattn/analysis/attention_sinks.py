@@ -1,4 +1,5 @@
-"""Attention sinks: which keys are sinks, whether inserted tokens are among them, and what they contribute."""
+"""Attention sinks: which keys are sinks, whether inserted tokens are among them, and what they
+contribute."""
 
 from __future__ import annotations
 
@@ -83,23 +84,25 @@ _INSERTED = ("inserted_alpha", "inserted_sink", "span_mass", "span_sink", "inser
 class AttentionSinks(AnalysisBase):
     """Find the attention sinks of each head and measure what they contribute to its output.
 
-    ``α[k] = mean over q ≥ k of A[q, k]``; a head has a sink at k if ``α[k] > threshold``; the sink rate is the mean of
-    ``first_sink`` (or of ``sinks > 0``) over layers, heads and prompts. α depends on the length of the sequence, which
-    is recorded. Every query counts, including inserted ones. A sink that contributes little (small ``value_drain`` and
-    ``first_output_share``) lets a head do nothing; one that contributes much adds the same vector to every token
+    ``α[k] = mean over q ≥ k of A[q, k]``; a head has a sink at k if ``α[k] > threshold``; the sink
+    rate is the mean of ``first_sink`` (or of ``sinks > 0``) over layers, heads and prompts. α
+    depends on the length of the sequence, which is recorded. Every query counts, including inserted
+    ones. A sink that contributes little (small ``value_drain`` and ``first_output_share``) lets a
+    head do nothing; one that contributes much adds the same vector to every token
     (``first_output_share`` near 1, ``output_rank`` near 1).
 
     Args:
         threshold: The threshold of α.
-        least_queries: The number of queries that must see a key for it to count as a sink; the last keys are seen by
-            few.
+        least_queries: The number of queries that must see a key for it to count as a sink; the last
+            keys are seen by few.
         gap: The smallest distance between query and key that counts for the vertical score.
         inactive_below: The threshold of ``output_ratio`` below which a head is inactive.
         massive: The bounds of a massive activation: |h|, and |h| / median |h|.
 
     Source:
-        Gu et al., arXiv:2410.10781 (α, threshold 0.3); Sun et al., arXiv:2402.17762 (massive activations); Kobayashi et
-        al., arXiv:2004.10102 (norms); Bogdan et al., arXiv:2506.19143 (vertical scores).
+        Gu et al., arXiv:2410.10781 (α, threshold 0.3); Sun et al., arXiv:2402.17762 (massive
+        activations); Kobayashi et al., arXiv:2004.10102 (norms); Bogdan et al., arXiv:2506.19143
+        (vertical scores).
     """
 
     name = "attention_sinks"
@@ -122,7 +125,8 @@ class AttentionSinks(AnalysisBase):
         bounds = self.massive if isinstance(self.massive, (tuple, list)) else ()
         if len(bounds) != 2 or not all(isinstance(bound, (int, float)) for bound in bounds):
             raise OptionError(
-                f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median, such as (100, 1000)"
+                f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median, such as"
+                " (100, 1000)"
             )
         check_counts(least_queries=self.least_queries, gap=self.gap)
 
@@ -153,7 +157,10 @@ class AttentionSinks(AnalysisBase):
         """A sequence in which no key is seen by enough queries is refused."""
         if len(sequence) >= self.least_queries:
             return None
-        return f"has {len(sequence)} tokens; a sink must be seen by {self.least_queries} queries (least_queries=…)"
+        return (
+            f"has {len(sequence)} tokens; a sink must be seen by {self.least_queries} queries"
+            " (least_queries=…)"
+        )
 
     def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
         """Prepare the factors of each layer's W_O."""
@@ -166,14 +173,16 @@ class AttentionSinks(AnalysisBase):
         return sums | zeros(batch, heads, "near", last=(self.gap,))
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Add column sums over all queries, over those after the insertion, and over those near the key."""
+        """Add column sums over all queries, over those after the insertion, and over those near the
+        key."""
         pattern = rows.pattern
         keys = rows.keys
         queries = rows.queries
         if "value_norm" not in sums and not rows.null:
             if rows.v is None:
                 raise ModelError(
-                    f"layer {rows.layer} has no hook_v per head, so a sink's contribution cannot be measured"
+                    f"layer {rows.layer} has no hook_v per head, so a sink's contribution cannot be"
+                    " measured"
                 )
             norms = fn.value_norms(rows.v, self.factors[rows.layer])
             sums["value_norm"], sums["output_value_norm"] = norms
@@ -244,7 +253,8 @@ class AttentionSinks(AnalysisBase):
     def _of_values(
         self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]
     ) -> dict[str, Tensor]:
-        """The contributions of the inserted tokens, the first token and the strongest sink; inactive heads."""
+        """The contributions of the inserted tokens, the first token and the strongest sink;
+        inactive heads."""
         norms = sums["value_norm"]
         mean_norm = _mean(norms, batch.real)
         inserted_norm = _mean(norms, batch.inserted)

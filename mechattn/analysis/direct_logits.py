@@ -1,4 +1,5 @@
-"""What each head adds directly to the logit of the next token, also by the segment of the keys it reads."""
+"""What each head adds directly to the logit of the next token, also by the segment of the keys it
+reads."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class _Logits(AnalysisBase):
     def calibrated(
         self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
     ) -> Any:
-        """Prepare W_O, the norms after attention and the unembedding; ModelError if a path to the logits is unknown."""
+        """Prepare W_O, the norms after attention and the unembedding; ModelError if a path to the
+        logits is unknown."""
         weights = {layer: output_weights(model, layer) for layer in layers}
         norms = norms_after(model, layers)
         return replace(self, weights=weights, reads=unembedding(model), norms=norms)
@@ -64,13 +66,14 @@ class _Logits(AnalysisBase):
 class DirectLogits(_Logits):
     """Direct logit attribution: what each head adds to the logit of the next token in the text.
 
-    ``⟨Δ, γ · (W_U[:, next] − mean over the vocabulary)⟩ · f / σ``, in logits above the mean logit; Δ is the head's
-    update of the residual stream, γ the weight of the final norm and σ its scale at this token (LayerNorm subtracts the
-    mean first), f the factor of the logits (Cohere, Granite; 1 in most models). ``Δ = z W_O``; where a norm follows
-    attention (Gemma 2 and 3, OLMo 2), ``Δ = γ' · z W_O / σ'`` with the scale σ' of the whole block's output at this
-    token. Both scales are held fixed. The sum over all heads of all layers, the embedding, the MLPs and the biases is
-    the logit (before the cap in a model that caps its logits, such as Gemma 2). The model always runs to its last
-    layer. Means over the tokens of each segment; the last token has no next token.
+    ``⟨Δ, γ · (W_U[:, next] − mean over the vocabulary)⟩ · f / σ``, in logits above the mean logit;
+    Δ is the head's update of the residual stream, γ the weight of the final norm and σ its scale at
+    this token (LayerNorm subtracts the mean first), f the factor of the logits (Cohere, Granite; 1
+    in most models). ``Δ = z W_O``; where a norm follows attention (Gemma 2 and 3, OLMo 2), ``Δ = γ'
+    · z W_O / σ'`` with the scale σ' of the whole block's output at this token. Both scales are held
+    fixed. The sum over all heads of all layers, the embedding, the MLPs and the biases is the logit
+    (before the cap in a model that caps its logits, such as Gemma 2). The model always runs to its
+    last layer. Means over the tokens of each segment; the last token has no next token.
 
     Args:
         per_query: Also keep the value of each token, as ``next_token_logit_at``.
@@ -96,11 +99,13 @@ class DirectLogits(_Logits):
 
     @property
     def captures(self) -> Sequence[str]:
-        """Each head's output before W_O; the input of the norm after attention, where there is one."""
+        """Each head's output before W_O; the input of the norm after attention, where there is
+        one."""
         return (_Z, POST) if self.norms else (_Z,)
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Multiply each head's update with the direction of the next token, before the scale of the final norm."""
+        """Multiply each head's update with the direction of the next token, before the scale of the
+        final norm."""
         w_o = wide(self.weights[captures.layer])
         norm = self.norms.get(captures.layer)
         z = captures.by_head(_Z, len(w_o)).to(w_o.dtype)
@@ -135,8 +140,8 @@ def norms_after(model: HookedModel, layers: Sequence[int]) -> Mapping[int, Froze
             continue
         if f"blocks.{layer}.{POST}" not in model.hook_dict:
             raise ModelError(
-                f"layer {layer} of {model.cfg.model_name} has no hook for the input of the norm after attention, so "
-                f"its scale is unknown"
+                f"layer {layer} of {model.cfg.model_name} has no hook for the input of the norm"
+                " after attention, so its scale is unknown"
             )
         norms[layer] = frozen_norm(model, norm, f"the norm after attention of layer {layer}")
     return norms
@@ -144,16 +149,18 @@ def norms_after(model: HookedModel, layers: Sequence[int]) -> Mapping[int, Froze
 
 @dataclass(frozen=True)
 class SegmentLogits(_Logits):
-    """Split each head's direct contribution to the logit of the next token by the segment of the keys.
+    """Split each head's direct contribution to the logit of the next token by the segment of the
+    keys.
 
-    ``φ[q, segment] = Σ_{k in segment} A[q, k] · ⟨v[k] W_O, u[q]⟩``, where ``⟨Δ, u[q]⟩`` is the value that
-    :class:`DirectLogits` gives an update Δ at query q, with the scales of the final norm and of a norm after attention
-    held fixed. If a gate of the query multiplies the head's output (Qwen3-Next), ``v[k] · g[q]`` replaces ``v[k]``. The
-    sum over all segments is ``next_token_logit`` of ``DirectLogits``. Means over the queries of each segment; the last
-    token has no next token.
+    ``φ[q, segment] = Σ_{k in segment} A[q, k] · ⟨v[k] W_O, u[q]⟩``, where ``⟨Δ, u[q]⟩`` is the
+    value that :class:`DirectLogits` gives an update Δ at query q, with the scales of the final norm
+    and of a norm after attention held fixed. If a gate of the query multiplies the head's output
+    (Qwen3-Next), ``v[k] · g[q]`` replaces ``v[k]``. The sum over all segments is
+    ``next_token_logit`` of ``DirectLogits``. Means over the queries of each segment; the last token
+    has no next token.
 
-    ``next_token_logit_per_key`` divides by the keys of the segment that the query sees. The difference of two segments
-    is the contrast of a needle with the rest of its context (LOCOS).
+    ``next_token_logit_per_key`` divides by the keys of the segment that the query sees. The
+    difference of two segments is the contrast of a needle with the rest of its context (LOCOS).
 
     Source:
         arXiv:2607.01002; the next tokens of the text take the place of its answer tokens.
@@ -180,7 +187,8 @@ class SegmentLogits(_Logits):
 
     @property
     def captures(self) -> Sequence[str]:
-        """The input of the norm after attention (or z, unused, in a model without one), and the gate."""
+        """The input of the norm after attention (or z, unused, in a model without one), and the
+        gate."""
         captures = [POST if self.norms else _Z]
         if self.gate:
             captures.append(self.gate[0])
@@ -189,11 +197,13 @@ class SegmentLogits(_Logits):
     def calibrated(
         self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
     ) -> Analysis:
-        """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the unembedding.
+        """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the
+        unembedding.
 
         Raises:
-            ModelError: A head's update, or its path to the logits, cannot be computed for this model; or the mixed
-                values pass a norm before z, so that no key's share can be separated.
+            ModelError: A head's update, or its path to the logits, cannot be computed for this
+                model; or the mixed values pass a norm before z, so that no key's share can be
+                separated.
         """
         gate = None
         limit = limit_of(model, "values")
@@ -207,7 +217,8 @@ class SegmentLogits(_Logits):
             ]
             if function is None or not gates:
                 raise ModelError(
-                    f"{model.cfg.model_name}: {limit}; so a key's share of a head's update is not A · v W_O"
+                    f"{model.cfg.model_name}: {limit}; so a key's share of a head's update is not A"
+                    " · v W_O"
                 )
             gate = (f"attn.{gates[0]}", function)
         return replace(super().calibrated(model, layers, measured), gate=gate)
@@ -217,10 +228,12 @@ class SegmentLogits(_Logits):
         return zeros(batch, heads, "read", last=(len(SEGMENTS),))
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Add the contributions that these queries read from each segment, before the norms' scales."""
+        """Add the contributions that these queries read from each segment, before the norms'
+        scales."""
         if rows.v is None:
             raise ModelError(
-                f"layer {rows.layer} has no hook_v per head, so a key's contribution cannot be measured"
+                f"layer {rows.layer} has no hook_v per head, so a key's contribution cannot be"
+                " measured"
             )
         w_o = wide(self.weights[rows.layer])
         norm = self.norms.get(rows.layer)

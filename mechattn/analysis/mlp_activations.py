@@ -1,4 +1,5 @@
-"""The distribution of MLP activations after the nonlinearity, and how it changes per token between conditions."""
+"""The distribution of MLP activations after the nonlinearity, and how it changes per token between
+conditions."""
 
 from __future__ import annotations
 
@@ -34,9 +35,14 @@ Rule = Literal["quantile", "mad", "absolute"]
 _NONE = -1.0  # stands for an undefined number, as sums must be finite
 _METRICS = ("near_zero", "saturated", "l1", "l2", "gini", "variance", "kurtosis", "token_change")
 _OF_CHANGES = {
-    "change_product": "sum over the question's tokens of <change, change in the other condition>, from the baseline",
-    "change_within": "sum of squared changes of the question's tokens, over the entries that the other condition "
-    "changes",
+    "change_product": (
+        "sum over the question's tokens of <change, change in the other condition>, from the"
+        " baseline"
+    ),
+    "change_within": (
+        "sum of squared changes of the question's tokens, over the entries that the other condition"
+        " changes"
+    ),
 }
 _CALIBRATION = 16  # prompts
 # Of the calibration problems: not the default seed, so they are not the measured ones.
@@ -51,18 +57,22 @@ _EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))
 
 @dataclass(frozen=True)
 class MlpActivations(AnalysisBase):
-    """Measure MLP activations after the nonlinearity, ``act(gate)`` in gated MLPs (arXiv:2510.01032, section 4).
+    """Measure MLP activations after the nonlinearity, ``act(gate)`` in gated MLPs
+    (arXiv:2510.01032, section 4).
 
     Gives means over the tokens of each segment of the per-token statistics in
-    :mod:`mechattn.functional.activations`, the near-zero share by class of the question's tokens, a histogram
-    of the question's activations, and the change of each original token from the baseline.
+    :mod:`mechattn.functional.activations`, the near-zero share by class of the question's tokens, a
+    histogram of the question's activations, and the change of each original token from the
+    baseline.
 
-    In a mixture of experts a token's activations are ``w · act(gate)`` of the experts that it is routed to, with router
-    weight w, and of the shared expert (:mod:`mechattn.model.patch.mixtures`). Changes are over the channels of
-    all experts, which are 0 where a token is not routed to the expert.
+    In a mixture of experts a token's activations are ``w · act(gate)`` of the experts that it is
+    routed to, with router weight w, and of the shared expert
+    (:mod:`mechattn.model.patch.mixtures`). Changes are over the channels of all experts, which are
+    0 where a token is not routed to the expert.
 
-    "Near zero" is ``|x| ≤ threshold``, with one threshold per layer, set before the run on calibration prompts in the
-    baseline condition, and recorded. The rule gives one number per prompt; the threshold is their median:
+    "Near zero" is ``|x| ≤ threshold``, with one threshold per layer, set before the run on
+    calibration prompts in the baseline condition, and recorded. The rule gives one number per
+    prompt; the threshold is their median:
 
     - "quantile": the ``value``-th quantile of ``|x|`` over the prompt's tokens and channels;
     - "mad": ``1.4826 · value · MAD(|x|)``, the ε of ARM;
@@ -99,7 +109,8 @@ class MlpActivations(AnalysisBase):
             raise OptionError(f"value={self.value!r}: the rule {self.rule!r} takes {expected}")
         if self.calibration is not None and not self.calibration and self.rule != "absolute":
             raise OptionError(
-                "calibration=(): give at least one prompt, or omit it to use generated word problems"
+                "calibration=(): give at least one prompt, or omit it to use generated word"
+                " problems"
             )
         if len(self.edges) < 2 or list(self.edges) != sorted(set(self.edges)):
             raise OptionError("edges: give at least two numbers in increasing order")
@@ -183,8 +194,9 @@ class MlpActivations(AnalysisBase):
         repeated = [prompt.id for prompt in prompts if prompt.question in texts]
         if repeated:
             warn(
-                f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, for example) are also "
-                f"measured, so the threshold is set on the data it is applied to; calibrate on other prompts"
+                f"{len(repeated)} of {len(prompts)} calibration prompts ({repeated[0]!r}, for"
+                " example) are also measured, so the threshold is set on the data it is applied"
+                " to; calibrate on other prompts"
             )
         of_prompts: dict[int, list[float]] = {layer: [] for layer in layers}
 
@@ -204,8 +216,8 @@ class MlpActivations(AnalysisBase):
             return self.calibration
         if model.tokenizer is None:
             raise OptionError(
-                f"{model.cfg.model_name} has no tokenizer, so the generated calibration prompts cannot be read: give "
-                'calibration=… as prompts of token ids, or rule="absolute"'
+                f"{model.cfg.model_name} has no tokenizer, so the generated calibration prompts"
+                ' cannot be read: give calibration=… as prompts of token ids, or rule="absolute"'
             )
         return load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
 
@@ -229,7 +241,8 @@ class MlpActivations(AnalysisBase):
         return sums
 
     def add_activations(self, sums: Sums, activations: Activations) -> None:
-        """Measure each token, one sequence at a time; then the changes between each prompt's conditions."""
+        """Measure each token, one sequence at a time; then the changes between each prompt's
+        conditions."""
         for row, length in enumerate(activations.batch.lengths.tolist()):
             self._add_sequence(sums, activations, row, length)
         mixture = self.mixtures[activations.layer]

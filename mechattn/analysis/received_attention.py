@@ -1,4 +1,5 @@
-"""Attention that each key and each segment receives, attention between segments, and the map of a short prompt."""
+"""Attention that each key and each segment receives, attention between segments, and the map of a
+short prompt."""
 
 from __future__ import annotations
 
@@ -39,16 +40,19 @@ class ReceivedAttention(AnalysisBase):
 
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
 
-    What each segment receives comes with its dilution null: what it would be if the original tokens kept their attention
-    to each other, and gave way to the inserted ones in equal parts. For each head and query q it is that of the row
-    ``(1 − M[q]) · A[q, k]``, where A is the baseline's row of the same query and M[q] the attention of q to all inserted
-    tokens, as measured. It is NaN where tokens of the baseline are changed (``Counterpart``).
+    What each segment receives comes with its dilution null: what it would be if the original tokens
+    kept their attention to each other, and gave way to the inserted ones in equal parts. For each
+    head and query q it is that of the row ``(1 − M[q]) · A[q, k]``, where A is the baseline's row
+    of the same query and M[q] the attention of q to all inserted tokens, as measured. It is NaN
+    where tokens of the baseline are changed (``Counterpart``).
 
     Args:
-        queries: Which queries count: "original" (all but the inserted ones), "all", "question" or "answer".
+        queries: Which queries count: "original" (all but the inserted ones), "all", "question" or
+            "answer".
         include_self: Whether a query's attention to its own key counts (not in the paper).
-        skip_first: Leave out the first token as a key, since it absorbs most of the mass (the paper does so for Llama
-            and Gemma). Its received attention is then NaN and it counts in no segment.
+        skip_first: Leave out the first token as a key, since it absorbs most of the mass (the paper
+            does so for Llama and Gemma). Its received attention is then NaN and it counts in no
+            segment.
     """
 
     name = "received_attention"
@@ -61,12 +65,16 @@ class ReceivedAttention(AnalysisBase):
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Received attention per key and per segment, the mass of each segment, and the dilution null of both."""
+        """Received attention per key and per segment, the mass of each segment, and the dilution
+        null of both."""
         per_key = (
             "mean attention that the key receives from the counted queries after it that can see it"
         )
         per_segment = "received attention, mean over the keys of the segment"
-        mass = "attention of a counted query to all keys of the segment together, mean over the counted queries"
+        mass = (
+            "attention of a counted query to all keys of the segment together, mean over the"
+            " counted queries"
+        )
         by_segment = {"received_by_segment": per_segment, "mass_by_segment": mass}
         quantities = {"received": Quantity(("head", "key"), "probability", per_key)}
         for name, description in by_segment.items():
@@ -101,7 +109,8 @@ class ReceivedAttention(AnalysisBase):
         return sums
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
-        """Add column sums over the counted queries in this block, and each query's attention to itself."""
+        """Add column sums over the counted queries in this block, and each query's attention to
+        itself."""
         counted = _counted(self.queries, rows.batch)[:, rows.queries]
         sums["columns"][..., rows.keys].add_(fn.column_sums(rows.pattern, counted))
         own = fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start)
@@ -121,7 +130,8 @@ class ReceivedAttention(AnalysisBase):
             sums["by_query"].add_(by_query.permute(0, 3, 1, 2))
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """The means: per key over the queries that see it, per segment over its keys, mass over the counted queries."""
+        """The means: per key over the queries that see it, per segment over its keys, mass over the
+        counted queries."""
         columns = sums["columns"]
         attended = columns
         if not self.include_self:
@@ -155,7 +165,8 @@ def _weights(
     Float[Tensor, "batch key segment"],
     Float[Tensor, "batch key segment"],
 ]:
-    """The factors that turn sums over counted queries into the three means; NaN where there is nothing to average."""
+    """The factors that turn sums over counted queries into the three means; NaN where there is
+    nothing to average."""
     counted = _counted(analysis.queries, batch)
     seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
     looked_at = batch.real.clone()
@@ -174,7 +185,8 @@ def _weights(
 def _key_groups(
     analysis: ReceivedAttention, batch: Batch, window: int | None
 ) -> Float[Tensor, "batch group key"]:
-    """Groups of keys: by their weights in received attention by segment, in mass, and the inserted tokens."""
+    """Groups of keys: by their weights in received attention by segment, in mass, and the inserted
+    tokens."""
     _, by_segment, mass = _weights(analysis, batch, window)
     inserted = batch.inserted[:, None].to(mass.dtype)
     return torch.cat([by_segment.mT.nan_to_num(), mass.mT.nan_to_num(), inserted], 1)
@@ -182,7 +194,8 @@ def _key_groups(
 
 @lru_cache(maxsize=4)  # its pairs are made on the CPU
 def _pairs(batch: Batch) -> tuple[Pairs, Bool[Tensor, " pair"]]:
-    """Each sequence with its baseline, and whether it has the baseline's tokens, none of them changed."""
+    """Each sequence with its baseline, and whether it has the baseline's tokens, none of them
+    changed."""
     pairs = pairs_of(batch, BASELINE)
     tokens = batch.tokens.gather(1, pairs.place)
     baseline_tokens = tokens[pairs.baseline]
@@ -223,11 +236,12 @@ def _diluted(
 class SegmentFlow(AnalysisBase):
     """Measure the attention that the queries of each segment pay to the keys of each segment.
 
-    ``flow[s, t] = mean over queries q of s of Σ_{k in t} A[q, k]``; each row sums to 1 (less in a model with learned
-    sinks). A query's own key counts.
+    ``flow[s, t] = mean over queries q of s of Σ_{k in t} A[q, k]``; each row sums to 1 (less in a
+    model with learned sinks). A query's own key counts.
 
     Args:
-        predicting: Whether the queries of s are those that predict its tokens, one position earlier than they.
+        predicting: Whether the queries of s are those that predict its tokens, one position earlier
+            than they.
     """
 
     name = "segment_flow"
@@ -237,8 +251,14 @@ class SegmentFlow(AnalysisBase):
     def quantities(self) -> Mapping[str, Quantity]:
         """The flow of attention, and the flow of values."""
         dims = ("head", "segment", "to_segment")
-        flow = "attention of a query of the segment to all keys of to_segment together, mean over the queries"
-        by_value = "sum over keys of to_segment of A |v|, divided by the sum over all keys, mean over the queries"
+        flow = (
+            "attention of a query of the segment to all keys of to_segment together, mean over the"
+            " queries"
+        )
+        by_value = (
+            "sum over keys of to_segment of A |v|, divided by the sum over all keys, mean over the"
+            " queries"
+        )
         return {
             "flow": Quantity(dims, "probability", flow),
             "value_flow": Quantity(dims, "share", by_value, no_null="it depends on the values"),
@@ -296,7 +316,8 @@ class SegmentFlow(AnalysisBase):
 
 @dataclass(frozen=True)
 class AttentionMap(AnalysisBase):
-    """Keep the attention probabilities of every query and key of prompts with up to ``max_tokens`` tokens.
+    """Keep the attention probabilities of every query and key of prompts with up to ``max_tokens``
+    tokens.
 
     ``pattern[q, k] = A[q, k]``; NaN beyond the end of a sequence.
     """
@@ -307,7 +328,8 @@ class AttentionMap(AnalysisBase):
     def __post_init__(self) -> None:
         if not isinstance(self.max_tokens, int) or not 2 <= self.max_tokens <= 1024:
             raise OptionError(
-                f"max_tokens={self.max_tokens}: give a number from 2 to 1,024, the sizes at which a map is readable"
+                f"max_tokens={self.max_tokens}: give a number from 2 to 1,024, the sizes at which a"
+                " map is readable"
             )
 
     @property
@@ -320,12 +342,13 @@ class AttentionMap(AnalysisBase):
         }
 
     def problem(self, sequence: Sequence) -> str | None:
-        """A sequence longer than ``max_tokens`` is refused: its map would be unreadable and would fill the page."""
+        """A sequence longer than ``max_tokens`` is refused: its map would be unreadable and would
+        fill the page."""
         if len(sequence) <= self.max_tokens:
             return None
         return (
-            f"has {len(sequence)} tokens, and a map shows at most {self.max_tokens}: shorten the prompt, or raise "
-            f"max_tokens (page size grows with its square)"
+            f"has {len(sequence)} tokens, and a map shows at most {self.max_tokens}: shorten the"
+            " prompt, or raise max_tokens (page size grows with its square)"
         )
 
     def start(self, batch: Batch, heads: int) -> Sums:

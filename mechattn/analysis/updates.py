@@ -105,14 +105,17 @@ class _Updates(AnalysisBase):
 
     @property
     def _normed(self) -> bool:
-        """Whether a norm follows attention; unknown, and so False, before the model has been inspected."""
+        """Whether a norm follows attention; unknown, and so False, before the model has been
+        inspected."""
         return any(layer.norm is not None for layer in (self.weights or {}).values())
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """Means over the tokens of each segment, counts in bins, each token's own with ``per_query``.
+        """Means over the tokens of each segment, counts in bins, each token's own with
+        ``per_query``.
 
-        In a model with a norm after attention all of these are after it, and the means are also given before it.
+        In a model with a norm after attention all of these are after it, and the means are also
+        given before it.
         """
         quantities = {}
         after = _AFTER if self._normed else ""
@@ -134,8 +137,8 @@ class _Updates(AnalysisBase):
 
     @property
     def captures(self) -> Sequence[str]:
-        """The residual stream before the block, each head's output before W_O, which arrives after its rows, and the
-        input of a norm after attention."""
+        """The residual stream before the block, each head's output before W_O, which arrives after
+        its rows, and the input of a norm after attention."""
         hooks = ("hook_resid_pre", "attn.hook_z")
         return (*hooks, POST) if self._normed else hooks
 
@@ -145,7 +148,8 @@ class _Updates(AnalysisBase):
         """Prepare W_O of the layers, its factors and the norms after attention.
 
         Raises:
-            ModelError: The model's heads have no separate updates, or the scale of a norm after attention is unknown.
+            ModelError: The model's heads have no separate updates, or the scale of a norm after
+                attention is unknown.
         """
         norms = norms_after(model, layers)
         weights = {
@@ -167,7 +171,8 @@ class _Updates(AnalysisBase):
         }
         if weights.norm is None:
             return sums
-        # The heads share the scale of what they write together: then their updates add up to what the block adds.
+        # The heads share the scale of what they write together: then their updates add up to what
+        # the block adds.
         scale = weights.norm.scale(captures.tensors[POST]).to(w_o.dtype)[:, None]
         sums["norm" + BEFORE_NORM] = sums["norm"]
         sums["product" + BEFORE_NORM] = sums["product"]
@@ -219,16 +224,18 @@ def _per_token(
 
 @dataclass(frozen=True)
 class HeadUpdates(_Updates):
-    """Measure the magnitude and orientation of each head's update of the residual stream (R. Claus, figures 7 to 10).
+    """Measure the magnitude and orientation of each head's update of the residual stream (R. Claus,
+    figures 7 to 10).
 
-    ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre, Δ)``. Where a norm
-    follows attention (Gemma 2 and 3, OLMo 2, GLM-4), ``Δ[q, h] = γ · z[q, h] W_O[h] / σ[q]``, with the norm's weight γ
-    and the scale σ of the whole block's output at that token, which the heads share. The updates of all heads of a
-    layer, and b_O taken through the same norm, add up to what attention adds to the residual stream. There, means of
-    what enters the norm are given too, as ``…_before_norm``.
+    ``Δ[q, h] = z[q, h] W_O[h]``; ``magnitude = ‖Δ‖ / ‖resid_pre‖``; ``orientation = cos(resid_pre,
+    Δ)``. Where a norm follows attention (Gemma 2 and 3, OLMo 2, GLM-4), ``Δ[q, h] = γ · z[q, h]
+    W_O[h] / σ[q]``, with the norm's weight γ and the scale σ of the whole block's output at that
+    token, which the heads share. The updates of all heads of a layer, and b_O taken through the
+    same norm, add up to what attention adds to the residual stream. There, means of what enters the
+    norm are given too, as ``…_before_norm``.
 
-    Gives means over the tokens of each segment, and counts of the original tokens in fixed bins, which can be added
-    over prompts.
+    Gives means over the tokens of each segment, and counts of the original tokens in fixed bins,
+    which can be added over prompts.
 
     Args:
         per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
@@ -244,11 +251,13 @@ class HeadUpdates(_Updates):
 
 @dataclass(frozen=True)
 class TopTargetUpdates(_Updates):
-    """Measure the part of each head's update that comes from its strongest target, as :class:`HeadUpdates` does.
+    """Measure the part of each head's update that comes from its strongest target, as
+    :class:`HeadUpdates` does.
 
-    ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9; taken through the
-    norm after attention where there is one, with the scale of the whole block's output. Interventions on z (an ablated
-    head) act later and have no effect on ``A[q, k] v[k] W_O[h]``.
+    ``Δ[q, h] = A[q, k] v[k] W_O[h]``, k = argmax A[q]: the reading of the published figures 7 to 9;
+    taken through the norm after attention where there is one, with the scale of the whole block's
+    output. Interventions on z (an ablated head) act later and have no effect on ``A[q, k] v[k]
+    W_O[h]``.
 
     Args:
         per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
@@ -261,7 +270,8 @@ class TopTargetUpdates(_Updates):
         """Store what each query reads from its strongest target."""
         if rows.v is None:
             raise ModelError(
-                f"layer {rows.layer} has no hook_v per head, so a target's contribution cannot be measured"
+                f"layer {rows.layer} has no hook_v per head, so a target's contribution cannot be"
+                " measured"
             )
         largest, _, target = top_two(rows.pattern)
         v = for_each_head(rows.v[:, :, rows.keys], rows.pattern.shape[1]).to(largest.dtype)
@@ -297,11 +307,13 @@ _OF_BLOCKS = {
 
 @dataclass(frozen=True)
 class BlockUpdates(AnalysisBase):
-    """Measure the magnitude and orientation of the updates by the attention block and the MLP of each layer.
+    """Measure the magnitude and orientation of the updates by the attention block and the MLP of
+    each layer.
 
-    ``Δ = resid_mid − resid_pre`` and ``Δ = resid_post − resid_mid``, including any norm after the block. In a layer
-    with parallel attention and MLP, both are compared with resid_pre. A multiplier of block outputs (Granite's residual
-    multiplier) is part of Δ. Means over the tokens of each segment.
+    ``Δ = resid_mid − resid_pre`` and ``Δ = resid_post − resid_mid``, including any norm after the
+    block. In a layer with parallel attention and MLP, both are compared with resid_pre. A
+    multiplier of block outputs (Granite's residual multiplier) is part of Δ. Means over the tokens
+    of each segment.
 
     Args:
         per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
@@ -353,15 +365,16 @@ class BlockUpdates(AnalysisBase):
         """
         hooks = model.hook_dict
         sequential = all(f"blocks.{layer}.{_MIDDLE}" in hooks for layer in layers)
-        # A block that scales its update fires hook_attn_out only for functions that TransformerLens has added.
+        # A block that scales its update fires hook_attn_out only for functions that TransformerLens
+        # has added.
         factor = getattr(model.blocks[layers[0]], "residual_contribution_scale", None)
         outs = _OUTS if factor is None else ("attn.hook_out", "mlp.hook_out")
         for layer in layers:
             for name in (*_AROUND, *outs):
                 if f"blocks.{layer}.{name}" not in hooks:
                     raise ModelError(
-                        f"layer {layer} of {model.cfg.model_name} has no {name}, so the outputs of its blocks "
-                        f"cannot be separated"
+                        f"layer {layer} of {model.cfg.model_name} has no {name}, so the outputs of"
+                        " its blocks cannot be separated"
                     )
         if factor is None:
             factor = 1.0
@@ -399,7 +412,7 @@ class BlockUpdates(AnalysisBase):
 
 
 def _added(before: Stream, out: Stream, after: Stream) -> Stream:
-    """The block's output from its hook where that is the update (a difference of large numbers loses digits);
-    otherwise (BLOOM adds the residual first) the difference."""
+    """The block's output from its hook where that is the update (a difference of large numbers
+    loses digits); otherwise (BLOOM adds the residual first) the difference."""
     change = after - before
     return torch.where((change - out).norm() < 0.05 * change.norm(), out, change)

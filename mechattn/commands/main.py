@@ -80,7 +80,10 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # the default drops "[evaluation]"
-    help="Measure what attention does, with and without meaningless tokens. Start with: mechattn figures",
+    help=(
+        "Measure what attention does, with and without meaningless tokens. Start with: mechattn"
+        " figures"
+    ),
 )
 
 
@@ -89,7 +92,8 @@ def first_look(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Measure what attention does, with and without meaningless tokens. Start with: mechattn figures"""
+    """Measure what attention does, with and without meaningless tokens. Start with: mechattn
+    figures"""
     if version:
         import mechattn
 
@@ -303,7 +307,8 @@ def evaluate_config(
     system: System = None,
     chat_template: ChatTemplate = None,
 ) -> None:
-    """Generate and grade answers under each condition; print accuracy with intervals. Resumes where it stopped."""
+    """Generate and grade answers under each condition; print accuracy with intervals. Resumes where
+    it stopped."""
     from mechattn.toml_sections import read_sections
 
     read_sections(config)
@@ -389,7 +394,8 @@ def export(
     ] = None,
     memory: Memory = "2GiB",
 ) -> None:
-    """Write every quantity of every head, its change, its null and its q, as one CSV file; or all arrays as NetCDF."""
+    """Write every quantity of every head, its change, its null and its q, as one CSV file; or all
+    arrays as NetCDF."""
     from mechattn.commands.pages import export_csv, export_netcdf
 
     if netcdf is not None:
@@ -405,7 +411,10 @@ def _accuracies(evaluation: Any) -> str:
     """A Markdown table: accuracy, and the difference from the baseline; cautions before it."""
     lines = [line for caution in evaluation.cautions for line in (f"**{caution}**", "")]
     lines += [
-        "| condition | right | 95 % | against the baseline | p | detectable | unread | unfinished |",
+        (
+            "| condition | right | 95 % | against the baseline | p | detectable | unread |"
+            " unfinished |"
+        ),
         "|---" * 8 + "|",
     ]
     for row in evaluation.accuracy().to_dict("records"):

@@ -84,7 +84,8 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
-    """A table with its number and its question as first columns, and its own q under other names."""
+    """A table with its number and its question as first columns, and its own q under other
+    names."""
     labels = {"table": number}
     for name in _ABOUT:
         labels[name] = table.get(name, table.attrs.get(name, ""))

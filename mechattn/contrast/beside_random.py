@@ -39,7 +39,8 @@ def check_random(random: Any, contrast: Contrast) -> None:
     draws = list(random)
     if len(draws) < FEWEST_DRAWS:
         raise OptionError(
-            f"random holds {len(draws)} results; give at least {FEWEST_DRAWS}: run_random(…, draws=3)"
+            f"random holds {len(draws)} results; give at least {FEWEST_DRAWS}: run_random(…,"
+            " draws=3)"
         )
     if contrast.other is not None:
         raise OptionError(
@@ -49,8 +50,8 @@ def check_random(random: Any, contrast: Contrast) -> None:
         why = _unlike(draw, result, conditions)
         if why:
             raise OptionError(
-                f"random[{number}] {why}: run ma.run_random with the model, prompts, conditions, analyses and seed of "
-                "the result"
+                f"random[{number}] {why}: run ma.run_random with the model, prompts, conditions,"
+                " analyses and seed of the result"
             )
     kinds = sorted({_kind_of_weights(draw) for draw in draws})
     if len(kinds) > 1:
@@ -61,8 +62,8 @@ def check_random(random: Any, contrast: Contrast) -> None:
     }
     if len(hashes) <= len(draws):
         raise OptionError(
-            "random holds the same weights twice, or those of the result; draw each with another seed, as run_random "
-            "does"
+            "random holds the same weights twice, or those of the result; draw each with another"
+            " seed, as run_random does"
         )
 
 
@@ -113,7 +114,9 @@ class BesideRandom:
         count = len(self.random)
         tests = int((~np.isnan(p_both)).sum())
         with_random.attrs = table.attrs | {
-            "null_random": f"random weights ({kind}): {count} draws, {beside.compared} heads compared",
+            "null_random": (
+                f"random weights ({kind}): {count} draws, {beside.compared} heads compared"
+            ),
             "smallest_p_random": 1 / (beside.compared + 1),
             "tests_random": tests,
             "resolution_random": random_words(count, tests, beside.compared),
@@ -144,7 +147,10 @@ def _unlike(draw: Result, result: Result, conditions: Seq[str]) -> str:
         return f"comes from {theirs['name']}, whose weights are not random"
     for detail in ("architecture", "layers", "heads", "parameters"):
         if theirs.get(detail) != ours.get(detail):
-            return f"comes from another model ({detail} {theirs.get(detail)}, in the result {ours.get(detail)})"
+            return (
+                f"comes from another model ({detail} {theirs.get(detail)}, in the result"
+                f" {ours.get(detail)})"
+            )
     if draw.provenance["prompts"]["hash"] != result.provenance["prompts"]["hash"]:
         return "has other prompts"
     for name in conditions:

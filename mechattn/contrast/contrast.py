@@ -139,8 +139,9 @@ class Contrast:
             raise OptionError(f"level={self.level!r}: give a probability such as 0.95")
         if self.null == "random-weights":
             raise OptionError(
-                'null="random-weights": a result holds no model to draw weights for; make them with ma.run_random('
-                "model, prompts, conditions) and pass random=…, whose columns come with those of the null"
+                'null="random-weights": a result holds no model to draw weights for; make them with'
+                " ma.run_random(model, prompts, conditions) and pass random=…, whose columns come"
+                " with those of the null"
             )
         if self.null is not None:
             check_choice(Null, null=self.null)
@@ -219,8 +220,9 @@ class Contrast:
             names = list(conditions)
         if len(set(names)) < FEWEST_CONDITIONS or len(set(names)) < len(names):
             raise OptionError(
-                f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They are the sample, "
-                "and from fewer nothing can be said about others; ma.sweep makes them"
+                f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They"
+                " are the sample, and from fewer nothing can be said about others; ma.sweep makes"
+                " them"
             )
         names = [self.result.condition(name) for name in names]
         tested, present = several_tested(self, names)
@@ -314,7 +316,8 @@ class Contrast:
         means = [_means(contrast.part("prompt", block)) for block in blocks]
         if any(not np.array_equal(block.present, means[0].present) for block in means):
             raise OptionError(
-                f"some prompts have no {quantity!r} in the segment {self.segment!r}; choose one that all prompts have"
+                f"some prompts have no {quantity!r} in the segment {self.segment!r}; choose one"
+                " that all prompts have"
             )
         values = np.concatenate([block.values for block in means])
         reference = np.concatenate([block.reference for block in means])
@@ -440,7 +443,8 @@ def _means(contrast: Contrast) -> _Means:
     ours, theirs, null, null_reference = aligned(contrast, labels_of([contrast]))
     if {"segment", "to_segment"}.intersection(map(str, ours.dims)):
         raise OptionError(
-            f"{contrast.quantity!r} has more than one number per head, so a mean over heads has no meaning"
+            f"{contrast.quantity!r} has more than one number per head, so a mean over heads has no"
+            " meaning"
         )
     over = [dim for dim in ours.dims if dim != "prompt"]
     return _Means(

@@ -73,7 +73,8 @@ class Differences:
 
 
 def differences(contrast: Contrast, labels: Labels | None = None) -> Differences:
-    """The differences of a comparison; ``labels`` where the results hold only some of their layers."""
+    """The differences of a comparison; ``labels`` where the results hold only some of their
+    layers."""
     if labels is None:
         labels = labels_of([contrast])
     ours, theirs, null, their_null = aligned(contrast, labels)
@@ -217,8 +218,9 @@ def check_cells(contrast: Contrast, scale: Scale, cells: int, left_out: Seq[str]
         if len(left_out) > 4:
             names += " …"
         warn(
-            f"{len(left_out)} of {cells} cells are left out ({names}): {quantity!r} is not there, or it is 0 or "
-            'negative in some prompt and has no ratio, which scale="difference" does not need'
+            f"{len(left_out)} of {cells} cells are left out ({names}): {quantity!r} is not there,"
+            ' or it is 0 or negative in some prompt and has no ratio, which scale="difference"'
+            " does not need"
         )
 
 

@@ -138,8 +138,9 @@ def _of_queries(
     ]
     if missing:
         raise OptionError(
-            f"this result has no {' and no '.join(missing)} of each query in each prompt; run it with "
-            'analyses=[AttentionFocus(per_query=True), HeadUpdates(per_query=True)], positions="prompts"'
+            f"this result has no {' and no '.join(missing)} of each query in each prompt; run it"
+            " with analyses=[AttentionFocus(per_query=True), HeadUpdates(per_query=True)],"
+            ' positions="prompts"'
         )
     dims = ("prompt", "layer", "head", "key")
     masses, magnitudes = (

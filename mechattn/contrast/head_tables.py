@@ -64,7 +64,8 @@ def ranked_heads(
         further = sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"}))
         if further:
             raise OptionError(
-                f"{quantity!r} does not have one number per head ({', '.join(further)}), so it cannot rank heads"
+                f"{quantity!r} does not have one number per head ({', '.join(further)}), so it"
+                " cannot rank heads"
             )
         quantities.check_present(values, quantity, segment, sides[0], sides)
         of_units = units.means(values.values.reshape(prompts, -1))
@@ -197,7 +198,8 @@ def sweep_sink_kinds(
     rank_below: Seq[float] = RANK_BELOW,
     rate_above: float = 0.5,
 ) -> pd.DataFrame:
-    """Count the heads with each kind of sink for every pair of thresholds; see :func:`sink_kinds`."""
+    """Count the heads with each kind of sink for every pair of thresholds; see
+    :func:`sink_kinds`."""
     rows = []
     for value, rank in product(value_below, rank_below):
         table = sink_kinds(

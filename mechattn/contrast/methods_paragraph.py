@@ -73,8 +73,8 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
         if model.get("mended"):
             verified += f"; mended: {_several(model['mended'])}"
     return (
-        f"The attention of {model['name']} ({size}) was measured {ENGINES.get(engine, engine)}, with "
-        f"{_and(libraries)}. {verified}."
+        f"The attention of {model['name']} ({size}) was measured {ENGINES.get(engine, engine)},"
+        f" with {_and(libraries)}. {verified}."
     )
 
 
@@ -151,7 +151,10 @@ def _compared(table: pd.DataFrame) -> str:
         patterns += f" of {about['resampled']}, which are also what the bootstrap resamples"
     tests = f"sign-flip tests ({patterns})"
     if units >= FEWEST_FOR_ALL:
-        tests += ", bootstrap-t tests, and step-down bootstrap-t tests with p divided by their number (the largest p)"
+        tests += (
+            ", bootstrap-t tests, and step-down bootstrap-t tests with p divided by their number"
+            " (the largest p)"
+        )
     family = f"Benjamini-Hochberg over {about['family']}"
     if "null_random" in about:
         family += (
@@ -159,8 +162,9 @@ def _compared(table: pd.DataFrame) -> str:
         )
         family += about["null_random"]
     return (
-        f"“{about['condition']}” was compared with “{about['to']}” in {quantity}, {pairing}: {100 * about['level']:g} % t "
-        f"intervals; {tests} against {about['null']}; {family}; seed {about['seed']}."
+        f"“{about['condition']}” was compared with “{about['to']}” in {quantity}, {pairing}:"
+        f" {100 * about['level']:g} % t intervals; {tests} against {about['null']}; {family}; seed"
+        f" {about['seed']}."
     )
 
 

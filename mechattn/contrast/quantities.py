@@ -31,10 +31,14 @@ NULLS = {
 # Dimensions that a quantity may have beside prompt, layer and head.
 FURTHER = ("segment", "to_segment", "band")
 _NULL_NEEDS = {
-    "dilution": 'it exists for "received" and "mass" in segments of the baseline, in conditions that change no token, '
-    'unless queries="all"; otherwise use null="uniform"',
-    "blind": "it exists only in models that add something to their scores (ALiBi, learned sinks), for quantities made "
-    'of attention; otherwise use null="uniform"',
+    "dilution": (
+        'it exists for "received" and "mass" in segments of the baseline, in conditions that change'
+        ' no token, unless queries="all"; otherwise use null="uniform"'
+    ),
+    "blind": (
+        "it exists only in models that add something to their scores (ALiBi, learned sinks), for"
+        ' quantities made of attention; otherwise use null="uniform"'
+    ),
 }
 _A_HEAD = {"prompt", "condition", "layer", "head"}
 # Arrays [prompt, cell] of float64 in memory at the same time in a comparison: measured 4 to 6.
@@ -178,7 +182,8 @@ def absent(
             call = f"result.heads({quantity!r}, condition={name!r}, segment='inserted')"
             hint = f"{call} shows what {name!r} has, and {hint}"
         return OptionError(
-            f"{condition!r} inserts no tokens, so it has no {quantity!r} in the segment 'inserted'; {hint}"
+            f"{condition!r} inserts no tokens, so it has no {quantity!r} in the segment 'inserted';"
+            f" {hint}"
         )
 
     variable = variable_of(result, quantity)
@@ -203,7 +208,8 @@ def check_condition(result: Result, condition: str) -> None:
     """Refuse a condition that the result doesn't have."""
     if condition not in result.conditions:
         raise OptionError(
-            f"there is no condition {condition!r}; the result has {', '.join(map(repr, result.conditions))}"
+            f"there is no condition {condition!r}; the result has"
+            f" {', '.join(map(repr, result.conditions))}"
         )
 
 
@@ -277,7 +283,8 @@ def slices(count: int, bytes_of_one: int, memory: str, what: str, shared: int = 
         needed = -(-(shared + bytes_of_one) // 2**20)
         raise MemoryOptionError(
             f"{what} takes {needed:,} MiB, and memory={memory!r} allows less; give more "
-            f'(ma.load_result(…, memory="{needed}MiB"), or --memory {needed}MiB), or fewer resamples'
+            f'(ma.load_result(…, memory="{needed}MiB"), or --memory {needed}MiB), or fewer'
+            " resamples"
         )
     return [slice(start, min(start + at_a_time, count)) for start in range(0, count, at_a_time)]
 

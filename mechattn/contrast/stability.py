@@ -1,4 +1,5 @@
-"""How much a selection of heads depends on the prompts, or on the filler, with which it was made."""
+"""How much a selection of heads depends on the prompts, or on the filler, with which it was
+made."""
 
 from __future__ import annotations
 

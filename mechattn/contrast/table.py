@@ -89,14 +89,16 @@ class Selection:
         is_count = isinstance(self.top, int) and not isinstance(self.top, bool) and self.top >= 1
         if self.top is not None and not is_count:
             raise OptionError(
-                f"top={self.top!r}: give a number of heads, at least 1, or None for those with q < 0.05"
+                f"top={self.top!r}: give a number of heads, at least 1, or None for those with q <"
+                " 0.05"
             )
         if self.by not in (None, *get_args(Ranking)):
             raise OptionError(f'by={self.by!r}: give "difference" or "beyond" (the null)')
         if self.top is not None and self.select is None:
             raise OptionError(
-                f'top={self.top}: say select="half" too, which ranks heads on one half of the prompts and reports them '
-                "on the other; the largest of many, on the prompts that made them so, have too optimistic intervals"
+                f'top={self.top}: say select="half" too, which ranks heads on one half of the'
+                " prompts and reports them on the other; the largest of many, on the prompts that"
+                " made them so, have too optimistic intervals"
             )
         if self.by is not None and self.top is None:
             raise OptionError(f"by={self.by!r} ranks heads, so say top=… too, how many of them")
@@ -221,7 +223,8 @@ def check_select(select: str | None) -> None:
     """Refuse an unknown way to select."""
     if select not in (None, "half"):
         raise OptionError(
-            f'select={select!r}: "half" finds heads on one half of the prompts and reports them on the other'
+            f'select={select!r}: "half" finds heads on one half of the prompts and reports them on'
+            " the other"
         )
 
 
@@ -408,12 +411,13 @@ def check_alike(contrast: Contrast) -> None:
     if result is not reference and prompts != reference_prompts:
         hashes = f"{prompts['hash']} and {reference_prompts['hash']}"
         raise OptionError(
-            "the two results are of different prompts, and a paired comparison needs the same ones: run both with the "
-            f"same load_prompts (hashes {hashes})"
+            "the two results are of different prompts, and a paired comparison needs the same"
+            f" ones: run both with the same load_prompts (hashes {hashes})"
         )
     if result is reference and contrast.condition == contrast.to:
         raise OptionError(
-            f"{contrast.condition!r} is compared with itself: name another condition to compare it with"
+            f"{contrast.condition!r} is compared with itself: name another condition to compare it"
+            " with"
         )
     if not contrast.matched or BASELINE in (contrast.condition, contrast.to):
         return
@@ -430,7 +434,7 @@ def check_alike(contrast: Contrast) -> None:
     if len(differing):
         prompt = int(differing[0])
         raise OptionError(
-            f"{contrast.condition!r} inserts {int(count[prompt])} tokens, {contrast.to!r} "
-            f"{int(reference_count[prompt])} (prompt {prompt}), so their difference would be one of length too. Give "
-            "both the same count, or say matched=False"
+            f"{contrast.condition!r} inserts {int(count[prompt])} tokens, {contrast.to!r}"
+            f" {int(reference_count[prompt])} (prompt {prompt}), so their difference would be one"
+            " of length too. Give both the same count, or say matched=False"
         )

@@ -89,16 +89,16 @@ def several_tested(
     if by == "beyond" and len(set(nulls)) > 1:
         words = ", ".join(f"{name!r}: {null}" for name, null in zip(names, nulls, strict=True))
         raise OptionError(
-            f"the conditions have different nulls by default ({words}), so what is beyond them cannot be taken together; "
-            'give one for all, such as null="uniform"'
+            f"the conditions have different nulls by default ({words}), so what is beyond them"
+            ' cannot be taken together; give one for all, such as null="uniform"'
         )
     tested = [what_is_tested(condition, layer, bags, by) for condition in contrasts]
     labels = tested[0].labels
     for numbers, name in zip(tested, names, strict=True):
         if any(not np.array_equal(numbers.labels[dim], labels[dim]) for dim in labels):
             raise OptionError(
-                f"{name!r} has other cells than {names[0]!r} ({', '.join(labels)}), so they cannot be taken together; "
-                "compare each by itself"
+                f"{name!r} has other cells than {names[0]!r} ({', '.join(labels)}), so they cannot"
+                " be taken together; compare each by itself"
             )
     present = [np.isfinite(numbers.values).all(0) for numbers in tested]
     return tested, np.all(present, axis=0)

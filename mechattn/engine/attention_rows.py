@@ -1,4 +1,5 @@
-"""Attention for the analyses: in row blocks, from a fused kernel, or from hooks; for nulls, of a content-blind head."""
+"""Attention for the analyses: in row blocks, from a fused kernel, or from hooks; for nulls, of a
+content-blind head."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
 def chosen_forward(
     model: HookedModel, engine: Engine, analyses: Iterable[Analysis] = ()
 ) -> tuple[Forward, str]:
-    """The engine for this model, and the reason; streaming is compared with the hooks once per model before use."""
+    """The engine for this model, and the reason; streaming is compared with the hooks once per
+    model before use."""
     if engine == "hooks":
         return forward_through_hooks, "asked for"
 
@@ -51,8 +53,8 @@ def chosen_forward(
         if not fires_while_streamed(name):
             if engine != "auto":
                 raise OptionError(
-                    f"an analysis captures {name!r}, which doesn't fire while attention is streamed; choose "
-                    'engine="hooks" or "auto"'
+                    f"an analysis captures {name!r}, which doesn't fire while attention is"
+                    ' streamed; choose engine="hooks" or "auto"'
                 )
             return forward_through_hooks, f"not streamed: {name} fires only with hooks"
 
@@ -63,7 +65,8 @@ def chosen_forward(
     if check.outcome != "passed":
         if engine != "auto":
             raise ModelError(
-                f'{model.cfg.model_name} cannot be streamed: {check}; choose engine="hooks" or "auto"'
+                f'{model.cfg.model_name} cannot be streamed: {check}; choose engine="hooks" or'
+                ' "auto"'
             )
         return forward_through_hooks, f"not streamed: {check.detail}"
     return _fused_or_in_blocks(model, engine, analyses)
@@ -92,8 +95,8 @@ def _fused_or_in_blocks(
 
     if engine == "fused" and needing_rows:
         raise OptionError(
-            f'{", ".join(needing_rows)} needs rows, which a fused kernel does not give; choose engine="streaming" or '
-            '"auto", or measure analyses without rows in a separate run'
+            f"{', '.join(needing_rows)} needs rows, which a fused kernel does not give; choose"
+            ' engine="streaming" or "auto", or measure analyses without rows in a separate run'
         )
     can_be_fused = takes_whole_layers and not needing_rows
     is_slower_here = engine == "auto" and device_of(model).type != "cuda"
@@ -119,12 +122,14 @@ def forward_in_blocks(
     last: int,
     fused: bool = False,
 ) -> None:
-    """Blocks of query rows, as attention is computed; padding needs no mask, because it is on the right."""
+    """Blocks of query rows, as attention is computed; padding needs no mask, because it is on the
+    right."""
     with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last), fused=fused):
         hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
 
 
-# Whole layers from two calls of a fused kernel, or blocks of rows for a layer that it cannot compute.
+# Whole layers from two calls of a fused kernel, or blocks of rows for a layer that it cannot
+# compute.
 forward_fused = partial(forward_in_blocks, fused=True)
 
 
@@ -181,7 +186,8 @@ class PairedLayer:
     v_aligned: Float[Tensor, "batch kv_head original d_head"]
 
     def rows(self, rows: Rows) -> PairedRows:
-        """The block together with the baseline's rows of the same queries, computed (or looked up) on demand."""
+        """The block together with the baseline's rows of the same queries, computed (or looked up)
+        on demand."""
         pairs = self.pairs
         keys = rows.keys
         pattern = rows.pattern
@@ -216,7 +222,8 @@ def paired_layer(
     """What a layer's blocks share, made at its first block."""
     if attention is None:
         raise ModelError(
-            f"layer {number} shows no hook_v by head, so outputs with and without inserted tokens cannot be compared"
+            f"layer {number} shows no hook_v by head, so outputs with and without inserted tokens"
+            " cannot be compared"
         )
     v = attention.v
     place = pairs.place[:, None, :, None].expand(-1, v.shape[1], -1, v.shape[3])
@@ -228,14 +235,18 @@ UNIFORM = "_uniform"
 BLIND = "_blind"
 NULL_DESCRIPTIONS = {
     UNIFORM: "if every head attended uniformly to the keys it can see",
-    BLIND: "if every head attended by position alone: softmax of what the model adds to its scores (ALiBi, sinks)",
+    BLIND: (
+        "if every head attended by position alone: softmax of what the model adds to its scores"
+        " (ALiBi, sinks)"
+    ),
 }
 
 Values = dict[str, Tensor]
 
 
 def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
-    """The quantities of an analysis, each followed by its nulls; a quantity without one says why."""
+    """The quantities of an analysis, each followed by its nulls; a quantity without one says
+    why."""
     is_of_rows = isinstance(analysis, OF_ROWS)
     quantities: dict[str, Quantity] = {}
     for name, quantity in analysis.quantities.items():
@@ -260,7 +271,8 @@ def _null_of(quantity: Quantity, kind: str, description: str) -> Quantity:
 
 
 def has_null(name: str, quantity: Quantity) -> bool:
-    """Whether the engine computes a null of this quantity; it does not if the quantity is itself a null."""
+    """Whether the engine computes a null of this quantity; it does not if the quantity is itself a
+    null."""
     return not quantity.no_null and not name.endswith((UNIFORM, BLIND, DILUTION))
 
 
@@ -268,8 +280,9 @@ def has_null(name: str, quantity: Quantity) -> bool:
 class Nulls:
     """The nulls of one batch, computed once for all layers whose queries see the same keys."""
 
-    # Uniform attention comes from queries that are zero: every key that a query sees, and a learned sink, has a score
-    # of 0. If the model adds something to its scores regardless of content, a second null (``_blind``) includes it.
+    # Uniform attention comes from queries that are zero: every key that a query sees, and a learned
+    # sink, has a score of 0. If the model adds something to its scores regardless of content, a
+    # second null (``_blind``) includes it.
 
     analyses: Sequence[Analysis]
     batch: Batch  # on the device of the model
@@ -376,13 +389,14 @@ def _null_values(
 
 @contextmanager
 def _saying_no_null(analysis: Analysis) -> Iterator[None]:
-    """Say of an analysis that raises an error on such rows how to declare a quantity without a null."""
+    """Say of an analysis that raises an error on such rows how to declare a quantity without a
+    null."""
     try:
         yield
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{analysis.name} cannot be measured on the rows of a content-blind head, which give the null of its "
-            f"quantities ({reason}). If a quantity needs more than rows of attention, declare it: "
-            'Quantity(…, no_null="it depends on the values")'
+            f"{analysis.name} cannot be measured on the rows of a content-blind head, which give"
+            f" the null of its quantities ({reason}). If a quantity needs more than rows of"
+            ' attention, declare it: Quantity(…, no_null="it depends on the values")'
         ) from error

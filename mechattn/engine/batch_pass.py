@@ -59,7 +59,8 @@ def measure_batch(
     )
     try:
         with ExitStack() as stack:
-            # Made before interventions on the nonlinearities, but entered after them: it sees their results.
+            # Made before interventions on the nonlinearities, but entered after them: it sees their
+            # results.
             watching_mlps = _at_mlps(batch_pass, pending)
             interventions = _interventions(placed, prompt_ids)
             for intervention, target in interventions:
@@ -80,7 +81,8 @@ def measure_batch(
 
 
 class _Enough(BaseException):
-    """Raised when all data has arrived, to skip the rest of the pass; error handlers must not catch it."""
+    """Raised when all data has arrived, to skip the rest of the pass; error handlers must not catch
+    it."""
 
 
 def _constant(target: Target) -> Target:
@@ -97,7 +99,8 @@ def _interventions(batch: Batch, prompt_ids: Sequence[str]) -> list[tuple[Interv
             interventions.setdefault((condition, order), intervention)
             rows.setdefault((condition, order), []).append(row)
 
-    # An original token by its place in the baseline, an inserted one by −1 − its place in the sequence.
+    # An original token by its place in the baseline, an inserted one by −1 − its place in the
+    # sequence.
     places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     positions = torch.where(batch.origin >= 0, batch.origin, -1 - places)
 
@@ -164,12 +167,13 @@ class _Pass:
 
 
 class _PendingSums:
-    """The sums of each analysis for each layer; they become values once all that the analysis needs has arrived."""
+    """The sums of each analysis for each layer; they become values once all that the analysis needs
+    has arrived."""
 
-    # The model decides in which order the parts of a layer arrive: rows mostly before the layer's output, in some
-    # bridges after it, MLP activations last. So a reduction that needs the rows is stored as a call until they arrive,
-    # and sums stay open until no part is missing. The last value ends the pass (_Enough), so later layers and logits
-    # are not computed.
+    # The model decides in which order the parts of a layer arrive: rows mostly before the layer's
+    # output, in some bridges after it, MLP activations last. So a reduction that needs the rows is
+    # stored as a call until they arrive, and sums stay open until no part is missing. The last
+    # value ends the pass (_Enough), so later layers and logits are not computed.
     def __init__(self, batch_pass: _Pass, analyses: Sequence[Analysis], nulls: Nulls) -> None:
         self.batch_pass = batch_pass
         self.analyses = analyses
@@ -210,7 +214,8 @@ class _PendingSums:
         return self.sums[key]
 
     def after_rows(self, number: int, layer: int, reduce: Callable[[], None]) -> None:
-        """Call this when all rows have arrived: usually at once, but some bridges fire hook_pattern after hook_z."""
+        """Call this when all rows have arrived: usually at once, but some bridges fire hook_pattern
+        after hook_z."""
         self.of(number, layer)
         if "rows" in self.missing[number, layer]:
             self.waiting[number, layer] = reduce
@@ -252,8 +257,8 @@ class _PendingSums:
                 if layer not in self.values[number]:
                     missing = self.missing.get((number, layer), self.parts[number])
                     raise ModelError(
-                        f"layer {layer} has run, but {analysis.name} has not received everything it needs "
-                        f"({', '.join(sorted(missing))}), so there is nothing to report"
+                        f"layer {layer} has run, but {analysis.name} has not received everything it"
+                        f" needs ({', '.join(sorted(missing))}), so there is nothing to report"
                     )
         # The only place in a batch that waits for the GPU.
         _refuse_nan(self.batch_pass, self.finite_rows, measure_again)
@@ -261,7 +266,8 @@ class _PendingSums:
 
 
 def _parts_of(analysis: Analysis) -> set[str]:
-    """What an analysis receives, by its protocols; called once, as isinstance is slow for a protocol."""
+    """What an analysis receives, by its protocols; called once, as isinstance is slow for a
+    protocol."""
     return {part for part, protocol in PROTOCOLS.items() if isinstance(analysis, protocol)}
 
 
@@ -328,7 +334,8 @@ class _RowReceiver:
 
 @contextmanager
 def _captured(batch_pass: _Pass, pending: _PendingSums) -> Iterator[None]:
-    """Hooks that keep one layer's tensors until the last hook that an analysis asked for has fired."""
+    """Hooks that keep one layer's tensors until the last hook that an analysis asked for has
+    fired."""
     capturing = pending.receivers("hooks")
     of_final = pending.receivers("final")
     # Listing the hooks takes a while.
@@ -391,7 +398,8 @@ class _Capture:
 
 
 def _at_mlps(batch_pass: _Pass, pending: _PendingSums) -> AbstractContextManager[None]:
-    """Watch every MLP inside a ``with`` block; the nonlinearities are those of the time of this call."""
+    """Watch every MLP inside a ``with`` block; the nonlinearities are those of the time of this
+    call."""
     watching = pending.receivers("mlps")
     layers = batch_pass.windows if watching else {}
     minimums = {layer: minimum_of(plain_nonlinearity(batch_pass.model, layer)) for layer in layers}
@@ -403,7 +411,8 @@ def _at_mlps(batch_pass: _Pass, pending: _PendingSums) -> AbstractContextManager
         d_mlp = pre.shape[-1]
         if pre.numel() != d_mlp * tokens.numel():
             raise ModelError(
-                f"the MLP of layer {layer} doesn't read every token, so its activations cannot be compared by token"
+                f"the MLP of layer {layer} doesn't read every token, so its activations cannot be"
+                " compared by token"
             )
         activations = protocols.Activations(
             layer,
@@ -421,7 +430,8 @@ def _at_mlps(batch_pass: _Pass, pending: _PendingSums) -> AbstractContextManager
 
 
 def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A layer's values on the CPU, in one copy for each dtype; valid once the GPU has done the work queued so far."""
+    """A layer's values on the CPU, in one copy for each dtype; valid once the GPU has done the work
+    queued so far."""
     if all(value.device.type == "cpu" for value in values.values()):
         return dict(values)
 
@@ -441,10 +451,12 @@ def _refuse_nan(
     finite_rows: Sequence[tuple[Analysis, int, Tensor]],
     measure_again: Callable[[], object],
 ) -> None:
-    """Refuse sums with NaN or infinity: the model's, or only those of a user's analysis if ``measure_again`` passes."""
+    """Refuse sums with NaN or infinity: the model's, or only those of a user's analysis if
+    ``measure_again`` passes."""
     if not finite_rows:
         return
-    # To one device first, which waits for the copies of the others too, and only then for all of them.
+    # To one device first, which waits for the copies of the others too, and only then for all of
+    # them.
     device = finite_rows[0][2].device
     is_finite = torch.stack([rows.to(device) for _, _, rows in finite_rows]).cpu()
     if is_finite.all():
@@ -455,11 +467,12 @@ def _refuse_nan(
     name = batch_pass.name_of_row(row)
     if is_ours(type(analysis)):
         raise ModelError(
-            f"layer {layer} of {batch_pass.model.cfg.model_name} gives NaN or infinity for {name}; try "
-            "another dtype, such as float32"
+            f"layer {layer} of {batch_pass.model.cfg.model_name} gives NaN or infinity for {name};"
+            " try another dtype, such as float32"
         )
     measure_again()
     raise OptionError(
-        f"the analysis {analysis.name} gives NaN or infinity in layer {layer} for {name}, where the attention "
-        "itself is finite; does it divide by 0, or take the logarithm of 0, at this prompt or at padding?"
+        f"the analysis {analysis.name} gives NaN or infinity in layer {layer} for {name}, where the"
+        " attention itself is finite; does it divide by 0, or take the logarithm of 0, at this"
+        " prompt or at padding?"
     )

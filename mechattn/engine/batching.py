@@ -13,7 +13,8 @@ from mechattn.errors import ModelError
 from mechattn.functional.attention import BLOCK
 from mechattn.results.result import memory_bytes
 
-# Scores, masked scores, pattern and the working copies of a reduction are in memory at the same time, in float32.
+# Scores, masked scores, pattern and the working copies of a reduction are in memory at the same
+# time, in float32.
 _SQUARES = 6
 _FLOAT32 = 4  # bytes
 _LARGEST_BATCH = 64
@@ -29,7 +30,8 @@ Measured = TypeVar("Measured")
 
 @dataclass(frozen=True)
 class Cost:
-    """The memory of a row of a batch, in bytes; it depends only on the row's length, so a plan is reproducible."""
+    """The memory of a row of a batch, in bytes; it depends only on the row's length, so a plan is
+    reproducible."""
 
     heads: int  # attention heads per layer
     width: int  # numbers in memory at the same time for each position: residual stream, MLP, projections
@@ -94,8 +96,9 @@ def in_halves(
             torch.cuda.empty_cache()
         if len(batch) == 1:
             raise ModelError(
-                f"a batch of prompt number {batch[0]} alone with all its conditions does not fit in memory ({reason}); "
-                f"use fewer conditions per run, a shorter prompt, or a machine with more memory"
+                f"a batch of prompt number {batch[0]} alone with all its conditions does not fit in"
+                f" memory ({reason}); use fewer conditions per run, a shorter prompt, or a machine"
+                " with more memory"
             )
         too_large.append(len(batch))
         middle = len(batch) // 2

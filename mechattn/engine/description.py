@@ -16,7 +16,8 @@ from mechattn.results import provenance
 
 
 def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
-    """A model as data: its shapes, precision, weights and verification; with ``paths`` also where it is."""
+    """A model as data: its shapes, precision, weights and verification; with ``paths`` also where
+    it is."""
     cfg = model.cfg
     facts = facts_of(model) or ModelFacts()
     architecture = getattr(cfg, "architecture", None) or cfg.original_architecture
@@ -53,7 +54,8 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
 def condition_data(condition: Condition, sequence: Sequence | None = None) -> dict[str, Any]:
     """A condition as data: kind, options, marks and interventions; and as text.
 
-    Of a condition that a user wrote, the marks and interventions are those of a ``sequence`` that it made.
+    Of a condition that a user wrote, the marks and interventions are those of a ``sequence`` that
+    it made.
     """
     inner: Any = condition
     masked = False
@@ -83,7 +85,8 @@ def condition_data(condition: Condition, sequence: Sequence | None = None) -> di
 
 
 def _kind_and_options(instance: Any) -> dict[str, Any]:
-    """The kind of an object and its options: the fields of a dataclass, as text if they are not plain values."""
+    """The kind of an object and its options: the fields of a dataclass, as text if they are not
+    plain values."""
     options = {}
     if is_dataclass(instance):
         for field in fields(instance):

@@ -77,7 +77,8 @@ class Collector:
         self._values[variable][cells] = array
 
     def _by_position(self, name: str, array: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
-        """Values of each position, and in the order of the baseline's tokens; NaN where a sequence has none."""
+        """Values of each position, and in the order of the baseline's tokens; NaN where a sequence
+        has none."""
         dtype = np.promote_types(array.dtype, np.float32)
         by_key, by_origin = (
             np.full((*array.shape[:-1], width), np.nan, dtype) for width in self.widths.values()
@@ -175,7 +176,8 @@ class Collector:
 
 
 def _dims_of(variable: str, quantity: Quantity) -> tuple[str, ...]:
-    """The dimensions of a quantity by position; by the baseline's positions if the variable's name says so."""
+    """The dimensions of a quantity by position; by the baseline's positions if the variable's name
+    says so."""
     key = "original_key" if variable.endswith(BY_ORIGIN) else "key"
     return tuple(key if dim == "key" else dim for dim in quantity.dims)
 
@@ -201,11 +203,13 @@ def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
 def check_values(
     analysis: Analysis, values: Mapping[str, Tensor], batch: Batch, heads: int
 ) -> None:
-    """Refuse values that lack a quantity, add one, or do not have the shape that their dims declare."""
+    """Refuse values that lack a quantity, add one, or do not have the shape that their dims
+    declare."""
     quantities = analysis.quantities
     if not isinstance(values, Mapping):
         raise OptionError(
-            f"{analysis.name}: values() gives a {type(values).__name__}; give a dictionary with {', '.join(quantities)}"
+            f"{analysis.name}: values() gives a {type(values).__name__}; give a dictionary with"
+            f" {', '.join(quantities)}"
         )
     for name in quantities:
         if name not in values:
@@ -216,7 +220,8 @@ def check_values(
         if name not in quantities:
             declared = ", ".join(map(repr, quantities))
             raise OptionError(
-                f"{analysis.name}: values() gives {name!r}, which is not one of its quantities ({declared})"
+                f"{analysis.name}: values() gives {name!r}, which is not one of its quantities"
+                f" ({declared})"
             )
     sizes = {
         "head": heads,
@@ -229,7 +234,8 @@ def check_values(
         value = values[name]
         if not isinstance(value, Tensor):
             raise OptionError(
-                f"{analysis.name}: {name!r} is a {type(value).__name__}; values() must return tensors"
+                f"{analysis.name}: {name!r} is a {type(value).__name__}; values() must return"
+                " tensors"
             )
         expected = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
         fits = [size in (None, actual) for size, actual in zip(expected, value.shape, strict=False)]
@@ -237,8 +243,8 @@ def check_values(
             dims = [f"batch {len(batch.rows)}"]
             dims += [f"{dim} {sizes[dim]}" if dim in sizes else dim for dim in quantity.dims]
             raise OptionError(
-                f"{analysis.name}: {name!r} has the shape {list(value.shape)}; its dims {quantity.dims} promise "
-                f"[{', '.join(dims)}]"
+                f"{analysis.name}: {name!r} has the shape {list(value.shape)}; its dims"
+                f" {quantity.dims} promise [{', '.join(dims)}]"
             )
 
 
@@ -256,7 +262,8 @@ def sequences_dataset(
     sequences: Seq[Mapping[str, Sequence]],
     places: Seq[int],
 ) -> xr.Dataset:
-    """The tokens that the model read, their segments and origins, the prompts' groups, and the first prompt's texts."""
+    """The tokens that the model read, their segments and origins, the prompts' groups, and the
+    first prompt's texts."""
     import xarray as xr
 
     conditions = list(sequences[0])
@@ -294,7 +301,8 @@ def _strings(values: Any) -> np.ndarray:
 
 
 def _token_texts(model: HookedModel, sequence: Sequence) -> list[str]:
-    """Control characters are escaped, as NetCDF takes no NUL; the ids of a model without a tokenizer."""
+    """Control characters are escaped, as NetCDF takes no NUL; the ids of a model without a
+    tokenizer."""
     ids = sequence.tokens.tolist()
     if model.tokenizer is None:
         return list(map(str, ids))

@@ -1,4 +1,5 @@
-"""Attention statistics from queries and keys alone: no model, no prompts, and no [query, key] matrix in memory."""
+"""Attention statistics from queries and keys alone: no model, no prompts, and no [query, key]
+matrix in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Statistic = Literal[
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """How a model makes the scores of its attention, ``cap(scale · q·k) + alibi · k``, and which of them it sees.
+    """How a model makes the scores of its attention, ``cap(scale · q·k) + alibi · k``, and which of
+    them it sees.
 
     Args:
         scale: The factor of the scores; ``1 / √d_head`` by default.
@@ -79,31 +81,39 @@ def measure(
     segments: Mapping[str, Bool[Tensor, "batch pos"]] | None = None,
     statistics: Sequence[Statistic] = ("received", "entropy"),
 ) -> dict[str, Tensor]:
-    """Compute statistics of causal attention from queries and keys as they enter the softmax (after RoPE and norms).
+    """Compute statistics of causal attention from queries and keys as they enter the softmax (after
+    RoPE and norms).
 
-    ``A[q, k] = softmax over visible k of cap(scale · q·k) + alibi · k``, in blocks of query rows, in float32 at least,
-    with the streaming code of ``run``.
+    ``A[q, k] = softmax over visible k of cap(scale · q·k) + alibi · k``, in blocks of query rows,
+    in float32 at least, with the streaming code of ``run``.
 
     Args:
         q: Queries.
         k: Keys; head h reads key-value head ``h // (head / kv_head)``.
         v: Values, needed only for "output".
-        scores: The scale, window, soft cap, ALiBi slopes and sinks of the scores; plain ``q·k / √d_head`` by default.
-        lengths: The number of positions of each sequence without the padding on its right; all by default.
+        scores: The scale, window, soft cap, ALiBi slopes and sinks of the scores; plain ``q·k /
+            √d_head`` by default.
+        lengths: The number of positions of each sequence without the padding on its right; all by
+            default.
         counted: The queries that count in "received"; all by default.
         segments: For "mass": the keys of each segment, by name.
         statistics: The statistics to compute:
 
-            - "received" [batch head key]: mean of ``A[q, k]`` over counted ``q > k`` that can see k.
-            - "mass" [batch head query segment]: attention to all keys of each of the ``segments``, in their order.
+            - "received" [batch head key]: mean of ``A[q, k]`` over counted ``q > k`` that can see
+              k.
+            - "mass" [batch head query segment]: attention to all keys of each of the ``segments``,
+              in their order.
             - "entropy" [batch head query], in nats. With the same shape: "self_mass", "first_mass",
-              "previous_mass"; "largest" probability, its position "target", and its lead "concentration" over the
-              second largest; mean "distance" in positions; "half_mass_keys", the fewest keys that hold half.
-            - "output" [batch head pos d_value]: ``Σ_k A[q, k] v[k]``, to compare with the kernel that ran.
+              "previous_mass"; "largest" probability, its position "target", and its lead
+              "concentration" over the second largest; mean "distance" in positions;
+              "half_mass_keys", the fewest keys that hold half.
+            - "output" [batch head pos d_value]: ``Σ_k A[q, k] v[k]``, to compare with the kernel
+              that ran.
 
     Returns:
-        The statistics by name; NaN at padding, where a query has no token before it ("previous_mass"), and at keys that
-        no counted query sees. For the null, uniform attention, call ``measure(torch.zeros_like(q), k, …)``.
+        The statistics by name; NaN at padding, where a query has no token before it
+        ("previous_mass"), and at keys that no counted query sees. For the null, uniform attention,
+        call ``measure(torch.zeros_like(q), k, …)``.
 
     Raises:
         OptionError: A shape, a statistic or an option is not allowed.
@@ -188,7 +198,8 @@ def _real(q: Tensor, lengths: Any) -> Bool[Tensor, "batch pos"]:
     is_one_a_sequence = tuple(counts.shape) == (batch,) and not counts.is_floating_point()
     if not is_one_a_sequence or int(counts.min()) < 1 or int(counts.max()) > longest:
         raise OptionError(
-            f"lengths={lengths!r}: give a whole number from 1 to {longest} for each of {batch} sequences"
+            f"lengths={lengths!r}: give a whole number from 1 to {longest} for each of {batch}"
+            " sequences"
         )
     return torch.arange(longest, device=q.device) < counts.to(q.device)[:, None]
 
@@ -216,8 +227,9 @@ def _check_shapes(
     others_agree = k.shape[0] == batch and k.shape[2:] == q.shape[2:]
     if not others_agree or not kv_heads or heads % kv_heads:
         raise OptionError(
-            f"q is {tuple(q.shape)} and k {tuple(k.shape)}; give [batch, head, pos, d_head] for both, with equal "
-            f"numbers of positions, and a number of heads of k that divides that of q"
+            f"q is {tuple(q.shape)} and k {tuple(k.shape)}; give [batch, head, pos, d_head] for"
+            " both, with equal numbers of positions, and a number of heads of k that divides that"
+            " of q"
         )
     if v is not None and v.shape[:3] != k.shape[:3]:
         raise OptionError(

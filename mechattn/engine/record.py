@@ -53,10 +53,12 @@ def record_affine(
     layers: Iterable[int] | int = 0,
     seed: int = 0,
 ) -> AffineAttention:
-    """Record λ and Σσ of a condition for each original token, to apply them without inserting tokens.
+    """Record λ and Σσ of a condition for each original token, to apply them without inserting
+    tokens.
 
-    Keeps ``original tokens × d_model`` numbers per prompt and layer. For layer 0 the result is exact with
-    ``condition.unshifted()``; elsewhere it lacks the re-routing and new values that ``AffineShift`` reports.
+    Keeps ``original tokens × d_model`` numbers per prompt and layer. For layer 0 the result is
+    exact with ``condition.unshifted()``; elsewhere it lacks the re-routing and new values that
+    ``AffineShift`` reports.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.
@@ -73,7 +75,8 @@ def record_affine(
     limit = limit_of(model, "values")
     if limit:
         raise ModelError(
-            f"{model.cfg.model_name}: {limit}; λ and Σσ describe pattern · v, so they cannot be applied to z here"
+            f"{model.cfg.model_name}: {limit}; λ and Σσ describe pattern · v, so they cannot be"
+            " applied to z here"
         )
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
@@ -97,7 +100,8 @@ def _passes(
     seed: int,
     segment: str = "inserted",
 ) -> Iterator[tuple[Prompt, Batch, LayerValues]]:
-    """Measure one prompt at a time under a condition, beside its baseline if the analysis compares the two."""
+    """Measure one prompt at a time under a condition, beside its baseline if the analysis compares
+    the two."""
     check_captures(model, [analysis], layers)
     forward, _ = chosen_forward(model, "auto", [analysis])
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
@@ -106,7 +110,8 @@ def _passes(
     for prompt, of_prompt in zip(prompts, sequences, strict=True):
         if not of_prompt["recorded"].of_segment(segment).any():
             raise OptionError(
-                f"prompt {prompt.id} has no {segment} token under {condition}, so nothing can be recorded"
+                f"prompt {prompt.id} has no {segment} token under {condition}, so nothing can be"
+                " recorded"
             )
     rows = list(conditions) if isinstance(analysis, PairAnalysis) else ["recorded"]
     for prompt, of_prompt in zip(prompts, sequences, strict=True):
@@ -179,7 +184,8 @@ def record_keys_values(
     for layer in chosen:
         if is_latent(model, layer):
             raise ModelError(
-                f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer {layer})"
+                f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer"
+                f" {layer})"
             )
     recorded: dict[str, dict[int, dict[Part, Tensor]]] = {}
     passes = _passes(model, prompts, condition, _KeysValues(), chosen, seed, segment)
@@ -218,7 +224,8 @@ def head_means(
     *,
     layers: Iterable[int] | int | None = None,
 ) -> HeadMeans:
-    """Record each head's mean output (before W_O) over all tokens of some prompts, for mean ablation.
+    """Record each head's mean output (before W_O) over all tokens of some prompts, for mean
+    ablation.
 
     Args:
         model: A hooked model, or anything that ``load_model`` takes.

@@ -1,4 +1,5 @@
-"""Checks before the first forward pass: refuses conditions, analyses and sequences that a model cannot take."""
+"""Checks before the first forward pass: refuses conditions, analyses and sequences that a model
+cannot take."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def with_baseline(conditions: Mapping[str, Condition] | None) -> dict[str, Condi
     """The conditions by name, the baseline first."""
     if conditions is not None and not isinstance(conditions, Mapping):
         raise OptionError(
-            'the conditions have no names; give a dictionary such as {"slash": MeaninglessTokens("/")}'
+            'the conditions have no names; give a dictionary such as {"slash":'
+            ' MeaninglessTokens("/")}'
         )
     named = dict(conditions or {})
     for name, condition in named.items():
@@ -52,7 +54,8 @@ def _check_condition(name: str, condition: Any) -> None:
     check_name(name)
     if isinstance(condition, type):
         raise OptionError(
-            f"the condition {name!r} is the class {condition.__name__}; give an instance, {condition.__name__}(…)"
+            f"the condition {name!r} is the class {condition.__name__}; give an instance,"
+            f" {condition.__name__}(…)"
         )
 
     if not callable(getattr(condition, "apply", None)):
@@ -89,8 +92,8 @@ def with_names(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
             owner = owners.setdefault(quantity, analysis.name)
             if owner != analysis.name:
                 raise OptionError(
-                    f"{owner} and {analysis.name} both measure a quantity named {quantity!r}, so its name would "
-                    "not say which one is meant: rename it in one of them"
+                    f"{owner} and {analysis.name} both measure a quantity named {quantity!r}, so"
+                    " its name would not say which one is meant: rename it in one of them"
                 )
     return list(analyses)
 
@@ -100,19 +103,21 @@ def _check_analysis(analysis: Any) -> None:
     if isinstance(analysis, (type, str, int, float, Mapping)) or analysis is None:
         written = analysis.__name__ if isinstance(analysis, type) else repr(analysis)
         raise OptionError(
-            f"analyses holds {written}, which is not an analysis; give an instance such as ma.ReceivedAttention()"
+            f"analyses holds {written}, which is not an analysis; give an instance such as"
+            " ma.ReceivedAttention()"
         )
 
     name = type(analysis).__name__
     lacking = [attribute for attribute in DECLARED if not hasattr(analysis, attribute)]
     if lacking:
         raise OptionError(
-            f"the analysis {name} has no {', '.join(lacking)}: an analysis has {', '.join(DECLARED)}"
+            f"the analysis {name} has no {', '.join(lacking)}: an analysis has"
+            f" {', '.join(DECLARED)}"
         )
     if not any(isinstance(analysis, protocol) for protocol in PROTOCOLS.values()):
         raise OptionError(
             f"the analysis {name} receives no data: define add(sums, rows), or one of add_pairs, "
-            f"add_activations, add_captures, add_final"
+            "add_activations, add_captures, add_final"
         )
     if not re.fullmatch(r"[A-Za-z_]\w*", str(analysis.name)):
         raise OptionError(
@@ -136,8 +141,9 @@ def check_captures(model: HookedModel, analyses: Seq[Analysis], layers: Seq[int]
             for layer in layers:
                 if f"blocks.{layer}.{name}" not in model.hook_dict:
                     raise OptionError(
-                        f"{analysis.name} captures {name!r}, which layer {layer} of {model.cfg.model_name} doesn't "
-                        f"have{_near_hook(model, layer, name)}; model.hook_dict lists all hooks"
+                        f"{analysis.name} captures {name!r}, which layer {layer} of"
+                        f" {model.cfg.model_name} doesn't have{_near_hook(model, layer, name)};"
+                        " model.hook_dict lists all hooks"
                     )
 
 
@@ -175,7 +181,8 @@ def _check_is_unchanged(baseline: Sequence) -> None:
         does = "intervenes"
     if does:
         raise OptionError(
-            f'the condition "baseline" {does}; the baseline is the unchanged prompt, so use another name'
+            f'the condition "baseline" {does}; the baseline is the unchanged prompt, so use another'
+            " name"
         )
 
 
@@ -184,8 +191,9 @@ def _check_partners(prompt: Prompt, name: str, sequence: Sequence, baseline: Seq
     lacking = len(baseline) - int((~sequence.inserted).sum())
     if lacking:
         raise PromptError(
-            f"{prompt.where} has {lacking} tokens without a partner under {name!r}, so they cannot be compared; give "
-            "versions of as many tokens, or patch: ma.patch and ma.edges leave such tokens out"
+            f"{prompt.where} has {lacking} tokens without a partner under {name!r}, so they cannot"
+            " be compared; give versions of as many tokens, or patch: ma.patch and ma.edges leave"
+            " such tokens out"
         )
 
 
@@ -195,12 +203,14 @@ def _check_size(prompt: Prompt, name: str, sequence: Sequence, model: HookedMode
     if len(sequence) > limit:
         inserted = int(sequence.inserted.sum())
         raise PromptTooLong(
-            f'{prompt.where} has {len(sequence):,} tokens with the condition "{name}" ({inserted} inserted); '
-            f"{model.cfg.model_name} takes {limit:,}. Shorten it, or insert fewer tokens"
+            f'{prompt.where} has {len(sequence):,} tokens with the condition "{name}" ({inserted}'
+            f" inserted); {model.cfg.model_name} takes {limit:,}. Shorten it, or insert fewer"
+            " tokens"
         )
     if len(sequence) < 2:
         raise PromptError(
-            f"{prompt.where} is a single token: no query comes after it, so attention cannot be measured"
+            f"{prompt.where} is a single token: no query comes after it, so attention cannot be"
+            " measured"
         )
     last_id = model.cfg.d_vocab - 1
     if int(sequence.tokens.min()) < 0 or int(sequence.tokens.max()) > last_id:
@@ -210,7 +220,8 @@ def _check_size(prompt: Prompt, name: str, sequence: Sequence, model: HookedMode
 
 
 def check_read(prompt: Prompt, sequences: Mapping[str, Sequence]) -> None:
-    """Refuse tokens inserted after all others: no original token reads them, so nothing could change; warn of one."""
+    """Refuse tokens inserted after all others: no original token reads them, so nothing could
+    change; warn of one."""
     for name, sequence in sequences.items():
         if not sequence.inserted.any():
             continue
@@ -218,21 +229,24 @@ def check_read(prompt: Prompt, sequences: Mapping[str, Sequence]) -> None:
         readers = int((~sequence.inserted[first_inserted:]).sum())
         if readers == 1:
             warn(
-                f"only the last token (the template's newline, perhaps) reads what {name!r} inserts; nothing else can "
-                'change; give prompts with an answer, or another place, such as "before_question"'
+                f"only the last token (the template's newline, perhaps) reads what {name!r}"
+                " inserts; nothing else can change; give prompts with an answer, or another place,"
+                ' such as "before_question"'
             )
         if readers == 0:
             raise ConditionError(
-                f"{prompt.where} ends with what {name!r} inserts, which no other token reads; give prompts with an "
-                "answer (load_prompts(…, with_answer=True), or evaluation.answered(prompts) with the model's own), or "
-                'another place, such as "before_question"'
+                f"{prompt.where} ends with what {name!r} inserts, which no other token reads; give"
+                " prompts with an answer (load_prompts(…, with_answer=True), or"
+                " evaluation.answered(prompts) with the model's own), or another place, such as"
+                ' "before_question"'
             )
 
 
 def made_sequences(
     named: Mapping[str, Condition], prompts: Seq[Prompt], model: TokenizedModel, seed: int
 ) -> list[dict[str, Sequence]]:
-    """The sequence of each prompt under each condition; only a counterpart may change original tokens."""
+    """The sequence of each prompt under each condition; only a counterpart may change original
+    tokens."""
     of_prompts = []
     for prompt in prompts:
         sequences = {
@@ -241,8 +255,9 @@ def made_sequences(
         for name, sequence in sequences.items():
             if not isinstance(sequence, Sequence):
                 raise ConditionError(
-                    f"the condition {name!r} gives a {type(sequence).__name__} for prompt {prompt.id}: apply must "
-                    f"return a Sequence, such as insert(tokenize(prompt, model), ids, at)"
+                    f"the condition {name!r} gives a {type(sequence).__name__} for prompt"
+                    f" {prompt.id}: apply must return a Sequence, such as insert(tokenize(prompt,"
+                    " model), ids, at)"
                 )
         of_prompts.append(sequences)
 
@@ -270,8 +285,8 @@ def _check_repeats(
     again = condition.apply(prompt, model, seed)
     if not again.tokens.equal(sequence.tokens):
         raise ConditionError(
-            f"the condition {name!r} inserts other tokens into prompt {prompt.id} each time, so no run can be "
-            "repeated: draw them from apply's seed, such as random.Random(seed)"
+            f"the condition {name!r} inserts other tokens into prompt {prompt.id} each time, so no"
+            " run can be repeated: draw them from apply's seed, such as random.Random(seed)"
         )
 
 
@@ -281,20 +296,23 @@ def _check_insertion(prompt: Prompt, name: str, sequence: Sequence, baseline: Se
     original_tokens = sequence.tokens[is_original]
     if not original_tokens.equal(baseline.tokens):
         raise ConditionError(
-            f"the condition {name!r} changes the original tokens of prompt {prompt.id} ({len(baseline)} in the "
-            f"baseline, {len(original_tokens)} here): a condition may only insert tokens, except a Counterpart"
+            f"the condition {name!r} changes the original tokens of prompt {prompt.id}"
+            f" ({len(baseline)} in the baseline, {len(original_tokens)} here): a condition may only"
+            " insert tokens, except a Counterpart"
         )
     if not sequence.of_segment("inserted")[sequence.inserted].all():
         raise ConditionError(
-            f"the condition {name!r} puts tokens that it inserts into a segment of prompt {prompt.id}: their "
-            'segment must be "inserted", as insert(tokenize(prompt, model), ids, at) makes it'
+            f"the condition {name!r} puts tokens that it inserts into a segment of prompt"
+            f' {prompt.id}: their segment must be "inserted", as insert(tokenize(prompt, model),'
+            " ids, at) makes it"
         )
     for attribute in ("origin", "segment"):
         of_original = getattr(sequence, attribute)[is_original]
         if not of_original.equal(getattr(baseline, attribute)):
             raise ConditionError(
-                f"the condition {name!r} changes the {attribute} of original tokens of prompt {prompt.id}: they "
-                "keep that of the baseline, as insert(tokenize(prompt, model), ids, at) keeps it"
+                f"the condition {name!r} changes the {attribute} of original tokens of prompt"
+                f" {prompt.id}: they keep that of the baseline, as insert(tokenize(prompt, model),"
+                " ids, at) keeps it"
             )
 
 
@@ -305,7 +323,8 @@ def checked_sequences(
     seed: int,
     analyses: Seq[Analysis] = (),
 ) -> list[dict[str, Sequence]]:
-    """The sequence of each prompt under each condition, which the model can read and the analyses can measure."""
+    """The sequence of each prompt under each condition, which the model can read and the analyses
+    can measure."""
     of_prompts = made_sequences(named, prompts, model, seed)
     for prompt, sequences in zip(prompts, of_prompts, strict=True):
         _check_sequences(prompt, sequences, analyses, model)
@@ -330,15 +349,17 @@ def check_variants(model: HookedModel, of_prompts: list[dict[str, Sequence]]) ->
     layers = hooks.attention_layers(model)
     if hiding and len(layers) < model.cfg.n_layers:
         raise OptionError(
-            f"{model.cfg.model_name} has attention in {len(layers)} of {model.cfg.n_layers} layers; the other layers "
-            f"would pass on tokens that attention cannot see: omit {', '.join(map(repr, sorted(hiding)))}"
+            f"{model.cfg.model_name} has attention in {len(layers)} of {model.cfg.n_layers} layers;"
+            " the other layers would pass on tokens that attention cannot see: omit"
+            f" {', '.join(map(repr, sorted(hiding)))}"
         )
     if not lowest_ids:
         return
     if not takes_position_ids(model):
         raise OptionError(
-            f"{model.cfg.model_name} takes no position ids (its attention computes positions itself, like ALiBi, or "
-            f"has none), so the original tokens cannot keep theirs: omit {', '.join(map(repr, sorted(lowest_ids)))}"
+            f"{model.cfg.model_name} takes no position ids (its attention computes positions"
+            " itself, like ALiBi, or has none), so the original tokens cannot keep theirs: omit"
+            f" {', '.join(map(repr, sorted(lowest_ids)))}"
         )
 
     name = min(lowest_ids, key=lambda condition: lowest_ids[condition])
@@ -350,8 +371,9 @@ def check_variants(model: HookedModel, of_prompts: list[dict[str, Sequence]]) ->
         if is_learned:
             reason = "learned positions"
         raise OptionError(
-            f"{model.cfg.model_name} has {reason}, and {name!r} needs {-lowest_ids[name]} before the first: "
-            "insert after at least as many tokens as are inserted (a longer system prompt, or a smaller count)"
+            f"{model.cfg.model_name} has {reason}, and {name!r} needs {-lowest_ids[name]} before"
+            " the first: insert after at least as many tokens as are inserted (a longer system"
+            " prompt, or a smaller count)"
         )
 
 
@@ -377,12 +399,14 @@ def check_interventions(
 
 
 def positions_of(sequence: Sequence) -> int:
-    """The number of positions in a sequence: fewer than its tokens if the original ones keep their positions."""
+    """The number of positions in a sequence: fewer than its tokens if the original ones keep their
+    positions."""
     return int(sequence.position_ids.max()) + 1
 
 
 def sides_of(model: HookedModel, of_prompts: Seq[Mapping[str, Sequence]]) -> list[str]:
-    """The side of the model's boundary on which each prompt lies, "short" or "long"; empty for a model without one."""
+    """The side of the model's boundary on which each prompt lies, "short" or "long"; empty for a
+    model without one."""
     boundary = boundary_of(model)
     if boundary is None:
         return []
@@ -403,7 +427,8 @@ def counted_sides(sides: Seq[str]) -> str:
 def check_side(
     prompt: Prompt, sequences: Mapping[str, Sequence], model: HookedModel, new_tokens: int = 0
 ) -> None:
-    """Refuse a prompt that is not read and answered with the same RoPE frequencies under every condition."""
+    """Refuse a prompt that is not read and answered with the same RoPE frequencies under every
+    condition."""
     boundary = boundary_of(model)
     if boundary is None:
         return
@@ -416,10 +441,11 @@ def check_side(
         if counts[longest] + new_tokens > boundary.at:
             more = f" and {new_tokens} new tokens are allowed" if new_tokens else ""
             raise PromptTooLong(
-                f'{prompt.where} has {counts[longest]:,} positions with the condition "{longest}"{more}: beyond '
-                f"{boundary.at:,} the frequencies of {name} are those of the longest text that it has read so far "
-                "(dynamic NTK), so results for a prompt this long would depend on what was read before. Shorten it, or "
-                "insert fewer tokens"
+                f"{prompt.where} has {counts[longest]:,} positions with the condition"
+                f' "{longest}"{more}: beyond {boundary.at:,} the frequencies of {name} are those of'
+                " the longest text that it has read so far (dynamic NTK), so results for a prompt"
+                " this long would depend on what was read before. Shorten it, or insert fewer"
+                " tokens"
             )
         return
 
@@ -430,14 +456,16 @@ def check_side(
             if left > 0:
                 hint = f"Give new_tokens={left} at most, or another prompt"
             raise PromptError(
-                f'{prompt.where} has {count:,} positions with the condition "{condition}", and {new_tokens} new tokens '
-                f"are allowed: beyond {boundary.at:,} positions {name} computes with other factors (LongRoPE), which "
-                f"would change in the middle of an answer. {hint}"
+                f'{prompt.where} has {count:,} positions with the condition "{condition}", and'
+                f" {new_tokens} new tokens are allowed: beyond {boundary.at:,} positions {name}"
+                " computes with other factors (LongRoPE), which would change in the middle of an"
+                f" answer. {hint}"
             )
     if boundary.side(counts[shortest]) != boundary.side(counts[longest]):
         raise PromptError(
-            f'{prompt.where} has {counts[shortest]:,} positions with the condition "{shortest}" and '
-            f'{counts[longest]:,} with "{longest}": beyond {boundary.at:,} {name} computes with other factors '
-            "(LongRoPE), so this would compare two models and not the effect of the inserted tokens. Omit the prompt, "
-            "insert fewer tokens, or let the original ones keep their positions (.unshifted())"
+            f'{prompt.where} has {counts[shortest]:,} positions with the condition "{shortest}" and'
+            f' {counts[longest]:,} with "{longest}": beyond {boundary.at:,} {name} computes with'
+            " other factors (LongRoPE), so this would compare two models and not the effect of the"
+            " inserted tokens. Omit the prompt, insert fewer tokens, or let the original ones keep"
+            " their positions (.unshifted())"
         )

@@ -42,7 +42,8 @@ from mechattn.stats.random_effects import FEWEST_DRAWS
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of :func:`mechattn.run`, which explains them; a :class:`mechattn.Job` takes them as one object.
+    """The options of :func:`mechattn.run`, which explains them; a :class:`mechattn.Job` takes them
+    as one object.
 
     Raises:
         OptionError: An option cannot be used with any model.
@@ -84,19 +85,21 @@ def run(
         analyses: The analyses; received attention by default. All share one forward pass.
         layers: The layers to measure, from 0; all with attention by default.
         seed: The seed of all random draws, used together with the prompt's id.
-        positions: "moments" keeps mean, variance and n over prompts for each position; "prompts" also keeps each
-            prompt's values.
-        memory: The memory budget for one layer of one batch; it and the lengths determine the batches.
-        engine: "streaming" computes attention in blocks of query rows and stores no [query, key] matrix; "fused" takes
-            sums over queries from two calls of a fused kernel, for analyses that need no rows; "hooks" reduces each
-            layer's pattern from TransformerLens's hooks; "auto" streams if that gives the model's own numbers.
+        positions: "moments" keeps mean, variance and n over prompts for each position; "prompts"
+            also keeps each prompt's values.
+        memory: The memory budget for one layer of one batch; it and the lengths determine the
+            batches.
+        engine: "streaming" computes attention in blocks of query rows and stores no [query, key]
+            matrix; "fused" takes sums over queries from two calls of a fused kernel, for analyses
+            that need no rows; "hooks" reduces each layer's pattern from TransformerLens's hooks;
+            "auto" streams if that gives the model's own numbers.
 
     Returns:
         A result with one dataset per analysis, and "sequences", the tokens that the model read.
 
     Raises:
-        MechattnError: An argument cannot be used. Raised before the first forward pass, except for invalid attention
-            (NaN, a wrong mask), which is found at the first batch with it.
+        MechattnError: An argument cannot be used. Raised before the first forward pass, except for
+            invalid attention (NaN, a wrong mask), which is found at the first batch with it.
     """
     plan = make_plan(
         model, conditions, analyses, RunOptions(layers, seed, positions, memory, engine)
@@ -156,7 +159,8 @@ class Run:
     alike: Mapping[str, int]
 
     def result(self, prompts: Seq[Prompt], sequences: Sequences, places: Seq[int]) -> Result:
-        """Run the model on some prompts, at these places of the whole set, with sequences from ``Plan.sequences``."""
+        """Run the model on some prompts, at these places of the whole set, with sequences from
+        ``Plan.sequences``."""
         start = time.monotonic()
         plan = self.plan
         options = plan.options
@@ -186,7 +190,8 @@ class Run:
     def _description(
         self, prompts: Seq[Prompt], first_sequences: Mapping[str, Sequence]
     ) -> dict[str, Any]:
-        """The model, the prompts and the options, which determine the numbers; and when and where they were computed."""
+        """The model, the prompts and the options, which determine the numbers; and when and where
+        they were computed."""
         plan = self.plan
         of_prompts: dict[str, Any] = {
             "count": len(prompts),
@@ -264,7 +269,8 @@ def make_plan(
     *,
     paths: bool = False,
 ) -> Plan:
-    """The arguments of ``run`` except the prompts, checked; ``paths`` records a checkpoint's full path."""
+    """The arguments of ``run`` except the prompts, checked; ``paths`` records a checkpoint's full
+    path."""
     model = as_hooked(model)
     return Plan(
         model,
@@ -289,15 +295,18 @@ def run_random(
 ) -> list[Result]:
     """Repeat ``run`` on several models with random weights, for ``result.compare(…, random=…)``.
 
-    One random model is held at a time, in addition to the given one; each run costs as much as the original run.
+    One random model is held at a time, in addition to the given one; each run costs as much as the
+    original run.
 
     Args:
-        model: As for ``run``; "shuffled" uses its weights, and both kinds use its configuration and tokenizer.
+        model: As for ``run``; "shuffled" uses its weights, and both kinds use its configuration and
+            tokenizer.
         prompts: As in the original run.
         conditions: As in the original run.
         analyses: As in the original run.
-        draws: The number of random models, at least 3. With 20, one head alone can have q_random < 0.05; with 3, only
-            several heads together can (7 of 32), as ``table.attrs["resolution_random"]`` says.
+        draws: The number of random models, at least 3. With 20, one head alone can have q_random <
+            0.05; with 3, only several heads together can (7 of 32), as
+            ``table.attrs["resolution_random"]`` says.
         kind: "initialised" or "shuffled"; see ``random_weights``.
         seed: As in the original run, for the conditions' draws; draw i has the weights of seed + i.
         **options: Other options of ``run``, such as ``layers``.
@@ -311,8 +320,8 @@ def run_random(
     """
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < FEWEST_DRAWS:
         raise OptionError(
-            f"draws={draws!r}: give a whole number of random models, at least {FEWEST_DRAWS}; heads are compared with "
-            f"their spread"
+            f"draws={draws!r}: give a whole number of random models, at least {FEWEST_DRAWS}; heads"
+            " are compared with their spread"
         )
     check_draw(kind, seed)
     model = as_hooked(model)

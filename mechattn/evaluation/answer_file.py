@@ -1,4 +1,5 @@
-"""The file of a run's answers: JSON lines, one written as each answer ends, and extended by later calls."""
+"""The file of a run's answers: JSON lines, one written as each answer ends, and extended by later
+calls."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def load_evaluation(path: str | Path) -> Evaluation:
 
 
 def _continued(path: Path, about: Mapping[str, Any]) -> Kept:
-    """The answers already in the file, if this run may extend it; a new file gets its first line."""
+    """The answers already in the file, if this run may extend it; a new file gets its first
+    line."""
     if not path.exists() or not path.stat().st_size:
         Evaluation((), about).save(path)
         return Kept({}, path, dict(about))
@@ -146,8 +148,8 @@ def _check_same_run(path: Path, stored: Mapping[str, Any], about: Mapping[str, A
             differing.append(f"the condition {name!r}")
     if differing:
         raise OptionError(
-            f"{path} holds answers of another run ({differing[0]} differs); choose another file, or "
-            "move this one"
+            f"{path} holds answers of another run ({differing[0]} differs); choose another file, or"
+            " move this one"
         )
 
 

@@ -1,4 +1,5 @@
-"""The units of an evaluation, problems or groups; over them mediation, whose answers others follow, and trends."""
+"""The units of an evaluation, problems or groups; over them mediation, whose answers others follow,
+and trends."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def units_of(evaluation: Evaluation, unit: Unit) -> Units:
 def compared(
     evaluation: Evaluation, condition: str, to: str, other: Evaluation, unit: Unit
 ) -> dict[str, float]:
-    """See :meth:`mechattn.evaluation.evaluation.Evaluation.compare`, which explains the arguments."""
+    """See :meth:`mechattn.evaluation.evaluation.Evaluation.compare`, which explains the
+    arguments."""
     if evaluation._problems() != other._problems():
         raise OptionError(
             "the two evaluations have different problems, but a comparison is by problem"
@@ -90,7 +92,8 @@ def mediation(
     level: float,
     unit: Unit,
 ) -> pd.DataFrame:
-    """See :meth:`mechattn.evaluation.evaluation.Evaluation.mediation`, which explains the arguments."""
+    """See :meth:`mechattn.evaluation.evaluation.Evaluation.mediation`, which explains the
+    arguments."""
     units = units_of(evaluation, unit)
     baseline = units.means(evaluation.right(BASELINE).mean(1))
     total_change = units.means(evaluation.right(total).mean(1)) - baseline
@@ -146,7 +149,8 @@ def follows(
     level: float,
     unit: Unit,
 ) -> dict[str, Any]:
-    """See :meth:`mechattn.evaluation.evaluation.Evaluation.follows`, which explains the arguments."""
+    """See :meth:`mechattn.evaluation.evaluation.Evaluation.follows`, which explains the
+    arguments."""
     if evaluation.samples > 1:
         raise OptionError(
             f"{evaluation.samples} answers per problem: follows needs one answer per problem "
@@ -216,16 +220,19 @@ def trend(
     resamples: int = 9999,
     seed: int = 0,
 ) -> Trend:
-    """Test whether a quantity, or accuracy, rises or falls over ordered conditions, such as a sweep of counts.
+    """Test whether a quantity, or accuracy, rises or falls over ordered conditions, such as a sweep
+    of counts.
 
-    Page's test over prompts, two-sided, by permutations of each prompt's values, with the mean of Spearman's ρ within
-    prompts. For a result it tests each prompt's mean over heads of the change from the baseline *minus that of the
-    null*, because more inserted tokens mean less attention to each by definition. For an evaluation it tests each
-    problem's share of right answers; the baseline is a dose of its own if named.
+    Page's test over prompts, two-sided, by permutations of each prompt's values, with the mean of
+    Spearman's ρ within prompts. For a result it tests each prompt's mean over heads of the change
+    from the baseline *minus that of the null*, because more inserted tokens mean less attention to
+    each by definition. For an evaluation it tests each problem's share of right answers; the
+    baseline is a dose of its own if named.
 
     Args:
         measured: A result, or an evaluation.
-        conditions: At least three, in the order of their dose; ``list(ma.sweep(…))`` gives the names of a sweep.
+        conditions: At least three, in the order of their dose; ``list(ma.sweep(…))`` gives the
+            names of a sweep.
         quantity: For a result: the quantity, as for ``compare``.
         segment: For a result: the segment.
         layer: For a result: one layer; all by default.
@@ -234,7 +241,8 @@ def trend(
         seed: The seed of the permutations.
 
     Raises:
-        OptionError: There are fewer than three conditions, one does not exist, or ``compare`` refuses the options.
+        OptionError: There are fewer than three conditions, one does not exist, or ``compare``
+            refuses the options.
     """
     if not isinstance(measured, Result) and not hasattr(measured, "answers"):
         raise OptionError(

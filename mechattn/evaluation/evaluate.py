@@ -138,18 +138,19 @@ def baseline_noise(
     directions, may come from rounding alone.
 
     Args:
-        model: As for ``evaluate``. For the other dtype a copy of its parameters is held temporarily.
+        model: As for ``evaluate``. For the other dtype a copy of its parameters is held
+            temporarily.
         prompts: Prompts with a ``solution``.
         batch: The batch size of the first run.
         other_batch: The batch size of the second run.
-        other_dtype: The dtype of the third run; by default bfloat16, or float32 for a model of lower
-            precision.
+        other_dtype: The dtype of the third run; by default bfloat16, or float32 for a model of
+            lower precision.
         options: Options of ``evaluate``, such as ``new_tokens``.
 
     Returns:
         One row per repetition: accuracy, difference with Newcombe's interval, mid-p McNemar,
-        ``flipped``, the share of answers that became right or wrong, and ``texts``, the share with a
-        different text.
+        ``flipped``, the share of answers that became right or wrong, and ``texts``, the share with
+        a different text.
 
     Raises:
         OptionError: A repetition has the same batch size or dtype as the first run.
@@ -221,7 +222,8 @@ def _requested(
 
 
 def _check_kept(file: Kept, requested: Mapping[Key, Todo]) -> None:
-    """Refuse kept answers to other token ids, or with another reference, than those of this call."""
+    """Refuse kept answers to other token ids, or with another reference, than those of this
+    call."""
     for key, (prompt, name, request) in requested.items():
         answer = file.answers.get(key)
         if answer is None:
@@ -233,8 +235,8 @@ def _check_kept(file: Kept, requested: Mapping[Key, Todo]) -> None:
             different = "the solution"
         if different is not None:
             raise OptionError(
-                f"{file.path} holds answers of another run ({different} of prompt {prompt.id} under "
-                f"{name!r} differ); choose another file, or move this one"
+                f"{file.path} holds answers of another run ({different} of prompt {prompt.id} under"
+                f" {name!r} differ); choose another file, or move this one"
             )
 
 
@@ -251,8 +253,8 @@ def _interruption_told(file: Kept, requested: Mapping[Key, Todo]) -> Iterator[No
     except KeyboardInterrupt:
         if file.path is None:
             raise Interrupted(
-                "stopped; no answer is kept, since no file was given: with out=… each one is stored "
-                "when it ends"
+                "stopped; no answer is kept, since no file was given: with out=… each one is stored"
+                " when it ends"
             ) from None
         count = sum(key in file.answers for key in requested)
         raise Interrupted(
@@ -382,8 +384,8 @@ def _checked_sides(
         baseline = by_condition[BASELINE]
         if baseline.inserted.any() or baseline.edge_mask or baseline.interventions:
             raise OptionError(
-                'the condition "baseline" changes the prompt, but comparisons need it unchanged; use '
-                "another name"
+                'the condition "baseline" changes the prompt, but comparisons need it unchanged;'
+                " use another name"
             )
     hooked = model
     if isinstance(model, UnloadedModel):

@@ -133,13 +133,16 @@ class Evaluation:
         return self._each(condition, lambda answer: answer.right).astype(bool)
 
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """Accuracy of each condition with Wilson's interval; for several samples, a score interval over problems.
+        """Accuracy of each condition with Wilson's interval; for several samples, a score interval
+        over problems.
 
-        If prompts share groups (``Prompt.group``; more than about one in twenty), the accuracy is the mean over groups
-        of each group's accuracy, with a score interval over groups; ``unit="prompt"`` uses single problems. The score
-        interval doesn't shrink to a point where all are right. ``table.attrs["unit"]`` names the unit of n.
+        If prompts share groups (``Prompt.group``; more than about one in twenty), the accuracy is
+        the mean over groups of each group's accuracy, with a score interval over groups;
+        ``unit="prompt"`` uses single problems. The score interval doesn't shrink to a point where
+        all are right. ``table.attrs["unit"]`` names the unit of n.
 
-        Columns: condition, accuracy, low, high, n (problems), unread (answers without a final answer), unfinished
+        Columns: condition, accuracy, low, high, n (problems), unread (answers without a final
+            answer), unfinished
         (answers that hit the limit), tokens (mean length). ``table.attrs["cautions"]`` says what to
         know before reading it.
         """
@@ -167,27 +170,31 @@ class Evaluation:
     ) -> dict[str, float]:
         """Compare the accuracy of two conditions on the same problems, as a difference.
 
-        With one answer per problem: Newcombe's interval, the mid-p McNemar test and the smallest detectable difference.
-        With several: each problem's fraction of right answers, with a t interval (wider where few problems differ, so
-        that it doesn't shrink to a point) and a sign-flip test over problems. With groups of prompts: the same for the
-        groups' means, since McNemar's test assumes independent problems. Then n counts groups.
+        With one answer per problem: Newcombe's interval, the mid-p McNemar test and the smallest
+        detectable difference. With several: each problem's fraction of right answers, with a t
+        interval (wider where few problems differ, so that it doesn't shrink to a point) and a
+        sign-flip test over problems. With groups of prompts: the same for the groups' means, since
+        McNemar's test assumes independent problems. Then n counts groups.
 
         Args:
             condition: A condition.
             to: The condition to compare with.
             other: The evaluation that contains ``to``; this one by default.
-            unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single problems.
+            unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single
+                problems.
 
         Raises:
-            OptionError: There is no such condition, the problems differ, or there are too few groups.
+            OptionError: There is no such condition, the problems differ, or there are too few
+                groups.
         """
         return compared(self, condition, to, other or self, unit)
 
     def comparisons(self, to: str = BASELINE, *, unit: Unit = "auto") -> pd.DataFrame:
-        """Compare every other condition with one, as one family of tests: the rows of :meth:`compare`, and q over them.
+        """Compare every other condition with one, as one family of tests: the rows of
+        :meth:`compare`, and q over them.
 
-        If the best of several conditions is what you look for, each is a chance to find it. ``ma.adjust`` takes these
-        tables too, for a family over several evaluations.
+        If the best of several conditions is what you look for, each is a chance to find it.
+        ``ma.adjust`` takes these tables too, for a family over several evaluations.
 
         Args:
             to: The condition to compare with.
@@ -209,16 +216,19 @@ class Evaluation:
         return table
 
     def best(self, conditions: Sequence[str] | None = None) -> dict[str, Any]:
-        """Select the best condition on one half of the problems, and compare it with the baseline on the other half.
+        """Select the best condition on one half of the problems, and compare it with the baseline
+        on the other half.
 
-        The accuracy of the best of many conditions is too high on the problems used for selection, even if none has an
-        effect. The split depends only on the ids of the problems, and never divides a group of prompts.
+        The accuracy of the best of many conditions is too high on the problems used for selection,
+        even if none has an effect. The split depends only on the ids of the problems, and never
+        divides a group of prompts.
 
         Args:
             conditions: The candidates; all but the baseline by default.
 
         Returns:
-            What :meth:`compare` gives on the other half; "condition", and "chosen_on", its accuracy on the first half.
+            What :meth:`compare` gives on the other half; "condition", and "chosen_on", its accuracy
+            on the first half.
 
         Raises:
             OptionError: There are fewer than two problems, or no condition other than the baseline.
@@ -230,7 +240,8 @@ class Evaluation:
         units = Units.grouped([group_of[prompt] for prompt in problems])
         if not names or units.n < 2:
             raise OptionError(
-                "best needs at least one condition other than the baseline, and at least two problems"
+                "best needs at least one condition other than the baseline, and at least two"
+                " problems"
             )
         choosing_places, reported_places = units.halves()
         choosing = self._of([problems[place] for place in choosing_places])
@@ -247,7 +258,8 @@ class Evaluation:
     def pass_at_k(
         self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto"
     ) -> pd.DataFrame:
-        """The probability that one of k answers is right, by condition and k, with an interval over problems.
+        """The probability that one of k answers is right, by condition and k, with an interval over
+        problems.
 
         ``unit`` as for :meth:`accuracy`.
 
@@ -261,27 +273,32 @@ class Evaluation:
     def best_of(
         self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto"
     ) -> pd.DataFrame:
-        """The probability that the likeliest of k answers is right, by condition and k, with an interval.
+        """The probability that the likeliest of k answers is right, by condition and k, with an
+        interval.
 
-        The likeliest answer has the highest mean log-probability of its tokens (``GradedAnswer.logprob``), which needs
-        no reference; ``pass_at_k`` is the same with a perfect judge. ``unit`` as for :meth:`accuracy`.
+        The likeliest answer has the highest mean log-probability of its tokens
+        (``GradedAnswer.logprob``), which needs no reference; ``pass_at_k`` is the same with a
+        perfect judge. ``unit`` as for :meth:`accuracy`.
 
         Raises:
-            OptionError: k is larger than the number of samples, or the answers have no log-probabilities.
+            OptionError: k is larger than the number of samples, or the answers have no
+                log-probabilities.
         """
 
         def values(name: str, k: int) -> np.ndarray:
             score = self._each(name, lambda answer: answer.logprob)
             if np.isnan(score).any():
                 raise OptionError(
-                    "some answers have no log-probabilities: they come from a server that reports none"
+                    "some answers have no log-probabilities: they come from a server that reports"
+                    " none"
                 )
             return best_of_k(self.right(name), score, k)
 
         return self._by_samples(k, values, level, unit)
 
     def diversity(self, n: int = 2, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """The fraction of distinct n-grams among all n-grams of a question's answers, with an interval over questions.
+        """The fraction of distinct n-grams among all n-grams of a question's answers, with an
+        interval over questions.
 
         ``unit`` as for :meth:`accuracy`.
         """
@@ -312,8 +329,8 @@ class Evaluation:
             rows.append(row)
         if missing:
             raise OptionError(
-                f"{missing} answers of {condition!r} are missing, as after an interrupted run: call "
-                "evaluate again with the same arguments and out=… to resume it"
+                f"{missing} answers of {condition!r} are missing, as after an interrupted run: call"
+                " evaluate again with the same arguments and out=… to resume it"
             )
         return np.array(rows, dtype=float)
 
@@ -356,15 +373,18 @@ class Evaluation:
         level: float = 0.95,
         unit: Unit = "auto",
     ) -> pd.DataFrame:
-        """The fraction of a condition's change in accuracy that other conditions produce without it.
+        """The fraction of a condition's change in accuracy that other conditions produce without
+        it.
 
-        ``share = (accuracy[part] − accuracy[baseline]) / (accuracy[total] − accuracy[baseline])``, with percentile
-        bootstrap intervals over problems. Shares need not add up to 1. They are NaN if the interval of the total
-        change contains 0, since the ratio is then undefined. Intervals of changes are those of :meth:`compare`.
+        ``share = (accuracy[part] − accuracy[baseline]) / (accuracy[total] − accuracy[baseline])``,
+        with percentile bootstrap intervals over problems. Shares need not add up to 1. They are NaN
+        if the interval of the total change contains 0, since the ratio is then undefined. Intervals
+        of changes are those of :meth:`compare`.
 
         Args:
             total: The condition whose change is explained, such as "slash".
-            through: For each path, a condition that uses only this path, such as {"scale": "scale alone"}.
+            through: For each path, a condition that uses only this path, such as {"scale": "scale
+                alone"}.
             resamples: The number of bootstrap samples.
             seed: The seed of the bootstrap.
             level: The level of the intervals.
@@ -381,9 +401,11 @@ class Evaluation:
         level: float = 0.95,
         unit: Unit = "auto",
     ) -> dict[str, Any]:
-        """The fraction of problems that, with a transplant, get their donor's answer instead of their own.
+        """The fraction of problems that, with a transplant, get their donor's answer instead of
+        their own.
 
-        Problems whose own and donor's answers are equal or unreadable are left out (counted as ``alike``).
+        Problems whose own and donor's answers are equal or unreadable are left out (counted as
+        ``alike``).
 
         Args:
             condition: The condition with the :class:`~mechattn.interventions.recorded.KVPatch`.
@@ -393,20 +415,24 @@ class Evaluation:
             unit: As for :meth:`accuracy`.
 
         Returns:
-            "followed" with "low" and "high" (a score interval); "kept", the fraction that kept their own answer;
+            "followed" with "low" and "high" (a score interval); "kept", the fraction that kept
+            their own answer;
             "by_chance", how often the answer is that of an unrelated prompt; "n"; "alike".
 
         Raises:
-            OptionError: There is no such condition, there are several answers per problem, or a donor has no answer.
+            OptionError: There is no such condition, there are several answers per problem, or a
+                donor has no answer.
         """
         return follows(self, condition, donors, without, level, unit)
 
     def answered(
         self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0
     ) -> list[Prompt]:
-        """The prompts with the token ids of their generated answers in the segment "answer", for analysis in one pass.
+        """The prompts with the token ids of their generated answers in the segment "answer", for
+        analysis in one pass.
 
-        All conditions of such a run read the same answer, so differences are due to attention and not to the text.
+        All conditions of such a run read the same answer, so differences are due to attention and
+        not to the text.
         """
         answers = {
             answer.prompt: answer
@@ -427,7 +453,8 @@ class Evaluation:
         return pd.DataFrame([asdict(a) for a in self.answers])
 
     def save(self, path: str | Path) -> None:
-        """Save as JSON lines, provenance first, then the answers; the file is written completely or not at all.
+        """Save as JSON lines, provenance first, then the answers; the file is written completely or
+        not at all.
 
         Raises:
             OutputError: The path cannot be written to, or an existing file is not an evaluation.

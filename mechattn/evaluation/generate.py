@@ -87,7 +87,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated answer without its end token; ``finished``: the model ended it before the limit."""
+    """A generated answer without its end token; ``finished``: the model ended it before the
+    limit."""
 
     tokens: tuple[int, ...]
     finished: bool
@@ -106,8 +107,9 @@ def native_of(model: HookedModel) -> Any:
         )
     if "past_key_values" not in inspect.signature(facts.native.forward).parameters:
         raise ModelError(
-            f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but has "
-            "another cache, like Mamba and RWKV, so each token would be read without the earlier ones"
+            f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but has"
+            " another cache, like Mamba and RWKV, so each token would be read without the earlier"
+            " ones"
         )
     return facts.native
 

@@ -90,7 +90,8 @@ class PaddedPrompts:
 
 
 def _origin(sequence: Sequence) -> Int[Tensor, " pos"]:
-    """The index of each token in the baseline sequence; another negative number for each inserted."""
+    """The index of each token in the baseline sequence; another negative number for each
+    inserted."""
     return torch.where(sequence.inserted, -1 - torch.arange(len(sequence)), sequence.origin)
 
 

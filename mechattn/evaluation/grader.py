@@ -1,8 +1,8 @@
 r"""Reads the final answer of a text, and compares it with a reference.
 
 The answer is what follows the strongest mark of a text (docs/concepts/evaluation has the rule as a
-table): a ``\boxed{…}``, "####", "answer is" or "answer:", and without a mark the last "=". It is read
-to its end: "2 1/2" is 5/2, and "2 + 3" is no number.
+table): a ``\boxed{…}``, "####", "answer is" or "answer:", and without a mark the last "=". It is
+read to its end: "2 1/2" is 5/2, and "2 + 3" is no number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _SCALES = {
     "trillion": 10**12,
 }
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
-# After a number these make it a part of something else: a product, a power, a list, a range, a time.
+# After a number these make it a part of something else: a product, a power, a list, a range, a
+# time.
 _GOES_ON = re.compile(
     r"[a-zA-Z](?![a-zA-Z])(?<![mghslL])|[({!√π²³]|\.\d"  # "2x", "3(4)", "5!"; but "5m"
     r"|\s*(?:[-−:/]\s*[\d\\(]|[+*×÷·^=<>_]\s*[\w\\({]|\\|\d|,\s*[-+−]?[\d\\])"
@@ -97,8 +98,8 @@ def grader_for(solution: str) -> Literal["number", "math"]:
 def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool = True) -> Grade:
     r"""Grade the final answer of a text against a reference.
 
-    - "number": the number after the strongest mark, exactly: "1,000" is 1000, "\frac{1}{2}" and "1/2"
-      are 0.5, "2 1/2" is 2.5, "$" and units don't matter.
+    - "number": the number after the strongest mark, exactly: "1,000" is 1000, "\frac{1}{2}" and
+      "1/2" are 0.5, "2 1/2" is 2.5, "$" and units don't matter.
     - "math": the package math-verify, which compares expressions.
     - "auto": "number" if the reference and the answer are numbers, "math" otherwise.
 
@@ -127,7 +128,8 @@ def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool =
 
 
 def final_answer(text: str, finished: bool = True) -> str | None:
-    """What follows the strongest mark of a text, whole; None without a mark, or if it was cut off."""
+    """What follows the strongest mark of a text, whole; None without a mark, or if it was cut
+    off."""
     following = _NEXT_PROBLEM.search(text)
     if following:
         text = text[: following.start()]
@@ -151,7 +153,8 @@ def final_answer(text: str, finished: bool = True) -> str | None:
 
 
 def number_in(answer: str) -> Fraction | None:
-    """The number that an answer is, units aside; None if it is something else, or several numbers."""
+    """The number that an answer is, units aside; None if it is something else, or several
+    numbers."""
     answer = _without_dressing(answer.rpartition("=")[2])
     start = re.search(r"[-+−]?\s*(?:\\\$|[$€£¥])?\s*(?:\d|\.\d|\\[dt]?frac)", answer)
     if start is None:

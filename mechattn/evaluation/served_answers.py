@@ -66,9 +66,10 @@ class Served:
                 reason = self.probe.again(len(stretch))
                 if reason is not None:
                     error = Exchanged(
-                        f"the server at {self.connection.server.address} no longer serves the model, "
-                        f"{reason}. Its {len(stretch)} answers since it last did are dropped; serve "
-                        "the model, and call evaluate again with the same arguments"
+                        f"the server at {self.connection.server.address} no longer serves the"
+                        f" model, {reason}. Its {len(stretch)} answers since it last did are"
+                        " dropped; serve the model, and call evaluate again with the same"
+                        " arguments"
                     )
                     error.since = [_key(item) for item in stretch]
                     raise error
@@ -167,7 +168,8 @@ def served(
 def _takes_ids(
     connection: Connection, model: UnloadedModel, sequences: Seq[Mapping[str, Sequence]]
 ) -> bool:
-    """Whether the server takes token ids, which it refuses as bad input if not: texts it has taken."""
+    """Whether the server takes token ids, which it refuses as bad input if not: texts it has
+    taken."""
     ids = tuple(next(iter(sequences[0].values())).tokens.tolist())
     try:
         connection.all([Asked(ids, len(ids), 1, model)])
@@ -186,14 +188,17 @@ def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
                 kind = type(sequence.interventions[0]).__name__
                 reason = f"intervenes ({kind}), which needs hooks inside the model"
             elif sequence.edge_mask is not None:
-                reason = "hides tokens from others (.masked() or AttentionKnockout), and a server takes no mask"
+                reason = (
+                    "hides tokens from others (.masked() or AttentionKnockout), and a server takes"
+                    " no mask"
+                )
             elif sequence.keeps_positions:
                 reason = "keeps positions (.unshifted()), and a server counts them itself"
             else:
                 continue
             raise OptionError(
-                f"{name!r} {reason}: a server takes tokens and nothing else. Omit the condition, or "
-                "evaluate it here, without server=…"
+                f"{name!r} {reason}: a server takes tokens and nothing else. Omit the condition, or"
+                " evaluate it here, without server=…"
             )
 
 
@@ -209,9 +214,9 @@ def check_room(
         for name, sequence in by_condition.items():
             if len(sequence) + new_tokens > longest:
                 raise PromptTooLong(
-                    f'prompt {prompt.id} ("{prompt.excerpt}") has {len(sequence):,} tokens with the '
-                    f'condition "{name}" and {new_tokens} new ones are allowed; {who} takes '
-                    f"{longest:,}"
+                    f'prompt {prompt.id} ("{prompt.excerpt}") has {len(sequence):,} tokens with the'
+                    f' condition "{name}" and {new_tokens} new ones are allowed; {who} takes'
+                    f" {longest:,}"
                 )
 
 

@@ -1,4 +1,5 @@
-"""A server that generates answers: its address and key, which no file, log or error shows; and requests over HTTP."""
+"""A server that generates answers: its address and key, which no file, log or error shows; and
+requests over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ _LONGEST_WAIT_ASKED = 60.0  # that a server may ask for
 _LONGEST_REASON = 300  # characters
 _SHORTEST_KEY = 24  # characters: what is as long may be the key, and not its name
 _HINTS = {
-    401: '. It needs a key: put it into an environment variable, and name the variable: key="SERVER_KEY"',
+    401: (
+        ". It needs a key: put it into an environment variable, and name the variable:"
+        ' key="SERVER_KEY"'
+    ),
     404: '. Is the address right ("http://host:8000/v1"), and does it have the model?',
     **dict.fromkeys(
         range(300, 400),
@@ -43,10 +47,12 @@ class Server:
         model: The name of the model there; by default the only one that it lists.
         key: The name of the environment variable with the server's key; none by default.
         timeout: Seconds that an answer may take before it is requested again.
-        verify: Refuse a server whose answers differ from the model's; with False, the comparison is only recorded.
+        verify: Refuse a server whose answers differ from the model's; with False, the comparison is
+            only recorded.
 
     Raises:
-        OptionError: A value cannot be used, there is no such environment variable, or httpx2 is not installed.
+        OptionError: A value cannot be used, there is no such environment variable, or httpx2 is not
+            installed.
     """
 
     address: str
@@ -85,7 +91,8 @@ class Server:
         key = self.secret
         if key and len(key) >= _SHORT and (key in reply or json.dumps(key)[1:-1] in reply):
             raise ServerError(
-                f"the server at {self.address} repeats the key in its reply, which is therefore not kept"
+                f"the server at {self.address} repeats the key in its reply, which is therefore not"
+                " kept"
             )
 
 
@@ -100,7 +107,8 @@ class Refused(ServerError):
 
 
 def client(server: Server) -> Any:
-    """A client of httpx2 that sends the key and nothing of the environment, and wants plain replies."""
+    """A client of httpx2 that sends the key and nothing of the environment, and wants plain
+    replies."""
     import httpx2
 
     try:
@@ -117,8 +125,9 @@ def client(server: Server) -> Any:
         )
     except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:
         raise ServerError(
-            f"a proxy or certificates of the environment cannot be used ({type(error).__name__}): correct HTTP_PROXY, "
-            "HTTPS_PROXY, ALL_PROXY or SSL_CERT_FILE, or name the server's host in NO_PROXY"
+            f"a proxy or certificates of the environment cannot be used ({type(error).__name__}):"
+            " correct HTTP_PROXY, HTTPS_PROXY, ALL_PROXY or SSL_CERT_FILE, or name the server's"
+            " host in NO_PROXY"
         ) from None
 
 
@@ -218,14 +227,16 @@ async def _once(
     async with client.stream(method, server.address + path, **request) as reply:
         if reply.headers.get("Content-Encoding", "identity") != "identity":
             raise ServerError(
-                f"the server at {server.address} compresses its replies, although it is asked not to"
+                f"the server at {server.address} compresses its replies, although it is asked"
+                " not to"
             )
         content = bytearray()
         async for piece in reply.aiter_raw():
             content += piece
             if len(content) > most:
                 raise ServerError(
-                    f"the server at {server.address} replies with more than {most:,} bytes, too many"
+                    f"the server at {server.address} replies with more than {most:,} bytes, too"
+                    " many"
                 )
         return reply.status_code, reply.headers, bytes(content)
 
@@ -265,13 +276,14 @@ def _check_address(address: str) -> None:
 
 
 def _check_key(name: str | None) -> None:
-    """Refuse a name without a usable key; messages don't repeat the argument if it may be the key itself."""
+    """Refuse a name without a usable key; messages don't repeat the argument if it may be the key
+    itself."""
     if name is None:
         return
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise OptionError(
-            "key must be the name of an environment variable that holds the key, and this is not a valid "
-            'name: export SERVER_KEY=…, then key="SERVER_KEY"'
+            "key must be the name of an environment variable that holds the key, and this is not a"
+            ' valid name: export SERVER_KEY=…, then key="SERVER_KEY"'
         )
     if not os.environ.get(name, "").strip():
         if len(name) < _SHORTEST_KEY:
@@ -279,8 +291,8 @@ def _check_key(name: str | None) -> None:
                 f"key={name!r}: there is no such environment variable, or it is empty; export it"
             )
         raise OptionError(
-            f"key={name[:4] + '…'!r}: there is no such environment variable, or it is empty; if this "
-            "is the key itself, put it into a variable"
+            f"key={name[:4] + '…'!r}: there is no such environment variable, or it is empty; if"
+            " this is the key itself, put it into a variable"
         )
     if not re.fullmatch(r"[!-~]+", os.environ[name].strip()):
         raise OptionError(

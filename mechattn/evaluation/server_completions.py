@@ -1,4 +1,5 @@
-"""Completions of token ids, or of texts that give them, from a server: several requests at a time, replies checked."""
+"""Completions of token ids, or of texts that give them, from a server: several requests at a time,
+replies checked."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _GARBLED = 4  # retries after incomplete replies
 _FIRST_GARBLED_WAIT = 0.5  # seconds, doubled each time
 _HELLO = 10.0  # seconds in which a server must respond at first
 _LONGEST_LIST = 2**22  # bytes of a list of models
-# vLLM and SGLang take missing options from the checkpoint's generation_config.json, so every option is sent.
+# vLLM and SGLang take missing options from the checkpoint's generation_config.json, so every option
+# is sent.
 _PLAIN = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logprobs": 1}
 _BESIDE_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
 _BYTES = 2**16
@@ -90,7 +92,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Connection:
-    """An open connection: a client of httpx2, the portal to its thread, and what the server says of its model."""
+    """An open connection: a client of httpx2, the portal to its thread, and what the server says of
+    its model."""
 
     server: Server
     client: Any
@@ -100,7 +103,8 @@ class Connection:
     at_once: int
 
     def replies(self, asked: Iterable[tuple[Named, Asked]]) -> Iterator[tuple[Named, Reply]]:
-        """Each reply in the order of arrival; if a request fails, its error after the others in progress."""
+        """Each reply in the order of arrival; if a request fails, its error after the others in
+        progress."""
         waiting = iter(asked)
         running = dict[Future, Named]()
         failure: Exception | None = None
@@ -161,7 +165,8 @@ class Connection:
 
 @contextmanager
 def connected(server: Server, at_once: int) -> Iterator[Connection]:
-    """A connection inside a ``with`` block; requests in progress are dropped if the block raises."""
+    """A connection inside a ``with`` block; requests in progress are dropped if the block
+    raises."""
     from anyio.from_thread import start_blocking_portal
 
     http_client = client(server)
@@ -298,8 +303,8 @@ def _check_model(name: Any, model: str, server: Server) -> None:
         return
     other = server.without_key(name)[:200]
     raise ServerError(
-        f"the server at {server.address} answers as {other!r}, but {model!r} was asked for. If that "
-        f"is the model, give its name: model={other!r}"
+        f"the server at {server.address} answers as {other!r}, but {model!r} was asked for. If that"
+        f" is the model, give its name: model={other!r}"
     )
 
 
@@ -326,10 +331,10 @@ def _check_read(reported: Any, reported_ids: Any, asked: Asked, server: Server) 
     says_something = says_count or ids is not None
     if not says_something and asked.read is not None and server.verify:
         raise ServerError(
-            f"the server at {server.address} says neither how many tokens it has read "
-            "(usage.prompt_tokens) nor which, so a prompt that it changes or cuts short would not be "
-            "noticed. With verify=False its answers are accepted, and that nothing was counted is "
-            "recorded with them"
+            f"the server at {server.address} says neither how many tokens it has read"
+            " (usage.prompt_tokens) nor which, so a prompt that it changes or cuts short would not"
+            " be noticed. With verify=False its answers are accepted, and that nothing was counted"
+            " is recorded with them"
         )
     return says_something
 
@@ -412,7 +417,8 @@ def texts_of(
             f'the server at {address} takes only text, and prompt {prompt.id} ("{prompt.excerpt}") '
             f'with the condition "{name}" would be read as other tokens: '
             f"{_first_difference(tokenizer, ids)}. So would {len(refused)} of "
-            f"{len(refused) + len(texts)} in all, under {', '.join(map(repr, names))}. Omit them, or "
+            f"{len(refused) + len(texts)} in all, under {', '.join(map(repr, names))}. Omit"
+            " them, or "
             "serve the model with an engine that takes token ids, such as vLLM or SGLang"
         )
     return texts

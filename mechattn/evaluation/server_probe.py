@@ -1,4 +1,5 @@
-"""Does a server run the model that was asked for? Texts tell its tokenizer, a few greedy answers the rest.
+"""Does a server run the model that was asked for? Texts tell its tokenizer, a few greedy answers
+the rest.
 
 Answers and log-probabilities are compared with those of the local model, where its weights are
 loaded, and otherwise with a second run of the server itself, which tells no more than that it stays
@@ -149,7 +150,8 @@ class Known:
     gaps: tuple[float, ...] = ()
 
     def agrees(self, text: str) -> bool:
-        """Whether another answer is this one; where the local model is undecided, either is right."""
+        """Whether another answer is this one; where the local model is undecided, either is
+        right."""
         own_text = self.text.rstrip("�")  # which is half a character
         text = text.rstrip("�")
         if text == own_text or not self.steps:
@@ -186,7 +188,8 @@ class Probe:
             "logprob_difference": None,
             "logprobs_of": None,
         }
-        # Those of the prompts tell more: greedy answers are certain whatever the weights' precision.
+        # Those of the prompts tell more: greedy answers are certain whatever the weights'
+        # precision.
         logprobs = {
             "prompts": [(known.prompt_logprobs, reply.prompt_logprobs) for known, reply in pairs],
             "answers": [
@@ -231,7 +234,8 @@ class Probe:
         )
 
     def again(self, since: int) -> str | None:
-        """Ask again after some answers, and record the figures; why the server is refused, if so."""
+        """Ask again after some answers, and record the figures; why the server is refused, if
+        so."""
         figures = self.compared(_replies(self.connection, self.requests))
         self.about["again"].append({"since": since, **figures})
         return self.doubt(figures, self.about["alike"] - WORSE)
@@ -337,14 +341,15 @@ def tell_limits(connection: Connection, model: UnloadedModel) -> None:
 
 
 def _check(probe: Probe, before: Mapping[str, Any] | None) -> None:
-    """Refuse a server whose answers are not the model's, or not those of the run that is resumed."""
+    """Refuse a server whose answers are not the model's, or not those of the run that is
+    resumed."""
     server = probe.connection.server
     reason = probe.doubt(probe.about)
     if reason is not None:
         raise NotTheModel(
-            f"the server at {server.address} is not the model, {reason}. Is it quantised, another "
-            "revision, or does it change the prompt? With verify=False its answers are accepted, and "
-            "these figures are recorded"
+            f"the server at {server.address} is not the model, {reason}. Is it quantised, another"
+            " revision, or does it change the prompt? With verify=False its answers are accepted,"
+            " and these figures are recorded"
         )
     if before is None or not server.verify:
         return
@@ -357,9 +362,9 @@ def _check(probe: Probe, before: Mapping[str, Any] | None) -> None:
     same = sum(_same_start(text, first_text) for text, first_text in pairs)
     if same < ITSELF * len(pairs):
         raise NotTheModel(
-            f"the server at {server.address} gives other answers than when this run began ({same} of "
-            f"{len(pairs)} are the same), so it now serves another model. Serve the first one, or use "
-            "a new file"
+            f"the server at {server.address} gives other answers than when this run began ({same}"
+            f" of {len(pairs)} are the same), so it now serves another model. Serve the first one,"
+            " or use a new file"
         )
 
 

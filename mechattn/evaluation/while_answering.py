@@ -33,17 +33,20 @@ _CALIPER = 0.15  # of the longer answer's tokens, but at least 2
 
 @dataclass(frozen=True, eq=False)
 class WhileAnswering:
-    """Attention of the tokens of a model's own answers to each segment; ``print(measured)`` shows it.
+    """Attention of the tokens of a model's own answers to each segment; ``print(measured)`` shows
+    it.
 
     Args:
-        flow: By condition, the mean attention of an answer's tokens [prompt layer head segment]; NaN if it is empty.
+        flow: By condition, the mean attention of an answer's tokens [prompt layer head segment];
+            NaN if it is empty.
         uniform: The same for uniform attention.
         right: By condition, whether each answer is right [prompt].
         tokens: By condition, the length of each answer in tokens [prompt].
         layers: The layers.
         units: The problems, or their groups.
         about: The model.
-        predicting: Whether the queries are those that predict the answers' tokens, not those that read them.
+        predicting: Whether the queries are those that predict the answers' tokens, not those that
+            read them.
     """
 
     flow: Mapping[str, np.ndarray]
@@ -68,13 +71,15 @@ class WhileAnswering:
         return "the queries that read its own answers"
 
     def table(self, to: str = "question", level: float = 0.95) -> pd.DataFrame:
-        """One row per condition: attention of right and wrong answers to a segment, mean over heads and layers.
+        """One row per condition: attention of right and wrong answers to a segment, mean over heads
+        and layers.
 
-        ``right`` and ``wrong`` have t intervals over answers, and the same for uniform attention. The rest is over
-        pairs of a right and a wrong answer of about the same length (optimal pairs whose lengths differ by 15 % or 2
-        tokens at most, each answer once): ``difference`` (right minus wrong), its ``null``, and ``beyond`` (difference
-        minus null) with a t interval and a sign-flip ``p_beyond`` over pairs. NaN with too few pairs. Where problems share
-        groups (``Prompt.group``), both answers of a pair are from one group, and intervals and
+        ``right`` and ``wrong`` have t intervals over answers, and the same for uniform attention.
+        The rest is over pairs of a right and a wrong answer of about the same length (optimal pairs
+        whose lengths differ by 15 % or 2 tokens at most, each answer once): ``difference`` (right
+        minus wrong), its ``null``, and ``beyond`` (difference minus null) with a t interval and a
+        sign-flip ``p_beyond`` over pairs. NaN with too few pairs. Where problems share groups
+        (``Prompt.group``), both answers of a pair are from one group, and intervals and
         ``p_beyond`` are over groups; ``table.attrs["unit"]`` says which.
 
         Args:
@@ -121,7 +126,8 @@ class WhileAnswering:
         return figures
 
     def heads(self, condition: str, to: str = "question", level: float = 0.95) -> pd.DataFrame:
-        """Right minus wrong over pairs of answers of similar length, for each head; ``q_beyond`` is over all heads.
+        """Right minus wrong over pairs of answers of similar length, for each head; ``q_beyond`` is
+        over all heads.
 
         Raises:
             OptionError: There is no such condition or segment, or there are too few pairs.
@@ -143,8 +149,9 @@ class WhileAnswering:
             if self.units.of is not None:
                 within = f", both from one group, in at least {FEWEST} groups"
             raise OptionError(
-                f"{matched['pairs'][0]} pairs of a right and a wrong answer of about the same length "
-                f"under {condition!r}: at least {FEWEST} are needed{within}; evaluate more problems"
+                f"{matched['pairs'][0]} pairs of a right and a wrong answer of about the same"
+                f" length under {condition!r}: at least {FEWEST} are needed{within}; evaluate more"
+                " problems"
             )
         columns = {
             "layer": np.repeat(self.layers, head_count),
@@ -219,7 +226,8 @@ class WhileAnswering:
 def matched_pairs(
     tokens: np.ndarray, right: np.ndarray, wrong: np.ndarray, groups: np.ndarray | None = None
 ) -> np.ndarray:
-    """Pairs of a right and a wrong answer of about the same length [pair 2]: as many and as similar as possible."""
+    """Pairs of a right and a wrong answer of about the same length [pair 2]: as many and as similar
+    as possible."""
     right_places = np.flatnonzero(right)
     wrong_places = np.flatnonzero(wrong)
     if not len(right_places) or not len(wrong_places):
@@ -246,13 +254,15 @@ def while_answering(
     layers: Seq[int] | int | None = None,
     seed: int = 0,
 ) -> WhileAnswering:
-    """Measure a model's attention while it writes its own answers, under each condition of an evaluation.
+    """Measure a model's attention while it writes its own answers, under each condition of an
+    evaluation.
 
-    The token ids of each answer are read again after its prompt, under its own condition, in one pass
-    (``evaluation.answered``). The queries are those that read the answer's tokens; with ``predicting``, those that
-    predict them, from the prompt's last token to the answer's last but one. Correctness is related to length, and
-    attention to the question falls with length by definition. Answers are therefore compared in pairs of about the same
-    length, together with the null.
+    The token ids of each answer are read again after its prompt, under its own condition, in one
+    pass (``evaluation.answered``). The queries are those that read the answer's tokens; with
+    ``predicting``, those that predict them, from the prompt's last token to the answer's last but
+    one. Correctness is related to length, and attention to the question falls with length by
+    definition. Answers are therefore compared in pairs of about the same length, together with the
+    null.
 
     Args:
         model: The model that wrote the answers.

@@ -186,7 +186,8 @@ def _smallest(
     ordered: Float[Tensor, "row entry"],
     count: Int[Tensor, " row"],
 ) -> Bool[Tensor, "row entry"]:
-    """The ``count`` smallest entries of each row, the first among equals, from their sorted values."""
+    """The ``count`` smallest entries of each row, the first among equals, from their sorted
+    values."""
     threshold = ordered.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1))
     below = sizes < threshold
     equal = sizes == threshold

@@ -185,8 +185,8 @@ def attention_by_rows(
     """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows; no [query, key]
     matrix is stored.
 
-    With ``queries_of`` only these positions are computed, and the output of others is undefined. Values may have no
-    dimensions, for rows alone.
+    With ``queries_of`` only these positions are computed, and the output of others is undefined.
+    Values may have no dimensions, for rows alone.
     """
     # The inner loop of every run. Plain torch, because one buffer has three shapes and must not be
     # copied.
@@ -271,7 +271,8 @@ def _cap_and_bias(attention: Attention, scores: Pattern, keys: slice) -> None:
 def _left_by_sinks(
     scores: Pattern, sinks: Float[Tensor, " head"]
 ) -> Float[Tensor, "batch head query 1"]:
-    """The fraction of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) + exp(sink))``."""
+    """The fraction of each row that a learned sink leaves: ``Σ exp(s) / (Σ exp(s) +
+    exp(sink))``."""
     return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks[:, None, None])
 
 
@@ -403,8 +404,8 @@ class Fused:
     ) -> Float[Tensor, "batch head pos group"]:
         """``Σ_k A[q, k] w[k, group]`` of each query, for groups of keys.
 
-        One more causal call, with these weights as values. In half precision its output would keep only 8 or 11 bits,
-        so the call is in float32.
+        One more causal call, with these weights as values. In half precision its output would keep
+        only 8 or 11 bits, so the call is in float32.
         """
         dtype = torch.float32 if self.q.dtype in _HALF else self.q.dtype
         values = weights.to(dtype)[:, None].expand(-1, self.q.shape[1], -1, -1)

@@ -1,4 +1,5 @@
-"""The attention budget: attention of queries to segments, and what it would be at the positions of a longer sequence."""
+"""The attention budget: attention of queries to segments, and what it would be at the positions of
+a longer sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ Turns = tuple[Float[Tensor, "batch 1 pos pair"], Float[Tensor, "batch 1 pos pair
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """How a layer rotates its queries and keys by position (RoPE): pair i of the dimensions by ``position · f[i]``.
+    """How a layer rotates its queries and keys by position (RoPE): pair i of the dimensions by
+    ``position · f[i]``.
 
     Source: Su et al., arXiv:2104.09864.
     """
@@ -30,7 +32,8 @@ class Rotation:
         self, old: Int[Tensor, "batch pos"], new: Int[Tensor, "batch pos"], dtype: torch.dtype
     ) -> Turns:
         """Cosine and sine of the angles between the old and the new positions."""
-        # The model rounds each angle to float32. Rounding likewise gives its own angles, and not only nearly them.
+        # The model rounds each angle to float32. Rounding likewise gives its own angles, and not
+        # only nearly them.
         frequencies = self.frequencies.float().to(old.device)
         angles = [ids[:, None, :, None].float() * frequencies for ids in (old, new)]
         difference = angles[1].double() - angles[0].double()
@@ -50,7 +53,8 @@ class Rotation:
         else:
             one, other = rotated.unflatten(-1, (2, pairs)).unbind(-2)
         turned = one * cos - other * sin
-        # Both are parts of the copy, which is changed in place: other tensors would cost as much as the rotation.
+        # Both are parts of the copy, which is changed in place: other tensors would cost as much as
+        # the rotation.
         other.mul_(cos).addcmul_(one, sin)
         one.copy_(turned)
         return moved
@@ -70,17 +74,20 @@ def before_hidden_states(
 ) -> Attention:
     """The attention of some queries of longer sequences, had their hidden states not changed.
 
-    The original tokens have the queries and keys of the baseline, at their positions in the longer sequence; the
-    inserted tokens have their own keys. Window, bias, cap, sinks and cut edges are those of the longer sequence.
+    The original tokens have the queries and keys of the baseline, at their positions in the longer
+    sequence; the inserted tokens have their own keys. Window, bias, cap, sinks and cut edges are
+    those of the longer sequence.
 
     Args:
         attention: A layer's attention for a batch with both.
         longer: The rows of the longer sequences.
         baseline: The row of the baseline of each.
-        origin: For each position of a longer sequence its position in the baseline; negative where there is none.
+        origin: For each position of a longer sequence its position in the baseline; negative where
+            there is none.
         rotation: How the layer rotates queries and keys.
         turns: By how much, for each position of the longer sequences.
-        queries: The positions in the longer sequences whose queries are asked for; others keep their own.
+        queries: The positions in the longer sequences whose queries are asked for; others keep
+            their own.
     """
     wide = widened(attention.q)
     # Without values: rows alone are asked for.
@@ -101,7 +108,8 @@ def before_hidden_states(
 
 def masses_of_rows(pattern: Pattern, members: Members) -> Masses:
     """``mass[s, q] = Σ_{k in s} A[q, k]`` of a block of rows."""
-    # Heads and queries in one product, and the few segments as its rows: other ways are several times as slow.
+    # Heads and queries in one product, and the few segments as its rows: other ways are several
+    # times as slow.
     masses = torch.bmm(members.to(pattern.dtype), pattern.flatten(1, 2).mT)
     return masses.unflatten(-1, pattern.shape[1:3])
 
@@ -128,7 +136,8 @@ def mean_over_queries(
 def mean_among_original(
     masses: Masses, weights: Float[Tensor, "batch 1 query"], inserted: int, sinks: bool
 ) -> Float[Tensor, "batch head segment"]:
-    """The mean of what a softmax over the original keys alone would give: ``A_s / (1 − A_inserted)``, 0 for inserted.
+    """The mean of what a softmax over the original keys alone would give: ``A_s / (1 −
+    A_inserted)``, 0 for inserted.
 
     Args:
         masses: Masses of a softmax over all keys.

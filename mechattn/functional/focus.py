@@ -98,10 +98,12 @@ def half_mass_keys(pattern: Squares) -> Int[Tensor, "*batch query"]:
 def repeats_of(
     tokens: Tokens, after: int, queries: slice, keys: slice
 ) -> Bool[Tensor, "batch query key"]:
-    """Which keys are ``after`` tokens behind an earlier occurrence of the query's own token, and before the query.
+    """Which keys are ``after`` tokens behind an earlier occurrence of the query's own token, and
+    before the query.
 
-    ``p + after`` for all p with ``tokens[p] = tokens[q]`` and ``p + after < q``. The attention to them is the
-    duplicate-token mass for ``after=0`` and the induction mass for ``after=1``. A query itself belongs to neither.
+    ``p + after`` for all p with ``tokens[p] = tokens[q]`` and ``p + after < q``. The attention to
+    them is the duplicate-token mass for ``after=0`` and the induction mass for ``after=1``. A query
+    itself belongs to neither.
 
     Source: "Duplicate token" and "induction" of TransformerLens's head detector, which also counts
     a query's own key.
@@ -113,7 +115,8 @@ def repeats_of(
 
 
 def masked_mass(pattern: Pattern, chosen: Bool[Tensor, "batch query key"]) -> PerHead:
-    """Each query's attention to some keys, computed with a mask over all keys: for a GPU, to avoid a sync."""
+    """Each query's attention to some keys, computed with a mask over all keys: for a GPU, to avoid
+    a sync."""
     return einsum(
         pattern,
         chosen.to(pattern.dtype),
@@ -122,7 +125,8 @@ def masked_mass(pattern: Pattern, chosen: Bool[Tensor, "batch query key"]) -> Pe
 
 
 def looked_up_mass(pattern: Pattern, chosen: tuple[Places, Places, Places]) -> PerHead:
-    """The same, by looking up only these keys (row, query, key): for a CPU, as there are few of them in a text."""
+    """The same, by looking up only these keys (row, query, key): for a CPU, as there are few of
+    them in a text."""
     row, query, key = chosen
     mass = pattern.new_zeros(pattern.shape[0], pattern.shape[2], pattern.shape[1])
     mass.index_put_((row, query), pattern[row, :, query, key], accumulate=True)

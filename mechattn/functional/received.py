@@ -51,7 +51,8 @@ def self_attention(
 def _sums_over_seeing(
     weight: Shaped[Tensor, "batch query"], window: int | None, include_self: bool
 ) -> Float[Tensor, "batch key"]:
-    """For each key the sum of the weights of the queries that can see it, from one cumulative sum."""
+    """For each key the sum of the weights of the queries that can see it, from one cumulative
+    sum."""
     length = weight.shape[-1]
     from_here_on = weight.double().flip(-1).cumsum(-1).flip(-1)
     from_here_on = torch.nn.functional.pad(from_here_on, (0, length + 1))
@@ -119,7 +120,8 @@ def segment_mean(
 def segment_means(
     quantities: Mapping[str, PerKey], member: Bool[Tensor, "batch segment key"]
 ) -> dict[str, Float[Tensor, "batch head segment"]]:
-    """:func:`segment_mean` of several quantities in one product, which costs as much as one of them."""
+    """:func:`segment_mean` of several quantities in one product, which costs as much as one of
+    them."""
     heads = next(iter(quantities.values())).shape[1]
     stacked = torch.cat(list(quantities.values()), 1)
     means = segment_mean(stacked, member).split(heads, 1)
@@ -129,7 +131,8 @@ def segment_means(
 def near_band(
     pattern: Pattern, gap: int, first_query: int = 0, first_key: int = 0
 ) -> Float[Tensor, "batch head query {gap}"]:
-    """``A[q, q − back]`` of each query for ``back`` from 0 to ``gap − 1``; 0 if that key is not in this block."""
+    """``A[q, q − back]`` of each query for ``back`` from 0 to ``gap − 1``; 0 if that key is not in
+    this block."""
     device = pattern.device
     queries = first_query - first_key + torch.arange(pattern.shape[2], device=device)
     index = queries[:, None] - torch.arange(gap, device=device)
@@ -138,10 +141,11 @@ def near_band(
 
 
 def near_sums(band: Float[Tensor, "batch head pos gap"], counted: Counted) -> PerKey:
-    """Attention that each key gets from the counted queries less than ``gap`` positions later, its own included.
+    """Attention that each key gets from the counted queries less than ``gap`` positions later, its
+    own included.
 
-    ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]``, from :func:`near_band` of all queries; :func:`column_sums`
-    minus this is the attention from further away.
+    ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]``, from :func:`near_band` of all queries;
+    :func:`column_sums` minus this is the attention from further away.
     """
     length = band.shape[2]
     weighted = band * counted[:, None, :, None].to(band.dtype)
@@ -170,7 +174,8 @@ def near_queries(
 def value_norms(
     v: Float[Tensor, "batch kv_head key d_head"], factor: Float[Tensor, "head rank d_head"]
 ) -> tuple[PerKey, PerKey]:
-    """``‖v[k]‖`` and ``‖v[k] W_O‖`` for every query head, the latter from ``output_factor(W_O)``."""
+    """``‖v[k]‖`` and ``‖v[k] W_O‖`` for every query head, the latter from
+    ``output_factor(W_O)``."""
     v = v.to(factor.dtype)
     kv_heads = v.shape[1]
     of_group = rearrange(
@@ -227,7 +232,8 @@ def massive(
 
 
 def _median(values: Float[Tensor, "*any"]) -> Float[Tensor, ""]:
-    """As ``torch.median``, which takes six times as long on a CPU: the lower of the two in the middle."""
+    """As ``torch.median``, which takes six times as long on a CPU: the lower of the two in the
+    middle."""
     if values.device.type != "cpu":
         return values.median()
     middle = (values.numel() - 1) // 2

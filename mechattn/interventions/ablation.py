@@ -143,8 +143,8 @@ class AttentionKnockout:
         """
         if sequence.edge_mask is not None:
             raise OptionError(
-                "this sequence already has cut edges (masked, or another AttentionKnockout): use a single "
-                "AttentionKnockout"
+                "this sequence already has cut edges (masked, or another AttentionKnockout): use a"
+                " single AttentionKnockout"
             )
 
         query_segments = _as_tuple(self.queries)
@@ -153,7 +153,8 @@ class AttentionKnockout:
         keys_before = keys.cumsum(0) - keys.long()
         if not (queries & (keys_before > 0)).any():
             raise OptionError(
-                f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys} here"
+                f"{self} cuts no edge: no token of {self.queries} comes after one of {self.keys}"
+                " here"
             )
 
         layers = self.layers

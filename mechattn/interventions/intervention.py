@@ -51,7 +51,8 @@ class Intervention(Protocol):
     """Acts on a model inside a ``with`` block, and then restores it."""
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Refuse a model, or prompts, that it cannot act on; called before the first forward pass."""
+        """Refuse a model, or prompts, that it cannot act on; called before the first forward
+        pass."""
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
         """Act on the tokens that ``target()`` returns at each forward pass."""

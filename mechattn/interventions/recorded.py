@@ -98,7 +98,8 @@ class AffineAttention:
         _refuse_unrecorded(
             [prompt for prompt in prompts if prompt not in self.recorded],
             prompts,
-            "an AffineAttention from record_affine acts only on the prompts that it was recorded on",
+            "an AffineAttention from record_affine acts only on the prompts that it was"
+            " recorded on",
         )
 
     def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:

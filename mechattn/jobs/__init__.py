@@ -1,1 +1,2 @@
-"""Runs in many processes: cut into chunks that are kept, computed here or on a cluster, and merged."""
+"""Runs in many processes: cut into chunks that are kept, computed here or on a cluster, and
+merged."""

@@ -1,7 +1,8 @@
-"""Computes the chunks of a job, in this process or on the workers of a Ray cluster, each of which loads the model once.
+"""Computes the chunks of a job, in this process or on the workers of a Ray cluster, each of which
+loads the model once.
 
-Anyone who can reach a Ray cluster can run code in it, and by default it listens on every interface. One that is started
-here listens on the loopback address only, and requires a token.
+Anyone who can reach a Ray cluster can run code in it, and by default it listens on every interface.
+One that is started here listens on the loopback address only, and requires a token.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from mechattn.results.result import Result
 ExecutorName = Literal["local", "ray"]
 TRIES = 3  # of a chunk whose worker dies
 LOOPBACK = ("127.0.0.1", "::1")
-# Where Ray does not support clusters of several machines it stays on the loopback address, and this says so anywhere.
+# Where Ray does not support clusters of several machines it stays on the loopback address, and this
+# says so anywhere.
 ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
@@ -70,10 +72,12 @@ class Local:
 
 @dataclass(frozen=True)
 class Ray:
-    """One actor per GPU (or per core if there are no GPUs), which gets its next chunk when it finishes one.
+    """One actor per GPU (or per core if there are no GPUs), which gets its next chunk when it
+    finishes one.
 
     Args:
-        address: "auto", "ray://host:10001"; by default a cluster is started that no other machine can reach.
+        address: "auto", "ray://host:10001"; by default a cluster is started that no other machine
+            can reach.
         workers: The number of actors; by default that of the GPUs, or cores, of the cluster.
     """
 
@@ -81,7 +85,8 @@ class Ray:
     workers: int | None = None
 
     def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, Result]]:
-        """Yield each chunk's number and result as they arrive; all prompts are checked before that."""
+        """Yield each chunk's number and result as they arrive; all prompts are checked before
+        that."""
         ray = self._connected()
         from ray.util import ActorPool
 
@@ -141,7 +146,8 @@ class Ray:
 
 
 def _started_alone() -> Any:
-    """Ray, with a cluster that no other machine can reach; one that the user has started is used as it is."""
+    """Ray, with a cluster that no other machine can reach; one that the user has started is used as
+    it is."""
     # A token for this cluster only, in the mode that the user has set or Ray has read.
     variables = {**ONE_MACHINE, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:

@@ -1,4 +1,5 @@
-"""A run that can be computed in chunks on any machine: what decides its numbers, and the worker that computes them."""
+"""A run that can be computed in chunks on any machine: what decides its numbers, and the worker
+that computes them."""
 
 from __future__ import annotations
 
@@ -33,10 +34,11 @@ Values = Literal["float32", "float16"]
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of ``run`` in a form that can be sent to other processes and split into chunks of prompts.
+    """The arguments of ``run`` in a form that can be sent to other processes and split into chunks
+    of prompts.
 
-    Chunk boundaries depend only on ``chunk``, and no batch spans two chunks, so the numbers do not depend on the number
-    of workers or shards, or on interruptions.
+    Chunk boundaries depend only on ``chunk``, and no batch spans two chunks, so the numbers do not
+    depend on the number of workers or shards, or on interruptions.
 
     Args:
         model: A name or directory that every worker can load.
@@ -48,11 +50,15 @@ class Job:
         device: As for ``load_model``; it affects only the last bits of the numbers.
         verify: As for ``load_model``.
         chunk: The number of prompts per chunk.
-        threads: The number of torch threads in each worker, which affects last bits; None leaves torch's setting.
-        require: A function that gets the loaded model and the layers, and raises an error if the job cannot use them.
+        threads: The number of torch threads in each worker, which affects last bits; None leaves
+            torch's setting.
+        require: A function that gets the loaded model and the layers, and raises an error if the
+            job cannot use them.
         command: The command to record with the result.
-        paths: Record the full path of a checkpoint's directory in the provenance, not only its name.
-        values: How per-prompt numbers are stored: "float32", or "float16" in half the space and off by up to 0.05 %.
+        paths: Record the full path of a checkpoint's directory in the provenance, not only its
+            name.
+        values: How per-prompt numbers are stored: "float32", or "float16" in half the space and off
+            by up to 0.05 %.
     """
 
     model: str
@@ -77,8 +83,9 @@ class Job:
             object.__setattr__(self, "model", str(self.model))
         if not isinstance(self.model, str):
             raise ModelError(
-                f"a job names its model, so that every worker can load it, but a {type(self.model).__name__} was "
-                "given; save the model (save_pretrained, with its tokenizer) and give the directory, or use ma.run"
+                "a job names its model, so that every worker can load it, but a"
+                f" {type(self.model).__name__} was given; save the model (save_pretrained, with its"
+                " tokenizer) and give the directory, or use ma.run"
             )
         check_counts(chunk=self.chunk, threads=1 if self.threads is None else self.threads)
         if self.threads is not None and self.threads > MOST_THREADS:
@@ -97,7 +104,8 @@ class Job:
 
     @cached_property
     def decides(self) -> dict[str, Any]:
-        """Everything that determines the numbers, as text that can be compared with that of a later run."""
+        """Everything that determines the numbers, as text that can be compared with that of a later
+        run."""
         conditions = self.conditions or {}
         own_fields = ("model", "dtype", "verify", "chunk", "threads", "values")
         decided: dict[str, Any] = {name: repr(getattr(self, name)) for name in own_fields}
@@ -115,7 +123,8 @@ class Job:
         return decided
 
     def _token_ids(self) -> str:
-        """A hash of what the prompts' texts become, and how the first begins: a chat template may write the date."""
+        """A hash of what the prompts' texts become, and how the first begins: a chat template may
+        write the date."""
         if all(prompt.tokens for prompt in self.prompts):
             return "as given"
         reader: Any = unloaded_tokenizer(tokenizer_named(self.model), self.model)
@@ -125,7 +134,8 @@ class Job:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that determines the numbers; it shows whether a stored result belongs to this job."""
+        """A hash of everything that determines the numbers; it shows whether a stored result
+        belongs to this job."""
         return provenance.digest([json.dumps(self.decides)])
 
 

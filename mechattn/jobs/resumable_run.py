@@ -1,7 +1,9 @@
-"""Runs that survive interruption: each finished chunk is a stored result of its own, and in the end all are merged.
+"""Runs that survive interruption: each finished chunk is a stored result of its own, and in the end
+all are merged.
 
-The chunks of ``llama.zarr`` are in the folder ``llama.zarr.parts``: ``00000.zarr``, ``00001.zarr`` …, each with what
-decides its numbers in its provenance. The same call finds them there, computes the others, and deletes the folder.
+The chunks of ``llama.zarr`` are in the folder ``llama.zarr.parts``: ``00000.zarr``, ``00001.zarr``
+…, each with what decides its numbers in its provenance. The same call finds them there, computes
+the others, and deletes the folder.
 """
 
 from __future__ import annotations
@@ -50,12 +52,14 @@ def run_job(
 
     Args:
         job: The job to compute.
-        path: Where to store the result, as for ``Result.save``; finished chunks are kept next to it until then.
+        path: Where to store the result, as for ``Result.save``; finished chunks are kept next to it
+            until then.
         shard: "3/16" computes the third of 16 shards: chunks 3, 19, 35 …, counted from 1.
         executor: "local", "ray", or your own executor.
         address: The address of a Ray cluster; by default one is started on this machine.
         workers: The number of workers in a cluster; by default one per GPU, or per core.
-        fresh: Start again: recompute a stored result and discard kept chunks, of this or any other job.
+        fresh: Start again: recompute a stored result and discard kept chunks, of this or any other
+            job.
 
     Raises:
         MechattnError: An argument cannot be used, the path is taken, or the job was interrupted.
@@ -133,7 +137,8 @@ def shard_place(path: str | Path, shard: Shard) -> str | Path:
 
 
 def chunks_folder(path: str | Path) -> Path:
-    """Return where finished chunks are kept: next to the result, or in the current folder if it goes to an address."""
+    """Return where finished chunks are kept: next to the result, or in the current folder if it
+    goes to an address."""
     place = place_of(path)
     folder = place.path.parent if isinstance(place.path, Path) else Path.cwd()
     return folder / f"{PurePosixPath(str(place)).name}.parts"
@@ -152,7 +157,8 @@ class KeptChunks:
         return self.folder / f"{chunk:05d}.zarr"
 
     def finished(self) -> dict[int, Result]:
-        """The chunks that need not be computed; damaged ones are deleted, those of another job refused."""
+        """The chunks that need not be computed; damaged ones are deleted, those of another job
+        refused."""
         results = {}
         for path in sorted(self.folder.iterdir()):
             if not CHUNK_NAME.fullmatch(path.name):
@@ -179,7 +185,8 @@ class KeptChunks:
                 shutil.rmtree(path)
 
     def delete(self) -> None:
-        """Delete the folder, now that the result is stored; what somebody has put there meanwhile stays."""
+        """Delete the folder, now that the result is stored; what somebody has put there meanwhile
+        stays."""
         with suppress(OSError, OutputError):
             self.discard()
             (self.folder / LOCK).unlink(missing_ok=True)
@@ -257,8 +264,8 @@ def _say_size(chunk_store: KeptChunks, result: Result) -> None:
     size = len(chunk_store.chunks) * sum(dataset.nbytes for dataset in result.datasets.values())
     if size >= LARGE:
         say(
-            f"the result will have about {size / 2**30:,.1f} GiB, and its chunks in {chunk_store.folder} "
-            "as much until they are merged"
+            f"the result will have about {size / 2**30:,.1f} GiB, and its chunks in"
+            f" {chunk_store.folder} as much until they are merged"
         )
 
 

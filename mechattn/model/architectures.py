@@ -1,7 +1,9 @@
-"""What is particular to each architecture, the mending of its faults, and a tiny model of each to test what works.
+"""What is particular to each architecture, the mending of its faults, and a tiny model of each to
+test what works.
 
-Everything without an entry here is read from the common configuration fields and from TransformerLens's names. The tiny
-models use the real configuration classes of transformers, with random weights; their numbers mean nothing.
+Everything without an entry here is read from the common configuration fields and from
+TransformerLens's names. The tiny models use the real configuration classes of transformers, with
+random weights; their numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ class Particulars:
 
     # The factor of q·k, given the configuration, the layer and 1 / √d_head; the last by default.
     score_scale: Callable[[Any, int, float], float] | None = None
-    # The ALiBi slopes, given the configuration and the number of heads; by default those of Press et al. if
-    # TransformerLens reports ALiBi.
+    # The ALiBi slopes, given the configuration and the number of heads; by default those of Press
+    # et al. if TransformerLens reports ALiBi.
     slopes: Callable[[Any, int], Float[Tensor, " head"] | None] | None = None
     alibi_in_bfloat16: bool = (
         False  # are slopes, positions and products rounded to bfloat16, and scaled like q·k?
     )
-    # The fields with the kind of each layer ("" where all layers that attend are alike) and the width of a window.
+    # The fields with the kind of each layer ("" where all layers that attend are alike) and the
+    # width of a window.
     layer_kinds: tuple[str, str] = ("layer_types", "sliding_window")
     logit_factor: Callable[[Any], float] | None = (
         None  # of the logits after W_U, given the configuration
@@ -89,7 +92,8 @@ PARTICULARS: Mapping[str, Particulars] = {
 
 
 def particulars_of(model: Any) -> Particulars:
-    """The particulars of a hooked model; none for an architecture without an entry and for a ``HookedTransformer``."""
+    """The particulars of a hooked model; none for an architecture without an entry and for a
+    ``HookedTransformer``."""
     return PARTICULARS.get(getattr(config_of(model), "model_type", ""), Particulars())
 
 
@@ -102,16 +106,16 @@ def score_scale(model: Any, layer: int, width: int) -> float:
 # What the correction of each fault says.
 _MENDED: Mapping[Fault, str] = {
     "alibi counted twice": (
-        "Falcon's ALiBi is counted once: eager attention, which hooks need, adds it twice in transformers 4.46 to "
-        "5.23, since the mask carries it already"
+        "Falcon's ALiBi is counted once: eager attention, which hooks need, adds it twice in"
+        " transformers 4.46 to 5.23, since the mask carries it already"
     ),
     "an empty rotary embedding": (
-        "no rotary embedding is called, as the model has none (NoPE): TransformerLens puts an empty one in its place "
-        "where the configuration leaves position_embedding_type out"
+        "no rotary embedding is called, as the model has none (NoPE): TransformerLens puts an empty"
+        " one in its place where the configuration leaves position_embedding_type out"
     ),
     "rotated in float32": (
-        "rotated queries and keys have the dtype of the weights, as in the model itself: TransformerLens leaves them "
-        "in the float32 of OLMo's cosines, which its values are not in"
+        "rotated queries and keys have the dtype of the weights, as in the model itself:"
+        " TransformerLens leaves them in the float32 of OLMo's cosines, which its values are not in"
     ),
 }
 
@@ -152,7 +156,8 @@ def mend(model: Any) -> tuple[str, ...]:
 
 
 def _without_second_alibi(reconstruct: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out ``alibi`` if the mask already has it: a mask alone is never positive, ALiBi at later keys always is."""
+    """Leave out ``alibi`` if the mask already has it: a mask alone is never positive, ALiBi at
+    later keys always is."""
 
     def once(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
@@ -266,7 +271,8 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def tiny_model(family: str, vocabulary: int, seed: int = 0, **settings: Any) -> Any:
-    """A transformers model of this family, with random weights large enough that attention is not uniform."""
+    """A transformers model of this family, with random weights large enough that attention is not
+    uniform."""
     import transformers
 
     if family not in FAMILIES:
@@ -280,7 +286,8 @@ def tiny_model(family: str, vocabulary: int, seed: int = 0, **settings: Any) -> 
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
-    """A transformers model with this configuration, with random weights large enough that attention is not uniform."""
+    """A transformers model with this configuration, with random weights large enough that attention
+    is not uniform."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():

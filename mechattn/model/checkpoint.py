@@ -1,11 +1,13 @@
-"""Checkpoints and toys before their weights are read: place, configuration, tokenizer, ends of answers; and trust.
+"""Checkpoints and toys before their weights are read: place, configuration, tokenizer, ends of
+answers; and trust.
 
-A checkpoint neither runs its own code nor is read as a pickle, unless the user allows it. No single option does this.
-TransformerLens does not forward an option about pickles, and for some architectures it imports the checkpoint's code
-whatever ``trust_remote_code`` says; transformers asks on standard input if the option is left open. So we wrap the
-functions of transformers that read pickles and import code, once and permanently. The wrappers check what is being
-loaded, but only in the thread and the ``with`` block of one of our loads; other code that loads a model in this process
-is not affected.
+A checkpoint neither runs its own code nor is read as a pickle, unless the user allows it. No single
+option does this. TransformerLens does not forward an option about pickles, and for some
+architectures it imports the checkpoint's code whatever ``trust_remote_code`` says; transformers
+asks on standard input if the option is left open. So we wrap the functions of transformers that
+read pickles and import code, once and permanently. The wrappers check what is being loaded, but
+only in the thread and the ``with`` block of one of our loads; other code that loads a model in this
+process is not affected.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from mechattn.model.gguf_files import as_transformers_names, gguf_header, is_ggu
 from mechattn.model.packaged import REAL, packaged_file, real_names
 
 PREFIX = "toy:"
-RELAY = (
-    "toy:relay"  # different from the others: it recalls, and passes what it recalls through filler
+RELAY = (  # different from the others: it recalls, and passes what it recalls through filler
+    "toy:relay"
 )
 NO_LIMIT = 2**31
 _TOYS = Path(__file__).parent.parent / "toys"
@@ -60,7 +62,8 @@ def load_tokenizer(name: str) -> Any:
 
 
 def model_place(name: str) -> str:
-    """The place of a model: a folder (of a toy, too), a GGUF file (of "real:smollm2", too), or a hub name.
+    """The place of a model: a folder (of a toy, too), a GGUF file (of "real:smollm2", too), or a
+    hub name.
 
     The hub is not asked for it yet.
     """
@@ -81,18 +84,25 @@ def model_place(name: str) -> str:
         raise ModelError(
             f"there is no model {name!r}: it is {kind}, and models on the hub are named owner/name"
         )
-    # A bare name may be an alias in TransformerLens ("gpt2", "neox"), which would hide the directory.
+    # A bare name may be an alias in TransformerLens ("gpt2", "neox"), which would hide the
+    # directory.
     if os.path.isdir(place) and not os.path.dirname(place):
         return os.path.join(os.curdir, place)
     return place
 
 
 _OTHER_FOLDERS = {  # files in a directory without a config.json, and what it is then
-    "adapter_config.json": "holds an adapter (such as LoRA), not a model: merge it into its base model "
-    "(PeftModel.from_pretrained(base, folder).merge_and_unload()), and load what that gives",
+    "adapter_config.json": (
+        "holds an adapter (such as LoRA), not a model: merge it into its base model "
+        "(PeftModel.from_pretrained(base, folder).merge_and_unload()), and load what that gives"
+    ),
     "*.gguf": "holds a GGUF file: name it with gguf_file=…",
-    "consolidated*": "holds weights in Meta's or Mistral's format: convert them with transformers' script",
-    "checkpoint-*/config.json": "holds the checkpoints of a training: name one of its folders checkpoint-…",
+    "consolidated*": (
+        "holds weights in Meta's or Mistral's format: convert them with transformers' script"
+    ),
+    "checkpoint-*/config.json": (
+        "holds the checkpoints of a training: name one of its folders checkpoint-…"
+    ),
     "*": "has no config.json, so it is not a checkpoint; save one with save_pretrained",
 }
 
@@ -133,7 +143,8 @@ def tokenizer_named(name: str) -> Any:
 
 
 def tokenizer_of(place: str, **remote: Any) -> Any:
-    """The tokenizer of a checkpoint; None for a directory without one (transformers would make an empty one)."""
+    """The tokenizer of a checkpoint; None for a directory without one (transformers would make an
+    empty one)."""
     from transformers import AutoTokenizer
 
     if os.path.isdir(place) and not any(
@@ -147,7 +158,8 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
     except Exception as error:
         refuse_own_code(error, place)
         raise ModelError(
-            f"{place} has no tokenizer that can be loaded ({reason(error)}); pass one to load_model(…, tokenizer=…)"
+            f"{place} has no tokenizer that can be loaded ({reason(error)}); pass one to"
+            " load_model(…, tokenizer=…)"
         ) from error
     _warn_of_other_ids(tokenizer, Path(place))
     return tokenizer
@@ -162,7 +174,8 @@ _TEXTS = (
 
 
 def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
-    """Warn of a tokenizer whose class splits texts in another way than the tokenizer.json beside it."""
+    """Warn of a tokenizer whose class splits texts in another way than the tokenizer.json beside
+    it."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -174,8 +187,10 @@ def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
         expected = stored.encode(text, add_special_tokens=False).ids
         if token_ids != expected:
             warn(
-                f"{type(tokenizer).__name__}, which transformers loads for {folder.name}, reads {text!r} as "
-                f"{len(token_ids)} tokens {token_ids[:6]} …, and its tokenizer.json as {len(expected)}: "
+                f"{type(tokenizer).__name__}, which transformers loads for {folder.name}, reads"
+                f" {text!r} as "
+                f"{len(token_ids)} tokens {token_ids[:6]} …, and its tokenizer.json as"
+                f" {len(expected)}: "
                 f"{expected[:6]} …; to use the file, pass tokenizer=PreTrainedTokenizerFast"
                 f'(tokenizer_file="tokenizer.json")'
             )
@@ -183,7 +198,8 @@ def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
 
 
 def lettered_tokenizer(size: int) -> Any:
-    """A tokenizer for token ids without meaning: its tokens are a, b, … z, aa, ab …, separated by spaces."""
+    """A tokenizer for token ids without meaning: its tokens are a, b, … z, aa, ab …, separated by
+    spaces."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -220,8 +236,9 @@ def config_of_place(place: str, **remote: Any) -> Any:
                 f"transformers cannot read {place}/config.json: {reason(error)}"
             ) from error
         raise ModelError(
-            f"there is no model {place!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not {', '.join(real_names())}, "
-            f"not a checkpoint directory here, and loading it from the hub failed ({reason(error)})"
+            f"there is no model {place!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not"
+            f" {', '.join(real_names())}, not a checkpoint directory here, and loading it from the"
+            f" hub failed ({reason(error)})"
         ) from error
     _check_sizes(config, place)
     return config
@@ -239,12 +256,14 @@ def _config_of_gguf(place: str) -> Any:
             config = AutoConfig.from_pretrained(folder, **file)
     except Exception as error:
         raise ModelError(
-            f"transformers cannot read {place}, whose architecture is {architecture!r}: {reason(error)}"
+            f"transformers cannot read {place}, whose architecture is {architecture!r}:"
+            f" {reason(error)}"
         ) from error
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if model_class is None:
         raise ModelError(
-            f"{place} is not of a language model that answers token by token: its architecture is {architecture!r}"
+            f"{place} is not of a language model that answers token by token: its architecture is"
+            f" {architecture!r}"
         )
     config.architectures = [model_class]
     _check_sizes(config, place)
@@ -259,7 +278,8 @@ def _check_sizes(config: Any, place: str) -> None:
         size = getattr(text, name, None)
         if isinstance(size, int) and not 1 <= size <= most:
             raise ModelError(
-                f"the config of {place} has {name} = {size:.3g}, but models have 1 to {most:,}: is the file damaged?"
+                f"the config of {place} has {name} = {size:.3g}, but models have 1 to {most:,}: is"
+                " the file damaged?"
             )
 
 
@@ -277,7 +297,8 @@ def architecture_named(name: str) -> str:
 
 
 def layers_and_heads(name: str) -> tuple[int, int] | None:
-    """The numbers of layers and heads, from a model's config, before its weights are read; None if not stated there."""
+    """The numbers of layers and heads, from a model's config, before its weights are read; None if
+    not stated there."""
     config = text_config(name)
     layers = getattr(config, "num_hidden_layers", None)
     heads = getattr(config, "num_attention_heads", None)
@@ -288,7 +309,8 @@ def layers_and_heads(name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The part of ``model.cfg`` that prompts and conditions need; ``n_ctx`` is very large if unknown."""
+    """The part of ``model.cfg`` that prompts and conditions need; ``n_ctx`` is very large if
+    unknown."""
 
     model_name: str
     d_vocab: int
@@ -343,7 +365,8 @@ _lock = Lock()
 def as_trusted(
     trust_remote_code: bool | None, pickled_weights: bool, name: str = ""
 ) -> Iterator[None]:
-    """Inside a ``with`` block, this thread treats a checkpoint as the user allowed, without asking on the terminal."""
+    """Inside a ``with`` block, this thread treats a checkpoint as the user allowed, without asking
+    on the terminal."""
     with _lock:
         _wrap_once()
     forbidden: set[Forbidden] = set()
@@ -358,15 +381,16 @@ def as_trusted(
         if pickled_weights or "safetensors" not in str(error):
             raise
         raise ModelError(
-            f"{error}. Without safetensors {name} is a pickle, which can run code when it is read: convert it with "
-            f"save_pretrained, or give pickled_weights=True if you trust it"
+            f"{error}. Without safetensors {name} is a pickle, which can run code when it is read:"
+            " convert it with save_pretrained, or give pickled_weights=True if you trust it"
         ) from error
     finally:
         _forbidden.reset(before)
 
 
 def is_of_own_code(model: Any) -> bool:
-    """Whether the class of a model comes from its checkpoint, whose code the user has then allowed to run."""
+    """Whether the class of a model comes from its checkpoint, whose code the user has then allowed
+    to run."""
     return type(model).__module__.startswith("transformers_modules")
 
 
@@ -374,8 +398,8 @@ def refuse_own_code(error: Exception, name: str) -> None:
     """Raise our own error if transformers refused to run the checkpoint's code."""
     if "custom code" in str(error):
         raise ModelError(
-            f"{name} has its own code, which is run only with load_model(…, trust_remote_code=True); use this if you "
-            f"trust it"
+            f"{name} has its own code, which is run only with load_model(…,"
+            " trust_remote_code=True); use this if you trust it"
         ) from error
 
 

@@ -1,4 +1,5 @@
-"""GGUF files: weights in llama.cpp's format, which transformers turns into the tensors of an ordinary model."""
+"""GGUF files: weights in llama.cpp's format, which transformers turns into the tensors of an
+ordinary model."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class GgufFile:
 
     @property
     def words(self) -> str:
-        """The weights in words, such as "4- and 8-bit weights, dequantised"; empty if they are plain floats."""
+        """The weights in words, such as "4- and 8-bit weights, dequantised"; empty if they are
+        plain floats."""
         few = _FEW * sum(self.types.values())
         bits = set()
         for name, number in self.types.items():
@@ -70,7 +72,8 @@ def is_gguf(place: str) -> bool:
 
 
 def as_transformers_names(place: str) -> tuple[str, dict[str, str]]:
-    """A place as the arguments of transformers: a folder or hub name, and ``gguf_file`` if it is such a file."""
+    """A place as the arguments of transformers: a folder or hub name, and ``gguf_file`` if it is
+    such a file."""
     if not is_gguf(place):
         return place, {}
     folder, file = os.path.split(place)
@@ -78,7 +81,8 @@ def as_transformers_names(place: str) -> tuple[str, dict[str, str]]:
 
 
 def gguf_place(name: str, gguf_file: str, revision: str | None) -> str:
-    """The path of a GGUF file in a directory, or in a repository of the hub, from which it is downloaded."""
+    """The path of a GGUF file in a directory, or in a repository of the hub, from which it is
+    downloaded."""
     if not is_gguf(gguf_file):
         raise OptionError(f"gguf_file={gguf_file!r}: give a name that ends in {SUFFIX}")
     if os.path.isdir(name):
@@ -99,7 +103,8 @@ def gguf_place(name: str, gguf_file: str, revision: str | None) -> str:
 
 
 def gguf_of(model: Any) -> dict[str, Any] | None:
-    """The provenance of the GGUF file that transformers made a model of; None if there is none, or it is gone."""
+    """The provenance of the GGUF file that transformers made a model of; None if there is none, or
+    it is gone."""
     quantisation = getattr(model.config, "quantization_config", None)
     file = getattr(quantisation, "gguf_file", None)
     path = os.path.join(getattr(model.config, "_name_or_path", ""), file or "")
@@ -112,7 +117,8 @@ def gguf_header(path: str) -> GgufFile:
     """The header of a GGUF file, which is checked to be whole.
 
     Raises:
-        ModelError: The package gguf is missing, or the file is absent, damaged, cut off or one of several parts.
+        ModelError: The package gguf is missing, or the file is absent, damaged, cut off or one of
+            several parts.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
@@ -122,8 +128,8 @@ def gguf_header(path: str) -> GgufFile:
         raise ModelError(f"there is no file {path}")
     if part := _PART.search(path):
         raise ModelError(
-            f"{path} is part {int(part[1])} of {int(part[2])} of a split model, and transformers reads whole files: "
-            f"join the parts with llama.cpp's llama-gguf-split --merge"
+            f"{path} is part {int(part[1])} of {int(part[2])} of a split model, and transformers"
+            " reads whole files: join the parts with llama.cpp's llama-gguf-split --merge"
         )
     with open(path, "rb") as file:
         start = file.read(len(_MAGIC))
@@ -145,8 +151,9 @@ def _read_header(path: str, size: int, changed: int) -> GgufFile:
             architecture = reader.fields["general.architecture"].contents()
         except Exception as error:  # of numpy, about shapes and sizes
             raise ModelError(
-                f"{path} is damaged or cut off: its {size:,} bytes end before what its header names, or the header "
-                f"itself is broken ({type(error).__name__}). Copy or download it again"
+                f"{path} is damaged or cut off: its {size:,} bytes end before what its header"
+                f" names, or the header itself is broken ({type(error).__name__}). Copy or download"
+                " it again"
             ) from error
     types: Counter[str] = Counter()
     for tensor in reader.tensors:
@@ -158,9 +165,9 @@ def _read_header(path: str, size: int, changed: int) -> GgufFile:
 def read_once() -> Iterator[None]:
     """Inside a ``with`` block, each GGUF file is parsed once, fast and without a progress bar.
 
-    For one model transformers 5 parses the file four times, 4 to 20 s each with a vocabulary of 50,000 to 260,000, and
-    makes the table of names again for each of the model's modules. It imports both when it uses them, so they can be
-    replaced here.
+    For one model transformers 5 parses the file four times, 4 to 20 s each with a vocabulary of
+    50,000 to 260,000, and makes the table of names again for each of the model's modules. It
+    imports both when it uses them, so they can be replaced here.
     """
     if importlib.util.find_spec("gguf") is None:
         yield  # transformers says what is missing
@@ -224,7 +231,8 @@ def _quick_reader() -> Callable[[str], Any]:
 
 
 def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
-    """The transformers model of a GGUF file, as an ordinary model: nothing of it is quantised any more."""
+    """The transformers model of a GGUF file, as an ordinary model: nothing of it is quantised any
+    more."""
     import transformers
 
     folder, file = as_transformers_names(place)
@@ -244,7 +252,8 @@ def load_dequantised(place: str, config: Any, dtype: torch.dtype, **options: Any
 def as_plain(model: Any) -> Any:
     """The same model, without the mark of a quantiser if all that it stores is plain floats.
 
-    transformers 5 marks a model that it made of a GGUF file as quantised, though it has dequantised every weight.
+    transformers 5 marks a model that it made of a GGUF file as quantised, though it has dequantised
+    every weight.
     """
     if not getattr(model, "is_quantized", False):
         return model

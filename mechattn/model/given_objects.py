@@ -10,12 +10,16 @@ import torch
 
 from mechattn.errors import ModelError, warn
 
-_CAUSAL = "mechattn measures models that predict the next token from the earlier ones: load this with AutoModelForCausalLM"
+_CAUSAL = (
+    "mechattn measures models that predict the next token from the earlier ones: load this with"
+    " AutoModelForCausalLM"
+)
 _HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 def unwrapped_model(model: Any) -> Any:
-    """The model inside ``torch.compile`` or a data-parallel wrapper, whose forward passes are not compiled.
+    """The model inside ``torch.compile`` or a data-parallel wrapper, whose forward passes are not
+    compiled.
 
     Raises:
         ModelError: It is something else than a causal language model, and this says what.
@@ -96,8 +100,8 @@ def warn_of_rounded_frequencies(hf_model: Any) -> None:
     for name, values in hf_model.named_buffers():
         if name.endswith("inv_freq") and values.dtype in (torch.float16, torch.bfloat16):
             warn(
-                f"the rotary frequencies of this {type(hf_model).__name__} are rounded to {values.dtype}, "
-                "as model.to(dtype) does, so far positions are turned by wrong angles; give the dtype "
-                "to from_pretrained or to load_model instead"
+                f"the rotary frequencies of this {type(hf_model).__name__} are rounded to"
+                f" {values.dtype}, as model.to(dtype) does, so far positions are turned by wrong"
+                " angles; give the dtype to from_pretrained or to load_model instead"
             )
             return

@@ -21,7 +21,8 @@ from mechattn.model.several_devices import device_of, weights_here
 def as_mixed(
     model: HookedModel, layer: int, v: Float[Tensor, "*batch kv_head d_head"]
 ) -> Float[Tensor, "*batch kv_head d_head"]:
-    """The values that the pattern mixes, from hook_v, after which the model may clip or norm them."""
+    """The values that the pattern mixes, from hook_v, after which the model may clip or norm
+    them."""
     limit, norm = clip_of(model, layer), norm_of_values(model, layer)
     if limit is not None:
         v = v.clamp(-limit, limit)
@@ -29,7 +30,8 @@ def as_mixed(
 
 
 def clip_of(model: HookedModel, layer: int) -> float | None:
-    """The bound at which a layer clips queries, keys and values after their hooks (some OLMo, MPT); usually None."""
+    """The bound at which a layer clips queries, keys and values after their hooks (some OLMo, MPT);
+    usually None."""
     module = attention_module(model, layer)
     limit = getattr(module, "clip_qkv", None) or getattr(
         getattr(module, "config", None), "clip_qkv", None
@@ -38,7 +40,8 @@ def clip_of(model: HookedModel, layer: int) -> float | None:
 
 
 def norm_before_output(model: HookedModel, layer: int) -> str | None:
-    """The name of a norm over all heads between the mixed values and W_O (BitNet); None in most models."""
+    """The name of a norm over all heads between the mixed values and W_O (BitNet); None in most
+    models."""
     return next((name for name, _ in norms_of_output(model, layer)), None)
 
 
@@ -85,14 +88,16 @@ def kv_heads_of(model: HookedModel) -> int:
 
 
 def positions_first(model: HookedModel, layer: int, v: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """The tensor of hook_v as [batch pos kv_head d_head]; with latent attention, heads come before positions there."""
+    """The tensor of hook_v as [batch pos kv_head d_head]; with latent attention, heads come before
+    positions there."""
     if v.ndim == 4 and is_latent(model, layer):
         return rearrange(v, "batch head pos d_head -> batch pos head d_head")
     return v
 
 
 def is_latent(model: HookedModel, layer: int) -> bool:
-    """Whether the keys and values of a layer are made from a latent of lower rank (DeepSeek's MLA)."""
+    """Whether the keys and values of a layer are made from a latent of lower rank (DeepSeek's
+    MLA)."""
     return getattr(attention_module(model, layer), "kv_lora_rank", None) is not None
 
 
@@ -113,7 +118,8 @@ def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_h
 
 
 def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of each head, in the model's dtype to avoid a second copy of all layers; see :func:`wide`."""
+    """W_O of each head, in the model's dtype to avoid a second copy of all layers; see
+    :func:`wide`."""
     packed = getattr(original_of(model), "is_quantized", False)
     quantised = "its weights are quantised: load it unquantised" if packed else ""
     if why := limit_of(model, "heads"):
@@ -122,8 +128,8 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
         )
     if norm := norm_before_output(model, layer):
         raise ModelError(
-            f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}), so each head's "
-            f"update depends on all others: heads have no separate updates"
+            f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}),"
+            " so each head's update depends on all others: heads have no separate updates"
         )
     try:
         w_o = output_projection(model, layer)
@@ -133,26 +139,28 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
         ) from None
     if not w_o.is_floating_point():
         raise ModelError(
-            f"layer {layer} of {model.cfg.model_name} has no W_O by head (it is stored as {w_o.dtype})"
+            f"layer {layer} of {model.cfg.model_name} has no W_O by head (it is stored as"
+            f" {w_o.dtype})"
         )
     if w_o.ndim != 3 or len(w_o) != model.cfg.n_heads:
         raise ModelError(
-            f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} is not [head, d_head, d_model], so heads "
-            f"have no separate updates"
+            f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} is not [head, d_head,"
+            " d_model], so heads have no separate updates"
         )
     # Granite: what reaches the residual stream.
     factor = float(getattr(config_of(model), "residual_multiplier", None) or 1.0)
     return w_o if factor == 1 else w_o * factor
 
 
-# Alive as long as an analysis holds them, so that those of one run share a layer's factor. Its weights live as long,
-# so that their address isn't used again for others meanwhile.
+# Alive as long as an analysis holds them, so that those of one run share a layer's factor. Its
+# weights live as long, so that their address isn't used again for others meanwhile.
 _factors: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
 _weights_of_factors: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
 
 def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
-    """:func:`mechattn.functional.head_outputs.output_factor` of a layer's W_O, made once for all analyses of a run.
+    """:func:`mechattn.functional.head_outputs.output_factor` of a layer's W_O, made once for all
+    analyses of a run.
 
     A QR decomposition costs about as much as ten tokens in a forward pass.
     """

@@ -1,4 +1,5 @@
-"""A hooked model: its interface, what mechattn records and sets on it, and the lock that one thread at a time holds."""
+"""A hooked model: its interface, what mechattn records and sets on it, and the lock that one thread
+at a time holds."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class HookedModel(Protocol):
-    """A model of TransformerLens. Functions that also accept a transformers model have ``Any`` instead."""
+    """A model of TransformerLens. Functions that also accept a transformers model have ``Any``
+    instead."""
 
     cfg: Any
     tokenizer: Any
@@ -45,7 +47,8 @@ class HookedModel(Protocol):
 
 
 def original_of(model: Any) -> Any:
-    """The transformers model behind the hooks; None for a ``HookedTransformer``, which has its own modules."""
+    """The transformers model behind the hooks; None for a ``HookedTransformer``, which has its own
+    modules."""
     return getattr(model, "original_model", None)
 
 
@@ -56,7 +59,8 @@ def config_of(model: Any) -> Any:
 
 
 def modules_of(model: Any) -> dict[str, nn.Module]:
-    """All modules by their first names; a bridge itself leaves out those that it does not wrap, such as dropout."""
+    """All modules by their first names; a bridge itself leaves out those that it does not wrap,
+    such as dropout."""
     named = list(model.named_modules())
     original = original_of(model)
     if original is not None:
@@ -74,7 +78,8 @@ def unwrapped(module: Any) -> Any:
 
 @contextmanager
 def attribute_set(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute on the object itself; a bridge would forward a plain assignment to the module that it wraps."""
+    """Set an attribute on the object itself; a bridge would forward a plain assignment to the
+    module that it wraps."""
     missing = object()
     before = vars(thing).get(name, missing)
     object.__setattr__(thing, name, value)
@@ -93,7 +98,8 @@ _boots = 0
 
 @dataclass
 class ModelFacts:
-    """What is known about a model: how it was made, mended and verified; kept on the model object."""
+    """What is known about a model: how it was made, mended and verified; kept on the model
+    object."""
 
     weights: str = (
         "as given, perhaps processed"  # or "raw"; the default warns that they may have been folded
@@ -110,7 +116,8 @@ class ModelFacts:
     streaming: Check | None = (
         None  # whether row blocks give the hooks' numbers; None if not tried yet
     )
-    # By layers and rotary frequencies: how the layers rotate queries and keys, and why that is unknown.
+    # By layers and rotary frequencies: how the layers rotate queries and keys, and why that is
+    # unknown.
     rotations: dict[Any, Any] = field(default_factory=dict)
     hashed: tuple[object, str] | None = None  # what was hashed of the weights, and the last hash
     state: State | None = None  # of the model when it was last verified
@@ -140,7 +147,8 @@ def remember(model: Any, what: ModelFacts) -> ModelFacts:
 
 
 def count_boot() -> None:
-    """Count a model that was made; booting one can change classes that others use (TransformerLens issue 1795)."""
+    """Count a model that was made; booting one can change classes that others use (TransformerLens
+    issue 1795)."""
     global _boots
     _boots += 1
 
@@ -160,7 +168,8 @@ _finding = Lock()
 
 
 def alone(function: Function) -> Function:
-    """Let a function whose first argument is a model run in one thread at a time per model, in eval mode."""
+    """Let a function whose first argument is a model run in one thread at a time per model, in eval
+    mode."""
 
     @wraps(function)
     def waiting(model: Any, *given: Any, **named: Any) -> Any:
@@ -174,8 +183,8 @@ def alone(function: Function) -> Function:
 def measuring(model: Any) -> Iterator[None]:
     """Measure alike whatever the process has set, inside a ``with`` block.
 
-    A hooked model is in eval mode, where dropout is off, and then as it was. Gradients can be taken,
-    numbers without a dtype are float32, and no other dtype is chosen for operations.
+    A hooked model is in eval mode, where dropout is off, and then as it was. Gradients can be
+    taken, numbers without a dtype are float32, and no other dtype is chosen for operations.
     """
     training = []
     if isinstance(model, nn.Module) and hasattr(model, "cfg"):
@@ -201,14 +210,16 @@ def measuring(model: Any) -> Iterator[None]:
 
 
 def holding(model: Any) -> ExitStack:
-    """Hold the lock of a model until the end of a ``with`` block; a thread that has it may take it again."""
+    """Hold the lock of a model until the end of a ``with`` block; a thread that has it may take it
+    again."""
     with ExitStack() as stack:
         for lock in _locks_of(model):
             if not lock.acquire(timeout=_LONG):
                 name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
                 warn(
-                    f"waiting: another thread has used {name} for {_LONG:.0f} s. Hooks and patches are on the model, "
-                    "so one thread at a time can use it; load it by name in each thread to use several at once"
+                    f"waiting: another thread has used {name} for {_LONG:.0f} s. Hooks and patches"
+                    " are on the model, so one thread at a time can use it; load it by name in"
+                    " each thread to use several at once"
                 )
                 lock.acquire()
             stack.callback(lock.release)
@@ -216,7 +227,8 @@ def holding(model: Any) -> ExitStack:
 
 
 def _locks_of(model: Any) -> list[Any]:
-    """The locks of what a model may share with others, always in the same order, so that no two threads block."""
+    """The locks of what a model may share with others, always in the same order, so that no two
+    threads block."""
     if not isinstance(model, nn.Module):
         return []
     shared = (config_of(model) or getattr(model, "config", None), next(model.parameters(), None))

@@ -1,4 +1,5 @@
-"""Hook names, sizes and windows of a hooked model, and a forward pass that hands over its patterns."""
+"""Hook names, sizes and windows of a hooked model, and a forward pass that hands over its
+patterns."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from mechattn.model.head_parts import as_mixed, positions_first
 from mechattn.model.hooked import HookedModel, attribute_set, config_of, original_of, unwrapped
 from mechattn.model.several_devices import weights_here
 
-_COMPUTED_TWICE = (
-    "_hf_autograd_forward_with_hooks"  # the transformers norm, and the values of its two hooks
+_COMPUTED_TWICE = (  # the transformers norm, and the values of its two hooks
+    "_hf_autograd_forward_with_hooks"
 )
 Hooks = list[tuple[str, Callable]]  # functions, each with the name of the hook where it is called
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
@@ -46,8 +47,9 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
     have = attention_layers(model)
     if not have:
         raise ModelError(
-            f"{model.cfg.model_name} has no layer with attention (or none whose hook_pattern TransformerLens fires), "
-            "so there is no attention to analyse; choose a model with attention layers"
+            f"{model.cfg.model_name} has no layer with attention (or none whose hook_pattern"
+            " TransformerLens fires), so there is no attention to analyse; choose a model with"
+            " attention layers"
         )
     if layers is None:
         return have
@@ -59,7 +61,8 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
             all_between = have == list(range(have[0], have[-1] + 1))
             said = f"{have[0]} to {have[-1]}" if all_between else ", ".join(map(str, have))
             raise OptionError(
-                f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers {said}"
+                f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers"
+                f" {said}"
             )
     if not chosen:
         raise OptionError("layers=[] selects no layers; omit it for all layers")
@@ -67,7 +70,8 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
 
 
 def attention_window(model: HookedModel, layer: int) -> int | None:
-    """The largest number of keys that a query of this layer can see, including its own; None for full attention."""
+    """The largest number of keys that a query of this layer can see, including its own; None for
+    full attention."""
     config = config_of(model)
     source, names = (
         (model.cfg, ("attn_types", "window_size"))
@@ -94,15 +98,17 @@ def check_pattern(
     window: int | None,
     edge_mask: EdgeMask | None = None,
 ) -> None:
-    """Refuse an impossible pattern: rows that don't sum to 1, or mass on keys that a query cannot see."""
+    """Refuse an impossible pattern: rows that don't sum to 1, or mass on keys that a query cannot
+    see."""
     real = real.to(pattern.device)
     sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
     bad = ~((sums < 1.01) & (sums > (-0.01 if has_sinks(model) else 0.99)))
     if bad.any():
         row, head, query = bad.nonzero()[0].tolist()
         raise RowError(
-            f"layer {layer}, head {head}: the attention of query {query} sums to {float(sums[row, head, query]):.4f}, "
-            "not to 1; the model gives NaN or infinity there (try another dtype), or its hook shows no probabilities",
+            f"layer {layer}, head {head}: the attention of query {query} sums to"
+            f" {float(sums[row, head, query]):.4f}, not to 1; the model gives NaN or infinity there"
+            " (try another dtype), or its hook shows no probabilities",
             row,
         )
     length = pattern.shape[-1]
@@ -110,13 +116,14 @@ def check_pattern(
     stray = (pattern.amax(1) * real[:, :, None]).masked_fill(~unseen, 0.0)
     if edge_mask is not None and float((pattern.amax(1) * _unseen(edge_mask)).max()) > 1e-6:
         raise ModelError(
-            f"layer {layer}: a query sees a masked token, so masking at hook_attn_scores has no effect here; "
-            'use engine="streaming" if the model can be streamed'
+            f"layer {layer}: a query sees a masked token, so masking at hook_attn_scores has no"
+            ' effect here; use engine="streaming" if the model can be streamed'
         )
     if stray.max() > 1e-6:
         raise ModelError(
-            f"layer {layer}: a query gives {float(stray.max()):.2g} to a key that it should not see "
-            f"({'full causal attention' if window is None else f'a window of {window}'}); the mask is not the model's"
+            f"layer {layer}: a query gives {float(stray.max()):.2g} to a key that it should not see"
+            f" ({'full causal attention' if window is None else f'a window of {window}'}); the mask"
+            " is not the model's"
         )
 
 
@@ -153,7 +160,8 @@ def forward_with_patterns(
     position_ids: Tokens | None = None,
     last: int | None = None,
 ) -> None:
-    """A forward pass up to the last of the layers; calls ``see(layer, pattern, v)`` with each pattern."""
+    """A forward pass up to the last of the layers; calls ``see(layer, pattern, v)`` with each
+    pattern."""
     values: dict[int, Tensor] = {}
     named = model.hook_dict
 
@@ -212,9 +220,11 @@ def forward_to(
     position_ids: Tokens | None = None,
     **options: Any,
 ) -> None:
-    """A forward pass that computes nothing after layer ``last`` and logits of one position, and keeps no cache."""
+    """A forward pass that computes nothing after layer ``last`` and logits of one position, and
+    keeps no cache."""
     if position_ids is not None:
-        # Without a mask, transformers treats position ids with gaps as several packed sequences and separates them.
+        # Without a mask, transformers treats position ids with gaps as several packed sequences and
+        # separates them.
         options = (
             {"attention_mask": torch.ones_like(tokens)} | options | {"position_ids": position_ids}
         )
@@ -273,7 +283,8 @@ def blocks_of(model: Any) -> nn.ModuleList:
 
 @dataclass
 class Needed:
-    """What must be called while a layer runs; ``check``, a hook of the layer, refuses a layer that has run without."""
+    """What must be called while a layer runs; ``check``, a hook of the layer, refuses a layer that
+    has run without."""
 
     refusal: str
     called: bool = False
@@ -286,15 +297,18 @@ class Needed:
 
 
 def _options_taken(model: HookedModel) -> set[str]:
-    """The argument names of the inner transformers model's forward pass; none without such a model."""
+    """The argument names of the inner transformers model's forward pass; none without such a
+    model."""
     original = original_of(model)
     return set() if original is None else set(inspect.signature(original.forward).parameters)
 
 
 @contextmanager
 def norms_once(model: Any) -> Iterator[None]:
-    """Inside a ``with`` block, compute a bridge's norms once, with the model's own module, to the same numbers."""
-    # Those of the model, its blocks and their parts; deeper ones are not searched for, to save time.
+    """Inside a ``with`` block, compute a bridge's norms once, with the model's own module, to the
+    same numbers."""
+    # Those of the model, its blocks and their parts; deeper ones are not searched for, to save
+    # time.
     parts = [model, *model.blocks, *(part for block in model.blocks for part in block.children())]
     norms = [
         module

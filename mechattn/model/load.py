@@ -73,34 +73,41 @@ def load_model(
 ) -> Any:
     """Load a hooked model with raw weights, and verify it against the model's own attention.
 
-    No weights are folded or centred, so biases, residual norms and head updates are those of the model itself. A BOS
-    token is prepended if the tokenizer does so (``cfg.default_prepend_bos``), unlike TransformerLens's default of True.
+    No weights are folded or centred, so biases, residual norms and head updates are those of the
+    model itself. A BOS token is prepended if the tokenizer does so (``cfg.default_prepend_bos``),
+    unlike TransformerLens's default of True.
 
     Args:
-        model: "toy:llama"; "real:smollm2", a trained model whose file `make figures` fetches; a checkpoint directory; a
-            GGUF file ("model.gguf"), whose weights are dequantised; a hub name; a transformers model (changed in
-            place), which may be dispatched over several devices, offloaded to memory or disk, or quantised; or a
-            ``TransformerBridge`` or ``HookedTransformer``, which is verified, corrected in place if it is a Falcon with
+        model: "toy:llama"; "real:smollm2", a trained model whose file `make figures` fetches; a
+            checkpoint directory; a GGUF file ("model.gguf"), whose weights are dequantised; a hub
+            name; a transformers model (changed in place), which may be dispatched over several
+            devices, offloaded to memory or disk, or quantised; or a ``TransformerBridge`` or
+            ``HookedTransformer``, which is verified, corrected in place if it is a Falcon with
             ALiBi, and returned.
-        tokenizer: A transformers tokenizer to use in place of the model's own. A checkpoint directory without a
-            tokenizer gives a model without one, whose prompts must be token ids.
-        dtype: The dtype of the weights; "auto" uses the checkpoint's (float32 for the toys and for GGUF files).
+        tokenizer: A transformers tokenizer to use in place of the model's own. A checkpoint
+            directory without a tokenizer gives a model without one, whose prompts must be token
+            ids.
+        dtype: The dtype of the weights; "auto" uses the checkpoint's (float32 for the toys and for
+            GGUF files).
         device: The device; by default TransformerLens's choice.
-        verify: Compare the hooked model with the model itself (``verify_model``) and refuse it if they differ. An
-            already verified model is verified again if another model has been made since, because booting one can
-            change shared classes. With False the model stays unverified, and its results record this.
-        pickled_weights: Also load a checkpoint without safetensors. A pickle can run code, so use this only for sources
-            that you trust.
+        verify: Compare the hooked model with the model itself (``verify_model``) and refuse it if
+            they differ. An already verified model is verified again if another model has been made
+            since, because booting one can change shared classes. With False the model stays
+            unverified, and its results record this.
+        pickled_weights: Also load a checkpoint without safetensors. A pickle can run code, so use
+            this only for sources that you trust.
         gguf_file: The name of a GGUF file in the directory, or in the hub's repository.
-        **options: Other options of ``TransformerBridge.boot_transformers``, such as ``n_ctx``, ``revision`` or
-            ``trust_remote_code`` (which runs the checkpoint's own code). ``device_map`` ("auto", or a dict of
-            modules with devices, "cpu" or "disk") and ``offload_folder`` dispatch the model with accelerate.
+        **options: Other options of ``TransformerBridge.boot_transformers``, such as ``n_ctx``,
+            ``revision`` or ``trust_remote_code`` (which runs the checkpoint's own code).
+            ``device_map`` ("auto", or a dict of modules with devices, "cpu" or "disk") and
+            ``offload_folder`` dispatch the model with accelerate.
 
     Returns:
         A ``TransformerBridge`` in compatibility mode, or the given hooked model.
 
     Raises:
-        ModelError: There is no such model, it cannot be hooked, or the hooked model differs from the model itself.
+        ModelError: There is no such model, it cannot be hooked, or the hooked model differs from
+            the model itself.
     """
     if hasattr(model, "hook_dict") and hasattr(model, "cfg"):
         if tokenizer is not None or dtype != "auto" or device is not None or gguf_file or options:
@@ -138,7 +145,8 @@ def load_model(
             made = _from_name(str(model), tokenizer, dtype, device, options)
     else:
         raise ModelError(
-            f"{model!r:.60} is not a model: give a name, a directory, a transformers model or a hooked model"
+            f"{model!r:.60} is not a model: give a name, a directory, a transformers model or a"
+            " hooked model"
         )
     return _verified(made, verify)
 
@@ -164,7 +172,8 @@ def check_device(device: str | torch.device | None) -> None:
 
 @alone
 def as_hooked(model: Any) -> Any:
-    """The model if ``load_model`` has already handled it; otherwise, the model that ``load_model`` makes of it.
+    """The model if ``load_model`` has already handled it; otherwise, the model that ``load_model``
+    makes of it.
 
     Raises:
         ModelError: The model was changed since it was verified, or ``load_model`` refuses it.
@@ -179,7 +188,8 @@ def as_hooked(model: Any) -> Any:
 
 @alone
 def verify_again(model: Any) -> None:
-    """Verify a model again if another one was made since, as making one changes classes that all share."""
+    """Verify a model again if another one was made since, as making one changes classes that all
+    share."""
     facts = _known_or_met(model)
     if facts.to_verify and (facts.report is None or facts.boots < boots()):
         _verify(model, facts)
@@ -187,16 +197,20 @@ def verify_again(model: Any) -> None:
 
 @alone
 def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **options: Any) -> Report:
-    """Verify a hooked model against the model itself: a table of checks, with both figures and the tolerance.
+    """Verify a hooked model against the model itself: a table of checks, with both figures and the
+    tolerance.
 
     Args:
         model: Anything that ``load_model`` accepts.
-        native: The transformers model that a ``HookedTransformer`` was made from, for comparing logits.
-        length: The number of tokens in the probe; more if needed to exceed a window of at most 128. Loading uses 8.
+        native: The transformers model that a ``HookedTransformer`` was made from, for comparing
+            logits.
+        length: The number of tokens in the probe; more if needed to exceed a window of at most 128.
+            Loading uses 8.
         **options: Passed to ``load_model``.
 
     Returns:
-        The report: ``report.passed`` is True if results of this model are verified; ``print(report)`` shows all checks.
+        The report: ``report.passed`` is True if results of this model are verified;
+        ``print(report)`` shows all checks.
 
     Raises:
         ModelError: There is no such model, or it cannot be hooked.
@@ -329,8 +343,8 @@ def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> M
         raise
     except Exception as error:
         raise ModelError(
-            f"{model.cfg.model_name} cannot be used as a hooked model: a forward pass of a few tokens raises "
-            f"{reason(error)}. {ANOTHER_VERSION.capitalize()}"
+            f"{model.cfg.model_name} cannot be used as a hooked model: a forward pass of a few"
+            f" tokens raises {reason(error)}. {ANOTHER_VERSION.capitalize()}"
         ) from error
 
 
@@ -394,7 +408,8 @@ def _from_object(
     placed = getattr(hf_model, "is_quantized", False) or getattr(hf_model, "hf_device_map", None)
     if placed and (dtype != "auto" or device is not None):
         raise OptionError(
-            "the dtype and devices of a quantised or dispatched model cannot be changed; set them where it is made"
+            "the dtype and devices of a quantised or dispatched model cannot be changed; set them"
+            " where it is made"
         )
     if not placed:
         hf_model = moved(hf_model, device, None if dtype == "auto" else dtype)
@@ -411,7 +426,8 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     count_boot()
     try:
         with classes_left_alone():
-            # TransformerLens looks for a tokenizer if given none, so a model without one is given a stand-in.
+            # TransformerLens looks for a tokenizer if given none, so a model without one is given a
+            # stand-in.
             stand_in = (
                 checkpoint.lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
             )
@@ -431,14 +447,18 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
 
 
 def _native_twin(bridge: Any) -> tuple[Any | None, str]:
-    """A transformers model that shares the parameters of ``bridge`` and runs its default attention (usually SDPA)."""
+    """A transformers model that shares the parameters of ``bridge`` and runs its default attention
+    (usually SDPA)."""
     hooked = getattr(bridge, "original_model", None)
     if hooked is None:
         return None, f"a {type(bridge).__name__} has no transformers model behind it"
     if getattr(bridge, "_weights_processed", False):
         return (
             None,
-            "its weights were processed (folded or centred) in place, so the original weights are gone",
+            (
+                "its weights were processed (folded or centred) in place, so the original weights"
+                " are gone"
+            ),
         )
     if getattr(hooked, "is_quantized", False):
         return None, "its weights are quantised, and a second model cannot share them"
@@ -485,8 +505,9 @@ def _rebuilt(hooked: Any) -> Any:
 
 @contextmanager
 def classes_left_alone() -> Iterator[None]:
-    """Undo what booting changes in classes of transformers (TransformerLens issue 1795); no progress
-    bar, and no processor of images, for which TransformerLens would run pip where torchvision is absent.
+    """Undo what booting changes in classes of transformers (TransformerLens issue 1795); no
+    progress bar, and no processor of images, for which TransformerLens would run pip where
+    torchvision is absent.
     """
     import transformers
     from transformers.utils import logging

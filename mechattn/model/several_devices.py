@@ -1,4 +1,5 @@
-"""Models on several devices, as accelerate dispatches them: where a part lies, and weights that are offloaded."""
+"""Models on several devices, as accelerate dispatches them: where a part lies, and weights that are
+offloaded."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ WRAPPED = re.compile(r"\._?original_component")
 
 
 def device_of(model: Any) -> torch.device:
-    """Where a model takes its tokens, or a layer its input: with its first weights, or where these are brought to."""
+    """Where a model takes its tokens, or a layer its input: with its first weights, or where these
+    are brought to."""
     for module in (original_of(model) or model).modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_meta:
@@ -37,7 +39,8 @@ def unoffloaded(model: Any, name: str, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def weights_here(module: Any) -> Iterator[None]:
-    """Inside a ``with`` block, the offloaded weights of a module can be read; tensors taken then remain."""
+    """Inside a ``with`` block, the offloaded weights of a module can be read; tensors taken then
+    remain."""
     from accelerate.utils import align_module_device
 
     submodules = module.modules() if isinstance(module, nn.Module) else ()
@@ -49,7 +52,8 @@ def weights_here(module: Any) -> Iterator[None]:
 
 
 def dispatched_like(twin: Any, model: Any) -> Any:
-    """The twin, with its activations moved and its weights brought from where they are offloaded as the model's are."""
+    """The twin, with its activations moved and its weights brought from where they are offloaded as
+    the model's are."""
     from accelerate.hooks import add_hook_to_module
 
     hooks = {
@@ -72,7 +76,8 @@ def dispatched_like(twin: Any, model: Any) -> Any:
 
 
 def _copied(hook: Any, name: str = "") -> Any:
-    """The hook for another module; with its name, for a module that TransformerLens has split or renamed."""
+    """The hook for another module; with its name, for a module that TransformerLens has split or
+    renamed."""
     from accelerate.utils import PrefixedDataset
 
     copied = copy.copy(hook)

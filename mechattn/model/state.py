@@ -1,4 +1,5 @@
-"""The state in which a model was verified, so that what is changed on it afterwards is noticed before a run."""
+"""The state in which a model was verified, so that what is changed on it afterwards is noticed
+before a run."""
 
 from __future__ import annotations
 
@@ -23,12 +24,17 @@ _LOAD_AGAIN = (
     "every result then records verified: false"
 )
 _CHANGES = {
-    "class": "{name} is {now} where {before} was. Adapters are merged (merge_and_unload) before "
-    f"load_model. {_LOAD_AGAIN}",
-    "dtype": "{name} is {now} and was {before}. Give the dtype to load_model(…, dtype=…), which leaves the "
-    "rotary frequencies in float32",
-    "attention": "{name} is {now!r} and was {before!r}, for which hooks may not fire. "
-    + _LOAD_AGAIN,
+    "class": (
+        "{name} is {now} where {before} was. Adapters are merged (merge_and_unload) before "
+        f"load_model. {_LOAD_AGAIN}"
+    ),
+    "dtype": (
+        "{name} is {now} and was {before}. Give the dtype to load_model(…, dtype=…), which leaves"
+        " the rotary frequencies in float32"
+    ),
+    "attention": (
+        "{name} is {now!r} and was {before!r}, for which hooks may not fire. " + _LOAD_AGAIN
+    ),
     "weights": "the weights of {name} were edited. " + _LOAD_AGAIN,
 }
 
@@ -36,9 +42,9 @@ _CHANGES = {
 def state_of(model: HookedModel, before: State | None = None) -> State:
     """What a user can change on a loaded model; of its weights, sums of their bits.
 
-    Weights that lie where they lay ``before``, that torch has counted no change of, and whose sample is
-    the same are not read again, as reading them all takes a tenth of a short run. So an edit through
-    ``.data`` of a few words may not be noticed.
+    Weights that lie where they lay ``before``, that torch has counted no change of, and whose
+    sample is the same are not read again, as reading them all takes a tenth of a short run. So an
+    edit through ``.data`` of a few words may not be noticed.
     """
     modules = modules_of(model)
     parameters: dict[int, tuple[str, Tensor]] = {}  # each once, by the first of its names
@@ -88,7 +94,8 @@ def refuse_changes(model: HookedModel, before: State, now: State) -> None:
 
 
 def _traces(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Where each tensor lies, how often torch has changed it, and a sample, for changes through ``.data``."""
+    """Where each tensor lies, how often torch has changed it, and a sample, for changes through
+    ``.data``."""
     sums: dict[
         torch.device, dict[str, Tensor]
     ] = {}  # on each device, so that it is waited for once
@@ -109,7 +116,8 @@ def _traces(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _sum_of_bits(values: Tensor) -> int:
-    """A sum over a tensor's memory, which takes as long as reading it once; 0 if it is offloaded."""
+    """A sum over a tensor's memory, which takes as long as reading it once; 0 if it is
+    offloaded."""
     return 0 if values.is_meta else int(_words(values).sum())
 
 

@@ -20,10 +20,11 @@ def is_multimodal(config: Any) -> bool:
 
 
 def multimodal_model(place: str, config: Any, **options: Any) -> Any | None:
-    """A multimodal checkpoint, loaded by its class; None if its class is not one of transformers."""
+    """A multimodal checkpoint, loaded by its class; None if its class is not one of
+    transformers."""
     import transformers
 
-    (architecture, *_) = config.architectures or [""]
+    architecture, *_ = config.architectures or [""]
     model_class = getattr(transformers, architecture, None)
     return None if model_class is None else model_class.from_pretrained(place, **options)
 
@@ -34,7 +35,8 @@ def text_model_of(model: Any) -> Any:
     A model whose text part is no class of its own is returned as it is.
 
     Raises:
-        ModelError: The text model has other parameters or gives other logits, or lies on several devices.
+        ModelError: The text model has other parameters or gives other logits, or lies on several
+            devices.
     """
     if not is_multimodal(model.config):
         return model
@@ -57,8 +59,9 @@ def text_model_of(model: Any) -> Any:
     difference = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     if not difference <= _TOLERANCE:
         raise ModelError(
-            f"{name} is multimodal, and its text model by itself ({text_class.__name__}) gives other "
-            f"logits ({float(difference):.2g} of their root mean square apart), so it is not measured"
+            f"{name} is multimodal, and its text model by itself ({text_class.__name__}) gives"
+            f" other logits ({float(difference):.2g} of their root mean square apart), so it is not"
+            " measured"
         )
     return text
 

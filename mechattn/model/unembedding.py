@@ -1,4 +1,5 @@
-"""From the residual stream to the logits: a norm with its scale held fixed, W_U, a factor, a cap."""
+"""From the residual stream to the logits: a norm with its scale held fixed, W_U, a factor, a
+cap."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from mechattn.model.several_devices import device_of, weights_here
 
 _TRIED = 4  # vectors
 _FLOATS = (torch.float32, torch.float64)
-# The largest errors from rounding of a norm and of logits, relative, in float32 and in half precision.
+# The largest errors from rounding of a norm and of logits, relative, in float32 and in half
+# precision.
 _NORM_ROUNDING = (1e-3, 3e-2)
 _LOGIT_ROUNDING = (0.02, 0.15)
 
 
 @dataclass(frozen=True)
 class FrozenNorm:
-    """``norm(x) = γ · (x − mean) / σ(x) + b``: with σ held fixed, a part Δ of x becomes ``γ · (Δ − mean) / σ(x)``."""
+    """``norm(x) = γ · (x − mean) / σ(x) + b``: with σ held fixed, a part Δ of x becomes ``γ · (Δ −
+    mean) / σ(x)``."""
 
     gamma: Float[Tensor, " d_model"]
     centres: bool  # whether it subtracts the mean (LayerNorm, not RMSNorm)
@@ -33,20 +36,23 @@ class FrozenNorm:
     scales: bool = True  # in a model without norms it is the identity, with σ = 1
 
     def of_part(self, part: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """``γ · (Δ − mean)`` of a part Δ of the norm's input; divided by σ it is that part of the output."""
+        """``γ · (Δ − mean)`` of a part Δ of the norm's input; divided by σ it is that part of the
+        output."""
         if self.centres:
             part = part - part.mean(-1, keepdim=True)
         return self.gamma * part
 
     def toward(self, direction: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The direction before the norm: ``⟨norm's share of Δ, direction⟩ = ⟨Δ, toward(direction)⟩ / σ``."""
+        """The direction before the norm: ``⟨norm's share of Δ, direction⟩ = ⟨Δ, toward(direction)⟩
+        / σ``."""
         before = direction * self.gamma
         if self.centres:
             before = before - before.mean(-1, keepdim=True)
         return before
 
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
-        """σ of the norm's input, ``√(variance + ε)``; in an RMSNorm the variance is the mean square."""
+        """σ of the norm's input, ``√(variance + ε)``; in an RMSNorm the variance is the mean
+        square."""
         x = wide(x)
         if not self.scales:
             return torch.ones_like(x[..., 0])
@@ -57,7 +63,8 @@ class FrozenNorm:
 
 @torch.no_grad()
 def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
-    """Read γ and ε off a norm of a model: ``norm(x) − norm(0) = γ x / σ`` where x has mean 0, and so for x = ±1."""
+    """Read γ and ε off a norm of a model: ``norm(x) − norm(0) = γ x / σ`` where x has mean 0, and
+    so for x = ±1."""
     device = device_of(norm)
     dtype = next(model.parameters()).dtype
 
@@ -84,8 +91,8 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     error = float((output - expected).norm())
     if not error < _rounding(dtype, _NORM_ROUNDING) * float(output.norm()):
         raise ModelError(
-            f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the contribution of a part of "
-            f"its input is undefined"
+            f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the"
+            " contribution of a part of its input is undefined"
         )
     return frozen
 
@@ -105,7 +112,8 @@ def _rounding(dtype: torch.dtype, errors: tuple[float, float]) -> float:
 
 @dataclass(frozen=True)
 class Unembedding:
-    """``logit = f ⟨norm(x), W_U⟩ + b_U``, then ``cap · tanh(logit / cap)`` in a model that caps its logits."""
+    """``logit = f ⟨norm(x), W_U⟩ + b_U``, then ``cap · tanh(logit / cap)`` in a model that caps its
+    logits."""
 
     w_u: Float[Tensor, "d_model d_vocab"]
     mean: Float[Tensor, " d_model"]  # of W_U over the vocabulary, which the softmax ignores
@@ -114,7 +122,8 @@ class Unembedding:
     cap: float | None = None
 
     def direction(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
-        """``f γ · (W_U[:, token] − mean over the vocabulary)``, minus its own mean if the norm centres."""
+        """``f γ · (W_U[:, token] − mean over the vocabulary)``, minus its own mean if the norm
+        centres."""
         index = tokens.to(self.w_u.device)  # where W_U lies, with the final norm
         above_mean = wide(self.w_u.T[index]) - self.mean
         return self.norm.toward(self.factor * above_mean).to(tokens.device)
@@ -141,7 +150,8 @@ def unembedding(model: HookedModel) -> Unembedding:
             raise ModelError(f"{model.cfg.model_name}: W_U cannot be read ({error})") from None
     if norm is None or w_u is None:
         raise ModelError(
-            f"{model.cfg.model_name} has no ln_final or no W_U, so contributions to its logits are unknown"
+            f"{model.cfg.model_name} has no ln_final or no W_U, so contributions to its logits are"
+            " unknown"
         )
     w_u = w_u.detach()
     frozen = frozen_norm(model, norm, "its final norm")
@@ -160,7 +170,8 @@ def unembedding(model: HookedModel) -> Unembedding:
 
 
 def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
-    """Refuse a model whose logits, before any cap, do not follow from the final residual stream (a few tokens)."""
+    """Refuse a model whose logits, before any cap, do not follow from the final residual stream (a
+    few tokens)."""
     name = str(model.cfg.model_name)
     limit = limit_of(model, "residual")
     if limit:
@@ -179,6 +190,6 @@ def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
     rounding = _rounding(next(model.parameters()).dtype, _LOGIT_ROUNDING)
     if not float(error) <= rounding * float(spread):
         raise ModelError(
-            f"the logits of {name} are not W_U · norm(residual stream), even with a factor or cap from its "
-            f"configuration, so a head's contribution to them is unknown"
+            f"the logits of {name} are not W_U · norm(residual stream), even with a factor or cap"
+            " from its configuration, so a head's contribution to them is unknown"
         )

@@ -23,23 +23,27 @@ Kind = Literal["initialised", "shuffled"]
 
 @alone
 def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **options: Any) -> Any:
-    """Return a model of the same architecture and tokenizer with random weights, loaded and verified like any other.
+    """Return a model of the same architecture and tokenizer with random weights, loaded and
+    verified like any other.
 
     The given model is not changed, so two models are in memory at the same time.
 
     Args:
         model: Anything that ``load_model`` accepts.
-        kind: "initialised": the architecture's own initialisation, as at the start of training; "shuffled": the entries
-            of each parameter are permuted, so every matrix keeps the distribution of its numbers.
+        kind: "initialised": the architecture's own initialisation, as at the start of training;
+            "shuffled": the entries of each parameter are permuted, so every matrix keeps the
+            distribution of its numbers.
         seed: The seed of the draw.
         **options: Passed to ``load_model``.
 
     Returns:
-        A ``TransformerBridge``; its name and the provenance of its results state that the weights are random.
+        A ``TransformerBridge``; its name and the provenance of its results state that the weights
+        are random.
 
     Raises:
         OptionError: There is no such kind, or the seed is not a whole number.
-        ModelError: The weights cannot be redrawn: the model is quantised, or has no transformers model behind it.
+        ModelError: The weights cannot be redrawn: the model is quantised, or has no transformers
+            model behind it.
 
     Source:
         Random networks as the null of interpretability: arXiv:2512.18792.
@@ -49,8 +53,8 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
     facts = facts_of(hooked) or ModelFacts()
     if facts.native is None:
         raise ModelError(
-            f"the weights of {hooked.cfg.model_name} cannot be redrawn: {facts.why_not_native}. Give an unquantised "
-            f"model by its name, its directory, or as a transformers model"
+            f"the weights of {hooked.cfg.model_name} cannot be redrawn: {facts.why_not_native}."
+            " Give an unquantised model by its name, its directory, or as a transformers model"
         )
     with making:
         native = _drawn(facts.native, kind, seed)
@@ -67,8 +71,8 @@ def check_draw(kind: str, seed: int) -> None:
     """Refuse an invalid kind or seed, before a model is loaded."""
     if kind not in get_args(Kind):
         raise OptionError(
-            f'kind={kind!r}: choose "initialised" (as before training) or "shuffled" (the entries of each weight '
-            "matrix permuted)"
+            f'kind={kind!r}: choose "initialised" (as before training) or "shuffled" (the entries'
+            " of each weight matrix permuted)"
         )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise OptionError(
@@ -103,7 +107,8 @@ _WHOLE = 2**20  # a parameter with more numbers is hashed by this many, evenly s
 
 
 def weights_hash(model: Any) -> str:
-    """A hash of names, shapes, dtypes and values of all parameters and buffers that are saved with a model."""
+    """A hash of names, shapes, dtypes and values of all parameters and buffers that are saved with
+    a model."""
     facts = facts_of(model) or ModelFacts()
     source = model if facts.native is None else facts.native
     stored = source.state_dict()
@@ -123,7 +128,8 @@ def weights_hash(model: Any) -> str:
 
 
 def stored_hash(name: str) -> str | None:
-    """A hash of a GGUF file, or of a directory's weights, configs and vocabularies, without loading it."""
+    """A hash of a GGUF file, or of a directory's weights, configs and vocabularies, without loading
+    it."""
     try:
         place = Path(packaged_file(name) if name.startswith(REAL) else name)
         if place.is_dir():

@@ -42,7 +42,10 @@ VERDICT_COLUMNS = (
     "prompts",
 )
 RECEIVES = "each token of the question receives on average"
-SINGLE = "the attention that each token of the question receives from the tokens after it changes on average by"
+SINGLE = (
+    "the attention that each token of the question receives from the tokens after it changes on"
+    " average by"
+)
 PERCENT_SIGN = "\u00a0%"
 TICK_STEPS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 MOST_TICKS = 6
@@ -154,7 +157,8 @@ def changes(models: Seq[ShownModel]) -> list[Change]:
 
 
 def premise(models: Seq[ShownModel]) -> str:
-    """What one has to know of the toys' training before their numbers; empty beside other models."""
+    """What one has to know of the toys' training before their numbers; empty beside other
+    models."""
     names = {str(model.result.provenance["model"]["name"]) for model in models}
     only_toys = all(name.startswith("toy:") for name in names)
     if only_toys and names.intersection(TRAINED_WITH_FILLER):
@@ -237,8 +241,10 @@ def sentence(rows: Seq[Change], in_layers: str = "") -> str:
     changes = {
         "less": f"{RECEIVES} {amount.words} less attention than without it{models}",
         "more": f"{RECEIVES} {amount.words} more attention than without it{models}",
-        "unclear": f"the attention that {RECEIVES} changes by {amount.words}{models}"
-        f"{_unsure_words(amount)}",
+        "unclear": (
+            f"the attention that {RECEIVES} changes by {amount.words}{models}"
+            f"{_unsure_words(amount)}"
+        ),
     }
     return f"With “{condition}”, {changes[amount.direction]}.{in_layers}{beside}"
 
@@ -256,7 +262,8 @@ def layer_sentence(models: Seq[ShownModel]) -> str:
 
 
 def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
-    """What the first condition's tokens take, if the page has one model; and whether a sink moves."""
+    """What the first condition's tokens take, if the page has one model; and whether a sink
+    moves."""
     sentences = []
     for model in models:
         condition = model.result.shown_condition()

@@ -48,8 +48,10 @@ if TYPE_CHECKING:
 
 Figures = Seq[tuple[Callable, Mapping[str, Any]]]
 DOTTED_MEANS = {
-    "dilution": "what the original tokens would receive if they kept their attention to each other "
-    "(dilution; the same share for all tokens of a segment)",
+    "dilution": (
+        "what the original tokens would receive if they kept their attention to each other "
+        "(dilution; the same share for all tokens of a segment)"
+    ),
     "uniform": "what uniform attention would give",
 }
 # The page of docs/concepts on each analysis.
@@ -74,7 +76,8 @@ QUERY_WORDS = {"original": "the original tokens", "all": "all tokens"}
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: its heading, how to read it, its main number, and a figure, view or tokens."""
+    """A part of a page: its heading, how to read it, its main number, and a figure, view or
+    tokens."""
 
     title: str
     note: str = ""
@@ -100,7 +103,8 @@ class Section:
 
 @dataclass(frozen=True)
 class About:
-    """What a page says of itself, and a template with what fills it, in place of the first screen."""
+    """What a page says of itself, and a template with what fills it, in place of the first
+    screen."""
 
     title: str
     subtitle: str
@@ -123,7 +127,8 @@ def page(
 
 
 def heads_options(result: Result, heads: Seq[int] | None, top: int) -> dict[str, Any]:
-    """The options of ``received_attention`` that select heads; the first, if no prompts were kept."""
+    """The options of ``received_attention`` that select heads; the first, if no prompts were
+    kept."""
     if heads is not None:
         listed, _ = listed_or_chosen(heads, None)
         return {"heads": listed}
@@ -170,7 +175,8 @@ def write_page(
     sections: Seq[Section],
     force: bool = False,
 ) -> Path:
-    """Write one HTML file that makes no network requests; its content security policy forbids them."""
+    """Write one HTML file that makes no network requests; its content security policy forbids
+    them."""
     environment = _environment()
     values = _template_values(about, models, sections)
     if about.lead is not None:
@@ -299,7 +305,8 @@ def _subtitle(results: Seq[Result]) -> str:
 def _drawn_sections(
     figures: Figures, results: Result | list[Result], command: str, missing: list[str] | None
 ) -> list[Section]:
-    """The sections of figures; those that lack something are named in ``missing``, if it is a list."""
+    """The sections of figures; those that lack something are named in ``missing``, if it is a
+    list."""
     sections = []
     for draw, options in figures:
         try:
@@ -385,16 +392,23 @@ def _received_note(result: Result, options: Mapping[str, Any]) -> str:
     if condition == BASELINE:
         sentences += [
             "Blue: the unchanged prompts; dotted: uniform attention.",
-            "A key's value falls with its position by definition, as fewer tokens come after it; "
-            "compare with uniform attention.",
+            (
+                "A key's value falls with its position by definition, as fewer tokens come after"
+                " it; compare with uniform attention."
+            ),
         ]
     else:
         null_kind = Contrast(result, condition).null_used
         sentences += [
-            "Blue: the unchanged prompt; orange: with the inserted tokens. Top row: the original "
-            "tokens, aligned; bottom row: the whole sequence with the inserted span shaded.",
-            "Part of a fall is there by definition, as attention is positive and sums to 1; compare "
-            f"with the dotted line, {DOTTED_MEANS[null_kind]}.",
+            (
+                "Blue: the unchanged prompt; orange: with the inserted tokens. Top row: the"
+                " original tokens, aligned; bottom row: the whole sequence with the inserted span"
+                " shaded."
+            ),
+            (
+                "Part of a fall is there by definition, as attention is positive and sums to 1;"
+                f" compare with the dotted line, {DOTTED_MEANS[null_kind]}."
+            ),
         ]
     sentences.append(
         "Bands are pointwise (not simultaneous) 95 % intervals over prompts; keys that too few "

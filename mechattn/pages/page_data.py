@@ -1,4 +1,5 @@
-"""The data of a page as JSON: the map of heads, by condition and as a change, and each head's view."""
+"""The data of a page as JSON: the map of heads, by condition and as a change, and each head's
+view."""
 
 from __future__ import annotations
 
@@ -224,7 +225,8 @@ def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any
 
 
 def _square(table: Any, column: str, layers: list[int], heads: int) -> dict[str, Any] | None:
-    """A column as [layer, head], or [layer, 1] if all heads share one number; None if it is empty."""
+    """A column as [layer, head], or [layer, 1] if all heads share one number; None if it is
+    empty."""
     square = np.full((len(layers), heads), np.nan)
     rows = [layers.index(layer) for layer in table.layer]
     square[rows, table["head"].values] = table[column].values
@@ -246,8 +248,9 @@ def head_curves(result: Result) -> dict[str, Any]:
     dataset = result.datasets.get(NAME)
     if dataset is None or "received_by_origin_variance" not in dataset:
         return {
-            "missing": "The run did not measure received attention by position "
-            "(ma.ReceivedAttention())."
+            "missing": (
+                "The run did not measure received attention by position (ma.ReceivedAttention())."
+            )
         }
 
     prompts = dataset.sizes["prompt"]
@@ -308,7 +311,8 @@ def _means(
 
 
 def _inserted(result: Result, condition: str, prompts: int) -> dict[str, Any] | None:
-    """Where inserted tokens are, and what they receive [layer, head, key]; None if prompts differ."""
+    """Where inserted tokens are, and what they receive [layer, head, key]; None if prompts
+    differ."""
     is_inserted = result["sequences"].origin.sel(condition=condition).values == -1
     if not is_inserted.any() or (is_inserted != is_inserted[0]).any():
         return None
@@ -359,7 +363,8 @@ def _segments(result: Result, condition: str, keys: int) -> list[tuple[str, int,
 
 
 def head_texts(result: Result) -> dict[str, Any]:
-    """The first prompt in each condition: its tokens, their segments, what every head gives them."""
+    """The first prompt in each condition: its tokens, their segments, what every head gives
+    them."""
     sequences = result["sequences"].isel(prompt=0)
     tokens = {}
     for condition in result.conditions:
@@ -373,8 +378,10 @@ def head_texts(result: Result) -> dict[str, Any]:
     if values is None:
         return {
             "tokens": tokens,
-            "missing": "The text is not coloured: the run has not kept single prompts' positions "
-            '(positions="prompts").',
+            "missing": (
+                "The text is not coloured: the run has not kept single prompts' positions "
+                '(positions="prompts").'
+            ),
         }
 
     values = values.transpose("condition", "layer", "head", "key")
@@ -387,7 +394,8 @@ def head_texts(result: Result) -> dict[str, Any]:
 
 
 def _received_in_first_prompt(result: Result) -> xr.DataArray | None:
-    """What each position of the first prompt receives; None if only means over prompts were kept."""
+    """What each position of the first prompt receives; None if only means over prompts were
+    kept."""
     dataset = result.datasets.get(NAME)
     if dataset is None:
         return None
@@ -402,8 +410,10 @@ def head_patterns(result: Result) -> dict[str, Any]:
     """Attention maps of a few prompts, lower triangles [layer, head, query · key], or why none."""
     if "attention_map" not in result.datasets:
         return {
-            "missing": "There are no attention patterns: run with ma.analyses.AttentionMap() on a "
-            "few short prompts."
+            "missing": (
+                "There are no attention patterns: run with ma.analyses.AttentionMap() on a "
+                "few short prompts."
+            )
         }
     maps = result["attention_map"].pattern
     maps = maps.transpose("prompt", "condition", "layer", "head", "query", "target")
@@ -432,7 +442,9 @@ def head_patterns(result: Result) -> dict[str, Any]:
 
     if not prompts:
         return {
-            "missing": "The attention patterns are too large for a page; "
-            "ma.pattern(model, prompt, layer) shows one."
+            "missing": (
+                "The attention patterns are too large for a page; "
+                "ma.pattern(model, prompt, layer) shows one."
+            )
         }
     return {"layers": maps.layer.values.tolist(), "prompts": prompts}

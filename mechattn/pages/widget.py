@@ -73,7 +73,8 @@ class Browser(anywidget.AnyWidget):
             _set(self, before)
 
     def _head(self, name: str) -> tuple[int, int] | None:
-        """The layer and head that a name such as "L0H2" means; None if the model has no such head."""
+        """The layer and head that a name such as "L0H2" means; None if the model has no such
+        head."""
         match = _HEAD.fullmatch(name)
         if match is None:
             return None
@@ -100,18 +101,21 @@ class Browser(anywidget.AnyWidget):
         return Contrast(self.result, self.condition, quantity=self.quantity)
 
     def table(self) -> pd.DataFrame:
-        """Return the selected head's rows of ``result.compare``, of the page's condition and quantity."""
+        """Return the selected head's rows of ``result.compare``, of the page's condition and
+        quantity."""
         layer, head = self._selected_head()
         table = self._contrast().table()
         return table[(table["layer"] == layer) & (table["head"] == head)]
 
     def prompts(self) -> pd.DataFrame:
-        """Return ``Contrast.by_prompt`` of the selected head: prompts in which it does the most first."""
+        """Return ``Contrast.by_prompt`` of the selected head: prompts in which it does the most
+        first."""
         layer, head = self._selected_head()
         return self._contrast().by_prompt(head_name(layer, head))
 
     def pattern(self, model: Any) -> View:
-        """Return ``ma.pattern`` of the selected head on the selected prompt, with nothing inserted."""
+        """Return ``ma.pattern`` of the selected head on the selected prompt, with nothing
+        inserted."""
         layer, head = self._selected_head()
         sequences = self.maps["sequences"].sel(condition=BASELINE).isel(prompt=self.prompt)
         is_token = sequences.origin.values >= -1  # below, beyond the end of the prompt

@@ -25,8 +25,13 @@ Measured = Callable[[Logits, Int[Tensor, " answer"], Logits], Float[Tensor, " ro
 WORDS: Mapping[str, str] = {
     "logprob": "log-probability of the reference answer, in nats",
     "margin": "logit of the reference answer's token above the best other, mean over its tokens",
-    "answers": "logit of the answer minus that of the other answer, at the first token in which they differ",
-    "kl": "KL divergence from the baseline's next-token distribution, mean over the answer, in nats",
+    "answers": (
+        "logit of the answer minus that of the other answer, at the first token in which they"
+        " differ"
+    ),
+    "kl": (
+        "KL divergence from the baseline's next-token distribution, mean over the answer, in nats"
+    ),
 }
 
 

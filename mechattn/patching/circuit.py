@@ -1,4 +1,5 @@
-"""Circuits: the edges with the largest scores, and how much of the effect they carry by themselves."""
+"""Circuits: the edges with the largest scores, and how much of the effect they carry by
+themselves."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ class Circuit:
 
     @property
     def areas(self) -> dict[str, float]:
-        """CPR, the area under faithfulness over the share of edges, and CMD, that between it and 1."""
+        """CPR, the area under faithfulness over the share of edges, and CMD, that between it and
+        1."""
         share = self.curve.share.values
         areas = {}
         for column in self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore"):
@@ -174,13 +176,17 @@ class Circuit:
         for name, value in self.areas.items():
             areas.append(f"{name.replace('_', ' of ')} {value:.3f}")
         lines = [
-            f"{about['metric']}; edges ranked on {about['ranked_on']}, {about['method']}; what is "
-            f"outside gets the {about['ablation']}'s outputs, on {about['reported_on']}",
+            (
+                f"{about['metric']}; edges ranked on {about['ranked_on']}, {about['method']}; what"
+                f" is outside gets the {about['ablation']}'s outputs, on {about['reported_on']}"
+            ),
             str(self.edges.resolution),
             self.curve.to_string(index=False, float_format=lambda x: f"{x:.3g}"),
             ", ".join(areas),
-            f"stability: the first {self.size()} edges of two halves of the ranking prompts share "
-            f"{similarity:.2f} (Jaccard index; {chance:.2f} by chance)",
+            (
+                f"stability: the first {self.size()} edges of two halves of the ranking prompts"
+                f" share {similarity:.2f} (Jaccard index; {chance:.2f} by chance)"
+            ),
         ]
         return "\n".join(lines)
 

@@ -1,4 +1,5 @@
-"""Results of patching as one table: effect, interval, q, share of the whole effect, and controls."""
+"""Results of patching as one table: effect, interval, q, share of the whole effect, and
+controls."""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ class Patching:
     largest.
 
     Args:
-        effects: "effect", and of the controls "other_prompt" and "random" [prompt layer head], [prompt layer] or
-            [prompt set], with "segment" or "position" after them if patched one by one, in the
-            units of the metric; NaN where not requested or without a partner, and in "other_prompt"
-            for a prompt that is longer than all others. "whole" [prompt]: the metric of the other
-            run minus that of the unpatched run.
+        effects: "effect", and of the controls "other_prompt" and "random" [prompt layer head],
+            [prompt layer] or [prompt set], with "segment" or "position" after them if patched one
+            by one, in the units of the metric; NaN where not requested or without a partner, and in
+            "other_prompt" for a prompt that is longer than all others. "whole" [prompt]: the metric
+            of the other run minus that of the unpatched run.
         units: The units of replication.
         about: The model, the prompts, the condition, the metric, the direction, the method.
         checked: If all heads are attributed: exact and attributed effects of some of them, by
@@ -76,10 +77,11 @@ class Patching:
         Fieller's interval, NaN if the whole effect's interval holds 0; the mean effects of the
         controls; ``beyond_other_prompt`` and ``beyond_random``: effect minus that of another
         prompt's output (over the prompts that have such a control), and of a random direction of
-        the same norm, each with its interval and q. With "kl" and "noising" no effect is below 0, so
-        ``q_effect`` is NaN and ``beyond_random`` is tested, as ``.attrs["tested"]`` and the print
-        say. All rows are tested once, when the first table is made; intervals are of the rows that
-        are returned. Of more than 4,000 rows a q above 0.05 may be too small, but one below is not.
+        the same norm, each with its interval and q. With "kl" and "noising" no effect is below 0,
+        so ``q_effect`` is NaN and ``beyond_random`` is tested, as ``.attrs["tested"]`` and the
+        print say. All rows are tested once, when the first table is made; intervals are of the rows
+        that are returned. Of more than 4,000 rows a q above 0.05 may be too small, but one below is
+        not.
 
         With so few prompts that no row can have q < 0.05 by itself, the rows whose interval is
         furthest from 0 come first instead of the largest; ``.attrs["resolution"]`` says how many
@@ -159,8 +161,8 @@ class Patching:
         return by_head(table)
 
     def _compared(self, units: Any, rows: Any) -> dict[str, np.ndarray]:
-        """The values to test [unit row]: effects, and what is beyond each control, without the units
-        that lack it.
+        """The values to test [unit row]: effects, and what is beyond each control, without the
+        units that lack it.
         """
         effect = self._values("effect")[units][:, rows]
         compared = {"effect": effect}
@@ -317,9 +319,9 @@ class Patching:
         correlation, error = self.agreement
         cells = len(checked[self.labels].drop_duplicates())
         sentence = (
-            f"attributed against exact on {len(checked)} effects in single prompts: correlation "
-            f"{correlation:.3f}, error {error:.2f} of the exact effects' root mean square; ranks of "
-            f"the {cells} mean effects correlate {self.rank_agreement:.2f}"
+            f"attributed against exact on {len(checked)} effects in single prompts: correlation"
+            f" {correlation:.3f}, error {error:.2f} of the exact effects' root mean square; ranks"
+            f" of the {cells} mean effects correlate {self.rank_agreement:.2f}"
         )
         if self.rank_agreement >= _AGREES or "head" not in self.labels:
             return sentence

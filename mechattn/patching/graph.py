@@ -213,7 +213,8 @@ def _with_readers(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EdgeRun:
-    """An unchanged run: its logits, what every writer writes, and the stream that the logits read."""
+    """An unchanged run: its logits, what every writer writes, and the stream that the logits
+    read."""
 
     logits: Float[Tensor, "1 answer d_vocab"]
     written: Float[Tensor, "writer pos d_model"]

@@ -46,7 +46,8 @@ def gradients_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
 
 
 def edges_fixed_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
-    """What a pair's edges take whatever the rows: two runs' outputs, two steps, sums of gradients."""
+    """What a pair's edges take whatever the rows: two runs' outputs, two steps, sums of
+    gradients."""
     length = max(len(pair.receiver), len(pair.donor))
     written = 3 * _BYTES * len(graph.writers)
     steps = 2 * _OF_SUMS * len(graph.writers)

@@ -1,4 +1,5 @@
-"""The two runs of each prompt: which is patched, from which, at which tokens, and what is measured."""
+"""The two runs of each prompt: which is patched, from which, at which tokens, and what is
+measured."""
 
 from __future__ import annotations
 

@@ -339,7 +339,8 @@ class _Prompt:
 def _slots(
     target: Target, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]
 ) -> list[Any]:
-    """The segments that every prompt has, or its positions; None for all original tokens at once."""
+    """The segments that every prompt has, or its positions; None for all original tokens at
+    once."""
     if target.by is None:
         return [None]
     baselines = [by_condition[BASELINE] for by_condition in sequences]
@@ -373,7 +374,8 @@ def _changed(target: Target, slots: list[Any], pairs: Seq[Pair]) -> list[Any]:
 
 
 def _first_difference(pair: Pair) -> int:
-    """The first position at which the runs' tokens differ, or one has a token that the other lacks."""
+    """The first position at which the runs' tokens differ, or one has a token that the other
+    lacks."""
     shorter = min(len(pair.receiver), len(pair.donor))
     differs = pair.receiver.tokens[:shorter] != pair.donor.tokens[:shorter]
     if not differs.any():

@@ -21,13 +21,14 @@ def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:
     """Refuse to attribute where there are no gradients, or where all are 0."""
     if getattr(original_of(model), "is_quantized", False):
         raise ModelError(
-            f"the weights of {model.cfg.model_name} are quantised and have no gradients: name heads, which are "
-            f"patched without gradients"
+            f"the weights of {model.cfg.model_name} are quantised and have no gradients: name"
+            " heads, which are patched without gradients"
         )
     if metric == "kl" and direction == "noising":
         raise OptionError(
-            'metric="kl" is smallest in the baseline, which direction="noising" patches, so every gradient is 0: name '
-            'heads, which are patched without gradients, or choose direction="denoising" or another metric'
+            'metric="kl" is smallest in the baseline, which direction="noising" patches, so every'
+            " gradient is 0: name heads, which are patched without gradients, or choose"
+            ' direction="denoising" or another metric'
         )
 
 
@@ -49,18 +50,18 @@ def check_sequences(
             )
         if not changed.of_segment("answer").any():
             raise PromptError(
-                f"{prompt.where} has no reference answer for the model to read: use load_prompts(…, with_answer=True), "
-                "or Prompt(…, answer=…)"
+                f"{prompt.where} has no reference answer for the model to read: use load_prompts(…,"
+                " with_answer=True), or Prompt(…, answer=…)"
             )
         if changed.edge_mask is not None or changed.interventions:
             raise OptionError(
-                "the condition hides tokens or acts inside the model; patching compares two runs that differ only in "
-                "their tokens"
+                "the condition hides tokens or acts inside the model; patching compares two runs"
+                " that differ only in their tokens"
             )
         if len(changed) > int(model.cfg.n_ctx):
             raise PromptTooLong(
-                f"{prompt.where} has {len(changed):,} tokens with the condition; {model.cfg.model_name} takes "
-                f"{int(model.cfg.n_ctx):,}"
+                f"{prompt.where} has {len(changed):,} tokens with the condition;"
+                f" {model.cfg.model_name} takes {int(model.cfg.n_ctx):,}"
             )
         check_side(prompt, dict(made), model)
     check_variants(model, [dict(made) for made in sequences])
@@ -70,10 +71,11 @@ def check_sequences(
     ]
     if any(before):
         warn(
-            f"in {sum(before)} of {len(prompts)} prompts the token right before the answer is an inserted one: it "
-            "predicts the answer's first token and has no counterpart in the baseline, so nothing is patched there and "
-            "not even the last layer's stream restores that token. Insert elsewhere, or begin the answer with a token "
-            "that the model is sure of"
+            f"in {sum(before)} of {len(prompts)} prompts the token right before the answer is an"
+            " inserted one: it predicts the answer's first token and has no counterpart in the"
+            " baseline, so nothing is patched there and not even the last layer's stream restores"
+            " that token. Insert elsewhere, or begin the answer with a token that the model is"
+            " sure of"
         )
 
 
@@ -112,13 +114,13 @@ def check_metric(made: Any, rows: int, gradients: bool) -> None:
     if not isinstance(made, Tensor) or tuple(made.shape) != (rows,):
         shape = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise OptionError(
-            f"the metric gives {shape} for {rows} rows; give one number per row: a function of logits [row answer "
-            "d_vocab] and answer [answer] that returns a tensor [row]"
+            f"the metric gives {shape} for {rows} rows; give one number per row: a function of"
+            " logits [row answer d_vocab] and answer [answer] that returns a tensor [row]"
         )
     if not bool(made.isfinite().all()):
         raise OptionError("the metric gives NaN or infinity, so no effect can be computed")
     if gradients and not made.requires_grad:
         raise OptionError(
-            "the metric has no gradient with respect to the logits (like an argmax), so heads cannot be attributed: "
-            "name heads, which are patched without gradients"
+            "the metric has no gradient with respect to the logits (like an argmax), so heads"
+            " cannot be attributed: name heads, which are patched without gradients"
         )

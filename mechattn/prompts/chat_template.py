@@ -22,7 +22,8 @@ _QUESTION_SLOT = "\ue000\ue002"
 
 
 def chat_text(prompt: Prompt, tokenizer: Any) -> tuple[str, list[Span]]:
-    """The rendered chat up to the answer, and the characters that hold the system text and the question.
+    """The rendered chat up to the answer, and the characters that hold the system text and the
+    question.
 
     Raises:
         ModelError: The tokenizer has no chat template, or the template fails.
@@ -77,7 +78,8 @@ def _filled(outline: str, system: str, question: str) -> tuple[str, list[Span]]:
 
 
 def _rendered(prompt: Prompt, tokenizer: Any, system: str, question: str) -> str:
-    """The template with these texts; the system text opens the user's turn if there is no such role."""
+    """The template with these texts; the system text opens the user's turn if there is no such
+    role."""
     messages = [{"role": "user", "content": question}]
     if system:
         messages.insert(0, {"role": "system", "content": system})

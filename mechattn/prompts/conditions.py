@@ -18,7 +18,8 @@ from mechattn.prompts.tokenization import TokenizedModel, require_tokenizer, tok
 
 @runtime_checkable
 class Condition(Protocol):
-    """Turns a prompt into the sequence that the model reads, deterministically for a given seed and prompt."""
+    """Turns a prompt into the sequence that the model reads, deterministically for a given seed and
+    prompt."""
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence: ...
 
@@ -43,7 +44,8 @@ class Baseline:
     """The unchanged prompt, optionally under an intervention.
 
     Args:
-        intervention: The intervention while the model reads the prompt, such as ``ARM()``; several as a tuple.
+        intervention: The intervention while the model reads the prompt, such as ``ARM()``; several
+            as a tuple.
     """
 
     intervention: Any = ()
@@ -60,17 +62,19 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of a condition: inserted tokens hidden, position ids kept, or read under an intervention.
+    """A variant of a condition: inserted tokens hidden, position ids kept, or read under an
+    intervention.
 
-    The variants form the 2 × 2 that separates dilution from distance. With ``.masked()`` the inserted tokens move the
-    original tokens apart but receive none of their attention. With ``.unshifted()`` they receive attention but move
-    nothing. Both together equal the baseline.
+    The variants form the 2 × 2 that separates dilution from distance. With ``.masked()`` the
+    inserted tokens move the original tokens apart but receive none of their attention. With
+    ``.unshifted()`` they receive attention but move nothing. Both together equal the baseline.
 
     Args:
         condition: The condition that inserts tokens.
         hides: Whether the inserted tokens are hidden from the original ones.
-        keeps_positions: Whether the original tokens keep their position ids of the baseline. Inserted tokens then get
-            the ids just before that of the token after them, so their distance to it does not change.
+        keeps_positions: Whether the original tokens keep their position ids of the baseline.
+            Inserted tokens then get the ids just before that of the token after them, so their
+            distance to it does not change.
         interventions: The interventions while the model reads the sequence.
     """
 
@@ -105,7 +109,8 @@ class Variant:
 class Insertion:
     """Base class of conditions that insert tokens into the prompt, the built-in ones and your own.
 
-    A subclass is a frozen dataclass with the fields ``count`` and ``place``, and any others that its ``filler`` needs::
+    A subclass is a frozen dataclass with the fields ``count`` and ``place``, and any others that
+    its ``filler`` needs::
 
         @dataclass(frozen=True)
         class Dots(ma.conditions.Insertion):
@@ -140,7 +145,8 @@ class Insertion:
         """Return the prompt's tokens with the filler's token ids inserted.
 
         Raises:
-            ConditionError: The filler has not exactly ``count`` tokens, or the place doesn't exist in this prompt.
+            ConditionError: The filler has not exactly ``count`` tokens, or the place doesn't exist
+                in this prompt.
         """
         sequence = tokenize(prompt, model)
         made = insert(
@@ -148,7 +154,8 @@ class Insertion:
         )
         if self.count is not None and (count := len(made) - len(sequence)) != self.count:
             raise ConditionError(
-                f"{type(self).__name__}: filler gives {count} tokens for prompt {prompt.id}, and count={self.count}"
+                f"{type(self).__name__}: filler gives {count} tokens for prompt {prompt.id}, and"
+                f" count={self.count}"
             )
         return made
 
@@ -157,29 +164,34 @@ class Insertion:
         return position(self.place, sequence, prompt, seed)
 
     def masked(self) -> Variant:
-        """Return the variant with the same tokens, hidden from the original ones, which they still move apart."""
+        """Return the variant with the same tokens, hidden from the original ones, which they still
+        move apart."""
         return Variant(self, hides=True)
 
     def unshifted(self) -> Variant:
-        """Return the variant with the same tokens in which the original ones keep their baseline position ids."""
+        """Return the variant with the same tokens in which the original ones keep their baseline
+        position ids."""
         return Variant(self, keeps_positions=True)
 
     def under(self, intervention: Any) -> Variant:
-        """Return the variant with the same tokens read under an intervention, such as ``ARM()``; several as a tuple."""
+        """Return the variant with the same tokens read under an intervention, such as ``ARM()``;
+        several as a tuple."""
         return Variant(self, interventions=_several(intervention))
 
 
 @dataclass(frozen=True)
 class MeaninglessTokens(Insertion):
-    """Insert one repeated text, ``count`` tokens long, into the prompt (arXiv:2510.01032: 55 × "/").
+    """Insert one repeated text, ``count`` tokens long, into the prompt (arXiv:2510.01032: 55 ×
+    "/").
 
     Args:
         text: The repeated text.
         count: The number of inserted *tokens*, at least 1.
-        place: "before_question"; "start" (after BOS, before everything else); "middle" (of the question's tokens);
-            "after_question" (in a chat template still in the user's turn); "before_answer" (in a chat template in the
-            assistant's turn; for a prompt without an answer at the end, where a generated answer follows); "random" (at
-            one token boundary inside the question, drawn for each prompt).
+        place: "before_question"; "start" (after BOS, before everything else); "middle" (of the
+            question's tokens); "after_question" (in a chat template still in the user's turn);
+            "before_answer" (in a chat template in the assistant's turn; for a prompt without an
+            answer at the end, where a generated answer follows); "random" (at one token boundary
+            inside the question, drawn for each prompt).
         separator: The text between two repetitions; "" for none.
     """
 
@@ -191,7 +203,8 @@ class MeaninglessTokens(Insertion):
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise OptionError(
-                f"text={self.text!r}, count={self.count!r}: give a text and a whole number of tokens"
+                f"text={self.text!r}, count={self.count!r}: give a text and a whole number of"
+                " tokens"
             )
         if not self.text:
             raise OptionError('text="": give the text to repeat, such as "/"')
@@ -206,7 +219,8 @@ class MeaninglessTokens(Insertion):
         return fillers.repeated(require_tokenizer(model), self.text, self.separator, self.count)
 
     def fitted(self, model: TokenizedModel) -> MeaninglessTokens:
-        """Return the condition with the nearest count that this tokenizer can reach (some split "/" into two tokens).
+        """Return the condition with the nearest count that this tokenizer can reach (some split "/"
+        into two tokens).
 
         Raises:
             ConditionError: No count within ten of ``count`` can be reached.
@@ -219,12 +233,14 @@ class MeaninglessTokens(Insertion):
 
 @dataclass(frozen=True)
 class Text(Insertion):
-    """Insert a text of your own into the prompt once, unchanged: ``Text(" Take your time.", place="middle")``.
+    """Insert a text of your own into the prompt once, unchanged: ``Text(" Take your time.",
+    place="middle")``.
 
     Args:
         text: The inserted text; it is tokenized on its own, including its spaces.
         place: As for :class:`MeaninglessTokens`; before the question by default.
-        after: In place of ``place``: insert after the first token that completes this text in the prompt.
+        after: In place of ``place``: insert after the first token that completes this text in the
+            prompt.
     """
 
     text: str
@@ -282,7 +298,8 @@ class RepeatedWord(Insertion):
 
 @dataclass(frozen=True)
 class RandomTokens(Insertion):
-    """Insert ordinary tokens, drawn uniformly from the vocabulary for each prompt: neither meaning nor repetition.
+    """Insert ordinary tokens, drawn uniformly from the vocabulary for each prompt: neither meaning
+    nor repetition.
 
     Args:
         count: The number of inserted tokens.
@@ -306,7 +323,8 @@ class RandomTokens(Insertion):
 class RandomSentence(Insertion):
     """Insert grammatical sentences that are unrelated to the question, cut to ``count`` tokens.
 
-    Each prompt gets other sentences. This is the control of arXiv:2510.01032, whose own sentences are not published.
+    Each prompt gets other sentences. This is the control of arXiv:2510.01032, whose own sentences
+    are not published.
 
     Args:
         count: The number of inserted tokens.
@@ -326,7 +344,8 @@ class RandomSentence(Insertion):
 
 @dataclass(frozen=True)
 class ShuffledSentence(RandomSentence):
-    """Insert the tokens of :class:`RandomSentence` (the same at the same seed) in random order: words without grammar.
+    """Insert the tokens of :class:`RandomSentence` (the same at the same seed) in random order:
+    words without grammar.
 
     Args:
         count: The number of inserted tokens.
@@ -346,7 +365,8 @@ class Counting(Insertion):
     """Insert numbers in order, "1 2 3 …", on a line of their own: filler unrelated to the question.
 
     Args:
-        count: The number of inserted tokens: as many whole numbers as fit, the rest as further line breaks.
+        count: The number of inserted tokens: as many whole numbers as fit, the rest as further line
+            breaks.
         place: As for :class:`MeaninglessTokens`; after the question by default.
 
     Source:
@@ -367,14 +387,16 @@ class Counting(Insertion):
 
 @dataclass(frozen=True)
 class RepeatQuestion(Insertion):
-    """Repeat the question's own tokens once or several times, each time on a line of its own (if it is a text).
+    """Repeat the question's own tokens once or several times, each time on a line of its own (if it
+    is a text).
 
     Args:
         times: The number of repetitions.
         place: As for :class:`MeaninglessTokens`; after the question by default.
 
     Source:
-        Helps large models without reasoning as much as counting, or more (Greenblatt, December 2025).
+        Helps large models without reasoning as much as counting, or more (Greenblatt, December
+        2025).
     """
 
     times: int = 1
@@ -387,7 +409,8 @@ class RepeatQuestion(Insertion):
             or not 1 <= self.times <= MOST
         ):
             raise OptionError(
-                f"times={self.times!r}: give a whole number from 1 to {MOST:,}; the baseline is always run"
+                f"times={self.times!r}: give a whole number from 1 to {MOST:,}; the baseline is"
+                " always run"
             )
         check_choice(Place, place=self.place)
 
@@ -408,7 +431,8 @@ def _intervened(sequence: Sequence, interventions: tuple[Any, ...]) -> Sequence:
     for intervention in interventions:
         if isinstance(intervention, type):
             raise OptionError(
-                f"intervention={intervention.__name__}: give an instance, such as ARM(), with brackets"
+                f"intervention={intervention.__name__}: give an instance, such as ARM(), with"
+                " brackets"
             )
         if isinstance(intervention, Marks):
             sequence = intervention.marked(sequence)
@@ -416,6 +440,7 @@ def _intervened(sequence: Sequence, interventions: tuple[Any, ...]) -> Sequence:
             sequence = replace(sequence, interventions=(*sequence.interventions, intervention))
         else:
             raise OptionError(
-                f"intervention={intervention!r}: give an intervention such as ARM(), or several as a tuple"
+                f"intervention={intervention!r}: give an intervention such as ARM(), or several as"
+                " a tuple"
             )
     return sequence

@@ -23,20 +23,25 @@ Version = str | tuple[int, ...]  # a text, or token ids
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The other version of each prompt (a corrupted one, say), with the same system text and answer.
+    """The other version of each prompt (a corrupted one, say), with the same system text and
+    answer.
 
-    Tokens of both versions are paired: one by one if the versions have as many tokens; otherwise what a longest-match
-    difference leaves in place, and replaced stretches of equal length. A token without a partner is marked (its origin
-    is −1) and never patched. Tokens that differ, or have no partner, are the segment "changed" of both versions.
+    Tokens of both versions are paired: one by one if the versions have as many tokens; otherwise
+    what a longest-match difference leaves in place, and replaced stretches of equal length. A token
+    without a partner is marked (its origin is −1) and never patched. Tokens that differ, or have no
+    partner, are the segment "changed" of both versions.
 
     Args:
-        versions: The other versions by prompt id, or in the order of prompts whose ids count from 0: texts, or token
-            ids for prompts that are token ids. By default each prompt's own ``counterpart``.
-        from_the_end: Also pair the tokens of replaced stretches of unequal length, from their last tokens backwards: a
-            subject's last token, where its attributes are read, then has a partner.
+        versions: The other versions by prompt id, or in the order of prompts whose ids count from
+            0: texts, or token ids for prompts that are token ids. By default each prompt's own
+                ``counterpart``.
+        from_the_end: Also pair the tokens of replaced stretches of unequal length, from their last
+            tokens backwards: a subject's last token, where its attributes are read, then has a
+            partner.
 
     Raises:
-        ConditionError: A prompt has no other version, both have the same tokens, or the answer's tokens differ.
+        ConditionError: A prompt has no other version, both have the same tokens, or the answer's
+            tokens differ.
     """
 
     versions: Mapping[str, Version] | Seq[Version] | None = None
@@ -55,14 +60,15 @@ class Counterpart:
 
         if own.tokens.equal(other.tokens):
             raise ConditionError(
-                f"both versions of {prompt.where} have the same tokens, so nothing could have an effect"
+                f"both versions of {prompt.where} have the same tokens, so nothing could have an"
+                " effect"
             )
         own_answer = own.tokens[own.of_segment("answer")]
         other_answer = other.tokens[other.of_segment("answer")]
         if not own_answer.equal(other_answer):
             raise ConditionError(
-                f"the answer of {prompt.where} becomes other tokens after its other version; begin the answer where a "
-                'token begins, such as with a space (template="joined")'
+                f"the answer of {prompt.where} becomes other tokens after its other version; begin"
+                ' the answer where a token begins, such as with a space (template="joined")'
             )
         return _paired(own, other, self.from_the_end)
 
@@ -74,15 +80,17 @@ class Counterpart:
         version = self._given_version(prompt)
         if not version:
             raise ConditionError(
-                f"{prompt.where} has no other version: load_prompts(…, counterpart=<field>), Prompt(…, counterpart=…) "
-                "or Counterpart({<prompt id>: <text or token ids>}) gives it one"
+                f"{prompt.where} has no other version: load_prompts(…, counterpart=<field>),"
+                " Prompt(…, counterpart=…) or Counterpart({<prompt id>: <text or token ids>})"
+                " gives it one"
             )
 
         kind = "token ids" if prompt.tokens else "a text"
         kind_of_version = "a text" if isinstance(version, str) else "token ids"
         if kind != kind_of_version:
             raise OptionError(
-                f"{prompt.where} is {kind} and its counterpart {kind_of_version}; give the same kind"
+                f"{prompt.where} is {kind} and its counterpart {kind_of_version}; give the same"
+                " kind"
             )
         return version
 
@@ -129,7 +137,8 @@ def _pairs(own: Seq[int], other: Seq[int], from_the_end: bool) -> Iterator[tuple
 
 
 def with_changes(sequences: Mapping[str, Sequence], baseline: str) -> dict[str, Sequence]:
-    """The sequences of a prompt, with every token that a counterpart changes or lacks in the segment "changed"."""
+    """The sequences of a prompt, with every token that a counterpart changes or lacks in the
+    segment "changed"."""
     in_all = torch.ones(len(sequences[baseline]), dtype=torch.bool)
     for sequence in sequences.values():
         if sequence.counterpart:

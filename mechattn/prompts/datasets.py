@@ -1,4 +1,5 @@
-"""Loads prompts: questions that come with the package, a .jsonl file, a dataset on the hub; makes random tokens."""
+"""Loads prompts: questions that come with the package, a .jsonl file, a dataset on the hub; makes
+random tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ WORD_PROBLEMS = "word-problems"
 RECALL = "recall"
 GSM8K = "gsm8k"
 REPEATED = "repeated-random"
-SYSTEM = "Solve the problem step by step. End with the word Answer and the number."  # of the word problems
+SYSTEM = (  # of the word problems
+    "Solve the problem step by step. End with the word Answer and the number."
+)
 _FIELDS = ("answer", "group", "counterpart", "other_answer")
 _SHIPPED_FILES = {
     GSM8K: "gsm8k.jsonl",
@@ -56,24 +59,30 @@ def load_prompts(
     """Load prompts that come with the package, a .jsonl file or a dataset on the hub.
 
     Args:
-        source: "gsm8k", the first 200 questions of GSM8K's test split, which people wrote; "word-problems", of one to
-            five steps, which the toys solve; "recall", questions that contain their answer, which toy:relay solves; the
-            path of a .jsonl file; or a hub dataset such as "openai/gsm8k", with its subset (configuration) after a colon:
-            "openai/gsm8k:socratic". For random tokens see :func:`~mechattn.prompts.datasets.repeated_random`.
-        limit: The number of prompts, from the beginning; all by default (64 of those that come with the
-            package).
+        source: "gsm8k", the first 200 questions of GSM8K's test split, which people wrote;
+            "word-problems", of one to five steps, which the toys solve; "recall", questions that
+            contain their answer, which toy:relay solves; the path of a .jsonl file; or a hub
+            dataset such as "openai/gsm8k", with its subset (configuration) after a colon:
+            "openai/gsm8k:socratic". For random tokens see
+            :func:`~mechattn.prompts.datasets.repeated_random`.
+        limit: The number of prompts, from the beginning; all by default (64 of those that come with
+            the package).
         field: The field with the question.
-        system: The text before each question; by default that of the word problems, and none before other questions.
+        system: The text before each question; by default that of the word problems, and none before
+            other questions.
         template: "plain", "joined" or "chat", as for :class:`Prompt`.
         with_answer: Whether the model reads the answer after the question.
         split: The split of a hub dataset.
-        seed: Which questions that come with the package: 512 word problems have seed 0, 128 others seed 1, and 200
-            others seed 11; 256 recall questions have seed 0, and so do GSM8K's. No toy was trained on any of them.
-        fields: The other fields. ``answer``: the one with the answer, if there is one ("answer" by default).
-            ``group``: the one with what prompts share, such as their template (``Prompt.group``); statistics treat such
-            groups as the unit. No group by default for a file or dataset; word problems use their template.
-            ``counterpart``: the one with the question's other version, for ``Counterpart()``. ``other_answer``: the one
-            with the answer that this version calls for, for ``metric="answers"``; the model then reads the answer.
+        seed: Which questions that come with the package: 512 word problems have seed 0, 128 others
+            seed 1, and 200 others seed 11; 256 recall questions have seed 0, and so do GSM8K's. No
+            toy was trained on any of them.
+        fields: The other fields. ``answer``: the one with the answer, if there is one ("answer" by
+            default). ``group``: the one with what prompts share, such as their template
+            (``Prompt.group``); statistics treat such groups as the unit. No group by default for a
+            file or dataset; word problems use their template. ``counterpart``: the one with the
+            question's other version, for ``Counterpart()``. ``other_answer``: the one with the
+            answer that this version calls for, for ``metric="answers"``; the model then reads the
+            answer.
 
     Raises:
         PromptError: The source, field or prompt doesn't exist.
@@ -82,8 +91,8 @@ def load_prompts(
     check_choice(Template, template=template)
     if not isinstance(source, (str, os.PathLike)):
         raise PromptError(
-            f'source={source!r}: give "gsm8k", "word-problems", "recall", the path of a .jsonl file, or a '
-            "dataset on the hub"
+            f'source={source!r}: give "gsm8k", "word-problems", "recall", the path of a .jsonl'
+            " file, or a dataset on the hub"
         )
     source = os.fspath(source)
     _check_options(source, limit, fields)
@@ -115,9 +124,9 @@ def load_prompts(
                 id=str(index),
                 group=None if group_field is None else _group(row, group_field, source, index),
                 solution=_solution(row, fields, source, index),
-                counterpart=_text(row, counterpart, source, index, "counterpart")
-                if counterpart
-                else "",
+                counterpart=(
+                    _text(row, counterpart, source, index, "counterpart") if counterpart else ""
+                ),
                 other_answer=_text(row, other, source, index, "other_answer") if other else "",
             )
         )
@@ -129,12 +138,13 @@ def load_prompts(
 def _check_options(source: str, limit: Any, fields: dict[str, Any]) -> None:
     if unknown := [name for name in fields if name not in _FIELDS]:
         raise OptionError(
-            f"{unknown[0]}=…: load_prompts has no such option; the fields are field, {', '.join(_FIELDS)}"
+            f"{unknown[0]}=…: load_prompts has no such option; the fields are field,"
+            f" {', '.join(_FIELDS)}"
         )
     if source == REPEATED:
         raise OptionError(
-            "random tokens have no field, text or answer, and are drawn from the vocabulary of a model: "
-            "ma.repeated_random(model)"
+            "random tokens have no field, text or answer, and are drawn from the vocabulary of a"
+            " model: ma.repeated_random(model)"
         )
     if limit is not None:
         check_limit(limit, generated=False)
@@ -151,7 +161,8 @@ def check_limit(limit: Any, generated: bool = True) -> None:
 def _shipped(
     source: str, split: str, limit: int | None, seed: int, field: str, answer_field: str
 ) -> list[dict[str, Any]]:
-    """Questions that come with the package as rows, with the question and the answer under these names."""
+    """Questions that come with the package as rows, with the question and the answer under these
+    names."""
     if split != "test":
         raise OptionError(
             f"split={split!r}: the questions that come with the package are all of the split "
@@ -193,7 +204,8 @@ def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
     if (kind := Path(source).suffix) in (".csv", ".parquet"):
         raise PromptError(
             f"{source} is a table; give a .jsonl file, one JSON object a line: "
-            f'pandas.read_{kind[1:]}({source!r}).to_json("prompts.jsonl", orient="records", lines=True)'
+            f'pandas.read_{kind[1:]}({source!r}).to_json("prompts.jsonl", orient="records",'
+            " lines=True)"
         )
     name, colon, subset = source.partition(":")
     on_hub = may_be_on_hub(name) and (not colon or re.fullmatch(r"\w[\w.-]*", subset))
@@ -210,7 +222,8 @@ def _text(row: dict[str, Any], field: str, source: str, index: int, option: str 
         )
     if HALVES.search(text):
         raise PromptError(
-            f"prompt {index} of {source} holds half of a surrogate pair (\\ud800 …), which is not valid text"
+            f"prompt {index} of {source} holds half of a surrogate pair (\\ud800 …), which is not"
+            " valid text"
         )
     return text
 
@@ -235,7 +248,8 @@ def _group(row: dict[str, Any], field: str, source: str, index: int) -> str:
     group = _field(row, field, source, index, "group")
     if isinstance(group, bool) or not isinstance(group, (str, int)) or not str(group).strip():
         raise PromptError(
-            f"prompt {index} of {source} has no group in field {field!r}: {_short(group)}; give a text or whole number"
+            f"prompt {index} of {source} has no group in field {field!r}: {_short(group)}; give a"
+            " text or whole number"
         )
     return str(group)
 
@@ -248,7 +262,8 @@ def _field(row: dict[str, Any], field: str, source: str, index: int, option: str
             or "none"
         )
         raise PromptError(
-            f"prompt {index} of {source} has no field {field!r}; its fields are {have}. Name the field with {option}=…"
+            f"prompt {index} of {source} has no field {field!r}; its fields are {have}. Name the"
+            f" field with {option}=…"
         )
     return row[field]
 
@@ -286,13 +301,14 @@ def _lines(path: Path) -> Iterator[str]:
                     return
                 if len(line) > _LONGEST:
                     raise PromptError(
-                        f"line {number} of {path} is longer than {_LONGEST // 2**20} MiB, too long for one prompt: is "
-                        f"this a .jsonl file?"
+                        f"line {number} of {path} is longer than {_LONGEST // 2**20} MiB, too long"
+                        " for one prompt: is this a .jsonl file?"
                     )
                 yield line.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise PromptError(
-            f"line {number} of {path} is not UTF-8 text ({error.reason} at byte {error.start}); save the file as UTF-8"
+            f"line {number} of {path} is not UTF-8 text ({error.reason} at byte {error.start});"
+            " save the file as UTF-8"
         ) from None
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -312,8 +328,10 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
             rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:
         raise PromptError(
-            f'no prompts at {name!r}: it is not "gsm8k" or "word-problems", not a file here, and loading it from '
-            f"the hub failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'})"
+            f'no prompts at {name!r}: it is not "gsm8k" or "word-problems", not a file here, and'
+            " loading it from "
+            f"the hub failed ({type(error).__name__}:"
+            f" {str(error).splitlines()[0] if str(error) else 'no reason given'})"
         ) from error
     return [
         dict(row) for row in (rows if limit is None else rows.select(range(min(limit, len(rows)))))
@@ -331,21 +349,23 @@ def repeated_random(
     times: int = 2,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Make prompts of a random span of ordinary tokens, repeated twice or more; each prompt has its own span.
+    """Make prompts of a random span of ordinary tokens, repeated twice or more; each prompt has its
+    own span.
 
-    No token occurs twice within a span, so an earlier occurrence of a token is always in an earlier copy of the span.
+    No token occurs twice within a span, so an earlier occurrence of a token is always in an earlier
+    copy of the span.
 
     Args:
-        model: The model whose vocabulary tokens are drawn from. A BOS token comes first if the model uses one. Without
-            a tokenizer, all ids can be drawn.
+        model: The model whose vocabulary tokens are drawn from. A BOS token comes first if the
+            model uses one. Without a tokenizer, all ids can be drawn.
         limit: The number of prompts.
         span: The shortest and the longest span, in tokens; all lengths are equally likely.
         times: How often the span occurs.
         seed: The seed of the draws.
 
     Raises:
-        OptionError: There are no or too many prompts, or a span is empty, occurs only once, or needs more tokens than
-            the vocabulary has.
+        OptionError: There are no or too many prompts, or a span is empty, occurs only once, or
+            needs more tokens than the vocabulary has.
 
     Source:
         Olsson et al. 2022, "In-context learning and induction heads": prefix matching.
@@ -354,7 +374,8 @@ def repeated_random(
     shortest, longest = span
     if not 1 <= shortest <= longest or times < 2:
         raise OptionError(
-            f"span={span!r}, times={times!r}: give a shortest and a longest span, and at least two repetitions"
+            f"span={span!r}, times={times!r}: give a shortest and a longest span, and at least two"
+            " repetitions"
         )
     bos = own_bos(model)
     made = []
@@ -378,5 +399,6 @@ def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[in
         if len(found) >= count:
             return list(found)[:count]
     raise OptionError(
-        f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter span"
+        f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter"
+        " span"
     )

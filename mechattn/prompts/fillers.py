@@ -1,4 +1,5 @@
-"""Filler as token ids (a repeated text, random tokens, a random sentence), and where it is inserted."""
+"""Filler as token ids (a repeated text, random tokens, a random sentence), and where it is
+inserted."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
     while len(encode(enough)) < count and enough < MOST_REPETITIONS * count:
         enough *= 2  # a token may hold several repetitions
 
-    # The length grows with the repetitions, but not always: a merge may shorten it by a token or two.
+    # The length grows with the repetitions, but not always: a merge may shorten it by a token or
+    # two.
     fewest = bisect_left(range(1, enough), count, key=lambda number: len(encode(number))) + 1
     for repetitions in range(fewest, fewest + 4):
         tokens = encode(repetitions)
@@ -64,14 +66,15 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
     pieces = [tokenizer.decode([token]) for token in encode(2)]
     near = sorted({len(encode(max(1, fewest - 1))), len(encode(fewest))})
     raise ConditionError(
-        f"{count} tokens are not a whole number of {text!r}: with this tokenizer two of them, separated by "
-        f"{separator!r}, become {pieces}. Use count={' or '.join(map(str, near))}, another separator, "
-        "or .fitted(model) for the nearest count"
+        f"{count} tokens are not a whole number of {text!r}: with this tokenizer two of them,"
+        f" separated by {separator!r}, become {pieces}. Use count={' or '.join(map(str, near))},"
+        " another separator, or .fitted(model) for the nearest count"
     )
 
 
 def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
-    """The number of tokens nearest to ``count`` that repetitions can give; the larger if two are as near."""
+    """The number of tokens nearest to ``count`` that repetitions can give; the larger if two are as
+    near."""
     for step in range(min(FURTHEST_COUNT, count - 1) + 1):
         for near in dict.fromkeys((count + step, count - step)):
             try:
@@ -79,12 +82,14 @@ def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
             except ConditionError:
                 continue
     raise ConditionError(
-        f"no whole number of {text!r} gives about {count} tokens with this tokenizer; give another text or count"
+        f"no whole number of {text!r} gives about {count} tokens with this tokenizer; give another"
+        " text or count"
     )
 
 
 def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) -> list[int]:
-    """Ordinary tokens drawn uniformly, with replacement: no special ones, no blanks, no parts of characters."""
+    """Ordinary tokens drawn uniformly, with replacement: no special ones, no blanks, no parts of
+    characters."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
     tokens: list[int] = []
     while len(tokens) < count:
@@ -102,7 +107,8 @@ def line_break(tokenizer: Any) -> list[int]:
 
 
 def counted(tokenizer: Any, room: int) -> list[int]:
-    """As many whole numbers of "1 2 3 …" as ``room`` tokens hold; a ``ConditionError`` if they hold none."""
+    """As many whole numbers of "1 2 3 …" as ``room`` tokens hold; a ``ConditionError`` if they hold
+    none."""
 
     def encode(last: int) -> list[int]:
         return tokenizer(" ".join(map(str, range(1, last + 1))), add_special_tokens=False)[
@@ -186,7 +192,8 @@ def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int
 
     if len(question) < 2:
         raise ConditionError(
-            f"{prompt.where} has only one question token: place={place!r} needs a boundary between two"
+            f"{prompt.where} has only one question token: place={place!r} needs a boundary"
+            " between two"
         )
     if place == "middle":
         return question[len(question) // 2]
@@ -198,8 +205,8 @@ def behind(marker: str, sequence: Sequence, prompt: Prompt, tokenizer: Any) -> i
     tokens = sequence.tokens.tolist()
     if marker not in tokenizer.decode(tokens):
         raise ConditionError(
-            f"{prompt.where} does not contain after={marker!r}; give a text that is in every prompt as the model reads "
-            "it, or a place"
+            f"{prompt.where} does not contain after={marker!r}; give a text that is in every prompt"
+            " as the model reads it, or a place"
         )
     counts = range(1, len(tokens))
     return 1 + bisect_left(counts, True, key=lambda n: marker in tokenizer.decode(tokens[:n]))

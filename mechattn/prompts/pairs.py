@@ -21,40 +21,91 @@ _SCENES = (
     "When {first} and {second} met in the {place}, {giver} offered a {thing} to",
     "While {first} and {second} were walking to the {place}, {giver} passed a {thing} to",
     "Years ago {first} and {second} worked at the {place}. One day {giver} lent a {thing} to",
-    "It was raining, so {first} and {second} stayed in the {place}, where {giver} showed a {thing} to",
+    (
+        "It was raining, so {first} and {second} stayed in the {place}, where {giver} showed a"
+        " {thing} to"
+    ),
     "Before the trip {first} and {second} stopped at the {place}. There {giver} sold a {thing} to",
-    "All had left the {place} except {first} and {second}. In the silence {giver} threw a {thing} to",
-    "On Monday {first} and {second} shared a table in the {place}, and {giver} pushed a {thing} over to",
+    (
+        "All had left the {place} except {first} and {second}. In the silence {giver} threw a"
+        " {thing} to"
+    ),
+    (
+        "On Monday {first} and {second} shared a table in the {place}, and {giver} pushed a {thing}"
+        " over to"
+    ),
     "Because {first} and {second} had won, {giver} took a {thing} from the {place} and gave it to",
-    "The {place} was closed, so {first} and {second} sat outside until {giver} promised a {thing} to",
+    (
+        "The {place} was closed, so {first} and {second} sat outside until {giver} promised a"
+        " {thing} to"
+    ),
     "As soon as {first} and {second} arrived at the {place}, {giver} delivered a {thing} to",
-    "Last summer {first} and {second} cleaned the {place}. Afterwards {giver} presented a {thing} to",
-    "No one knew that {first} and {second} were in the {place}, or that {giver} slipped a {thing} to",
+    (
+        "Last summer {first} and {second} cleaned the {place}. Afterwards {giver} presented a"
+        " {thing} to"
+    ),
+    (
+        "No one knew that {first} and {second} were in the {place}, or that {giver} slipped a"
+        " {thing} to"
+    ),
     "To say goodbye, {first} and {second} came back to the {place}, and {giver} left a {thing} to",
-    "Late at night {first} and {second} found a {thing} near the {place}. {giver} wanted to give it to",
+    (
+        "Late at night {first} and {second} found a {thing} near the {place}. {giver} wanted to"
+        " give it to"
+    ),
     "Even though {first} and {second} had argued at the {place}, {giver} returned the {thing} to",
-    "A teacher asked {first} and {second} to tidy the {place}, and {giver} carried a {thing} over to",
-    "In the story {first} and {second} live above a {place}. In the first chapter {giver} sends a {thing} to",
-    "Two weeks later {first} and {second} had dinner near the {place}, and {giver} still owed a {thing} to",
+    (
+        "A teacher asked {first} and {second} to tidy the {place}, and {giver} carried a {thing}"
+        " over to"
+    ),
+    (
+        "In the story {first} and {second} live above a {place}. In the first chapter {giver} sends"
+        " a {thing} to"
+    ),
+    (
+        "Two weeks later {first} and {second} had dinner near the {place}, and {giver} still owed a"
+        " {thing} to"
+    ),
     "Our neighbours {first} and {second} run the {place}. This morning {giver} mailed a {thing} to",
-    "At the {place} somebody took a picture of {first} and {second} just as {giver} tossed a {thing} to",
-    "The queue at the {place} was long, so {first} and {second} talked, and {giver} described a {thing} to",
+    (
+        "At the {place} somebody took a picture of {first} and {second} just as {giver} tossed a"
+        " {thing} to"
+    ),
+    (
+        "The queue at the {place} was long, so {first} and {second} talked, and {giver} described a"
+        " {thing} to"
+    ),
     "If {first} and {second} meet at the {place} again, {giver} will bring a {thing} to",
-    "Since the {place} had only one {thing}, {first} and {second} drew lots, and {giver} gave it to",
+    (
+        "Since the {place} had only one {thing}, {first} and {second} drew lots, and {giver} gave"
+        " it to"
+    ),
     "Once {first} and {second} had locked the {place}, {giver} gave the last {thing} to",
-    "The {place} was full of guests, and {first} and {second} hid in a corner, where {giver} returned a {thing} to",
-    "For a while {first} and {second} looked around the {place}, and then {giver} recommended a {thing} to",
+    (
+        "The {place} was full of guests, and {first} and {second} hid in a corner, where {giver}"
+        " returned a {thing} to"
+    ),
+    (
+        "For a while {first} and {second} looked around the {place}, and then {giver} recommended a"
+        " {thing} to"
+    ),
 )
 _SPANS = (
     "The {event} lasted from the year {century}{year} to the year {century}",
     "The {event} began in the year {century}{year} and ended in the year {century}",
     "From {century}{year} on, the {event} dragged on until {century}",
     "Chroniclers date the {event} from {century}{year} to {century}",
-    "The museum shows letters from the {event}, which were written between {century}{year} and {century}",
+    (
+        "The museum shows letters from the {event}, which were written between {century}{year} and"
+        " {century}"
+    ),
     "He was born in {century}{year}, saw the {event} as a child, and died in {century}",
     "It says in the book that the {event} started in {century}{year} and was over by {century}",
     "Taxes rose all through the {event}, first in {century}{year} and again in {century}",
-    "The bridge was begun in {century}{year}; because of the {event} it was not finished until {century}",
+    (
+        "The bridge was begun in {century}{year}; because of the {event} it was not finished until"
+        " {century}"
+    ),
     "A first account of the {event} was printed in {century}{year}, a second one in {century}",
     "The treaty of {century}{year} did not end the {event}; that of {century}",
     "The town grew quickly after {century}{year}, and by the end of the {event} in {century}",
@@ -124,7 +175,8 @@ def pairs(
     many tokens as most others in this tokenizer.
 
     Prompts of one template are not independent, so each has its template as its ``group``: 28 of
-    "ioi", 12 of "greater-than", 20 of "capitals". Up to that number, each prompt has a template of its own.
+    "ioi", 12 of "greater-than", 20 of "capitals". Up to that number, each prompt has a template of
+    its own.
 
     Args:
         model: The model, for its tokenizer and vocabulary.
@@ -290,8 +342,8 @@ def _of_usual_length(tokenizer: Any, words: Sequence[str]) -> list[str]:
         unusual = [word for word in words if sizes[word] != usual_size]
         rest = ", ".join(f"{word.strip()!r} ({sizes[word]})" for word in unusual)
         raise PromptError(
-            f"only {len(usual)} words are {usual_size} tokens with this tokenizer; other numbers of "
-            f"tokens: {rest}"
+            f"only {len(usual)} words are {usual_size} tokens with this tokenizer; other numbers of"
+            f" tokens: {rest}"
         )
     return usual
 

@@ -34,19 +34,24 @@ class Prompt:
         question: The text of the question.
         system: The text before the question.
         answer: The text after the question, which the model reads too.
-        template: "plain" ends each segment but an answer with a newline, "joined" adds nothing; "chat" uses the
-            tokenizer's chat template.
-        id: A name that is stable between runs; random draws depend on it. If none has one, their places are used.
+        template: "plain" ends each segment but an answer with a newline, "joined" adds nothing;
+            "chat" uses the tokenizer's chat template.
+        id: A name that is stable between runs; random draws depend on it. If none has one, their
+            places are used.
         solution: The reference answer; the model doesn't read it.
         tokens: Token ids to read in place of the texts.
-        group: What the prompt shares with others that are not independent of it, such as its template; statistics then
-            treat the group as the unit. A prompt without one is its own unit. The model doesn't read it.
+        group: What the prompt shares with others that are not independent of it, such as its
+            template; statistics then treat the group as the unit. A prompt without one is its own
+            unit. The model doesn't read it.
         answer_tokens: Token ids to read in place of the answer's text: those that were generated.
-        counterpart: The question's other version, for ``Counterpart``: a text, or token ids in place of ``tokens``.
-        other_answer: The answer that the other version calls for, for the metric "answers": a text or token ids.
+        counterpart: The question's other version, for ``Counterpart``: a text, or token ids in
+            place of ``tokens``.
+        other_answer: The answer that the other version calls for, for the metric "answers": a text
+            or token ids.
         template_options: Options of the chat template, such as ``{"enable_thinking": False}``.
-        split_special_tokens: Read control tokens that the question or the system text spells out, such as "<eos>", as
-            ordinary text; without it they are control tokens, and a warning names them.
+        split_special_tokens: Read control tokens that the question or the system text spells out,
+            such as "<eos>", as ordinary text; without it they are control tokens, and a warning
+            names them.
     """
 
     question: str = ""
@@ -81,11 +86,13 @@ class Prompt:
             plain(self.group) != self.group or HALVES.search(self.group)
         ):
             raise PromptError(
-                f"the group {self.group!r} of prompt {self.id} contains characters that cannot be printed"
+                f"the group {self.group!r} of prompt {self.id} contains characters that cannot be"
+                " printed"
             )
         if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
             raise PromptError(
-                f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid text"
+                f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid"
+                " text"
             )
         others = [one for one in (self.counterpart, self.other_answer) if not isinstance(one, str)]
         for token in (
@@ -162,8 +169,8 @@ def _numbered(index: int, prompt: object) -> Prompt:
         return prompt
     if not isinstance(prompt, str):
         raise PromptError(
-            f"prompt {index} is of type {type(prompt).__name__}; give a text, a Prompt, or a tensor "
-            "of token ids"
+            f"prompt {index} is of type {type(prompt).__name__}; give a text, a Prompt, or a tensor"
+            " of token ids"
         )
     if prompt.endswith((".jsonl", ".json", ".csv", ".parquet")) and not prompt.count(" "):
         raise PromptError(
@@ -216,16 +223,19 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
 
 
 def warn_of_likeness(prompts: Sequence[Prompt]) -> str:
-    """Warn if at least half of the prompts repeat another one, apart from numbers and names; what was said, or ""."""
+    """Warn if at least half of the prompts repeat another one, apart from numbers and names; what
+    was said, or ""."""
     if said := _likeness(prompts):
         warn(
-            f"{said}. Use more varied prompts, or give their groups: Prompt(group=…), load_prompts(group=…)"
+            f"{said}. Use more varied prompts, or give their groups: Prompt(group=…),"
+            " load_prompts(group=…)"
         )
     return said
 
 
 def _likeness(prompts: Sequence[Prompt]) -> str:
-    """How at least half of the prompts repeat another one, apart from numbers and names; empty if they do not."""
+    """How at least half of the prompts repeat another one, apart from numbers and names; empty if
+    they do not."""
     groups = {prompt.group for prompt in prompts if prompt.group is not None}
     if len(prompts) < _FEWEST or 0 < len(groups) < len(prompts):
         return ""
@@ -245,8 +255,8 @@ def _likeness(prompts: Sequence[Prompt]) -> str:
     else:
         return ""
     return (
-        f"{said}: intervals and tests assume independent prompts, so intervals are up to {many**0.5:.1f} times too "
-        "narrow"
+        f"{said}: intervals and tests assume independent prompts, so intervals are up to"
+        f" {many**0.5:.1f} times too narrow"
     )
 
 

@@ -14,8 +14,8 @@ from mechattn.prompts.conditions import Condition, Variant
 def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition]:
     """Make conditions that differ in one or more options, named after their values, for ``run``.
 
-    ``sweep(MeaninglessTokens("/"), count=[0, 10, 25, 40, 55, 70])`` gives "count=10", "count=25" …; a count of 0 is the
-    baseline, which is always run. Several options give all combinations.
+    ``sweep(MeaninglessTokens("/"), count=[0, 10, 25, 40, 55, 70])`` gives "count=10", "count=25" …;
+    a count of 0 is the baseline, which is always run. Several options give all combinations.
 
     Args:
         condition: The condition to vary.
@@ -31,7 +31,8 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
     for name, values in options.items():
         if name not in have:
             raise OptionError(
-                f"{type(condition).__name__} has no option {name!r} to vary; it has {', '.join(have)}"
+                f"{type(condition).__name__} has no option {name!r} to vary; it has"
+                f" {', '.join(have)}"
             )
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise OptionError(

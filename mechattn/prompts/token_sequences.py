@@ -1,4 +1,5 @@
-"""Token ids with the origin and segment of every position, batches of them, and pairs with the baseline."""
+"""Token ids with the origin and segment of every position, batches of them, and pairs with the
+baseline."""
 
 from __future__ import annotations
 
@@ -35,9 +36,10 @@ class Sequence:
         edge_mask: The cut attention edges; None for none.
         interventions: The interventions while the model reads this sequence.
         decode: Maps token ids to text, for display in a notebook; without it ids are shown.
-        counterpart: Whether this is the other version of a prompt, whose tokens may differ from the baseline's.
-        first_part: The text that the baseline's first token belongs to: "bos", "template", "system", "question" or
-            "answer". Its segment is "first".
+        counterpart: Whether this is the other version of a prompt, whose tokens may differ from the
+            baseline's.
+        first_part: The text that the baseline's first token belongs to: "bos", "template",
+            "system", "question" or "answer". Its segment is "first".
     """
 
     tokens: Int[Tensor, " pos"]
@@ -69,8 +71,8 @@ class Sequence:
     def position_ids(self) -> Int[Tensor, " pos"]:
         """The position ids for RoPE or a position embedding: 0, 1, 2 …, or those of the baseline.
 
-        With the ids of the baseline, an inserted token has the id just before that of the next token; ids may be
-        negative.
+        With the ids of the baseline, an inserted token has the id just before that of the next
+        token; ids may be negative.
         """
         ids = torch.arange(len(self))
         if self.keeps_positions:
@@ -85,7 +87,8 @@ class Sequence:
         return self.segment == SEGMENTS.index(name)
 
     def of_part(self, name: str) -> Bool[Tensor, " pos"]:
-        """Which positions hold the text ``name`` of the prompt: its segment, and the first token if it begins there."""
+        """Which positions hold the text ``name`` of the prompt: its segment, and the first token if
+        it begins there."""
         members = self.of_segment(name)
         if name == self.first_part:
             members = members | self.of_segment("first")
@@ -111,7 +114,8 @@ class Sequence:
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[str]:
-    """The text of each token; where several share a character, the character and which part: "你 2/3"."""
+    """The text of each token; where several share a character, the character and which part: "你
+    2/3"."""
     texts: list[str] = []
     while len(texts) < len(token_ids):
         start = len(texts)
@@ -131,7 +135,8 @@ def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> lis
 def baseline_sequence(
     tokens: Seq[int], segments: Seq[str], decode: Callable[[list[int]], str] | None = None
 ) -> Sequence:
-    """A sequence without inserted tokens, from the text that each token belongs to; the first token is its own segment.
+    """A sequence without inserted tokens, from the text that each token belongs to; the first token
+    is its own segment.
 
     The first of ``segments`` may be "bos", which is no segment: its only token is always the first.
     """
@@ -145,14 +150,16 @@ def baseline_sequence(
 
 
 def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
-    """Return the sequence with ``filler`` inserted before position ``at``; original tokens do not change."""
+    """Return the sequence with ``filler`` inserted before position ``at``; original tokens do not
+    change."""
     if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(sequence):
         raise ConditionError(
             f"at={at!r}: give a position from 0 to {len(sequence)}, the end of this sequence"
         )
     if isinstance(filler, str) or not all(isinstance(token, int) for token in filler):
         raise ConditionError(
-            f"filler={filler!r}: give token ids; tokenizer(text, add_special_tokens=False) makes them"
+            f"filler={filler!r}: give token ids; tokenizer(text, add_special_tokens=False) makes"
+            " them"
         )
 
     def spliced(old: Int[Tensor, " old"], new: Int[Tensor, " new"]) -> Int[Tensor, " longer"]:
@@ -170,11 +177,13 @@ def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences padded on the right to one length; padding has origin and segment −2 and never counts.
+    """Sequences padded on the right to one length; padding has origin and segment −2 and never
+    counts.
 
-    ``rows[i]`` gives the prompt and the condition of row ``i``. ``edge_mask`` holds the cut attention edges (None for
-    none) and ``edge_mask_layers[i]`` the layers where they are cut (None for all); see :meth:`at`. ``position_ids`` is
-    None if all are 0, 1, 2 …. ``interventions[i]`` act on row ``i``.
+    ``rows[i]`` gives the prompt and the condition of row ``i``. ``edge_mask`` holds the cut
+    attention edges (None for none) and ``edge_mask_layers[i]`` the layers where they are cut (None
+    for all); see :meth:`at`. ``position_ids`` is None if all are 0, 1, 2 …. ``interventions[i]``
+    act on row ``i``.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -245,7 +254,8 @@ PADDING = -2
 
 @lru_cache(maxsize=4)  # cached for all blocks and layers, because each call would wait for a GPU
 def inserted_span(batch: Batch) -> tuple[int, int]:
-    """The first position where any row has an inserted token, and the position after the last; (0, 0) for none."""
+    """The first position where any row has an inserted token, and the position after the last; (0,
+    0) for none."""
     places = batch.inserted.any(0).nonzero()
     if not len(places):
         return 0, 0
@@ -290,8 +300,9 @@ class Pairs:
     batch: Batch
     baseline: Int[Tensor, " pair"]  # the row of each sequence's baseline
 
-    # Of each original token, by its position in the baseline: its position in the sequence (0 where there is none),
-    # whether it exists, and its segment's index in ``SEGMENTS`` (−2 where there is none).
+    # Of each original token, by its position in the baseline: its position in the sequence (0 where
+    # there is none), whether it exists, and its segment's index in ``SEGMENTS`` (−2 where there is
+    # none).
     place: Int[Tensor, "pair original"]
     original: Bool[Tensor, "pair original"]
     segment: Int[Tensor, "pair original"]

@@ -1,4 +1,5 @@
-"""Tokenizes a prompt, plainly joined or by the chat template; gives each token its segment, and its class."""
+"""Tokenizes a prompt, plainly joined or by the chat template; gives each token its segment, and its
+class."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class TokenizedModel(Protocol):
 
 
 def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
-    """The baseline sequence of a prompt: BOS exactly once (if the model uses one), each token in its segment."""
+    """The baseline sequence of a prompt: BOS exactly once (if the model uses one), each token in
+    its segment."""
     if prompt.answer_tokens:
         question = tokenize(replace(prompt, answer="", answer_tokens=()), model)
         later_segments = [SEGMENTS[code] for code in question.segment[1:].tolist()]
@@ -82,8 +84,9 @@ def require_tokenizer(model: TokenizedModel) -> Any:
     """The tokenizer of the model."""
     if getattr(model, "tokenizer", None) is None:
         raise ModelError(
-            "this model has no tokenizer; pass one to load_model(model, tokenizer=…), or give token ids: as prompts, "
-            "and as filler by an Insertion of your own, since built-in conditions make theirs with a tokenizer"
+            "this model has no tokenizer; pass one to load_model(model, tokenizer=…), or give token"
+            " ids: as prompts, and as filler by an Insertion of your own, since built-in conditions"
+            " make theirs with a tokenizer"
         )
     return model.tokenizer
 
@@ -95,14 +98,15 @@ def own_bos(model: TokenizedModel) -> int | None:
     bos = getattr(model.tokenizer, "bos_token_id", None)
     if bos is None and model.tokenizer is not None:
         raise ModelError(
-            "the model is set to prepend a BOS token (cfg.default_prepend_bos) but its tokenizer has none; "
-            "set model.cfg.default_prepend_bos = False"
+            "the model is set to prepend a BOS token (cfg.default_prepend_bos) but its tokenizer"
+            " has none; set model.cfg.default_prepend_bos = False"
         )
     return bos
 
 
 def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) -> None:
-    """Check that token ids begin as the model's texts do, since the first token takes much of the attention."""
+    """Check that token ids begin as the model's texts do, since the first token takes much of the
+    attention."""
     first = prompt.tokens[0]
     if bos is not None and first != bos:
         raise PromptError(
@@ -118,7 +122,8 @@ def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) ->
 
 
 def _opens_chats(tokenizer: Any) -> bool:
-    """Whether the chat template writes the BOS token, as that of SmolLM2, whose turns begin with it."""
+    """Whether the chat template writes the BOS token, as that of SmolLM2, whose turns begin with
+    it."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return tokenizer.bos_token in str(template) or "bos_token" in str(template)
 
@@ -158,12 +163,13 @@ def _plain(prompt: Prompt) -> tuple[str, list[Span]]:
 def _tokens_in_spans(
     prompt: Prompt, tokenizer: Any, text: str, spans: list[Span]
 ) -> tuple[list[int], list[str]]:
-    """The tokens of a text, and the segment of each: that of its first character that is no space."""
+    """The tokens of a text, and the segment of each: that of its first character that is no
+    space."""
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
-            f"{type(tokenizer).__name__} is a slow tokenizer, which does not report the characters "
-            "of each token; load the fast one (AutoTokenizer with use_fast=True), or give token ids "
-            "as prompts"
+            f"{type(tokenizer).__name__} is a slow tokenizer, which does not report the characters"
+            " of each token; load the fast one (AutoTokenizer with use_fast=True), or give token"
+            " ids as prompts"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     control_tokens = _control_tokens(tokenizer)
@@ -192,11 +198,12 @@ def _control_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 def _as_written(prompt: Prompt, tokenizer: Any, token: int, characters: str) -> list[int]:
-    """A control token that a prompt's own text spells out: itself with a warning, or its letters."""
+    """A control token that a prompt's own text spells out: itself with a warning, or its
+    letters."""
     if not prompt.split_special_tokens:
         warn(
-            f"{prompt.where} contains {characters!r}, which this tokenizer reads as a control token; "
-            "Prompt(…, split_special_tokens=True) has it read as text"
+            f"{prompt.where} contains {characters!r}, which this tokenizer reads as a control"
+            " token; Prompt(…, split_special_tokens=True) has it read as text"
         )
         return [token]
     letters = tokenizer(characters, add_special_tokens=False, split_special_tokens=True)
@@ -210,7 +217,8 @@ def _as_written(prompt: Prompt, tokenizer: Any, token: int, characters: str) -> 
 
 
 def token_class(text: str) -> str:
-    """The class of a token's text without surrounding spaces; part of a word counts as the whole word."""
+    """The class of a token's text without surrounding spaces; part of a word counts as the whole
+    word."""
     word = text.replace("▁", " ").strip()
     is_numeric = all(character.isnumeric() or character in ".," for character in word)
     if is_numeric and any(character.isnumeric() for character in word):

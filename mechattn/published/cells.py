@@ -1,4 +1,5 @@
-"""One cell of the table: a measured value, its interval, the same untrained, and one of four words."""
+"""One cell of the table: a measured value, its interval, the same untrained, and one of four
+words."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Cell:
 
     @property
     def value_words(self) -> str:
-        """The value and its interval, such as "−18.2 % [−19.0, −17.4]"; empty where there is none."""
+        """The value and its interval, such as "−18.2 % [−19.0, −17.4]"; empty where there is
+        none."""
         if self.word == NOT_MEASURABLE:
             return ""
         low, high = (number_words(end, self.unit) for end in (self.low, self.high))
@@ -54,7 +56,8 @@ class Cell:
 
     @property
     def untrained_words(self) -> str:
-        """The range of the draws, such as "untrained −12.1 to −9.3 %"; empty where there are none."""
+        """The range of the draws, such as "untrained −12.1 to −9.3 %"; empty where there are
+        none."""
         if not self.untrained:
             return ""
         lowest = number_words(min(self.untrained), self.unit)
@@ -86,7 +89,8 @@ def measured_cell(statement: Statement, values: Seq[float], untrained: Seq[float
 
 
 def accuracy_cell(statement: Statement, evaluation: Evaluation) -> Cell:
-    """The cell of an accuracy: Newcombe's interval of the difference, and the exact McNemar test."""
+    """The cell of an accuracy: Newcombe's interval of the difference, and the exact McNemar
+    test."""
     compared = evaluation.compare(statement.condition, statement.to, unit="prompt")
     value, low, high, detectable = (
         100 * float(compared[name]) for name in ("difference", "low", "high", "detectable")

@@ -45,8 +45,9 @@ class Comparison:
         counted = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
         measured = len(words) - counts[NOT_MEASURABLE]
         return (
-            f"{len(words)} cells, of {len(self.cells)} published statements: {counted}. Of "
-            f"{measured} intervals of 95 %, about {measured / 20:.0f} miss the true value by chance."
+            f"{len(words)} cells, of {len(self.cells)} published statements: {counted}. Of"
+            f" {measured} intervals of 95 %, about {measured / 20:.0f} miss the true value by"
+            " chance."
         )
 
     def place_words(self, statement: Statement) -> str:

@@ -1,4 +1,5 @@
-"""The figures of the paper beside ours: what their captions say, and the same drawn for other models."""
+"""The figures of the paper beside ours: what their captions say, and the same drawn for other
+models."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def figure_sections(results: Seq[Result]) -> list[Section]:
 
 
 def changing_heads(result: Result) -> list[int]:
-    """The heads of layer 0 that change most on one half of the prompts; the first where there are too few."""
+    """The heads of layer 0 that change most on one half of the prompts; the first where there are
+    too few."""
     count = min(HEADS, result["received_attention"].sizes["head"])
     prompts = result["received_attention"].sizes["prompt"]
     if prompts < 2 * FEWEST:

@@ -1,4 +1,5 @@
-"""Measures one model for all statements; each run is stored as soon as it is done, and is not repeated."""
+"""Measures one model for all statements; each run is stored as soon as it is done, and is not
+repeated."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class ModelRuns:
 
     @cached_property
     def arm(self) -> ARM | None:
-        """ARM with the published values for the model, or else for its family; None if there are none."""
+        """ARM with the published values for the model, or else for its family; None if there are
+        none."""
         short_name = provenance.name_of(self.name).casefold()
         family = architecture_named(self.name).partition("For")[0]
         published = self.statements.arms
@@ -104,7 +106,8 @@ class ModelRuns:
         return values
 
     def values(self, run_name: str, draw: int | None = None) -> StatementValues:
-        """The values of one run, from its file if it is stored; of untrained weights with a draw."""
+        """The values of one run, from its file if it is stored; of untrained weights with a
+        draw."""
         path = self._place(run_name, draw)
         is_drawn = run_name == DRAWN_RUN and draw is None
         if path.exists() and (self.result_place.exists() or not is_drawn):

@@ -1,4 +1,5 @@
-"""The page: the table of statements and models, the line of each, and the paper's figures beside ours."""
+"""The page: the table of statements and models, the line of each, and the paper's figures beside
+ours."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def write_comparison(
     filled = {"comparison": comparison, "models": models, "rule": rule_words, "styles": STYLES}
     about = About(
         title="What was published, and what other models show",
-        subtitle=f"{'; '.join(comparison.statements.sources.values())}, beside {', '.join(models)}.",
+        subtitle=(
+            f"{'; '.join(comparison.statements.sources.values())}, beside {', '.join(models)}."
+        ),
         command=comparison.about["command"],
         lead=("paper.html.j2", filled),
     )

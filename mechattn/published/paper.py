@@ -44,14 +44,16 @@ def paper(
     command: str = "",
     force: bool = False,
 ) -> Comparison:
-    """Show what arXiv:2510.01032 published beside what models show, and beside what untrained weights show.
+    """Show what arXiv:2510.01032 published beside what models show, and beside what untrained
+    weights show.
 
-    Prompts have the paper's form: its system prompt, the inserted tokens and the question are concatenated. Writes
-    ``index.html``, ``paper.md`` and ``paper.json`` to a folder, which also keeps every finished run: the same call
-    resumes where an earlier one stopped.
+    Prompts have the paper's form: its system prompt, the inserted tokens and the question are
+    concatenated. Writes ``index.html``, ``paper.md`` and ``paper.json`` to a folder, which also
+    keeps every finished run: the same call resumes where an earlier one stopped.
 
     Args:
-        models: Names, directories or files that ``load_model`` takes; the page has a column for each.
+        models: Names, directories or files that ``load_model`` takes; the page has a column for
+            each.
         out: The folder.
         prompts: As the ``source`` of ``load_prompts``.
         field: The field of a file or dataset with the question.
@@ -160,5 +162,5 @@ def _check_prompts(
             raise OptionError(
                 f"{problems} problems are to be answered, but {prompt.where} of {name} has no "
                 f"{answer_field!r}, so no answer can be graded; name the field with the solution "
-                f"(answer_field=…, --answer-field), or leave problems out"
+                "(answer_field=…, --answer-field), or leave problems out"
             )

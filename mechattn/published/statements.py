@@ -1,4 +1,5 @@
-"""The published statements: quotes, where they stand, published values, and what is measured beside them."""
+"""The published statements: quotes, where they stand, published values, and what is measured beside
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Arm(Section):
 class Statement(Section):
     """What was published, and the measured value that comes with it.
 
-    As published: the whole interval lies beyond ``line`` in ``direction``; opposite: beyond ``opposite``, the other way.
+    As published: the whole interval lies beyond ``line`` in ``direction``; opposite: beyond
+    ``opposite``, the other way.
     """
 
     key: Text

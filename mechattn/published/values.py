@@ -1,6 +1,8 @@
-"""Values beside published ones: each is a function of a result, and gives one float64 number a prompt.
+"""Values beside published ones: each is a function of a result, and gives one float64 number a
+prompt.
 
-A value whose unit is "change" is a log-ratio; it is written in percent once its mean and interval are taken.
+A value whose unit is "change" is a log-ratio; it is written in percent once its mean and interval
+are taken.
 """
 
 from __future__ import annotations
@@ -39,14 +41,16 @@ class Asked:
 
 
 def change(result: Result, asked: Asked) -> PerPrompt:
-    """Log-ratio of what the question has under two conditions; mean over heads, then over layers."""
+    """Log-ratio of what the question has under two conditions; mean over heads, then over
+    layers."""
     after = of_segment(result, asked, asked.condition)
     before = of_segment(result, asked, asked.to)
     return log_ratio(after, before).mean(1)
 
 
 def layers_falling(result: Result, asked: Asked) -> PerPrompt:
-    """Share of all measured layers in which the question has less than under the other condition."""
+    """Share of all measured layers in which the question has less than under the other
+    condition."""
     every_layer = Asked(asked.quantities, layers=measured_layers(result, asked.quantities[0]))
     after = of_segment(result, every_layer, asked.condition)
     before = of_segment(result, every_layer, asked.to)
@@ -78,8 +82,8 @@ def affine_share(result: Result, asked: Asked) -> PerPrompt:
 def change_at_peaks(result: Result, asked: Asked) -> PerPrompt:
     """Log-ratio of what the peaks of the question receive; mean over heads.
 
-    A head's peaks are the tenth of the question's tokens with the largest geometric mean of both conditions: peaks of
-    one condition alone would fall in the other without any effect.
+    A head's peaks are the tenth of the question's tokens with the largest geometric mean of both
+    conditions: peaks of one condition alone would fall in the other without any effect.
     """
     changes = []
     for after, before in both_curves(result, asked):
@@ -99,7 +103,8 @@ def peak_moved(result: Result, asked: Asked) -> PerPrompt:
 
 
 def band_width(result: Result, asked: Asked) -> PerPrompt:
-    """Log-ratio of a prompt's mean distance from the mean of all prompts, over heads and places of the question."""
+    """Log-ratio of a prompt's mean distance from the mean of all prompts, over heads and places of
+    the question."""
     distances = []
     for curves in zip(*both_curves(result, asked), strict=True):
         shortest = min(curve.shape[1] for curve in curves)
@@ -110,9 +115,11 @@ def band_width(result: Result, asked: Asked) -> PerPrompt:
 
 
 def evenness_apart(result: Result, asked: Asked) -> PerPrompt:
-    """How evenly the inserted tokens receive attention, less the same under the other condition; mean over heads.
+    """How evenly the inserted tokens receive attention, less the same under the other condition;
+    mean over heads.
 
-    ``exp(−Σ p log p) / n`` over n inserted tokens, with p the share of each in what all of them receive.
+    ``exp(−Σ p log p) / n`` over n inserted tokens, with p the share of each in what all of them
+    receive.
     """
     evenness = {}
     for condition in (asked.condition, asked.to):
@@ -127,7 +134,8 @@ def evenness_apart(result: Result, asked: Asked) -> PerPrompt:
 
 
 def change_of_large(result: Result, asked: Asked) -> PerPrompt:
-    """Log-ratio of the share of large activations: beyond the bound that a tenth of the baseline's exceed."""
+    """Log-ratio of the share of large activations: beyond the bound that a tenth of the baseline's
+    exceed."""
     after = of_segment(result, asked, asked.condition)[:, 0]
     before = of_segment(result, asked, asked.to)[:, 0]
     left = dataset_with(result, asked.quantities[0]).bin.values.astype(np.float64)  # from −∞
@@ -140,7 +148,8 @@ def change_of_large(result: Result, asked: Asked) -> PerPrompt:
 
 
 def classes_beside_other(result: Result, asked: Asked) -> PerPrompt:
-    """Log-ratio of a share at digits, operators and conjunctions (mean of those there) to that at other tokens."""
+    """Log-ratio of a share at digits, operators and conjunctions (mean of those there) to that at
+    other tokens."""
     shares = selected(result, asked.quantities[0], asked, asked.condition).isel(layer=0)
     other = shares.sel(token_class="other").values
     classes = shares.drop_sel(token_class="other").mean("token_class").values
@@ -148,7 +157,8 @@ def classes_beside_other(result: Result, asked: Asked) -> PerPrompt:
 
 
 def updates_at_first(result: Result, asked: Asked) -> PerPrompt:
-    """‖update‖ / ‖hidden state‖ where the strongest target is the first token, over the mean of its layer.
+    """‖update‖ / ‖hidden state‖ where the strongest target is the first token, over the mean of its
+    layer.
 
     Over all heads and all tokens after the first, which sees no other; mean over layers from 4 on.
     """
@@ -243,7 +253,8 @@ def of_segment(
 
 
 def both_curves(result: Result, asked: Asked) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What each token of the question receives in a layer under both conditions, [head, key], for each prompt.
+    """What each token of the question receives in a layer under both conditions, [head, key], for
+    each prompt.
 
     Without the last eight original tokens, which hardly any token follows.
     """

@@ -136,7 +136,10 @@ def activation_metrics(
         draw.side_by_side(figure, names, series, COLOURS[1:], column=column, **_POINTS)
         draw.rule(figure, y=0, column=column)
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
-    note = f"layer {layer}, {segment} tokens; {_n(results)}; bars: 95 % t intervals of the log-ratio of prompts' means"
+    note = (
+        f"layer {layer}, {segment} tokens; {_n(results)}; bars: 95 % t intervals of the log-ratio"
+        " of prompts' means"
+    )
     draw.title(figure, "changes of the MLP's activations", note, 520, top=130)
     return says(figure, "Change of the near-zero share:", *sentences)
 
@@ -221,7 +224,10 @@ def agreement(
     draw.side_by_side(figure, others, series, COLOURS[1:], **_POINTS)
     draw.rule(figure, y=0)
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
-    note = f"of changes from the baseline, layer {layer}, question tokens; {_n(results)}; bars: 95 % t intervals"
+    note = (
+        f"of changes from the baseline, layer {layer}, question tokens; {_n(results)}; bars: 95 % t"
+        " intervals"
+    )
     draw.title(figure, f"agreement with “{condition}”", note, 460, top=130)
     return says(figure, "; ".join(words) + ".")
 
@@ -241,7 +247,7 @@ def _checked(
     result_list = [results] if isinstance(results, Result) else list(results)
     if not result_list:
         raise OptionError("there are no results to show")
-    names = [name for name in (conditions or result_list[0].conditions) if name != BASELINE]
+    names = [name for name in conditions or result_list[0].conditions if name != BASELINE]
     for result in result_list:
         check_layer(layer, result[NAME])
         for name in names:
@@ -320,7 +326,10 @@ def update_histogram(
             **_HEAT,
             colorbar=dict(title="% of<br>tokens"),
             customdata=np.broadcast_to(_ranges(bins)[inner], (heads, len(x))),
-            hovertemplate=f"layer {layer}, head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %<extra></extra>",
+            hovertemplate=(
+                f"layer {layer}, head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}}"
+                " %<extra></extra>"
+            ),
         )
     uniform = np.log10(1 / heads) if is_magnitude else 0.0
     draw.rule(figure, **_RULE, x=uniform)
@@ -480,7 +489,8 @@ def _finished(
     values: xr.DataArray,
     height: int,
 ) -> go.Figure:
-    """Set the title, a slider with one step per layer, and the sentence on the question's tokens."""
+    """Set the title, a slider with one step per layer, and the sentence on the question's
+    tokens."""
     prefix = _prefix(reading)
     note = f"{condition}; {count_words(result)}"
     if reading == "top_target":

@@ -228,7 +228,10 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
             meta=["n", "tokens"],
             marker=dict(symbol=symbol, size=10, line_width=2),
             customdata=table[[f"{correctness}_n", f"{correctness}_tokens"]].values,
-            hovertemplate="%{x:.1f} %<br>%{customdata[0]} answers of %{customdata[1]:.0f} tokens<extra></extra>",
+            hovertemplate=(
+                "%{x:.1f} %<br>%{customdata[0]} answers of %{customdata[1]:.0f}"
+                " tokens<extra></extra>"
+            ),
         )
         figure.add_scatter(
             x=100 * table[f"{correctness}_uniform"],
@@ -251,14 +254,19 @@ def while_answering(measured: WhileAnswering, to: str = "question") -> go.Figure
         marker=dict(size=9),
         meta=["pairs", "p_beyond"],
         customdata=table[["pairs", "p_beyond"]].values,
-        hovertemplate="%{x:+.2f} points<br>%{customdata[0]} pairs, p = %{customdata[1]:.2g}<extra></extra>",
+        hovertemplate=(
+            "%{x:+.2f} points<br>%{customdata[0]} pairs, p = %{customdata[1]:.2g}<extra></extra>"
+        ),
     )
     draw.rule(figure, x=0, colour="#444", column=2)
     labels = [
         f"{row.condition}<br>{row.right_n} right, {row.wrong_n} wrong" for row in table.itertuples()
     ]
     figure.update_yaxes(tickvals=list(places), ticktext=labels, autorange="reversed", row=1, col=1)
-    note = "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform attention"
+    note = (
+        "bars: 95 % over answers, and over pairs of the same length; upright lines: uniform"
+        " attention"
+    )
     draw.title(
         figure,
         f"{measured.about}: attention of {measured.queries}",

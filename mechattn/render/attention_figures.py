@@ -32,7 +32,9 @@ from mechattn.stats.intervals import FEWEST
 
 NAME = "received_attention"
 DOTTED_WORDS = {
-    "dilution": "dotted: dilution (the original tokens keep their attention to each other; by segment)",
+    "dilution": (
+        "dotted: dilution (the original tokens keep their attention to each other; by segment)"
+    ),
     "uniform": "dotted: uniform attention",
 }
 
@@ -155,7 +157,8 @@ def _null_kind(result: Result, conditions: Seq[str], null: Null | None) -> Null:
     """
     if null not in (None, *DOTTED_WORDS):
         raise OptionError(
-            f'null={null!r}: lines by position show "dilution" or "uniform"; result.compare has others'
+            f'null={null!r}: lines by position show "dilution" or "uniform"; result.compare has'
+            " others"
         )
     changed = [name for name in conditions if name != BASELINE]
     kinds = {Contrast(result, name, null=null).null_used for name in changed}

@@ -55,12 +55,18 @@ HOVER = "%{y:.2f} [%{customdata[0]:.2f}, %{customdata[1]:.2f}]<extra></extra>"
 LOWER = "legend2"  # of the panels below
 ONE_CAUSE = {"hidden states": "distance and hidden states"}
 SENTENCES = {
-    "taken": "With “{condition}”, the inserted tokens take {inserted} of 100 points of the question's attention, "
-    "averaged over all layers and heads ({most} in layer {layer}).",
+    "taken": (
+        "With “{condition}”, the inserted tokens take {inserted} of 100 points of the question's"
+        " attention, averaged over all layers and heads ({most} in layer {layer})."
+    ),
     "paid": "The others change by: {changes}.",
-    "causes": "The question's attention to itself changes by {question} points, by cause: {causes}.",
-    "not_inserted": "With “{condition}”, the question's attention changes, averaged over all layers and heads, by: "
-    "{changes}.",
+    "causes": (
+        "The question's attention to itself changes by {question} points, by cause: {causes}."
+    ),
+    "not_inserted": (
+        "With “{condition}”, the question's attention changes, averaged over all layers and heads,"
+        " by: {changes}."
+    ),
 }
 
 

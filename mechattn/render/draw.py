@@ -93,7 +93,8 @@ def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> d
 
 
 def panels(titles: Seq[str] | None = None, rows: int = 1, **options: Any) -> go.Figure:
-    """Panels side by side, or below each other, with their titles; one without a title by default."""
+    """Panels side by side, or below each other, with their titles; one without a title by
+    default."""
     if titles is None:
         return go.Figure()
     return make_subplots(rows, len(titles) // rows, subplot_titles=list(titles), **options)

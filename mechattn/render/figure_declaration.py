@@ -194,7 +194,8 @@ def check_heads(heads: Seq[int | str], count: int, layer: int | None = None) -> 
         head_layer, number = head_named(head) or (layer, head)
         if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
             raise OptionError(
-                f'heads holds {number!r}; give whole numbers, from 0, such as heads=[0, 3], or ["L1H2"]'
+                f"heads holds {number!r}; give whole numbers, from 0, such as heads=[0, 3], or"
+                ' ["L1H2"]'
             )
         if head_layer != layer:
             why = f"layer {layer} is shown"

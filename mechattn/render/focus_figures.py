@@ -170,6 +170,6 @@ def _measured_answer(result: Result, condition: str, segment: str) -> str:
     later = int(max(result["head_updates"].layer)) >= EARLY_LAYERS
     layers = f"layers from {EARLY_LAYERS} on" if later else "all layers"
     return (
-        f"Updates over the mean of their layer, by the attention that {segment} queries give to the "
-        f"first token ({layers}): {'; '.join(phrases)}. No impact would be 0."
+        f"Updates over the mean of their layer, by the attention that {segment} queries give to the"
+        f" first token ({layers}): {'; '.join(phrases)}. No impact would be 0."
     )

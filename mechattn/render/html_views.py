@@ -72,8 +72,8 @@ def pattern(
     change = maps[:, original][:, :, original] - without
     reach = float(np.nanmax(abs(change))) or 1.0
     caption = (
-        f"{model_caption(result)}, layer {layer}: attention between original tokens, “{condition}” minus the "
-        f"baseline; orange: more, blue: less, at most {reach:.2f}"
+        f"{model_caption(result)}, layer {layer}: attention between original tokens, “{condition}”"
+        f" minus the baseline; orange: more, blue: less, at most {reach:.2f}"
     )
     colours = {
         "minValue": -reach,
@@ -160,8 +160,9 @@ def _text(caption: str, tokens: Seq[str], values: np.ndarray, top: float) -> str
             number = f"{value:.4f}"
         ink = "#fff" if strength > 0.6 else "inherit"
         spans.append(
-            f'<span title="{number}" style="background:rgba({red},{green},{blue},{strength:.2f});color:{ink};'
-            f'padding:2px 1px;white-space:pre-wrap;unicode-bidi:isolate">{html.escape(visible(token))}</span>'
+            f'<span title="{number}"'
+            f' style="background:rgba({red},{green},{blue},{strength:.2f});color:{ink};padding:2px'
+            f' 1px;white-space:pre-wrap;unicode-bidi:isolate">{html.escape(visible(token))}</span>'
         )
     text = f'<p style="line-height:1.9;overflow-wrap:anywhere">{"".join(spans)}</p>'
     return f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption>{text}</figure>'
@@ -217,8 +218,9 @@ def _heads_view(
     digest = hashlib.sha256(f"AttentionHeads {caption} {data}".encode()).hexdigest()
     name = f"view-{digest[:12]}"
     return View(
-        f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption><div id="{name}"></div></figure>'
-        f'<script>CircuitsVis.render("{name}", CircuitsVis.AttentionHeads, {data})</script>'
+        f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption><div'
+        f' id="{name}"></div></figure><script>CircuitsVis.render("{name}",'
+        f" CircuitsVis.AttentionHeads, {data})</script>"
     )
 
 
@@ -245,9 +247,10 @@ class View:
         if self.script:
             script = f"<script>{view_script(self.script)}</script>"
         return (
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}"><title>Attention</title>'
-            f"<style>:root {{ color-scheme: light dark }} body {{ font-family: {FONT} }}</style></head>"
-            f"<body>{script}{self.body}</body></html>"
+            '<!doctype html><html lang="en"><head><meta'
+            f' charset="utf-8">{GENERATOR}"><title>Attention</title><style>:root {{ color-scheme:'
+            f" light dark }} body {{ font-family: {FONT}"
+            f" }}</style></head><body>{script}{self.body}</body></html>"
         )
 
     def save(self, path: str | Path, force: bool = False) -> None:
@@ -265,7 +268,10 @@ class View:
     def __repr__(self) -> str:
         """One line: the HTML itself is for a notebook or a file."""
         drawn = f", drawn by {self.script}" if self.script else ""
-        return f"View({len(self.body):,} characters of HTML{drawn}; .save(path) writes a page that opens offline)"
+        return (
+            f"View({len(self.body):,} characters of HTML{drawn}; .save(path) writes a page that"
+            " opens offline)"
+        )
 
     def packed(self) -> str:
         """Return a document that unpacks itself into the page, for a frame's ``srcdoc``."""
@@ -276,7 +282,10 @@ class View:
 
     def _repr_html_(self) -> str:
         source = html.escape(self.packed(), quote=True)
-        return f'<iframe srcdoc="{source}" style="width:100%;height:{self.height}px;border:0"></iframe>'
+        return (
+            f'<iframe srcdoc="{source}"'
+            f' style="width:100%;height:{self.height}px;border:0"></iframe>'
+        )
 
 
 _UNPACKS = """<!doctype html><meta charset="utf-8"><script>
@@ -293,7 +302,8 @@ _UNPACKS = """<!doctype html><meta charset="utf-8"><script>
 
 @cache
 def view_script(script: Script = "circuitsvis") -> str:
-    """The script of circuitsvis (1.3 MB) or of plotly (4.5 MB), as installed; needed once per page."""
+    """The script of circuitsvis (1.3 MB) or of plotly (4.5 MB), as installed; needed once per
+    page."""
     if script == "plotly":
         import plotly.offline
 
@@ -332,8 +342,8 @@ def check_page_place(path: str | Path, force: bool = False) -> None:
     check_writable(path)
     if path.exists() and not (path.is_file() and (force or _is_ours(path))):
         raise OutputError(
-            f"{path} exists and was not written by mechattn, so it is not replaced; choose another name, or give "
-            f"--force (in Python force=True)"
+            f"{path} exists and was not written by mechattn, so it is not replaced; choose another"
+            " name, or give --force (in Python force=True)"
         )
 
 

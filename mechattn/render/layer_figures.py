@@ -179,9 +179,9 @@ def scale_by_layer(
     )
     return says(
         figure,
-        f"Means over layers and heads with “{condition}”: λ = {mean_words(result, dataset.scale)}, "
-        f"{mean_words(result, dataset.scale_uniform)} under uniform attention; the affine form misses "
-        f"{mean_words(result, dataset.relative_error)} of the output's norm.",
+        f"Means over layers and heads with “{condition}”: λ = {mean_words(result, dataset.scale)},"
+        f" {mean_words(result, dataset.scale_uniform)} under uniform attention; the affine form"
+        f" misses {mean_words(result, dataset.relative_error)} of the output's norm.",
     )
 
 

@@ -88,8 +88,9 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     draw.title(figure, f"{circuit.about['model']}: circuit", note, 200 + 110 * (layers + 2))
     return says(
         figure,
-        f"{len(table)} edges. On the other half, {int(faithful.edges)} edges carry {faithful.faithfulness:.0%} "
-        f"{interval} of the effect, as many random ones {faithful.random:.0%}.",
+        f"{len(table)} edges. On the other half, {int(faithful.edges)} edges carry"
+        f" {faithful.faithfulness:.0%} {interval} of the effect, as many random ones"
+        f" {faithful.random:.0%}.",
     )
 
 
@@ -195,8 +196,9 @@ def patching_map(patching: Patching) -> go.Figure:
     significant = int((table[q_column] < 0.05).sum())
     return says(
         figure,
-        f"{significant} of {len(table)} {across}s at q < 0.05. Largest: {_cell_words(cell)}, {effect}; it was "
-        'selected as the largest, so its interval is too optimistic (table(select="half") avoids this).',
+        f"{significant} of {len(table)} {across}s at q < 0.05. Largest: {_cell_words(cell)},"
+        f" {effect}; it was selected as the largest, so its interval is too optimistic"
+        ' (table(select="half") avoids this).',
     )
 
 
@@ -287,8 +289,9 @@ def patching_effects(
 
     about = patching.about
     note = (
-        f"{about['direction']}, {about['method']}; n = {patching.units.words}; q over {table.attrs['family']}; "
-        f"bars: 95 % intervals; whole effect {number_words(patching.whole)}"
+        f"{about['direction']}, {about['method']}; n = {patching.units.words}; q over"
+        f" {table.attrs['family']}; bars: 95 % intervals; whole effect"
+        f" {number_words(patching.whole)}"
     )
     draw.title(figure, f"{about['model']}: patching effects", note, 190 + 30 * len(table), top=120)
     low = min(drawn_values)

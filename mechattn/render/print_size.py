@@ -70,8 +70,8 @@ def for_paper(figure: go.Figure, column: Column = "double", *, title: bool = Fal
     millimetres = (paper.layout.height - _LINE * len(heading)) / _PIXELS * 25.4
     if millimetres > _PAGE:
         raise OptionError(
-            f"{len(_panels(paper))} panels below each other are {millimetres:.0f} mm tall, but a page has {_PAGE}: draw "
-            "fewer, or use column='double'"
+            f"{len(_panels(paper))} panels below each other are {millimetres:.0f} mm tall, but a"
+            f" page has {_PAGE}: draw fewer, or use column='double'"
         )
     return paper
 
@@ -409,8 +409,9 @@ def write_image(
         if isinstance(error, RuntimeError) and "Chrome" not in str(error):
             raise
         raise OutputError(
-            "static figures need Chromium, which was not found: apt install chromium (Debian, Ubuntu), brew "
-            "install chromium (macOS), or plotly_get_chrome; set BROWSER_PATH if it is installed elsewhere"
+            "static figures need Chromium, which was not found: apt install chromium (Debian,"
+            " Ubuntu), brew install chromium (macOS), or plotly_get_chrome; set BROWSER_PATH if it"
+            " is installed elsewhere"
         ) from None
     except OSError as error:
         raise OutputError(f"cannot write to {path}: {error.strerror or error}") from None

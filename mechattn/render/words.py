@@ -99,7 +99,8 @@ def count_words(result: Result) -> str:
 
 
 def mean_words(result: Result, values: xr.DataArray) -> str:
-    """The mean over prompts of each prompt's mean over everything else, with its 95 % t interval."""
+    """The mean over prompts of each prompt's mean over everything else, with its 95 % t
+    interval."""
     return number_words(overall_mean(result, values))
 
 
@@ -153,8 +154,8 @@ def choice_words(result: Result, condition: str, layer: int, top: int) -> str:
     shared = f"{100 * float(table.jaccard[0]):.0f}\u00a0%"
     by_chance = f"{100 * float(table.by_chance[0]):.0f}\u00a0%"
     return (
-        f"Chosen on random halves of the prompts, {top} heads of layer {layer} have {shared} of both choices in common "
-        f"({by_chance} by chance)."
+        f"Chosen on random halves of the prompts, {top} heads of layer {layer} have {shared} of"
+        f" both choices in common ({by_chance} by chance)."
     )
 
 
@@ -210,27 +211,31 @@ def stated(
     prompts = units_of(result, sizes["prompt"]).words
     points = points_words(result, condition, segment)
     sentences = [
-        f"With “{condition}”, attention received by the {segment} changes by {percent_words(verdict.change)} over "
-        f"{layers} × {heads}{points} ({prompts})",
+        (
+            f"With “{condition}”, attention received by the {segment} changes by"
+            f" {percent_words(verdict.change)} over {layers} × {heads}{points} ({prompts})"
+        ),
         largest_layer_words(result, condition, segment),
     ]
     if other is not None:
         name, other_verdict, difference = other
         sentences.append(
-            f"With “{name}” it changes by {percent_words(other_verdict.change)} (“{condition}” relative to “{name}”: "
-            f"{percent_words(difference)})"
+            f"With “{name}” it changes by {percent_words(other_verdict.change)} (“{condition}”"
+            f" relative to “{name}”: {percent_words(difference)})"
         )
     if verdict.null_kind == "dilution":
         null = percent(verdict.null.estimate)
         sentences.append(
-            f"If the original tokens kept their attention to each other, “{condition}” would change it by {null}"
+            f"If the original tokens kept their attention to each other, “{condition}” would change"
+            f" it by {null}"
         )
     sentences.append(heads_words(verdict))
     if verdict.same is not None:
         within = f"± {100 * (verdict.margin or 0):g}\u00a0%"
         same = int(verdict.same.sum())
         sentences.append(
-            f"In {same} of {verdict.same.size} heads the change is that of the null to within {within} (q_same < 0.05)"
+            f"In {same} of {verdict.same.size} heads the change is that of the null to within"
+            f" {within} (q_same < 0.05)"
         )
     text = ". ".join(sentence for sentence in sentences if sentence) + "."
     remarks = (first_token_words(result, condition), alike_words(result))

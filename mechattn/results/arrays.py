@@ -1,4 +1,5 @@
-"""The arrays of a result: read a block at a time on demand, if they do not fit in memory, and hashed block by block."""
+"""The arrays of a result: read a block at a time on demand, if they do not fit in memory, and
+hashed block by block."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Key = tuple[int | slice, ...]
 
 
 class LazyArray(BackendArray):
-    """An array of a known shape whose blocks are read by a function, pickled with it, and not kept."""
+    """An array of a known shape whose blocks are read by a function, pickled with it, and not
+    kept."""
 
     def __init__(
         self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Key], np.ndarray]
@@ -77,7 +79,8 @@ def stacked(
 def _read_stacked(
     arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: np.ndarray, key: Key
 ) -> np.ndarray:
-    """The part of the stack that a key selects; of each array, the rows from its first to its last are read."""
+    """The part of the stack that a key selects; of each array, the rows from its first to its last
+    are read."""
     rows = np.atleast_1d(order[key[0]])
     integer_axes = tuple(axis for axis, index in enumerate(key) if not isinstance(index, slice))
     spans = [_as_slice(index) for index in key[1:]]
@@ -115,13 +118,15 @@ def digest(datasets: Mapping[str, xr.Dataset]) -> str:
 
 
 def numbers_digest(datasets: Mapping[str, xr.Dataset]) -> str:
-    """A hash of every array with its name, dimensions and attributes; equal numbers have equal hashes."""
+    """A hash of every array with its name, dimensions and attributes; equal numbers have equal
+    hashes."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return _hashed(datasets, lambda values: canonical(values + values.dtype.type(0)))
 
 
 def canonical(values: np.ndarray) -> np.ndarray:
-    """Numbers in the form that is hashed, with a single NaN: CPUs differ in its sign, and Zarr may not store it."""
+    """Numbers in the form that is hashed, with a single NaN: CPUs differ in its sign, and Zarr may
+    not store it."""
     if values.dtype.kind == "f":
         missing = np.isnan(values)  # signalling NaNs too
         if missing.any():

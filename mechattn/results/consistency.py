@@ -1,4 +1,5 @@
-"""What a result must have to be used: whole provenance, whole sequences, and datasets that belong together."""
+"""What a result must have to be used: whole provenance, whole sequences, and datasets that belong
+together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a result can be asked: methods that only forward to the rooms above, the one file that imports upward."""
+"""What a result can be asked: methods that only forward to the rooms above, the one file that
+imports upward."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """Options of every comparison, as keywords of the methods below; see :class:`mechattn.Contrast` for each.
+    """Options of every comparison, as keywords of the methods below; see :class:`mechattn.Contrast`
+    for each.
 
-    ``segment`` ("question"), ``other``, ``null`` ("dilution" where it exists), ``scale``, ``unit`` ("auto"),
-    ``matched`` (True), ``level`` (0.95), ``resamples`` (9999) and ``seed`` (0).
+    ``segment`` ("question"), ``other``, ``null`` ("dilution" where it exists), ``scale``, ``unit``
+    ("auto"), ``matched`` (True), ``level`` (0.95), ``resamples`` (9999) and ``seed`` (0).
     """
 
     segment: str | None
@@ -55,13 +57,15 @@ class Questions:
             condition: The condition; by default the first that isn't the baseline.
             segment: A segment that every prompt has.
             to: The condition to compare it with.
-            unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single prompts.
-            margin: The largest change that counts as none, as for :meth:`compare`: the verdict then says which heads
-                change as the null does, to within ± margin.
+            unit: "auto" uses groups of prompts as units if there are any; "prompt" uses single
+                prompts.
+            margin: The largest change that counts as none, as for :meth:`compare`: the verdict then
+                says which heads change as the null does, to within ± margin.
             null: As for :class:`mechattn.Contrast`.
 
         Raises:
-            OptionError: There is no such condition or segment, or there are fewer than 3 prompts (or groups).
+            OptionError: There is no such condition or segment, or there are fewer than 3 prompts
+                (or groups).
         """
         asked = self._contrast(condition, to=to, segment=segment, unit=unit, null=null)
         return asked.verdict(margin=margin)
@@ -79,46 +83,55 @@ class Questions:
         margin: float | None = None,
         **options: Unpack[Options],
     ) -> pd.DataFrame:
-        """Compare a quantity between two conditions for every layer and head, paired by prompt; returns a tidy table.
+        """Compare a quantity between two conditions for every layer and head, paired by prompt;
+        returns a tidy table.
 
-        ``difference`` is the mean over prompts of ``log(value / reference)``: −0.22 is a fall by a fifth. If the
-        quantity can be 0 or negative, it is the mean of ``value − reference``. ``null`` is the same difference if
-        the original tokens kept their attention to each other (or under uniform attention, see :class:`mechattn.Contrast`),
-        and ``beyond = difference − null``. If no null is known, null and beyond are NaN
-        and the difference is tested; ``table.attrs["null"]`` then says that the definition may cause part of it.
+        ``difference`` is the mean over prompts of ``log(value / reference)``: −0.22 is a fall by a
+        fifth. If the quantity can be 0 or negative, it is the mean of ``value − reference``.
+        ``null`` is the same difference if the original tokens kept their attention to each other
+        (or under uniform attention, see :class:`mechattn.Contrast`), and ``beyond = difference −
+        null``. If no null is known, null and beyond are NaN and the difference is tested;
+        ``table.attrs["null"]`` then says that the definition may cause part of it.
 
-        Rows are named by their heads (``table.loc["L1H2"]``). The first columns are layer, head; change, change_low,
-        change_high and change_null, fractions (−0.2 is a fall by a fifth) that exist if the scale is a log-ratio;
-        q_beyond, q_difference and n. Then come difference and beyond with t, bootstrap-t and simultaneous intervals,
-        null, value and reference (means over prompts); effect_size (d_z), skewness, p_flip, p_family and detectable,
-        which refer to what is tested (``table.attrs["tested"]``); and columns that say what the numbers are.
+        Rows are named by their heads (``table.loc["L1H2"]``). The first columns are layer, head;
+        change, change_low, change_high and change_null, fractions (−0.2 is a fall by a fifth) that
+        exist if the scale is a log-ratio; q_beyond, q_difference and n. Then come difference and
+        beyond with t, bootstrap-t and simultaneous intervals, null, value and reference (means over
+        prompts); effect_size (d_z), skewness, p_flip, p_family and detectable, which refer to what
+        is tested (``table.attrs["tested"]``); and columns that say what the numbers are.
 
-        Each p is two-sided: the larger of a sign-flip test's and, from 10 prompts on, of a bootstrap-t test's, which
-        allows for tails as long as those of the table's other heads. Each q is Benjamini-Hochberg over the table.
-        p_family bounds the probability of any false finding. ``table.attrs["skewed"]`` says where the two tests
-        disagree. All are valid only if the number of prompts was fixed beforehand.
+        Each p is two-sided: the larger of a sign-flip test's and, from 10 prompts on, of a
+        bootstrap-t test's, which allows for tails as long as those of the table's other heads. Each
+        q is Benjamini-Hochberg over the table. p_family bounds the probability of any false
+        finding. ``table.attrs["skewed"]`` says where the two tests disagree. All are valid only if
+        the number of prompts was fixed beforehand.
 
         Args:
             condition: A condition.
             to: The condition to compare it with.
             quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
-            select: "half" selects heads on one half of the prompts and reports them on the other, because the interval
-                of a head selected on the same prompts is too narrow. Do not select again from this table
-                (``.nsmallest(3)``); use ``top=3``.
-            top: With ``select``, the number of heads, the furthest from 0 first; by default those with q < 0.05.
+            select: "half" selects heads on one half of the prompts and reports them on the other,
+                because the interval of a head selected on the same prompts is too narrow. Do not
+                select again from this table (``.nsmallest(3)``); use ``top=3``.
+            top: With ``select``, the number of heads, the furthest from 0 first; by default those
+                with q < 0.05.
             by: What ranks the ``top`` heads: "difference", the default, or "beyond" (the null).
-            random: The results of ``run_random`` for this run. Adds null_random (mean change of the layer's heads in
-                models with random weights), random_low and random_high (95 % prediction interval for a head of one
-                more such model), p_random, and q_random, of the larger of p_beyond and p_random: below 0.05, neither
-                the null, chance over prompts nor random weights explain the change.
-            margin: The largest change that counts as none, as a fraction for a log-ratio (0.02 is 2 %). Adds q_same,
-                by two one-sided t tests: below 0.05, the tested difference lies within ± margin. It is too small if
-                differences are very skewed (docs/concepts/intervals.md).
-            options: See :class:`~mechattn.results.forwarding_methods.Options`: segment, null, scale, unit, level …
+            random: The results of ``run_random`` for this run. Adds null_random (mean change of the
+                layer's heads in models with random weights), random_low and random_high (95 %
+                prediction interval for a head of one more such model), p_random, and q_random, of
+                the larger of p_beyond and p_random: below 0.05, neither the null, chance over
+                prompts nor random weights explain the change.
+            margin: The largest change that counts as none, as a fraction for a log-ratio (0.02 is 2
+                %). Adds q_same, by two one-sided t tests: below 0.05, the tested difference lies
+                within ± margin. It is too small if differences are very skewed
+                (docs/concepts/intervals.md).
+            options: See :class:`~mechattn.results.forwarding_methods.Options`: segment, null,
+                scale, unit, level …
 
         Raises:
-            OptionError: There is no such condition, quantity or segment; the prompts differ, or there are fewer than 3
-                (or groups); ``random`` does not belong to this run; or a layer doesn't fit in memory.
+            OptionError: There is no such condition, quantity or segment; the prompts differ, or
+                there are fewer than 3 (or groups); ``random`` does not belong to this run; or a
+                layer doesn't fit in memory.
 
         Source: Romano and Wolf 2005; Benjamini and Hochberg 1995; Schuirmann 1987.
         """
@@ -132,12 +145,14 @@ class Questions:
         quantity: str = "received",
         **options: Unpack[Options],
     ) -> pd.DataFrame:
-        """Test whether a change holds for other conditions than those that were run, such as other fillers.
+        """Test whether a change holds for other conditions than those that were run, such as other
+        fillers.
 
-        A finding about "/" is not one about meaningless tokens. Prompts and conditions are both treated as samples: for
-        each head, ``beyond = mean + prompt + condition + rest``. Columns: layer, head; mean, low and high, an interval
-        that holds for other prompts and other conditions, p and q; condition_sd, unit_sd and rest_sd, the spread of
-        each part; new_low and new_high, the interval for a new condition on a new prompt; n and conditions.
+        A finding about "/" is not one about meaningless tokens. Prompts and conditions are both
+        treated as samples: for each head, ``beyond = mean + prompt + condition + rest``. Columns:
+        layer, head; mean, low and high, an interval that holds for other prompts and other
+        conditions, p and q; condition_sd, unit_sd and rest_sd, the spread of each part; new_low and
+        new_high, the interval for a new condition on a new prompt; n and conditions.
 
         Args:
             conditions: At least six conditions of one kind, such as fillers from ``ma.sweep``.
@@ -163,10 +178,11 @@ class Questions:
         q: float = 0.05,
         **options: Unpack[Options],
     ) -> Resolution:
-        """Report what the table of :meth:`compare` can detect with these prompts, and how many would be enough.
+        """Report what the table of :meth:`compare` can detect with these prompts, and how many
+        would be enough.
 
-        ``print(result.resolution())`` says for example "with 12 prompts and 784 tests no p can pass q < 0.05 alone
-        (smallest p 0.00049): 8 tests must reach it together, or use 19 prompts".
+        ``print(result.resolution())`` says for example "with 12 prompts and 784 tests no p can pass
+        q < 0.05 alone (smallest p 0.00049): 8 tests must reach it together, or use 19 prompts".
 
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
@@ -194,25 +210,28 @@ class Questions:
         unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
-        """List the heads with the largest values of a quantity, with intervals over prompts and the uniform null.
+        """List the heads with the largest values of a quantity, with intervals over prompts and the
+        uniform null.
 
-        Columns: layer, head; the quantity (mean over prompts); shrunken, the same moved towards the mean of all heads,
-        because the largest of many estimates is too large (not with ``select``); low and high (t interval); uniform,
-        the value under uniform attention (NaN if there is none); n.
+        Columns: layer, head; the quantity (mean over prompts); shrunken, the same moved towards the
+            mean of all heads,
+        because the largest of many estimates is too large (not with ``select``); low and high (t
+        interval); uniform, the value under uniform attention (NaN if there is none); n.
 
         Args:
-            quantity: A quantity with one number for each head, such as "previous_mass", "entropy", "magnitude"; by
-                default "received", or the first that there is.
+            quantity: A quantity with one number for each head, such as "previous_mass", "entropy",
+                "magnitude"; by default "received", or the first that there is.
             top: The number of heads; None for all.
             condition: The condition.
             segment: The segment of queries or keys, for quantities by segment.
-            select: "half" ranks on one half of the prompts and reports the other. If a head was picked as the largest
-                on the same prompts, its interval is too optimistic.
+            select: "half" ranks on one half of the prompts and reports the other. If a head was
+                picked as the largest on the same prompts, its interval is too optimistic.
             unit: As for :meth:`compare`.
             level: The level of the intervals.
 
         Raises:
-            OptionError: No such quantity, condition or segment, more than one number per head, or too few prompts.
+            OptionError: No such quantity, condition or segment, more than one number per head, or
+                too few prompts.
         """
         from mechattn.contrast.head_tables import ranked_heads
 
@@ -240,12 +259,15 @@ class Questions:
         patterns: int = 999,
         **options: Unpack[Options],
     ) -> pd.DataFrame:
-        """Measure how much selections of heads overlap when they are made on random disjoint halves of the prompts.
+        """Measure how much selections of heads overlap when they are made on random disjoint halves
+        of the prompts.
 
-        The overlap is ``|A ∩ B| / |A ∪ B|`` (Jaccard), averaged over splits; by_chance is that of two random selections
-        of the same sizes (exact, from the hypergeometric distribution). Columns: condition, other, jaccard, low and
-        high (2.5 and 97.5 % of the splits), by_chance, selected (heads, on average), none_selected (fraction of splits
-        without an index, as neither half selects any), on_all (the index of two conditions on all prompts).
+        The overlap is ``|A ∩ B| / |A ∪ B|`` (Jaccard), averaged over splits; by_chance is that of
+        two random selections of the same sizes (exact, from the hypergeometric distribution).
+        Columns: condition, other, jaccard, low and high (2.5 and 97.5 % of the splits), by_chance,
+            selected (heads, on average), none_selected (fraction of splits
+        without an index, as neither half selects any), on_all (the index of two conditions on all
+        prompts).
 
         Args:
             condition: The condition to compare with the baseline; by default the first other one.
@@ -253,14 +275,15 @@ class Questions:
             top: The number of heads that change most; None selects those with q_difference < 0.05.
             by: What ranks the ``top`` heads, as for :meth:`compare`.
             layer: Only heads of this layer; by default all.
-            over: Several conditions, such as fillers: one row for each and one for each pair, in which the first
-                selects on one half and the second on the other.
+            over: Several conditions, such as fillers: one row for each and one for each pair, in
+                which the first selects on one half and the second on the other.
             splits: The number of random splits.
             patterns: The number of sign patterns for q, if not all are tried; at least 20 per test.
             options: As for :meth:`compare`; ``seed`` is that of the splits.
 
         Raises:
-            OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than ``top``.
+            OptionError: :meth:`compare` refuses the options; too few prompts, or fewer heads than
+                ``top``.
 
         Source: Stability over resampled inputs, arXiv:2510.00845.
         """
@@ -282,24 +305,29 @@ class Questions:
         unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
-        """Compute the cosine between the changes that two conditions make, by layer, and the same with controls.
+        """Compute the cosine between the changes that two conditions make, by layer, and the same
+        with controls.
 
-        ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number per prompt; means with
-        t intervals over prompts. Equal histograms do not imply agreement. Columns: condition, other, layer, cosine,
-        cosine_low, cosine_high; beyond (the first pair's cosine minus this one's, paired by prompt), beyond_low,
-        beyond_high; n. The first rows compare the two conditions, the others the first one with each control.
+        ``Σ ⟨Δ, Δ'⟩ / √(Σ ‖Δ‖² Σ ‖Δ'‖²)`` over the question's tokens and all channels, one number
+        per prompt; means with t intervals over prompts. Equal histograms do not imply agreement.
+        Columns: condition, other, layer, cosine, cosine_low, cosine_high; beyond (the first pair's
+            cosine minus this one's, paired by prompt), beyond_low,
+        beyond_high; n. The first rows compare the two conditions, the others the first one with
+        each control.
 
         Args:
             condition: A condition, such as "slash".
             other: Another condition, such as "arm".
             over: The condition from which both changes are measured.
             quantity: "activations", from ``MlpActivations``.
-            controls: Conditions to compare the first one with as controls; by default all others of the result.
+            controls: Conditions to compare the first one with as controls; by default all others of
+                the result.
             unit: As for :meth:`compare`.
             level: The level of the intervals.
 
         Raises:
-            OptionError: The result has no such condition, quantity or analysis, or fewer than 3 prompts.
+            OptionError: The result has no such condition, quantity or analysis, or fewer than 3
+                prompts.
         """
         from mechattn.contrast.same_direction import agreement
 
@@ -308,20 +336,24 @@ class Questions:
     def attention_budget(
         self, condition: str | None = None, layer: int | None = None
     ) -> pd.DataFrame:
-        """List how the question's attention changes, payer by payer and cause by cause, in points of 100.
+        """List how the question's attention changes, payer by payer and cause by cause, in points
+        of 100.
 
-        Columns: payer (the segment that receives the attention: question, inserted, system, template, first, answer,
-        changed; those with tokens); cause ("all", then each that is known: distance, mass, hidden states, in this
-        order, adding up to "all"); change, change_low and change_high, the mean over heads, layers and the question's
-        queries, then over prompts, with its 95 % t interval over prompts. ``table.attrs["one_cause"]`` says why distance
-        and hidden states are one cause, where they are.
+        Columns: payer (the segment that receives the attention: question, inserted, system,
+            template, first, answer,
+        changed; those with tokens); cause ("all", then each that is known: distance, mass, hidden
+        states, in this order, adding up to "all"); change, change_low and change_high, the mean
+        over heads, layers and the question's queries, then over prompts, with its 95 % t interval
+        over prompts. ``table.attrs["one_cause"]`` says why distance and hidden states are one
+        cause, where they are.
 
         Args:
             condition: The condition; by default the first that isn't the baseline.
             layer: One layer; by default all.
 
         Raises:
-            OptionError: The result has no ``ma.analyses.AttentionBudget()``, or no such condition or layer.
+            OptionError: The result has no ``ma.analyses.AttentionBudget()``, or no such condition
+                or layer.
         """
         from mechattn.contrast.budget_table import payers_and_causes
 
@@ -330,8 +362,8 @@ class Questions:
     def methods(self, *tables: pd.DataFrame) -> str:
         """Write a methods paragraph for a paper; every number in it comes from the result.
 
-        It states the model, versions, verification, prompts and their groups, conditions with what they inserted,
-        analyses, nulls and seed; and how each table was computed.
+        It states the model, versions, verification, prompts and their groups, conditions with what
+        they inserted, analyses, nulls and seed; and how each table was computed.
 
         Args:
             tables: Tables from :meth:`compare`.
@@ -347,8 +379,9 @@ class Questions:
         """Save to "….zarr", completely or not at all.
 
         Raises:
-            OutputError: The place cannot be written, is full, or contains something that mechattn did not write; or the
-                written result cannot be read back. What was there before is kept.
+            OutputError: The place cannot be written, is full, or contains something that mechattn
+                did not write; or the written result cannot be read back. What was there before is
+                kept.
         """
         from mechattn.store.writing import save_result
 
@@ -363,18 +396,22 @@ class Questions:
         *,
         top: int = 3,
     ) -> Path:
-        """Write a page that opens offline: how attention changed, a map of all heads, figures and provenance.
+        """Write a page that opens offline: how attention changed, a map of all heads, figures and
+        provenance.
 
         Args:
             path: The HTML file.
             layer: The layer of the lines, from 0; by default that of the head that changes most.
-            heads: The heads of the lines, from 0; the first is selected on the map. By default heads are chosen.
+            heads: The heads of the lines, from 0; the first is selected on the map. By default
+                heads are chosen.
             force: Replace a file that mechattn did not write.
-            top: The number of heads to choose by the largest change on one half of the prompts and show on the
-                other. Without ``positions="prompts"`` in the run, the first heads are shown.
+            top: The number of heads to choose by the largest change on one half of the prompts and
+                show on the other. Without ``positions="prompts"`` in the run, the first heads are
+                shown.
 
         Raises:
-            MechattnError: The figures cannot be drawn, the file cannot be written, or it was not written by mechattn.
+            MechattnError: The figures cannot be drawn, the file cannot be written, or it was not
+                written by mechattn.
         """
         from mechattn.pages.page import page
 
@@ -391,8 +428,9 @@ class Questions:
         unknown = [name for name in asked if name not in known]
         if "to_segment" in unknown:
             raise OptionError(
-                f"to_segment={asked['to_segment']!r}: the table has a row for each to_segment; for one of them say "
-                'result.sel(to_segment=…).compare(…, quantity="flow"), whose q-values are of its rows alone'
+                f"to_segment={asked['to_segment']!r}: the table has a row for each to_segment; for"
+                ' one of them say result.sel(to_segment=…).compare(…, quantity="flow"), whose'
+                " q-values are of its rows alone"
             )
         if unknown:
             raise OptionError(

@@ -37,11 +37,13 @@ MAY_DIFFER = (
 def merge_results(results: Seq[Result]) -> Result:
     """Merge results of different prompts into one result of all prompts.
 
-    Any order of merging gives the values of one pass over all prompts: each prompt's own exactly, moments over prompts
-    to 1e-10 (Chan, Golub and LeVeque 1979). Prompts are ordered by their places in the whole run.
+    Any order of merging gives the values of one pass over all prompts: each prompt's own exactly,
+    moments over prompts to 1e-10 (Chan, Golub and LeVeque 1979). Prompts are ordered by their
+    places in the whole run.
 
     Raises:
-        OptionError: They don't belong together (other models, conditions, options …), or two have the same prompt.
+        OptionError: They don't belong together (other models, conditions, options …), or two have
+            the same prompt.
     """
     if not results:
         raise OptionError("there are no results to merge; give at least one")
@@ -105,7 +107,8 @@ def _places_and_ids(result: Result) -> list[tuple[int, str]]:
 
 
 def _check_datasets(result: Result, other: Result) -> None:
-    """Check that variables, their meaning and, apart from prompts, their coordinates are the same."""
+    """Check that variables, their meaning and, apart from prompts, their coordinates are the
+    same."""
     _agree("the analyses", sorted(result.datasets), sorted(other.datasets))
     for name, ours in result.datasets.items():
         theirs = other[name]
@@ -169,7 +172,8 @@ def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
 
 
 def _merged_moments(parts: Seq[xr.Dataset], name: str) -> Moments:
-    """The moments over all prompts; those of one part at a time are in memory. Only the last axis differs in length."""
+    """The moments over all prompts; those of one part at a time are in memory. Only the last axis
+    differs in length."""
     moments = (
         Moments.from_statistics(
             part[f"{name}_n"].values, part[name].values, part[f"{name}_variance"].values
@@ -198,14 +202,15 @@ def _in_order(
 def _of_the_first(
     name: str, variables: Seq[xr.Variable], sizes: Mapping[Any, int], order: np.ndarray
 ) -> np.ndarray:
-    """The texts of the first prompt's tokens; any other array without prompts must be the same in all."""
+    """The texts of the first prompt's tokens; any other array without prompts must be the same in
+    all."""
     first = _padded(variables[0], sizes)
     if name != FIRST_PROMPT:
         for variable in variables[1:]:
             if not np.array_equal(first, _padded(variable, sizes), equal_nan=True):
                 raise OptionError(
-                    f"{name} has no dimension prompt, and differs between the results, so its value "
-                    "for all prompts is unknown"
+                    f"{name} has no dimension prompt, and differs between the results, so its value"
+                    " for all prompts is unknown"
                 )
     return first
 

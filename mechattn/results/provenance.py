@@ -1,7 +1,7 @@
 """Where a result comes from: enough to reproduce it, or to see why two results differ.
 
-:func:`identity` describes what determines a number, the same in every process; a :class:`StoredCondition` is a
-condition of a result as data, so that figures need not parse text.
+:func:`identity` describes what determines a number, the same in every process; a
+:class:`StoredCondition` is a condition of a result as data, so that figures need not parse text.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def versions() -> dict[str, str]:
 
 
 def name_of(place: str) -> str:
-    """The publishable part of a place: the last part of a path, since the rest may reveal a user name."""
+    """The publishable part of a place: the last part of a path, since the rest may reveal a user
+    name."""
     if "://" in place:
         return without_secrets(place)
     in_hub_cache = re.search(r"models--(\w[\w.-]*?)--([\w.-]+)[/\\]snapshots", place)
@@ -103,7 +104,8 @@ def name_of(place: str) -> str:
 
 
 def file_names(models: Iterable[str]) -> dict[str, str]:
-    """A name for the files of each model, in place of "{model}": "toy:llama" gives "toy-llama", "/a/b/" gives "b"."""
+    """A name for the files of each model, in place of "{model}": "toy:llama" gives "toy-llama",
+    "/a/b/" gives "b"."""
     names: dict[str, str] = {}
     for model in models:
         last_part = model.rstrip("/").rsplit("/", 1)[-1]
@@ -138,7 +140,8 @@ def digest(parts: Iterable[object]) -> str:
 
 
 def set_hash(parts: Iterable[object]) -> str:
-    """A hash of a set of parts that ignores order, so the hashes of two halves add up to that of the whole.
+    """A hash of a set of parts that ignores order, so the hashes of two halves add up to that of
+    the whole.
 
     ``Σ hash(part) mod 2^64``, with repeated parts counted; it is no protection against forgery.
     """
@@ -185,7 +188,8 @@ def stored_condition(result: Result, name: str) -> StoredCondition:
 
 
 def matched_control(result: Result, condition: str) -> str | None:
-    """The condition that inserts as many tokens of a random sentence at the same place; None if there is none."""
+    """The condition that inserts as many tokens of a random sentence at the same place; None if
+    there is none."""
 
     def is_sentence(name: str) -> bool:
         stored = stored_condition(result, name)
@@ -274,7 +278,8 @@ def _function(function: Any, within: tuple[int, ...]) -> str:
 
 
 def _object(value: Any, within: tuple[int, ...]) -> str:
-    """A dataclass by its fields (only the given ones, if it is ours), any other object by all its attributes."""
+    """A dataclass by its fields (only the given ones, if it is ours), any other object by all its
+    attributes."""
     kind: Any = type(value)
     if is_dataclass(value):
         writes_its_own = kind.__repr__.__globals__["__name__"] not in GENERATORS_OF_REPR

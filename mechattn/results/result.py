@@ -219,7 +219,8 @@ def part_of(result: Result, dim: str, indices: slice | np.ndarray) -> Result:
 
 
 def in_half_the_space(result: Result) -> Result:
-    """The result with the numbers of single prompts as float16; moments over prompts stay as they are."""
+    """The result with the numbers of single prompts as float16; moments over prompts stay as they
+    are."""
     datasets = {}
     for name, dataset in result.datasets.items():
         halves = {}

@@ -88,7 +88,8 @@ class Paired:
 
 
 def skewed_words(units: int, skewness: np.ndarray, p_flip: np.ndarray, q: np.ndarray) -> str:
-    """Where sign flips and the bootstrap-t test disagree because differences are skewed, in words."""
+    """Where sign flips and the bootstrap-t test disagree because differences are skewed, in
+    words."""
     tests = q.size
     sentences = []
 
@@ -172,7 +173,8 @@ class PairedStream:
         self._blocks: list[Columns] = []  # each array [unit or bag, cell], or [cell]
 
     def add(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray | float) -> None:
-        """Add some cells [unit, cell] with their values under the null; None if no null is known."""
+        """Add some cells [unit, cell] with their values under the null; None if no null is
+        known."""
         cells = d.shape[1]
         if expected is None:
             tested = without_rounding(d.copy(), rounding)
@@ -325,7 +327,8 @@ class _Ends(NamedTuple):
 
 
 def _with_tails(p_flip: np.ndarray, tails: bootstrap.Tails | None) -> np.ndarray:
-    """The larger p of sign flips and of the bootstrap-t test, where there are enough units for it."""
+    """The larger p of sign flips and of the bootstrap-t test, where there are enough units for
+    it."""
     if tails is None:
         return p_flip
     return np.maximum(p_flip, tails.p)

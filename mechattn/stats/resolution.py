@@ -65,8 +65,9 @@ class Resolution:
         smallest = f"(smallest p {self.smallest_p:.2g})"
         if self.n >= self.fewest:
             return (
-                f"{start} one test alone can pass q < {self.level:g} {smallest}; the smallest effect "
-                f"that q finds in one test alone, with 80 % power, is d_z = {self.detectable:.2g}"
+                f"{start} one test alone can pass q < {self.level:g} {smallest}; the smallest"
+                " effect that q finds in one test alone, with 80 % power, is d_z ="
+                f" {self.detectable:.2g}"
             )
         needed = f"one test alone can with {self.fewest} {unit} or more"
         if self.together is None:
@@ -77,8 +78,8 @@ class Resolution:
                 f"must reach it together, or use {self.fewest} {unit}"
             )
         return (
-            f"{start} one test alone passes q < {self.level:g} in {100 * self.chance:.0f} % of draws "
-            f"at most; {needed}"
+            f"{start} one test alone passes q < {self.level:g} in {100 * self.chance:.0f} % of"
+            f" draws at most; {needed}"
         )
 
 

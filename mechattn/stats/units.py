@@ -83,7 +83,8 @@ class Units:
         return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
-        """The prompts of one half of the units, and the others, so that no group is on both sides."""
+        """The prompts of one half of the units, and the others, so that no group is on both
+        sides."""
         units_of_half, _ = halves_of(self.n)
         unit = self.of
         if unit is None:

@@ -1,8 +1,10 @@
-"""Files and folders that are written completely or not at all, even if the process is killed or power is lost.
+"""Files and folders that are written completely or not at all, even if the process is killed or
+power is lost.
 
-What is written goes to a temporary folder next to the target, ``.NAME.mechattn-…``, is flushed to the disk, and gets
-its name when it is complete. A file replaces the old one in one step. A folder cannot: the old one is moved away first.
-If a process is killed between these two steps, both are in the temporary folder, and :func:`recover` goes on from there.
+What is written goes to a temporary folder next to the target, ``.NAME.mechattn-…``, is flushed to
+the disk, and gets its name when it is complete. A file replaces the old one in one step. A folder
+cannot: the old one is moved away first. If a process is killed between these two steps, both are in
+the temporary folder, and :func:`recover` goes on from there.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ def check_writable(path: str | Path) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file or a folder under a temporary name, and rename it when complete; links are followed."""
+    """Write a file or a folder under a temporary name, and rename it when complete; links are
+    followed."""
     path = Path(os.path.realpath(path))
     try:
         with _temporary_folder(path) as folder:
@@ -155,7 +158,8 @@ def recover(path: Path) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Delete what killed processes left behind while writing this file or folder, now that it exists."""
+    """Delete what killed processes left behind while writing this file or folder, now that it
+    exists."""
     path = Path(os.path.realpath(path))
     for folder in _temporary_folders(path):
         with suppress(OSError), _locked(folder, seconds=0) as is_ours:
@@ -182,7 +186,8 @@ def _new(folder: Path, path: Path) -> Path:
 
 
 def _temporary_folders(path: Path) -> list[Path]:
-    """The temporary folders of this file or folder, recognised by their names and what is in them."""
+    """The temporary folders of this file or folder, recognised by their names and what is in
+    them."""
     name = re.compile(re.escape(f".{path.name}.mechattn-") + "[a-z0-9_]{8}")
     ours = {MARKER, LOCK, OLD, _new(path.parent, path).name}
     folders = []

@@ -1,7 +1,9 @@
-"""The objects of a stored result: files in a folder, or at an fsspec address such as "s3://bucket/result.zarr".
+"""The objects of a stored result: files in a folder, or at an fsspec address such as
+"s3://bucket/result.zarr".
 
-A result is a root, ``zarr.json``, and the objects that the root lists with their checksums (CRC-32C). Zarr writes and
-reads them through :class:`Listing`, which has nothing but what is listed and compares each object when it is read.
+A result is a root, ``zarr.json``, and the objects that the root lists with their checksums
+(CRC-32C). Zarr writes and reads them through :class:`Listing`, which has nothing but what is listed
+and compares each object when it is read.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class DamagedResult(OutputError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where objects are: the absolute path of a folder, or an address, where nothing can be renamed."""
+    """Where objects are: the absolute path of a folder, or an address, where nothing can be
+    renamed."""
 
     path: Path | str
 
@@ -55,7 +58,8 @@ class Place:
 
     @property
     def true_name(self) -> tuple[str, str]:
-        """The same for every spelling of an address, such as "memory://r.zarr" and "memory:///r.zarr"."""
+        """The same for every spelling of an address, such as "memory://r.zarr" and
+        "memory:///r.zarr"."""
         return type(self.files).__name__, self.full_name("")
 
     def full_name(self, name: str) -> str:
@@ -75,7 +79,8 @@ class Place:
         self.files.pipe_file(self.full_name(name), content)
 
     def sizes(self) -> dict[str, int]:
-        """The size of each object in bytes; links, pipes and devices are refused, as reading them may have effects.
+        """The size of each object in bytes; links, pipes and devices are refused, as reading them
+        may have effects.
 
         What a file manager left behind is no object.
         """
@@ -129,8 +134,8 @@ class Place:
         strangers = set(self.sizes()) - {ROOT, *attributes.get("objects", ())}
         if strangers:
             raise OutputError(
-                f"{self} is a stored result that holds {min(strangers)} too, which mechattn did not "
-                "write, so it is not replaced; move that out of it, or choose another name"
+                f"{self} is a stored result that holds {min(strangers)} too, which mechattn did not"
+                " write, so it is not replaced; move that out of it, or choose another name"
             )
 
 
@@ -145,7 +150,8 @@ def place_of(path: str | Path) -> Place:
 
 
 class Listing(MemoryStore):
-    """The listed objects of a result as a store of Zarr's, whose dictionary has checksums in place of contents.
+    """The listed objects of a result as a store of Zarr's, whose dictionary has checksums in place
+    of contents.
 
     Args:
         place: Where the objects are.
@@ -224,6 +230,7 @@ def digest_of(provenance: str, checksums: Mapping[str, str]) -> str:
 
 
 def root_content(attributes: dict[str, Any]) -> bytes:
-    """The root of a result, a group with attributes as Zarr writes it; what it is written to is a result from then on."""
+    """The root of a result, a group with attributes as Zarr writes it; what it is written to is a
+    result from then on."""
     group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
     return json.dumps(group, indent=1).encode()

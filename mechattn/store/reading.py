@@ -1,7 +1,8 @@
-"""Reads results, which may be someone else's: what is declared is checked first, and only numbers and texts are read.
+"""Reads results, which may be someone else's: what is declared is checked first, and only numbers
+and texts are read.
 
-Nothing is compressed and every object is there, so a result takes no more memory than its files (texts up to 16 times
-as much), and needs none of Zarr's codecs but the two that copy bytes.
+Nothing is compressed and every object is there, so a result takes no more memory than its files
+(texts up to 16 times as much), and needs none of Zarr's codecs but the two that copy bytes.
 """
 
 from __future__ import annotations
@@ -57,12 +58,14 @@ CODECS = {TEXT: "vlen-utf8", **dict.fromkeys(NUMBERS, "bytes")}
 def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
     """Load a result written by ``Result.save``; no code in it is run.
 
-    A result that takes at most an eighth of ``memory`` is read at once. Of a larger one, values of single prompts are
-    read on demand, one block at a time. Each object is compared with its checksum when it is read.
+    A result that takes at most an eighth of ``memory`` is read at once. Of a larger one, values of
+    single prompts are read on demand, one block at a time. Each object is compared with its
+    checksum when it is read.
 
     Args:
         path: A local path or an address.
-        memory: What each table or figure of it may take; of a larger one, some layers or prompts are read at a time.
+        memory: What each table or figure of it may take; of a larger one, some layers or prompts
+            are read at a time.
 
     Raises:
         OutputError: There is no stored result here, one of an unknown schema, or a damaged one.
@@ -79,7 +82,8 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
 
 
 def open_result(path: str | Path, check: bool = False) -> Result:
-    """Open a result, of which all but small arrays are read on demand; ``check`` reads every object once."""
+    """Open a result, of which all but small arrays are read on demand; ``check`` reads every object
+    once."""
     check_name(path)
     place = place_of(path)
     if isinstance(place.path, Path):
@@ -155,7 +159,8 @@ def open_listing(place: Place) -> tuple[Listing, dict[str, Any]]:
 
 
 def _check_objects(listing: Listing, sizes: Mapping[str, int]) -> None:
-    """Refuse arrays of a kind that mechattn does not write, and objects missing, too many or of another size."""
+    """Refuse arrays of a kind that mechattn does not write, and objects missing, too many or of
+    another size."""
     unclaimed = set(listing.checksums)
     for name in listing.checksums:
         if plain(name) != name:  # libraries print names in their own warnings
@@ -168,7 +173,8 @@ def _check_objects(listing: Listing, sizes: Mapping[str, int]) -> None:
 
 
 def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) -> list[str]:
-    """The objects of an array, by its metadata, each with as many numbers or texts as they declare; none of a group."""
+    """The objects of an array, by its metadata, each with as many numbers or texts as they declare;
+    none of a group."""
     metadata = listing.read(metadata_name)
     try:
         shape, object_shape, data_type = _declared(json.loads(metadata))

@@ -1,7 +1,9 @@
-"""Stores results on disk or at an address, as a Zarr folder that xarray writes, a chunk of prompts at a time.
+"""Stores results on disk or at an address, as a Zarr folder that xarray writes, a chunk of prompts
+at a time.
 
-An object holds a chunk of prompts of one array. Where that takes more than 1 MiB, conditions are separate, then
-segments, layers, heads and positions. Nothing is compressed, so that an object has the size that its array declares.
+An object holds a chunk of prompts of one array. Where that takes more than 1 MiB, conditions are
+separate, then segments, layers, heads and positions. Nothing is compressed, so that an object has
+the size that its array declares.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def check_result_place(path: str | Path, *, used: bool = False) -> None:
 
 
 def save_result(result: Result, path: str | Path) -> None:
-    """Save completely or not at all: under a temporary name first; at an address, the root is written last."""
+    """Save completely or not at all: under a temporary name first; at an address, the root is
+    written last."""
     check_result_place(path)
     place = place_of(path)
     if isinstance(place.path, Path):
@@ -97,7 +100,8 @@ def merge_stored(target: str, paths: Seq[str]) -> Result:
     """Merge stored results, a chunk of prompts at a time, and store the merged result.
 
     Raises:
-        OptionError: The results don't belong together, or the target has something that would be lost.
+        OptionError: The results don't belong together, or the target has something that would be
+            lost.
     """
     check_result_place(target)
     results = [open_result(path) for path in paths]
@@ -113,9 +117,9 @@ def merge_stored(target: str, paths: Seq[str]) -> Result:
     is_unfinished = "writing" in attributes
     if attributes and not is_unfinished and not is_part(open_result(target), merged):
         raise OptionError(
-            f"{target} exists and is not a merge of {', '.join(paths)}: its content would be lost. The "
-            "first name is the target (mechattn merge TARGET RESULT…); name a new one, or delete "
-            "this one first"
+            f"{target} exists and is not a merge of {', '.join(paths)}: its content would be lost."
+            " The first name is the target (mechattn merge TARGET RESULT…); name a new one, or"
+            " delete this one first"
         )
 
     save_result(merged, target)
@@ -123,7 +127,8 @@ def merge_stored(target: str, paths: Seq[str]) -> Result:
 
 
 def write_result(result: Result, place: Place, mark: str | None = None) -> None:
-    """Write all objects, then the root, and read everything back; ``mark`` is of an address that was begun."""
+    """Write all objects, then the root, and read everything back; ``mark`` is of an address that
+    was begun."""
     listing = Listing(place)
     for name, dataset in result.datasets.items():
         _write_dataset(name, dataset, result.provenance.get("chunk", CHUNK), listing)
@@ -146,7 +151,8 @@ def write_result(result: Result, place: Place, mark: str | None = None) -> None:
 
 
 def _write_dataset(name: str, dataset: xr.Dataset, chunk: int, listing: Listing) -> None:
-    """Write a group; of a result that is larger than memory, a chunk of prompts is read at a time."""
+    """Write a group; of a result that is larger than memory, a chunk of prompts is read at a
+    time."""
     dataset = _with_one_text_type(dataset.drop_encoding())
     chunk = min(chunk, dataset.sizes.get("prompt", chunk))
 

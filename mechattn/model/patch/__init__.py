@@ -1,1 +1,2 @@
-"""Changes to a model inside a ``with`` block: its attention, keys, values, heads' outputs and activations."""
+"""Changes to a model inside a ``with`` block: its attention, keys, values, heads' outputs and
+activations."""

@@ -19,7 +19,8 @@ from mechattn.model.hooks import Needed, blocks_of, chosen_layers
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense")
 FUSED_PROJECTIONS = ("query_key_value", "c_attn", "Wqkv", "qkv_proj")
 
-# How the columns of a fused projection are ordered: all q, all k, all v; or group by group its queries, key and value.
+# How the columns of a fused projection are ordered: all q, all k, all v; or group by group its
+# queries, key and value.
 ONE_AFTER_THE_OTHER = {"gpt2", "gpt_bigcode", "mpt", "phi3"}
 BY_GROUP = {"gpt_neox", "bloom", "falcon"}
 
@@ -86,7 +87,8 @@ def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
         name = f"blocks.{layer}.attn.hook_z"
         if name not in model.hook_dict:
             raise ModelError(
-                f"{model.cfg.model_name} has no {name}, so the outputs of its heads cannot be changed"
+                f"{model.cfg.model_name} has no {name}, so the outputs of its heads cannot be"
+                " changed"
             )
         handle = model.hook_dict[name].register_forward_hook(lambda module, args, z: changed(z))
     else:
@@ -110,7 +112,8 @@ def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
     """For a hooked model, which has a hook for each."""
     if is_latent(model, layer):
         raise ModelError(
-            f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values: not known here"
+            f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values: not known"
+            " here"
         )
 
     def changed(part: Part, module: Any, args: Any, by_head: Tensor) -> Tensor:

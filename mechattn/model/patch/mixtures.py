@@ -1,9 +1,9 @@
 """Reads and replaces the activations of a mixture of experts.
 
-Each expert is a gated MLP. Its output is multiplied by the weight w that the router gives it for this token:
-``Σ w · down(act(gate) · up)``. So a token's activations are ``w · act(gate)`` of its experts, concatenated in the order
-of their indices, then of the shared expert if there is one (its w is 1, or the output of its own gate): ``experts per
-token × d_expert + d_shared`` channels.
+Each expert is a gated MLP. Its output is multiplied by the weight w that the router gives it for
+this token: ``Σ w · down(act(gate) · up)``. So a token's activations are ``w · act(gate)`` of its
+experts, concatenated in the order of their indices, then of the shared expert if there is one (its
+w is 1, or the output of its own gate): ``experts per token × d_expert + d_shared`` channels.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Routing:
     width: int  # the channels of an expert
 
     def by_expert(self, x: Float[Tensor, "*token channel"]) -> Float[Tensor, "*token all_channels"]:
-        """Activations over the channels of all experts, 0 where a token is not routed; shared ones last."""
+        """Activations over the channels of all experts, 0 where a token is not routed; shared ones
+        last."""
         slots = self.experts.shape[-1]
         routed_channels = slots * self.width
         routed = rearrange(x[..., :routed_channels], "... (slot d) -> ... slot d", slot=slots)
@@ -56,7 +57,8 @@ class Routing:
 
 @dataclass(frozen=True)
 class ExpertInputs:
-    """The inputs of the experts in a forward pass: tokens, their experts in increasing order, the router's weights."""
+    """The inputs of the experts in a forward pass: tokens, their experts in increasing order, the
+    router's weights."""
 
     x: Float[Tensor, "token d_model"]
     experts: Int[Tensor, "token slot"]
@@ -98,7 +100,8 @@ class Mixture:
         return self._with_shared(gates, inputs, "gate_proj")
 
     def factors(self, inputs: ExpertInputs) -> Channels:
-        """What the activations of each token's experts, and of the shared one, are multiplied by."""
+        """What the activations of each token's experts, and of the shared one, are multiplied
+        by."""
         factors = self.factor(self._projected(inputs, self._up_rows))
         return self._with_shared(factors, inputs, "up_proj")
 
@@ -144,7 +147,8 @@ class Mixture:
         return torch.cat([routed, gate.to(routed.dtype).expand(-1, shared_width)], -1)
 
     def output(self, hidden: Channels, inputs: ExpertInputs) -> Float[Tensor, "token d_model"]:
-        """The summed output of the experts from the product of activations and factors, without biases."""
+        """The summed output of the experts from the product of activations and factors, without
+        biases."""
         slots = inputs.experts.shape[1]
         routed_channels = slots * self.width
         routed = rearrange(
@@ -192,15 +196,16 @@ def mixture_in(block: Any, layer: int) -> Mixture | None:
         shared = unwrapped(shared_parts[0]) if shared_parts else None
         if not _is_known_form(experts, shared):
             raise ModelError(
-                f"layer {layer} is a mixture of experts ({type(experts).__name__}) in a form that mechattn does not "
-                f"know, so its activations cannot be measured"
+                f"layer {layer} is a mixture of experts ({type(experts).__name__}) in a form that"
+                " mechattn does not know, so its activations cannot be measured"
             )
         return Mixture(module, experts, shared, parts.get("shared_expert_gate"))
     return None
 
 
 def _is_known_form(experts: Any, shared: Any) -> bool:
-    """Whether the weights of all experts are in one parameter, and each is a gated MLP with nothing else in it."""
+    """Whether the weights of all experts are in one parameter, and each is a gated MLP with nothing
+    else in it."""
     has_weights = all(
         isinstance(getattr(experts, name, None), Tensor) for name in ("gate_up_proj", "down_proj")
     )
@@ -219,7 +224,8 @@ def _is_known_form(experts: Any, shared: Any) -> bool:
 
 @dataclass
 class _WatchedMixture:
-    """A mixture that passes its activations to functions, and adds the effect of their changes to its output."""
+    """A mixture that passes its activations to functions, and adds the effect of their changes to
+    its output."""
 
     mixture: Mixture
     layer: int
@@ -235,7 +241,8 @@ class _WatchedMixture:
         self.inputs = ExpertInputs(x, experts, weights.gather(-1, order))
 
     def pass_on(self, module: Any, args: Any, output: Any) -> Any:
-        """Pass the activations to each function; a change that one returns goes to the next, and into the output."""
+        """Pass the activations to each function; a change that one returns goes to the next, and
+        into the output."""
         if self.inputs is None:
             return None
         self.needed.called = True
@@ -269,7 +276,8 @@ class _WatchedMixture:
         return total + change.reshape(total.shape).to(total.dtype)
 
     def _check(self, activations: Channels, total: Tensor, inputs: ExpertInputs) -> None:
-        """Refuse a mixture whose output does not follow from these activations, tried on the first token."""
+        """Refuse a mixture whose output does not follow from these activations, tried on the first
+        token."""
         first = ExpertInputs(inputs.x[:1], inputs.experts[:1], inputs.weights[:1])
         hidden = activations[:1] * self.mixture.factors(first)
         computed = self.mixture.output(hidden.to(first.x.dtype), first)
@@ -281,8 +289,8 @@ class _WatchedMixture:
         error = float((computed - expected).norm())
         if not error <= rounding * float(expected.norm()):  # also if it is NaN
             raise ModelError(
-                f"layer {self.layer}: Σ w · down(act(gate) · up) of the experts is not the mixture's output, so its "
-                "activations are unknown"
+                f"layer {self.layer}: Σ w · down(act(gate) · up) of the experts is not the"
+                " mixture's output, so its activations are unknown"
             )
         self.agrees = True
 
@@ -292,13 +300,14 @@ _watched: dict[int, _WatchedMixture] = {}  # by the id of the experts
 
 @contextmanager
 def watching(model: Any, mixture: Mixture, layer: int, see: SeeChannels) -> Iterator[None]:
-    """Call a function with the gates and the activations of a mixture; if nested, outer functions are called first."""
+    """Call a function with the gates and the activations of a mixture; if nested, outer functions
+    are called first."""
     key = id(mixture.experts)
     with ExitStack() as stack:
         if key not in _watched:
             needed = Needed(
-                f"layer {layer} has run without calling its experts (another kernel computes them), so their "
-                "activations can be neither seen nor changed"
+                f"layer {layer} has run without calling its experts (another kernel computes them),"
+                " so their activations can be neither seen nor changed"
             )
             watched = _WatchedMixture(mixture, layer, needed)
             _watched[key] = watched

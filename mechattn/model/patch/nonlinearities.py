@@ -1,4 +1,5 @@
-"""Reads and replaces MLP activations after the nonlinearity, which have no hook; also those of mixtures of experts."""
+"""Reads and replaces MLP activations after the nonlinearity, which have no hook; also those of
+mixtures of experts."""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ NAMES_IN_BRIDGES = ("_activation_fn",)
 
 Activity = Float[Tensor, "*token d_mlp"]
 
-# Takes the layer and the values before and after the nonlinearity; what it returns, if anything, replaces the latter.
+# Takes the layer and the values before and after the nonlinearity; what it returns, if anything,
+# replaces the latter.
 SeeActivations = Callable[[int, Activity, Activity], Activity | None]
 
 
 @contextmanager
 def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterator[None]:
-    """Call a function with ``pre`` and ``act(pre)`` (gated: ``act(gate)``) of a layer's MLP at each forward pass."""
+    """Call a function with ``pre`` and ``act(pre)`` (gated: ``act(gate)``) of a layer's MLP at each
+    forward pass."""
     with ExitStack() as stack:
         for layer, see in layers.items():
             mixture = mixture_of(model, layer)
@@ -37,8 +40,9 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
 
             owner, name = nonlinearity_of(model, layer)
             needed = Needed(
-                f"layer {layer} has run without its nonlinearity: its MLP computes it elsewhere (weights that were "
-                "folded do so), so its activations can be neither seen nor changed"
+                f"layer {layer} has run without its nonlinearity: its MLP computes it elsewhere"
+                " (weights that were folded do so), so its activations can be neither seen nor"
+                " changed"
             )
             watched = _Watched(getattr(owner, name), layer, see, needed)
             stack.enter_context(attribute_set(owner, name, watched))
@@ -64,14 +68,15 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
         places.setdefault(id(getattr(module, name)), (module, name))
     if not places:
         raise ModelError(
-            f"layer {layer} has no MLP with a nonlinearity known to mechattn, so its activations cannot be measured"
+            f"layer {layer} has no MLP with a nonlinearity known to mechattn, so its activations"
+            " cannot be measured"
         )
 
     owner, name = next(iter(places.values()))
     if len(places) > 1 or "expert" in type(owner).__name__.lower():
         raise ModelError(
-            f"layer {layer} has several MLPs, or experts in a form that mechattn does not know, so its activations "
-            f"cannot be measured"
+            f"layer {layer} has several MLPs, or experts in a form that mechattn does not know, so"
+            " its activations cannot be measured"
         )
     return owner, name
 

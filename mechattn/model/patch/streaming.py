@@ -58,7 +58,8 @@ HOOKS_WITHOUT_STREAMING = (
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the attention function must know about the calling layer; ``see`` is None if the layer is not measured."""
+    """What the attention function must know about the calling layer; ``see`` is None if the layer
+    is not measured."""
 
     number: int
     window: int | None
@@ -77,7 +78,8 @@ class _Layer:
         softcap: float | None = None,
         sinks: Float[Tensor, " head"] | None = None,
     ) -> Output:
-        """Attention [batch head pos d_head]; in blocks of rows if it is measured or if SDPA has no mask for it."""
+        """Attention [batch head pos d_head]; in blocks of rows if it is measured or if SDPA has no
+        mask for it."""
         attention = Attention(q, k, v, scale, bias, self.window, softcap, self.edge_mask, sinks)
         if self.see is None:
             beyond_sdpa = (bias, softcap, sinks, self.window, self.edge_mask)
@@ -97,18 +99,23 @@ class _Layer:
 
 
 def why_not(model: HookedModel, attending: list[int] | None = None) -> str:
-    """Why this model cannot be streamed, judged by the classes of its attention layers; "" if it might."""
+    """Why this model cannot be streamed, judged by the classes of its attention layers; "" if it
+    might."""
     if attending is None:
         attending = hooks.attention_layers(model)
     classes = {type(model.blocks[layer].attn).__name__ for layer in attending}
     unknown = classes - set(REPLACEMENTS)
     if not unknown:
         return ""
-    return f"its attention is a {min(unknown)}, and mechattn does not know where it computes its scores"
+    return (
+        f"its attention is a {min(unknown)}, and mechattn does not know where it computes its"
+        " scores"
+    )
 
 
 def fires_while_streamed(name: str) -> bool:
-    """Whether a hook of a layer, such as "attn.hook_z", has the same values while the model is streamed."""
+    """Whether a hook of a layer, such as "attn.hook_z", has the same values while the model is
+    streamed."""
     return not name.startswith(HOOKS_WITHOUT_STREAMING)
 
 
@@ -121,7 +128,8 @@ def streaming(
     edge_masks: Mapping[int, EdgeMask] | None = None,
     fused: bool = False,
 ) -> Iterator[None]:
-    """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of these layers."""
+    """Compute attention in blocks of query rows; ``see(layer, rows)`` is called with each block of
+    these layers."""
     attending = hooks.attention_layers(model)  # once, as it takes a millisecond
     reason = why_not(model, attending)
     if reason:
@@ -150,7 +158,8 @@ _streamed: dict[int, tuple[_Layer, Sequence[Callable[[Tensor], Tensor]]]] = {}
 
 @contextmanager
 def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterator[None]:
-    """Make transformers call our function inside a ``with`` block, wherever the function can be configured."""
+    """Make transformers call our function inside a ``with`` block, wherever the function can be
+    configured."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
@@ -182,7 +191,8 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
 def _attention_function(
     module: Any, query: Queries, key: Keys, value: Values, mask: Any, **options: Any
 ) -> Any:
-    """Called by transformers in place of SDPA: takes [batch head pos d_head], returns [batch pos head d_head]."""
+    """Called by transformers in place of SDPA: takes [batch head pos d_head], returns [batch pos
+    head d_head]."""
     scale = options.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -263,7 +273,8 @@ def _latent(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]
 
 
 def _fused(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContextManager[None]:
-    """For a bridge that splits a fused projection and computes attention itself: from projected q, k, v to output."""
+    """For a bridge that splits a fused projection and computes attention itself: from projected q,
+    k, v to output."""
 
     def reconstruct(q: Projected, k: Projected, v: Projected, **kwargs: Any) -> Any:
         heads = attention.config.n_heads
@@ -292,7 +303,8 @@ def _fused(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContext
 def _alibi(
     model: HookedModel, kwargs: Mapping[str, Any], heads: int, length: int, width: int
 ) -> Float[Tensor, "#batch head key"] | None:
-    """The ALiBi bias of each key, under either argument name; counted once, as no mask contains it here."""
+    """The ALiBi bias of each key, under either argument name; counted once, as no mask contains it
+    here."""
     bias = kwargs.get("position_bias")
     if bias is not None:  # MPT: made for the longest sequence; take its last keys
         return rearrange(bias[..., -length:], "head 1 key -> 1 head key")
@@ -308,7 +320,8 @@ def _alibi(
 
 @contextmanager
 def _in_parts(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
-    """For a ``HookedTransformer``, where scores, mask, softmax and mix are methods; only the mix gets all it needs."""
+    """For a ``HookedTransformer``, where scores, mask, softmax and mix are methods; only the mix
+    gets all it needs."""
     queries_and_keys: list[Tensor] = []
 
     def scores(q: Tensor, k: Tensor) -> Tensor:
@@ -347,8 +360,8 @@ def _in_parts(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[Non
         yield
 
 
-# By TransformerLens class. A subclass is not treated like its base class: it may select the keys that a query sees, and
-# the check on a short probe would not notice.
+# By TransformerLens class. A subclass is not treated like its base class: it may select the keys
+# that a query sees, and the check on a short probe would not notice.
 REPLACEMENTS: Mapping[str, Replacement] = {
     "PositionEmbeddingsAttentionBridge": _delegated,
     "_BitNetAttentionBridge": _delegated,

@@ -1,4 +1,5 @@
-"""Compares a hooked model with the model itself: logits, kernel, weights, layers, padding, neighbours, BOS, hooks."""
+"""Compares a hooked model with the model itself: logits, kernel, weights, layers, padding,
+neighbours, BOS, hooks."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ HOOKS_BY_FLAG = (
 
 
 def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
-    """Compare a hooked model with the model behind it and with itself, on random tokens and their padded beginning."""
+    """Compare a hooked model with the model behind it and with itself, on random tokens and their
+    padded beginning."""
     tokens = probe.probe_tokens(model, length)
     dtype = probe.dtype_of(model)
     tolerance = probe.TOLERANCE[dtype][0]
@@ -73,7 +75,10 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         model=str(model.cfg.model_name),
         architecture=str(architecture),
         dtype=str(dtype).removeprefix("torch."),
-        versions=f"transformer-lens {version('transformer-lens')}, transformers {version('transformers')}",
+        versions=(
+            f"transformer-lens {version('transformer-lens')}, transformers"
+            f" {version('transformers')}"
+        ),
         checks=tuple(checks),
         mended=facts.mended,
     )
@@ -82,7 +87,8 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
 def _forward(
     model: HookedModel, tokens: Int[Tensor, "1 pos"]
 ) -> tuple[dict[str, Tensor], Float[Tensor, "batch pos d_vocab"], set[str]]:
-    """Activations and logits of the probe and of its beginning (padded), and the names of the hooks that fired."""
+    """Activations and logits of the probe and of its beginning (padded), and the names of the hooks
+    that fired."""
     values: dict[str, Tensor] = {}
     fired: set[str] = set()
 
@@ -122,7 +128,8 @@ def _logits(facts: ModelFacts, hooked: Logits, native: Logits | None, tolerance:
 
 
 def _weights(facts: ModelFacts, native: Logits | None, tolerance: float) -> list[Check]:
-    """Check that the weights are those of the first verification: a longer probe begins with the same tokens."""
+    """Check that the weights are those of the first verification: a longer probe begins with the
+    same tokens."""
     if native is None:
         return []
     position = probe.AT_LOADING - 1
@@ -131,7 +138,10 @@ def _weights(facts: ModelFacts, native: Logits | None, tolerance: float) -> list
         facts.probe_logits = logits.clone()
 
     detail = f"native logits of position {position} against those when the model was first verified"
-    remedy = "weights were changed after loading; load the model again, or give verify=False if the change is intended"
+    remedy = (
+        "weights were changed after loading; load the model again, or give verify=False if the"
+        " change is intended"
+    )
     check = compare_positions(
         "weights", logits[None], facts.probe_logits[None], tolerance, detail, remedy
     )
@@ -149,7 +159,8 @@ def _padding(logits: Float[Tensor, "2 pos d_vocab"], tolerance: float) -> Check:
 def check_neighbours(
     model: HookedModel, native: Any, tokens: Int[Tensor, "1 pos"], alone: Logits, tolerance: float
 ) -> Check:
-    """Compare the probe alone with the probe beside a row half as long again and, if possible, at far positions."""
+    """Compare the probe alone with the probe beside a row half as long again and, if possible, at
+    far positions."""
     module: Any = native or model
     device = device_of(module)
     length = tokens.shape[1]
@@ -187,8 +198,8 @@ def check_neighbours(
     if boundary is not None:
         detail += f"; {boundary}: no batch holds both"
     remedy = (
-        "its logits depend on the batch in a way that mechattn does not know, so conditions cannot be compared; please "
-        "report it"
+        "its logits depend on the batch in a way that mechattn does not know, so conditions cannot"
+        " be compared; please report it"
     )
     return compare_positions("neighbours", logits[0], alone[0], tolerance, detail, remedy)
 

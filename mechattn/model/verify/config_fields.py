@@ -1,8 +1,10 @@
-"""Checks that every attention-related field of a configuration is used, known to be harmless, or refused.
+"""Checks that every attention-related field of a configuration is used, known to be harmless, or
+refused.
 
-The probe compares patterns on a few tokens with the model's own, so whatever changes the pattern of a short text is
-found there, whatever its name. It cannot show what acts only on longer texts: a window, a chunk, a selection of keys, a
-scale that depends on position. Such a feature has a configuration field, and a model with an unknown field is refused.
+The probe compares patterns on a few tokens with the model's own, so whatever changes the pattern of
+a short text is found there, whatever its name. It cannot show what acts only on longer texts: a
+window, a chunk, a selection of keys, a scale that depends on position. Such a feature has a
+configuration field, and a model with an unknown field is refused.
 """
 
 from __future__ import annotations
@@ -22,39 +24,58 @@ _OF_OTHER_PARTS = re.compile(
     r"mamba|time_step|sinkhorn|altup|^linear_|mlp|moe|expert|router|image|vision|audio|embed|init|lm_head|token"
 )
 _REASONS: Mapping[str, str] = {
-    "used: which keys a query sees (model/hooks.py)": """
+    "used: which keys a query sees (model/hooks.py)": (
+        """
         sliding_window layer_types attention_types attention_layers window_size use_sliding_window max_window_layers
         sliding_window_pattern _sliding_window_pattern local_attention global_attn_every_n_layers
-        attention_window_size""",
-    "used: what is added to scores, their scale, clips (model/scores.py, model/architectures.py)": """
+        attention_window_size"""
+    ),
+    "used: what is added to scores, their scale, clips (model/scores.py, model/architectures.py)": (
+        """
         alibi attn_config.alibi attn_config.alibi_bias_max attn_config.softmax_scale attn_config.clip_qkv clip_qkv
-        scale_attn_by_inverse_layer_idx""",
-    "turns q and k before their product; lengths beyond which it changes are used (model/positions.py)": """
+        scale_attn_by_inverse_layer_idx"""
+    ),
+    "turns q and k before their product; lengths beyond which it changes are used (model/positions.py)": (
+        """
         rope_parameters rope_scaling rope_theta rope_interleave rope_local_base_freq partial_rotary_factor rotary_dim
-        rotary_pct rotary_emb_base no_rope_layers no_rope_layer_interval qk_rope_head_dim qk_nope_head_dim""",
-    "acts alike at every length, so that the patterns of the probe show it": """
+        rotary_pct rotary_emb_base no_rope_layers no_rope_layer_interval qk_rope_head_dim qk_nope_head_dim"""
+    ),
+    "acts alike at every length, so that the patterns of the probe show it": (
+        """
         attn_logit_softcapping attention_multiplier query_pre_attn_scalar scale_attn_weights attention_in_multiplier
-        attention_out_multiplier key_multiplier attention_k_eq_v use_shared_attention_adapter parallel_attn""",
-    "sizes of the projections, which q, k and v themselves show": """
+        attention_out_multiplier key_multiplier attention_k_eq_v use_shared_attention_adapter parallel_attn"""
+    ),
+    "sizes of the projections, which q, k and v themselves show": (
+        """
         num_attention_heads num_key_value_heads num_kv_heads num_heads n_head n_heads attention_heads head_dim
         attention_head_dim attention_hidden_size kv_channels kv_lora_rank qk_head_dim v_head_dim num_query_groups
         multi_query new_decoder_architecture num_attention_heads_per_layer num_kv_shared_layers attn_config.kv_n_heads
-        num_global_key_value_heads global_head_dim""",
-    "biases and norms of the projections, which hook_q, hook_k and hook_v, or the scores, hold": """
+        num_global_key_value_heads global_head_dim"""
+    ),
+    "biases and norms of the projections, which hook_q, hook_k and hook_v, or the scores, hold": (
+        """
         attention_bias attention_out_bias use_qk_norm qk_layernorm qkv_bias use_qkv_bias use_attention_bias
-        attn_config.qk_ln attn_config.qk_gn""",
-    "dropout, which is off when a model is measured": """
-        attention_dropout attn_pdrop attention_probs_dropout_prob attn_config.attn_pdrop""",
-    "the dtype or the code of the softmax, not what it gives": """
+        attn_config.qk_ln attn_config.qk_gn"""
+    ),
+    "dropout, which is off when a model is measured": (
+        """
+        attention_dropout attn_pdrop attention_probs_dropout_prob attn_config.attn_pdrop"""
+    ),
+    "the dtype or the code of the softmax, not what it gives": (
+        """
         reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32 attn_config.attn_type
-        attn_config.attn_impl""",
-    "of layers without attention, of which layers have it, or of what is outside it": """
+        attn_config.attn_impl"""
+    ),
+    "of layers without attention, of which layers have it, or of what is outside it": (
+        """
         attn_layer_indices attn_layer_offset attn_layer_period full_attn_idxs chunk_size final_logit_softcapping
         logits_soft_cap num_ln_in_parallel_attn mask_token_id keys_to_ignore_at_inference is_decoder
-        add_cross_attention""",
+        add_cross_attention"""
+    ),
 }
 KNOWN = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-# Fields that change which keys a query sees, or its scores, in an unsupported way; with the values that turn them off.
+# Fields that change which keys a query sees, or its scores, in an unsupported way; with the values
+# that turn them off.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "attention_chunk_size": ("queries see only the keys of their own chunk", (None,)),
     "attn_temperature_tuning": ("queries are scaled by position in long texts", (None, False, 0)),
@@ -72,7 +93,8 @@ _WITH = {  # fields that matter only together with one of those
 
 
 def unknown_fields(config: Any) -> dict[str, str]:
-    """The configuration fields that may mean an unsupported kind of attention, each with what is known about it."""
+    """The configuration fields that may mean an unsupported kind of attention, each with what is
+    known about it."""
     found = {}
     kinds = getattr(config, "layer_types", None)
     idle = () if kinds is None or "chunked_attention" in kinds else ("attention_chunk_size",)
@@ -89,7 +111,8 @@ def unknown_fields(config: Any) -> dict[str, str]:
 
 
 def check_config(model: HookedModel, native: Any = None) -> Check:
-    """Check that every field about attention is known, in the config of the model or of the one it was made from."""
+    """Check that every field about attention is known, in the config of the model or of the one it
+    was made from."""
     config = config_of(model) or getattr(native, "config", None)
     if config is None:
         return Check(
@@ -102,13 +125,17 @@ def check_config(model: HookedModel, native: Any = None) -> Check:
     if not unknown:
         return Check("config", "passed", None, 0.0, 0.0, 0.0, 0.0, detail)
     said = "; ".join(f"{name} = {values[name]!r} ({what})" for name, what in unknown.items())
-    remedy = "a short probe may not reveal its effect, so please report it; verify=False measures anyway and records this"
+    remedy = (
+        "a short probe may not reveal its effect, so please report it; verify=False measures anyway"
+        " and records this"
+    )
     number = float(len(unknown))
     return Check("config", "failed", None, number, 0.0, number, 0.0, f"{detail}: {said}", remedy)
 
 
 def _fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of this configuration that may concern attention, including those of a nested ``attn_config``."""
+    """The fields of this configuration that may concern attention, including those of a nested
+    ``attn_config``."""
     from transformers import PretrainedConfig
 
     usual = PretrainedConfig().to_dict()

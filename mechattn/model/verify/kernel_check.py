@@ -16,9 +16,9 @@ from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.verify.verification import Check, compare
 
-# In a probability. In float32, deeper layers accumulate rounding errors: 4e-5 seen with scores in the hundreds; a wrong
-# mask, scale or head gives at least 0.01. In half precision they usually differ by 0.05, and by 0.18 (0.03 in float16)
-# with large scores.
+# In a probability. In float32, deeper layers accumulate rounding errors: 4e-5 seen with scores in
+# the hundreds; a wrong mask, scale or head gives at least 0.01. In half precision they usually
+# differ by 0.05, and by 0.18 (0.03 in float16) with large scores.
 KERNEL_TOLERANCE = {
     torch.float64: 1e-6,
     torch.float32: 2e-4,
@@ -38,7 +38,8 @@ def attention_of(native: Any) -> str:
 def run_native(
     native: Any, tokens: Tokens
 ) -> tuple[Float[Tensor, "batch pos d_vocab"], list[Pattern], str]:
-    """Logits of the model itself, the pattern of each of its attention calls, and how the patterns were obtained."""
+    """Logits of the model itself, the pattern of each of its attention calls, and how the patterns
+    were obtained."""
     options = {"output_attentions": True} if attention_of(native) == "eager" else {}
     with torch.no_grad(), _ThroughIdentity() as sdpa_calls:
         output = native(tokens, use_cache=False, **options)
@@ -53,7 +54,8 @@ def run_native(
 class _ThroughIdentity(TorchFunctionMode):
     """Repeats each call of SDPA in this thread with blocks of identity matrices as values.
 
-    Since A · I = A, the output is the pattern of that call, by whichever kernel torch chooses for it.
+    Since A · I = A, the output is the pattern of that call, by whichever kernel torch chooses for
+    it.
     """
 
     def __init__(self) -> None:
@@ -96,5 +98,8 @@ def check_kernel(
         if hooked is not None and hooked[:1].shape == pattern.shape:
             pairs[layer] = (hooked[0], pattern[0].float().cpu())
     detail = f"hook_pattern against the pattern of the model's own attention, by {source}"
-    remedy = "the hooks' pattern differs from the one that the model uses; try another version, or report it"
+    remedy = (
+        "the hooks' pattern differs from the one that the model uses; try another version, or"
+        " report it"
+    )
     return compare("kernel", pairs, KERNEL_TOLERANCE[dtype], detail, remedy, scale=1.0)

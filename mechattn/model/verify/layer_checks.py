@@ -1,4 +1,5 @@
-"""Checks that the hooks of each layer fit together: rows, mask and scores of the pattern, values, heads, residual.
+"""Checks that the hooks of each layer fit together: rows, mask and scores of the pattern, values,
+heads, residual.
 
 z is pattern · v, but some models clip or norm the values, or gate or norm the result.
 """
@@ -94,7 +95,8 @@ def check_layers(probe: ProbedHooks) -> list[Check]:
 
 
 def gate_function(detail: str) -> Callable[[Tensor], Tensor] | None:
-    """The function from a hook's value to the gate, found from the detail of a check; None if there is no gate."""
+    """The function from a hook's value to the gate, found from the detail of a check; None if there
+    is no gate."""
     for name, function in GATE_FUNCTIONS.items():
         if f"{GATED}{name})" in detail:
             return function
@@ -119,7 +121,8 @@ def _rows(probe: ProbedHooks) -> Check:
 
 
 def _mask(probe: ProbedHooks) -> Check:
-    """Check that keys that a query cannot see have no mass and, if scores show it, that no visible key is masked."""
+    """Check that keys that a query cannot see have no mass and, if scores show it, that no visible
+    key is masked."""
     length = probe.length
     masked_score = torch.finfo(probe.dtype).min / 2
     pairs = {}
@@ -141,7 +144,10 @@ def _mask(probe: ProbedHooks) -> Check:
     detail = "mass on keys that a query cannot see, and masked keys that it can see"
     if windows_beyond_probe:
         window = min(windows_beyond_probe)
-        detail += f" (the probe of {length} tokens does not reach the window of {window}; verify_model(length=…))"
+        detail += (
+            f" (the probe of {length} tokens does not reach the window of {window};"
+            " verify_model(length=…))"
+        )
     remedy = f"the mask is not the model's; {ANOTHER_VERSION}"
     return compare("mask", pairs, 1e-6, detail, remedy, scale=1.0)
 
@@ -234,7 +240,8 @@ def _explained(
     pairs: Mapping[int, Pair],
     gates: Mapping[int, Float[Tensor, ...] | None],
 ) -> Check:
-    """The check if the mix is not z: limited if in each such layer a known step turns it into z, otherwise failed."""
+    """The check if the mix is not z: limited if in each such layer a known step turns it into z,
+    otherwise failed."""
     tolerance = TOLERANCE[probe.dtype][1]
     steps = []
     for layer, (mixed, z) in pairs.items():
@@ -287,7 +294,8 @@ def _known_steps(
 
 
 def _unknown_parts(model: HookedModel, layer: int) -> str:
-    """The parts of the attention module that may act between the pattern and z, in words; "" if there are none."""
+    """The parts of the attention module that may act between the pattern and z, in words; "" if
+    there are none."""
     usual = ("q_proj", "k_proj", "v_proj", "o_proj")
     module = head_parts.attention_module(model, layer)
     names = [] if module is None else [name for name, _ in module.named_children()]
@@ -299,7 +307,10 @@ def _unknown_parts(model: HookedModel, layer: int) -> str:
         parts.append(f"clip_qkv={clip:g}")
     if not parts:
         return ""
-    return f"its attention has {', '.join(parts)}, and mechattn does not know how these turn pattern · v into z"
+    return (
+        f"its attention has {', '.join(parts)}, and mechattn does not know how these turn pattern ·"
+        " v into z"
+    )
 
 
 def _heads(probe: ProbedHooks) -> Check:
@@ -314,7 +325,10 @@ def _heads(probe: ProbedHooks) -> Check:
             if output is not None and total is not None and output.shape == total.shape:
                 outputs.append(output[0])
         if total is None or not outputs:
-            reason = f"layer {layer}: z {list(z.shape)} and W_O do not give an output of the heads' shape"
+            reason = (
+                f"layer {layer}: z {list(z.shape)} and W_O do not give an output of the heads'"
+                " shape"
+            )
             return Check("heads", "limited", detail=f"{OUTPUT_DETAIL}: {reason}")
 
         # If the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual.
@@ -352,8 +366,8 @@ def _residual(probe: ProbedHooks) -> Check:
         after = probe.of_layer(layer, "hook_resid_post")
         if before is None or attention is None or mlp is None or after is None:
             continue
-        # Rounded after each addition as the model's are: in bfloat16 the rounding of an entry of 12,000 is half the
-        # root mean square of all.
+        # Rounded after each addition as the model's are: in bfloat16 the rounding of an entry of
+        # 12,000 is half the root mean square of all.
         middle = (before[0] + attention[0]).to(probe.dtype).float()
         total = (middle + mlp[0]).to(probe.dtype).float()
         pairs[layer] = (total, after[0])
@@ -362,7 +376,8 @@ def _residual(probe: ProbedHooks) -> Check:
     check = compare("residual", pairs, TOLERANCE[probe.dtype][1], detail, "")
     return limited(
         check,
-        "the hooked parts do not add up to the residual stream, so analyses of updates refuse this model",
+        "the hooked parts do not add up to the residual stream, so analyses of updates refuse this"
+        " model",
     )
 
 

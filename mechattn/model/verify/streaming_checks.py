@@ -17,29 +17,34 @@ from mechattn.model.several_devices import device_of
 from mechattn.model.verify import verification as probe
 from mechattn.model.verify.verification import Check, compare, compare_positions, limited
 
-# Scores in the hundreds, as in large models, are rounded by 3e-5 in float32, and later layers enlarge the effect of a
-# layer's rounding: 4e-5 seen in the third of three wide layers. A wrong mask or scale gives 0.01.
+# Scores in the hundreds, as in large models, are rounded by 3e-5 in float32, and later layers
+# enlarge the effect of a layer's rounding: 4e-5 seen in the third of three wide layers. A wrong
+# mask or scale gives 0.01.
 TOLERANCE_IN_FLOAT32 = 2e-4
 
-# In half precision the hooks' own scores are rounded to 8 or 11 bits, so that one probability may differ by 0.15
-# (0.04 in float16) where nothing is wrong: judged by the root mean square of a layer's differences, in that of its
-# pattern. With 30 architectures and four toys it is at most 0.042 (0.0085); a wrong window, sink, slope, head or
-# rotation gives 0.12 and more, but a scale that is 5 % off only 0.03, which a check in float32 notices.
+# In half precision the hooks' own scores are rounded to 8 or 11 bits, so that one probability may
+# differ by 0.15 (0.04 in float16) where nothing is wrong: judged by the root mean square of a
+# layer's differences, in that of its pattern. With 30 architectures and four toys it is at most
+# 0.042 (0.0085); a wrong window, sink, slope, head or rotation gives 0.12 and more, but a scale
+# that is 5 % off only 0.03, which a check in float32 notices.
 TOLERANCE_IN_HALF_PRECISION = {torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
 def check_streaming(model: HookedModel) -> Check:
-    """Check that attention in blocks of rows gives the same logits and patterns as the hooks, on the probe."""
+    """Check that attention in blocks of rows gives the same logits and patterns as the hooks, on
+    the probe."""
     return _against_hooks(model, "streaming", "attention in row blocks", fused=False)
 
 
 def check_fused(model: HookedModel) -> Check:
-    """Check that a fused kernel gives the hooks' logits, and the sums of their patterns over queries, on the probe."""
+    """Check that a fused kernel gives the hooks' logits, and the sums of their patterns over
+    queries, on the probe."""
     return _against_hooks(model, "fused", "sums over queries of a fused kernel", fused=True)
 
 
 def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Check:
-    """Compare a pass without hooks with one through them, layer by layer: patterns, or with ``fused`` their sums."""
+    """Compare a pass without hooks with one through them, layer by layer: patterns, or with
+    ``fused`` their sums."""
     reason = why_not(model)
     if reason:
         return Check(name, "limited", detail=reason)

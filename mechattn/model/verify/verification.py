@@ -1,4 +1,5 @@
-"""A verification: its probe, its tolerances, and its report, with one line per check, both figures and a remedy."""
+"""A verification: its probe, its tolerances, and its report, with one line per check, both figures
+and a remedy."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ Logits = Float[Tensor, "pos vocabulary"]
 Pairs = dict[Any, tuple[Tensor, Tensor]]  # by layer: what the hooks show, and what is expected
 Outcome = Literal["passed", "failed", "limited", "not checked"]
 
-# Largest difference of logits (root mean square at the worst position) and of activations (worst entry), in root mean
-# squares of what is compared. The largest seen on 30 architectures with random weights and a toy: float32 1e-5 and
-# 3e-6, float16 1e-2 and 5e-3, bfloat16 1e-1 and 3e-2.
+# Largest difference of logits (root mean square at the worst position) and of activations (worst
+# entry), in root mean squares of what is compared. The largest seen on 30 architectures with random
+# weights and a toy: float32 1e-5 and 3e-6, float16 1e-2 and 5e-3, bfloat16 1e-1 and 3e-2.
 TOLERANCE = {
     torch.float64: (1e-4, 2e-5),  # norms and softmax are computed in float32 all the same
     torch.float32: (1e-3, 2e-4),
@@ -49,17 +50,19 @@ COLUMNS = (
 class Check:
     """One check of a verification, with both figures.
 
-    A failed check shows the figures at the place of the largest difference. For a passed check that place depends on
-    rounding, and so on the CPU. A passed check therefore shows the largest figure of the last layer or position, and
-    prints its difference as "within" the tolerance.
+    A failed check shows the figures at the place of the largest difference. For a passed check that
+    place depends on rounding, and so on the CPU. A passed check therefore shows the largest figure
+    of the last layer or position, and prints its difference as "within" the tolerance.
 
     Args:
         name: The name of the check.
-        outcome: The outcome; "failed" makes the model unusable, "limited" only the analyses that need this identity.
+        outcome: The outcome; "failed" makes the model unusable, "limited" only the analyses that
+            need this identity.
         layer: The layer of the figures; None for the model as a whole.
         hooked: The figure of the hooked model.
         expected: The expected figure.
-        difference: The largest difference over everything compared, in units of the tolerance's scale.
+        difference: The largest difference over everything compared, in units of the tolerance's
+            scale.
         tolerance: The largest allowed difference.
         detail: What was compared, or why nothing could be.
         remedy: What to do about it.
@@ -77,7 +80,8 @@ class Check:
 
     @property
     def apart(self) -> str:
-        """The difference as printed: "within" the tolerance, or the number (exact if the tolerance is 0)."""
+        """The difference as printed: "within" the tolerance, or the number (exact if the tolerance
+        is 0)."""
         if self.outcome == "passed" and self.tolerance:
             return "within"
         return _number(self.difference)
@@ -142,8 +146,8 @@ class Report:
         if failures:
             lines = "\n  ".join(failures)
             raise ModelError(
-                f"{self.model} as hooked is not the model itself:\n  {lines}\n"
-                "load_model(…, verify=False) loads it anyway; every result then records verified: false"
+                f"{self.model} as hooked is not the model itself:\n  {lines}\nload_model(…,"
+                " verify=False) loads it anyway; every result then records verified: false"
             )
 
     @property
@@ -207,9 +211,11 @@ def compare(
     scale: float = 0.0,
     overall: bool = False,
 ) -> Check:
-    """The largest difference over layers; relative to the root mean square unless ``scale`` is given.
+    """The largest difference over layers; relative to the root mean square unless ``scale`` is
+    given.
 
-    With ``overall``, a layer's difference is the root mean square of its entries', not the largest of them.
+    With ``overall``, a layer's difference is the root mean square of its entries', not the largest
+    of them.
     """
     if not pairs:
         return Check(name, "not checked", detail=f"{detail}: its hooks do not fire in any layer")
@@ -234,7 +240,8 @@ def compare_positions(
     name: str, hooked: Logits, expected: Logits, tolerance: float, detail: str, remedy: str
 ) -> Check:
     """The largest root mean square of a position's differences."""
-    # A constant added to all logits of a position changes no probability (centred unembeddings add one).
+    # A constant added to all logits of a position changes no probability (centred unembeddings add
+    # one).
     hooked = hooked - hooked.mean(-1, keepdim=True)
     expected = expected - expected.mean(-1, keepdim=True)
 
@@ -263,7 +270,8 @@ def _with_figures(
     expected: Float[Tensor, ...],
     distances: Float[Tensor, " entry"],
 ) -> Check:
-    """The check with one entry: the worst of a failure; of a pass the largest expected (equal ones look alike)."""
+    """The check with one entry: the worst of a failure; of a pass the largest expected (equal ones
+    look alike)."""
     has_failed = cast(float, check.difference) > cast(float, check.tolerance)
     entry = int(distances.argmax() if has_failed else expected.argmax())
     hooked_figure = float(hooked.flatten()[entry])
@@ -288,7 +296,8 @@ def dtype_of(model: HookedModel) -> torch.dtype:
 
 
 def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
-    """Random ordinary tokens, the same each time, after a BOS token if the model is used with one."""
+    """Random ordinary tokens, the same each time, after a BOS token if the model is used with
+    one."""
     length = _probe_length(model, length)
     tokenizer = getattr(model, "tokenizer", None)
     size = int(model.cfg.d_vocab)
@@ -307,7 +316,8 @@ def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
 
 
 def _probe_length(model: HookedModel, length: int) -> int:
-    """A few tokens more than the windows that a probe can reach, and at most as many as the model reads."""
+    """A few tokens more than the windows that a probe can reach, and at most as many as the model
+    reads."""
     windows = [hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)]
     lengths = [window + 8 for window in windows if window is not None]
     reachable = [enough for enough in lengths if enough <= LONGEST_PROBE]
