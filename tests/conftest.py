@@ -19,9 +19,9 @@ import torch
 import mechattn as ma
 from mechattn.engine.run import make_plan
 from mechattn.errors import ModelError
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer, toy_folder
 from mechattn.model.packaged import packaged_file
+from tests.tiny_families import tiny_model
 
 # A CPU that is imitated in torch's own kernels has to be imitated in oneDNN too, which reads this at its first use. torch asks
 # oneDNN whether the CPU packs bfloat16; with AMX there, and kernels of AVX2, its attention raises as on no real CPU.

@@ -10,7 +10,6 @@ from typing import Any
 from mechattn.analysis import ANALYSES
 from mechattn.engine.run import make_plan, run
 from mechattn.errors import MechattnError
-from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.checkpoint import load_tokenizer
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
@@ -18,6 +17,7 @@ from mechattn.model.load import load_model, verify_model
 from mechattn.model.verify.verification import Report
 from mechattn.prompts.conditions import MeaninglessTokens
 from mechattn.prompts.prompt import Prompt
+from tests.tiny_families import FAMILIES, tiny_model
 
 _PROMPTS = (
     Prompt("Tom has 3 apples. How many apples?", "Count.", id="a"),

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mechattn.analysis import ANALYSES
-from mechattn.model.architectures import FAMILIES
 from tests.family_table import as_markdown, families
+from tests.tiny_families import FAMILIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 

@@ -20,11 +20,11 @@ import pandas as pd
 
 import mechattn as ma
 from mechattn.conditions import Counterpart
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.stats.intervals import t_interval, wilson_interval
 from tests.known_answers.known_circuits import METHODS, known_circuits, scores_of
 from tests.known_answers.known_heads import VOCABULARY, copying_model
+from tests.tiny_families import tiny_model
 
 PROMPTS, SPAN, STEPS = 16, (6, 8), 5
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import activations as fn
 from mechattn.interventions.intervention import Target, as_layers, on
-from mechattn.model.architectures import config_of
+from mechattn.model.hooked import config_of
 from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain_nonlinearity
 
 _WIDTH_OF_QWEN_7B = 3584

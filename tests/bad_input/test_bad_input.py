@@ -18,10 +18,10 @@ from mechattn.errors import (
     PromptError,
     PromptTooLong,
 )
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer
 from mechattn.model.load import dtype_named
 from tests.figures_config import figures_config
+from tests.tiny_families import tiny_model
 
 
 def test_the_forward_guard_can_fail(no_forward):

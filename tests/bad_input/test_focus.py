@@ -10,7 +10,7 @@ import torch
 import mechattn as ma
 from mechattn.analysis.analysis import Quantity
 from mechattn.errors import MechattnError, ModelError, OptionError, PromptError
-from mechattn.model.architectures import tiny_model
+from tests.tiny_families import tiny_model
 
 PROMPT = ma.Prompt(
     "Tom has 3 apples and 2 pears. How many fruits does Tom have?", "Count.", id="0", solution="5"

@@ -7,8 +7,8 @@ import mechattn as ma
 from mechattn.commands.run_config import run_from_config
 from mechattn.errors import ModelError, OptionError
 from mechattn.interventions.ablation import HeadMeans
-from mechattn.model.architectures import tiny_model
 from mechattn.model.hooked import original_of
+from tests.tiny_families import tiny_model
 
 PROMPT = "Tom has 3 apples."
 

@@ -107,7 +107,7 @@ def test_a_model_without_positions_has_none_to_keep(tokenizer):
 
 
 def test_a_model_that_keeps_what_it_read_in_another_way(tokenizer):
-    from mechattn.model.architectures import tiny_model
+    from tests.tiny_families import tiny_model
 
     mamba = ma.load_model(tiny_model("Mamba (no attention)", len(tokenizer)), tokenizer=tokenizer)
     with pytest.raises(ModelError, match="takes no past_key_values"):

@@ -5,7 +5,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError, OptionError
-from mechattn.model.architectures import tiny_model
+from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 3)
 

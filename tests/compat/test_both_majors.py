@@ -229,7 +229,7 @@ def test_a_hooked_transformer_is_verified_against_the_model_it_came_from(fold):
 
 
 def test_falcon_is_mended_in_a_bridge_of_3_9_too():
-    from mechattn.model.architectures import tiny_model
+    from tests.tiny_families import tiny_model
 
     tokenizer = load_tokenizer("toy:llama")
     report = ma.verify_model(tiny_model("Falcon-RW (ALiBi)", len(tokenizer)), tokenizer=tokenizer)

@@ -8,8 +8,8 @@ import mechattn as ma
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import attention as functional
 from mechattn.model import hooks
-from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.verify.streaming_checks import check_fused
+from tests.tiny_families import FAMILIES, tiny_model
 
 PROMPTS = [
     ma.Prompt("Tom has 3 apples and gives 2 to Mia. How many?", id="a"),

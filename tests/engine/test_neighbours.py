@@ -12,10 +12,10 @@ import mechattn as ma
 from mechattn.engine import batching as batch_plans
 from mechattn.engine import request_checks
 from mechattn.errors import MechattnError, ModelError
-from mechattn.model.architectures import FAMILIES
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers
 from tests.model.unusual import unusual_model
+from tests.tiny_families import FAMILIES
 
 LENGTHS = (6, 20, 60)
 NEW = 4

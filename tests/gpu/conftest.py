@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mechattn as ma
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from tests.parity.plain import loop_over_experts
+from tests.tiny_families import tiny_model
 
 THERE = {
     "cpu": lambda: True,

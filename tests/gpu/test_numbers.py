@@ -7,8 +7,8 @@ import torch
 import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.model import hooks
-from mechattn.model.architectures import FAMILIES
 from tests.gpu.conftest import FILLED, PROBLEMS, hooked
+from tests.tiny_families import FAMILIES
 
 TOYS = ["toy:llama", "toy:qwen2", "toy:gemma3", "toy:falcon"]
 NUMBERS = ["received_per_prompt", "received_by_segment"]

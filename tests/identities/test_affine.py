@@ -10,9 +10,9 @@ from mechattn.engine.batch_pass import measure_batch
 from mechattn.errors import OptionError
 from mechattn.functional import head_outputs as fn
 from mechattn.model import hooks
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import toy_names
 from mechattn.prompts.token_sequences import pad_right
+from tests.tiny_families import tiny_model
 
 SHORT = [
     ma.Prompt(f"Tom has {n} apples and gives {n - 1} to Mia.", system="Solve it.", id=str(n))

@@ -118,7 +118,7 @@ def test_an_edge_that_is_not_there_cannot_be_cut(toy):
 def test_a_model_that_takes_no_notice_is_found(tokenizer):
     """OPT's scores are read-only to hooks, so the hooks engine refuses; also where no attention is measured."""
     from mechattn.errors import ModelError
-    from mechattn.model.architectures import tiny_model
+    from tests.tiny_families import tiny_model
 
     model = ma.load_model(tiny_model("GPT-Neo", len(tokenizer)), tokenizer=tokenizer)
     for analysis in (ma.ReceivedAttention(), ma.analyses.MlpActivations("absolute", 0.01)):

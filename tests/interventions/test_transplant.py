@@ -10,8 +10,8 @@ import mechattn as ma
 from mechattn.evaluation.generate import Request, acting_on_prompts, answers, native_of
 from mechattn.evaluation.generating_rows import PaddedPrompts
 from mechattn.interventions.intervention import Target
-from mechattn.model.architectures import FAMILIES
 from mechattn.model.checkpoint import toy_names
+from tests.tiny_families import FAMILIES
 
 FUSED = ("GPT-2", "GPT-NeoX", "Falcon (RoPE)", "Phi-3", "MPT")
 

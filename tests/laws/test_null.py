@@ -10,7 +10,7 @@ from mechattn.analysis.analysis import PairAnalysis, RowAnalysis
 from mechattn.analysis.attention_focus import ScoreDecomposition
 from mechattn.analysis.received_attention import AttentionMap
 from mechattn.engine import request_checks
-from mechattn.model.architectures import tiny_model
+from tests.tiny_families import tiny_model
 
 PLACES = ("start", "before_question", "before_answer", "random")
 FAMILIES = (

@@ -11,8 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model import hooks
-from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.verify.config_fields import KNOWN, REFUSED, unknown_fields
+from tests.tiny_families import FAMILIES, tiny_model
 
 KINDS = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 # What they do to attention shows beyond a probe's length, or in texts of another kind, and mechattn has no null for it.

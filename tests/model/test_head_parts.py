@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.architectures import tiny_model
 from mechattn.model.head_parts import output_projection, positions_first, split_heads
 from mechattn.model.hooked import facts_of
 from mechattn.model.patch.keys_values_z import changing_z
+from tests.tiny_families import tiny_model
 
 FAMILY, HEADS, WIDTH = "DeepSeek-V3 (latent attention)", 4, 16
 TOKENS = torch.arange(5, 25)[None]

@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import mechattn as ma
-from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.verify.kernel_check import _ThroughIdentity
+from tests.tiny_families import FAMILIES, tiny_model
 
 
 @pytest.mark.parametrize(

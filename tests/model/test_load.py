@@ -12,11 +12,11 @@ from transformers import (
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model.architectures import random_model, tiny_model
 from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_window, chosen_layers, count_parameters
 from tests.model.unusual import unusual_model
+from tests.tiny_families import random_model, tiny_model
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
 

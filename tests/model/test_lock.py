@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mechattn as ma
-from mechattn.evaluation import served_answers as probe
+from mechattn.evaluation import server_probe as probe
 from mechattn.model import hooked as lock
 from mechattn.model import weights
 from mechattn.model.hooked import facts_of

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.hooked import facts_of
 from mechattn.model.verify import checks
 from tests.model.unusual import DYNAMIC, LONGROPE, factors, unusual_model
+from tests.tiny_families import FAMILIES, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

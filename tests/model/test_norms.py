@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mechattn.model import hooks
-from mechattn.model.architectures import FAMILIES
 from mechattn.model.hooks import norms_once
+from tests.tiny_families import FAMILIES
 
 TOKENS = torch.arange(5, 17)[None]
 

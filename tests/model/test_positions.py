@@ -8,7 +8,6 @@ import torch
 import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model import positions
-from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.hooks import attention_layers
 from mechattn.model.positions import (
     Boundary,
@@ -17,6 +16,7 @@ from mechattn.model.positions import (
     takes_position_ids,
 )
 from tests.model.unusual import BOUNDARY, DYNAMIC, LONGROPE, TABLES, unusual_model
+from tests.tiny_families import FAMILIES, tiny_model
 
 TABLE_FAMILIES = {"GPT-2", "GPT-Neo", "GPT-J", "OPT"}  # learned positions, and GPT-J's sines
 # Each way to rotate, which bfloat16 rounds in its own way, and a table.

@@ -11,11 +11,11 @@ from mechattn.analysis.analysis import AnalysisBase, Quantity
 from mechattn.errors import ModelError, OptionError
 from mechattn.functional import attention as functional
 from mechattn.model import hooks
-from mechattn.model.architectures import FAMILIES, tiny_model
 from mechattn.model.patch import streaming as attention_calls
 from mechattn.model.patch.streaming import fires_while_streamed, streaming, why_not
 from mechattn.model.verify.checks import HOOKS_BY_FLAG
 from mechattn.model.verify.streaming_checks import check_streaming
+from tests.tiny_families import FAMILIES, tiny_model
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import toy_names
 from mechattn.model.hooks import attention_layers
 from mechattn.model.verify.layer_checks import ProbedHooks, check_layers
+from tests.tiny_families import tiny_model
 
 TEXT = "Tom has 3 apples and gives 2 to Mia."
 

@@ -2,7 +2,7 @@
 
 import transformers
 
-from mechattn.model.architectures import random_model
+from tests.tiny_families import random_model
 
 _SIZE = {
     "hidden_size": 64,

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mechattn as ma
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from tests.conftest import loaded_once
 from tests.parity.test_every_toy import alibi_in_the_mask_only
+from tests.tiny_families import tiny_model
 
 TWELVE = {"BLOOM": {"hidden_size": 96, "n_head": 12}, "MPT": {"d_model": 96, "n_heads": 12}}
 

@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from experiments.real.budget_oracle import largest_differences, oracle
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from mechattn.model.hooked import original_of
 from mechattn.model.rotary_positions import rotations_of
 from mechattn.prompts.token_sequences import baseline_sequence
+from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
 PROMPT = ma.Prompt(

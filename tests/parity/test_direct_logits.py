@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer
 from tests.parity.plain import loop_over_experts, models, passed
+from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
 GRANITE = {"logits_scaling": 8.0, "residual_multiplier": 0.22}

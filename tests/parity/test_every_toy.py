@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconAttention
 
 import mechattn as ma
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from tests.conftest import loaded_once
 from tests.parity.test_received_attention import measured
+from tests.tiny_families import tiny_model
 
 TOLERANCE = 2e-6
 TINY = [

@@ -6,11 +6,11 @@ import torch
 
 import mechattn as ma
 from mechattn.functional.activations import keyed_uniform, redistribute, token_keys
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer
 from mechattn.model.patch.mixtures import Routing
 from mechattn.model.patch.nonlinearities import at_nonlinearity
 from tests.parity.plain import loop_over_experts
+from tests.tiny_families import tiny_model
 
 MIXTURES = [
     "Mixtral",

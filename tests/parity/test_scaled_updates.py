@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import load_tokenizer
+from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
 

@@ -9,8 +9,8 @@ import transformers
 
 import mechattn as ma
 from mechattn.analysis.updates import BEFORE_NORM
-from mechattn.model.architectures import random_model, tiny_model
 from mechattn.model.checkpoint import load_tokenizer
+from tests.tiny_families import random_model, tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
 ANALYSES = [

@@ -18,7 +18,6 @@ from transformer_lens.tools.analysis import (
 import mechattn as ma
 from mechattn.conditions import Counterpart
 from mechattn.errors import OptionError
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import lettered_tokenizer
 from mechattn.patching.circuit import Circuit, _connected
 from mechattn.patching.edges import EdgePair
@@ -27,6 +26,7 @@ from mechattn.patching.pairs import pairs_of
 from mechattn.render.words import said
 from mechattn.stats.units import halves_of
 from tests.patching.test_edges import EQUAL, theirs
+from tests.tiny_families import tiny_model
 
 MANY = [
     ma.Prompt(tokens=(20, 30 + i, 31 - i, 40, 41, 9), answer_tokens=(60,), counterpart=(20, 50, 31 - i, 42 + i, 41, 9),

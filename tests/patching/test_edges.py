@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 import mechattn as ma
 from mechattn.conditions import Counterpart
 from mechattn.errors import ModelError, OptionError
-from mechattn.model.architectures import tiny_model
 from mechattn.model.checkpoint import lettered_tokenizer, toy_folder
 from mechattn.patching import effects
 from mechattn.patching.edges import EdgePair
@@ -22,6 +21,7 @@ from mechattn.patching.pairs import pairs_of
 from mechattn.stats.many_tests import paired_tests
 from tests.conftest import loaded_once
 from tests.patching.test_pairs import LONGER, PARTNERS
+from tests.tiny_families import tiny_model
 
 EQUAL = [
     ma.Prompt(tokens=(20, 30 + i, 31, 40, 41, 9), answer_tokens=(60,), counterpart=(20, 50, 31, 42 + i, 41, 9),

@@ -6,7 +6,7 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import OptionError
-from mechattn.model.architectures import tiny_model
+from tests.tiny_families import tiny_model
 
 ANALYSES = [
     ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates(per_query=True), ma.analyses.TopTargetUpdates(), ma.analyses.BlockUpdates(), ma.analyses.AttentionSinks(),
