@@ -121,7 +121,7 @@ for layer in (0, 1, 15):
 # - Two causes nearly cancel. The prefix is further away, which gives the question 2.5 points; the inserted tokens take
 #   1.8, and changed hidden states 0.8.
 # - In layer 0 they do not cancel: the tokens take 20.8 points from the question and distance gives back 9.5. There its
-#   tokens receive 16.8 % less, and head L0H2 loses a share of 0.406. This is the layer that the paper shows.
+#   tokens receive 16.8 % less, and head L0H2 loses 0.406 of its own. This is the layer that the paper shows.
 # - A sentence of the same length does far more: the question loses 15.0 %, or 7.6 points. The model reads a sentence;
 #   it hardly reads slashes.
 # - Masked tokens, which only move the question away from its prefix, give it 2.7 points; tokens that only take attention

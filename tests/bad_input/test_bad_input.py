@@ -153,13 +153,6 @@ def test_an_option_that_transformer_lens_does_not_take():
         ma.load_model("toy:llama", colour="red")
 
 
-def test_a_family_that_is_none():
-    with pytest.raises(
-        ModelError, match="there is no family 'Lama'; the families are Llama, Mistral"
-    ):
-        tiny_model("Lama", 100)
-
-
 def test_token_ids_that_begin_otherwise_than_the_models_texts(no_forward, monkeypatch):
     bos = no_forward.tokenizer.bos_token_id
     with pytest.raises(
