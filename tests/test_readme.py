@@ -200,7 +200,7 @@ def test_the_oracle_of_the_caption_would_notice_another_interval():
     assert told([mean, low, high + 0.2]) not in caption_of(README)
 
 
-PAPER = json.loads((ROOT / "experiments" / "paper" / "2026-11-25.json").read_text("utf-8"))
+PAPER = json.loads((ROOT / "experiments" / "paper" / "2026-11-26.json").read_text("utf-8"))
 RATIOS = ["attention_falls", "filler_gets_little", "large_grows", "bands_wider"]
 
 
@@ -214,29 +214,38 @@ def paper_percent(model, name):
     return 100 * ends
 
 
+def of_all(name, digits):
+    """The means of a statement in the three models, as the paragraph gives them."""
+    means = [f"{paper_percent(model, name)[0]:+.{digits}f}" for model in PAPER]
+    return [mean.replace("-", "−") for mean in means]
+
+
 def test_the_paragraph_on_the_paper_is_what_was_measured():
     paragraph = re.search(r"## A paper's numbers.*?(?=\n## )", README, re.DOTALL)[0]
     paragraph = " ".join(paragraph.split())
-    falls = [told(paper_percent(model, "attention_falls")) for model in PAPER]
-    assert f"SmolLM2 {falls[0].replace(' [', ' % [')}" in paragraph
-    assert f"Qwen {falls[1].replace(' [', ' % [')}" in paragraph
-
-    little = [-paper_percent(model, "filler_gets_little")[0] for model in PAPER]
-    assert f"{little[0]:.0f} and {little[1]:.0f} % less" in paragraph
-    affine = [paper_percent(model, "affine_first_layer")[0] for model in PAPER]
-    assert f"({affine[0]:.0f} and {affine[1]:.0f} %)" in paragraph
     for model in PAPER:
+        falls = told(paper_percent(model, "attention_falls")).replace(" [", " % [")
+        assert falls in paragraph
         layers, low, high = paper_percent(model, "most_layers_fall")
         assert f"{layers:.1f} % [{low:.1f}, {high:.1f}]" in paragraph
-    large = [f"{paper_percent(model, 'large_grows')[0]:.1f}" for model in PAPER]
-    assert f"large ones: {large[0]} and {large[1]} %".replace("-", "−") in paragraph
-    bands = [f"{paper_percent(model, 'bands_wider')[0]:.0f}" for model in PAPER]
-    assert f"({bands[0]} and {bands[1]} %)".replace("-", "−") in paragraph
-    writes = paper_percent("smollm2", "first_token_no_update")[0]
-    assert f"write {writes:.0f} % of their layer's mean" in paragraph
-    untrained = PAPER["smollm2"]["untrained, mean of each draw"]["attention_falls"]
-    least, most = sorted(-100 * np.expm1([max(untrained), min(untrained)]))
-    assert f"the fall is {least:.0f} to {most:.0f} %" in paragraph
+
+    little = [mean.removeprefix("−") for mean in of_all("filler_gets_little", 0)]
+    affine = [mean.removeprefix("+") for mean in of_all("affine_first_layer", 0)]
+    writes = [mean.removeprefix("+") for mean in of_all("first_token_no_update", 0)]
+    large = of_all("large_grows", 1)
+    bands = of_all("bands_wider", 0)
+    assert f"gets {little[0]}, {little[1]} and {little[2]} % less" in paragraph
+    assert f"affine ({affine[0]}, {affine[1]} and {affine[2]} %)" in paragraph
+    assert f"write {writes[0]}, {writes[1]} and {writes[2]} % of their layer's mean" in paragraph
+    assert f"large activations ({large[0]}, {large[1]} and {large[2]} %)" in paragraph
+    assert f"the bands ({bands[0]}, {bands[1]} and {bands[2]} %)" in paragraph
+
+    draws = [
+        -100 * np.expm1(draw)
+        for model in PAPER.values()
+        for draw in model["untrained, mean of each draw"]["attention_falls"]
+    ]
+    assert f"it falls by {min(draws):.0f} to {max(draws):.0f} % in all three" in paragraph
 
 
 def test_it_is_short():

@@ -10,18 +10,42 @@ python experiments/paper/measure.py out/real gsm8k_test.jsonl [--limit 32] [--pr
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import shutil
+from collections import defaultdict
+from datetime import date
 from pathlib import Path
 
 import mechattn as ma
 
-MODELS = ("smollm2", "gemma3", "qwen2.5")  # Llama, Gemma 3 and Qwen2 architectures
+MODELS = ("smollm2", "qwen2.5", "gemma3")  # Llama, Qwen2 and Gemma 3 architectures
 HERE = Path(__file__).parent
 OUT = Path("out/paper")
 
 
+def values_by_prompt(model: str) -> dict[str, dict[str, list[float]]]:
+    """The values of each prompt by statement, and the mean of each draw of untrained weights."""
+    newest: dict[str, Path] = {}
+    for path in sorted(OUT.glob(f"{model}-*.json"), key=lambda path: path.stat().st_mtime):
+        run = path.stem.removeprefix(f"{model}-").rpartition("-")[0]  # without its hash
+        newest[run] = path
+    values: dict[str, list[float]] = {}
+    untrained: dict[str, list[float]] = defaultdict(list)
+    for run, path in sorted(newest.items()):
+        by_statement = json.loads(path.read_text(encoding="utf-8"))
+        if not re.search(r"untrained-\d+$", run):
+            values |= {
+                name: [round(value, 4) for value in own] for name, own in by_statement.items()
+            }
+            continue
+        for name, own in by_statement.items():
+            untrained[name].append(round(sum(own) / len(own), 4))
+    return {"values by prompt": values, "untrained, mean of each draw": untrained}
+
+
 def main() -> None:
-    """Measure, and copy the table."""
+    """Measure, and keep the table and the values of each prompt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", type=Path, help="the folder with the three checkpoints")
     parser.add_argument("questions", help="GSM8K's test split as a .jsonl file")
@@ -39,8 +63,9 @@ def main() -> None:
         new_tokens=options.new_tokens,
         command="python experiments/paper/measure.py out/real gsm8k_test.jsonl",
     )
-    for name in ("paper.md", "paper.json"):
-        shutil.copy(OUT / name, HERE / name)
+    shutil.copy(OUT / "paper.md", HERE / f"{date.today()}.md")
+    values = {name: values_by_prompt(name) for name in MODELS}
+    (HERE / f"{date.today()}.json").write_text(json.dumps(values), encoding="utf-8")
     print(comparison)
 
 

@@ -1,8 +1,11 @@
 """Numbers about real models in the docs are those that experiments/real measured."""
 
 import json
+import math
 import re
 from pathlib import Path
+
+from mechattn.published.statements import read_statements
 
 ROOT = Path(__file__).parents[2]
 MEASURED = json.loads(
@@ -35,3 +38,25 @@ def test_what_the_question_and_the_inserted_tokens_change_by_is_what_was_measure
     question = re.search(r"changes by ([+−]\d\.\d), ([+−]\d\.\d) and ([+−]\d\.\d)\.", page).groups()
     measured = [f"{budget['question'][0]:+.1f}".replace("-", "−") for budget in budgets]
     assert list(question) == measured
+
+
+def test_the_table_of_the_paper_has_the_means_of_all_prompts():
+    folder = ROOT / "experiments" / "paper"
+    by_model = json.loads((folder / "2026-11-26.json").read_text(encoding="utf-8"))
+    values = [by_model[model]["values by prompt"] for model in ("smollm2", "qwen2.5", "gemma3")]
+    page = (ROOT / "docs" / "concepts" / "the-paper.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([A-Z][^|]+) \| (.+) \|$", page, re.MULTILINE))
+    checked = 0
+    for statement in read_statements().statements:
+        key = statement.key
+        if key not in values[0]:
+            continue
+        cells = rows[statement.title].split(" | ")
+        for cell, of_model in zip(cells, values, strict=True):
+            mean = sum(of_model[key]) / len(of_model[key])
+            is_ratio = statement.unit == "change"
+            expected = 100 * (math.expm1(mean) if is_ratio else mean)
+            told = float(re.search(r": ([+−]?\d+\.\d)", cell)[1].replace("−", "-"))
+            assert abs(told - expected) < 0.06, (key, cell, expected)
+            checked += 1
+    assert checked == 66
