@@ -16,7 +16,10 @@ import mechattn as ma
 from mechattn.published.figures import figure_sections
 
 COLUMNS = ("three heads of layer 0", "“/” and a random sentence", "one head in layers 0, 1, 2")
-STYLE = "body { font: 15px/1.5 sans-serif; } td { vertical-align: top; padding: 1rem; }"
+STYLE = (
+    "body { font: 15px/1.5 sans-serif; } "
+    "td { vertical-align: top; padding: 1rem; min-width: 720px; }"  # as wide as three panels need
+)
 
 
 def rows_of(results: list[ma.Result]) -> list[str]:
