@@ -52,7 +52,7 @@ class Comparison:
 
     def place_words(self, statement: Statement) -> str:
         """Where a statement stands, and how it was read."""
-        read = {"caption": "read off a caption", "stated": "stated"}[statement.read]
+        read = {"caption": "read off an automatic description", "stated": "stated"}[statement.read]
         return f"{self.statements.sources[statement.source]}, {statement.where}; {read}"
 
     def to_markdown(self) -> str:
