@@ -146,23 +146,21 @@ def test_the_table_of_accuracies_is_what_the_config_prints(tmp_path):
 
 
 def test_what_it_costs_is_what_was_measured():
-    """Each ratio stands in the row of that name and the column of that length of a benchmark's first table."""
-    measured = {}
-    text = (ROOT / "experiments" / "benchmarks" / "2026-11-24-cpu.md").read_text(encoding="utf-8")
-    head, _, *rows = re.search(r"\n\n(\|  \|.*?)\n\n", text, re.DOTALL)[1].splitlines()
-    lengths = [cell.strip() for cell in head.split("|")[2:-1]]
-    for row in rows:
-        way, *cells = (cell.strip() for cell in row.split("|")[1:-1])
-        measured[way] = {
-            length: cell.split(" ")[0] for length, cell in zip(lengths, cells, strict=True)
-        }
-    head, _, *rows = re.search(r"\n\n(\| tokens \|.*?)\n\n", README, re.DOTALL)[1].splitlines()
+    """Each ratio is that of the real model in the newest benchmark, by way and length."""
+    newest = max((ROOT / "experiments" / "benchmarks").glob("*-real-cpu.json"))
+    costs = json.loads(newest.read_text(encoding="utf-8"))
+    measured = {
+        (cost["way"], f"{cost['tokens']:,}"): f"{cost['ratio']:.2f}"
+        for cost in costs
+        if cost["model"] == "smollm2"
+    }
+    table = re.search(r"\n\n(\| tokens of a prompt \|.*?)\n\n", README, re.DOTALL)[1]
+    head, _, *rows = table.splitlines()
     lengths = [cell.strip() for cell in head.split("|")[2:-1]]
     assert len(rows) == 4
     for row in rows:
-        way, *cells = (cell.strip(" *").replace("`", "") for cell in row.split("|")[1:-1])
-        way = way.replace("averaging during the pass", "a trace that reduces")
-        assert cells == [measured[way][length] for length in lengths], way
+        way, *cells = (cell.strip(" *") for cell in row.split("|")[1:-1])
+        assert cells == [measured[way, length] for length in lengths], way
 
 
 RUNS = {"SmolLM2": "smollm2-chat", "Qwen2.5": "qwen2.5-chat", "Gemma-3": "gemma3-plain"}

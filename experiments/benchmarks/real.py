@@ -3,7 +3,9 @@
 A plain pass is a forward pass of transformers with SDPA, without a cache and with the logits of one position, of a model
 that is loaded for this alone: the model inside a bridge runs eager attention, and a comparison with it would flatter.
 Ways are interleaved; a ratio is the median over rounds of CPU time (``time.process_time``) over that of the plain pass
-in the same round, so that other work on the machine changes it little. One thread.
+in the same round, so that other work on the machine changes it little. One thread. At each length there are as many
+prompts in one batch as make about a thousand tokens: what a run does once (looking at the model's state, describing the
+result) is a tenth of a second, a fifth of a pass over a single prompt of 130 tokens.
 
     python experiments/benchmarks/real.py out/real
     python experiments/benchmarks/real.py out/real --models smollm2 --lengths 130 512 --runs 3 --out out/real.md
@@ -35,7 +37,8 @@ TOGETHER = "`ma.run`, five analyses together"
 EAGER = "transformers, `output_attentions=True`"
 CACHE = "TransformerLens, `run_with_cache` of patterns"
 SLASHES = ma.MeaninglessTokens("/", count=55)
-PEERS_UP_TO = 2 * 2**30  # bytes of patterns of all layers that a peer may hold at once
+TOKENS_OF_A_BATCH = 1_040  # about
+PEERS_UP_TO = 6 * 2**30  # bytes of patterns of all layers that a peer may hold at once
 
 
 def five_analyses() -> list[Any]:
@@ -56,6 +59,7 @@ class Cost:
 
     model: str
     tokens: int  # of one prompt
+    prompts: int  # in one batch
     way: str
     seconds: float  # of CPU, median
     ratio: float  # to plain passes over the same tokens, median over rounds
@@ -88,7 +92,8 @@ def ways_to_measure(folder: Path, bridge: Any, tokens: torch.Tensor) -> dict[str
         TOGETHER: lambda: ma.run(bridge, tokens, analyses=five_analyses()),
     }
     cfg = bridge.cfg
-    if 4 * int(cfg.n_layers) * int(cfg.n_heads) * tokens.shape[1] ** 2 > PEERS_UP_TO:
+    prompts, length = tokens.shape
+    if 4 * prompts * int(cfg.n_layers) * int(cfg.n_heads) * length**2 > PEERS_UP_TO:
         return ways
     eager = plain_model(folder, "eager")
 
@@ -123,6 +128,7 @@ def costs_of_passes(
             Cost(
                 model=name,
                 tokens=tokens.shape[1],
+                prompts=len(tokens),
                 way=way,
                 seconds=statistics.median(taken),
                 ratio=middle,
@@ -180,7 +186,17 @@ def costs_around_a_run(name: str, folder: Path, questions: list[str]) -> tuple[A
     tokens = round(statistics.mean(part.shape[1] for part in sequences))
     seconds = {f"plain SDPA passes of these {len(sequences)} sequences": limit, **seconds}
     costs = [
-        Cost(name, tokens, way, taken, taken / limit, taken / limit, taken / limit, 1)
+        Cost(
+            model=name,
+            tokens=tokens,
+            prompts=len(prompts),
+            way=way,
+            seconds=taken,
+            ratio=taken / limit,
+            low=taken / limit,
+            high=taken / limit,
+            rounds=1,
+        )
         for way, taken in seconds.items()
     ]
     return bridge, costs
@@ -191,13 +207,13 @@ def markdown(costs: list[Cost], title: str, note: str) -> str:
     lines = [f"# {title}", "", note, ""]
     for name in dict.fromkeys(cost.model for cost in costs):
         lines += [f"## {name}", ""]
-        lines += ["| tokens | | CPU seconds | of plain passes | range | rounds |"]
+        lines += ["| prompts × tokens | | CPU seconds | of plain passes | range | rounds |"]
         lines += ["|---|---|---|---|---|---|"]
         for cost in costs:
             if cost.model == name:
                 spread = f"{cost.low:.2f} to {cost.high:.2f}" if cost.rounds > 1 else ""
                 lines += [
-                    f"| {cost.tokens:,} | {cost.way} | {cost.seconds:.2f} | {cost.ratio:.2f} | "
+                    f"| {cost.prompts} × {cost.tokens:,} | {cost.way} | {cost.seconds:.2f} | {cost.ratio:.2f} | "
                     f"{spread} | {cost.rounds} |"
                 ]
         lines += [""]
@@ -235,7 +251,8 @@ def main() -> None:
         costs += around
         ids = bridge.tokenizer(" ".join(questions * 4))["input_ids"]
         for length in args.lengths:
-            tokens = torch.tensor([ids[:length]])
+            prompts = max(1, TOKENS_OF_A_BATCH // length)
+            tokens = torch.tensor(ids[: prompts * length]).reshape(prompts, length)
             costs += costs_of_passes(folder.name, folder, bridge, tokens, args.runs)
             # After each length, so that a run that is cut off leaves its numbers.
             out.write_text(markdown(costs, title, note))

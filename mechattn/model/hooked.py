@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from threading import Lock, RLock
+from threading import Lock, RLock, local
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -60,15 +60,29 @@ def config_of(model: Any) -> Any:
 
 def modules_of(model: Any) -> dict[str, nn.Module]:
     """All modules by their first names; a bridge itself leaves out those that it does not wrap,
-    such as dropout."""
-    named = list(model.named_modules())
+    such as dropout.
+
+    A bridge holds most modules under several names, and ``named_modules`` walks through each of
+    them at every level, which would take a tenth of a short run.
+    """
+    waiting = [("", model)]
     original = original_of(model)
     if original is not None:
-        named += [(f"original_model.{name}", part) for name, part in original.named_modules()]
-    first_names: dict[int, tuple[str, nn.Module]] = {}
-    for name, part in named:
-        first_names.setdefault(id(part), (name, part))
-    return dict(first_names.values())
+        waiting.insert(0, ("original_model", original))
+    modules: dict[str, nn.Module] = {}
+    visited: set[int] = set()
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in visited:
+            continue
+        visited.add(id(module))
+        modules[name] = module
+        prefix = f"{name}." if name else ""
+        children = [
+            (prefix + own, child) for own, child in module._modules.items() if child is not None
+        ]
+        waiting += reversed(children)
+    return modules
 
 
 def unwrapped(module: Any) -> Any:
@@ -165,6 +179,7 @@ _locks = (
     WeakIdKeyDictionary()
 )  # by the configuration and the first parameter, so no lock is pickled or copied
 _finding = Lock()
+_measured = local()  # .models: those that this thread is measuring
 
 
 def alone(function: Function) -> Function:
@@ -186,10 +201,13 @@ def measuring(model: Any) -> Iterator[None]:
     A hooked model is in eval mode, where dropout is off, and then as it was. Gradients can be
     taken, numbers without a dtype are float32, and no other dtype is chosen for operations.
     """
+    measured = vars(_measured).setdefault("models", set())
     training = []
-    if isinstance(model, nn.Module) and hasattr(model, "cfg"):
+    is_outermost = id(model) not in measured
+    if is_outermost and isinstance(model, nn.Module) and hasattr(model, "cfg"):
         training = [part for part in modules_of(model).values() if part.training]
     dtype = torch.get_default_dtype()
+    measured.add(id(model))
     for part in training:
         part.training = False
     try:
@@ -207,6 +225,8 @@ def measuring(model: Any) -> Iterator[None]:
         torch.set_default_dtype(dtype)
         for part in training:
             part.training = True
+        if is_outermost:
+            measured.discard(id(model))
 
 
 def holding(model: Any) -> ExitStack:

@@ -50,7 +50,9 @@ def state_of(model: HookedModel, before: State | None = None) -> State:
     parameters: dict[int, tuple[str, Tensor]] = {}  # each once, by the first of its names
     hooks = {}
     for name, part in modules.items():
-        for own, values in part.named_parameters(recurse=False):
+        for own, values in part._parameters.items():
+            if values is None:
+                continue
             parameters.setdefault(id(values), (f"{name}.{own}", values))
         functions = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
         foreign = [function for function in functions if not _is_of_a_library(function)]
