@@ -65,23 +65,22 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
     A bridge holds most modules under several names, and ``named_modules`` walks through each of
     them at every level, which would take a tenth of a short run.
     """
-    waiting = [("", model)]
-    original = original_of(model)
-    if original is not None:
-        waiting.insert(0, ("original_model", original))
     modules: dict[str, nn.Module] = {}
     visited: set[int] = set()
-    while waiting:
-        name, module = waiting.pop()
+
+    def visit(name: str, module: nn.Module) -> None:
         if id(module) in visited:
-            continue
+            return
         visited.add(id(module))
         modules[name] = module
-        prefix = f"{name}." if name else ""
-        children = [
-            (prefix + own, child) for own, child in module._modules.items() if child is not None
-        ]
-        waiting += reversed(children)
+        for own, child in module._modules.items():
+            if child is not None:
+                visit(f"{name}.{own}".removeprefix("."), child)
+
+    visit("", model)
+    original = original_of(model)
+    if original is not None:
+        visit("original_model", original)
     return modules
 
 
@@ -202,9 +201,9 @@ def measuring(model: Any) -> Iterator[None]:
     taken, numbers without a dtype are float32, and no other dtype is chosen for operations.
     """
     measured = vars(_measured).setdefault("models", set())
-    training = []
     is_outermost = id(model) not in measured
-    if is_outermost and isinstance(model, nn.Module) and hasattr(model, "cfg"):
+    training = []
+    if is_outermost and hasattr(model, "cfg") and isinstance(model, nn.Module):
         training = [part for part in modules_of(model).values() if part.training]
     dtype = torch.get_default_dtype()
     measured.add(id(model))
