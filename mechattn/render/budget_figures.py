@@ -22,7 +22,7 @@ from mechattn.contrast.budget_table import (
     payers,
 )
 from mechattn.render import draw
-from mechattn.render.draw import THIRD, WITH, WITHOUT
+from mechattn.render.draw import WITH, WITHOUT
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import count_words, model_caption, says
 from mechattn.results.result import Result
@@ -30,10 +30,10 @@ from mechattn.results.result import Result
 PAYER_COLOURS = {
     "question": WITHOUT,
     "inserted": WITH,
-    "system": THIRD,
+    "system": "#cc79a7",
     "template": "#888",
     "first": "#444",
-    "answer": "#cc79a7",
+    "answer": "#7d5ba6",
     "changed": "#e69f00",
 }
 CAUSE_COLOURS = {"distance": "#56b4e9", "mass": WITH, "hidden states": "#7a5c00"}
@@ -158,8 +158,8 @@ def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> No
 def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> None:
     """The change of what each payer gets over all layers, one mark for each condition."""
     draw.rule(figure, y=0, column=1, row=2)
-    colours = [colour for _, colour in draw.of_conditions(list(tables))]
-    symbols = ("circle", "diamond", "square", "triangle-up")
+    # Conditions differ by symbol: above and beside, a colour says who receives, or why.
+    symbols = ("circle", "diamond-open", "square", "triangle-up-open")
     apart = 0.22
     names: list[str] = []
     for number, (condition, table) in enumerate(tables.items()):
@@ -180,7 +180,7 @@ def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> 
             mode="markers",
             name=condition,
             legend=LOWER,
-            marker=dict(color=colours[number], size=8, symbol=symbols[number % len(symbols)]),
+            marker=dict(color="#444", size=8, symbol=symbols[number % len(symbols)]),
             customdata=table.payer,
             meta=["payer"],
             hovertemplate="%{customdata}: %{y:.2f}<extra></extra>",
