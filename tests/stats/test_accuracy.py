@@ -88,7 +88,7 @@ def simulated(difference, runs, n=200, disagreement=0.2, seed=0):
 def test_power_and_nominal_rate():
     """A difference as large as is called detectable is found in 80 % of runs; none in 5 %; intervals cover 95 %."""
     d = detectable_difference(200, 0.2)
-    some = list(simulated(d, 700))
+    some = list(simulated(d, 350))
     assert 0.76 < np.mean([made.p < 0.05 for made in some]) < 0.86
     assert 0.92 < np.mean([made.low <= d <= made.high for made in some]) < 0.975
     none = list(simulated(0.0, 1000, seed=1))

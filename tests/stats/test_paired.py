@@ -51,23 +51,7 @@ def test_drawn_signs_agree_with_all_signs():
     assert (got > 0).all()
 
 
-def test_bootstrap_t_is_that_of_a_loop():
-    d = np.random.default_rng(0).lognormal(size=(25, 2))
-    made = paired(d, resamples=20_000)
-    generator = np.random.default_rng(5)
-    for cell in range(2):
-        x = d[:, cell]
-        t = []
-        for _ in range(5_000):
-            again = generator.choice(x, len(x))
-            t.append((again.mean() - x.mean()) / (again.std(ddof=1) / 5))
-        high, low = np.quantile(t, [0.025, 0.975])
-        error = x.std(ddof=1) / 5
-        assert made.low_bootstrap[cell] == pytest.approx(x.mean() - low * error, abs=0.1 * error)
-        assert made.high_bootstrap[cell] == pytest.approx(x.mean() - high * error, abs=0.35 * error)
-
-
-@pytest.mark.parametrize("n", [10, 20, 64])
+@pytest.mark.parametrize("n", [10, 64])
 def test_intervals_of_normal_data_cover(n):
     """1,500 cells with mean 0.5 as so many experiments; the binomial error of coverage is 0.6 points."""
     made = paired(drawn(n, 1500, seed=n, mean=0.5), resamples=999)
@@ -112,7 +96,7 @@ def test_false_discoveries_stay_at_the_nominal_rate(shared):
     assert np.mean(found) > 0.7
 
 
-@pytest.mark.parametrize("n", [12, 24, 64])
+@pytest.mark.parametrize("n", [12, 64])
 def test_skewed_differences_without_an_effect_are_not_found(n):
     """32 correlated exponential cells (skewness 2); sign flips alone find some in a tenth to a fifth of tables."""
     ours, alone = [], []

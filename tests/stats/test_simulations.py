@@ -22,7 +22,7 @@ def rows(text):
 @pytest.mark.slow
 def test_every_row_of_the_dated_table_is_made(tmp_path):
     out = tmp_path / "table.md"
-    command = [sys.executable, FOLDER / "simulate.py", "--tables", "10", "--out", out]
+    command = [sys.executable, FOLDER / "simulate.py", "--tables", "5", "--out", out]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = rows(out.read_text(encoding="utf-8"))
