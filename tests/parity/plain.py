@@ -12,6 +12,9 @@ from tests.conftest import loaded_once
 from tests.parity.test_every_toy import alibi_in_the_mask_only
 from tests.tiny_families import tiny_model
 
+# Windows, grouped heads and a norm after attention; ALiBi and one projection for queries, keys and values.
+# What a family does otherwise shows in received attention, which is compared for every one of them.
+MECHANISMS = ("toy:gemma3", "toy:falcon")
 TWELVE = {"BLOOM": {"hidden_size": 96, "n_head": 12}, "MPT": {"d_model": 96, "n_heads": 12}}
 
 

@@ -6,7 +6,8 @@ import torch
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.model.checkpoint import load_tokenizer, toy_names
+from mechattn.model.checkpoint import load_tokenizer
+from tests.parity.plain import MECHANISMS
 from tests.parity.test_every_toy import alibi_in_the_mask_only, plain_and_hooked, windows
 
 PARTS = ("dilution", "shift", "rerouting", "new_values")
@@ -119,7 +120,7 @@ def measured(result, index, layer, head, name):
     return float(cell.sel(segment="question") if "segment" in cell.dims else cell)
 
 
-@pytest.mark.parametrize("name", toy_names())
+@pytest.mark.parametrize("name", MECHANISMS)
 def test_affine_shift_equals_the_oracle(name, prompts, monkeypatch):
     tokenizer = load_tokenizer(name)
     plain, hooked = plain_and_hooked(name, tokenizer)

@@ -7,10 +7,11 @@ from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from experiments.real.budget_oracle import largest_differences, oracle
-from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
+from mechattn.model.checkpoint import load_tokenizer, toy_folder
 from mechattn.model.hooked import original_of
 from mechattn.model.rotary_positions import rotations_of
 from mechattn.prompts.token_sequences import baseline_sequence
+from tests.parity.plain import MECHANISMS
 from tests.tiny_families import tiny_model
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -51,7 +52,7 @@ def plain():
     return load
 
 
-@pytest.mark.parametrize("name", [name for name in toy_names() if name != "toy:relay"])
+@pytest.mark.parametrize("name", ["toy:llama", *MECHANISMS])
 def test_the_budget_equals_the_oracle(name, budgets, plain, shared):
     model = shared(name)
     double = plain(name)
@@ -74,7 +75,7 @@ def test_the_oracle_would_notice_a_query_one_position_off(budgets, plain, shared
     assert largest_differences(measured, expected)["by_cause"] > 1e-2
 
 
-@pytest.mark.parametrize("name", [name for name in toy_names() if name != "toy:relay"])
+@pytest.mark.parametrize("name", MECHANISMS)
 def test_identities(name, budgets):
     budget = budgets(name)
     close = dict(rtol=0, atol=1e-6)

@@ -8,8 +8,8 @@ from mechattn.engine.attention_rows import forward_in_blocks, forward_through_ho
 from mechattn.functional import focus, received
 from mechattn.functional.attention import mix
 from mechattn.model import hooks
-from mechattn.model.checkpoint import toy_names
 from mechattn.prompts.token_sequences import pad_right
+from tests.parity.plain import MECHANISMS
 
 PROBABILITIES = {"pattern", "first", "second", "own", "to_first"}
 
@@ -55,9 +55,9 @@ def collected(model, batch, forward):
     return joined, columns
 
 
-@pytest.mark.parametrize("name", toy_names())
-def test_streaming_agrees_with_the_hooks(name, prompts):
-    model = ma.load_model(name)
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_streaming_agrees_with_the_hooks(name, prompts, shared):
+    model = shared(name)
     slash = ma.MeaninglessTokens("/", 55)
     sequences = [c.apply(p, model) for p in prompts[:3] for c in (ma.Baseline(), slash)]
     batch = pad_right(

@@ -14,7 +14,6 @@ from tests.tiny_families import tiny_model
 
 MIXTURES = [
     "Mixtral",
-    "Qwen3-MoE",
     "Qwen3-Next (hybrid)",
     "GPT-OSS",
     "DeepSeek-V3 (latent attention)",

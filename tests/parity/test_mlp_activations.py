@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.model.checkpoint import load_tokenizer, toy_names
+from mechattn.model.checkpoint import load_tokenizer
 from mechattn.prompts.tokenization import TOKEN_CLASSES, token_class
+from tests.parity.plain import MECHANISMS
 from tests.parity.test_every_toy import alibi_in_the_mask_only, plain_and_hooked
 
 CALIBRATION = tuple(ma.load_prompts("word-problems", limit=3, seed=1))
@@ -60,7 +61,7 @@ def of_tokens(post, pre, threshold):
     return {name: np.mean(values) for name, values in made.items()}
 
 
-@pytest.mark.parametrize("name", toy_names())
+@pytest.mark.parametrize("name", MECHANISMS)
 def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
     """Of both engines."""
     plain, hooked = plain_and_hooked(name, load_tokenizer(name))

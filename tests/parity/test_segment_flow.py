@@ -5,7 +5,8 @@ import pytest
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.model.checkpoint import load_tokenizer, toy_names
+from mechattn.model.checkpoint import load_tokenizer
+from tests.parity.plain import MECHANISMS
 from tests.parity.test_affine_shift import patterns_and_values
 from tests.parity.test_every_toy import alibi_in_the_mask_only, plain_and_hooked
 
@@ -21,7 +22,7 @@ def oracle(pattern, values, segments, source, target):
     return np.mean(flows), np.mean(by_value)
 
 
-@pytest.mark.parametrize("name", toy_names())
+@pytest.mark.parametrize("name", MECHANISMS)
 def test_flow_equals_the_oracle(name, prompts, monkeypatch):
     plain, hooked = plain_and_hooked(name, load_tokenizer(name))
     slash, some = ma.MeaninglessTokens("/", 20), prompts[:3]

@@ -20,7 +20,6 @@ ANALYSES = [
 ]
 # The norm between attention and the residual stream of each family.
 NORMS = {
-    "Gemma 2": "post_attention_layernorm",
     "Gemma 3": "post_attention_layernorm",
     "OLMo 2": "post_attention_layernorm",
     "GLM-4": "post_self_attn_layernorm",
