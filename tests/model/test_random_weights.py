@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model.checkpoint import toy_folder, toy_names
+from mechattn.model.checkpoint import toy_folder
 from mechattn.model.hooked import facts_of
 from mechattn.model.weights import weights_hash
 
@@ -47,9 +47,9 @@ def test_the_given_model_and_the_random_state_stay(toy):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "initialised") for name in toy_names()), ("toy:falcon", "shuffled")],
+    [("toy:llama", "initialised"), ("toy:falcon", "shuffled")],
 )
-def test_every_toy_is_drawn_and_verified(name, kind, shared):
+def test_a_toy_is_drawn_and_verified(name, kind, shared):
     drawn = ma.random_weights(name, kind, seed=1)
     assert facts_of(drawn).verified
     assert drawn.cfg.model_name == f"{name}, random weights ({kind}, seed 1)"

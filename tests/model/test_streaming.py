@@ -12,10 +12,9 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.functional import attention as functional
 from mechattn.model import hooks
 from mechattn.model.patch import streaming as attention_calls
-from mechattn.model.patch.streaming import fires_while_streamed, streaming, why_not
-from mechattn.model.verify.checks import HOOKS_BY_FLAG
+from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.verify.streaming_checks import check_streaming
-from tests.tiny_families import FAMILIES, tiny_model
+from tests.tiny_families import tiny_model
 
 
 @pytest.fixture
@@ -35,23 +34,10 @@ def state(model):
     return [config._attn_implementation, *parts]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_with_attention_is_streamed(family, shared):
-    model = shared(family)
-    if not hooks.attention_layers(model):
-        return
-    before = state(model)
-    check = check_streaming(model)
-    assert check.outcome == "passed", str(check)
-    assert check.detail
-    assert state(model) == before
-
-
 @pytest.mark.parametrize(
     "family", ["Llama", "Gemma 2", "Falcon-RW (ALiBi)", "GPT-2", "Qwen3-Next (hybrid)"]
 )
-@pytest.mark.parametrize("layers", [None, [0]])
-def test_a_measuring_pass_keeps_no_keys_and_values(family, layers, shared, monkeypatch):
+def test_a_measuring_pass_keeps_no_keys_and_values(family, shared, monkeypatch):
     """Generation needs them; a forward pass that measures would hold those of every layer, and copy them."""
     from transformers import cache_utils
 
@@ -69,11 +55,10 @@ def test_a_measuring_pass_keeps_no_keys_and_values(family, layers, shared, monke
     with torch.no_grad():
         model(tokens)
     assert kept, "the model keeps them where nobody says otherwise, so that the test would notice"
-    first = hooks.attention_layers(model)[0]
-    last = model.cfg.n_layers - 1 if layers is None else first
     kept.clear()
-    hooks.forward_to(model, tokens, last, [])
-    assert not kept
+    for last_layer in (hooks.attention_layers(model)[0], model.cfg.n_layers - 1):
+        hooks.forward_to(model, tokens, last_layer, [])
+        assert not kept
 
 
 def test_a_module_that_never_asks_would_see_the_future_and_is_noticed(tokenizer, monkeypatch):
@@ -119,8 +104,9 @@ def test_a_fault_in_what_is_streamed_is_noticed(fault, shared, monkeypatch):
     assert check_streaming(model).outcome == "limited"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("toy", ["toy:llama", "toy:qwen2", "toy:gemma3", "toy:falcon"])
+@pytest.mark.parametrize(
+    ("toy", "dtype"), [("toy:gemma3", torch.bfloat16), ("toy:falcon", torch.float16)]
+)
 def test_half_precision_is_streamed_though_the_hooks_round_their_scores(toy, dtype):
     model = ma.load_model(toy, dtype=dtype, verify=False)
     check = check_streaming(model)
@@ -129,57 +115,22 @@ def test_half_precision_is_streamed_though_the_hooks_round_their_scores(toy, dty
     assert ma.run(model, "Tom has 3 apples.").provenance["engine"] == "streaming"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("cap", "scale")])
-def test_a_fault_larger_than_rounding_is_noticed_in_half_precision(
-    fault, dtype, tokenizer, monkeypatch
-):
-    """A scale that is 5 % off, or a cap far above the scores, changes no more than rounding does: float32 tells."""
+@pytest.mark.parametrize("fault", ["window", "sinks", "slopes", "heads"])
+def test_a_fault_larger_than_rounding_is_noticed_in_half_precision(fault, tokenizer, monkeypatch):
+    """In bfloat16, which rounds most; a scale that is 5 % off changes no more than rounding does: float32 tells."""
     family, spoil = FAULTS[fault]
     model = ma.load_model(
-        tiny_model(family, len(tokenizer)).to(dtype), tokenizer=tokenizer, verify=False
+        tiny_model(family, len(tokenizer)).bfloat16(), tokenizer=tokenizer, verify=False
     )
     rows = functional.attention_by_rows
 
     def spoilt(attention, see, block):
-        return rows(
-            spoil(attention) if fault != "no window" or attention.window else attention, see, block
-        )
+        return rows(spoil(attention), see, block)
 
     monkeypatch.setattr("mechattn.model.patch.streaming.attention_by_rows", spoilt)
     check = check_streaming(model)
     assert check.outcome == "limited"
     assert "patterns" in check.detail
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_hooks_see_what_they_see_without_streaming(family, shared):
-    model = shared(family)
-    if not hooks.attention_layers(model):
-        return
-    plain, streamed = {}, {}
-    names = [
-        n
-        for n in model.hook_dict
-        if fires_while_streamed(n.split(".", 2)[-1]) and not n.endswith(HOOKS_BY_FLAG)
-    ]
-    tokens = torch.arange(5, 65)[None]
-
-    def seen(by_name):
-        return [
-            (name, lambda value, hook, name=name: by_name.update({name: value})) for name in names
-        ]
-
-    with torch.no_grad():
-        model.run_with_hooks(tokens, fwd_hooks=seen(plain))
-        with streaming(model, windows(model), lambda layer, rows: None):
-            model.run_with_hooks(tokens, fwd_hooks=seen(streamed))
-    assert {"blocks.1.attn.hook_z", "blocks.1.hook_resid_post"} <= set(plain)
-    assert set(streamed) == set(plain)
-    for name, value in plain.items():
-        if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(streamed[name], value, atol=5e-5, rtol=1e-3)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from mechattn.model.head_parts import as_mixed, clip_of, norm_before_output
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers, forward_with_patterns
 from mechattn.model.verify import layer_checks
-from tests.model.unusual import CLIPPED, GATED, unusual_model
+from tests.model.unusual import CLIPPED, unusual_model
 
 PROMPT = ma.Prompt("Tom has 3 apples and gives 2 to Mia.", "Count.", id="a")
 SLASH = ma.MeaninglessTokens("/", 6)
@@ -59,9 +59,8 @@ def test_analyses_are_given_the_values_that_are_mixed(name, tokenizer, monkeypat
     )
 
 
-@pytest.mark.parametrize("name", ["OLMo clipped"])
-def test_both_engines_are_given_the_same_values(name, tokenizer):
-    model = loaded(name, tokenizer)
+def test_both_engines_are_given_the_same_values(tokenizer):
+    model = loaded("OLMo clipped", tokenizer)
     made = [
         ma.run(
             model,
@@ -86,8 +85,9 @@ def test_clipped_scores_are_no_sum(tokenizer):
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("AFMoE", torch.float32), ("Qwen3-Next", torch.bfloat16)]
+)
 def test_a_gate_is_found_and_limits(name, dtype, tokenizer):
     model = loaded(name, tokenizer, dtype=dtype)
     assert "times a gate of its query (sigmoid)" in facts_of(model).report.limited["values"]

@@ -1,0 +1,92 @@
+"""Every family, loaded once: what its own modules show of it, streamed and not, and that it is left as it was."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from mechattn.model.hooked import facts_of
+from mechattn.model.hooks import attention_layers, norms_once
+from mechattn.model.patch.streaming import fires_while_streamed, streaming
+from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
+from mechattn.model.verify.checks import HOOKS_BY_FLAG
+from mechattn.model.verify.config_fields import unknown_fields
+from mechattn.model.verify.streaming_checks import check_fused, check_streaming
+from tests.model.test_positions import TABLE_FAMILIES
+from tests.model.test_streaming import state, windows
+from tests.tiny_families import FAMILIES
+
+TOKENS = torch.arange(5, 65)[None]
+NO_POSITION_IDS = ("BLOOM", "MPT", "Mamba (no attention)")
+# Their attention is written out, so that its pattern is not read through identity values.
+EAGER = ("Gemma 2", "BLOOM", "MPT", "GPT-Neo", "GPT-J", "GPT-OSS")
+
+
+def seen_by_hooks(model):
+    """What each hook sees in one pass that fires in a streamed pass too."""
+    names = []
+    for name in model.hook_dict:
+        short_name = name.split(".", 2)[-1]
+        if fires_while_streamed(short_name) and not name.endswith(HOOKS_BY_FLAG):
+            names.append(name)
+    seen = {}
+
+    def keep(name, value, hook):  # by the name that was asked for, as one hook has several
+        seen[name] = value
+
+    with torch.no_grad():
+        model.run_with_hooks(TOKENS, fwd_hooks=[(name, partial(keep, name)) for name in names])
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_passes_every_check_of_its_own(family, shared):
+    report = facts_of(shared(family)).report
+    assert report.passed, str(report)
+    assert report["neighbours"].difference < 1e-5
+    reaches_far = family not in NO_POSITION_IDS
+    assert ("at positions" in report["neighbours"].detail) == reaches_far
+    if family == "Mamba (no attention)":
+        assert report["kernel"].outcome == "not checked"
+        return
+    assert report["kernel"].outcome == "passed"
+    assert ("identity" in report["kernel"].detail) == (family not in EAGER)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_no_unknown_field_and_no_boundary(family, shared):
+    native = facts_of(shared(family)).native
+    assert unknown_fields(native.config) == {}
+    assert boundary_of(native) is None
+    if attention_layers(shared(family)) and takes_position_ids(shared(family)):
+        assert takes_negative_ids(shared(family)) == (family not in TABLE_FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_computed_once_change_no_bit(family, shared):
+    model = shared(family)
+    own_attributes = [set(vars(module)) for module in model.modules()]
+    with torch.no_grad():
+        before = model(TOKENS[:, :12])
+        with norms_once(model):
+            once = model(TOKENS[:, :12])
+    assert torch.equal(once, before)
+    assert [set(vars(module)) for module in model.modules()] == own_attributes
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("Mamba")])
+def test_a_family_is_streamed_and_its_hooks_see_the_same(family, shared):
+    model = shared(family)
+    check = check_streaming(model)
+    assert check.outcome == "passed", str(check)
+    assert check_fused(model).outcome == "passed"
+    before = state(model)
+    plain = seen_by_hooks(model)
+    with streaming(model, windows(model), lambda layer, rows: None):
+        streamed = seen_by_hooks(model)
+    assert state(model) == before
+    assert {"blocks.1.attn.hook_z", "blocks.1.hook_resid_post"} <= set(plain)
+    assert set(streamed) == set(plain)
+    for name, value in plain.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(streamed[name], value, atol=5e-5, rtol=1e-3)
