@@ -1,6 +1,5 @@
 """A run in chunks: the same bytes however it was cut, interrupted or damaged, and a sentence where it cannot go on."""
 
-import errno
 import json
 import shutil
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from mechattn.results.arrays import digest
 from mechattn.store.objects import Place
 from tests.conftest import run_part
 
-OTHER_SEED = ma.RunOptions(layers=[0, 2], seed=4)
+OTHER_SEED = ma.RunOptions(layers=[0, 1], seed=4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,15 +38,12 @@ def loaded_once(toy):
 @pytest.fixture(scope="module")
 def job(prompts):
     """Seven prompts in four chunks, of which the last is of one."""
-    conditions = {
-        "slash": ma.MeaninglessTokens(count=5),
-        "random": ma.conditions.RandomTokens(count=5),
-    }
+    conditions = {"random": ma.conditions.RandomTokens(count=5)}
     return ma.Job(
         "toy:llama",
         prompts[:7],
         conditions,
-        options=ma.RunOptions(layers=[0, 2], seed=3),
+        options=ma.RunOptions(layers=[0, 1], seed=3),
         chunk=2,
         verify=False,
         command="a test",
@@ -166,41 +162,27 @@ def test_after_a_crash_and_after_ctrl_c_the_same_call_goes_on(
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "lost", "exchanged", "beyond"])
-def test_a_damaged_chunk_is_named_and_computed_again(job, undisturbed, tmp_path, damage, capsys):
+def test_damaged_chunks_are_named_and_computed_again(job, undisturbed, tmp_path, capsys):
+    """One has another byte, one lacks a file, one is another's, and one is beyond the last."""
     path = tmp_path / "r.zarr"
-    stopped(job, path, 3)
-    chunk = chunks_folder(path) / "00001.zarr"
-    number = 1
-    file = max((p for p in chunk.rglob("c/**/*") if p.is_file()), key=lambda p: p.stat().st_size)
-    content = bytearray(file.read_bytes())
-    if damage == "flip":
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    elif damage == "cut":
-        file.write_bytes(content[:-9])
-    elif damage == "lost":
-        file.unlink()
-    elif damage == "beyond":
-        number = len(job.chunks)
-        shutil.copytree(chunk, chunk.with_name(f"{number:05d}.zarr"))
-    else:
-        shutil.rmtree(chunk)
-        (chunks_folder(path) / "00002.zarr").rename(chunk)
+    stopped(job, path, 4)
+    chunks = [chunks_folder(path) / f"{number:05d}.zarr" for number in range(5)]
+    shutil.copytree(chunks[3], chunks[4])
+    shutil.rmtree(chunks[2])
+    shutil.copytree(chunks[3], chunks[2])
+    files = [
+        max((p for p in chunk.rglob("c/**/*") if p.is_file()), key=lambda p: p.stat().st_size)
+        for chunk in chunks[:2]
+    ]
+    content = bytearray(files[0].read_bytes())
+    content[len(content) // 2] ^= 1
+    files[0].write_bytes(content)
+    files[1].unlink()
     assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
-    assert f"; computing chunk {number} again" in capsys.readouterr().err
-
-
-def test_what_a_killed_writer_leaves_is_swept_when_the_result_is_there(job, undisturbed, tmp_path):
-    path, left = tmp_path / "r.zarr", tmp_path / ".r.zarr.mechattn-abcd_123"
-    stopped(job, path, 1)
-    (chunks_folder(path) / ".00001.zarr.mechattn-abcd_123").mkdir()
-    (left / "new.zarr").mkdir(parents=True)
-    (left / "mechattn.json").touch()
-    stopped(job, path, 1)
-    assert left.exists(), "nothing is swept before there is a result"
-    assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
-    assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
+    said = capsys.readouterr().err
+    for number in (0, 1, 2, 4):
+        assert f"; computing chunk {number} again" in said
+    assert "chunk 3 again" not in said, "a whole one is kept"
 
 
 def test_a_chunk_that_cannot_be_read_is_not_thrown_away(job, undisturbed, tmp_path, monkeypatch):
@@ -308,7 +290,6 @@ def test_the_chunks_stay_until_the_result_can_be_read(job, undisturbed, tmp_path
     ("change", "field"),
     [
         ({"options": OTHER_SEED}, "seed was 3 and is now 4"),
-        ({"chunk": 3}, "chunk was 2 and is now 3"),
         ({"conditions": {"slash": ma.MeaninglessTokens(count=6)}}, "conditions was"),
         ({"analyses": [ma.ReceivedAttention(queries="all")]}, "analyses was None"),
         (
@@ -436,39 +417,6 @@ def test_a_condition_of_ones_own_goes_on(job, tmp_path):
         replace(job, conditions={"own": ma.MeaninglessTokens(count=4)}), tmp_path / "plain.zarr"
     )
     assert numbers(made) == numbers(plain)
-
-
-def test_two_processes_on_one_result(job, tmp_path):
-    from filelock import FileLock
-
-    path = tmp_path / "r.zarr"
-    stopped(job, path, 1)
-    with (
-        FileLock(chunks_folder(path) / "lock"),
-        pytest.raises(OutputError, match="another process is computing this"),
-    ):
-        ma.run_job(job, path)
-    assert not path.exists()
-
-
-def test_a_full_disk_keeps_what_is_done(job, undisturbed, tmp_path, monkeypatch):
-    path, write = tmp_path / "r.zarr", Place.write
-
-    def full(place, name, content):
-        if "00002.zarr" in str(place):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(place, name, content)
-
-    monkeypatch.setattr(Place, "write", full)
-    with pytest.raises(OutputError, match=r"00002\.zarr could not be written: No space left.*free"):
-        ma.run_job(job, path)
-    monkeypatch.undo()
-    assert sorted(entry.name for entry in chunks_folder(path).iterdir()) == [
-        "00000.zarr",
-        "00001.zarr",
-        "lock",
-    ]
-    assert numbers(ma.run_job(job, path)) == numbers(undisturbed)
 
 
 def test_a_prompt_that_cannot_be_used_is_found_before_the_first_chunk(job, tmp_path, monkeypatch):

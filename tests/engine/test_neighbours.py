@@ -1,7 +1,6 @@
-"""A row's numbers do not depend on the rows beside it: every family, prompts far apart in length, alone and together."""
+"""A row's numbers do not depend on the rows beside it: prompts far apart in length, alone and together."""
 
 import math
-from functools import cache
 from importlib import import_module
 
 import numpy as np
@@ -11,46 +10,23 @@ import torch
 import mechattn as ma
 from mechattn.engine import batching as batch_plans
 from mechattn.engine import request_checks
-from mechattn.errors import MechattnError, ModelError
+from mechattn.errors import MechattnError
 from mechattn.model.hooked import facts_of
-from mechattn.model.hooks import attention_layers
 from tests.model.unusual import unusual_model
-from tests.tiny_families import FAMILIES
 
 LENGTHS = (6, 20, 60)
 NEW = 4
-# One family for each way to count positions, to mask, to route and to compute attention.
+# One family for each way to count positions, to mask, to route and to compute attention. That logits of a row are
+# its own is a check of every family when it is loaded (tests/model/test_families.py).
 MECHANISMS = (
-    "Llama",
     "Mixtral",
     "Qwen3-Next (hybrid)",
     "Gemma 3",
-    "BLOOM",
     "Falcon-RW (ALiBi)",
-    "MPT",
     "GPT-2",
-    "GPT-J",
-)
-MECHANISMS += (
-    "GPT-OSS",
-    "OPT",
     "DeepSeek-V3 (latent attention)",
-    "Mamba (no attention)",
-    "XGLM",
-    "AFMoE",
-    "Gemma 4",
 )
 CLOSE = 5e-5  # of the largest value: float32, two layers, sums over 60 keys
-
-
-def loaded(name, tokenizer):
-    return ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def each(shared, tokenizer):
-    """Every family, loaded once; nothing below changes a model."""
-    return cache(lambda name: shared(name) if name in FAMILIES else loaded(name, tokenizer))
 
 
 def prompts_of(tokenizer, lengths=LENGTHS):
@@ -142,10 +118,8 @@ def worst(model, prompts, analyses, engine, one_batch):
 
 
 @pytest.mark.parametrize("family", MECHANISMS)
-def test_a_row_is_measured_alike_alone_and_beside_others(family, each, tokenizer, one_batch):
-    model = each(family)
-    if not attention_layers(model):
-        return
+def test_a_row_is_measured_alike_alone_and_beside_others(family, shared, tokenizer, one_batch):
+    model = shared(family)
     prompts = prompts_of(tokenizer)
     analyses = analyses_of(model, prompts)
     engines = ["hooks"] + ["streaming"] * (facts_of(model).streaming.outcome == "passed")
@@ -175,13 +149,9 @@ def answered(model, prompts, batch):
 
 
 @pytest.mark.parametrize("family", MECHANISMS)
-def test_a_row_is_answered_alike_alone_and_beside_others(family, each, tokenizer):
-    model = each(family)
+def test_a_row_is_answered_alike_alone_and_beside_others(family, shared, tokenizer):
+    model = shared(family)
     prompts = prompts_of(tokenizer)
-    if not attention_layers(model):
-        with pytest.raises(ModelError, match="takes no past_key_values"):
-            answered(model, prompts, 1)
-        return
     for batch in (8, 1):
         for answer, prompt in zip(answered(model, prompts, batch), prompts, strict=True):
             tokens, logprob = read_anew(facts_of(model).native, prompt)
@@ -191,7 +161,8 @@ def test_a_row_is_answered_alike_alone_and_beside_others(family, each, tokenizer
 
 @pytest.fixture
 def longrope(tokenizer):
-    return loaded("Llama LongRoPE", tokenizer)
+    native_model = unusual_model("Llama LongRoPE", len(tokenizer))
+    return ma.load_model(native_model, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("engine", ["hooks", "streaming"])
