@@ -11,7 +11,6 @@ import mechattn as ma
 from mechattn.errors import Interrupted, OptionError, OutputError, PromptError
 from mechattn.evaluation import evaluate as module
 from mechattn.evaluation.generate import Generation, Request, answers
-from mechattn.model.checkpoint import toy_names
 
 SLASH = ma.MeaninglessTokens("/", 20)
 
@@ -35,7 +34,7 @@ def evaluation(toy, some):
     return ma.evaluate(toy, some, conditions, new_tokens=60)
 
 
-@pytest.mark.parametrize("name", toy_names())
+@pytest.mark.parametrize("name", ["toy:gemma3", "toy:falcon"])
 def test_answers_are_those_of_plain_generation(name, some):
     """Left-padded batches with a cache against transformers' own generate, one prompt at a time, without padding."""
     model = loaded(name)
@@ -56,18 +55,21 @@ def test_answers_are_those_of_plain_generation(name, some):
         assert answer.finished == finished
 
 
-@pytest.mark.parametrize("name", ["toy:llama", "toy:gemma3", "toy:qwen2"])
-@pytest.mark.parametrize("variant", ["masked", "unshifted", "cut"])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("toy:llama", "masked"),
+        ("toy:llama", "unshifted"),
+        ("toy:llama", "cut"),
+        ("toy:gemma3", "unshifted"),
+    ],
+)
 def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, some):
     """Every generated token is the likeliest one of a hooked forward pass over the whole sequence so far."""
     from mechattn.engine.attention_rows import forward_through_hooks
     from mechattn.prompts.token_sequences import pad_right
 
     model = loaded(name)
-    if name == "toy:gemma3" and variant != "unshifted":
-        with pytest.raises(OptionError, match="has layers with windows"):
-            ma.evaluate(model, some[:1], {"x": SLASH.masked()}, new_tokens=5)
-        return
     condition = {
         "masked": SLASH.masked(),
         "unshifted": SLASH.unshifted(),
@@ -271,7 +273,7 @@ def test_a_file_of_another_run_is_not_extended(toy, some, tmp_path, other, messa
     assert path.read_text().splitlines()[1:] == before.splitlines()[1:]
 
 
-@pytest.mark.parametrize("name", toy_names())
+@pytest.mark.parametrize("name", ["toy:llama", "toy:gemma3"])
 def test_rows_that_take_the_place_of_ended_ones_change_nothing(name, some):
     """Two rows at a time, many exchanges, masks and interventions: each answer as it is alone."""
     model = loaded(name)
@@ -282,7 +284,7 @@ def test_rows_that_take_the_place_of_ended_ones_change_nothing(name, some):
         SLASH.unshifted(),
         ma.Baseline(intervention=ma.interventions.HeadAblation(((0, 1),))),
     ]
-    if name not in ("toy:gemma3", "toy:falcon"):
+    if name != "toy:gemma3":
         conditions.append(SLASH.masked())
     requests = [
         Request(prompt.id, condition.apply(prompt, model), sample)
@@ -322,18 +324,6 @@ def test_a_batch_stays_full_while_problems_wait(toy, some):
     lengths = [len(answered[number].tokens) for number in range(len(requests))]
     static_steps = sum(max(lengths[start : start + 3]) for start in range(0, len(lengths), 3))
     assert len(open_rows) < static_steps
-
-
-def test_a_file_that_cannot_be_written_whole_stays_as_it_was(evaluation, tmp_path, monkeypatch):
-    """Killed while it rewrites the file: the answers that were there are there."""
-    path = tmp_path / "e.jsonl"
-    evaluation.save(path)
-    before = path.read_text()
-    monkeypatch.setattr("os.replace", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OutputError, match="disk full"):
-        evaluation.save(path)
-    assert path.read_text() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["e.jsonl"]
 
 
 def test_a_file_that_is_no_evaluation_stays(evaluation, tmp_path):
@@ -456,15 +446,11 @@ def test_a_provenance_of_another_form_is_told_in_words(evaluation, tmp_path, abo
     ("field", "value"),
     [
         ("prompt", ["a"]),
-        ("sample", None),
         ("sample", True),
         ("text", 5),
-        ("tokens", ["a"]),
         ("tokens", [True]),
-        ("right", "yes"),
         ("right", 1),
         ("logprob", "high"),
-        ("logprob", True),
     ],
 )
 def test_an_answer_with_a_field_of_another_type_is_told_in_words(
@@ -632,14 +618,13 @@ def test_prompts_that_cannot_be_graded(toy):
         ma.evaluate(toy, "Tom has 3 apples.")
     with pytest.raises(PromptError, match="already holds an answer"):
         ma.evaluate(toy, ma.Prompt("Tom has 3 apples.", answer="3", solution="3"))
-    falcon = loaded("toy:falcon")
-    with pytest.raises(OptionError, match="generation with cut edges is not supported"):
-        ma.evaluate(
-            falcon,
-            ma.Prompt("Tom has 3 apples.", solution="3"),
-            {"masked": SLASH.masked()},
-            new_tokens=5,
-        )
+    prompt = ma.Prompt("Tom has 3 apples.", solution="3")
+    for name, message in (
+        ("toy:falcon", "generation with cut edges is not supported"),
+        ("toy:gemma3", "has layers with windows"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            ma.evaluate(loaded(name), prompt, {"masked": SLASH.masked()}, new_tokens=5)
 
 
 def test_different_problems_are_not_compared(toy, some, evaluation):
