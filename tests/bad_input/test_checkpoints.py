@@ -52,21 +52,6 @@ def test_a_pickle_that_runs_code_is_not_read(pickled, tmp_path):
     assert (tmp_path / "ran").exists(), "negative control: the pickle does run code"
 
 
-def test_code_of_a_checkpoint_is_not_run_unless_asked_for(checkpoint, tmp_path):
-    folder = tmp_path / "own"
-    shutil.copytree(checkpoint, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "model_type": "own",
-        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
-    with pytest.raises(ModelError, match=r"trust_remote_code|from the hub failed"):
-        ma.load_model(str(folder))
-    assert not (tmp_path / "ran").exists()
-
-
 def test_a_configuration_that_transformers_refuses_is_not_called_missing(checkpoint, tmp_path):
     folder = tmp_path / "odd"
     shutil.copytree(checkpoint, folder)

@@ -13,7 +13,7 @@ from mechattn.errors import OptionError
 from tests.stats.test_random_draws import by_loops
 
 CONDITIONS = {"slash": ma.MeaninglessTokens("/", 20), "sentence": ma.RandomSentence(20)}
-MODELS = 12
+MODELS = 8
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def trained(toy, prompts):
 
 @pytest.fixture(scope="module")
 def random(toy, prompts):
-    """Results of random models with the seeds 0 to 11."""
+    """Results of random models with the seeds 0 to 7."""
     return ma.run_random(toy, prompts[:6], CONDITIONS, draws=MODELS)
 
 

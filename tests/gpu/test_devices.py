@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import cpu_offload, dispatch_model
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
@@ -54,9 +54,10 @@ def half_on_disk(model, folder):
 
 OFFLOADED: dict[str, Callable] = {
     "memory": lambda model, folder: cpu_offload(model, execution_device="cpu"),
-    "disk": lambda model, folder: disk_offload(model, folder, execution_device="cpu"),
     "half on disk": half_on_disk,
 }
+# Where a weight comes from is tried for the numbers; what is done with it is the same for both.
+HALF_ON_DISK = pytest.mark.parametrize("offloaded", ["half on disk"], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,7 @@ def measured(whole):
     return ma.run(whole, PROBLEMS, CONDITIONS, every("toy:llama"), positions="prompts")
 
 
-@pytest.fixture(
-    scope="module", params=["memory", pytest.param("disk", marks=pytest.mark.slow), "half on disk"]
-)
+@pytest.fixture(scope="module", params=OFFLOADED)
 def offloaded(request, tokenizer, tmp_path_factory):
     made = OFFLOADED[request.param](
         plain("toy:llama", torch.float32), tmp_path_factory.mktemp("offloaded")
@@ -138,6 +137,7 @@ def test_the_comparison_would_notice_another_order(whole, measured):  # negative
         )
 
 
+@HALF_ON_DISK
 @pytest.mark.parametrize("engine", ["fused", "hooks"])
 def test_each_engine_takes_an_offloaded_model(engine, offloaded, whole):
     options = {"conditions": CONDITIONS, "engine": engine}
@@ -155,6 +155,7 @@ def acted_on(whole):
     return prompts, effects, answers(whole), recorded(whole)
 
 
+@HALF_ON_DISK
 def test_an_offloaded_model_is_patched_answers_and_is_acted_on(offloaded, acted_on):
     prompts, effects, answered, acted = acted_on
     for at, effect in effects.items():
@@ -172,28 +173,23 @@ def test_a_name_takes_a_device_map(tmp_path, whole):
     assert_same(ma.run(made, PROBLEMS, FILLED), ma.run(whole, PROBLEMS, FILLED))
 
 
-@pytest.mark.parametrize("name", ["toy:llama", "toy:qwen2"])
-def test_two_devices_that_are_imitated(name, tokenizer):
+def test_two_devices_that_are_imitated(tokenizer, whole, measured):
     """Operations that mix devices raise, as on two cards: each layer's values are reduced where the layer lies."""
-    model = plain(name, torch.float32)
-    expected = ma.load_model(plain(name, torch.float32), tokenizer=tokenizer)
-    analyses = (
-        every(name) if name == "toy:llama" else [ma.ReceivedAttention(), ma.analyses.HeadUpdates()]
-    )
+    model = plain("toy:llama", torch.float32)
     with Imitated():
         made = ma.load_model(
             dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer
         )
         lies = {where(parameter) for parameter in made.original_model.parameters()}
-        result = ma.run(made, PROBLEMS, CONDITIONS, analyses, positions="prompts")
+        result = ma.run(made, PROBLEMS, CONDITIONS, every("toy:llama"), positions="prompts")
         through_hooks = ma.run(made, PROBLEMS, CONDITIONS, engine="hooks")
         fused = ma.run(made, PROBLEMS, engine="fused")
     assert lies == {FIRST, SECOND}
     assert facts_of(made).report.passed
     assert result.provenance["model"]["device"] == "xpu:0"
-    assert_same(result, ma.run(expected, PROBLEMS, CONDITIONS, analyses, positions="prompts"))
-    assert_same(through_hooks, ma.run(expected, PROBLEMS, CONDITIONS, engine="hooks"))
-    assert_same(fused, ma.run(expected, PROBLEMS, engine="fused"))
+    assert_same(result, measured)
+    assert_same(through_hooks, ma.run(whole, PROBLEMS, CONDITIONS, engine="hooks"))
+    assert_same(fused, ma.run(whole, PROBLEMS, engine="fused"))
 
 
 def test_patching_answers_and_interventions_on_two_devices_that_are_imitated(tokenizer, acted_on):

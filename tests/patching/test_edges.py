@@ -32,7 +32,6 @@ FAMILIES = {
     "GPT-2": {},
     "GPT-NeoX": {},
     "Llama": {"num_key_value_heads": 4},
-    "Qwen2": {"num_key_value_heads": 4},
 }
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, PromptError
-from mechattn.model.checkpoint import toy_folder, toy_names
+from mechattn.model.checkpoint import toy_folder
 from mechattn.model.hooks import attention_window
 from mechattn.patching import patch as patching
 from mechattn.patching.answer_metrics import WORDS
@@ -50,10 +50,10 @@ def of_toys(*toys):
     return pytest.mark.parametrize("wide", toys, indirect=True, scope="module")
 
 
-# All toys, where it matters how a family names or gives what is exchanged; what is exchanged for what is one line for all.
+# Where it matters how a family names or gives what is exchanged; what is exchanged for what is one line for all.
 EVERY = pytest.mark.parametrize(
     ("wide", "direction"),
-    [*((name, "denoising") for name in toy_names()), ("toy:llama", "noising")],
+    [("toy:gemma3", "denoising"), ("toy:falcon", "denoising"), ("toy:llama", "noising")],
     indirect=["wide"],
     scope="module",
 )
@@ -664,7 +664,7 @@ def test_a_divergence_that_cannot_fall_is_tested_against_the_control():
     assert (other.table().q_effect < 0.05).all()
 
 
-@pytest.mark.parametrize("name", toy_names())
+@pytest.mark.parametrize("name", ["toy:gemma3", "toy:falcon"])
 def test_logits_are_computed_before_the_answer_alone(name, shared):
     model = shared(name)
     pair, *_ = pairs_of(model, prompts(2), SLASH, "logprob", "denoising", 0)[0]

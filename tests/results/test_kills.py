@@ -38,15 +38,6 @@ def test_save_over_an_older_result(small_results, tmp_path):
     assert seen == {False, True}
 
 
-def test_the_first_save(small_results, tmp_path):
-    path = tmp_path / "r.zarr"
-    save = partial(small_results[0].save, path)
-    for _ in each_kill(tmp_path, lambda: emptied(tmp_path), save):
-        assert numbers_at(path) in (None, numbers(small_results[0]))
-        save()
-        assert names(tmp_path) == ["r.zarr"]
-
-
 @pytest.fixture(scope="module")
 def halfway(small_results, tmp_path_factory):
     """A folder as it is when the old result has been moved away, and the new one has not got its name."""

@@ -36,15 +36,6 @@ def test_a_result_saved_over_another(small_results, disk):
     assert len(seen) > 5
 
 
-def test_a_page_saved_over_another(disk):
-    now, after = disk
-    save_page(now / "p.html", f'{GENERATOR}">old')
-    losses = power_losses(now, lambda: save_page(now / "p.html", f'{GENERATOR}">new'))
-    seen = [(after / "p.html").read_text()[-3:] for _ in each_state(after, losses)]
-    assert set(seen) == {"old", "new"}
-    assert seen[-2:] == ["new", "new"]
-
-
 def test_a_run_over_another_result(small_job, small_results, disk):
     (now, after), chunks = disk, small_results[:2]
     older, expected = numbers(small_results[2]), numbers(ma.merge_results(chunks))

@@ -151,11 +151,6 @@ def test_weights_are_hashed_once_until_they_change(checkpoint, monkeypatch):
     assert len(made) == 3
 
 
-def test_saving_again_replaces_it_and_leaves_nothing_else(slash_result, stored):
-    slash_result.save(stored)
-    assert [path.name for path in stored.parent.iterdir()] == ["result.zarr"]
-
-
 def test_an_interrupted_save_leaves_the_old_result(slash_result, stored, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -137,34 +137,29 @@ def test_listing_again_is_no_attack(stored):  # negative control
     assert ma.load_result(stored).conditions == ["baseline", "slash"]
 
 
-@pytest.fixture(
-    params=["pipe", "socket", "link to a file", "link to a folder", "link to nothing", "device"]
+def socket_at(path):
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(os.path.relpath(path))  # the name of a socket is short
+
+
+def link_to_secret(path):
+    target = path.parent.parent / "target"
+    target.write_bytes(b"secret")
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("where", "make"),
+    [
+        ("chunk", os.mkfifo),
+        ("chunk", lambda path: path.symlink_to("/dev/zero")),
+        ("metadata", link_to_secret),
+        ("metadata", socket_at),
+        ("beside", lambda path: path.symlink_to(path.parents[2])),
+    ],
 )
-def odd(request, tmp_path):
-    """Makes a path something else than a plain file."""
-
-    def make(path):
-        if request.param == "pipe":
-            os.mkfifo(path)
-        elif request.param == "socket":
-            with socket.socket(socket.AF_UNIX) as made:
-                made.bind(os.path.relpath(path))
-        elif request.param == "device":
-            path.symlink_to("/dev/zero")
-        else:
-            target = tmp_path / "target"
-            if request.param == "link to a file":
-                target.write_bytes(b"secret")
-            elif request.param == "link to a folder":
-                target.mkdir()
-            path.symlink_to(target)
-
-    return make
-
-
-@pytest.mark.parametrize("where", ["chunk", "metadata", "beside"])
-def test_pipes_sockets_devices_and_links_in_a_result(stored, odd, where, monkeypatch):
-    monkeypatch.chdir(stored)  # the name of a socket is short
+def test_pipes_sockets_devices_and_links_in_a_result(stored, where, make, monkeypatch):
+    monkeypatch.chdir(stored)
     chunk = next(p for p in (stored / "received_attention/received/c").rglob("*") if p.is_file())
     path = {
         "chunk": chunk,
@@ -172,7 +167,7 @@ def test_pipes_sockets_devices_and_links_in_a_result(stored, odd, where, monkeyp
         "beside": stored / "sequences/notes",
     }[where]
     path.unlink(missing_ok=True)
-    odd(path)
+    make(path)
     with pytest.raises(
         OutputError,
         match="is not a plain file, but a stored result contains only plain files",
