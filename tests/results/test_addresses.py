@@ -53,7 +53,7 @@ def killed_in_memory(operation):
 
 
 def each_kill_in_memory(before, work):
-    for operation in count():
+    for operation in count(step=3):
         before()
         with killed_in_memory(operation) as died:
             work()
@@ -124,7 +124,7 @@ def test_a_disk_that_fills_at_any_object(small_job, small_results, here, monkeyp
     run(executor=Ready(chunks, []))
     needed = 10**6 - left[0]
     assert needed > 8
-    for room in range(1, needed, 3):
+    for room in range(1, needed, 7):
         emptied(here)
         MemoryFileSystem.store.clear()
         left[0] = room

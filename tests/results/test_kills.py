@@ -23,11 +23,11 @@ from tests.results.small import Ready, copied, emptied, names, numbers, numbers_
 
 
 def test_save_over_an_older_result(small_results, tmp_path):
-    """The new one of a trial is the old one of the next."""
+    """The new one of a trial is the old one of the next; at every third operation, as a real kill is tried at each."""
     path, turn = tmp_path / "r.zarr", small_results[:2]
     turn[0].save(path)
     seen = set()
-    for _ in each_kill(tmp_path, turn.reverse, lambda: turn[0].save(path)):
+    for _ in each_kill(tmp_path, turn.reverse, lambda: turn[0].save(path), step=3):
         new, old = map(numbers, turn)
         found = numbers_at(path)
         assert found in (old, new)
@@ -125,7 +125,7 @@ def test_a_run_in_chunks_over_another_result(small_job, small_results, tmp_path,
     expected = numbers(ma.merge_results(chunks))
     run = partial(ma.run_job, small_job, path)
     for _ in each_kill(
-        tmp_path, lambda: copied(older, tmp_path), lambda: run(executor=Ready(chunks, [])), step=5
+        tmp_path, lambda: copied(older, tmp_path), lambda: run(executor=Ready(chunks, [])), step=11
     ):
         found = numbers_at(path)
         assert found in (expected, numbers(small_results[2]))
