@@ -56,7 +56,9 @@ class MemoryOptionError(OptionError):
 
 class ServerError(MechattnError):
     """A generation server cannot be reached, refuses a request, or serves another model than
-    expected."""
+    expected; ``status`` is the HTTP status with which it answers, if that is the reason."""
+
+    status = 0
 
 
 class OutputError(MechattnError):

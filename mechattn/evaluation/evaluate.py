@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
 from mechattn.evaluation.generate import Answer, Generation, Request, Sampling, SamplingOptions
 from mechattn.evaluation.grader import Grader
 from mechattn.evaluation.progress import AnswerBar
-from mechattn.evaluation.served_answers import Exchanged, Todo, check_room, check_servable, served
+from mechattn.evaluation.served_answers import Todo, check_room, check_servable, served_answers
 from mechattn.evaluation.server import Server
 from mechattn.model.checkpoint import UnloadedModel, end_tokens
 from mechattn.model.hooked import HookedModel, alone
@@ -96,7 +96,8 @@ def evaluate(
     if server is None:
         native = generate.native_of(reader)
     sequences = request_checks.made_sequences(named, prompts, reader, seed)
-    sides = _checked_sides(reader, native, prompts, sequences, how.new_tokens)
+    requested = _requested(prompts, named, sequences, how.samples)
+    sides = _checked_sides(reader, native, prompts, sequences, how.new_tokens, requested)
     about = _about(reader, server, prompts)
     about |= asdict(how)
     about["conditions"] = {name: identity(condition) for name, condition in named.items()}
@@ -104,16 +105,21 @@ def evaluate(
     if sides:
         about["rope_factors"] = request_checks.counted_sides(list(sides.values()))
 
-    requested = _requested(prompts, named, sequences, how.samples)
     with kept(out, about) as file:
         _check_kept(file, requested)
-        todo = [item for key, item in requested.items() if key not in file.answers]
+        todo = [key for key in requested if key not in file.answers]
         with _interruption_told(file, requested):
             if server is None:
-                for item, answer, text in _generated(reader, native, todo, batch, sides, how):
+                items = [requested[key] for key in todo]
+                for item, answer, text in _generated(reader, native, items, batch, sides, how):
                     file.add(_graded(item, answer, text, grader))
             elif todo:
-                _serve(server, reader, prompts, sequences, how, batch, file, todo, grader)
+                # Closed, so that after an error nothing more is asked for.
+                with closing(
+                    served_answers(server, reader, requested, todo, how, batch, file)
+                ) as answers:
+                    for key, answer, text in answers:
+                        file.add(_graded(requested[key], answer, text, grader))
     if "probe" in file.about:
         about["probe"] = file.about["probe"]
     ordered = sorted(requested, key=lambda key: list(named).index(key[1]))
@@ -263,32 +269,6 @@ def _interruption_told(file: Kept, requested: Mapping[Key, Todo]) -> Iterator[No
         ) from None
 
 
-def _serve(
-    server: Server,
-    model: UnloadedModel,
-    prompts: Seq[Prompt],
-    sequences: Seq[Mapping[str, Sequence]],
-    how: Sampling,
-    batch: int,
-    file: Kept,
-    todo: Seq[Todo],
-    grader: Grader,
-) -> None:
-    """Add a server's answers to the file, with what was found out about the server."""
-    earlier_probe = file.about.get("probe")
-    with served(
-        server, model, prompts, sequences, how, batch, len(todo), earlier_probe
-    ) as served_model:
-        file.note("probe", served_model.probe.about)
-        try:
-            for item, answer, text in served_model.answered(todo):
-                file.add(_graded(item, answer, text, grader))
-        except Exchanged as error:
-            file.note("probe", file.about["probe"], without=error.since)
-            raise
-        file.note("probe", file.about["probe"])
-
-
 def _generated(
     model: HookedModel,
     native: Any,
@@ -375,6 +355,7 @@ def _checked_sides(
     prompts: Seq[Prompt],
     sequences: Seq[Mapping[str, Sequence]],
     new_tokens: int,
+    requested: Mapping[Key, Todo],
 ) -> dict[str, str]:
     """The side of the model's boundary on which each prompt lies.
 
@@ -394,7 +375,7 @@ def _checked_sides(
     if hooked is not None:
         for prompt, by_condition in zip(prompts, sequences, strict=True):
             request_checks.check_side(prompt, by_condition, hooked, new_tokens)
-    check_room(prompts, sequences, new_tokens, model.cfg.n_ctx, str(model.cfg.model_name))
+    check_room(requested.values(), new_tokens, model.cfg.n_ctx, str(model.cfg.model_name))
     if isinstance(model, UnloadedModel):
         return {}
 

@@ -3,181 +3,195 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mechattn.errors import OptionError, PromptTooLong, ServerError
+from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError, warn
 from mechattn.evaluation import server_probe
+from mechattn.evaluation.answer_file import Kept, Key
 from mechattn.evaluation.generate import Answer, Request, Sampling, until_end
 from mechattn.evaluation.progress import AnswerBar
-from mechattn.evaluation.server import Refused, Server
-from mechattn.evaluation.server_completions import Asked, Connection, Reply, connected, texts_of
-from mechattn.evaluation.server_probe import (
-    NotTheModel,
-    Probe,
-    ProbeSize,
-    check_tokenizer,
-    probed,
-    questions_for,
-    stretches,
-    tell_limits,
+from mechattn.evaluation.server import Server
+from mechattn.evaluation.server_completions import (
+    Completion,
+    CompletionRequest,
+    Connection,
+    connected,
 )
+from mechattn.evaluation.server_probe import NotTheModel, Probe, Question
 from mechattn.model.checkpoint import UnloadedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Sequence
 
 Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and the sequence
-Key = tuple[str, str, int]  # a prompt's id, the name of a condition, and the number of the sample
+Sent = Mapping[Question, "list[int] | str"]
+_AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 
 
-class Exchanged(ServerError):
-    """A server no longer serves the model; these are the answers since it last did."""
-
-    since: Seq[Key] = ()
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model on a server, probed; ``texts`` of prompts and conditions if it takes text only."""
-
-    connection: Connection
-    model: UnloadedModel
-    texts: Mapping[tuple[str, str], str] | None
-    probe: Probe
-    sampling: Sampling
-
-    def answered(self, todo: Seq[Todo]) -> Iterator[tuple[Todo, Answer, str]]:
-        """Each answer with its text, in the order of arrival; meanwhile the server is probed again.
-
-        Raises:
-            Exchanged: It no longer serves the model.
-        """
-        with AnswerBar(len(todo)) as bar:
-            for stretch in stretches(todo, self.sampling.seed):
-                for item, answer, text in self._answered(stretch):
-                    bar.add_tokens(len(answer.tokens))
-                    bar.add_answer()
-                    yield item, answer, text
-                reason = self.probe.again(len(stretch))
-                if reason is not None:
-                    error = Exchanged(
-                        f"the server at {self.connection.server.address} no longer serves the"
-                        f" model, {reason}. Its {len(stretch)} answers since it last did are"
-                        " dropped; serve the model, and call evaluate again with the same"
-                        " arguments"
-                    )
-                    error.since = [_key(item) for item in stretch]
-                    raise error
-
-    def _answered(self, todo: Seq[Todo]) -> Iterator[tuple[Todo, Answer, str]]:
-        """The answers between two probes."""
-        new_tokens = self.sampling.new_tokens
-        requests = ((item, self._request(item, new_tokens)) for item in todo)
-        doubtful: dict[Key, tuple[Answer, str]] = {}
-        for item, reply in self.connection.replies(requests):
-            answer, text = self._read(reply)
-            # The last allowed token may have ended the answer, although the server says "length".
-            is_short = len(answer.tokens) < new_tokens
-            if is_short and not reply.tells_ids and not reply.stopped:
-                doubtful[_key(item)] = (answer, text)
-            else:
-                yield item, answer, text
-
-        items = [item for item in todo if _key(item) in doubtful]
-        longer_requests = ((item, self._request(item, new_tokens + 1)) for item in items)
-        for item, reply in self.connection.replies(longer_requests):
-            answer, text = doubtful[_key(item)]
-            is_finished = reply.stopped and reply.text == text
-            yield item, replace(answer, finished=is_finished), text
-
-    def _read(self, reply: Reply) -> tuple[Answer, str]:
-        """The answer of a reply, and its text."""
-        logprobs = torch.tensor(reply.logprobs or [torch.nan], dtype=torch.float64)
-        if not reply.tells_ids:
-            return Answer(reply.tokens, reply.stopped, float(logprobs.mean())), reply.text
-        answer = until_end(list(reply.tokens), logprobs, self.model.end)
-        text = self.model.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
-        return replace(answer, finished=answer.finished or reply.stopped), text
-
-    def _request(self, item: Todo, new_tokens: int) -> Asked:
-        prompt, name, request = item
-        ids = tuple(request.sequence.tokens.tolist())
-        sent: tuple[int, ...] | str = ids
-        if self.texts is not None:
-            sent = self.texts[prompt.id, name]
-        context = self.model.cfg.n_ctx
-        room = min(context, self.connection.longest or context) - len(ids)
-        # The same under each condition, as without a server; 31 bits, which every server takes.
-        key = f"{self.sampling.seed} {request.sample} {prompt.id}"
-        digest = hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
-        seed = int.from_bytes(digest[:4], "big") >> 1
-        return Asked(
-            sent, len(ids), min(new_tokens, room), self.model, self.sampling.temperature, seed
-        )
-
-
-@contextmanager
-def served(
+def served_answers(
     server: Server,
     model: UnloadedModel,
-    prompts: Seq[Prompt],
-    sequences: Seq[Mapping[str, Sequence]],
+    requested: Mapping[Key, Todo],
+    todo: Seq[Key],
     sampling: Sampling,
     at_once: int,
+    file: Kept,
+) -> Generator[tuple[Key, Answer, str], None, None]:
+    """Each answer with its text, in the order of arrival; meanwhile the server is probed again.
+
+    What is found out about the server is noted in the file of the run.
+
+    Raises:
+        ServerError: It is not, or no longer, the model.
+    """
+    requests = {(prompt.id, name): request for prompt, name, request in requested.values()}
+    longest = max(len(request.sequence) for request in requests.values())
+    tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
+    with connected(server, model, at_once, tokens) as connection:
+        check_room(requested.values(), sampling.new_tokens, connection.longest, "the server")
+        server_probe.check_tokenizer(connection)
+        sent = _sent(connection, requests)
+        probe = _probe(connection, requests, sent, len(todo), sampling, file.about.get("probe"))
+        file.note("probe", probe.about)
+        with AnswerBar(len(todo)) as bar:
+            for stretch in server_probe.stretches(todo):
+                completion_requests = (
+                    (key, _completion_request(key, requests, sent, sampling)) for key in stretch
+                )
+                for key, completion in connection.completions(completion_requests):
+                    answer, text = _answer(completion, model)
+                    bar.add_tokens(len(answer.tokens))
+                    bar.add_answer()
+                    yield key, answer, text
+                reason = probe.again()
+                if reason is not None:
+                    file.note("probe", probe.about, without=stretch)
+                    raise server.error(
+                        f"no longer serves the model, {reason}. Its {len(stretch)} answers since it"
+                        " last did are dropped; serve the model, and call evaluate again with the"
+                        " same arguments"
+                    )
+        file.note("probe", probe.about)
+
+
+def _completion_request(
+    key: Key, requests: Mapping[Question, Request], sent: Sent, sampling: Sampling
+) -> CompletionRequest:
+    prompt, name, sample = key
+    # The same under each condition, as without a server; 31 bits, which every server takes.
+    digest = hashlib.sha256(f"{sampling.seed} {sample} {prompt}".encode(errors="backslashreplace"))
+    return CompletionRequest(
+        prompt=sent[prompt, name],
+        length=len(requests[prompt, name].sequence),
+        new_tokens=sampling.new_tokens,
+        temperature=sampling.temperature,
+        seed=int.from_bytes(digest.digest()[:4], "big") >> 1,
+    )
+
+
+def _answer(completion: Completion, model: UnloadedModel) -> tuple[Answer, str]:
+    """The answer of a completion, and its text."""
+    logprobs = torch.tensor(completion.logprobs or [torch.nan], dtype=torch.float64)
+    if completion.ids is None:
+        tokens = model.tokenizer(completion.text, add_special_tokens=False)["input_ids"]
+        answer = Answer(tuple(tokens), completion.stopped, float(logprobs.mean()))
+        return answer, completion.text
+    answer = until_end(completion.ids, logprobs, model.end)
+    text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    return replace(answer, finished=answer.finished or completion.stopped), text
+
+
+def _probe(
+    connection: Connection,
+    requests: Mapping[Question, Request],
+    sent: Sent,
     answer_count: int,
+    sampling: Sampling,
     before: Mapping[str, Any] | None,
-) -> Iterator[Served]:
-    """A connection to a server that serves the model, as it did ``before`` if a run is resumed."""
-    with connected(server, at_once) as connection:
-        if connection.longest is not None:
-            who = f"the server at {server.address}"
-            check_room(prompts, sequences, sampling.new_tokens, connection.longest, who)
-        beyond = check_tokenizer(connection, model)
-        texts: dict[tuple[str, str], str] | None = None
-        if not _takes_ids(connection, model, sequences):
-            texts = texts_of(model.tokenizer, prompts, sequences, server.address)
+) -> Probe:
+    """A server that serves the model, as it did ``before`` if a run is resumed."""
 
-        rounds = server_probe.probe_rounds(
-            answer_count, sampling.seed, model.loaded is not None, sampling.temperature
+    def probed(names: Seq[Question], tokens: int, first_texts: Seq[str] = ()) -> Probe:
+        questions = {name: requests[name] for name in names}
+        return server_probe.probed(
+            connection, questions, sent, tokens, sampling.temperature, first_texts
         )
-        size = server_probe.probe_size(answer_count, sampling.new_tokens, rounds)
 
-        def probed_by(size: ProbeSize) -> Probe:
-            questions = questions_for(prompts, sequences, sampling.seed, size.answers, before)
-            return probed(connection, model, questions, texts, size, sampling.temperature, before)
+    first_texts = {}
+    if before is not None:
+        first_texts = {(prompt, name): text for prompt, name, text in before["texts"]}
+    first_questions = [question for question in first_texts if question in requests]
+    if before is not None and first_questions:
+        texts = [first_texts[question] for question in first_questions]
+        probe = probed(first_questions, before["tokens"], texts)
+        probe.about["texts"] = before["texts"]
+        probe.about["rounds"] = before["rounds"] + probe.about["rounds"]
+        return probe
 
-        # A few short answers can clear a server; only the whole probe can refuse one.
-        try:
-            probe = probed_by(size)
-        except NotTheModel:
-            whole = ProbeSize(server_probe.ANSWERS, server_probe.TOKENS)
-            if size == whole:
-                raise
-            probe = probed_by(whole)
-        if not probe.has_weights:
-            tell_limits(connection, model)
-        probe.about.setdefault("tokens_beyond_tokenizer", beyond)
-        yield Served(connection, model, texts, probe, sampling)
-
-
-def _takes_ids(
-    connection: Connection, model: UnloadedModel, sequences: Seq[Mapping[str, Sequence]]
-) -> bool:
-    """Whether the server takes token ids, which it refuses as bad input if not: texts it has
-    taken."""
-    ids = tuple(next(iter(sequences[0].values())).tokens.tolist())
+    questions = random.Random(sampling.seed).sample([*requests], len(requests))
+    count, tokens = server_probe.probe_size(answer_count, sampling.new_tokens)
+    # A few short answers can clear a server; only the whole probe can refuse one.
     try:
-        connection.all([Asked(ids, len(ids), 1, model)])
-    except Refused as error:
-        if error.status not in (400, 422):
+        probe = probed(questions[:count], tokens)
+    except NotTheModel:
+        probe = probed(questions[: server_probe.ANSWERS], server_probe.TOKENS)
+    if connection.server.verify and not probe.has_weights:
+        name = connection.reader.cfg.model_name
+        warn(
+            f"the server at {connection.server.address} has the tokenizer of {name} and repeats its"
+            " own answers. Without the weights here nothing more can be told: a fine-tuned,"
+            " quantised or differently sized model with this tokenizer would not be noticed. To"
+            " compare the model itself, give evaluate a loaded one: ma.load_model(…)"
+        )
+    return probe
+
+
+def _sent(connection: Connection, requests: Mapping[Question, Request]) -> Sent:
+    """What the server gets: token ids if it takes them, or else texts that give the same ids.
+
+    Raises:
+        PromptError: A text would be read as other tokens.
+    """
+    all_ids = {question: request.sequence.tokens.tolist() for question, request in requests.items()}
+    first_ids = next(iter(all_ids.values()))
+    try:
+        connection.completion(CompletionRequest(first_ids, len(first_ids), 1))
+        return all_ids
+    except ServerError as error:
+        if error.status not in (400, 422):  # it has taken texts, so these are bad input to it
             raise
-        return False
-    return True
+    texts = {}
+    refused = []
+    for question, ids in all_ids.items():
+        text = text_of(connection.reader.tokenizer, ids)
+        if text is None:
+            refused.append(question)
+        else:
+            texts[question] = text
+    if refused:
+        prompt, name = refused[0]
+        names = ", ".join(sorted({repr(name) for _, name in refused}))
+        raise PromptError(
+            f"the server at {connection.server.address} takes only text, and the text of prompt"
+            f" {prompt} with the condition {name!r} would be read as other tokens. So would"
+            f" {len(refused)} of {len(all_ids)} in all, under {names}. Omit them, or serve the"
+            " model with an engine that takes token ids, such as vLLM or SGLang"
+        )
+    return texts
+
+
+def text_of(tokenizer: Any, ids: list[int]) -> str | None:
+    """The text from which a tokenizer makes exactly these ids, including its BOS token, if any."""
+    for start in (0, 1):  # without the first token, which the tokenizer may add
+        text = str(tokenizer.decode(ids[start:], **_AS_IT_IS))
+        if tokenizer(text)["input_ids"] == ids:
+            return text
+    return None
 
 
 def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
@@ -202,24 +216,12 @@ def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
             )
 
 
-def check_room(
-    prompts: Seq[Prompt],
-    sequences: Seq[Mapping[str, Sequence]],
-    new_tokens: int,
-    longest: int,
-    who: str,
-) -> None:
+def check_room(items: Iterable[Todo], new_tokens: int, longest: int, who: str) -> None:
     """Refuse prompts that are too long with their answers."""
-    for prompt, by_condition in zip(prompts, sequences, strict=True):
-        for name, sequence in by_condition.items():
-            if len(sequence) + new_tokens > longest:
-                raise PromptTooLong(
-                    f'prompt {prompt.id} ("{prompt.excerpt}") has {len(sequence):,} tokens with the'
-                    f' condition "{name}" and {new_tokens} new ones are allowed; {who} takes'
-                    f" {longest:,}"
-                )
-
-
-def _key(item: Todo) -> Key:
-    prompt, name, request = item
-    return prompt.id, name, request.sample
+    for prompt, name, request in items:
+        length = len(request.sequence)
+        if length + new_tokens > longest:
+            raise PromptTooLong(
+                f'prompt {prompt.id} ("{prompt.excerpt}") has {length:,} tokens with the condition'
+                f' "{name}" and {new_tokens} new ones are allowed; {who} takes {longest:,}'
+            )

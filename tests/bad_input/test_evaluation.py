@@ -98,7 +98,7 @@ def test_what_a_server_is_not_asked_for(some, options, message, monkeypatch):
     [
         ({"model": ""}, r"model='': give the model's name"),
         ({"timeout": 0}, r"timeout=0: give a number of seconds"),
-        ({"key": "NOT_THERE"}, r"key='NOT_THERE': there is no such environment variable"),
+        ({"key": "NOT_THERE"}, r"key is not the name of an environment variable with a key in it"),
     ],
 )
 def test_a_server_that_cannot_be(options, message):
@@ -120,6 +120,14 @@ def test_a_key_in_the_wrong_place_is_not_repeated(options):
         ma.Server(**options)
     assert "hunter2" not in str(raised.value)
     assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize("key", ["sk-é-1234567", "sk-1234567\nX-Other: 1", "sk 1234567"])
+def test_a_key_that_no_header_can_carry(key, monkeypatch):
+    monkeypatch.setenv("LAB_KEY", key)
+    with pytest.raises(OptionError, match="printable ASCII without spaces") as raised:
+        ma.Server(ADDRESS, key="LAB_KEY")
+    assert "1234567" not in str(raised.value)
 
 
 def test_the_package_that_asks_is_named(some, monkeypatch):

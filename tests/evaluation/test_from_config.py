@@ -73,7 +73,7 @@ def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
         (tmp_path / "config.toml").write_text(text + section)
         server.bodies.clear()
         assert CliRunner().invoke(app, ["evaluate", "config.toml"]).exit_code == 0
-        assert not server.asked  # all answers were there
+        assert not server.bodies  # all answers were there
     (tmp_path / "config.toml").write_text(
         text.replace('"toy:llama"', '["toy:llama", "toy:qwen2"]').replace("r.z", "{model}.z")
     )

@@ -39,7 +39,7 @@ USES = {
     "checks of evaluate": lambda model: ma.evaluate(
         model, [ASKED], {"kept": SLASH.unshifted()}, new_tokens=1
     ),
-    "probe of a server": lambda model: probe._known(
+    "probe of a server": lambda model: probe.reference_of(
         facts_of(model).native, model.tokenizer, [5, 6], [7]
     ),
     "patch": lambda model: ma.patch(model, ANSWERED, SLASH, at=[(0, 0)]),

@@ -1,224 +1,217 @@
-"""A server that is slow, busy, broken, cut off, or another: nothing is lost, nothing counted twice, no key is told."""
+"""A server that is slow, busy, broken, cut off, or another: nothing is lost, nothing counted twice."""
 
 import json
-import logging
-import time
+import signal
+import threading
 
 import pytest
 
 import mechattn as ma
-from mechattn.errors import OutputError, ServerError
-from mechattn.evaluation import served_answers, server, server_completions
-from tests.served.stand_in import StandIn, asked_of, running
+from mechattn.errors import Interrupted, OutputError, ServerError
+from mechattn.evaluation.answer_file import Kept
+from tests.served.stand_in import StandIn, running, served
 
-SLASH = ma.MeaninglessTokens("/", 20)
-KEY = "sk-4f1d-never-to-be-seen"
-
-
-@pytest.fixture(scope="module")
-def some():
-    return ma.load_prompts("word-problems", limit=3)
+pytestmark = pytest.mark.usefixtures("no_waiting")
+SLASH = {"slash": ma.MeaninglessTokens("/", 20)}
 
 
 @pytest.fixture(scope="module")
-def here(toy, some):
-    return ma.evaluate(toy, some, {"slash": SLASH}, new_tokens=20)
+def local(toy, prompts):
+    return ma.evaluate(toy, prompts, SLASH, new_tokens=12)
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    monkeypatch.setattr(server_completions, "_FIRST_GARBLED_WAIT", 0.001)
-    monkeypatch.setattr(server, "_FIRST_WAIT", 0.001)
-    monkeypatch.setattr(server, "_LONGEST_WAIT", 0.01)
-
-
-def there(prompts, server, **options):
-    given = asked_of(server, {"new_tokens": 20, "batch": 4} | options)
-    return ma.evaluate("toy:llama", prompts, {"slash": SLASH}, **given)
-
-
-def of_answers(server, number):
-    """How many answers were requested before this request, probes left out; None for a request of a probe."""
-    before = [body["max_tokens"] == 20 for body in server.asked[: number + 1]]
-    return sum(before) - 1 if before[-1] else None
+def read(answers):
+    return [(answer.prompt, answer.condition, answer.tokens) for answer in answers]
 
 
 def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
-def as_told(answers):
-    return [(a.prompt, a.condition, a.tokens, a.right) for a in answers]
+def busy(handler, body):
+    return handler.send(429, {"error": "busy"}, retry_after="0.001")
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [429, 500, pytest.param("slow", marks=pytest.mark.slow), "cut", "half", "twice", "aborted"],
-    ids=lambda fault: str(fault),
-)
-def test_a_fault_now_and_then_changes_nothing(some, engine, here, fault, tmp_path):
+def broken(handler, body):
+    return handler.send(500, {"error": "broken"})
+
+
+def cut(handler, body):
+    """The connection ends in the middle of a reply."""
+    handler.send(200, b'{"choices": ', length=500)
+    handler.close_connection = True
+    return True
+
+
+def slow(handler, body):
+    """Nothing comes until it is asked again."""
+    threading.Event().wait(1)
+    return True
+
+
+def half(handler, body):
+    """A proxy ends a reply, and says that it is whole."""
+    return handler.send(200, b'{"choices": [')
+
+
+def other_model(handler, body):
+    return handler.send(200, handler.stand_in.reply(body) | {"model": "another"})
+
+
+@pytest.mark.parametrize(("fault", "timeout"), [(busy, 60), (broken, 60), (cut, 60), (slow, 0.5)])
+def test_a_fault_now_and_then_changes_nothing(prompts, server, local, fault, timeout, tmp_path):
     """In the probe and among the answers: what was asked for again is there once."""
-    often = 12 if fault == "slow" else 3
     path = tmp_path / "answers.jsonl"
+    fault_count = 0
 
-    def now_and_then(
-        number,
-    ):  # three times at most for one request: a fault that stays is another test
-        return (
-            fault
-            if number % often == 2 and server.asked[:number].count(server.asked[number]) < 3
-            else None
-        )
+    def now_and_then(handler, body):
+        nonlocal fault_count
+        if body is None or len(server.bodies) % 7 != 5:
+            return False
+        fault_count += 1
+        return fault(handler, body)
 
-    with running(StandIn(engine, fault=now_and_then)) as server:
-        made = there(some, server, out=path, timeout=1.0 if fault == "slow" else 60)
-        assert len(server.asked) > 4 + 4 * 6 + 6, "nothing was asked for again"
-    assert as_told(made.answers) == as_told(here.answers)
-    written = rows(path)
-    assert len({(r["prompt"], r["condition"], r["sample"]) for r in written}) == len(written) == 6
+    server.fault = now_and_then
+    evaluation = served(server, prompts, SLASH, out=path, timeout=timeout, batch=4)
+    assert fault_count > 2
+    assert read(evaluation.answers) == read(local.answers)
+    written = [(row["prompt"], row["condition"]) for row in rows(path)]
+    assert len(set(written)) == len(written) == 6
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (500, r"answers 500: .*busy"),
-        (429, r"answers 429: .*busy"),
-        ("half", r"gives no readable answer \(its JSON is incomplete"),
-        ("twice", r"it has 2 choices, but one was requested"),
-        ("aborted", r"was not finished: finish_reason is 'abort'"),
-        ("another", r"answers as 'another', but 'toy' was asked for"),
+        (broken, r"answers 500: .*broken"),
+        (half, r"gives no finished completion but \{\"choices\": \["),
+        (other_model, r"answers as 'another', but 'toy' was asked for"),
     ],
-    ids=str,
 )
-def test_a_fault_that_stays_loses_nothing(some, engine, here, fault, message, tmp_path):
+def test_a_fault_that_stays_loses_nothing(prompts, server, local, fault, message, tmp_path):
     """It ends the run, what came before is kept, and the same call goes on."""
     path = tmp_path / "answers.jsonl"
-    with running(
-        StandIn(
-            engine, fault=lambda number: fault if (of_answers(server, number) or 0) >= 3 else None
-        )
-    ) as server:
-        with pytest.raises(ServerError, match=message):
-            there(some, server, out=path, batch=1)
-        assert len(rows(path)) == 3
-        server.fault = None
-        server.bodies.clear()
-        made = there(some, server, out=path, batch=3)
-        assert sum(body["max_tokens"] == 20 for body in server.asked) == 6 - 3
-    assert as_told(made.answers) == as_told(here.answers)
-
-
-def test_answers_that_are_under_way_beside_a_failure_are_kept(some, engine, tmp_path, monkeypatch):
-    """Four at once, one of which fails for good: the three others are written before the error is raised."""
-    path = tmp_path / "answers.jsonl"
-    monkeypatch.setattr(served_answers, "stretches", lambda todo, seed: [todo])
-
-    def fault(number):
-        if of_answers(server, number) == 0:
-            return "another"
-        time.sleep(0.1)
-        return None
-
-    with (
-        running(StandIn(engine, fault=fault)) as server,
-        pytest.raises(ServerError, match="answers as 'another'"),
-    ):
-        there(some, server, out=path)
+    server.fault = lambda handler, body: (
+        len(server.answers_asked(12)) > 3 and fault(handler, body) if body else False
+    )
+    with pytest.raises(ServerError, match=message):
+        served(server, prompts, SLASH, out=path, batch=1)
     assert len(rows(path)) == 3
+    server.fault = lambda handler, body: False
+    server.bodies.clear()
+    evaluation = served(server, prompts, SLASH, out=path)
+    assert len(server.answers_asked(12)) == 6 - 3
+    assert read(evaluation.answers) == read(local.answers)
 
 
-def test_no_more_at_once_than_asked_for(some, engine):
-    made = StandIn(engine)
+def test_answers_under_way_beside_a_failure_are_kept(prompts, server, tmp_path):
+    """Four at once, the first of which fails when the others have begun: these are written."""
+    path = tmp_path / "answers.jsonl"
+    all_begun = threading.Barrier(4)
 
-    def until_three_wait(number):
-        """Two are held up until there are three; if a fourth came then, it would be counted."""
-        end = time.monotonic() + 20
-        while made.busy > 1 and made.busiest < 3 and time.monotonic() < end:
-            time.sleep(0.005)
-        time.sleep(0.02)
+    def fault(handler, body):
+        if body is None or body["max_tokens"] != 12 or len(server.answers_asked(12)) > 4:
+            return False
+        return all_begun.wait(30) == 0 and other_model(handler, body)
 
-    made.fault = until_three_wait
-    with running(made) as server:
-        there(some[:2], server, batch=3, verify=False)
-        assert server.busiest == 3
+    server.fault = fault
+    with pytest.raises(ServerError, match="answers as 'another'"):
+        served(server, prompts, SLASH, out=path, batch=4)
+    assert len(rows(path)) >= 3
 
 
-def test_nothing_more_is_asked_for_where_nothing_can_be_written(
-    some, engine, tmp_path, monkeypatch
-):
-    from mechattn.evaluation.answer_file import Kept
+def test_no_more_at_once_than_asked_for(prompts, server):
+    """A third would be seen: each request waits for it a moment."""
+    running_count = 0
+    most = 0
+    third = threading.Event()
+    lock = threading.Lock()
 
+    def count(handler, body):
+        nonlocal running_count, most
+        with lock:
+            running_count += 1
+            most = max(most, running_count)
+        if running_count > 2:
+            third.set()
+        third.wait(0.05)
+        with lock:
+            running_count -= 1
+        return False
+
+    server.fault = count
+    served(server, prompts[:2], batch=2, verify=False)
+    assert most == 2
+
+
+@pytest.fixture
+def stuck(server):
+    """The server, which does not reply to the third answer and later ones before it is released."""
+    released = threading.Event()
+
+    def wait(handler, body):
+        if body is not None and len(server.answers_asked(12)) > 2:
+            server.on_third_answer()
+            assert released.wait(60), "somebody waited for this answer"
+        return False
+
+    server.on_third_answer = lambda: None
+    server.fault = wait
+    yield server
+    released.set()
+
+
+def test_nothing_more_is_asked_for_where_nothing_can_be_written(prompts, stuck, monkeypatch):
     def full(self, answer):
         raise OutputError("there is no room")
 
     monkeypatch.setattr(Kept, "add", full)
-    with running(StandIn(engine)) as server:
-        with pytest.raises(OutputError, match="no room"):
-            there(some, server, batch=2)
-        assert sum(body["max_tokens"] == 20 for body in server.asked) < 6
+    with pytest.raises(OutputError, match="no room"):
+        served(stuck, prompts, SLASH, batch=1)
+    assert len(stuck.answers_asked(12)) <= 3
 
 
-def test_nobody_is_there(some):
-    began = time.monotonic()
+def test_after_ctrl_c_nobody_waits_for_the_server(prompts, stuck, tmp_path):
+    main_thread = threading.main_thread().ident
+    stuck.on_third_answer = lambda: signal.pthread_kill(main_thread, signal.SIGINT)
+    with pytest.raises(Interrupted, match=r"stopped; [12] of 6 answers are kept in .*answers"):
+        served(stuck, prompts, SLASH, out=tmp_path / "answers.jsonl", batch=1)
+
+
+def test_nobody_is_there(prompts):
     with pytest.raises(
-        ServerError,
-        match=r"the server at http://127\.0\.0\.1:9/v1 cannot be reached, or closed the connection",
+        ServerError, match=r"the server at http://127\.0\.0\.1:9/v1 cannot be reached"
     ):
-        ma.evaluate("toy:llama", some, server="http://127.0.0.1:9/v1")
-    assert time.monotonic() - began < 60  # and not after all the retries of an answer
+        ma.evaluate("toy:llama", prompts, server="http://127.0.0.1:9/v1")
 
 
-def test_another_name(some, engine):
-    with (
-        running(StandIn(engine)) as server,
-        pytest.raises(ServerError, match=r"answers 404: .*does not exist"),
-    ):
-        there(some, server, model="qwen")
+def test_another_name(prompts, server):
+    with pytest.raises(ServerError, match=r"answers 404: .*does not exist"):
+        served(server, prompts, served_model="qwen")
 
 
-def test_certificates_are_checked(some, engine, certificate, monkeypatch):
+def test_an_address_without_v1_is_told_at_once(prompts, server):
+    """As llama.cpp answers there: in a form of its own."""
+    server.change = lambda reply: {"content": reply["choices"][0]["text"], "stop": True}
+    with pytest.raises(ServerError, match=r"is the address right, such as .*/v1"):
+        served(server, prompts)
+    assert len(server.bodies) <= 3
+
+
+def test_a_bad_request_is_not_read_as_a_server_of_texts(prompts, server):
+    server.fault = lambda handler, body: (
+        body is not None and handler.send(400, {"error": "max_tokens must be even"})
+    )
+    with pytest.raises(ServerError, match=r"answers 400: .*max_tokens must be even"):
+        served(server, prompts)
+
+
+def test_certificates_are_checked(prompts, engine, certificate, monkeypatch):
     """Nothing is asked of a server whose certificate nobody has signed, unless the user trusts it by a file."""
     monkeypatch.delenv("SSL_CERT_FILE")
     with running(StandIn(engine), certificate) as server:
-        with pytest.raises(
-            ServerError,
-            match=r"cannot be reached, or closed the connection .*CERTIFICATE_VERIFY_FAILED",
-        ):
-            there(some[:2], server)
+        with pytest.raises(ServerError, match=r"cannot be reached, .*CERTIFICATE_VERIFY_FAILED"):
+            served(server, prompts[:2])
         assert not server.headers
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        there(some[:2], server)
+        served(server, prompts[:2])
         assert server.headers
-
-
-def test_the_key_goes_to_the_server_alone(some, engine, tmp_path, monkeypatch, caplog, capsys):
-    """In no file, log, error, provenance or repr, though the server repeats it; others of the environment stay here."""
-    caplog.set_level(logging.DEBUG)
-    monkeypatch.setenv("LAB_KEY", KEY)
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another-account")
-    monkeypatch.setenv("OPENAI_ORG_ID", "org-of-another-account")
-    path = tmp_path / "answers.jsonl"
-    with running(StandIn(engine, key=KEY)) as server:
-        made = there(some[:2], server, key="LAB_KEY", out=path)
-        assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
-        assert not any(
-            "another-account" in value for headers in server.headers for value in headers.values()
-        )
-        monkeypatch.setenv("LAB_KEY", KEY + "x")  # it is refused, and repeated
-        with pytest.raises(ServerError, match=r"answers 401: .*who is Bearer ….*key=") as refused:
-            there(some[:2], server, key="LAB_KEY", out=tmp_path / "more.jsonl")
-        with pytest.raises(ServerError, match=r"answers 401: .*who is Bearer none"):
-            there(some[:2], server)
-    given = ma.Server(server.address, key="LAB_KEY")
-    causes = [refused.value, refused.value.__cause__]
-    told = [
-        path.read_text(),
-        caplog.text,
-        repr(made.provenance),
-        repr(given),
-        str(given),
-        *map(str, causes),
-    ]
-    told += [*capsys.readouterr(), refused.exconly()]
-    assert given.secret == KEY + "x"
-    assert not any(KEY in text for text in told)

@@ -89,7 +89,7 @@ def compared(toy, server, limit):
         server=ma.Server(server, str(toy_folder("toy:llama"))),
     )  # fmt: skip
     assert there.provenance["probe"]["sent"] == "text"
-    assert there.provenance["probe"]["alike"] == 1.0
+    assert there.provenance["probe"]["rounds"][0]["alike"] == 1.0
     assert there.provenance["served_model"] == "llama"
     same = [
         (a.prompt, a.condition, a.tokens, a.text, a.right, a.finished)
@@ -118,7 +118,7 @@ def test_it_takes_no_other_text_and_does_not_sample(server):
     prompts = ma.load_prompts("word-problems", limit=3)
     asked = {"server": ma.Server(server, str(toy_folder("toy:llama"))), "new_tokens": 10}
     with pytest.raises(
-        PromptError, match=r"takes only text, .* would be read as other tokens: at position \d+ '"
+        PromptError, match=r"takes only text, and the text of .* would be read as other tokens"
     ):
         ma.evaluate("toy:llama", prompts, {"shuffled": ma.conditions.ShuffledSentence(20)}, **asked)
     with pytest.raises(ServerError, match="does not sample"):
