@@ -132,7 +132,7 @@ class Connection:
 def connected(
     server: Server, reader: UnloadedModel, at_once: int, tokens: int
 ) -> Iterator[Connection]:
-    """A connection inside a ``with`` block, whose replies hold at most so many tokens."""
+    """A connection inside a ``with`` block, whose replies hold at most this number of tokens."""
     with _client(server, _BYTES + _BYTES_A_TOKEN * tokens) as client:
         limits = _models(client, server)
         if server.model is None and len(limits) != 1:
