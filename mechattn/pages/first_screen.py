@@ -18,7 +18,7 @@ from mechattn.contrast.contrast import Contrast, Verdict
 from mechattn.contrast.first_token import first_token_words
 from mechattn.engine.labelled_datasets import lacking
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.render.budget_figures import budget_sentences
+from mechattn.render.budget_figures import budget_sentences, own_attention_words
 from mechattn.render.words import largest_layer_words, model_caption, percent, percent_words, stated
 from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
@@ -259,6 +259,26 @@ def layer_sentence(models: Seq[ShownModel]) -> str:
         return ""
     words = largest_layer_words(model.result, condition, "question")
     return f" {words}." if words else ""
+
+
+def own_attention_sentences(models: Seq[ShownModel]) -> list[str]:
+    """How the question's attention to itself changes with the first condition and its control; none
+    for several models, or without a budget."""
+    if len(models) != 1 or "attention_budget" not in models[0].result.datasets:
+        return []
+    result = models[0].result
+    condition = result.shown_condition()
+    if condition == BASELINE:
+        return []
+    change = own_attention_words(result, condition)
+    control = matched_control(result, condition)
+    beside = ""
+    if control is not None:
+        beside = f"; with “{control}”, which is as long, by {own_attention_words(result, control)}"
+    return [
+        f"With “{condition}”, the question's attention to itself changes by {change} of 100 points,"
+        f" averaged over all layers and heads{beside}."
+    ]
 
 
 def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:

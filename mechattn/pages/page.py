@@ -25,6 +25,7 @@ from mechattn.pages.first_screen import (
     flat,
     layer_sentence,
     more_of_the_answer,
+    own_attention_sentences,
     picture,
     premise,
     sentence,
@@ -206,7 +207,11 @@ def _template_values(
     results = [model.result for model in models]
     rows = changes(models)
     data = named_data(models)
-    answer = [sentence(rows, layer_sentence(models)), *more_of_the_answer(models)]
+    answer = [
+        *own_attention_sentences(models),
+        sentence(rows, layer_sentence(models)),
+        *more_of_the_answer(models),
+    ]
 
     libraries: list[Script] = []
     if any(section.figure or section.script == "plotly" for section in sections):

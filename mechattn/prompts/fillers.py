@@ -164,7 +164,7 @@ def _noun_phrase(draw: random.Random) -> list[str]:
 
 def check_run(count: int, place: str) -> None:
     if isinstance(count, bool) or not isinstance(count, int):
-        raise OptionError(f"count={count!r}: give a whole number of tokens")
+        raise OptionError(f"count={count!r}: give a whole number of tokens, an int")
     if count < 1:
         raise OptionError(
             f"count={count}: insert at least one token; the baseline is always run too"

@@ -134,6 +134,8 @@ def as_prompts(prompts: Any) -> list[Prompt]:
         prompts = [prompts]
     if isinstance(prompts, Mapping):
         return _from_encoding(prompts)
+    if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OU":
+        prompts = prompts.tolist()  # of texts
     if isinstance(prompts, (Tensor, np.ndarray)):
         return _from_tokens(torch.as_tensor(prompts))
     is_table = hasattr(prompts, "columns") or hasattr(prompts, "column_names")

@@ -96,7 +96,7 @@ def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.F
     rows = 2 if shown else 1
     below = [
         "change, mean over layers",
-        *(f"change of the question, {name}" for name in shown),
+        *(f"change of the question to itself, {name}" for name in shown),
     ]
     figure = draw.panels(
         titles + below * (rows - 1),
@@ -122,7 +122,7 @@ def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.F
         figure.update_xaxes(title_text="", row=2, col=1)
         figure.update_yaxes(title_text="change (points)", row=2, col=1)
         _share_range(figure, len(shown))
-    note = f"mean over heads and {count_words(result)}; bars with ends: 95 % intervals over prompts"
+    note = f"mean over heads and {count_words(result)}; error bars: 95 % intervals over prompts"
     one_cause = str(dataset.attrs.get("one_cause", ""))
     if one_cause:
         note += f"; distance and hidden states are one cause, since {one_cause}"
@@ -298,6 +298,12 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
         total = _points(question, "change")
         sentences.append(SENTENCES["causes"].format(question=total, causes=", ".join(causes)))
     return sentences
+
+
+def own_attention_words(result: Result, condition: str) -> str:
+    """The change of the question's attention to itself, in points with their interval."""
+    table = budget_table(result, condition).set_index("payer")
+    return _points(table.loc["question"], "change")
 
 
 def _points(row: pd.Series, name: str, signed: bool = True) -> str:

@@ -16,6 +16,7 @@ from mechattn.pages.first_screen import (
     Change,
     ShownModel,
     changes,
+    own_attention_sentences,
     picture,
     premise,
     sentence,
@@ -68,6 +69,24 @@ def test_marks_stand_at_their_numbers():
     assert second.point == pytest.approx(place(0.1), abs=0.01)
     assert made.zero == pytest.approx(place(0), abs=0.01)
     assert "b, x: −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%]" in made.says
+
+
+def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy):
+    conditions = {"slash": ma.MeaninglessTokens("/", 5), "sentence": ma.RandomSentence(5)}
+    analyses = [ma.ReceivedAttention(), ma.analyses.AttentionBudget(), ma.analyses.SegmentFlow()]
+    questions = ["What is 3 + 4?", "Add 2 and 9, please.", "Tom has 5 apples. How many?"]
+    result = ma.run(toy, questions, conditions, analyses)
+    (opening,) = own_attention_sentences([ShownModel(result)])
+
+    own = result["segment_flow"].flow.sel(segment="question", to_segment="question")
+    points = 100 * own.astype(np.float64).mean(("layer", "head"))
+    for condition in conditions:
+        change = (points.sel(condition=condition) - points.sel(condition="baseline")).values
+        half = stats.t.ppf(0.975, 2) * change.std(ddof=1) / 3**0.5
+        ends = (change.mean(), change.mean() - half, change.mean() + half)
+        words = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*ends).replace("-", "−")
+        assert words in opening, (condition, words, opening)
+    assert own_attention_sentences([ShownModel(result)] * 2) == []
 
 
 MORE, UNSURE = (0.2, 0.18, 0.22), (0.003, -0.01, 0.016)

@@ -116,6 +116,12 @@ def test_other_containers_are_refused_by_their_type(prompts, message):
         as_prompts(prompts)
 
 
+def test_an_array_of_texts_is_read_as_texts():
+    texts = ["What is 3 + 4?", "Add 2 and 9."]
+    for array in (np.array(texts), np.array(texts, dtype=object)):
+        assert [prompt.question for prompt in as_prompts(array)] == texts
+
+
 def test_a_table_is_refused_rather_than_read_as_its_column_names():
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"question": ["How many?"]})

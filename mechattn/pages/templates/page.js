@@ -14,6 +14,7 @@ import { called, fileName, said, showWords } from "./words.js";
 
 const FEW = 12;
 const PICKED =
+  "A change in percent is a mean of ratios, one a prompt; it is not the ratio of the two columns. " +
   "A head picked as the largest on these prompts has an interval that is too optimistic " +
   '(select="half" in result.compare avoids this).';
 /** How to read a multiple of what the null gives. */
