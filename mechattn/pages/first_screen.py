@@ -24,15 +24,6 @@ from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
-# The toys that were trained with filler, and the model beside them, of experiments/stories.
-TRAINED_WITH_FILLER = ("toy:llama", "toy:falcon", "toy:gemma3", "toy:qwen2")
-PREMISE = (
-    "Half of the toys' training examples had filler between the system prompt and the question "
-    "(never “/”), so a part of why they lose less than under uniform attention is trained in: "
-    "with 55 “/” before 64 word problems, toy:llama loses 30.3 %, a twin trained without filler "
-    "43.9 %, and uniform attention would lose 53.6 %. stories260K, a published model that never "
-    "saw filler, loses 2.3 % on stories, where uniform attention would lose 45.0 %."
-)
 VERDICT_COLUMNS = (
     "model",
     "condition",
@@ -154,16 +145,6 @@ def changes(models: Seq[ShownModel]) -> list[Change]:
                 rows.append(Change(name, condition, None, f"no verdict, since {verdict}"))
             against = None  # only the first condition has one
     return rows
-
-
-def premise(models: Seq[ShownModel]) -> str:
-    """What one has to know of the toys' training before their numbers; empty beside other
-    models."""
-    names = {str(model.result.provenance["model"]["name"]) for model in models}
-    only_toys = all(name.startswith("toy:") for name in names)
-    if only_toys and names.intersection(TRAINED_WITH_FILLER):
-        return PREMISE
-    return ""
 
 
 def picture(rows: Seq[Change]) -> Picture | None:

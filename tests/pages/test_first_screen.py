@@ -1,9 +1,6 @@
 """The first screen: each mark at its number, and a sentence that says no more than the intervals do."""
 
-import html
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,16 +9,13 @@ from scipy import stats
 import mechattn as ma
 from mechattn.contrast.contrast import Verdict
 from mechattn.pages.first_screen import (
-    PREMISE,
     Change,
     ShownModel,
     changes,
     own_attention_sentences,
     picture,
-    premise,
     sentence,
 )
-from mechattn.pages.page import results_page
 from mechattn.render.words import percent_words
 from mechattn.stats.intervals import Interval
 
@@ -186,42 +180,6 @@ def test_a_control_in_several_models():
     assert sentence(rows).endswith(words)
     assert "(less in 2 of 2 models)" in sentence(
         [replace(rows[0], model=f"m{i}") for i in range(2)]
-    )
-
-
-def test_the_premise_stands_beside_the_toys_that_have_it(controlled, tmp_path):
-    text = results_page([controlled], tmp_path / "page.html", []).read_text(encoding="utf-8")
-    assert f"<p>{PREMISE}</p>" in html.unescape(text), "not in small print"
-    model = controlled.provenance["model"]
-    named = replace(
-        controlled, provenance=controlled.provenance | {"model": model | {"name": "stories260K"}}
-    )
-    other = results_page([named], tmp_path / "other.html", []).read_text(encoding="utf-8")
-    assert "training examples had filler" not in other
-    assert premise([ShownModel(controlled)]) == PREMISE
-    assert not premise([ShownModel(controlled), ShownModel(named)]), (
-        "beside another model it may contradict the page"
-    )
-
-
-def test_the_premise_has_the_numbers_of_the_experiment():
-    path = Path(__file__).parents[2] / "experiments" / "stories" / "README.md"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    (row,) = [line for line in lines if line.startswith("| stories260K | stories | 90")]
-    _, _, _, measured, _, uniform, *_ = row.strip("| ").split(" | ")
-    shown = [re.findall(r"−([\d.]+ %)", words)[0] for words in (measured, uniform)]
-    shown = [words.replace(" ", "\u00a0") for words in shown]
-    assert f"loses {shown[0]} on stories, where uniform attention would lose {shown[1]}" in PREMISE
-    twins = (path.parents[1] / "toys" / "trainings.md").read_text(encoding="utf-8")
-    toy, twin = (
-        re.findall(r"−([\d.]+) %", line)
-        for line in twins.splitlines()
-        if re.match(r"\| (toy:|twin)", line)
-    )
-    own, its, uniform = (f"{words}\u00a0%" for words in (toy[0], twin[0], toy[6]))
-    assert (
-        f"toy:llama loses {own}, a twin trained without filler {its}, and uniform attention would lose {uniform}"
-        in PREMISE
     )
 
 
