@@ -200,8 +200,8 @@ def picture(rows: Seq[Change]) -> Picture | None:
 def sentence(rows: Seq[Change], in_layers: str = "") -> str:
     """Describe the picture in words.
 
-    It says how attention changes with the first condition, then ``in_layers``, then what a control
-    or a second condition changes.
+    It says how attention changes with the first condition, then ``in_layers``, then how that
+    differs from a control of the same length.
     """
     verdicts: dict[str, list[Verdict]] = {}
     for row in rows:
@@ -210,8 +210,8 @@ def sentence(rows: Seq[Change], in_layers: str = "") -> str:
     if not verdicts:
         return f"{rows[0].model}: {rows[0].problem}." if rows else ""
 
-    condition, *other_conditions = verdicts
-    beside = _against_words(rows) or _second_words(verdicts, other_conditions)
+    condition = next(iter(verdicts))
+    beside = _against_words(rows)
     amount = Amount.of(verdicts[condition])
     if amount.models == 1:
         (verdict,) = verdicts[condition]
@@ -320,20 +320,6 @@ def _unsure_words(amount: Amount) -> str:
         return ""
     models = f" in {amount.unsure} of them" if amount.models > 1 else ""
     return f", which cannot be distinguished from 0{models}"
-
-
-def _second_words(verdicts: Mapping[str, Seq[Verdict]], other_conditions: Seq[str]) -> str:
-    """How attention changes with the only other condition; empty if there are none or several."""
-    if len(other_conditions) != 1:
-        return ""
-    (condition,) = other_conditions
-    amount = Amount.of(verdicts[condition])
-    changes = {
-        "less": f"is {amount.words} less than without it",
-        "more": f"is {amount.words} more than without it",
-        "unclear": f"changes by {amount.words}",
-    }
-    return f" With “{condition}”, attention to the question {changes[amount.direction]}."
 
 
 def _against_words(rows: Seq[Change]) -> str:

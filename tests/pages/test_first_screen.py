@@ -119,17 +119,6 @@ def test_a_sentence_of_several_models_says_where_they_differ():
     assert f"the attention that each token of the question receives on average {by}" in both
 
 
-def test_a_control_stands_beside_the_first_condition():
-    said = sentence(
-        [change("a", "slash", LESS, -0.5), change("a", "sentence", (-0.3, -0.4, -0.2), -0.5)]
-    )
-    assert said.endswith(
-        " With “sentence”, attention to the question is 30.0\u00a0% less than without it."
-    )
-    said = sentence([change("a", "slash", LESS, -0.5), change("a", "sentence", UNSURE, -0.5)])
-    assert said.endswith(" With “sentence”, attention to the question changes by +0.3\u00a0%.")
-
-
 def by_loop(result, condition, to):
     """The log-ratio of each prompt's mean over layers and heads, and its t interval, in float64."""
     part = (
