@@ -59,7 +59,7 @@ SENTENCES = {
         "With “{condition}”, the inserted tokens take {inserted} of 100 points of the question's"
         " attention, averaged over all layers and heads ({most} in layer {layer})."
     ),
-    "paid": "The others change by: {changes}.",
+    "paid": "Its attention to what stands before it changes by: {changes}.",
     "causes": (
         "The question's attention to itself changes by {question} points, by cause: {causes}."
     ),
@@ -270,11 +270,11 @@ def budget_words(result: Result, condition: str) -> str:
 def budget_sentences(result: Result, condition: str) -> list[str]:
     """The sentences of :func:`budget_words`, the most important first."""
     table = budget_table(result, condition).set_index("payer")
-    changes = [
-        f"{PAYER_WORDS[payer]} {_points(table.loc[payer], 'change')}"
+    changes = {
+        payer: f"{PAYER_WORDS[payer]} {_points(table.loc[payer], 'change')}"
         for payer in reversed(table.index)
         if payer != "inserted"
-    ]
+    }
     sentences = []
     if "inserted" in table.index and table.change["inserted"] > 0:
         layer = busiest_layer(result, condition)
@@ -285,9 +285,10 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
             most=f"{of_layer.value['inserted']:.1f}",
             layer=layer,
         )
-        sentences += [taken, SENTENCES["paid"].format(changes=", ".join(changes))]
+        changes.pop("question")  # has a sentence of its own
+        sentences += [taken, SENTENCES["paid"].format(changes=", ".join(changes.values()))]
     else:
-        joined = ", ".join(changes)
+        joined = ", ".join(changes.values())
         sentences.append(SENTENCES["not_inserted"].format(condition=condition, changes=joined))
     words = CAUSE_WORDS | (ONE_CAUSE if result[NAME].attrs.get("one_cause") else {})
     question = table.loc["question"]
