@@ -46,7 +46,8 @@ def change_map(
     to: str = BASELINE,
     null: Null | None = None,
 ) -> go.Figure:
-    """Map the change of a quantity relative to its null by layer and head; dots mark q < 0.05.
+    """Map the change of a quantity relative to its null by layer and head; dots mark q < 0.05
+    and at least a twentieth of the largest.
 
     Orange means that it rose more, or fell less, than under the null; blue that it fell further, or
     rose less. Where no null is known, or it predicts no change from ``to``, the map shows the

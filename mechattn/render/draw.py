@@ -35,6 +35,7 @@ DARK = {  # on a dark background
     "#7a5c00": "#c9a227", "#444": "#bbb", FADED: "rgba(22, 24, 28, 0.75)",
 }  # fmt: skip
 GREY = "#888"
+LEAST_MARKED = 0.05  # of the largest on a map: what is smaller has no dot, however sure it is
 _HEADING, _SMALL_PRINT = 72, 110  # letters of a line, which fit into the 700 pixels of a notebook
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -274,7 +275,8 @@ def head_map(
     hover: str,
     across: str = "head",
 ) -> go.Figure:
-    """Heads by layer in orange and blue: a dot where q < 0.05, the others faded.
+    """Heads by layer in orange and blue: a dot where q < 0.05 and the number is not tiny, faded where
+    q is larger.
 
     The first of the columns, which are given by their labels, is the colour; the others are there
     on hover.
@@ -305,13 +307,14 @@ def head_map(
         colorbar=dict(title=dict(text=bar_title, side="right")),
     )
     q = maps["q"].values
-    row_indices, column_indices = np.nonzero(q < 0.05)
+    is_marked = (q < 0.05) & (abs(coloured.values) >= LEAST_MARKED * largest)
+    row_indices, column_indices = np.nonzero(is_marked)
     figure.add_scatter(
         x=coloured.columns.values[column_indices],
         y=coloured.index.values[row_indices],
         mode="markers",
         hoverinfo="skip",
-        name="q < 0.05",
+        name=f"q < 0.05, and at least {LEAST_MARKED:.0%} of the largest",
         marker=dict(symbol="circle", size=5, color="black"),
         showlegend=True,
     )

@@ -4,6 +4,7 @@ their controls.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _CONTROL_WORDS = {"random": "random direction", "other_prompt": "from another prompt"}
 _POINTS = 9  # of an arc
+_OF_LAYER = re.compile(r"L(\d+)(?:H(\d+)|MLP)")  # a head or an MLP
 _WIDEST = 7.0
 # Where an edge enters a head, so that its three inputs are told apart.
 _ASIDE = {"q": -0.15, "v": 0.15}
@@ -32,7 +34,7 @@ _ASIDE = {"q": -0.15, "v": 0.15}
 @declare("circuit")
 def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = None) -> go.Figure:
     """Draw a circuit's edges between heads, MLPs, the embedding and the logits; wider edges have
-    larger scores.
+    larger scores. Layers without an edge are left out.
 
     A positive score (vermilion) means that the other version's output raises the metric. An edge
     enters a head on the left as queries, in the middle as keys, on the right as values.
@@ -44,33 +46,31 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     """
     table = circuit.table(size, q)
     heads = int(circuit.about["heads"])
-    layers = int(circuit.about["cfg"]["n_layers"])
-    places = {name: _place(name, heads, layers) for name in (*circuit.graph.writers, "logits")}
-    largest = table.effect.abs().max() if len(table) else 1.0
+    used = sorted({*table.writer, *(name.partition(".")[0] for name in table.reader)})
+    layers = sorted({int(match[1]) for match in map(_OF_LAYER.match, used) if match})
+    places = {name: _place(name, heads, layers) for name in used}
+    largest = table.effect.abs().max()
     figure = draw.panels()
     for row in table[::-1].itertuples():  # the largest on top
         figure.add_trace(_arc(row, places, largest))
 
-    nodes_in_use = {*table.writer, *(name.partition(".")[0] for name in table.reader)}
-    fills = [draw.NEUTRAL if name in nodes_in_use else draw.SHADE for name in places]
-    outlines = ["#444" if name in nodes_in_use else GREY for name in places]
-    x, y = zip(*places.values(), strict=True)
     figure.add_scatter(
-        x=x,
-        y=y,
+        x=[x for x, _ in places.values()],
+        y=[y for _, y in places.values()],
         mode="markers+text",
         text=[name.rpartition("H")[2] for name in places],
         hovertext=list(places),
         hoverinfo="text",
         textfont=dict(size=10),
         showlegend=False,
-        marker=dict(size=26, color=fills, line=dict(width=1.5, color=outlines)),
+        marker=dict(size=26, color=draw.NEUTRAL, line=dict(width=1.5, color="#444")),
     )
     no_grid = {"showgrid": False, "zeroline": False}
-    figure.update_xaxes(title_text="head", tickvals=list(range(heads)), **no_grid)
-    ticks = ["embedding", *map(str, range(layers)), "logits"]
+    figure.update_xaxes(title_text="head", range=[-1, heads + 1], **no_grid, **draw.steps(heads))
+    rows = len(layers)
+    ticks = ["embedding", *map(str, layers), "logits"]
     figure.update_yaxes(
-        title_text="layer", tickvals=list(range(-1, layers + 1)), ticktext=ticks, showgrid=False
+        title_text="layer", tickvals=list(range(-1, rows + 1)), ticktext=ticks, showgrid=False
     )
 
     edges = len(table)
@@ -85,7 +85,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         f"{circuit.about['metric']}; {len(table)} of {int(circuit.graph.exists.sum())} edges, "
         f"{circuit.about['method']}; ranked on {circuit.about['ranked_on']}"
     )
-    draw.title(figure, f"{circuit.about['model']}: circuit", note, 200 + 110 * (layers + 2))
+    draw.title(figure, f"{circuit.about['model']}: circuit", note, 200 + 80 * (rows + 2))
     return says(
         figure,
         f"{len(table)} edges. On the other half, {int(faithful.edges)} edges carry"
@@ -126,23 +126,21 @@ def _arc(row: Any, places: Mapping[str, tuple[float, float]], largest: float) ->
     )
 
 
-def _place(name: str, heads: int, layers: int) -> tuple[float, float]:
+def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
     """Where a node is drawn; layers count upwards, the MLPs are on the right."""
-    if name == "embedding":
-        return (heads - 1) / 2, -1.0
-    if name == "logits":
-        return (heads - 1) / 2, float(layers)
-    if "H" in name:
-        layer, _, head = name[1:].partition("H")
-        return float(head), float(layer)
-    layer = name[1:].partition("MLP")[0]
-    return heads + 0.3, int(layer) + 0.5
+    match = _OF_LAYER.match(name)
+    if match is None:  # the embedding or the logits
+        return (heads - 1) / 2, {"logits": float(len(layers))}.get(name, -1.0)
+    row = float(layers.index(int(match[1])))
+    if match[2]:
+        return float(match[2]), row
+    return heads + 0.3, row + 0.5
 
 
 @declare("patching")
 def patching_map(patching: Patching) -> go.Figure:
-    """Map mean patching effects by layer and head, or layer and segment; dots mark q < 0.05 (over
-    the map).
+    """Map mean patching effects by layer and head, or layer and segment; dots mark q < 0.05
+    (over the map) and at least a twentieth of the largest.
 
     Orange means that the answer's metric rose, blue that it fell. Heads that were not requested are
     empty.

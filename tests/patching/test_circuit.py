@@ -190,6 +190,18 @@ def test_the_figure_draws_every_edge_of_the_circuit(found):
     assert f"{len(table)} edges. On the other half, 20 edges carry" in said(figure)
 
 
+def test_the_figure_has_a_row_for_each_layer_with_an_edge_and_no_two_nodes_at_a_place(found):
+    for size in (1, 20):
+        figure = ma.render.circuit_map(found, size=size)
+        table = found.table(size)
+        ends = {*table.writer, *(name.partition(".")[0] for name in table.reader)}
+        nodes = figure.data[-1]
+        assert set(nodes.hovertext) == ends
+        assert len(set(zip(nodes.x, nodes.y, strict=True))) == len(ends)
+        used = sorted({int(name[1]) for name in ends if name[1].isdigit()})
+        assert list(figure.layout.yaxis.ticktext[1:-1]) == [str(layer) for layer in used]
+
+
 def test_few_prompts_and_impossible_sizes_are_refused(model):
     with pytest.raises(OptionError, match="at least 6 for two halves"):
         ma.circuit(model, MANY[:5], Counterpart())

@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
 import mechattn as ma
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
-from mechattn.render.draw import THIRD, WITH, WITHOUT
+from mechattn.render.draw import THIRD, WITH, WITHOUT, head_map
 from mechattn.render.words import said
 from mechattn.stats.units import halves_of
 
@@ -135,8 +136,11 @@ def test_change_map_marks_what_is_significant(result):
     heat, dots, faded, key = figure.data
     assert heat.z[2][5] == pytest.approx(table.set_index(["layer", "head"]).beyond[2, 5])
     marked = set(zip(dots.y, dots.x, strict=True))
-    assert marked == {(row.layer, row.head) for row in table.itertuples() if row.q_beyond < 0.05}
-    assert len(marked) > 0
+    least = 0.05 * table.beyond.abs().max()
+    sure = table[table.q_beyond < 0.05]
+    large = sure[sure.beyond.abs() >= least]
+    assert marked == {(row.layer, row.head) for row in large.itertuples()}
+    assert 0 < len(marked)
     q = table.pivot(index="layer", columns="head", values="q_beyond").values
     np.testing.assert_array_equal(np.isfinite(np.array(faded.z, dtype=float)), q >= 0.05)
     assert 0 < (q >= 0.05).sum() < q.size, (
@@ -313,3 +317,12 @@ def test_one_figure_of_several_models(slash_result, toy, prompts):
         ma.render.verdicts([])
     with pytest.raises(OptionError, match="no condition 'slash'"):
         ma.render.verdicts([slash_result, other], "slash")
+
+
+def test_a_tiny_change_has_no_dot_however_sure_it_is():
+    values = [1.0, -0.06, 0.04, 0.5]
+    table = pd.DataFrame({"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "value": values})
+    table["q"] = [0.01, 0.01, 0.01, 0.2]
+    figure = head_map(table, {"value": "value", "q": "q"}, "value", "points", "")
+    dots = figure.data[1]
+    assert set(zip(dots.y, dots.x, strict=True)) == {(0, 0), (0, 1)}
