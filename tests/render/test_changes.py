@@ -140,7 +140,7 @@ def test_change_map_marks_what_is_significant(result):
     sure = table[table.q_beyond < 0.05]
     large = sure[sure.beyond.abs() >= least]
     assert marked == {(row.layer, row.head) for row in large.itertuples()}
-    assert 0 < len(marked)
+    assert len(marked) > 0
     q = table.pivot(index="layer", columns="head", values="q_beyond").values
     np.testing.assert_array_equal(np.isfinite(np.array(faded.z, dtype=float)), q >= 0.05)
     assert 0 < (q >= 0.05).sum() < q.size, (
