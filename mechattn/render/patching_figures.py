@@ -27,6 +27,7 @@ _CONTROL_WORDS = {"random": "random direction", "other_prompt": "from another pr
 _POINTS = 9  # of an arc
 _OF_LAYER = re.compile(r"L(\d+)(?:H(\d+)|MLP)")  # a head or an MLP
 _WIDEST = 7.0
+_BESIDE_THE_AXES = re.compile(r"L\d+H?|embedding|logits")  # of a node's name, what an axis says
 # Where an edge enters a head, so that its three inputs are told apart.
 _ASIDE = {"q": -0.15, "v": 0.15}
 
@@ -58,7 +59,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         x=[x for x, _ in places.values()],
         y=[y for _, y in places.values()],
         mode="markers+text",
-        text=[name.rpartition("H")[2] for name in places],
+        text=[_BESIDE_THE_AXES.sub("", name) for name in places],
         hovertext=list(places),
         hoverinfo="text",
         textfont=dict(size=10),
@@ -66,7 +67,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         marker=dict(size=26, color=draw.NEUTRAL, line=dict(width=1.5, color="#444")),
     )
     no_grid = {"showgrid": False, "zeroline": False}
-    figure.update_xaxes(title_text="head", range=[-1, heads + 1], **no_grid, **draw.steps(heads))
+    figure.update_xaxes(title_text="head", tickvals=list(range(heads)), **no_grid)
     rows = len(layers)
     ticks = ["embedding", *map(str, layers), "logits"]
     figure.update_yaxes(
