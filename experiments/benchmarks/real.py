@@ -4,8 +4,8 @@ A plain pass is a forward pass of transformers with SDPA, without a cache and wi
 that is loaded for this alone: the model inside a bridge runs eager attention, and a comparison with it would flatter.
 Ways are interleaved; a ratio is the median over rounds of CPU time (``time.process_time``) over that of the plain pass
 in the same round, so that other work on the machine changes it little. One thread. At each length there are as many
-prompts in one batch as make about a thousand tokens: what a run does once (looking at the model's state, describing the
-result) is a tenth of a second, a fifth of a pass over a single prompt of 130 tokens.
+prompts in one batch as make about a thousand tokens, as what a run does once (looking at the model's state, describing the
+result) would be much of a pass over a single short prompt.
 
     python experiments/benchmarks/real.py out/real
     python experiments/benchmarks/real.py out/real --models smollm2 --lengths 130 512 --runs 3 --out out/real.md

@@ -314,7 +314,7 @@ def head_map(
         y=coloured.index.values[row_indices],
         mode="markers",
         hoverinfo="skip",
-        name=f"q < 0.05, and at least {LEAST_MARKED:.0%} of the largest",
+        name=f"q < 0.05, and at least {100 * LEAST_MARKED:.0f} % of the largest",
         marker=dict(symbol="circle", size=5, color="black"),
         showlegend=True,
     )

@@ -130,8 +130,9 @@ def _arc(row: Any, places: Mapping[str, tuple[float, float]], largest: float) ->
 def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
     """Where a node is drawn; layers count upwards, the MLPs are on the right."""
     match = _OF_LAYER.match(name)
-    if match is None:  # the embedding or the logits
-        return (heads - 1) / 2, {"logits": float(len(layers))}.get(name, -1.0)
+    if match is None:  # the embedding below, or the logits above
+        row = len(layers) if name == "logits" else -1
+        return (heads - 1) / 2, float(row)
     row = float(layers.index(int(match[1])))
     if match[2]:
         return float(match[2]), row
