@@ -132,8 +132,8 @@ def _place(name: str, heads: int, layers: list[int]) -> tuple[float, float]:
     match = _OF_LAYER.match(name)
     if match is None:  # the embedding below, or the logits above
         row = len(layers) if name == "logits" else -1
-        return (heads - 1) / 2, float(row)
-    row = float(layers.index(int(match[1])))
+        return (heads - 1) / 2, row
+    row = layers.index(int(match[1]))
     if match[2]:
         return float(match[2]), row
     return heads + 0.3, row + 0.5
