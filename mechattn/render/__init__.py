@@ -19,6 +19,7 @@ from mechattn.render.budget_figures import attention_budget as attention_budget
 from mechattn.render.change_figures import change_map as change_map
 from mechattn.render.change_figures import changes as changes
 from mechattn.render.change_figures import verdicts as verdicts
+from mechattn.render.figure_table import figure_table as figure_table
 from mechattn.render.focus_figures import focus_and_impact as focus_and_impact
 from mechattn.render.html_views import pattern as pattern
 from mechattn.render.html_views import received_text as received_text
@@ -29,7 +30,6 @@ from mechattn.render.patching_figures import circuit_map as circuit_map
 from mechattn.render.patching_figures import patching_effects as patching_effects
 from mechattn.render.patching_figures import patching_map as patching_map
 from mechattn.render.print_size import caption as caption
-from mechattn.render.print_size import figure_table as figure_table
 from mechattn.render.print_size import for_paper as for_paper
 from mechattn.render.print_size import write_image as write_image
 from mechattn.render.words import verdict_words as verdict_words

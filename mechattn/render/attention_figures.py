@@ -130,13 +130,15 @@ def received_attention(
     figure = _by_position(panels, rows, null_kind)
 
     span = _inserted_span(result, condition)
-    _shade(figure, span, condition, 2, "all")
+    _shade(figure, span, 2, "all")
     small_print = [
         f"mean over {len(prompts)} prompts, pointwise 95 % bands{band_words(result)}",
         DOTTED_WORDS[null_kind],
         f"heads {choice}",
     ]
-    if span is None and not is_alone:
+    if span is not None:
+        small_print.append("shaded: the inserted tokens")
+    elif not is_alone:
         small_print.append("inserted at positions that differ between prompts")
     if len(panels) > 1:
         small_print.append("each panel has its own vertical scale")
@@ -225,16 +227,12 @@ def _inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
     return int(where[0]), int(where[-1])
 
 
-def _shade(
-    figure: go.Figure, span: tuple[int, int] | None, words: str, row: int, column: int | str
-) -> None:
+def _shade(figure: go.Figure, span: tuple[int, int] | None, row: int, column: int | str) -> None:
     """Shade inserted positions, if all prompts have them at the same place."""
     if span is None:
         return
-    figure.add_vrect(
-        span[0] - 0.5, span[1] + 0.5, row=row, col=column, fillcolor=SHADE, line_width=0, layer="below",
-        annotation_text=words, annotation_position="top", annotation_font_size=11,
-    )  # fmt: skip
+    ends = (span[0] - 0.5, span[1] + 0.5)
+    figure.add_vrect(*ends, row=row, col=column, fillcolor=SHADE, line_width=0, layer="below")
 
 
 class _Panel(NamedTuple):
@@ -324,11 +322,13 @@ def received_by_model(
     figure = _by_position(panels, [lines], null_kind)
     for column, result in enumerate(results, 1):
         for span in {_inserted_span(result, name) for name in conditions}:
-            _shade(figure, span, "inserted", 1, column)
+            _shade(figure, span, 1, column)
 
     counts = ", ".join(sorted({str(len(panel.prompts)) for panel in panels}))
     bands = f"bands: pointwise 95 % intervals{band_words(results[0])}"
     small_print = [f"mean over {counts} prompts, {bands}", DOTTED_WORDS[null_kind]]
+    if figure.layout.shapes:
+        small_print.append("shaded: the inserted tokens")
     if heads is None:
         small_print.append("the head with the largest change in the other half of the prompts")
     heading = f"{' and '.join(conditions)}: received attention"
@@ -443,8 +443,16 @@ def _cut_first_token(
     figure.update_yaxes(range=[0, top], row=row, col=column)
     beyond = [(value, line) for value, line in first_values if value > top]
     if beyond:
-        values = ", ".join(f"{value:.2g} {line.label}" for value, line in beyond)
+        values = [f"{value:.2g} {line.label}" for value, line in beyond]
         figure.add_annotation(
-            x=0, y=top, text=f"↑ first token: {values}", xanchor="left", yanchor="top", showarrow=False,
-            font_size=11, row=row, col=column,
-        )  # fmt: skip
+            x=0,
+            y=top,
+            text="<br>".join(["↑ first token:", *values]),
+            align="left",
+            xanchor="left",
+            yanchor="top",
+            showarrow=False,
+            font_size=11,
+            row=row,
+            col=column,
+        )

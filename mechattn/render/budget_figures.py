@@ -95,8 +95,8 @@ def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.F
     titles = ["without (baseline)", *(f"with {name}" for name in shown)]
     rows = 2 if shown else 1
     below = [
-        "change, mean over layers",
-        *(f"change of the question to itself, {name}" for name in shown),
+        "mean over layers",
+        *(f"question to itself, {name}" for name in shown),
     ]
     figure = draw.panels(
         titles + below * (rows - 1),
@@ -113,9 +113,7 @@ def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.F
     for column, condition in enumerate(shown, 2):
         _causes(figure, result, condition, column)
 
-    figure.update_xaxes(
-        title_text="layer", title_standoff=4, tickangle=0, **draw.steps(dataset.sizes["layer"])
-    )
+    figure.update_xaxes(title_text="layer", title_standoff=4, **draw.steps(dataset.sizes["layer"]))
     figure.update_yaxes(title_text="question's attention<br>(points of 100)", row=1, col=1)
     figure.update_yaxes(range=[0, 100], row=1)
     if shown:
@@ -187,7 +185,7 @@ def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> 
             **draw.at(1, 2),
         )
     ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names}
-    figure.update_xaxes(tickangle=0, tickfont_size=10, row=2, col=1, **ticks)
+    figure.update_xaxes(tickfont_size=10, row=2, col=1, **ticks)
 
 
 def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> None:

@@ -70,8 +70,10 @@ def within(ends: np.ndarray, units: str) -> np.ndarray:
 
 
 def steps(count: int) -> dict[str, Any]:
-    """An axis of layers or heads: whole numbers, at most 16 of them."""
-    return dict(tick0=0, dtick=max(1, -(-count // 16)))
+    """An axis of layers or heads: whole numbers, which plotly's own are where there are more than
+    eight.
+    """
+    return dict(tick0=0, dtick=1) if count <= 8 else {}
 
 
 def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Figures for a paper: their width, their colours, their files; a sentence where nothing can draw them."""
 
 import json
-from itertools import pairwise
 from threading import Event
 
 import numpy as np
@@ -21,7 +20,7 @@ def test_width_fonts_and_colours(figure):
     before = json.loads(figure.to_json())
     made = ma.render.for_paper(figure)
     assert made.layout.width == pytest.approx(170 / 25.4 * 96)
-    assert made.layout.font.size == pytest.approx(8 * 96 / 72)
+    assert made.layout.template.layout.font.size == pytest.approx(8 * 96 / 72)
     colours = {trace.line.color for trace in made.data if trace.line.color}
     assert colours == {"#0072b2", "#d55e00"}
     assert {trace.fillcolor for trace in made.data if trace.fillcolor} == {
@@ -29,25 +28,9 @@ def test_width_fonts_and_colours(figure):
         "rgba(213, 94, 0, 0.2)",
     }
     assert not made.layout.title.text
-    assert "toy:llama" in ma.render.for_paper(figure, title=True).layout.title.text
     assert json.loads(figure.to_json()) == before, "the figure itself stays as it is"
     for drawn_trace, trace in zip(made.data, figure.data, strict=True):
         np.testing.assert_array_equal(drawn_trace.y, trace.y)  # dilution has gaps, which are NaN
-
-
-def test_legends_have_room_above_the_panels(slash_result):
-    """A row of the legend or of the title more makes the figure taller, and leaves the panels as tall as they were."""
-    figure, panels = ma.render.changes(slash_result), set()
-    for column in ("single", "double"):
-        for title in (False, True):
-            made = ma.render.for_paper(figure, column, title=title)
-            panels.add(round(made.layout.height - made.layout.margin.t - made.layout.margin.b))
-            under_title = (1 - made.layout.legend.y) * made.layout.height
-            assert (under_title > 0) == title
-            assert under_title + made.layout.font.size < made.layout.margin.t, (
-                "the legend is above the panels"
-            )
-    assert len(panels) == 1
 
 
 def test_the_caption_has_title_small_print_and_sentence(slash_result):
@@ -60,8 +43,8 @@ def test_the_caption_has_title_small_print_and_sentence(slash_result):
         "toy:llama (toy, 1.0 M parameters): received attention; mean over 12 prompts, pointwise"
     )
     assert (
-        "heads chosen by hand; each panel has its own vertical scale. Attention received by the question"
-        in said
+        "heads chosen by hand; shaded: the inserted tokens; each panel has its own vertical scale. "
+        "Attention received by the question" in said
     )
     assert "<" not in said
     named = ma.run(
@@ -78,55 +61,34 @@ def test_the_caption_has_title_small_print_and_sentence(slash_result):
     )
 
 
-def test_panels_are_below_each_other_in_one_column(figure):
-    made = ma.render.for_paper(figure, "single")
-    assert {axis.domain for axis in made.select_xaxes()} == {(0, 1)}
-    ends = sorted((axis.domain for axis in made.select_yaxes()), reverse=True)
-    assert len(ends) == 6
-    assert all(above[0] > below[1] for above, below in pairwise(ends)), "none lies on another"
-    assert all(axis.title.text for axis in made.select_yaxes())
-    titles = sorted(
-        (note for note in made.layout.annotations if note.text.startswith("Layer")),
-        key=lambda n: -n.y,
-    )
-    assert [note.text for note in titles] == [f"Layer 0 head {head}" for head in (1, 2, 3)]
-    assert [note.y for note in titles] == pytest.approx([ends[at][1] for at in (0, 2, 4)])
-    for drawn_trace, trace in zip(made.data, figure.data, strict=True):
-        np.testing.assert_array_equal(drawn_trace.y, trace.y)  # dilution has gaps, which are NaN
-
-
-def test_names_that_do_not_fit_beside_each_other_are_turned():
-    def drawn(names):
-        made = ma.render.for_paper(go.Figure(go.Scatter(x=names, y=[1.0] * len(names))), "single")
-        return made.layout.xaxis.tickangle, made.layout.margin.b
-
-    beside, turned = (
-        drawn(["slash", "dots"]),
-        drawn(["slash", "random tokens", "random sentence", "question marks"]),
-    )
-    assert beside == (None, 38)
-    assert turned[0] == -45
-    assert turned[1] > 38 + 40
-    names = [
-        f"{letter} condition with a very long name of more than sixty letters, {letter}"
-        for letter in "ab"
-    ]
-    made = ma.render.for_paper(
-        go.Figure([go.Scatter(x=names, y=[1.0, 1.0], name=name) for name in names]), "single"
-    )
-    assert made.layout.xaxis.tickvals == tuple(names)
-    for shown in (made.layout.xaxis.ticktext, [trace.name for trace in made.data]):
-        assert [len(words) < 45 and words[0] + words[-1] for words in shown] == ["aa", "bb"]
-
-
 def test_what_cannot_be_a_column(figure, slash_result):
-    four = ma.render.received_attention(slash_result, 0, [0, 1, 2, 3])
-    with pytest.raises(
-        OptionError, match=r"8 panels below each other are \d+ mm tall, but a page has 235"
-    ):
-        ma.render.for_paper(four, "single")
+    too_narrow = r"3 panels beside each other are too narrow in 85 mm: .* draw one panel"
+    with pytest.raises(OptionError, match=too_narrow):
+        ma.render.for_paper(figure, "single")
+    below_each_other = ma.render.received_attention(slash_result, 0, [1])
+    assert ma.render.for_paper(below_each_other, "single").layout.width == pytest.approx(
+        85 / 25.4 * 96
+    )
     with pytest.raises(OptionError, match="choose 'single' or 'double'"):
         ma.render.for_paper(figure, "triple")
+
+
+def test_no_figure_is_taller_than_a_page():
+    tall = go.Figure(go.Scatter(y=[1]), layout_height=5000)
+    assert ma.render.for_paper(tall).layout.height == pytest.approx(235 / 25.4 * 96)
+
+
+def test_titles_have_lines_that_fit_and_room(slash_result):
+    two = ma.render.for_paper(ma.render.received_attention(slash_result, 0, [1, 2]))
+    room_for_a_line = two.layout.margin.t
+    two.layout.annotations[0].text = "a long title " * 8
+    paper = ma.render.for_paper(two)
+    lines = paper.layout.annotations[0].text.split("<br>")
+    assert " ".join(lines) == ("a long title " * 8).strip()
+    assert all(len(line) < 60 for line in lines)
+    assert paper.layout.margin.t - room_for_a_line == pytest.approx(
+        (len(lines) - 1) * 1.45 * 8 / 72 * 96
+    )
 
 
 @pytest.mark.usefixtures("chromium")
