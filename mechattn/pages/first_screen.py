@@ -271,7 +271,7 @@ def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
         if condition == BASELINE:
             continue
         if len(models) == 1 and "attention_budget" in model.result.datasets:
-            sentences += budget_sentences(model.result, condition)[:2]
+            sentences.append(" ".join(budget_sentences(model.result, condition)[:2]))
         sentences.append(first_token_words(model.result, condition))
     return sentences
 

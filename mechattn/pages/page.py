@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import inspect
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -38,6 +37,7 @@ from mechattn.pages.page_data import check_memory, instrument, named_data
 from mechattn.pages.plain_table import plain_tables
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.budget_figures import attention_budget, budget_rows
+from mechattn.render.draw import take_heading
 from mechattn.render.figure_declaration import listed_or_chosen
 from mechattn.render.html_views import Script, View, check_page_place, in_script, save_page
 from mechattn.render.words import choice_words, model_caption, said
@@ -231,7 +231,7 @@ def _template_values(
         "packed_scripts": [(library, packed_script(library)) for library in libraries],
         "data": instrument(data),
         "tables": plain_tables(data),
-        "answer": " ".join(filter(None, answer)),
+        "answer": list(filter(None, answer)),
         "picture_open": not any("attention_budget" in result.datasets for result in results),
         "picture": picture(rows),
         "verdicts": [words for model in models for words in verdict_sentences(model)],
@@ -347,10 +347,7 @@ def drawn_section(
     """Turn a figure into a section, described by the text in the figure itself."""
     figure = draw(results, **options)
     result_list = [results] if isinstance(results, Result) else list(results)
-    heading, _, remainder = figure.layout.title.text.partition("<br><sup>")
-    title = html.unescape(heading.replace("<br>", " "))
-    figure.update_layout(title_text=remainder.removesuffix("</sup>"), title_font_size=13)
-
+    title = take_heading(figure)
     note = (inspect.getdoc(draw) or "").split("\n\nArgs:")[0]
     if draw is received_attention:
         (result,) = result_list

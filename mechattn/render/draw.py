@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from html import unescape
 from itertools import cycle
 from textwrap import wrap
 from typing import Any
@@ -37,6 +38,7 @@ DARK = {  # on a dark background
 GREY = "#888"
 LEAST_MARKED = 0.05  # of the largest on a map: what is smaller has no dot, however sure it is
 _HEADING, _SMALL_PRINT = 72, 110  # letters of a line, which fit into the 700 pixels of a notebook
+_HEADING_LINE = 22  # pixels
 SHADE = "rgba(120, 120, 120, 0.16)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 LAYOUT = dict(
@@ -349,7 +351,7 @@ def title(figure: go.Figure, heading: str, note: str, height: int, top: int | No
     """
     heading_lines = wrap(heading, _HEADING)
     note_lines = wrap(note, _SMALL_PRINT)
-    further_lines = 17 * (len(note_lines) - 1) + 22 * (len(heading_lines) - 1)  # pixels
+    further_lines = 17 * (len(note_lines) - 1) + _HEADING_LINE * (len(heading_lines) - 1)  # pixels
     height += further_lines
     layout: dict[str, Any] = LAYOUT | {
         "height": height,
@@ -368,6 +370,20 @@ def title(figure: go.Figure, heading: str, note: str, height: int, top: int | No
         )
     text = f"{'<br>'.join(heading_lines)}<br><sup>{'<br>'.join(note_lines)}</sup>"
     figure.update_layout(**layout, title_text=text)
+
+
+def take_heading(figure: go.Figure) -> str:
+    """Remove the title but for its small print, with the room that it takes; return its words."""
+    layout = figure.layout
+    heading, _, note = layout.title.text.partition("<br><sup>")
+    room = _HEADING_LINE * len(heading.split("<br>"))
+    height = layout.height - room
+    if layout.legend.yref == "container":
+        layout.legend.y = 1 - ((1 - layout.legend.y) * layout.height - room) / height
+    margin = {"t": layout.margin.t - room}
+    note = note.removesuffix("</sup>")
+    figure.update_layout(title_text=note, title_font_size=13, height=height, margin=margin)
+    return unescape(heading.replace("<br>", " "))
 
 
 def by_layer_slider(
