@@ -295,19 +295,21 @@ def _verified(model: Any, verify: bool) -> Any:
 
 
 def _verify(model: Any, facts: ModelFacts) -> None:
-    facts.report = _tried(check_model, model, facts, AT_LOADING)
-    facts.boots = boots()
-    facts.state = state_of(model)
+    report = _tried(check_model, model, facts, AT_LOADING)
+    state = state_of(model)
     try:
-        facts.report.require()
+        report.require()
     except ModelError as error:
-        if not facts.state["hooks"]:
+        if not state["hooks"]:
             raise
-        hooked = ", ".join(WRAPPED.sub("", name) for name in facts.state["hooks"])
+        hooked = ", ".join(WRAPPED.sub("", name) for name in state["hooks"])
         raise ModelError(
             f"{model.cfg.model_name} has hooks at {hooked} that change its "
             f"values; remove them, or give an intervention instead. {error}"
         ) from error
+    facts.report = report
+    facts.boots = boots()
+    facts.state = state
 
 
 def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
@@ -324,14 +326,16 @@ def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
 
 
 def _notice_changes(model: Any, facts: ModelFacts) -> None:
-    """Refuse a changed model; verify it again if it was moved."""
+    """Refuse a changed model; verify it again if it was moved, or has other hooks."""
     before = facts.state
     assert before is not None, "asked of a verified model only"
     now = state_of(model, before)
     refuse_changes(model, before, now)
-    if before["device"] != now["device"]:
+    is_moved = before["device"] != now["device"]
+    if is_moved:
         with making:
             facts.native, facts.why_not_native = _native_twin(model)
+    if is_moved or before["hooks"] != now["hooks"]:
         _verify(model, facts)
     facts.state = now
 

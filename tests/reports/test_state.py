@@ -123,6 +123,33 @@ def test_a_model_that_was_verified_with_a_hook_on_it_is_verified_again_later(mod
     assert facts_of(model).boots == hooked.boots()
 
 
+def halve_the_output(model):
+    model.add_hook("blocks.0.hook_attn_out", lambda values, hook: values / 2)
+
+
+def halve_the_mlp(model):
+    model.blocks[0].mlp.register_forward_hook(lambda module, inputs, values: values / 2)
+
+
+@pytest.mark.parametrize("add_hook", [halve_the_output, halve_the_mlp])
+def test_a_hook_that_is_added_later_and_changes_values_is_refused_each_time(model, add_hook):
+    add_hook(model)
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"has hooks at blocks\.0\.\S+ that change its values"):
+            ma.run(model, QUESTIONS)
+
+
+def test_a_hook_that_is_removed_or_only_reads_is_no_reason_to_refuse(model):
+    seen = []
+    halve_the_output(model)
+    with pytest.raises(ModelError):
+        ma.run(model, QUESTIONS)
+    model.reset_hooks()
+    model.add_hook("blocks.0.hook_attn_out", lambda values, hook: seen.append(values.shape))
+    assert ma.run(model, QUESTIONS).provenance["model"]["verified"]
+    assert seen
+
+
 # Rotary frequencies, which model.to(dtype) rounds.
 
 
