@@ -34,7 +34,7 @@ VERDICT_COLUMNS = (
 )
 RECEIVES = "each token of the question receives on average"
 SINGLE = (
-    "the attention that each token of the question receives from the tokens after it changes on"
+    "the attention that a token of the question receives from all tokens after it changes on"
     " average by"
 )
 PERCENT_SIGN = "\u00a0%"
@@ -251,15 +251,12 @@ def own_attention_sentences(models: Seq[ShownModel]) -> list[str]:
     condition = result.shown_condition()
     if condition == BASELINE:
         return []
-    change = own_attention_words(result, condition)
+    words = f"With “{condition}”, the question attends {own_attention_words(result, condition)}"
     control = matched_control(result, condition)
-    beside = ""
     if control is not None:
-        beside = f"; with “{control}”, which is as long, by {own_attention_words(result, control)}"
-    return [
-        f"With “{condition}”, the question's attention to itself changes by {change} of 100 points,"
-        f" averaged over all layers and heads{beside}."
-    ]
+        beside = own_attention_words(result, control)
+        words += f"; with “{control}”, which is as long, {beside}"
+    return [f"{words}. (In brackets: 95 % intervals.)"]
 
 
 def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
@@ -330,8 +327,7 @@ def _against_words(rows: Seq[Change]) -> str:
         if row.against is not None:
             control, change = row.against
             changes.append(change)
-            pair = f"with “{row.condition}”, relative to that with “{control}”"
-            relation = relation or pair
+            relation = relation or f"“{row.condition}” with “{control}”"
     if not changes:
         return ""
 
@@ -346,7 +342,7 @@ def _against_words(rows: Seq[Change]) -> str:
         low = percent(min(estimates))
         high = percent(max(estimates))
         words = f"{low} to {high} ({count_words} of {len(changes)} models)"
-    return f" Attention to the question {relation}, which is as long: {words}."
+    return f" Comparing {relation}, which is as long, instead of with no insertion: {words}."
 
 
 def verdict_sentences(model: ShownModel) -> list[str]:

@@ -59,7 +59,7 @@ SENTENCES = {
         "With “{condition}”, the inserted tokens take {inserted} of 100 points of the question's"
         " attention, averaged over all layers and heads ({most} in layer {layer})."
     ),
-    "paid": "Its attention to what stands before it changes by: {changes}.",
+    "paid": "The change of its attention to what stands before it: {changes}.",
     "causes": (
         "The question's attention to itself changes by {question} points, by cause: {causes}."
     ),
@@ -300,9 +300,22 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
 
 
 def own_attention_words(result: Result, condition: str) -> str:
-    """The change of the question's attention to itself, in points with their interval."""
-    table = budget_table(result, condition).set_index("payer")
-    return _points(table.loc["question"], "change")
+    """Whether the question attends less to itself than without insertion, with the change in points
+    over all layers, and in the layer in which most attention moves."""
+    layer = busiest_layer(result, condition)
+    change = budget_table(result, condition).set_index("payer").loc["question"]
+    of_layer = budget_table(result, condition, layer).set_index("payer").loc["question"]
+    amount = "about as much to itself as"
+    if np.isnan(change.change_low):  # fewer than three prompts
+        amount = "to itself, compared with"
+    elif change.change_low > 0:
+        amount = "more to itself than"
+    elif change.change_high < 0:
+        amount = "less to itself than"
+    return (
+        f"{amount} without insertion (over all layers {_points(change, 'change')} points of 100, "
+        f"in layer {layer} {_points(of_layer, 'change')})"
+    )
 
 
 def _points(row: pd.Series, name: str, signed: bool = True) -> str:

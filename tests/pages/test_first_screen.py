@@ -80,11 +80,15 @@ def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy)
         ends = (change.mean(), change.mean() - half, change.mean() + half)
         words = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*ends).replace("-", "−")
         assert words in opening, (condition, words, opening)
+        amount = {True: "more to itself than", False: "less to itself than"}[ends[0] > 0]
+        if ends[1] <= 0 <= ends[2]:
+            amount = "about as much to itself as"
+        assert f"{amount} without insertion (over all layers {words}" in opening
     assert own_attention_sentences([ShownModel(result)] * 2) == []
 
 
 MORE, UNSURE = (0.2, 0.18, 0.22), (0.003, -0.01, 0.016)
-BY = "the attention that each token of the question receives from the tokens after it changes on average by"
+BY = "the attention that a token of the question receives from all tokens after it changes on average by"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,7 @@ def test_the_first_condition_stands_against_its_control(controlled):
     np.testing.assert_allclose(list(found), by_loop(controlled, "slash", "sentence"), rtol=1e-5)
     wrong = by_loop(controlled, "slash", "baseline")
     assert abs(wrong[0] - float(found.estimate)) > 1e-3, "the loop would notice another condition"
-    words = f"Attention to the question with “slash”, relative to that with “sentence”, which is as long: {percent_words(found)}."
+    words = f"Comparing “slash” with “sentence”, which is as long, instead of with no insertion: {percent_words(found)}."
     assert sentence([row, other]).endswith(words)
 
 
@@ -155,7 +159,7 @@ def test_without_a_control_of_equal_length_nothing_is_compared(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(9)}
     rows = changes([ShownModel(ma.run(toy, prompts[:4], conditions))])
     assert [row.against for row in rows] == [None, None]
-    assert "relative to" not in sentence(rows)
+    assert "Comparing" not in sentence(rows)
 
 
 def test_a_control_in_several_models():
@@ -165,7 +169,7 @@ def test_a_control_in_several_models():
     rows = [
         replace(change(f"m{i} (1 M)", "x", LESS, -0.5), against=one) for i, one in enumerate(beside)
     ]
-    words = "which is as long: −20.0\u00a0% to +10.0\u00a0% (more in 1, less in 1, no clear difference in 1 of 3 models)."
+    words = "instead of with no insertion: −20.0\u00a0% to +10.0\u00a0% (more in 1, less in 1, no clear difference in 1 of 3 models)."
     assert sentence(rows).endswith(words)
     assert "(less in 2 of 2 models)" in sentence(
         [replace(rows[0], model=f"m{i}") for i in range(2)]
