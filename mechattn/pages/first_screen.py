@@ -256,7 +256,8 @@ def own_attention_sentences(models: Seq[ShownModel]) -> list[str]:
     if control is not None:
         beside = own_attention_words(result, control)
         words += f"; with “{control}”, which is as long, {beside}"
-    return [f"{words}. (In brackets: 95 % intervals.)"]
+    brackets = " (In brackets: 95 % intervals.)" * ("[" in words)
+    return [f"{words}.{brackets}"]
 
 
 def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
