@@ -251,13 +251,12 @@ def own_attention_sentences(models: Seq[ShownModel]) -> list[str]:
     condition = result.shown_condition()
     if condition == BASELINE:
         return []
-    words = f"With “{condition}”, the question attends {own_attention_words(result, condition)}"
+    words = f"With “{condition}”, the question attends {own_attention_words(result, condition)}."
     control = matched_control(result, condition)
     if control is not None:
         beside = own_attention_words(result, control)
-        words += f"; with “{control}”, which is as long, {beside}"
-    brackets = " (In brackets: 95 % intervals.)" * ("[" in words)
-    return [f"{words}.{brackets}"]
+        words += f" With “{control}”, which is as long, it attends {beside}."
+    return [words]
 
 
 def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:

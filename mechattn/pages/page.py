@@ -206,11 +206,11 @@ def _template_values(
     results = [model.result for model in models]
     rows = changes(models)
     data = named_data(models)
-    answer = [
-        *own_attention_sentences(models),
-        sentence(rows, layer_sentence(models)),
-        *more_of_the_answer(models),
-    ]
+    answer = own_attention_sentences(models)
+    received = sentence(rows, layer_sentence(models))
+    if answer and received:
+        received = f"Received attention is another measure. {received}"
+    answer += [received, *more_of_the_answer(models)]
 
     libraries: list[Script] = []
     if any(section.figure or section.script == "plotly" for section in sections):

@@ -300,9 +300,11 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
 
 
 def own_attention_words(result: Result, condition: str) -> str:
-    """Whether the question attends less to itself than without insertion, with the change in points
-    over all layers, and in the layer in which most attention moves."""
-    layer = busiest_layer(result, condition)
+    """Whether the question attends less to itself than without insertion: the change in points over
+    all layers, and in the layer where it is largest."""
+    layers = result[NAME].layer.values
+    changes = result[NAME].change.sel(condition=condition, segment="question")
+    layer = layers[np.abs(changes.mean(("prompt", "head")).values).argmax()]
     change = budget_table(result, condition).set_index("payer").loc["question"]
     of_layer = budget_table(result, condition, layer).set_index("payer").loc["question"]
     amount = "about as much to itself as"
@@ -313,8 +315,8 @@ def own_attention_words(result: Result, condition: str) -> str:
     elif change.change_high < 0:
         amount = "less to itself than"
     return (
-        f"{amount} without insertion (over all layers {_points(change, 'change')} points of 100, "
-        f"in layer {layer} {_points(of_layer, 'change')})"
+        f"{amount} without insertion: {_points(change, 'change')} of 100 points over all layers, "
+        f"and {_points(of_layer, 'change')} in layer {layer}, the largest of {len(layers)}"
     )
 
 

@@ -1,5 +1,6 @@
 """The first screen: each mark at its number, and a sentence that says no more than the intervals do."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -83,7 +84,14 @@ def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy)
         amount = {True: "more to itself than", False: "less to itself than"}[ends[0] > 0]
         if ends[1] <= 0 <= ends[2]:
             amount = "about as much to itself as"
-        assert f"{amount} without insertion (over all layers {words}" in opening
+        assert f"{amount} without insertion: {words} of 100 points over all layers" in opening
+        by_layer = own.astype(np.float64).mean(("head", "prompt"))
+        apart = 100 * (by_layer.sel(condition=condition) - by_layer.sel(condition="baseline"))
+        layer = int(np.abs(apart.values).argmax())
+        largest = f"{float(apart.sel(layer=layer)):+.1f}".replace("-", "−")
+        assert re.search(
+            rf"and {re.escape(largest)} \[.*?\] in layer {layer}, the largest", opening
+        )
     assert own_attention_sentences([ShownModel(result)] * 2) == []
 
 
