@@ -1,10 +1,10 @@
 """Measures what was published in three real models of the paper's families, and keeps the table in this folder.
 
-Attention on the first questions of GSM8K; answers to the first problems, if some are asked for. Every finished run is
-kept in out/paper, and the same call goes on from there. On two idle cores attention on 32 questions takes about
-20 minutes; 100 problems take hours.
+Attention on questions of GSM8K and of MATH-500 in turn, each of at least 100 letters, as several statements are about
+places within a question. Every finished run is kept in out/paper, and the same call goes on from there. Accuracy has its
+own experiment (experiments/real/accuracy.toml).
 
-python experiments/paper/measure.py out/real gsm8k_test.jsonl [--limit 32] [--problems 100]
+python experiments/paper/measure.py out/real gsm8k_test.jsonl math500_test.jsonl [--limit 32]
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import json
 import re
 import shutil
 from collections import defaultdict
+from collections.abc import Iterator
 from datetime import date
+from itertools import islice
 from pathlib import Path
 
 import mechattn as ma
@@ -22,6 +24,7 @@ import mechattn as ma
 MODELS = ("smollm2", "qwen2.5", "gemma3")  # Llama, Qwen2 and Gemma 3 architectures
 HERE = Path(__file__).parent
 OUT = Path("out/paper")
+SHORTEST = 100  # letters of a question
 
 
 def values_by_prompt(model: str) -> dict[str, dict[str, list[float]]]:
@@ -44,24 +47,43 @@ def values_by_prompt(model: str) -> dict[str, dict[str, list[float]]]:
     return {"values by prompt": values, "untrained, mean of each draw": untrained}
 
 
+def ask(gsm8k: Path, math500: Path, limit: int) -> Path:
+    """A file with questions of both sets in turn, so that the first few are of both."""
+    lines = []
+    both = zip(long_ones(gsm8k, "question"), long_ones(math500, "problem"), strict=False)
+    for first, second in islice(both, limit):
+        lines.append({"question": first, "set": "GSM8K"})
+        lines.append({"question": second, "set": "MATH-500"})
+    OUT.mkdir(parents=True, exist_ok=True)
+    path = OUT / "questions.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def long_ones(path: Path, field: str) -> Iterator[str]:
+    """The questions of a file of JSON lines that are not very short."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            question = json.loads(line)[field]
+            if len(question) >= SHORTEST:
+                yield question
+
+
 def main() -> None:
     """Measure, and keep the table and the values of each prompt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", type=Path, help="the folder with the three checkpoints")
-    parser.add_argument("questions", help="GSM8K's test split as a .jsonl file")
-    parser.add_argument("--limit", type=int, default=32)
-    parser.add_argument("--problems", type=int, default=0)
-    parser.add_argument("--new-tokens", type=int, default=400)
+    parser.add_argument("gsm8k", type=Path, help="GSM8K's test split as a .jsonl file")
+    parser.add_argument("math500", type=Path, help="MATH-500 as a .jsonl file")
+    parser.add_argument("--limit", type=int, default=32, help="questions of each set")
     options = parser.parse_args()
     places = [str(options.models / name) for name in MODELS]
     comparison = ma.paper(
         places,
         OUT,
-        prompts=options.questions,
-        limit=options.limit,
-        problems=options.problems,
-        new_tokens=options.new_tokens,
-        command="python experiments/paper/measure.py out/real gsm8k_test.jsonl",
+        prompts=str(ask(options.gsm8k, options.math500, options.limit)),
+        limit=2 * options.limit,
+        command="python experiments/paper/measure.py out/real gsm8k_test.jsonl math500_test.jsonl",
     )
     shutil.copy(OUT / "paper.md", HERE / f"{date.today()}.md")
     values = {name: values_by_prompt(name) for name in MODELS}
