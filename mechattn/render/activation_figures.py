@@ -19,6 +19,7 @@ from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import COLOURS, WITH
 from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.figure_declaration import several
 from mechattn.render.words import (
     count_words,
     mean_words,
@@ -244,9 +245,7 @@ def _checked(
     """The results as a list, and the conditions other than the baseline, which all results must
     have.
     """
-    result_list = [results] if isinstance(results, Result) else list(results)
-    if not result_list:
-        raise OptionError("there are no results to show")
+    result_list = several(results)
     names = [name for name in conditions or result_list[0].conditions if name != BASELINE]
     for result in result_list:
         check_layer(layer, result[NAME])

@@ -59,7 +59,7 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
             _points(figure, x, rows, model, colour, mode="lines+markers", customdata=names)
     else:
         series = [(model, _percents(rows)) for model, rows in rows_of_model.items()]
-        draw.side_by_side(figure, names, series, COLOURS, grouped=False, hovertemplate=_HOVER)
+        draw.side_by_side(figure, names, series, COLOURS, hovertemplate=_HOVER)
         for rows, colour in zip(rows_of_model.values(), cycle(COLOURS)):
             draw.rule(figure, y=100 * rows.accuracy[BASELINE], colour=colour, dash="dot")
     figure.update_yaxes(title_text="right answers (%)", rangemode="tozero")

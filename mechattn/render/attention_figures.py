@@ -18,7 +18,7 @@ from mechattn.contrast.table import Ranking, Selection
 from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import SHADE, THIRD, WITH, WITHOUT
-from mechattn.render.figure_declaration import check_heads, listed_or_chosen
+from mechattn.render.figure_declaration import check_heads, listed_or_chosen, several
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import (
     band_words,
@@ -163,13 +163,19 @@ def _null_kind(result: Result, conditions: Seq[str], null: Null | None) -> Null:
             " others"
         )
     changed = [name for name in conditions if name != BASELINE]
-    kinds = {Contrast(result, name, null=null).null_used for name in changed}
-    if null == "dilution" and changed:
-        for name in changed:
-            values_of(
-                result, name, "received", "question", "dilution"
-            )  # refuses where there is none
-    return "dilution" if kinds == {"dilution"} else "uniform"
+    if null == "dilution":
+        for name in changed:  # refuses where there is none
+            values_of(result, name, "received", "question", "dilution")
+    return common_null([Contrast(result, name, null=null) for name in changed])
+
+
+def common_null(contrasts: Seq[Contrast]) -> Null:
+    """The null of all comparisons of a figure: dilution where all have it, else uniform
+    attention.
+    """
+    if {contrast.null_used for contrast in contrasts} == {"dilution"}:
+        return "dilution"
+    return "uniform"
 
 
 def _listed(heads: Seq[int | str], layer: int | None, dataset: xr.Dataset) -> list[tuple[int, int]]:
@@ -288,7 +294,7 @@ def received_by_model(
         OptionError: There is no such layer, head, condition or null, the numbers of heads and
             models differ, or a head cannot be chosen.
     """
-    results = [results] if isinstance(results, Result) else list(results)
+    results = several(results)
     if heads is not None:
         heads = [heads] * len(results) if isinstance(heads, int) else list(heads)
         if len(heads) != len(results):

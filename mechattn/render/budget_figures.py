@@ -119,7 +119,10 @@ def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.F
     if shown:
         figure.update_xaxes(title_text="", row=2, col=1)
         figure.update_yaxes(title_text="change (points)", row=2, col=1)
-        _share_range(figure, len(shown))
+        # The panels of causes have one range, so that conditions can be compared.
+        first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
+        for column in range(3, len(shown) + 2):
+            figure.update_yaxes(matches=first_axis, row=2, col=column)
     note = f"mean over heads and {count_words(result)}; error bars: 95 % intervals over prompts"
     one_cause = str(dataset.attrs.get("one_cause", ""))
     if one_cause:
@@ -129,6 +132,13 @@ def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.F
     lower = dict(orientation="h", x=0, y=0.46, yanchor="bottom", xanchor="left")
     figure.update_layout(barmode="relative", bargap=0.06, legend_traceorder="normal", legend2=lower)
     return says(figure, *(budget_words(result, name) for name in shown))
+
+
+def _cause_words(result: Result) -> dict[str, str]:
+    """The causes in words; where positions cannot be moved, distance is one with hidden states."""
+    if result[NAME].attrs.get("one_cause"):
+        return CAUSE_WORDS | ONE_CAUSE
+    return CAUSE_WORDS
 
 
 def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> None:
@@ -192,7 +202,7 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
     """The question's change in each layer: a bar for each cause, and a line for their sum."""
     dataset = result[NAME].sel(condition=condition, segment="question")
     layers = dataset.layer.values
-    words = CAUSE_WORDS | (ONE_CAUSE if result[NAME].attrs.get("one_cause") else {})
+    words = _cause_words(result)
     for cause in known_causes(result, condition):
         interval = by_layer(result, dataset.by_cause.sel(cause=cause))
         figure.add_bar(
@@ -229,13 +239,6 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
     draw.rule(figure, y=0, column=column, row=2)
 
 
-def _share_range(figure: go.Figure, count: int) -> None:
-    """Give the panels of causes one range, so that conditions can be compared."""
-    for column in range(3, count + 2):
-        first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
-        figure.update_yaxes(matches=first_axis, row=2, col=column)
-
-
 def budget_rows(
     result: Result, conditions: Seq[str] | None = None
 ) -> tuple[list[str], list[list[str]]]:
@@ -243,7 +246,7 @@ def budget_rows(
     a cause.
     """
     shown = result.conditions[1:] if conditions is None else list(conditions)
-    words = CAUSE_WORDS | (ONE_CAUSE if result[NAME].attrs.get("one_cause") else {})
+    words = _cause_words(result)
     causes = [cause for cause in CAUSES if any(cause in known_causes(result, c) for c in shown)]
     columns = ["condition", "payer", "without", "with", "change (points of 100)"]
     columns += [f"by {words[cause]}" for cause in causes]
@@ -288,7 +291,7 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
     else:
         joined = ", ".join(changes.values())
         sentences.append(SENTENCES["not_inserted"].format(condition=condition, changes=joined))
-    words = CAUSE_WORDS | (ONE_CAUSE if result[NAME].attrs.get("one_cause") else {})
+    words = _cause_words(result)
     question = table.loc["question"]
     causes = [
         f"{words[cause]} {_points(question, cause)}" for cause in known_causes(result, condition)

@@ -4,7 +4,6 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -18,9 +17,10 @@ from mechattn.contrast.contrast import Contrast, Verdict
 from mechattn.contrast.quantities import NULLS, Null
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.attention_figures import NAME
+from mechattn.render.attention_figures import NAME, common_null
 from mechattn.render.draw import OTHERS, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.figure_declaration import several
 from mechattn.render.words import (
     NULL_NAMES,
     beside_null,
@@ -213,7 +213,11 @@ def changes(
         conditions = conditions or [result.condition()]
     names = list(conditions)
     lines = _swept(names, over) if over else {"": {name: name for name in names}}
-    null = _common_null(result, lines, to, quantity, segment, null)
+    if null is None:
+        drawn = [
+            name for conditions_by_value in lines.values() for name in conditions_by_value.values()
+        ]
+        null = common_null([Contrast(result, name, to, quantity, segment) for name in drawn])
 
     figure = draw.panels()
     mode = "lines+markers" if over else "markers"
@@ -277,26 +281,6 @@ def changes(
     return says(figure, *sentences)
 
 
-def _common_null(
-    result: Result,
-    lines: Mapping[str, Mapping[str, str]],
-    to: str,
-    quantity: str,
-    segment: str,
-    null: Null | None,
-) -> Null | None:
-    """The null of all conditions of a figure: the default where all have it, else uniform
-    attention.
-    """
-    if null is not None:
-        return null
-    kinds = set()
-    for conditions in lines.values():
-        for condition in conditions.values():
-            kinds.add(Contrast(result, condition, to, quantity, segment).null_used)
-    return None if len(kinds) == 1 else "uniform"
-
-
 def _swept(names: Seq[str], option: str) -> dict[str, dict[str, str]]:
     """The conditions of a sweep by the value of the option, for each combination of the others."""
     lines: dict[str, dict[str, str]] = {}
@@ -338,16 +322,15 @@ def verdicts(
     Raises:
         OptionError: There are no results, no such condition or segment, or fewer than 3 prompts.
     """
-    results = [results] if isinstance(results, Result) else list(results)
-    if not results:
-        raise OptionError("results=[] is empty; give at least one result with received attention")
+    results = several(results)
     names = [result.condition(condition) for result in results]
     if null is None:
-        kinds = {
-            Contrast(result, name, segment=segment).null_used
-            for result, name in zip(results, names, strict=True)
-        }
-        null = "dilution" if kinds == {"dilution"} else "uniform"
+        null = common_null(
+            [
+                Contrast(result, name, segment=segment)
+                for result, name in zip(results, names, strict=True)
+            ]
+        )
     verdict_list = [
         result.verdict(name, segment, null=null)
         for result, name in zip(results, names, strict=True)

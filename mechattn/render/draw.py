@@ -149,19 +149,15 @@ def side_by_side(
     *,
     column: int | None = None,
     apart: float = 0.14,
-    grouped: bool = True,
     **style: Any,
 ) -> None:
-    """Points with intervals for each word, several series beside each other; grouped: one legend
-    for all panels.
+    """Points with intervals for each word, several series beside each other; all panels have one
+    legend.
     """
     series = list(series)
     middle = (len(series) - 1) / 2
     places = np.arange(len(words))
     for number, ((name, estimates), colour) in enumerate(zip(series, cycle(colours))):
-        legend: dict[str, Any] = {}
-        if grouped:
-            legend = dict(legendgroup=name, showlegend=column in (None, 1))
         points(
             figure,
             places + apart * (number - middle),
@@ -170,7 +166,8 @@ def side_by_side(
             colour,
             column,
             customdata=list(words),
-            **legend,
+            legendgroup=name,
+            showlegend=column in (None, 1),
             **style,
         )
     figure.update_xaxes(tickvals=list(range(len(words))), ticktext=list(words), **at(column))

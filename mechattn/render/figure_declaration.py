@@ -166,6 +166,15 @@ def _escaped(value: Any) -> Any:
     return value
 
 
+def several(results: Seq[Result] | Result) -> list[Result]:
+    """The results of a figure that draws one or more of them."""
+    if isinstance(results, Result):
+        return [results]
+    if not results:
+        raise OptionError("results=[] is empty; give at least one")
+    return list(results)
+
+
 def listed_or_chosen(
     heads: Seq[int | str] | None, top: int | None
 ) -> tuple[list[int | str], int | None]:

@@ -96,10 +96,10 @@ def _bin_words(rows: pd.DataFrame) -> list[str]:
 
 def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> None:
     """The median with its quartiles, and the mean with its interval; nothing where no query is."""
+    is_filled = (rows.queries > 0).to_numpy()
+    place = np.flatnonzero(is_filled)
+    rows = rows[is_filled]
     words = np.array(_bin_words(rows), dtype=object)
-    filled = (rows.queries > 0).to_numpy()
-    place = np.flatnonzero(filled)
-    rows, words = rows[filled], words[filled]
     draw.ribbon(
         figure,
         place,

@@ -19,6 +19,7 @@ from mechattn.render.draw import OTHERS, THIRD, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import NULL_NAMES, count_words, mean_words, model_caption, says
 from mechattn.results.result import Result
+from mechattn.stats.intervals import Interval
 
 _WORDS = {
     "self_share": "strongest target: the query itself",
@@ -185,6 +186,12 @@ def scale_by_layer(
     )
 
 
+def _over_heads(result: Result, values: xr.DataArray) -> Interval:
+    """The mean over prompts, and over heads where there are any."""
+    over = ["head"] if "head" in values.dims else []
+    return mean_over_prompts(result, values, over)
+
+
 def _bars(
     figure: go.Figure,
     result: Result,
@@ -194,11 +201,10 @@ def _bars(
     column: int | None,
 ) -> None:
     """Means over prompts and heads, by layer, with t intervals."""
-    over = ["head"] if "head" in values.dims else []
     draw.points(
         figure,
         values.layer.values,
-        mean_over_prompts(result, values, over),
+        _over_heads(result, values),
         name,
         colour,
         column,
@@ -221,8 +227,7 @@ def _null_line(
     column: int,
 ) -> None:
     """The value under the null in each layer, mean over heads, dotted."""
-    over = ["head"] if "head" in null.dims else []
-    mean = mean_over_prompts(result, null, over).estimate
+    mean = _over_heads(result, null).estimate
     name = NULL_NAMES[null_kind]
     style: dict[str, Any] = dict(
         showlegend=False, hovertemplate=f"{name}: %{{y:.3f}}<extra></extra>"
@@ -284,8 +289,7 @@ def _line(
     figure: go.Figure, result: Result, values: xr.DataArray, words: str, colour: str, column: int
 ) -> None:
     """A line over layers with its band."""
-    over = ["head"] if "head" in values.dims else []
-    mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
+    mean, low, high = _over_heads(result, values.transpose("prompt", "layer", ...))
     layers = values.layer.values
     units = values.attrs["units"]
     draw.ribbon(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from concurrent import futures
 from html import unescape
 from pathlib import Path
-from queue import Empty, Queue
 from textwrap import wrap
 from threading import Thread
 from typing import Literal
@@ -154,13 +154,11 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double") 
         import kaleido  # noqa: F401
     except ImportError:
         raise OutputError('static figures need kaleido: pip install "mechattn[images]"') from None
-    from choreographer.errors import ChromeNotFoundError
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drawn(paper, path)
-    except (ChromeNotFoundError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "Chrome" not in str(error):
+    except RuntimeError as error:
+        if "Chrome" not in str(error):  # plotly has no error of its own for a missing one
             raise
         raise OutputError(
             "static figures need Chromium, which was not found: apt install chromium (Debian,"
@@ -178,27 +176,22 @@ def _drawn(figure: go.Figure, path: Path) -> None:
     """
     scale = 300 / _PIXELS if path.suffix == ".png" else 1
     for _ in range(2):
-        ended: Queue[Exception | None] = Queue()
+        drawing: futures.Future[None] = futures.Future()
         # A daemon, like kaleido's own threads, so it does not keep Python from exiting.
-        Thread(target=_attempt, args=(figure, path, scale, ended), daemon=True).start()
+        Thread(target=_attempt, args=(figure, path, scale, drawing), daemon=True).start()
         try:
-            error = ended.get(timeout=_PATIENCE)
-        except Empty:
+            return drawing.result(_PATIENCE)
+        except futures.TimeoutError:
             continue
-        if error is not None:
-            raise error
-        return
     raise OutputError(
         f"Chromium has not drawn {path} within {2 * _PATIENCE} s, in two attempts: try again"
     )
 
 
-def _attempt(figure: go.Figure, path: Path, scale: float, ended: Queue[Exception | None]) -> None:
-    """Draw, and report the end, with the error if it failed, which is raised again in the caller's
-    thread.
-    """
+def _attempt(figure: go.Figure, path: Path, scale: float, drawing: futures.Future[None]) -> None:
+    """Draw; an error is raised again in the caller's thread."""
     try:
         figure.write_image(path, scale=scale)
-        ended.put(None)
-    except Exception as failed:
-        ended.put(failed)
+        drawing.set_result(None)
+    except Exception as error:
+        drawing.set_exception(error)

@@ -80,5 +80,5 @@ def test_what_cannot_be_shown(result):
         ma.render.near_zero_by_class(result, ["dash"])
     with pytest.raises(OptionError, match="no condition to compare with"):
         ma.render.agreement(result, "slash", ["slash"])
-    with pytest.raises(OptionError, match="no results"):
+    with pytest.raises(OptionError, match=r"results=\[\] is empty"):
         ma.render.activation_histogram([])
