@@ -87,17 +87,17 @@ def tables(name: str) -> Iterator[tuple[str, pd.DataFrame]]:
                         result, "slash", quantity=str(variable), scale=scale, resamples=999
                     )
                     try:
-                        yield f"compare.{variable}.{scale}", asked.table()
+                        yield f"compare.{variable}.{scale}", asked.table(columns="all")
                     except ma.MechattnError as error:
                         yield (
                             f"compare.{variable}.{scale}.refused",
                             pd.DataFrame({"words": [len(str(error))]}),
                         )
     for condition in result.conditions[1:]:
-        yield f"received.{condition}", result.compare(condition)
+        yield f"received.{condition}", result.compare(condition, columns="all")
         verdict = result.verdict(condition)
         yield f"verdict.{condition}", pd.DataFrame({"words": [len(str(verdict))]})
-    yield "select", result.compare("slash", select="half")
+    yield "select", result.compare("slash", select="half", columns="all")
     yield "stability", result.stability("slash")
     yield "heads", result.heads("entropy", top=None)
     answered = ma.load_prompts("word-problems", limit=4, with_answer=True)

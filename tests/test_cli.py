@@ -374,7 +374,7 @@ def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here)
         rows = table[(table["quantity"] == quantity) & (table.condition == "slash")].reset_index(
             drop=True
         )
-        compared = slash_result.compare("slash", quantity=quantity)
+        compared = slash_result.compare("slash", quantity=quantity, columns="all")
         of = ("difference", "change", "beyond")
         for name in (
             "layer",

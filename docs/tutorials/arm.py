@@ -36,7 +36,7 @@ result = ma.run(model, prompts, conditions, ma.analyses.MlpActivations(), layers
 # %%
 for name in conditions:
     near = result.compare(name, quantity="near_zero", matched=False).iloc[0]
-    change = result.compare(name, quantity="token_change", matched=False).iloc[0]
+    change = result.compare(name, quantity="token_change", matched=False, columns="all").iloc[0]
     middle, low, high = (100 * x for x in (near.change, near.change_low, near.change_high))
     print(
         f"{name:10} change {100 * change.value:5.1f} %   near zero {middle:+6.1f} % [{low:+.1f}, {high:+.1f}]"

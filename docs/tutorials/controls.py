@@ -45,7 +45,7 @@ for name in ("slash", "word", "tokens", "sentence", "shuffled"):
 
 # %%
 for name in conditions:
-    table = result.compare(name, quantity="received", null="uniform")
+    table = result.compare(name, quantity="received", null="uniform", columns="all")
     print(f"{name:10} {table.difference.mean():+.3f}   uniform {table.null.mean():+.3f}")
 
 # %%

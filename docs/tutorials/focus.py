@@ -43,7 +43,7 @@ for name in result.conditions:
 # %%
 for quantity in ("distance", "entropy_share", "self_mass"):
     for null in ("uniform", "blind"):
-        table = result.compare("slash", quantity=quantity, null=null)
+        table = result.compare("slash", quantity=quantity, null=null, columns="all")
         change, expected = (
             100 * np.expm1(table[column].mean()) for column in ("difference", "null")
         )
@@ -92,7 +92,7 @@ updates = result["head_updates"].magnitude.sel(segment="question")
 for name in result.conditions:
     print(f"{name:9} mean magnitude {float(updates.sel(condition=name).mean()):.3f}")
 for name in conditions:
-    table = result.compare(name, quantity="magnitude")
+    table = result.compare(name, quantity="magnitude", columns="all")
     up, down = (
         ((table.q_difference < 0.05) & (sign * table.difference > 0)).sum() for sign in (1, -1)
     )

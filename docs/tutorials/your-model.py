@@ -124,7 +124,7 @@ for name, model in {"random weights": random_llama, "toy:llama": "toy:llama"}.it
     cell = baseline.same.stack(cell=("layer", "head")).idxmax().item()
     print(f"{name}: mean {float(baseline.same.mean()):.3f}, uniform {float(baseline.same_uniform.mean()):.3f}, "
           f"largest {float(baseline.same.max()):.3f} (layer {cell[0]}, head {cell[1]})")  # fmt: skip
-    table = result.compare("slash", quantity="same", segment=None)
+    table = result.compare("slash", quantity="same", segment=None, columns="all")
     further = ((table.q_beyond < 0.05) & (table.beyond < 0)).sum()
     print(f"    slashes: log-ratio {table.difference.mean():+.3f}, under uniform attention {table.null.mean():+.3f}; "
           f"{further} of {len(table)} heads fall further")  # fmt: skip

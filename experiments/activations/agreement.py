@@ -32,7 +32,7 @@ def table(name: str):
     }
     result = ma.run(model, prompts, conditions, [ma.analyses.MlpActivations()], layers=[0])
     made = result.agreement("slash", "scale and shift")
-    change = result.compare("slash", quantity="token_change", matched=False)
+    change = result.compare("slash", quantity="token_change", matched=False, columns="all")
     print(
         f"{name}: the tokens change the activations by {100 * change.value.iloc[0]:.1f} % of their norm"
     )

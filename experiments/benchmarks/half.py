@@ -31,7 +31,9 @@ def main() -> None:
                 for values in ("float32", "float16")
             ]
             for quantity in ("received", "mass"):
-                full, half = (result.compare("slash", quantity=quantity) for result in made)
+                full, half = (
+                    result.compare("slash", quantity=quantity, columns="all") for result in made
+                )
                 away = [
                     float(np.nanmax(abs(full[c] - half[c])))
                     for c in ("difference", "difference_low", "difference_high", "q_beyond")

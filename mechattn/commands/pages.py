@@ -265,7 +265,8 @@ def _rows(result: Result, baseline: Result, quantity: str, condition: str) -> pd
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a head without a comparison has empty cells
-        changes = Contrast(result, condition, quantity=quantity, other=baseline).table()
+        contrast = Contrast(result, condition, quantity=quantity, other=baseline)
+        changes = contrast.table(columns="all")
     keys = ["layer", "head"]
     present = {"segment", *table.columns} - set(keys)
     columns = [name for name in COLUMNS if name in changes and name not in present]

@@ -30,7 +30,8 @@ def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
     conditions or quantities, each row of each table was a chance to find it.
 
     Args:
-        tables: Tables from ``Result.compare``, or from ``Evaluation.comparisons``, at least one.
+        tables: Tables from ``Result.compare(…, columns="all")``, or from
+            ``Evaluation.comparisons``, at least one.
 
     Returns:
         The rows of all tables. New first columns: table (from 0, in the order given), models,
@@ -109,7 +110,9 @@ def _checked(tables: Any) -> list[pd.DataFrame]:
         p = table.get("p_difference", table.get("p"))
         if p is None or not p.between(0, 1).all():
             why = "has no column p_difference" if p is None else "has invalid p-values"
-            raise OptionError(f"table {number} {why}; give tables from Result.compare")
+            raise OptionError(
+                f"table {number} {why}; give tables from Result.compare(…, columns='all')"
+            )
         if "table" in table:
             raise OptionError(
                 f"table {number} is already adjusted; give all of the original tables at once"

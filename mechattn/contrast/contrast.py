@@ -25,7 +25,7 @@ from mechattn.contrast.differences import (
 )
 from mechattn.contrast.first_token import first_token_words
 from mechattn.contrast.quantities import Null, check_layer, has_dilution, slices, variable_of
-from mechattn.contrast.table import Ranking
+from mechattn.contrast.table import Columns, Ranking
 from mechattn.contrast.tested import several_tested
 from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.results.result import Result, part_of, units_of
@@ -191,6 +191,7 @@ class Contrast:
         by: Ranking | None = None,
         random: Seq[Result] | None = None,
         margin: float | None = None,
+        columns: Columns = "main",
     ) -> pd.DataFrame:
         """One row for each layer and head; see :meth:`mechattn.Result.compare`, which explains the
         options.
@@ -199,11 +200,14 @@ class Contrast:
             OptionError: There is nothing to compare, or too few prompts; a layer doesn't fit in
                 memory.
         """
+        check_choice(Columns, columns=columns)
         heads = table.table(self, table.Selection(select, top, by), random, margin)
         sentence = first_token_words(self.result, self.condition)
         if sentence:
             heads.attrs["first_token"] = sentence
-        return heads
+        if columns == "all":
+            return heads
+        return table.main_columns(heads)
 
     def across(self, conditions: Seq[str]) -> pd.DataFrame:
         """The mean change over several conditions, such as fillers, as a sample of others; see

@@ -133,8 +133,7 @@ def _compared(table: pd.DataFrame) -> str:
     quantity = about["quantity"]
     if about["segment"] != "all":
         quantity += f" of the {about['segment']}"
-    if len(table):
-        quantity += f" as {table.scale.iloc[0]}s"
+    quantity += f" as {about['scale']}s"
     pairing = f"paired by {about['unit'].partition(' ')[0]}"
     units = 0
     if len(table):

@@ -52,6 +52,9 @@ _LOGS = [
     "beyond_high",
 ]
 _COLUMNS = [name for name in Paired.__dataclass_fields__ if name != "n"]
+_OF_OPTIONS = ["q_same", "q_random"]  # of margin=…, and of random=…
+
+Columns = Literal["main", "all"]
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,16 @@ def table(
     return by_head(heads)
 
 
+def main_columns(heads: pd.DataFrame) -> pd.DataFrame:
+    """The columns of a table that a paper prints: the change with its interval and its null, q and
+    n.
+    """
+    effect = _CHANGE if "change" in heads else _LOGS[:4]
+    labels = heads.columns[: heads.columns.get_loc(effect[0])]
+    names = [*labels, *effect, *_TESTS, *heads.columns.intersection(_OF_OPTIONS)]
+    return heads[names]
+
+
 def _selected(masks: Seq[np.ndarray], is_selected: np.ndarray) -> list[np.ndarray]:
     """The masks of blocks without the cells that are not selected; these are counted over all
     blocks.
@@ -291,6 +304,7 @@ def _about(contrast: Contrast, selection: Selection, cells: _Cells, units: Units
         "to": contrast.to,
         "quantity": contrast.quantity,
         "segment": contrast.segment or "all",
+        "scale": cells.last_block.scale,
         "select": selection.select or "none",
         "level": contrast.level,
         "resamples": contrast.resamples,
@@ -381,14 +395,14 @@ def marked(table: pd.DataFrame, margin: float | None = None) -> np.ndarray:
     """
     if margin is not None:
         check_margin(margin)
-    size = table["difference"].abs()
+    effect = "difference"
     scale = "difference"
     if "change" in table:
-        size = table["change"].abs()
+        effect = "change"
         scale = "log-ratio"
     if margin is None:
         margin = LARGER_THAN[scale]
-    return np.asarray((size > margin) & (table.q_difference < 0.05))
+    return np.asarray((table[effect].abs() > margin) & (table.q_difference < 0.05))
 
 
 def check_margin(margin: object) -> None:

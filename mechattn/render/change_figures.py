@@ -64,7 +64,7 @@ def change_map(
     """
     condition = result.condition(condition)
     contrast = Contrast(result, condition, to, quantity, segment, null=null)
-    table = contrast.table()
+    table = contrast.table(columns="all")
     if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
     has_null = bool(table.null.notna().any())

@@ -81,6 +81,7 @@ class Questions:
         by: Literal["beyond", "difference"] | None = None,
         random: Seq[Result] | None = None,
         margin: float | None = None,
+        columns: Literal["main", "all"] = "main",
         **options: Unpack[Options],
     ) -> pd.DataFrame:
         """Compare a quantity between two conditions for every layer and head, paired by prompt;
@@ -93,12 +94,14 @@ class Questions:
         null``. If no null is known, null and beyond are NaN and the difference is tested;
         ``table.attrs["null"]`` then says that the definition may cause part of it.
 
-        Rows are named by their heads (``table.loc["L1H2"]``). The first columns are layer, head;
-        change, change_low, change_high and change_null, fractions (−0.2 is a fall by a fifth) that
-        exist if the scale is a log-ratio; q_beyond, q_difference and n. Then come difference and
-        beyond with t, bootstrap-t and simultaneous intervals, null, value and reference (means over
-        prompts); effect_size (d_z), skewness, p_flip, p_family and detectable, which refer to what
-        is tested (``table.attrs["tested"]``); and columns that say what the numbers are.
+        Rows are named by their heads (``table.loc["L1H2"]``). The columns are those that a paper
+        prints: layer, head; change, change_low, change_high and change_null, fractions (−0.2 is a
+        fall by a fifth), or, for a quantity that has no ratio, difference, difference_low,
+        difference_high and null, in its own unit; q_beyond, q_difference and n. ``columns="all"``
+        has difference and beyond with t, bootstrap-t and simultaneous intervals, null, value and
+        reference (means over prompts); p of all tests; effect_size (d_z), skewness, p_flip,
+        p_family and detectable, which refer to what is tested (``table.attrs["tested"]``); and
+        columns that say what the numbers are.
 
         Each p is two-sided: the larger of a sign-flip test's and, from 10 prompts on, of a
         bootstrap-t test's, which allows for tails as long as those of the table's other heads. Each
@@ -116,15 +119,16 @@ class Questions:
             top: With ``select``, the number of heads, the furthest from 0 first; by default those
                 with q < 0.05.
             by: What ranks the ``top`` heads: "difference", the default, or "beyond" (the null).
-            random: The results of ``run_random`` for this run. Adds null_random (mean change of the
-                layer's heads in models with random weights), random_low and random_high (95 %
-                prediction interval for a head of one more such model), p_random, and q_random, of
-                the larger of p_beyond and p_random: below 0.05, neither the null, chance over
-                prompts nor random weights explain the change.
+            random: The results of ``run_random`` for this run. Adds q_random, of the larger of
+                p_beyond and p_random: below 0.05, neither the null, chance over prompts nor random
+                weights explain the change. ``columns="all"`` has p_random too, null_random (mean
+                change of the layer's heads in models with random weights), and random_low and
+                random_high (95 % prediction interval for a head of one more such model).
             margin: The largest change that counts as none, as a fraction for a log-ratio (0.02 is 2
                 %). Adds q_same, by two one-sided t tests: below 0.05, the tested difference lies
                 within ± margin. It is too small if differences are very skewed
                 (docs/concepts/intervals.md).
+            columns: "main", or "all", which :func:`mechattn.adjust` needs.
             options: See :class:`~mechattn.results.forwarding_methods.Options`: segment, null,
                 scale, unit, level …
 
@@ -136,7 +140,9 @@ class Questions:
         Source: Romano and Wolf 2005; Benjamini and Hochberg 1995; Schuirmann 1987.
         """
         asked = self._contrast(condition, to=to, quantity=quantity, **options)
-        return asked.table(select=select, top=top, by=by, random=random, margin=margin)
+        return asked.table(
+            select=select, top=top, by=by, random=random, margin=margin, columns=columns
+        )
 
     def across(
         self,

@@ -263,7 +263,7 @@ def test_rounding_is_no_finding(toy, prompts):
     result = ma.run(toy, prompts, {"nothing": slash})
     verdict = result.verdict("nothing")
     assert not (verdict.beyond | verdict.above).any()
-    table = result.compare("nothing", resamples=99)
+    table = result.compare("nothing", resamples=99, columns="all")
     assert (table.q_beyond == 1).all()
     assert np.abs(table.beyond).max() == 0
 
@@ -272,7 +272,7 @@ def test_rounding_is_no_finding(toy, prompts):
 def test_the_verdict_and_the_table_find_the_same_heads(toy, count):
     prompts = ma.load_prompts("word-problems", limit=count, seed=1)
     result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 8)})
-    table, verdict = result.compare("slash"), result.verdict("slash")
+    table, verdict = result.compare("slash", columns="all"), result.verdict("slash")
     found = table.q_beyond < 0.05
     assert int((found & (table.beyond < 0)).sum()) == int(verdict.beyond.sum())
     assert int((found & (table.beyond > 0)).sum()) == int(verdict.above.sum())

@@ -78,7 +78,7 @@ def test_hover_says_what_compare_says(opened, place, result):
     page = opened(place)
     at(page, 2, 5).hover()
     words = page.locator("#tip").inner_text()
-    table = result.compare("slash").set_index(["layer", "head"]).loc[(2, 5)]
+    table = result.compare("slash", columns="all").set_index(["layer", "head"]).loc[(2, 5)]
     shown = [percent(part) for part in re.findall(r"[+−]?[\d.]+\u00a0%", words)]
     np.testing.assert_allclose(
         shown,
@@ -245,7 +245,7 @@ def test_tabs_are_models(opened, result, slash_result, tmp_path):
     assert page.locator("#quantity option").count() > 5
     page.locator("#beside").select_option(index=1)
     page.locator("#beside-head-12").hover()
-    other = slash_result.compare("slash").set_index(["layer", "head"]).loc[(1, 4)]
+    other = slash_result.compare("slash", columns="all").set_index(["layer", "head"]).loc[(1, 4)]
     shown = re.search(r"change ([+−][\d.]+\u00a0%)", page.locator("#tip").inner_text())[1]
     assert percent(shown) == pytest.approx(np.expm1(other.difference), abs=5.1e-4), (
         "the other model's number"
@@ -254,7 +254,11 @@ def test_tabs_are_models(opened, result, slash_result, tmp_path):
     for prefix, of in {"head-": result, "beside-head-": slash_result}.items():
         fills = [page.locator(f"#{prefix}{i}").get_attribute("fill") for i in range(32)]
         alike |= dict(
-            zip(of.compare("slash").sort_values(["layer", "head"]).difference, fills, strict=True)
+            zip(
+                of.compare("slash", columns="all").sort_values(["layer", "head"]).difference,
+                fills,
+                strict=True,
+            )
         )
     # 98 of 100 heads of both maps have less than the strongest colour.
     most = sorted(alike, key=abs)[math.ceil(0.98 * len(alike)) - 1]
@@ -272,7 +276,7 @@ def test_tabs_are_models(opened, result, slash_result, tmp_path):
 
 def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp_path):
     page = opened(place)
-    table = result.compare("slash")  # the change beyond which the file has
+    table = result.compare("slash", columns="all")  # the change beyond which the file has
     expected = table.reindex(table.change.abs().sort_values(ascending=False).index)
     first = page.locator("#heads-table tbody tr").first.locator("button").inner_text()
     assert first == f"L{expected.layer.iloc[0]}H{expected['head'].iloc[0]}"

@@ -43,7 +43,7 @@ def test_a_cell_is_the_number_of_the_table_s_column(opened, place, result, quant
     page = opened(place)
     page.locator("#quantity").select_option(quantity)
     page.locator("#more-rows").click()
-    table = result.compare("slash", quantity=quantity).set_index(["layer", "head"])
+    table = result.compare("slash", quantity=quantity, columns="all").set_index(["layer", "head"])
     expected = table.copy()
     for end in ("", "_low", "_high", "_null"):
         of = {"_null": "null"}.get(end, f"difference{end}")
@@ -76,7 +76,7 @@ def test_a_cell_is_the_number_of_the_table_s_column(opened, place, result, quant
 
 
 def test_the_cell_of_another_column_would_be_noticed(result):  # negative control
-    table = result.compare("slash")
+    table = result.compare("slash", columns="all")
     assert abs(np.expm1(table.difference) - table.difference).max() > 5.1e-4
 
 
@@ -92,7 +92,7 @@ def test_the_table_is_sorted_by_what_it_says(opened, place, result):
         return page.locator("#heads-table tbody button").all_text_contents()
 
     def heads(by):
-        table = result.compare("slash")
+        table = result.compare("slash", columns="all")
         return [
             f"L{row.layer}H{row['head']}"
             for _, row in table.iloc[np.argsort(-abs(by(table)).values)].iterrows()
@@ -109,7 +109,7 @@ def test_the_table_is_sorted_by_what_it_says(opened, place, result):
 
 def test_the_page_starts_with_the_head_that_differs_most(opened, place, result):
     page = opened(place)
-    table = result.compare("slash")
+    table = result.compare("slash", columns="all")
     most, least = (
         table.loc[getattr(table.difference.abs(), f"idx{end}")()] for end in ("max", "min")
     )

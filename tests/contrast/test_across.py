@@ -42,7 +42,7 @@ def test_the_differences_are_those_of_single_comparisons(result):
     np.testing.assert_allclose(table["mean"], expected.mean, atol=1e-6)
     np.testing.assert_allclose(table.low, expected.low, atol=1e-5)
     assert table.attrs["null"] == "uniform attention"
-    alone = result.compare("/", null="uniform").set_index(["layer", "head"])
+    alone = result.compare("/", null="uniform", columns="all").set_index(["layer", "head"])
     wider = (table.high - table.low).values > (alone.beyond_high - alone.beyond_low).values
     assert wider.mean() > 0.5, "other fillers may differ"
 
@@ -92,9 +92,9 @@ def test_no_mean_difference_with_a_large_spread_is_not_within_a_margin():
 
 def test_a_change_within_a_margin_is_the_same(result):
     """Two one-sided tests by hand: within 50 % all heads are, within 0.001 % none."""
-    table = result.compare("/", margin=0.5)
+    table = result.compare("/", margin=0.5, columns="all")
     assert (table.q_same < 0.05).all()
-    assert (result.compare("/", margin=1e-5).q_same > 0.5).all()
+    assert (result.compare("/", margin=1e-5, columns="all").q_same > 0.5).all()
     for margin, said in (
         (0.5, "In 32 of 32 heads the change is that of the null to within ± 50\u00a0%"),
         (1e-5, "In 0 of 32 heads the change"),
@@ -103,4 +103,4 @@ def test_a_change_within_a_margin_is_the_same(result):
     assert "that of the null" not in ma.render.verdict_words(result, "/")
     for wrong in (0, -0.1, True, "2 %"):
         with pytest.raises(OptionError, match="margin="):
-            result.compare("/", margin=wrong)
+            result.compare("/", margin=wrong, columns="all")

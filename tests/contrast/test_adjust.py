@@ -15,10 +15,10 @@ def tables(toy, prompts):
         toy, prompts, conditions, [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
     )
     return [
-        result.compare("slash"),
-        result.compare("sentence", segment=None),
-        result.compare("slash", quantity="entropy"),
-        result.compare("sentence", select="half"),
+        result.compare("slash", columns="all"),
+        result.compare("sentence", segment=None, columns="all"),
+        result.compare("slash", quantity="entropy", columns="all"),
+        result.compare("sentence", select="half", columns="all"),
     ]
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import xarray as xr
@@ -42,7 +43,7 @@ def made_up(values, names=("baseline", "other"), prompts="a", compared="differen
 
 
 def test_the_table_is_that_of_loops(result):
-    table = result.compare("slash", quantity="scale")
+    table = result.compare("slash", quantity="scale", columns="all")
     dataset = result["affine_shift"].sel(segment="question")
     assert len(table) == 4 * 8
     assert (table.scale == "log-ratio").all()
@@ -72,7 +73,7 @@ def test_the_table_is_that_of_loops(result):
 
 def test_the_change_is_the_ratio_of_geometric_means_less_one(result):
     """A fraction with its interval beside it, and that of the null; none for differences, which have no ratio."""
-    table = result.compare("slash")
+    table = result.compare("slash", columns="all")
     at = result["received_attention"].sel(segment="question", layer=2, head=5)
     ours, theirs = (
         at.received_by_segment.sel(condition=name).values.astype(float)
@@ -90,7 +91,7 @@ def test_the_change_is_the_ratio_of_geometric_means_less_one(result):
     for name in ("change", "difference", "beyond"):
         assert at[at.index(name) + 1 : at.index(name) + 3] == [f"{name}_low", f"{name}_high"]
     assert not {"low", "high", "p", "q"} & set(table), "each is named for what it belongs to"
-    plain = result.compare("slash", quantity="total_variation")
+    plain = result.compare("slash", quantity="total_variation", columns="all")
     assert not [name for name in plain if str(name).startswith("change")]
     assert set(table) - set(plain) == {
         "change",
@@ -102,30 +103,30 @@ def test_the_change_is_the_ratio_of_geometric_means_less_one(result):
 
 
 def test_other_quantities_and_other_conditions(result):
-    flow = result.compare("slash", quantity="flow")
+    flow = result.compare("slash", quantity="flow", columns="all")
     assert set(flow.to_segment) == {"first", "template", "system", "question"}, (
         "the baseline has no inserted segment"
     )
     assert len(flow) == 32 * 4
-    every = result.compare("slash", quantity="received", segment=None)
+    every = result.compare("slash", quantity="received", segment=None, columns="all")
     assert set(every.segment) == {"first", "template", "system", "question"}
-    against = result.compare("slash", to="sentence", quantity="total_variation")
+    against = result.compare("slash", to="sentence", quantity="total_variation", columns="all")
     assert against.attrs["to"] == "sentence"
     assert against.attrs["null"] == "uniform attention"
-    opposite = result.compare("sentence", to="slash", quantity="total_variation")
+    opposite = result.compare("sentence", to="slash", quantity="total_variation", columns="all")
     np.testing.assert_allclose(against.difference, -opposite.difference)
-    ranks = result.compare("slash", to="sentence", quantity="shift_rank_one_share")
+    ranks = result.compare("slash", to="sentence", quantity="shift_rank_one_share", columns="all")
     assert (ranks.difference > 0)[ranks.layer == 0].all(), (
         "one repeated text has a shift of lower rank than a sentence"
     )
-    plain = result.compare("slash", quantity="total_variation")
+    plain = result.compare("slash", quantity="total_variation", columns="all")
     assert len(plain) == 32
     assert (plain.scale == "difference").all(), "0 in the baseline by definition"
     assert plain.null.abs().max() < 1e-6, "as uniform attention is only diluted"
 
 
 def test_without_a_null_the_difference_is_tested_and_the_table_says_so(result):
-    table = result.compare("slash", quantity="output_norm")
+    table = result.compare("slash", quantity="output_norm", columns="all")
     assert table.attrs["null"] == "no null is known; a change may be there by definition"
     assert table[["null", "beyond", "beyond_low", "beyond_high_simultaneous"]].isna().all(axis=None)
     dataset = (
@@ -135,12 +136,12 @@ def test_without_a_null_the_difference_is_tested_and_the_table_says_so(result):
     row = table.set_index(["layer", "head"]).loc[(1, 3)]
     assert row.effect_size == pytest.approx(log.mean() / log.std(ddof=1))
     assert row.p_flip == pytest.approx(paired(log[:, None], 0.0).p_flip[0])
-    control = result.compare("slash", to="sentence", quantity="output_norm")
+    control = result.compare("slash", to="sentence", quantity="output_norm", columns="all")
     assert control.attrs["null"] == "no difference", (
         "as many tokens at the same place: nothing is there by definition"
     )
     np.testing.assert_allclose(control.beyond, control.difference)
-    masked = result.compare("masked", to="sentence", quantity="output_norm")
+    masked = result.compare("masked", to="sentence", quantity="output_norm", columns="all")
     assert masked.attrs["null"].startswith("no null is known"), "one is masked, the other is not"
 
 
@@ -170,7 +171,9 @@ def test_as_many_tokens_at_the_same_place_have_a_null_whoever_inserts_them(toy, 
     result = ma.run(toy, prompts[:6], conditions, ma.analyses.AffineShift(), layers=0)
 
     def null(one, other):
-        return result.compare(one, to=other, quantity="output_norm", matched=False).attrs["null"]
+        return result.compare(
+            one, to=other, quantity="output_norm", matched=False, columns="all"
+        ).attrs["null"]
 
     assert null("sevens", "slash") == null("slash", "sevens") == "no difference"
     assert null("more", "slash").startswith("no null is known"), "one token more"
@@ -184,31 +187,52 @@ def test_a_cell_without_a_ratio_is_left_out_and_named():
     values[3, 1, 1, 2] = 0
     result = made_up(values, compared="ratio")
     with pytest.warns(UserWarning, match=r"1 of 6 cells are left out \(layer 1 head 2\)"):
-        table = result.compare("other", quantity="quantity")
+        table = result.compare("other", quantity="quantity", columns="all")
     assert (table.scale == "log-ratio").all()
     assert len(table) == 5
     assert table.attrs["left_out"] == ["layer 1 head 2"]
     assert table.attrs["family"] == "5 tests: layer × head"
-    whole = result.compare("other", quantity="quantity", scale="difference")
+    whole = result.compare("other", quantity="quantity", scale="difference", columns="all")
     assert len(whole) == 6
     assert (whole.scale == "difference").all()
     expected = (values[:, 1] - values[:, 0]).mean(0).flatten()
     np.testing.assert_allclose(whole.difference, expected)
     with pytest.raises(OptionError, match=r"has no ratio in any cell.*scale="):
-        made_up(-values, compared="ratio").compare("other", quantity="quantity")
+        made_up(-values, compared="ratio").compare("other", quantity="quantity", columns="all")
 
 
 def test_a_layer_that_has_no_value_is_left_out_and_a_missing_prompt_is_refused():
     values = np.random.default_rng(0).normal(size=(6, 2, 2, 3))
     values[:, :, 0] = np.nan
     with pytest.warns(UserWarning, match="3 of 6 cells are left out"):
-        assert set(made_up(values).compare("other", quantity="quantity").layer) == {1}
+        assert set(made_up(values).compare("other", quantity="quantity", columns="all").layer) == {
+            1
+        }
     values[2, 1, 1, 0] = np.nan
     with pytest.raises(
         OptionError,
         match=r"^1 of 6 prompts have no 'quantity' with 'other'; leave .* result.sel\(prompt=…\)$",
     ):
-        made_up(values).compare("other", quantity="quantity")
+        made_up(values).compare("other", quantity="quantity", columns="all")
+
+
+def test_the_columns_are_those_of_a_paper(slash_result):
+    whole = slash_result.compare("slash", columns="all")
+    table = slash_result.compare("slash")
+    effect = ["change", "change_low", "change_high", "change_null"]
+    assert list(table) == ["layer", "head", *effect, "q_beyond", "q_difference", "n"]
+    pd.testing.assert_frame_equal(table, whole[list(table)])
+    assert table.loc["L1H2"].change == whole.loc["L1H2"].change
+    assert table.attrs == whole.attrs
+    assert len(whole.columns) > 40
+
+    points = slash_result.compare("slash", scale="difference", margin=0.01, segment=None)
+    labels = ["layer", "head", "segment"]
+    effect = ["difference", "difference_low", "difference_high", "null"]
+    assert sorted(points) == sorted([*labels, *effect, "q_beyond", "q_difference", "n", "q_same"])
+    assert len(points.columns) <= 12
+    with pytest.raises(OptionError, match="columns='few': choose one of 'main', 'all'"):
+        slash_result.compare("slash", columns="few")
 
 
 @pytest.mark.parametrize(("heads", "covered"), [(32, 0.35), (256, 0.05)])
@@ -235,14 +259,16 @@ def test_select_half_reports_what_the_other_half_says():
     values[:, 1, 0, 3] += 1.0
     values[halves_of(24)[0], 1, 1, 5] += 1.0
     result = made_up(values)
-    table = result.compare("other", quantity="quantity", select="half").set_index(["layer", "head"])
+    table = result.compare("other", quantity="quantity", select="half", columns="all").set_index(
+        ["layer", "head"]
+    )
     assert {(0, 3), (1, 5)} <= set(table.index)
     assert len(table) < 6
     assert table.loc[(0, 3)].q_difference < 0.01
     assert table.loc[(1, 5)].q_difference > 0.01
     assert (table.n == 12).all()
     nothing = made_up(generator.normal(size=(24, 2, 2, 16))).compare(
-        "other", quantity="quantity", select="half"
+        "other", quantity="quantity", select="half", columns="all"
     )
     assert len(nothing) == 0
 
@@ -253,7 +279,7 @@ def test_top_ranks_on_one_half_and_reports_the_other_once():
     values = generator.normal(size=(24, 2, 2, 16))
     values[:, 1, 1, 4] -= 3.0
     table = made_up(values).compare(
-        "other", quantity="quantity", select="half", top=3, by="difference"
+        "other", quantity="quantity", select="half", top=3, by="difference", columns="all"
     )
     d = (values[:, 1] - values[:, 0]).reshape(24, -1)
     first, other = halves_of(24)
@@ -269,7 +295,8 @@ def test_top_ranks_on_one_half_and_reports_the_other_once():
 
 def test_top_ranks_by_what_is_asked(result):
     beyond, difference = (
-        result.compare("slash", select="half", top=32, by=by) for by in ("beyond", "difference")
+        result.compare("slash", select="half", top=32, by=by, columns="all")
+        for by in ("beyond", "difference")
     )
     first = replace(
         result,
@@ -277,7 +304,7 @@ def test_top_ranks_by_what_is_asked(result):
             name: data.isel(prompt=halves_of(12)[0]) for name, data in result.datasets.items()
         },
     )
-    ranked = first.compare("slash").set_index(["layer", "head"])
+    ranked = first.compare("slash", columns="all").set_index(["layer", "head"])
     for table, by in ((beyond, "beyond"), (difference, "difference")):
         far = abs(ranked.loc[list(zip(table.layer, table["head"], strict=True))][by])
         assert (far.diff().dropna() <= 0).all()
@@ -287,14 +314,20 @@ def test_top_ranks_by_what_is_asked(result):
 def test_two_results_of_the_same_prompts():
     values = np.random.default_rng(0).normal(size=(6, 2, 1, 3))
     one, two = made_up(values), made_up(values + 1)
-    table = two.compare("other", to="other", quantity="quantity", other=one)
+    table = two.compare("other", to="other", quantity="quantity", other=one, columns="all")
     np.testing.assert_allclose(table.difference, 1)
     with pytest.raises(OptionError, match="different prompts"):
         made_up(values).compare(
-            "other", to="other", quantity="quantity", other=made_up(values, prompts="b")
+            "other",
+            to="other",
+            quantity="quantity",
+            other=made_up(values, prompts="b"),
+            columns="all",
         )
     with pytest.raises(OptionError, match="other heads"):
-        two.compare("other", to="other", quantity="quantity", other=made_up(values[..., :2]))
+        two.compare(
+            "other", to="other", quantity="quantity", other=made_up(values[..., :2]), columns="all"
+        )
 
 
 @pytest.mark.parametrize(
@@ -341,7 +374,7 @@ def test_two_results_of_the_same_prompts():
 )
 def test_what_it_refuses(result, options, message):
     with pytest.raises(OptionError, match=message):
-        result.compare(**options)
+        result.compare(**options, columns="all")
 
 
 class Last(ma.analyses.QueryAnalysis):
@@ -366,7 +399,9 @@ def test_a_quantity_that_is_elsewhere_is_said_to_be_there(toy, prompts):
     with pytest.raises(OptionError) as caught:
         there.heads("share", condition="slash")
     assert str(caught.value) == said.format("")
-    assert set(there.compare("slash", quantity="share", segment="template").segment) == {"template"}
+    assert set(
+        there.compare("slash", quantity="share", segment="template", columns="all").segment
+    ) == {"template"}
     lacking = there["last"].share.where(there["last"].prompt != there["last"].prompt[0])
     without = replace(
         there, datasets=there.datasets | {"last": there["last"].assign(share=lacking)}
@@ -376,7 +411,7 @@ def test_a_quantity_that_is_elsewhere_is_said_to_be_there(toy, prompts):
             OptionError,
             match=rf"^1 of 3 .* in {where} .*; in both conditions no segment has it in all",
         ):
-            without.compare("slash", quantity="share", segment=segment)
+            without.compare("slash", quantity="share", segment=segment, columns="all")
 
 
 class LastAgain(Last):
@@ -394,7 +429,7 @@ def test_a_quantity_of_two_analyses_is_refused_and_an_unknown_one_lists_what_is_
         OptionError,
         match=r"has 'shares' for each prompt; there are mass, received, share: name one",
     ):
-        there.compare("slash", quantity="shares")
+        there.compare("slash", quantity="shares", columns="all")
 
 
 @pytest.mark.parametrize(("n", "enough"), [(3, False), (5, False), (6, True)])
@@ -409,7 +444,7 @@ def test_a_verdict_says_if_no_head_could_be_found(toy, prompts, n, enough):
 
 def test_nothing_is_compared_with_itself(result):
     with pytest.raises(OptionError, match="'slash' is compared with itself"):
-        result.compare("slash", to="slash")
+        result.compare("slash", to="slash", columns="all")
 
 
 def test_a_baseline_inserts_nothing_whatever_is_asked(result):
@@ -424,18 +459,27 @@ def test_a_baseline_inserts_nothing_whatever_is_asked(result):
     ):
         result.heads("mass", segment="inserted")
     assert len(result.heads("mass", condition="slash", segment="inserted")) == 10
-    assert len(result.compare("slash", to="sentence", quantity="mass", segment="inserted")) == 32
+    assert (
+        len(
+            result.compare(
+                "slash", to="sentence", quantity="mass", segment="inserted", columns="all"
+            )
+        )
+        == 32
+    )
 
 
 def test_different_lengths_can_be_compared_on_purpose(result):
-    assert len(result.compare("slash", to="long", matched=False)) == 32
+    assert len(result.compare("slash", to="long", matched=False, columns="all")) == 32
 
 
 def test_few_prompts_are_refused():
     with pytest.raises(OptionError, match="2 prompts"):
-        made_up(np.ones((2, 2, 1, 3))).compare("other", quantity="quantity")
+        made_up(np.ones((2, 2, 1, 3))).compare("other", quantity="quantity", columns="all")
     with pytest.raises(OptionError, match="at least 12"):
-        made_up(np.ones((11, 2, 1, 3))).compare("other", quantity="quantity", select="half")
+        made_up(np.ones((11, 2, 1, 3))).compare(
+            "other", quantity="quantity", select="half", columns="all"
+        )
 
 
 def test_a_null_of_one_number_for_all_heads_beside_one_for_each(slash_result):
@@ -448,8 +492,12 @@ def test_a_null_of_one_number_for_all_heads_beside_one_for_each(slash_result):
         datasets=slash_result.datasets
         | {"received_attention": data.assign({name: data[name] * heads})},
     )
-    found = slash_result.compare("slash", other=other, null="uniform")
+    found = slash_result.compare("slash", other=other, null="uniform", columns="all")
     found = found.set_index(["layer", "head"]).null
-    expected = slash_result.compare("slash", null="uniform").set_index(["layer", "head"]).null
+    expected = (
+        slash_result.compare("slash", null="uniform", columns="all")
+        .set_index(["layer", "head"])
+        .null
+    )
     minus = np.log(np.arange(1.0, data.sizes["head"] + 1))[expected.index.get_level_values("head")]
     np.testing.assert_allclose(found, expected - minus, atol=1e-6)

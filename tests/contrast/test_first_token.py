@@ -97,7 +97,7 @@ def test_a_mark_is_significant_and_large(toy, prompts):
     expected = significant & (abs(table.change) > LARGER_THAN["log-ratio"])
     np.testing.assert_array_equal(marked(table), expected)
     assert 0 < marked(table, 0.15).sum() < marked(table, 0.01).sum() <= significant.sum()
-    points = result.compare("slash", quantity="mass", scale="difference")
+    points = result.compare("slash", quantity="mass", scale="difference", columns="all")
     larger = (points.q_difference < 0.05) & (abs(points.difference) > 0.005)
     np.testing.assert_array_equal(marked(points), larger)
     with pytest.raises(OptionError, match="margin=0: give the largest change"):

@@ -52,7 +52,7 @@ def by_group(values):
 
 
 def test_the_table_is_that_of_group_means(result):
-    table = result.compare("slash", null="uniform")
+    table = result.compare("slash", null="uniform", columns="all")
     assert set(table.n) == {6}
     assert table.attrs["unit"] == "groups (6 of 18 prompts)"
     at = (
@@ -95,14 +95,20 @@ def test_the_table_is_that_of_group_means(result):
 
 
 def test_without_groups_and_with_unit_prompt_nothing_changes(result, ungrouped):
-    for made in (result.compare("slash", unit="prompt"), ungrouped.compare("slash")):
+    for made in (
+        result.compare("slash", unit="prompt", columns="all"),
+        ungrouped.compare("slash", columns="all"),
+    ):
         assert made.attrs["unit"] == "prompts"
         assert set(made.n) == {18}
     assert_frame_equal(
-        result.compare("slash", unit="prompt"), ungrouped.compare("slash"), check_exact=True
+        result.compare("slash", unit="prompt", columns="all"),
+        ungrouped.compare("slash", columns="all"),
+        check_exact=True,
     )
     assert not np.allclose(
-        result.compare("slash").difference_low, ungrouped.compare("slash").difference_low
+        result.compare("slash", columns="all").difference_low,
+        ungrouped.compare("slash", columns="all").difference_low,
     ), "negative control"
     one, other = result.verdict("slash", unit="prompt"), ungrouped.verdict("slash")
     assert repr(one) == repr(other)
@@ -149,7 +155,7 @@ def test_halves_never_share_a_group(result, prompts, toy):
     with pytest.raises(
         OptionError, match=r"6 groups of 18 prompts; give prompts of at least 12 groups"
     ):
-        result.compare("slash", select="half")
+        result.compare("slash", select="half", columns="all")
     figure = ma.render.received_attention(result, 0, top=2)
     assert (
         "mean over 9 prompts, pointwise 95 % bands, which treat prompts as independent"
@@ -180,7 +186,11 @@ def test_groups_are_stored_and_results_without_them_are_read(result, ungrouped, 
         made.save(tmp_path / name)
         again = ma.load_result(tmp_path / name)
         assert again.digest() == made.digest()
-        assert_frame_equal(again.compare("slash"), made.compare("slash"), check_exact=True)
+        assert_frame_equal(
+            again.compare("slash", columns="all"),
+            made.compare("slash", columns="all"),
+            check_exact=True,
+        )
     broken = result["sequences"].assign(
         group=("condition", np.array(["a", "b", "c"], dtype=object))
     )
@@ -198,9 +208,9 @@ def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungroup
     ]
     whole = ma.merge_results(parts)
     assert whole["sequences"].group.values.tolist() == GROUPS
-    expected = result.compare("slash")
+    expected = result.compare("slash", columns="all")
     np.testing.assert_allclose(
-        whole.compare("slash")[["difference_low", "q_beyond"]],
+        whole.compare("slash", columns="all")[["difference_low", "q_beyond"]],
         expected[["difference_low", "q_beyond"]],
         rtol=1e-4,
     )
@@ -212,8 +222,8 @@ def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungroup
 
 def test_other_groups_in_the_other_result(result, ungrouped):
     with pytest.raises(OptionError, match=r'different groups in the two results.*unit="prompt"'):
-        result.compare("slash", other=ungrouped)
-    assert set(result.compare("slash", other=ungrouped, unit="prompt").n) == {18}
+        result.compare("slash", other=ungrouped, columns="all")
+    assert set(result.compare("slash", other=ungrouped, unit="prompt", columns="all").n) == {18}
 
 
 def test_one_group_has_no_interval(toy, prompts):
@@ -222,9 +232,9 @@ def test_one_group_has_no_interval(toy, prompts):
     for ask in (result.compare, result.verdict):
         with pytest.raises(OptionError, match=r'all 6 prompts are in one group.*unit="prompt"'):
             ask("slash")
-    assert set(result.compare("slash", unit="prompt").n) == {6}
+    assert set(result.compare("slash", unit="prompt", columns="all").n) == {6}
     with pytest.raises(OptionError, match="unit='template'"):
-        result.compare("slash", unit="template")
+        result.compare("slash", unit="template", columns="all")
 
 
 def test_a_prompt_without_a_group_stands_alone_among_those_that_have_one():

@@ -95,16 +95,20 @@ def test_few_prompts_are_refused(toy, prompts):
 
 def test_rows_are_named_by_their_heads(toy, prompts):
     result = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 9)}, layers=[1, 2])
-    table = result.compare("slash")
+    table = result.compare("slash", columns="all")
     assert table.loc["L1H2"].equals(table[(table.layer == 1) & (table["head"] == 2)].iloc[0])
     top = result.heads("received", top=3)
     assert [f"L{layer}H{head}" for layer, head in zip(top.layer, top["head"], strict=True)] == list(
         top.index
     )
-    assert list(result.compare("slash", segment=None).loc["L1H2"].segment.unique()) != [
-        "question"
-    ], "a row for each"
-    assert list(ma.adjust([table, result.compare("slash", quantity="mass")]).loc["L1H2"].layer) == [
+    assert list(
+        result.compare("slash", segment=None, columns="all").loc["L1H2"].segment.unique()
+    ) != ["question"], "a row for each"
+    assert list(
+        ma.adjust([table, result.compare("slash", quantity="mass", columns="all")])
+        .loc["L1H2"]
+        .layer
+    ) == [
         1,
         1,
     ]

@@ -43,7 +43,7 @@ def changes(result, condition="slash"):
 
 
 def test_the_columns_are_those_of_loops(trained, random):
-    table = trained.compare("slash", random=random[:3])
+    table = trained.compare("slash", random=random[:3], columns="all")
     mean, low, high, p = by_loops(changes(trained), [changes(draw) for draw in random[:3]])
     for column, expected in (
         ("null_random", mean),
@@ -54,7 +54,7 @@ def test_the_columns_are_those_of_loops(trained, random):
         np.testing.assert_allclose(table[column], expected, atol=1e-9, err_msg=column)
     assert table.attrs["null_random"] == "random weights (initialised): 3 draws, 96 heads compared"
     assert table.attrs["smallest_p_random"] == 1 / 97
-    plain = trained.compare("slash")
+    plain = trained.compare("slash", columns="all")
     assert plain.equals(table[plain.columns]), "the other columns stay"
     wrong = by_loops(changes(trained), [changes(draw, "sentence") for draw in random[:3]])
     assert abs(wrong[0] - mean).max() > 1e-5, "draws of another condition would be noticed"
@@ -68,9 +68,9 @@ def test_some_layers_at_a_time_give_the_same(trained, random, memory, options, m
     monkeypatch.setattr(
         table, "layer_blocks", lambda *given: seen.append(blocks(*given)) or seen[-1]
     )
-    expected = trained.compare("slash", random=random[:3], resamples=99, **options)
+    expected = trained.compare("slash", random=random[:3], resamples=99, **options, columns="all")
     got = replace(trained, memory=memory).compare(
-        "slash", random=random[:3], resamples=99, **options
+        "slash", random=random[:3], resamples=99, **options, columns="all"
     )
     assert [len(layers) > 1 for layers in seen] == [False, True]
     pd.testing.assert_frame_equal(got, expected, rtol=1e-12)
@@ -80,7 +80,9 @@ def test_some_layers_at_a_time_give_the_same(trained, random, memory, options, m
 def test_hardly_a_head_of_a_random_model_is_found(random):
     """Each model in turn as the one tested, with the three after it as its draws."""
     tables = [
-        random[i].compare("slash", random=[random[(i + k) % MODELS] for k in (1, 2, 3)])
+        random[i].compare(
+            "slash", random=[random[(i + k) % MODELS] for k in (1, 2, 3)], columns="all"
+        )
         for i in range(MODELS)
     ]
     rates = [(table.p_random < 0.05).mean() for table in tables]
@@ -90,7 +92,7 @@ def test_hardly_a_head_of_a_random_model_is_found(random):
 
 
 def test_most_heads_of_a_trained_toy_are_found(trained, random):
-    table = trained.compare("slash", null="uniform", random=random[:3])
+    table = trained.compare("slash", null="uniform", random=random[:3], columns="all")
     assert (table.q_random < 0.05).mean() > 0.5
     both = stats.false_discovery_control(np.maximum(table.p_beyond, table.p_random))
     np.testing.assert_allclose(table.q_random, both)
@@ -104,7 +106,9 @@ def test_most_heads_of_a_trained_toy_are_found(trained, random):
         "; q_random, over 32 tests, is of the larger p of this and of random weights (initialised): 3 draws"
         in said
     )
-    assert "q_random" not in trained.methods(trained.compare("slash")), "negative control"
+    assert "q_random" not in trained.methods(trained.compare("slash", columns="all")), (
+        "negative control"
+    )
     assert (table.difference - table.null_random)[table.q_random < 0.05].gt(0).mean() > 0.9, (
         "they fall less"
     )
@@ -112,7 +116,7 @@ def test_most_heads_of_a_trained_toy_are_found(trained, random):
 
 def test_a_shuffled_toy_stands_between(trained, toy, prompts):
     draws = ma.run_random(toy, prompts[:6], CONDITIONS, draws=3, kind="shuffled")
-    table = trained.compare("slash", random=draws)
+    table = trained.compare("slash", random=draws, columns="all")
     spread = (table.random_high - table.random_low).groupby(table.layer).mean()
     assert spread.is_monotonic_increasing, (
         "heads of shuffled weights differ most in the last layers"
@@ -120,7 +124,9 @@ def test_a_shuffled_toy_stands_between(trained, toy, prompts):
     assert 0.2 < (stats.false_discovery_control(table.p_random) < 0.05).mean() < 1
     with pytest.raises(OptionError, match="mixes random: initialised and random: shuffled"):
         trained.compare(
-            "slash", random=[*draws, ma.run(ma.random_weights(toy), prompts[:6], CONDITIONS)]
+            "slash",
+            random=[*draws, ma.run(ma.random_weights(toy), prompts[:6], CONDITIONS)],
+            columns="all",
         )
 
 
@@ -129,7 +135,7 @@ def test_halves_and_segments_keep_the_columns(toy, prompts, tmp_path):
     analyses = [ma.ReceivedAttention(), ma.analyses.SegmentFlow()]
     result = ma.run(toy, prompts, conditions, analyses)
     draws = ma.run_random(toy, prompts, conditions, analyses, draws=3)
-    half = result.compare("slash", select="half", random=draws)
+    half = result.compare("slash", select="half", random=draws, columns="all")
     assert half.p_random.between(1 / 97, 1).all()
     both = np.ones(
         32
@@ -137,12 +143,14 @@ def test_halves_and_segments_keep_the_columns(toy, prompts, tmp_path):
     both[: len(half)] = np.maximum(half.p_beyond, half.p_random)
     np.testing.assert_allclose(half.q_random, stats.false_discovery_control(both)[: len(half)])
     assert (half.n == 6).all()
-    flow = result.compare("slash", quantity="flow", segment=None, scale="difference", random=draws)
+    flow = result.compare(
+        "slash", quantity="flow", segment=None, scale="difference", random=draws, columns="all"
+    )
     assert flow.p_random.notna().any()
     for number, draw in enumerate(draws):
         draw.save(tmp_path / f"{number}.zarr")
     stored = [ma.load_result(tmp_path / f"{number}.zarr") for number in range(3)]
-    assert result.compare("slash", select="half", random=stored).equals(half)
+    assert result.compare("slash", select="half", random=stored, columns="all").equals(half)
 
 
 @pytest.mark.parametrize("draws", [0, 1, 2, -1, 2.0, True, "3"])
@@ -158,21 +166,21 @@ def test_an_unknown_kind_is_refused_before_a_model_is_loaded():
 
 def test_what_is_no_list_of_random_models_is_refused(trained, random):
     with pytest.raises(OptionError, match=r"pass random=…"):
-        trained.compare("slash", null="random-weights")
+        trained.compare("slash", null="random-weights", columns="all")
     with pytest.raises(OptionError, match=r"give a list of results, as ma\.run_random"):
-        trained.compare("slash", random=random[0])
+        trained.compare("slash", random=random[0], columns="all")
     with pytest.raises(OptionError, match=r"holds 2 results; give at least 3"):
-        trained.compare("slash", random=random[:2])
+        trained.compare("slash", random=random[:2], columns="all")
     with pytest.raises(
         OptionError, match=r"random\[2\] comes from toy:llama, whose weights are not random"
     ):
-        trained.compare("slash", random=[*random[:2], trained])
+        trained.compare("slash", random=[*random[:2], trained], columns="all")
     with pytest.raises(OptionError, match="the same weights twice"):
-        trained.compare("slash", random=[*random[:2], random[0]])
+        trained.compare("slash", random=[*random[:2], random[0]], columns="all")
     with pytest.raises(OptionError, match="or those of the result"):
-        random[0].compare("slash", random=random[:3])
+        random[0].compare("slash", random=random[:3], columns="all")
     with pytest.raises(OptionError, match="without other="):
-        trained.compare("slash", other=random[3], random=random[:3])
+        trained.compare("slash", other=random[3], random=random[:3], columns="all")
 
 
 def test_random_models_of_another_run_are_refused(trained, random, toy, prompts):
@@ -188,15 +196,17 @@ def test_random_models_of_another_run_are_refused(trained, random, toy, prompts)
         ),
     ):
         with pytest.raises(OptionError, match=rf"random\[2\] {why}.*run ma.run_random with"):
-            trained.compare("slash", random=[*random[:2], other])
+            trained.compare("slash", random=[*random[:2], other], columns="all")
     other = run(prompts[:6], CONDITIONS, seed=1)
     with pytest.raises(OptionError, match=r"read other tokens with 'sentence', so its seed"):
-        trained.compare("sentence", random=[*random[:2], other])
-    assert len(trained.compare("slash", random=[*random[:2], other])) == 32, (
+        trained.compare("sentence", random=[*random[:2], other], columns="all")
+    assert len(trained.compare("slash", random=[*random[:2], other], columns="all")) == 32, (
         "slashes are the same with any seed"
     )
     about = {**random[2].provenance, "model": {**random[2].provenance["model"], "layers": 5}}
     with pytest.raises(OptionError, match=r"another model \(layers 5, in the result 4\)"):
         trained.compare(
-            "slash", random=[*random[:2], dataclasses.replace(random[2], provenance=about)]
+            "slash",
+            random=[*random[:2], dataclasses.replace(random[2], provenance=about)],
+            columns="all",
         )

@@ -35,7 +35,7 @@ def test_results_of_several_seeds_are_stacked_with_the_seed_as_a_dimension(runs)
 
 
 def test_tables_of_several_seeds_are_one_family(runs):
-    tables = [run.compare("slash") for run in runs.values()]
+    tables = [run.compare("slash", columns="all") for run in runs.values()]
     made = ma.adjust(tables)
     np.testing.assert_allclose(
         made.q_beyond,
@@ -47,7 +47,8 @@ def test_tables_of_several_seeds_are_one_family(runs):
 def test_an_interval_over_prompts_says_nothing_about_another_seed(runs):
     """The heads of the last layer change in each seed by another amount; an interval over seeds is of n = 3."""
     tables = [
-        run.compare("slash").query("layer == 3").reset_index(drop=True) for run in runs.values()
+        run.compare("slash", columns="all").query("layer == 3").reset_index(drop=True)
+        for run in runs.values()
     ]
     one, other = tables[:2]
     missed = (other.beyond < one.beyond_low) | (other.beyond > one.beyond_high)

@@ -206,7 +206,7 @@ def every_comparison(result, condition, null):
                 "difference" if nowhere else None
             )  # the first token, where every window is past it
             table = result.compare(
-                condition, quantity=quantity, resamples=99, null=null, scale=scale
+                condition, quantity=quantity, resamples=99, null=null, scale=scale, columns="all"
             )
             assert table.beyond.abs().max() < 1e-5, (name, condition)
             seen.add(quantity)
@@ -234,7 +234,7 @@ def test_one_head_that_looks_at_content_is_found(tokenizer, answered):
         "scale",
     ):
         table = (
-            result.compare("slash", quantity=quantity, resamples=99, null="uniform")
+            result.compare("slash", quantity=quantity, resamples=99, null="uniform", columns="all")
             .set_index(["layer", "head"])
             .beyond.abs()
         )

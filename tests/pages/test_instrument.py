@@ -83,7 +83,7 @@ def test_each_quantity_is_what_compare_and_heads_give(focused):
                 square(table, "high", [1, 3]),
             )
         for condition, found in held["changes"].items():
-            table = focused.compare(condition, quantity=name)
+            table = focused.compare(condition, quantity=name, columns="all")
             nulls = {"received": "dilution", "mass": "dilution"}
             assert found["null_name"] == nulls.get(name, "uniform attention")
             margin = 0.05 if "change" in table else 0.005

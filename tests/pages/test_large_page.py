@@ -110,7 +110,7 @@ def test_every_figure_and_table_is_the_same(measured, place):
         ("60KiB", lambda of: of.stability("slash", top=3, splits=20)),
         ("60KiB", lambda of: of.stability(top=2, layer=1, over=["slash", "sentence"], splits=20)),
         ("9KiB", lambda of: of.agreement("slash", "sentence")),
-        ("300KiB", lambda of: of.compare("slash", segment=None, resamples=99)),
+        ("300KiB", lambda of: of.compare("slash", segment=None, resamples=99, columns="all")),
         (
             SMALL,
             lambda of: heads_table(replace(of, datasets={name: of.datasets[name] for name in few}))[
@@ -209,13 +209,13 @@ def peak(call):
 def test_the_memory_is_kept_to(measured):
     """Of 12,000 prompts; and with more allowed, more is taken (negative control)."""
     result = many(measured, 12000)
-    table = result.compare("slash", resamples=99)  # what is imported and drawn once
+    table = result.compare("slash", resamples=99, columns="all")  # what is imported and drawn once
     little, much = (
-        peak(lambda m=m: replace(result, memory=m).compare("slash", resamples=99))
+        peak(lambda m=m: replace(result, memory=m).compare("slash", resamples=99, columns="all"))
         for m in ("13MiB", "1GiB")
     )
     assert little < 13 < much
-    again = replace(result, memory="13MiB").compare("slash", resamples=99)
+    again = replace(result, memory="13MiB").compare("slash", resamples=99, columns="all")
     pd.testing.assert_frame_equal(again, table, rtol=1e-12)
     assert again.attrs == table.attrs
 
@@ -259,10 +259,10 @@ def test_groups_are_bagged_as_wholes(measured):
     )
     sequences = result["sequences"].assign(group=("prompt", [f"g{i // 2}" for i in range(4200)]))
     made = replace(result, datasets={"sequences": sequences, "received_attention": dataset})
-    table = made.compare("slash", resamples=99)
+    table = made.compare("slash", resamples=99, columns="all")
     assert table.attrs["unit"] == "groups (2100 of 4200 prompts)"
     assert table.attrs["resampled"] == "700 random bags of 3"
     assert (table.difference_high - table.difference_low < 1e-6).all()
     assert (table.difference_low_bootstrap.sub(table.difference_low).abs() < 1e-6).all()
-    alone = made.compare("slash", resamples=99, unit="prompt")
+    alone = made.compare("slash", resamples=99, unit="prompt", columns="all")
     assert (alone.difference_high - alone.difference_low > 0.005).all()

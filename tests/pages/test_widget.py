@@ -93,7 +93,11 @@ def test_the_prompts_in_which_a_head_does_most(view, result):
     assert sorted(table.prompt) == sorted(result["sequences"].prompt.values)
     np.testing.assert_allclose(table.difference, by_hand.sel(prompt=table.prompt.values), rtol=1e-6)
     assert (abs(table.beyond).diff().dropna() <= 0).all()
-    of_table = result.compare("slash", quantity="entropy").set_index(["layer", "head"]).loc[(1, 2)]
+    of_table = (
+        result.compare("slash", quantity="entropy", columns="all")
+        .set_index(["layer", "head"])
+        .loc[(1, 2)]
+    )
     assert table.beyond.mean() == pytest.approx(of_table.beyond)
     with pytest.raises(OptionError, match="head='2': give a head such as"):
         ma.Contrast(result, "slash").by_prompt("2")

@@ -111,7 +111,7 @@ def test_a_run_over_pairs_measures_the_changed_tokens(model):
     values = result["received_attention"].received_by_segment.sel(segment="changed")
     assert bool(values.notnull().all())
     assert float(abs(values.diff("condition")).max()) > 1e-4
-    table = result.compare("other", segment="changed")
+    table = result.compare("other", segment="changed", columns="all")
     assert abs(table.null).max() < 1e-6, "uniform attention doesn't see which tokens they are"
 
 

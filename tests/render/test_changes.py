@@ -131,7 +131,7 @@ def test_several_layers(result):
 
 def test_change_map_marks_what_is_significant(result):
     figure = ma.render.change_map(result, "sentence", quantity="scale")
-    table = result.compare("sentence", quantity="scale")
+    table = result.compare("sentence", quantity="scale", columns="all")
     heat, dots, faded, key = figure.data
     assert heat.z[2][5] == pytest.approx(table.set_index(["layer", "head"]).beyond[2, 5])
     marked = set(zip(dots.y, dots.x, strict=True))
@@ -230,7 +230,7 @@ def test_changes_from_a_control(result):
 
 def test_a_map_of_changes_from_a_control(result):
     figure = ma.render.change_map(result, "slash", to="sentence")
-    table = result.compare("slash", to="sentence")
+    table = result.compare("slash", to="sentence", columns="all")
     heat = next(trace for trace in figure.data if trace.type == "heatmap" and trace.name != "faded")
     np.testing.assert_allclose(np.asarray(heat.z, dtype=float).reshape(-1), table.beyond)
     assert (

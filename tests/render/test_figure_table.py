@@ -37,7 +37,7 @@ def test_panels_and_maps_are_told_apart(slash_result):
     assert set(table.series) == series, "a band is no series"
     table, compared = (
         ma.render.figure_table(ma.render.change_map(slash_result)),
-        slash_result.compare("slash"),
+        slash_result.compare("slash", columns="all"),
     )
     cells = table[table.z.notna()]
     np.testing.assert_allclose(cells.z.astype(float), compared.beyond)

@@ -63,7 +63,7 @@ def test_it_is_the_same_and_nothing_of_a_prompt_is_read(parts, folder):
         assert all("prompt" in variable.dims for variable in lazy)
         assert loaded.digest() == part.digest()
         assert loaded.provenance == json.loads(json.dumps(part.provenance))
-        loaded.compare("slash", resamples=99)
+        loaded.compare("slash", resamples=99, columns="all")
         assert not any(variable._in_memory for variable in lazy)
 
 
@@ -99,8 +99,8 @@ CASES = [
 @pytest.mark.parametrize(("quantity", "select"), CASES)
 def test_tables_are_the_same(whole, folder, quantity, select):
     lazy = merge_results([ma.load_result(folder / f"{number}.zarr") for number in (1, 0)])
-    expected = whole.compare("slash", quantity=quantity, select=select, resamples=99)
-    got = lazy.compare("slash", quantity=quantity, select=select, resamples=99)
+    expected = whole.compare("slash", quantity=quantity, select=select, resamples=99, columns="all")
+    got = lazy.compare("slash", quantity=quantity, select=select, resamples=99, columns="all")
     pd.testing.assert_frame_equal(got, expected, rtol=1e-12)
     assert lazy.digest() == whole.digest()
 
@@ -113,10 +113,10 @@ def test_some_layers_at_a_time_give_the_same(whole, quantity, select, monkeypatc
     monkeypatch.setattr(
         table, "layer_blocks", lambda *given: seen.append(blocks(*given)) or seen[-1]
     )
-    expected = whole.compare("slash", quantity=quantity, select=select, resamples=99)
+    expected = whole.compare("slash", quantity=quantity, select=select, resamples=99, columns="all")
     memory = "8KiB" if quantity == "near_zero" else "45KiB"
     got = replace(whole, memory=memory).compare(
-        "slash", quantity=quantity, select=select, resamples=99
+        "slash", quantity=quantity, select=select, resamples=99, columns="all"
     )
     assert [len(layers) > 1 for layers in seen] == [False, True]
     assert got.attrs == expected.attrs
@@ -133,7 +133,9 @@ def test_some_layers_at_a_time_where_one_has_nothing(whole):
         with pytest.warns(
             UserWarning, match=r"8 of 32 cells are left out \(layer 1 head 0"
         ) as caught:
-            tables.append(replace(made, memory=memory).compare("slash", resamples=99))
+            tables.append(
+                replace(made, memory=memory).compare("slash", resamples=99, columns="all")
+            )
         assert caught[0].filename == __file__
     assert tables[0].attrs == tables[1].attrs
     assert len(tables[0]) == 24
@@ -141,7 +143,7 @@ def test_some_layers_at_a_time_where_one_has_nothing(whole):
     dataset["received_by_segment"][:] = 0.0
     for memory in ("2GiB", "45KiB"):
         with pytest.raises(OptionError, match="'received' has no ratio in any cell"):
-            replace(made, memory=memory).compare("slash", resamples=99)
+            replace(made, memory=memory).compare("slash", resamples=99, columns="all")
 
 
 def test_heads_and_verdict_some_layers_at_a_time(whole, folder):
@@ -212,7 +214,7 @@ def test_half_the_space(parts, tmp_path):
     np.testing.assert_allclose(
         stored.received_by_segment.values, expected, rtol=2**-11, atol=2**-25
     )
-    got, want = (r.compare("slash", resamples=99) for r in (loaded, full))
+    got, want = (r.compare("slash", resamples=99, columns="all") for r in (loaded, full))
     assert 0 < abs(got.difference - want.difference).max() < 2 * 2**-11
 
 
