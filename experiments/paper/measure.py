@@ -20,6 +20,8 @@ from itertools import islice
 from pathlib import Path
 
 import mechattn as ma
+from mechattn.published.cells import measured_cell
+from mechattn.published.statements import read_statements
 
 MODELS = ("smollm2", "qwen2.5", "gemma3")  # Llama, Qwen2 and Gemma 3 architectures
 HERE = Path(__file__).parent
@@ -45,6 +47,22 @@ def values_by_prompt(model: str) -> dict[str, dict[str, list[float]]]:
         for name, own in by_statement.items():
             untrained[name].append(round(sum(own) / len(own), 4))
     return {"values by prompt": values, "untrained, mean of each draw": untrained}
+
+
+def differing_words(values: dict[str, dict[str, dict[str, list[float]]]]) -> list[str]:
+    """The cells to which the two sets of questions, which take turns, give different words."""
+    differing = []
+    for model, of_model in values.items():
+        by_statement = of_model["values by prompt"]
+        for statement in read_statements().statements:
+            if statement.key not in by_statement:
+                continue
+            of_prompts = by_statement[statement.key]
+            gsm8k = measured_cell(statement, of_prompts[0::2])
+            math500 = measured_cell(statement, of_prompts[1::2])
+            if gsm8k.word != math500.word:
+                differing.append(f"{model}, {statement.title}: GSM8K {gsm8k}; MATH-500 {math500}")
+    return differing
 
 
 def ask(gsm8k: Path, math500: Path, limit: int) -> Path:
@@ -88,7 +106,7 @@ def main() -> None:
     shutil.copy(OUT / "paper.md", HERE / f"{date.today()}.md")
     values = {name: values_by_prompt(name) for name in MODELS}
     (HERE / f"{date.today()}.json").write_text(json.dumps(values), encoding="utf-8")
-    print(comparison)
+    print(comparison, *differing_words(values), sep="\n")
 
 
 if __name__ == "__main__":
