@@ -85,7 +85,7 @@ def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
     assert (
         page.locator(".verdict")
         .inner_text()
-        .startswith("With “slash”, the attention that each token of the question receives")
+        .startswith("With “slash”, the attention that a token of the question receives")
     )
     unfold(page)
     page.get_by_text("L0H1").first.wait_for()
