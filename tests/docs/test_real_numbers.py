@@ -5,6 +5,8 @@ import math
 import re
 from pathlib import Path
 
+from scipy import stats
+
 from mechattn.published.statements import read_statements
 
 ROOT = Path(__file__).parents[2]
@@ -60,3 +62,26 @@ def test_the_table_of_the_paper_has_the_means_of_all_prompts():
             assert abs(told - expected) < 0.06, (key, cell, expected)
             checked += 1
     assert checked == 66
+
+
+def test_the_accuracies_are_those_of_the_kept_answers():
+    kept = (ROOT / "experiments" / "real" / "2026-11-26-accuracy.json").read_text(encoding="utf-8")
+    right = {name: own["right"] for name, own in json.loads(kept)["conditions"].items()}
+    assert {len(values) for values in right.values()} == {64}
+    page = (ROOT / "docs" / "concepts" / "the-paper.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (55 “/”|random sentence|ARM)[^|]*\| (.+) % \| (\S+) .*\| (\S+) \|$", page, re.M
+    )
+    names = {"55 “/”": "slash", "random sentence": "sentence", "ARM": "arm"}
+    assert [names[label] for label, *_ in rows] == ["slash", "sentence", "arm"]
+    for label, percent, difference, p in rows:
+        own = right[names[label]]
+        pairs = list(zip(own, right["baseline"], strict=True))
+        gained = pairs.count((1, 0))
+        lost = pairs.count((0, 1))
+        assert percent == f"{100 * sum(own) / 64:.1f}"
+        assert difference == f"{100 * (gained - lost) / 64:+.1f}".replace("-", "−")
+        exact = stats.binomtest(gained, gained + lost).pvalue
+        assert p == f"{exact:.2g}"
+        assert f"{percent} %" in readme
