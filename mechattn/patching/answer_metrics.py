@@ -39,8 +39,8 @@ def answer_logprob(
     logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
 ) -> Float[Tensor, " row"]:
     """Log-probability of the reference answer, ``Σ_t log p(answer_t | all before)``, in nats."""
-    taken = answer.expand(len(logits), -1)[..., None]
-    return logits.log_softmax(-1).gather(-1, taken)[..., 0].sum(-1)
+    token_ids = answer.expand(len(logits), -1)[..., None]
+    return logits.log_softmax(-1).gather(-1, token_ids)[..., 0].sum(-1)
 
 
 def answer_margin(
@@ -51,9 +51,9 @@ def answer_margin(
 
     Above 0 if greedy decoding would give the answer.
     """
-    taken = answer.expand(len(logits), -1)[..., None]
-    others = logits.scatter(-1, taken, -torch.inf).amax(-1)
-    return (logits.gather(-1, taken)[..., 0] - others).mean(-1)
+    token_ids = answer.expand(len(logits), -1)[..., None]
+    runner_up = logits.scatter(-1, token_ids, -torch.inf).amax(-1)
+    return (logits.gather(-1, token_ids)[..., 0] - runner_up).mean(-1)
 
 
 def answer_difference(
@@ -84,11 +84,11 @@ def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     other = _answer_tokens(with_other, model)
     shorter = min(len(answer), len(other))
     if answer[:shorter].equal(other[:shorter]):
-        same = "begin with the same tokens, and one ends there"
+        relation = "begin with the same tokens, and one ends there"
         if len(answer) == len(other):
-            same = "are the same tokens"
+            relation = "are the same tokens"
         raise PromptError(
-            f"both answers of {prompt.where} {same}, so no logits tell them apart; give other "
+            f"both answers of {prompt.where} {relation}, so no logits tell them apart; give other "
             "answers"
         )
     return other
@@ -127,9 +127,9 @@ def metric_of(metric: Metric) -> tuple[Measured, str]:
 
         return measured, getattr(metric, "__name__", "a function")
     if metric not in get_args(Named):
-        known = ", ".join(map(repr, get_args(Named)))
+        choices = ", ".join(map(repr, get_args(Named)))
         raise OptionError(
-            f"metric={metric!r}: choose one of {known}, or give a function of logits and answer"
+            f"metric={metric!r}: choose one of {choices}, or give a function of logits and answer"
         )
     return _NAMED[metric], WORDS[metric]
 

@@ -95,19 +95,19 @@ _WITH = {  # fields that matter only together with one of those
 def unknown_fields(config: Any) -> dict[str, str]:
     """The configuration fields that may mean an unsupported kind of attention, each with what is
     known about it."""
-    found = {}
+    meanings = {}
     kinds = getattr(config, "layer_types", None)
     idle = () if kinds is None or "chunked_attention" in kinds else ("attention_chunk_size",)
-    known = {*KNOWN, *idle, *(name for others in _WITH.values() for name in others)}
+    understood = {*KNOWN, *idle, *(name for names in _WITH.values() for name in names)}
     for name, value in _fields(config):
-        if name in known:
+        if name in understood:
             continue
         if name not in REFUSED:
             if value is not None and value is not False and value not in ("", [], {}, ()):
-                found[name] = "unknown effect on attention"
-        elif not any(value is each or value == each for each in REFUSED[name][1]):
-            found[name] = REFUSED[name][0]
-    return found
+                meanings[name] = "unknown effect on attention"
+        elif not any(value is off or value == off for off in REFUSED[name][1]):
+            meanings[name] = REFUSED[name][0]
+    return meanings
 
 
 def check_config(model: HookedModel, native: Any = None) -> Check:
@@ -124,7 +124,7 @@ def check_config(model: HookedModel, native: Any = None) -> Check:
     detail = f"fields unknown to mechattn, of {len(values)} about attention"
     if not unknown:
         return Check("config", "passed", None, 0.0, 0.0, 0.0, 0.0, detail)
-    said = "; ".join(f"{name} = {values[name]!r} ({what})" for name, what in unknown.items())
+    said = "; ".join(f"{name} = {values[name]!r} ({effect})" for name, effect in unknown.items())
     remedy = (
         "a short probe may not reveal its effect, so please report it; verify=False measures anyway"
         " and records this"
