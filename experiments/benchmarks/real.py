@@ -253,6 +253,7 @@ def main() -> None:
         for length in args.lengths:
             prompts = max(1, TOKENS_OF_A_BATCH // length)
             tokens = torch.tensor(ids[: prompts * length]).reshape(prompts, length)
+            tokens[:, 0] = ids[0]  # BOS, where the tokenizer puts one before a text
             costs += costs_of_passes(folder.name, folder, bridge, tokens, args.runs)
             # After each length, so that a run that is cut off leaves its numbers.
             out.write_text(markdown(costs, title, note))
