@@ -28,7 +28,7 @@ analyses = [
     ma.analyses.HeadUpdates(per_query=True),
     ma.analyses.MlpActivations(),
 ]
-result = ma.run(model, prompts, conditions, analyses, positions="prompts")
+result = ma.run(model, prompts, conditions, analyses, keep="prompts")
 
 # %% [markdown]
 # ## How much attention does the question lose?
@@ -294,7 +294,7 @@ ma.render.circuit_map(circuit, size=8)
 
 # %%
 some = [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
-few = ma.run(model, prompts, {"slash": slash}, some, positions="prompts")
+few = ma.run(model, prompts, {"slash": slash}, some, keep="prompts")
 
 # %%
 ma.browse(few, live=False)

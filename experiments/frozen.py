@@ -72,7 +72,7 @@ def tables(name: str) -> Iterator[tuple[str, pd.DataFrame]]:
         prompts,
         conditions=conditions(name),
         analyses=analyses(model),
-        positions="prompts",
+        keep="prompts",
         seed=1,
     )
     for analysis, dataset in result.datasets.items():

@@ -11,4 +11,4 @@ from mechattn.prompts.conditions import RepeatQuestion as RepeatQuestion
 from mechattn.prompts.conditions import ShuffledSentence as ShuffledSentence
 from mechattn.prompts.conditions import Text as Text
 from mechattn.prompts.counterparts import Counterpart as Counterpart
-from mechattn.prompts.token_sequences import Sequence as Sequence
+from mechattn.prompts.token_sequences import TokenSequence as TokenSequence

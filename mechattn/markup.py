@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # Faint backgrounds, so that the notebook's text stays readable in light and dark themes.
@@ -39,7 +38,7 @@ def visible(token: str) -> str:
     return token.replace("\n", "⏎") if token.strip(_INVISIBLE) else "·"
 
 
-def table(rows: Iterable[Seq[Any]], caption: str = "", header: Seq[str] = ()) -> str:
+def table(rows: Iterable[Sequence[Any]], caption: str = "", header: Sequence[str] = ()) -> str:
     """Rows of text as a table."""
     left = "text-align:left;vertical-align:top"
     head = "".join(f'<th style="{left}">{html.escape(name)}</th>' for name in header)

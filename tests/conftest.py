@@ -169,7 +169,7 @@ def prompts():
 @pytest.fixture(scope="session")
 def slash_result(toy, prompts):
     """The toy on the twelve problems, with and without 55 slashes, every prompt's positions kept."""
-    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens()}, positions="prompts")
+    return ma.run(toy, prompts, {"slash": ma.MeaninglessTokens()}, keep="prompts")
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ analyses = [
     ma.analyses.AttentionBudget(),
     ma.analyses.AffineShift(),
 ]
-result = ma.run(model, prompts, conditions, analyses, positions="prompts")
+result = ma.run(model, prompts, conditions, analyses, keep="prompts")
 
 # %%
 slash.apply(prompts[0], model)  # what the model reads, with the inserted tokens marked

@@ -21,12 +21,12 @@ import mechattn as ma
 from mechattn.evaluation.generate import Request, answers
 from mechattn.functional.attention import EdgeMask
 from mechattn.model.checkpoint import load_tokenizer, toy_names
-from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.token_sequences import TokenSequence
 
 NEVER = frozenset([10**9])
 
 
-def ways(model, sequences: list[Sequence], new_tokens: int) -> dict[str, Callable[[], None]]:
+def ways(model, sequences: list[TokenSequence], new_tokens: int) -> dict[str, Callable[[], None]]:
     """Each way to generate, as a function."""
     native = model._mechattn.native
     tokens = torch.stack([s.tokens for s in sequences]).to(next(native.parameters()).device)
@@ -63,17 +63,17 @@ def ways(model, sequences: list[Sequence], new_tokens: int) -> dict[str, Callabl
     }
 
 
-def _hidden(sequence: Sequence) -> EdgeMask:
+def _hidden(sequence: TokenSequence) -> EdgeMask:
     """The second quarter of the tokens, which no later token sees, as in a masked condition."""
     place, length = torch.arange(len(sequence)), len(sequence)
     return EdgeMask(place >= length // 2, (place >= length // 4) & (place < length // 2))
 
 
-def drawn(count: int, length: int) -> list[Sequence]:
+def drawn(count: int, length: int) -> list[TokenSequence]:
     """Sequences of random tokens."""
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(5, 700, (length,), generator=generator) for _ in range(count)]
-    return [Sequence(each, torch.arange(length), torch.full((length,), 4)) for each in tokens]
+    return [TokenSequence(each, torch.arange(length), torch.full((length,), 4)) for each in tokens]
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ def measured(prompts: int, positions: int) -> ma.Result:
         ma.analyses.HeadUpdates(),
         ma.analyses.AttentionSinks(),
     ]
-    return ma.run(model, questions, CONDITIONS, analyses, positions="prompts")
+    return ma.run(model, questions, CONDITIONS, analyses, keep="prompts")
 
 
 def grown(result: ma.Result, layers: int, heads: int) -> ma.Result:

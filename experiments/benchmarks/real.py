@@ -149,7 +149,7 @@ def costs_around_a_run(name: str, folder: Path, questions: list[str]) -> tuple[A
 
     def run() -> None:
         held["result"] = ma.run(
-            held["bridge"], prompts, {"slash": SLASHES}, five_analyses(), positions="prompts"
+            held["bridge"], prompts, {"slash": SLASHES}, five_analyses(), keep="prompts"
         )
 
     seconds = {"loading": cpu_seconds(load)}

@@ -3,8 +3,7 @@ reduces it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -18,7 +17,7 @@ from mechattn.functional.received import segment_mean, visible_keys
 from mechattn.model.head_parts import split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import Batch, Pairs, Sequence
+from mechattn.prompts.token_sequences import Batch, Pairs, TokenSequence
 
 Sums = dict[str, Tensor]
 _UNDEFINED = " is undefined"  # with the name of a number: where it is
@@ -210,7 +209,7 @@ class Analysis(Protocol):
     @property
     def quantities(self) -> Mapping[str, Quantity]: ...
 
-    def problem(self, sequence: Sequence) -> str | None:
+    def problem(self, sequence: TokenSequence) -> str | None:
         """One sentence on why this sequence cannot be measured, or None; called before the first
         forward pass."""
 
@@ -238,7 +237,7 @@ class AnalysisBase:
             options[field.name] = list(value) if isinstance(value, tuple) else value
         return options
 
-    def problem(self, sequence: Sequence) -> str | None:
+    def problem(self, sequence: TokenSequence) -> str | None:
         """None: every sequence can be measured."""
         return None
 
@@ -291,7 +290,7 @@ class CaptureAnalysis(Analysis, Protocol):
     """An analysis of the tensors at some hooks of each block."""
 
     @property
-    def captures(self) -> Seq[str]:
+    def captures(self) -> Sequence[str]:
         """The names of the hooks within a block; every measured layer must have them."""
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
@@ -313,7 +312,9 @@ class Calibrates(Protocol):
     """An analysis that inspects the model before the run: to set a threshold, prepare weights, or
     refuse the model."""
 
-    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(
+        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
+    ) -> Analysis:
         """Return the calibrated analysis, given the layers and prompts to be measured."""
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -24,7 +23,7 @@ from mechattn.functional.attention import Attention
 from mechattn.model.hooked import HookedModel
 from mechattn.model.rotary_positions import rotations_of
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import Batch, Sequence
+from mechattn.prompts.token_sequences import Batch, TokenSequence
 
 CAUSES = ("distance", "mass", "hidden states")
 _INSERTED = SEGMENTS.index("inserted")
@@ -61,7 +60,7 @@ class AttentionBudget(AnalysisBase):
     why_unknown: str = field(default="", repr=False, compare=False)
 
     @property
-    def coords(self) -> Mapping[str, Seq[object]]:
+    def coords(self) -> Mapping[str, Sequence[object]]:
         """The causes, in their order."""
         return {"cause": list(CAUSES)}
 
@@ -100,7 +99,7 @@ class AttentionBudget(AnalysisBase):
             ),
         }
 
-    def problem(self, sequence: Sequence) -> str | None:
+    def problem(self, sequence: TokenSequence) -> str | None:
         """A sequence without question tokens is refused."""
         if sequence.of_segment("question").any():
             return None
@@ -109,7 +108,9 @@ class AttentionBudget(AnalysisBase):
             " could be divided"
         )
 
-    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(
+        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
+    ) -> Analysis:
         """Find how each layer rotates its queries and keys."""
         rotations, why_unknown = rotations_of(model, layers)
         return replace(self, rotations=rotations, why_unknown=why_unknown)

@@ -3,8 +3,7 @@ position."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -37,7 +36,7 @@ from mechattn.functional.received import (
 from mechattn.model.hooked import HookedModel
 from mechattn.model.scores import K, Q, scores_of
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import Batch, Sequence, inserted_span
+from mechattn.prompts.token_sequences import Batch, TokenSequence, inserted_span
 
 _UNITS = {
     "self_share": ("share", "share of queries whose strongest target is the query itself"),
@@ -268,7 +267,7 @@ class AttentionSpread(AnalysisBase):
             )
 
     @property
-    def coords(self) -> Mapping[str, Seq[object]]:
+    def coords(self) -> Mapping[str, Sequence[object]]:
         """The first distance of each band, and the shares."""
         return {
             "band": list(fn.band_edges(self.bands)[:-1]),
@@ -398,11 +397,11 @@ class ScoreDecomposition(AnalysisBase):
         return quantities
 
     @property
-    def captures(self) -> Seq[str]:
+    def captures(self) -> Sequence[str]:
         """Queries and keys, including their biases."""
         return (Q, K)
 
-    def problem(self, sequence: Sequence) -> str | None:
+    def problem(self, sequence: TokenSequence) -> str | None:
         """A sequence in which no query sees enough keys is refused."""
         if len(sequence) > self.rank + 1:
             return None
@@ -410,7 +409,9 @@ class ScoreDecomposition(AnalysisBase):
             f"has {len(sequence)} tokens, too few for a target of rank {self.rank} and another key"
         )
 
-    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(
+        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
+    ) -> Analysis:
         """Find out how the layers compute their scores.
 
         Raises:

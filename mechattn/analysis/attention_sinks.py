@@ -3,8 +3,7 @@ contribute."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from mechattn.functional.head_outputs import effective_rank, spectrum, update_no
 from mechattn.model.head_parts import output_factor_of, output_weights
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import Batch, Sequence, inserted_span
+from mechattn.prompts.token_sequences import Batch, TokenSequence, inserted_span
 
 _PER_HEAD = {
     "first_alpha": ("probability", "mean attention to the first token of the queries that can see it"),
@@ -149,11 +148,11 @@ class AttentionSinks(AnalysisBase):
         return quantities
 
     @property
-    def captures(self) -> Seq[str]:
+    def captures(self) -> Sequence[str]:
         """Each head's output before W_O, and the residual stream after the block."""
         return ("attn.hook_z", "hook_resid_post")
 
-    def problem(self, sequence: Sequence) -> str | None:
+    def problem(self, sequence: TokenSequence) -> str | None:
         """A sequence in which no key is seen by enough queries is refused."""
         if len(sequence) >= self.least_queries:
             return None
@@ -162,7 +161,9 @@ class AttentionSinks(AnalysisBase):
             " (least_queries=…)"
         )
 
-    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(
+        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
+    ) -> Analysis:
         """Prepare the factors of each layer's W_O."""
         factors = {layer: output_factor_of(output_weights(model, layer)) for layer in layers}
         return replace(self, factors=factors)

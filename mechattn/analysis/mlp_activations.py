@@ -4,8 +4,7 @@ conditions."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from mechattn.model.several_devices import device_of
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import Batch, Sequence
+from mechattn.prompts.token_sequences import Batch, TokenSequence
 from mechattn.prompts.tokenization import TOKEN_CLASSES, vocabulary_classes
 
 Rule = Literal["quantile", "mad", "absolute"]
@@ -131,7 +130,7 @@ class MlpActivations(AnalysisBase):
         return options
 
     @property
-    def coords(self) -> Mapping[str, Seq[object]]:
+    def coords(self) -> Mapping[str, Sequence[object]]:
         """Labels of the bins (their left edge) and of the token classes."""
         return {"bin": [float("-inf"), *self.edges], "token_class": list(TOKEN_CLASSES)}
 
@@ -169,11 +168,13 @@ class MlpActivations(AnalysisBase):
             )
         return quantities
 
-    def problem(self, sequence: Sequence) -> str | None:
+    def problem(self, sequence: TokenSequence) -> str | None:
         """A sequence without question tokens cannot be measured."""
         return None if sequence.of_segment("question").any() else "has no question tokens"
 
-    def calibrated(self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]) -> Analysis:
+    def calibrated(
+        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
+    ) -> Analysis:
         """Set the thresholds of the layers and the class of every token.
 
         Warns where the calibration prompts are among the measured ones.
@@ -186,7 +187,7 @@ class MlpActivations(AnalysisBase):
         return replace(self, classes=classes, mixtures=mixtures, thresholds=thresholds)
 
     def _thresholds(
-        self, model: HookedModel, layers: Seq[int], measured: Seq[Prompt]
+        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
     ) -> dict[int, float]:
         """The median over calibration prompts, of each layer."""
         prompts = self._calibration(model)
@@ -211,7 +212,7 @@ class MlpActivations(AnalysisBase):
                 forward_to(model, tokens, max(layers), [])
         return {layer: float(np.median(values)) for layer, values in of_prompts.items()}
 
-    def _calibration(self, model: HookedModel) -> Seq[Prompt]:
+    def _calibration(self, model: HookedModel) -> Sequence[Prompt]:
         if self.calibration is not None:
             return self.calibration
         if model.tokenizer is None:

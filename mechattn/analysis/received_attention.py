@@ -26,7 +26,7 @@ from mechattn.errors import OptionError, check_choice
 from mechattn.functional import received as fn
 from mechattn.functional.attention import for_each_head
 from mechattn.functional.budget import masses_of_rows
-from mechattn.prompts.token_sequences import Batch, Pairs, Sequence, pad_right, pairs_of
+from mechattn.prompts.token_sequences import Batch, Pairs, TokenSequence, pad_right, pairs_of
 
 Queries = Literal["original", "all", "question", "answer"]
 DILUTION = "_dilution"  # after a quantity's name: its dilution null
@@ -88,7 +88,7 @@ class ReceivedAttention(AnalysisBase):
             )
         return quantities
 
-    def problem(self, sequence: Sequence) -> str | None:
+    def problem(self, sequence: TokenSequence) -> str | None:
         """A sequence without any counted query is refused."""
         if self.queries in ("question", "answer") and not sequence.of_segment(self.queries).any():
             return (
@@ -341,7 +341,7 @@ class AttentionMap(AnalysisBase):
             )
         }
 
-    def problem(self, sequence: Sequence) -> str | None:
+    def problem(self, sequence: TokenSequence) -> str | None:
         """A sequence longer than ``max_tokens`` is refused: its map would be unreadable and would
         fill the page."""
         if len(sequence) <= self.max_tokens:

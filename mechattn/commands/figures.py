@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,7 +85,11 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
 
 
 def _measure(
-    hooked: HookedModel, prompts: Seq[Prompt], inserted: MeaninglessTokens, seed: int, place: str
+    hooked: HookedModel,
+    prompts: Sequence[Prompt],
+    inserted: MeaninglessTokens,
+    seed: int,
+    place: str,
 ) -> _Measured:
     """Run a model on all prompts and store its result; keep patterns of the shortest prompt too."""
     fitted = inserted.fitted(hooked)
@@ -98,7 +102,7 @@ def _measure(
     control = RandomSentence(count=fitted.count, place=fitted.place)
     conditions: dict[str, Condition] = {name: fitted, "sentence": control}
     analyses: list[Analysis] = [ReceivedAttention(), AttentionBudget()]
-    result = run(hooked, prompts, conditions, analyses, seed=seed, positions="prompts")
+    result = run(hooked, prompts, conditions, analyses, seed=seed, keep="prompts")
     result.save(place)
 
     shortest = min(prompts, key=lambda prompt: len(prompt.question))
@@ -111,13 +115,15 @@ def _condition_name(inserted: MeaninglessTokens) -> str:
     return "slash" if inserted.text == "/" else "meaningless"
 
 
-def _inserted_words(measured: Seq[_Measured]) -> str:
+def _inserted_words(measured: Sequence[_Measured]) -> str:
     """The inserted tokens in words: "55 “/”"; "55 or 56 “/”" where tokenizers differ."""
     counts = sorted({model.inserted.count for model in measured})
     return f"{' or '.join(map(str, counts))} “{plain(measured[0].inserted.text)}”"
 
 
-def _subtitle(config: Config, measured: Seq[_Measured], prompts: dict[str, list[Prompt]]) -> str:
+def _subtitle(
+    config: Config, measured: Sequence[_Measured], prompts: dict[str, list[Prompt]]
+) -> str:
     """What was inserted where, and what the models read."""
     inserted = measured[0].inserted
     first_prompts = [model_prompts[0] for model_prompts in prompts.values()]

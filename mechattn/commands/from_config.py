@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from itertools import product
 from typing import Any
@@ -106,7 +105,7 @@ def _variants(section: Condition, count: int | None, where: str) -> dict[str, ki
     return sweep(condition, **swept) if swept else {"": condition}
 
 
-def made_analyses(sections: Seq[AnalysisSection]) -> list[Analysis]:
+def made_analyses(sections: Sequence[AnalysisSection]) -> list[Analysis]:
     """Build the analyses of a file."""
     return [
         _built(ANALYSES, section.kind, section.options, f"analyses[{index}]")
@@ -119,7 +118,7 @@ def _built(
     kind: str,
     options: Mapping[str, Any],
     where: str,
-    other_keys: Seq[str] = (),
+    other_keys: Sequence[str] = (),
 ) -> Any:
     """Build a dataclass of a given kind from its options, after checking their names and types."""
     if kind not in classes:

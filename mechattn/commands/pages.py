@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +70,10 @@ Figures = list[tuple[Callable, Mapping[str, Any]]]
 
 
 def report(
-    places: Seq[str | Path],
+    places: Sequence[str | Path],
     out: str | Path,
     layer: int | None = None,
-    heads: Seq[int] | None = None,
+    heads: Sequence[int] | None = None,
     command: str = "",
     force: bool = False,
     top: int = 3,
@@ -97,7 +96,7 @@ def report(
 
 
 def figures_of(
-    result: Result, layer: int | None, heads: Seq[int] | None = None, top: int = 3
+    result: Result, layer: int | None, heads: Sequence[int] | None = None, top: int = 3
 ) -> Figures:
     """The figures of a result that do not lead its page, in the order of the analyses."""
     if layer is None:
@@ -146,7 +145,9 @@ def _details(values: xr.DataArray) -> str:
     return words
 
 
-def export_csv(places: Seq[str | Path], out: Path, memory: str = MEMORY) -> tuple[Path, list[str]]:
+def export_csv(
+    places: Sequence[str | Path], out: Path, memory: str = MEMORY
+) -> tuple[Path, list[str]]:
     """Write a CSV row per result, quantity, condition, layer and head.
 
     Returns:
@@ -182,7 +183,7 @@ def _is_export(path: Path) -> bool:
         return file.readline().strip() == ",".join(COLUMNS)
 
 
-def export_netcdf(places: Seq[str | Path], out: Path) -> Path:
+def export_netcdf(places: Sequence[str | Path], out: Path) -> Path:
     """Write all arrays and the provenance of a result to one NetCDF file, a group an analysis."""
     if len(places) > 1:
         raise OptionError(

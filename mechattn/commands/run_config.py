@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,7 @@ FIGURES: dict[str, Callable] = {
 
 def run_from_config(
     path: Path,
-    words: Seq[str] = (),
+    words: Sequence[str] = (),
     *,
     shard: str | None = None,
     executor: ExecutorName | None = None,
@@ -193,18 +192,18 @@ def with_prompt_options(
 
 
 def _job(
-    config: Config, model: str, prompts: Seq[Prompt], figures: Seq[Figure], command: str
+    config: Config, model: str, prompts: Sequence[Prompt], figures: Sequence[Figure], command: str
 ) -> Job:
     """The job that a config describes for one of its models."""
-    positions: Literal["prompts", "moments"] = "moments"
+    keep: Literal["prompts", "moments"] = "moments"
     if any(map(_chooses_heads, figures)):
-        positions = "prompts"  # heads are chosen on some of them and shown on others
+        keep = "prompts"  # heads are chosen on some of them and shown on others
     return Job(
         model,
         prompts,
         made_conditions(config.conditions, partial(tokenizer_named, model)),
         made_analyses(config.analyses),
-        RunOptions(config.layers, config.seed, positions, config.memory, config.engine),
+        RunOptions(config.layers, config.seed, keep, config.memory, config.engine),
         dtype=config.dtype,
         device=config.device,
         verify=config.verify,
@@ -304,7 +303,7 @@ def _page_figures(config: Config) -> list[Figure]:
     return [Figure.model_validate(section | {"condition": name}) for name in conditions]
 
 
-def check_in_model(name: str, layers: Seq[int] | None, figures: Seq[Figure]) -> None:
+def check_in_model(name: str, layers: Sequence[int] | None, figures: Sequence[Figure]) -> None:
     """Check before loading that layers and heads exist, as far as the model's config says."""
     size = layers_and_heads(name)
     if size is None:
@@ -324,7 +323,9 @@ def check_in_model(name: str, layers: Seq[int] | None, figures: Seq[Figure]) -> 
         _check_layers_and_heads(figure, measured_layers, head_count)
 
 
-def _check_figures_of_model(figures: Seq[Figure], model: HookedModel, layers: list[int]) -> None:
+def _check_figures_of_model(
+    figures: Sequence[Figure], model: HookedModel, layers: list[int]
+) -> None:
     for figure in figures:
         _check_layers_and_heads(figure, layers, model.cfg.n_heads)
 

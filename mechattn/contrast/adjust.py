@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ _ONE_TEST = {
 _OF_TABLE = ("q_beyond", "q_difference", "q_same", "p_family")
 
 
-def adjust(tables: Seq[pd.DataFrame]) -> pd.DataFrame:
+def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Stack several tables of ``Result.compare``, with q-values over all of their tests together.
 
     ``q = `` Benjamini-Hochberg over the p-values of what each table tests: ``q_beyond`` of a row
@@ -98,7 +98,11 @@ def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _checked(tables: Any) -> list[pd.DataFrame]:
-    if isinstance(tables, pd.DataFrame) or not isinstance(tables, Seq) or isinstance(tables, str):
+    if (
+        isinstance(tables, pd.DataFrame)
+        or not isinstance(tables, Sequence)
+        or isinstance(tables, str)
+    ):
         raise OptionError("give a list of tables: ma.adjust([one.compare(…), other.compare(…)])")
     if not tables:
         raise OptionError("there are no tables; give a list of tables from Result.compare")

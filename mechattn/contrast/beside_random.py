@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ class BesideRandom:
     """Gathers the changes of random models for a table whose layers are processed in blocks."""
 
     def __init__(
-        self, random: Seq[Result], contrast: Contrast, units: Units, unit_indices: np.ndarray
+        self, random: Sequence[Result], contrast: Contrast, units: Units, unit_indices: np.ndarray
     ) -> None:
         self.random = random
         self.contrast = contrast
@@ -139,7 +139,7 @@ class BesideRandom:
         return of_draw.difference.reindex_like(block.difference)
 
 
-def _unlike(draw: Result, result: Result, conditions: Seq[str]) -> str:
+def _unlike(draw: Result, result: Result, conditions: Sequence[str]) -> str:
     """How the run of a random model differs from that of the result; empty if it does not."""
     theirs = draw.provenance["model"]
     ours = result.provenance["model"]

@@ -4,7 +4,7 @@ several forms.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -189,7 +189,7 @@ class Contrast:
         select: Literal["half"] | None = None,
         top: int | None = None,
         by: Ranking | None = None,
-        random: Seq[Result] | None = None,
+        random: Sequence[Result] | None = None,
         margin: float | None = None,
         columns: Columns = "main",
     ) -> pd.DataFrame:
@@ -209,7 +209,7 @@ class Contrast:
             return heads
         return table.main_columns(heads)
 
-    def across(self, conditions: Seq[str]) -> pd.DataFrame:
+    def across(self, conditions: Sequence[str]) -> pd.DataFrame:
         """The mean change over several conditions, such as fillers, as a sample of others; see
         ``Result.across``.
 
@@ -422,7 +422,7 @@ class Contrast:
         top: int | None = 10,
         by: Ranking | None = None,
         layer: int | None = None,
-        over: Seq[str] | None = None,
+        over: Sequence[str] | None = None,
         splits: int = 200,
         patterns: int = 999,
     ) -> pd.DataFrame:

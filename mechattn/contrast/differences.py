@@ -4,8 +4,7 @@ expects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -203,7 +202,7 @@ def check_measured(contrast: Contrast) -> None:
             raise absent(lacking, contrast.quantity, contrast.segment, side, contrast.sides)
 
 
-def check_cells(contrast: Contrast, scale: Scale, cells: int, left_out: Seq[str]) -> None:
+def check_cells(contrast: Contrast, scale: Scale, cells: int, left_out: Sequence[str]) -> None:
     """Refuse a comparison without cells; warn of missing ones."""
     quantity = contrast.quantity
     if len(left_out) == cells:

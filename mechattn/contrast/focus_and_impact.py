@@ -140,7 +140,7 @@ def _of_queries(
         raise OptionError(
             f"this result has no {' and no '.join(missing)} of each query in each prompt; run it"
             " with analyses=[AttentionFocus(per_query=True), HeadUpdates(per_query=True)],"
-            ' positions="prompts"'
+            ' keep="prompts"'
         )
     dims = ("prompt", "layer", "head", "key")
     masses, magnitudes = (

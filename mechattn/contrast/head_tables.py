@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, Literal
 
@@ -194,8 +194,8 @@ def sweep_sink_kinds(
     result: Result,
     condition: str = BASELINE,
     *,
-    value_below: Seq[float] = VALUE_BELOW,
-    rank_below: Seq[float] = RANK_BELOW,
+    value_below: Sequence[float] = VALUE_BELOW,
+    rank_below: Sequence[float] = RANK_BELOW,
     rate_above: float = 0.5,
 ) -> pd.DataFrame:
     """Count the heads with each kind of sink for every pair of thresholds; see

@@ -4,7 +4,7 @@ each position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
     return units_in(result, values).means(values.transpose("prompt", ...).values.astype(np.float64))
 
 
-def mean_over_prompts(result: Result, values: xr.DataArray, over: Seq[str] = ()) -> Interval:
+def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] = ()) -> Interval:
     """The mean of each prompt's mean over some dimensions, with its interval, which fewer than
     three prompts lack.
     """
@@ -109,7 +109,7 @@ def choose_heads(
     if "received_per_prompt" not in dataset:
         raise OptionError(
             "choosing heads on one half of the prompts needs the positions of each prompt: "
-            'run with positions="prompts", or name the heads'
+            'run with keep="prompts", or name the heads'
         )
     half = dataset.isel(prompt=prompts).sel(segment="question")
     half = half if layer is None else half.sel(layer=[layer])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from mechattn.results.result import Result, alike_words, units_of
 from mechattn.stats.paired import FEWEST_FOR_ALL
 
 
-def methods(result: Result, tables: Seq[pd.DataFrame]) -> str:
+def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
     """See :meth:`mechattn.results.result.Result.methods`, which explains the arguments."""
     about = result.provenance
     for number, table in enumerate(tables):
@@ -173,7 +172,7 @@ def _several(value: Any) -> str:
     return str(value)
 
 
-def _and(phrases: Seq[str]) -> str:
+def _and(phrases: Sequence[str]) -> str:
     if len(phrases) <= 1:
         return "".join(phrases)
     return f"{', '.join(phrases[:-1])} and {phrases[-1]}"

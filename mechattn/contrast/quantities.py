@@ -4,8 +4,7 @@ in its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from numbers import Integral
@@ -144,7 +143,7 @@ def values_of(
 
 
 def check_present(
-    values: xr.DataArray, quantity: str, segment: str | None, side: Side, sides: Seq[Side]
+    values: xr.DataArray, quantity: str, segment: str | None, side: Side, sides: Sequence[Side]
 ) -> None:
     """Refuse values of one of the sides that some prompts lack, in a cell that others have."""
     if not np.isnan(values.values.min(initial=np.inf)):
@@ -166,7 +165,7 @@ def which_have(side: Side, quantity: str, segment: str | None) -> np.ndarray:
 
 
 def absent(
-    count: int, quantity: str, segment: str | None, side: Side, sides: Seq[Side]
+    count: int, quantity: str, segment: str | None, side: Side, sides: Sequence[Side]
 ) -> OptionError:
     """The error where some prompts lack a quantity in one of the sides; it says where all have it,
     in all sides.
@@ -233,7 +232,7 @@ class LayerValues(NamedTuple):
     null_kind: Null
 
 
-def by_layer(result: Result, quantity: str, segment: str, conditions: Seq[str]) -> LayerValues:
+def by_layer(result: Result, quantity: str, segment: str, conditions: Sequence[str]) -> LayerValues:
     """The values of a quantity with at most one number per head: beside dilution, else uniform
     attention.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -24,7 +24,7 @@ def agreement(
     other: str,
     over: str,
     quantity: str,
-    controls: Seq[str] | None,
+    controls: Sequence[str] | None,
     unit: Unit,
     level: float,
 ) -> pd.DataFrame:

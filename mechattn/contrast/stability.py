@@ -3,8 +3,7 @@ made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ def stability(
     top: int | None,
     by: Ranking | None,
     layer: int | None,
-    over: Seq[str] | None,
+    over: Sequence[str] | None,
     splits: int,
     patterns: int,
 ) -> pd.DataFrame:

@@ -4,8 +4,7 @@ short.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -131,7 +130,7 @@ class Selection:
 def table(
     contrast: Contrast,
     selection: Selection | None = None,
-    random: Seq[Result] | None = None,
+    random: Sequence[Result] | None = None,
     margin: float | None = None,
     bootstrap_ends: bool = True,
 ) -> pd.DataFrame:
@@ -189,7 +188,7 @@ def main_columns(heads: pd.DataFrame) -> pd.DataFrame:
     return heads[names]
 
 
-def _selected(masks: Seq[np.ndarray], is_selected: np.ndarray) -> list[np.ndarray]:
+def _selected(masks: Sequence[np.ndarray], is_selected: np.ndarray) -> list[np.ndarray]:
     """The masks of blocks without the cells that are not selected; these are counted over all
     blocks.
     """
@@ -246,7 +245,7 @@ def _gone_through(
     blocks: Callable[[], Iterator[Differences]],
     units: Units,
     unit_indices: np.ndarray,
-    masks: Seq[np.ndarray] | None = None,
+    masks: Sequence[np.ndarray] | None = None,
     see: Callable[[Differences], None] | None = None,
     bootstrap_ends: bool = True,
 ) -> _Cells:

@@ -4,7 +4,7 @@ conditions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -75,7 +75,7 @@ def what_is_tested(
 
 def several_tested(
     contrast: Contrast,
-    names: Seq[str],
+    names: Sequence[str],
     layer: int | None = None,
     bags: int | None = None,
     by: Ranking = "beyond",

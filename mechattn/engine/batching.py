@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -49,7 +48,7 @@ class Cost:
 
 
 def batch_plan(
-    lengths: Seq[Seq[int]], cost: Cost, memory: str, sides: Seq[str] = ()
+    lengths: Sequence[Sequence[int]], cost: Cost, memory: str, sides: Sequence[str] = ()
 ) -> list[list[int]]:
     """Group prompts of similar length so that one layer of a batch fits the budget."""
     budget = memory_bytes(memory)
@@ -76,7 +75,7 @@ def batch_plan(
 
 
 def in_halves(
-    indices: Seq[int], measure: Callable[[Seq[int]], Measured]
+    indices: Sequence[int], measure: Callable[[Sequence[int]], Measured]
 ) -> tuple[list[Measured], list[int]]:
     """Measure some prompts together; if they don't fit in memory, each half of them, and so on."""
     measured = []

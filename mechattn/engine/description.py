@@ -11,7 +11,7 @@ from mechattn.model.positions import boundary_of
 from mechattn.model.several_devices import device_of
 from mechattn.model.weights import revision, weights_hash
 from mechattn.prompts.conditions import Baseline, Condition, Variant
-from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results import provenance
 
 
@@ -51,7 +51,7 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
     return described
 
 
-def condition_data(condition: Condition, sequence: Sequence | None = None) -> dict[str, Any]:
+def condition_data(condition: Condition, sequence: TokenSequence | None = None) -> dict[str, Any]:
     """A condition as data: kind, options, marks and interventions; and as text.
 
     Of a condition that a user wrote, the marks and interventions are those of a ``sequence`` that

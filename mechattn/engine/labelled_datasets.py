@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,13 +16,13 @@ from mechattn.errors import OptionError
 from mechattn.markup import plain
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import PADDING, Batch, Sequence, token_texts
+from mechattn.prompts.token_sequences import PADDING, Batch, TokenSequence, token_texts
 from mechattn.stats.intervals import Moments
 
 if TYPE_CHECKING:
     import xarray as xr
 
-Positions = Literal["moments", "prompts"]
+Keep = Literal["moments", "prompts"]
 BY_ORIGIN = "_by_origin"
 MOMENTS = ("", "_variance", "_n")
 _OUTER = ("prompt", "condition", "layer")  # the dimensions of every quantity, before its own
@@ -37,14 +36,14 @@ class Collector:
         analysis: Analysis,
         coords: dict[str, list],
         widths: Mapping[str, int],
-        positions: Positions,
+        keep: Keep,
     ) -> None:
         self.analysis = analysis
         self.quantities = with_nulls(analysis)
         self.coords = coords  # the prompts, conditions and layers
         # The most positions of a sequence ("key"), and of a baseline ("original_key").
         self.widths = widths
-        self.positions = positions
+        self.keep = keep
         self._values: dict[str, np.ndarray] = {}  # of each prompt
         self._moments: dict[tuple[str, int, int], Moments] = {}  # by variable, condition and layer
 
@@ -62,7 +61,7 @@ class Collector:
                     self._keep(name, array, cells, dtype)
                     continue
                 for variable, by_position in self._by_position(name, array, batch).items():
-                    if self.positions == "prompts":
+                    if self.keep == "prompts":
                         self._keep(variable, by_position, cells, np.float32)
                     else:
                         self._merge(variable, by_position, conditions, cells[-1])
@@ -132,7 +131,7 @@ class Collector:
         dims = _dims_of(name, quantity)
         attributes = self._attributes(quantity)
         variables: dict[str, Any] = {}
-        if self.positions == "prompts":
+        if self.keep == "prompts":
             per_prompt = self._values[name]
             variables[f"{name}_per_prompt"] = ((*_OUTER, *dims), per_prompt, attributes)
             moments = Moments.of(per_prompt)
@@ -258,9 +257,9 @@ _OF_TOKENS = {
 
 def sequences_dataset(
     model: HookedModel,
-    prompts: Seq[Prompt],
-    sequences: Seq[Mapping[str, Sequence]],
-    places: Seq[int],
+    prompts: Sequence[Prompt],
+    sequences: Sequence[Mapping[str, TokenSequence]],
+    places: Sequence[int],
 ) -> xr.Dataset:
     """The tokens that the model read, their segments and origins, the prompts' groups, and the
     first prompt's texts."""
@@ -300,7 +299,7 @@ def _strings(values: Any) -> np.ndarray:
     return np.array(values, dtype=object).astype(np.dtypes.StringDType())
 
 
-def _token_texts(model: HookedModel, sequence: Sequence) -> list[str]:
+def _token_texts(model: HookedModel, sequence: TokenSequence) -> list[str]:
     """Control characters are escaped, as NetCDF takes no NUL; the ids of a model without a
     tokenizer."""
     ids = sequence.tokens.tolist()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,7 +46,7 @@ from mechattn.prompts.token_sequences import Batch, pad_right
 @alone
 def record_affine(
     model: Any,
-    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    prompts: Prompt | str | Tensor | Sequence[Prompt | str],
     condition: Condition,
     *,
     layers: Iterable[int] | int = 0,
@@ -93,10 +92,10 @@ def record_affine(
 
 def _passes(
     model: HookedModel,
-    prompts: Seq[Prompt],
+    prompts: Sequence[Prompt],
     condition: Condition,
     analysis: Analysis,
-    layers: Seq[int],
+    layers: Sequence[int],
     seed: int,
     segment: str = "inserted",
 ) -> Iterator[tuple[Prompt, Batch, LayerValues]]:
@@ -154,7 +153,7 @@ class _AffineParts(AnalysisBase):
 @alone
 def record_keys_values(
     model: Any,
-    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    prompts: Prompt | str | Tensor | Sequence[Prompt | str],
     condition: Condition,
     *,
     segment: str = "inserted",
@@ -220,7 +219,7 @@ class _KeysValues(AnalysisBase):
 @alone
 def head_means(
     model: Any,
-    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    prompts: Prompt | str | Tensor | Sequence[Prompt | str],
     *,
     layers: Iterable[int] | int | None = None,
 ) -> HeadMeans:

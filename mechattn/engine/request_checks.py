@@ -4,8 +4,7 @@ cannot take."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any, cast
@@ -23,7 +22,7 @@ from mechattn.model.positions import boundary_of, takes_negative_ids, takes_posi
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.counterparts import with_changes
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.prompts.tokenization import TokenizedModel
 
 # What every analysis has, and the protocols of which it follows one, by what it receives.
@@ -73,7 +72,7 @@ def _check_condition(name: str, condition: Any) -> None:
         ) from None
 
 
-def with_names(analyses: Seq[Analysis] | Analysis | None) -> list[Analysis]:
+def with_names(analyses: Sequence[Analysis] | Analysis | None) -> list[Analysis]:
     """The analyses; there must be at least one, and each name must be unique."""
     if analyses is None:
         analyses = [ReceivedAttention()]
@@ -132,7 +131,7 @@ def _check_analysis(analysis: Any) -> None:
             )
 
 
-def check_captures(model: HookedModel, analyses: Seq[Analysis], layers: Seq[int]) -> None:
+def check_captures(model: HookedModel, analyses: Sequence[Analysis], layers: Sequence[int]) -> None:
     """Refuse an analysis that captures a hook which a layer doesn't have."""
     for analysis in analyses:
         if not isinstance(analysis, protocols.CaptureAnalysis):
@@ -157,8 +156,8 @@ def _near_hook(model: HookedModel, layer: int, name: str) -> str:
 
 def _check_sequences(
     prompt: Prompt,
-    sequences: Mapping[str, Sequence],
-    analyses: Seq[Analysis],
+    sequences: Mapping[str, TokenSequence],
+    analyses: Sequence[Analysis],
     model: HookedModel,
 ) -> None:
     """Refuse sequences that don't fit the model or that an analysis cannot measure."""
@@ -173,7 +172,7 @@ def _check_sequences(
                 raise PromptError(f"{prompt.where} {problem}")
 
 
-def _check_is_unchanged(baseline: Sequence) -> None:
+def _check_is_unchanged(baseline: TokenSequence) -> None:
     does = ""
     if baseline.inserted.any():
         does = "inserts tokens"
@@ -186,7 +185,9 @@ def _check_is_unchanged(baseline: Sequence) -> None:
         )
 
 
-def _check_partners(prompt: Prompt, name: str, sequence: Sequence, baseline: Sequence) -> None:
+def _check_partners(
+    prompt: Prompt, name: str, sequence: TokenSequence, baseline: TokenSequence
+) -> None:
     """Refuse a sequence with fewer original tokens than the baseline."""
     lacking = len(baseline) - int((~sequence.inserted).sum())
     if lacking:
@@ -197,7 +198,7 @@ def _check_partners(prompt: Prompt, name: str, sequence: Sequence, baseline: Seq
         )
 
 
-def _check_size(prompt: Prompt, name: str, sequence: Sequence, model: HookedModel) -> None:
+def _check_size(prompt: Prompt, name: str, sequence: TokenSequence, model: HookedModel) -> None:
     """Refuse a sequence that is too long or too short, or has ids that the model doesn't know."""
     limit = model.cfg.n_ctx
     if len(sequence) > limit:
@@ -219,7 +220,7 @@ def _check_size(prompt: Prompt, name: str, sequence: Sequence, model: HookedMode
         )
 
 
-def check_read(prompt: Prompt, sequences: Mapping[str, Sequence]) -> None:
+def check_read(prompt: Prompt, sequences: Mapping[str, TokenSequence]) -> None:
     """Refuse tokens inserted after all others: no original token reads them, so nothing could
     change; warn of one."""
     for name, sequence in sequences.items():
@@ -243,8 +244,8 @@ def check_read(prompt: Prompt, sequences: Mapping[str, Sequence]) -> None:
 
 
 def made_sequences(
-    named: Mapping[str, Condition], prompts: Seq[Prompt], model: TokenizedModel, seed: int
-) -> list[dict[str, Sequence]]:
+    named: Mapping[str, Condition], prompts: Sequence[Prompt], model: TokenizedModel, seed: int
+) -> list[dict[str, TokenSequence]]:
     """The sequence of each prompt under each condition; only a counterpart may change original
     tokens."""
     of_prompts = []
@@ -253,10 +254,10 @@ def made_sequences(
             name: condition.apply(prompt, model, seed) for name, condition in named.items()
         }
         for name, sequence in sequences.items():
-            if not isinstance(sequence, Sequence):
+            if not isinstance(sequence, TokenSequence):
                 raise ConditionError(
                     f"the condition {name!r} gives a {type(sequence).__name__} for prompt"
-                    f" {prompt.id}: apply must return a Sequence, such as insert(tokenize(prompt,"
+                    f" {prompt.id}: apply must return a TokenSequence, such as insert(tokenize(prompt,"
                     " model), ids, at)"
                 )
         of_prompts.append(sequences)
@@ -275,7 +276,7 @@ def _check_repeats(
     name: str,
     condition: Condition,
     prompt: Prompt,
-    sequence: Sequence,
+    sequence: TokenSequence,
     model: TokenizedModel,
     seed: int,
 ) -> None:
@@ -290,7 +291,9 @@ def _check_repeats(
         )
 
 
-def _check_insertion(prompt: Prompt, name: str, sequence: Sequence, baseline: Sequence) -> None:
+def _check_insertion(
+    prompt: Prompt, name: str, sequence: TokenSequence, baseline: TokenSequence
+) -> None:
     """Refuse a sequence that is more than the baseline with tokens inserted."""
     is_original = ~sequence.inserted
     original_tokens = sequence.tokens[is_original]
@@ -318,11 +321,11 @@ def _check_insertion(prompt: Prompt, name: str, sequence: Sequence, baseline: Se
 
 def checked_sequences(
     named: Mapping[str, Condition],
-    prompts: Seq[Prompt],
+    prompts: Sequence[Prompt],
     model: HookedModel,
     seed: int,
-    analyses: Seq[Analysis] = (),
-) -> list[dict[str, Sequence]]:
+    analyses: Sequence[Analysis] = (),
+) -> list[dict[str, TokenSequence]]:
     """The sequence of each prompt under each condition, which the model can read and the analyses
     can measure."""
     of_prompts = made_sequences(named, prompts, model, seed)
@@ -334,7 +337,7 @@ def checked_sequences(
     return of_prompts
 
 
-def check_variants(model: HookedModel, of_prompts: list[dict[str, Sequence]]) -> None:
+def check_variants(model: HookedModel, of_prompts: list[dict[str, TokenSequence]]) -> None:
     """Refuse hidden tokens or kept positions in a model that supports neither."""
     hiding = set()
     lowest_ids: dict[str, int] = {}  # of conditions that keep positions
@@ -378,11 +381,13 @@ def check_variants(model: HookedModel, of_prompts: list[dict[str, Sequence]]) ->
 
 
 def check_interventions(
-    model: HookedModel, ids: list[str], of_prompts: list[dict[str, Sequence]]
+    model: HookedModel, ids: list[str], of_prompts: list[dict[str, TokenSequence]]
 ) -> None:
     """Refuse interventions that cannot act on this model or on their prompts."""
     interventions: dict[int, Any] = {}
-    uses: dict[int, list[tuple[str, Sequence]]] = {}  # of each intervention: prompt and sequence
+    uses: dict[
+        int, list[tuple[str, TokenSequence]]
+    ] = {}  # of each intervention: prompt and sequence
     for prompt, sequences in zip(ids, of_prompts, strict=True):
         for sequence in sequences.values():
             for intervention in sequence.interventions:
@@ -398,13 +403,13 @@ def check_interventions(
                 intervention.check_sequence(prompt, sequence)
 
 
-def positions_of(sequence: Sequence) -> int:
+def positions_of(sequence: TokenSequence) -> int:
     """The number of positions in a sequence: fewer than its tokens if the original ones keep their
     positions."""
     return int(sequence.position_ids.max()) + 1
 
 
-def sides_of(model: HookedModel, of_prompts: Seq[Mapping[str, Sequence]]) -> list[str]:
+def sides_of(model: HookedModel, of_prompts: Sequence[Mapping[str, TokenSequence]]) -> list[str]:
     """The side of the model's boundary on which each prompt lies, "short" or "long"; empty for a
     model without one."""
     boundary = boundary_of(model)
@@ -416,7 +421,7 @@ def sides_of(model: HookedModel, of_prompts: Seq[Mapping[str, Sequence]]) -> lis
     ]
 
 
-def counted_sides(sides: Seq[str]) -> str:
+def counted_sides(sides: Sequence[str]) -> str:
     """The number of prompts with each set of factors, in words."""
     counts = {side: sides.count(side) for side in sorted(set(sides), reverse=True)}
     if len(counts) == 1:
@@ -425,7 +430,7 @@ def counted_sides(sides: Seq[str]) -> str:
 
 
 def check_side(
-    prompt: Prompt, sequences: Mapping[str, Sequence], model: HookedModel, new_tokens: int = 0
+    prompt: Prompt, sequences: Mapping[str, TokenSequence], model: HookedModel, new_tokens: int = 0
 ) -> None:
     """Refuse a prompt that is not read and answered with the same RoPE frequencies under every
     condition."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from mechattn.engine.attention_rows import (
 from mechattn.engine.batch_pass import LayerValues, measure_batch
 from mechattn.engine.batching import Cost, batch_plan, in_halves
 from mechattn.engine.description import condition_data, model_data
-from mechattn.engine.labelled_datasets import Collector, Positions, sequences_dataset
+from mechattn.engine.labelled_datasets import Collector, Keep, sequences_dataset
 from mechattn.errors import OptionError, check_choice
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
@@ -34,7 +33,7 @@ from mechattn.model.scores import BlindScores, blind_scores
 from mechattn.model.weights import Kind, check_draw, random_weights
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts, warn_of_likeness
-from mechattn.prompts.token_sequences import Batch, Sequence, pad_right
+from mechattn.prompts.token_sequences import Batch, TokenSequence, pad_right
 from mechattn.results import provenance
 from mechattn.results.result import MEMORY, Result, memory_bytes
 from mechattn.stats.random_effects import FEWEST_DRAWS
@@ -51,7 +50,7 @@ class RunOptions:
 
     layers: Iterable[int] | int | None = None
     seed: int = 0
-    positions: Positions = "moments"
+    keep: Keep = "moments"
     memory: str = MEMORY
     engine: Engine = "auto"
 
@@ -59,20 +58,20 @@ class RunOptions:
         memory_bytes(self.memory)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise OptionError(f"seed={self.seed!r}: give a whole number")
-        check_choice(Positions, positions=self.positions)
+        check_choice(Keep, keep=self.keep)
         check_choice(Engine, engine=self.engine)
 
 
 @alone
 def run(
     model: Any,
-    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    prompts: Prompt | str | Tensor | Sequence[Prompt | str],
     conditions: Mapping[str, Condition] | None = None,
-    analyses: Seq[Analysis] | Analysis | None = None,
+    analyses: Sequence[Analysis] | Analysis | None = None,
     *,
     layers: Iterable[int] | int | None = None,
     seed: int = 0,
-    positions: Positions = "moments",
+    keep: Keep = "moments",
     memory: str = MEMORY,
     engine: Engine = "auto",
 ) -> Result:
@@ -85,7 +84,7 @@ def run(
         analyses: The analyses; received attention by default. All share one forward pass.
         layers: The layers to measure, from 0; all with attention by default.
         seed: The seed of all random draws, used together with the prompt's id.
-        positions: "moments" keeps mean, variance and n over prompts for each position; "prompts"
+        keep: "moments" keeps mean, variance and n over prompts for each position; "prompts"
             also keeps each prompt's values.
         memory: The memory budget for one layer of one batch; it and the lengths determine the
             batches.
@@ -101,15 +100,13 @@ def run(
         MechattnError: An argument cannot be used. Raised before the first forward pass, except for
             invalid attention (NaN, a wrong mask), which is found at the first batch with it.
     """
-    plan = make_plan(
-        model, conditions, analyses, RunOptions(layers, seed, positions, memory, engine)
-    )
+    plan = make_plan(model, conditions, analyses, RunOptions(layers, seed, keep, memory, engine))
     prompts = as_prompts(prompts)
     sequences = plan.sequences(prompts)
     return plan.calibrated(prompts).result(prompts, sequences, range(len(prompts)))
 
 
-Sequences = list[dict[str, Sequence]]
+Sequences = list[dict[str, TokenSequence]]
 
 
 @dataclass(frozen=True)
@@ -118,12 +115,12 @@ class Plan:
 
     model: HookedModel
     conditions: Mapping[str, Condition]
-    analyses: Seq[Analysis]
+    analyses: Sequence[Analysis]
     layers: list[int]
     options: RunOptions
     paths: bool
 
-    def sequences(self, prompts: Seq[Prompt]) -> Sequences:
+    def sequences(self, prompts: Sequence[Prompt]) -> Sequences:
         """The sequence of every prompt under every condition, checked."""
         sequences = checks.checked_sequences(
             self.conditions, prompts, self.model, self.options.seed, self.analyses
@@ -132,7 +129,7 @@ class Plan:
             checks.check_read(prompt, of_prompt)
         return sequences
 
-    def calibrated(self, prompts: Seq[Prompt]) -> Run:
+    def calibrated(self, prompts: Sequence[Prompt]) -> Run:
         """Calibrate the analyses on the model; ``prompts`` are all prompts of the whole run."""
         likeness = warn_of_likeness(prompts)
         alike = {likeness: len(prompts)} if likeness else {}
@@ -158,7 +155,9 @@ class Run:
     # How much the prompts of the whole run repeat each other, and how many these are.
     alike: Mapping[str, int]
 
-    def result(self, prompts: Seq[Prompt], sequences: Sequences, places: Seq[int]) -> Result:
+    def result(
+        self, prompts: Sequence[Prompt], sequences: Sequences, places: Sequence[int]
+    ) -> Result:
         """Run the model on some prompts, at these places of the whole set, with sequences from
         ``Plan.sequences``."""
         start = time.monotonic()
@@ -188,7 +187,7 @@ class Run:
         return Result(datasets, about)
 
     def _description(
-        self, prompts: Seq[Prompt], first_sequences: Mapping[str, Sequence]
+        self, prompts: Sequence[Prompt], first_sequences: Mapping[str, TokenSequence]
     ) -> dict[str, Any]:
         """The model, the prompts and the options, which determine the numbers; and when and where
         they were computed."""
@@ -217,11 +216,11 @@ class Run:
             "engine_reason": self.reason,
             "seed": plan.options.seed,
             "memory": plan.options.memory,
-            "positions": plan.options.positions,
+            "keep": plan.options.keep,
         }
 
     def _collectors(
-        self, ids: list[str], lengths: Seq[Seq[int]], sequences: Sequences
+        self, ids: list[str], lengths: Sequence[Sequence[int]], sequences: Sequences
     ) -> list[Collector]:
         """One for each analysis."""
         plan = self.plan
@@ -235,8 +234,7 @@ class Run:
             "original_key": max(len(own[BASELINE]) for own in sequences),
         }
         return [
-            Collector(analysis, coords, widths, plan.options.positions)
-            for analysis in plan.analyses
+            Collector(analysis, coords, widths, plan.options.keep) for analysis in plan.analyses
         ]
 
     def _cost(self) -> Cost:
@@ -247,7 +245,7 @@ class Run:
         return Cost(cfg.n_heads, width, square=self.forward is forward_through_hooks)
 
     def _measured(
-        self, indices: Seq[int], sequences: Sequences, ids: list[str]
+        self, indices: Sequence[int], sequences: Sequences, ids: list[str]
     ) -> tuple[Batch, list[LayerValues]]:
         """The batch of some prompts, and the values of each analysis."""
         plan = self.plan
@@ -264,7 +262,7 @@ class Run:
 def make_plan(
     model: Any,
     conditions: Mapping[str, Condition] | None = None,
-    analyses: Seq[Analysis] | Analysis | None = None,
+    analyses: Sequence[Analysis] | Analysis | None = None,
     options: RunOptions = RunOptions(),
     *,
     paths: bool = False,
@@ -284,9 +282,9 @@ def make_plan(
 
 def run_random(
     model: Any,
-    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    prompts: Prompt | str | Tensor | Sequence[Prompt | str],
     conditions: Mapping[str, Condition] | None = None,
-    analyses: Seq[Analysis] | Analysis | None = None,
+    analyses: Sequence[Analysis] | Analysis | None = None,
     *,
     draws: int = 20,
     kind: Kind = "initialised",

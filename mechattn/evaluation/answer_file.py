@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,7 +51,7 @@ class Kept:
     path: Path | None
     about: dict[str, Any]
 
-    def note(self, name: str, value: Any, without: Seq[Key] = ()) -> None:
+    def note(self, name: str, value: Any, without: Sequence[Key] = ()) -> None:
         """Record one more fact about where the answers come from, which may cost some of them."""
         self.about[name] = value
         for key in without:

@@ -3,8 +3,7 @@ and trends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +210,7 @@ def _answers_under(evaluation: Evaluation, condition: str) -> dict[str, str | No
 
 def trend(
     measured: Result | Evaluation,
-    conditions: Seq[str],
+    conditions: Sequence[str],
     quantity: str = "received",
     segment: str | None = "question",
     *,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -33,14 +32,14 @@ from mechattn.model.load import as_hooked, load_model, unloaded
 from mechattn.model.weights import weights_hash
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
-from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results import provenance
 from mechattn.results.provenance import identity
 
 
 def evaluate(
     model: Any,
-    prompts: Prompt | str | Tensor | Seq[Prompt | str],
+    prompts: Prompt | str | Tensor | Sequence[Prompt | str],
     conditions: Mapping[str, Condition] | None = None,
     *,
     grader: Grader = "auto",
@@ -129,7 +128,7 @@ def evaluate(
 @alone
 def baseline_noise(
     model: Any,
-    prompts: Prompt | str | Seq[Prompt | str],
+    prompts: Prompt | str | Sequence[Prompt | str],
     *,
     batch: int = 32,
     other_batch: int = 8,
@@ -212,9 +211,9 @@ def baseline_noise(
 
 
 def _requested(
-    prompts: Seq[Prompt],
+    prompts: Sequence[Prompt],
     conditions: Mapping[str, Condition],
-    sequences: Seq[Mapping[str, Sequence]],
+    sequences: Sequence[Mapping[str, TokenSequence]],
     samples: int,
 ) -> dict[Key, Todo]:
     """Everything that is asked for, each problem's conditions one after the other."""
@@ -246,7 +245,7 @@ def _check_kept(file: Kept, requested: Mapping[Key, Todo]) -> None:
             )
 
 
-def read_digest(sequence: Sequence) -> str:
+def read_digest(sequence: TokenSequence) -> str:
     """A digest of the token ids that the model reads, stored with each answer."""
     return provenance.digest([sequence.tokens.tolist()])
 
@@ -272,7 +271,7 @@ def _interruption_told(file: Kept, requested: Mapping[Key, Todo]) -> Iterator[No
 def _generated(
     model: HookedModel,
     native: Any,
-    todo: Seq[Todo],
+    todo: Sequence[Todo],
     batch: int,
     sides: Mapping[str, str],
     how: Sampling,
@@ -298,7 +297,7 @@ def _generated(
                     yield items[number], answer, text
 
 
-def _by_side(todo: Seq[Todo], sides: Mapping[str, str]) -> list[list[Todo]]:
+def _by_side(todo: Sequence[Todo], sides: Mapping[str, str]) -> list[list[Todo]]:
     """The requests on each side of a model's boundary, sorted by length."""
     by_side: dict[str, list[Todo]] = {}
     for item in sorted(todo, key=lambda item: len(item[2].sequence)):
@@ -326,7 +325,7 @@ def _graded(item: Todo, answer: Answer, text: str, grader: Grader) -> GradedAnsw
     )
 
 
-def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
+def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
     graders.check_grader(grader)
     for prompt in prompts:
         if prompt.solution is None or not prompt.solution.strip():
@@ -352,8 +351,8 @@ def _check_references(prompts: Seq[Prompt], grader: Grader) -> None:
 def _checked_sides(
     model: Any,
     native: Any,
-    prompts: Seq[Prompt],
-    sequences: Seq[Mapping[str, Sequence]],
+    prompts: Sequence[Prompt],
+    sequences: Sequence[Mapping[str, TokenSequence]],
     new_tokens: int,
     requested: Mapping[Key, Todo],
 ) -> dict[str, str]:
@@ -389,7 +388,7 @@ def _checked_sides(
     return dict(zip(ids, request_checks.sides_of(model, sequences), strict=False))
 
 
-def _about(model: Any, server: Server | None, prompts: Seq[Prompt]) -> dict[str, Any]:
+def _about(model: Any, server: Server | None, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """What answers and prompts come from."""
     about: dict[str, Any] = {"model": provenance.name_of(str(model.cfg.model_name))}
     if server is None:

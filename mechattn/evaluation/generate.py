@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +27,7 @@ from mechattn.model.hooked import HookedModel, alone, facts_of
 from mechattn.model.hooks import keeping_one
 from mechattn.model.several_devices import device_of
 from mechattn.prompts.prompt import MOST
-from mechattn.prompts.token_sequences import PADDING, Sequence
+from mechattn.prompts.token_sequences import PADDING, TokenSequence
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -81,7 +80,7 @@ class Request:
     """A requested answer: the prompt's id, the sequence to read, and which of several answers."""
 
     prompt: str
-    sequence: Sequence
+    sequence: TokenSequence
     sample: int
 
 
@@ -116,7 +115,7 @@ def native_of(model: HookedModel) -> Any:
 
 def answers(
     model: Any,
-    requests: Seq[Request],
+    requests: Sequence[Request],
     new_tokens: int,
     end: frozenset[int],
     temperature: float = 0.0,
@@ -150,7 +149,7 @@ class Generation:
     """
 
     model: Any
-    requests: Seq[Request]
+    requests: Sequence[Request]
     rows_at_once: int
     new_tokens: int
     end: frozenset[int]
@@ -196,7 +195,7 @@ class Generation:
         self.rows.add(new_rows, prompts, cache)
         self.write(new_rows, output.logits[:, -1].float())
 
-    def write(self, rows: Seq[GeneratingRow], logits: Float[Tensor, "row token"]) -> None:
+    def write(self, rows: Sequence[GeneratingRow], logits: Float[Tensor, "row token"]) -> None:
         """Choose the next token of each row."""
         tokens = self.chosen(rows, logits)
         logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
@@ -211,7 +210,7 @@ class Generation:
         self.count_tokens(written)
 
     def chosen(
-        self, rows: Seq[GeneratingRow], logits: Float[Tensor, "row token"]
+        self, rows: Sequence[GeneratingRow], logits: Float[Tensor, "row token"]
     ) -> Int[Tensor, " row"]:
         """The likeliest tokens, or those at a keyed random point of the distribution."""
         if self.temperature == 0:
@@ -268,7 +267,9 @@ def until_end(tokens: list[int], logprobs: Float[Tensor, " token"], end: frozens
 
 
 @contextmanager
-def acting_on_prompts(model: Any, requests: Seq[Request], prompts: PaddedPrompts) -> Iterator[None]:
+def acting_on_prompts(
+    model: Any, requests: Sequence[Request], prompts: PaddedPrompts
+) -> Iterator[None]:
     """The interventions of some prompts, each acting on its rows."""
 
     def target(rows: Int[Tensor, " row"], ids: tuple[str, ...]) -> Target:
@@ -288,7 +289,9 @@ def acting_on_prompts(model: Any, requests: Seq[Request], prompts: PaddedPrompts
 
 
 @contextmanager
-def acting_on_answers(model: Any, requests: Seq[Request], rows: GeneratingRows) -> Iterator[None]:
+def acting_on_answers(
+    model: Any, requests: Sequence[Request], rows: GeneratingRows
+) -> Iterator[None]:
     """The interventions of some prompts, each acting on the tokens that are generated after it.
 
     They have no segment. One that reads first has learned from the prompt and acts on it alone.
@@ -305,7 +308,7 @@ def acting_on_answers(model: Any, requests: Seq[Request], rows: GeneratingRows) 
 @contextmanager
 def _acting(
     model: Any,
-    requests: Seq[Request],
+    requests: Sequence[Request],
     device: torch.device,
     target: Callable[[Int[Tensor, " row"], tuple[str, ...]], Target],
 ) -> Iterator[None]:
@@ -323,7 +326,7 @@ def _acting(
         yield
 
 
-def refuse_what_cannot_generate(model: Any, sequence: Sequence, name: str) -> None:
+def refuse_what_cannot_generate(model: Any, sequence: TokenSequence, name: str) -> None:
     """Refuse edges that are cut in some layers only, or in a model that takes no mask of edges."""
     if sequence.edge_mask is None:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mechattn.prompts.token_sequences import PADDING, Sequence
+from mechattn.prompts.token_sequences import PADDING, TokenSequence
 
 
 class PaddedPrompts:
@@ -21,7 +21,7 @@ class PaddedPrompts:
         device: Where the model's inputs are.
     """
 
-    def __init__(self, sequences: Seq[Sequence], device: torch.device) -> None:
+    def __init__(self, sequences: Sequence[TokenSequence], device: torch.device) -> None:
         self.longest = max(len(sequence) for sequence in sequences)
         self.real: Bool[Tensor, "row pos"] = self._padded(
             [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences], False, device
@@ -60,7 +60,7 @@ class PaddedPrompts:
         )
 
     def _padded(
-        self, parts: Seq[Shaped[Tensor, " _"]], value: int, device: torch.device
+        self, parts: Sequence[Shaped[Tensor, " _"]], value: int, device: torch.device
     ) -> Shaped[Tensor, "row pos"]:
         rows = []
         for values in parts:
@@ -89,7 +89,7 @@ class PaddedPrompts:
         }
 
 
-def _origin(sequence: Sequence) -> Int[Tensor, " pos"]:
+def _origin(sequence: TokenSequence) -> Int[Tensor, " pos"]:
     """The index of each token in the baseline sequence; another negative number for each
     inserted."""
     return torch.where(sequence.inserted, -1 - torch.arange(len(sequence)), sequence.origin)
@@ -100,7 +100,7 @@ class GeneratingRow:
     """An answer that is being generated."""
 
     number: int  # of its request
-    sequence: Sequence  # the prompt
+    sequence: TokenSequence  # the prompt
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_ended: bool = False
@@ -166,7 +166,7 @@ class GeneratingRows:
 
         return DynamicCache(config=self.model.config)
 
-    def add(self, rows: Seq[GeneratingRow], prompts: PaddedPrompts, cache: Any) -> None:
+    def add(self, rows: Sequence[GeneratingRow], prompts: PaddedPrompts, cache: Any) -> None:
         """Add rows whose prompts have been read."""
         if not self.rows:
             self.rows = list(rows)
@@ -225,7 +225,7 @@ class GeneratingRows:
         logits: Float[Tensor, "row token"] = output.logits[:, -1].float()
         return logits
 
-    def _joined(self, caches: Seq[Any], length: int) -> Any:
+    def _joined(self, caches: Sequence[Any], length: int) -> Any:
         """One cache of the rows of several, each row with this length."""
         joined = self.new_cache()
         for number, layer in enumerate(joined.layers):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Generator, Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ from mechattn.evaluation.server_completions import (
 from mechattn.evaluation.server_probe import NotTheModel, Probe, Question
 from mechattn.model.checkpoint import UnloadedModel
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.token_sequences import TokenSequence
 
 Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and the sequence
 Sent = Mapping[Question, "list[int] | str"]
@@ -37,7 +36,7 @@ def served_answers(
     server: Server,
     model: UnloadedModel,
     requested: Mapping[Key, Todo],
-    todo: Seq[Key],
+    todo: Sequence[Key],
     sampling: Sampling,
     at_once: int,
     file: Kept,
@@ -116,7 +115,7 @@ def _probe(
 ) -> Probe:
     """A server that serves the model, as it did ``before`` if a run is resumed."""
 
-    def probed(names: Seq[Question], tokens: int, first_texts: Seq[str] = ()) -> Probe:
+    def probed(names: Sequence[Question], tokens: int, first_texts: Sequence[str] = ()) -> Probe:
         questions = {name: requests[name] for name in names}
         return server_probe.probed(
             connection, questions, sent, tokens, sampling.temperature, first_texts
@@ -194,7 +193,7 @@ def text_of(tokenizer: Any, ids: list[int]) -> str | None:
     return None
 
 
-def check_servable(sequences: Seq[Mapping[str, Sequence]]) -> None:
+def check_servable(sequences: Sequence[Mapping[str, TokenSequence]]) -> None:
     """Refuse conditions that act inside the model, which a server does not allow."""
     for by_condition in sequences:
         for name, sequence in by_condition.items():

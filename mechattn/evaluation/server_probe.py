@@ -9,8 +9,7 @@ the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -97,7 +96,7 @@ def probe_size(answer_count: int, new_tokens: int) -> tuple[int, int]:
     return min(ANSWERS, max(_FEWEST_ANSWERS, tokens_a_round // tokens)), tokens
 
 
-def stretches(todo: Seq[T]) -> list[Seq[T]]:
+def stretches(todo: Sequence[T]) -> list[Sequence[T]]:
     """What is asked for between two probes."""
     return [todo[start : start + _EVERY] for start in range(0, len(todo), _EVERY)]
 
@@ -115,10 +114,10 @@ class Reference:
     """
 
     text: str
-    logprobs: Seq[float]
-    prompt_logprobs: Seq[float]
-    steps: Seq[str] = ()
-    gaps: Seq[float] = ()
+    logprobs: Sequence[float]
+    prompt_logprobs: Sequence[float]
+    steps: Sequence[str] = ()
+    gaps: Sequence[float] = ()
 
     def agrees(self, text: str) -> bool:
         """Whether another answer is this one; where the local model is undecided, either is
@@ -145,11 +144,11 @@ class Probe:
     """Questions to a server, the answers with which its own are compared, and the findings."""
 
     connection: Connection
-    requests: Seq[CompletionRequest]
-    references: Seq[Reference]
+    requests: Sequence[CompletionRequest]
+    references: Sequence[Reference]
     about: dict[str, Any]
 
-    def compared(self, completions: Seq[Completion], least: float) -> str | None:
+    def compared(self, completions: Sequence[Completion], least: float) -> str | None:
         """Compare answers with the references, and record the figures; why the server is refused,
         if so: fewer answers are alike, or log-probabilities are too far apart."""
         alike = 0
@@ -188,7 +187,7 @@ class Probe:
         return bool(self.references[0].steps)
 
 
-def _asked(connection: Connection, requests: Seq[CompletionRequest]) -> list[Completion]:
+def _asked(connection: Connection, requests: Sequence[CompletionRequest]) -> list[Completion]:
     """The completions in the order of the requests, with a bar."""
     completions = {}
     with AnswerBar(len(requests), "comparing the server with the model") as bar:
@@ -204,7 +203,7 @@ def probed(
     sent: Mapping[Question, list[int] | str],
     tokens: int,
     temperature: float,
-    first_texts: Seq[str],
+    first_texts: Sequence[str],
 ) -> Probe:
     """Ask a server some questions.
 

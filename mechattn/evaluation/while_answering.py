@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -247,11 +246,11 @@ def matched_pairs(
 def while_answering(
     model: Any,
     evaluation: Evaluation,
-    prompts: Seq[Prompt],
+    prompts: Sequence[Prompt],
     conditions: Mapping[str, Condition] | None = None,
     *,
     predicting: bool = False,
-    layers: Seq[int] | int | None = None,
+    layers: Sequence[int] | int | None = None,
     seed: int = 0,
 ) -> WhileAnswering:
     """Measure a model's attention while it writes its own answers, under each condition of an
@@ -319,7 +318,7 @@ class _Measurement(NamedTuple):
 def _measured(
     measure: Callable[..., Result],
     evaluation: Evaluation,
-    prompts: Seq[Prompt],
+    prompts: Sequence[Prompt],
     name: str,
     condition: Condition,
 ) -> _Measurement:

@@ -17,7 +17,7 @@ from mechattn.errors import OptionError
 from mechattn.functional.attention import EdgeMask
 from mechattn.interventions.intervention import Target, digest, on
 from mechattn.model.patch.keys_values_z import changing_z, check_layers, heads_of
-from mechattn.prompts.token_sequences import Sequence as Tokens
+from mechattn.prompts.token_sequences import TokenSequence
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class AttentionKnockout:
                     f"{name}={value!r}: choose among {', '.join(map(repr, SEGMENTS))}"
                 )
 
-    def marked(self, sequence: Tokens) -> Tokens:
+    def marked(self, sequence: TokenSequence) -> TokenSequence:
         """Return the sequence with these edges cut.
 
         Raises:
@@ -171,6 +171,6 @@ def _as_tuple(segments: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(segments)
 
 
-def _in_segments(sequence: Tokens, segments: tuple[str, ...]) -> Bool[Tensor, " pos"]:
+def _in_segments(sequence: TokenSequence, segments: tuple[str, ...]) -> Bool[Tensor, " pos"]:
     """Which tokens belong to any of these segments."""
     return torch.stack([sequence.of_segment(segment) for segment in segments]).any(0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mechattn.errors import OptionError
 from mechattn.model.hooked import attribute_set, holding
-from mechattn.prompts.token_sequences import Sequence as Tokens
+from mechattn.prompts.token_sequences import TokenSequence
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def read_first(interventions: Iterable[Any]) -> bool:
 class ChecksSequences(Protocol):
     """An intervention that may refuse a sequence."""
 
-    def check_sequence(self, prompt: str, sequence: Tokens) -> None:
+    def check_sequence(self, prompt: str, sequence: TokenSequence) -> None:
         """Refuse a sequence that it cannot act on; called before the first forward pass."""
 
 

@@ -28,7 +28,7 @@ from mechattn.model.patch.keys_values_z import (
     check_layers,
     heads_of,
 )
-from mechattn.prompts.token_sequences import Sequence as Tokens
+from mechattn.prompts.token_sequences import TokenSequence
 
 Parts = Literal["both", "scale", "shift"]
 
@@ -303,7 +303,7 @@ class KVPatch:
             "a KVPatch acts only on the prompts that record_keys_values recorded",
         )
 
-    def check_sequence(self, prompt: str, sequence: Tokens) -> None:
+    def check_sequence(self, prompt: str, sequence: TokenSequence) -> None:
         """Refuse a sequence whose segment has another length than the recorded one."""
         count = int(sequence.of_segment(self.segment).sum())
         donor = self.recorded.donor(prompt)

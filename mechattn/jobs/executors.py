@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from logging import WARNING
@@ -35,7 +34,7 @@ ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 class Executor(Protocol):
     """Something that computes chunks."""
 
-    def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, Result]]:
+    def parts(self, job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, Result]]:
         """Yield each chunk's number and result, in any order."""
         ...
 
@@ -57,7 +56,7 @@ def executor_named(
 class Local:
     """The executor for a single machine, or for one job of a job array."""
 
-    def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, Result]]:
+    def parts(self, job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, Result]]:
         """Yield each chunk's number and result; all prompts are checked before any is measured."""
         threads = torch.get_num_threads()
         worker = Worker(job)
@@ -84,7 +83,7 @@ class Ray:
     address: str | None = None
     workers: int | None = None
 
-    def parts(self, job: Job, chunks: Seq[int]) -> Iterator[tuple[int, Result]]:
+    def parts(self, job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, Result]]:
         """Yield each chunk's number and result as they arrive; all prompts are checked before
         that."""
         ray = self._connected()

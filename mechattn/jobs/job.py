@@ -4,8 +4,7 @@ that computes them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
@@ -45,7 +44,7 @@ class Job:
         prompts: All prompts of the run, for all shards.
         conditions: As for ``run``.
         analyses: As for ``run``.
-        options: The options of ``run``: layers, seed, positions, memory and engine.
+        options: The options of ``run``: layers, seed, keep, memory and engine.
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: As for ``load_model``; it affects only the last bits of the numbers.
         verify: As for ``load_model``.
@@ -62,9 +61,9 @@ class Job:
     """
 
     model: str
-    prompts: Seq[Prompt]
+    prompts: Sequence[Prompt]
     conditions: Mapping[str, Condition] | None = None
-    analyses: Seq[Analysis] | Analysis | None = None
+    analyses: Sequence[Analysis] | Analysis | None = None
     options: RunOptions = RunOptions()  # noqa: RUF009, a frozen value
     dtype: str = "auto"
     device: str | None = field(default=None, compare=False)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,13 +125,13 @@ class Mark:
 class Picture:
     """Points with whiskers on one axis, with labels, where 0 is, and all of it in one sentence."""
 
-    rows: Seq[Mark]
-    ticks: Seq[tuple[float, str]]
+    rows: Sequence[Mark]
+    ticks: Sequence[tuple[float, str]]
     zero: float
     says: str
 
 
-def changes(models: Seq[ShownModel]) -> list[Change]:
+def changes(models: Sequence[ShownModel]) -> list[Change]:
     """The change of the question's attention for each model and condition."""
     rows = []
     names = captions([model.result for model in models])
@@ -147,7 +146,7 @@ def changes(models: Seq[ShownModel]) -> list[Change]:
     return rows
 
 
-def picture(rows: Seq[Change]) -> Picture | None:
+def picture(rows: Sequence[Change]) -> Picture | None:
     """Draw the rows on one axis; None if there is nothing to draw."""
     verdicts = [row.verdict for row in rows if row.verdict is not None]
     if not verdicts:
@@ -197,7 +196,7 @@ def picture(rows: Seq[Change]) -> Picture | None:
     return Picture(marks, ticks, position(0.0), "; ".join(said))
 
 
-def sentence(rows: Seq[Change], in_layers: str = "") -> str:
+def sentence(rows: Sequence[Change], in_layers: str = "") -> str:
     """Describe the picture in words.
 
     It says how attention changes with the first condition, then ``in_layers``, then how that
@@ -230,7 +229,7 @@ def sentence(rows: Seq[Change], in_layers: str = "") -> str:
     return f"With “{condition}”, {changes[amount.direction]}.{in_layers}{beside}"
 
 
-def layer_sentence(models: Seq[ShownModel]) -> str:
+def layer_sentence(models: Sequence[ShownModel]) -> str:
     """In which layer attention changes most; empty for several models, or without a verdict."""
     if len(models) != 1:
         return ""
@@ -242,7 +241,7 @@ def layer_sentence(models: Seq[ShownModel]) -> str:
     return f" {words}." if words else ""
 
 
-def own_attention_sentences(models: Seq[ShownModel]) -> list[str]:
+def own_attention_sentences(models: Sequence[ShownModel]) -> list[str]:
     """How the question's attention to itself changes with the first condition and its control; none
     for several models, or without a budget."""
     if len(models) != 1 or "attention_budget" not in models[0].result.datasets:
@@ -259,7 +258,7 @@ def own_attention_sentences(models: Seq[ShownModel]) -> list[str]:
     return [words]
 
 
-def more_of_the_answer(models: Seq[ShownModel]) -> list[str]:
+def more_of_the_answer(models: Sequence[ShownModel]) -> list[str]:
     """What the first condition's tokens take, if the page has one model; and whether a sink
     moves."""
     sentences = []
@@ -290,7 +289,7 @@ class Amount:
     unsure: int
 
     @classmethod
-    def of(cls, verdicts: Seq[Verdict]) -> Amount:
+    def of(cls, verdicts: Sequence[Verdict]) -> Amount:
         """The amount by the verdicts of the models on one condition."""
         changes = [verdict.change for verdict in verdicts]
         direction: Direction = "unclear"
@@ -319,7 +318,7 @@ def _unsure_words(amount: Amount) -> str:
     return f", which cannot be distinguished from 0{models}"
 
 
-def _against_words(rows: Seq[Change]) -> str:
+def _against_words(rows: Sequence[Change]) -> str:
     """How the first condition differs from its matched control, in one model or several."""
     changes = []
     relation = ""
@@ -398,7 +397,7 @@ def _falls_and_rises(verdict: Verdict) -> str:
     return f"{falls} and {rises} of {verdict.falls.size}"
 
 
-def captions(results: Seq[Result]) -> list[str]:
+def captions(results: Sequence[Result]) -> list[str]:
     """The caption of each result: its model, numbered if several results have the same model."""
     names = [model_caption(result) for result in results]
     counts = Counter(names)
@@ -438,7 +437,7 @@ def time_words(result: Result) -> str:
 
 
 @contextmanager
-def explained(results: Seq[Result]) -> Iterator[None]:
+def explained(results: Sequence[Result]) -> Iterator[None]:
     """Explain errors that missing quantities of a stored result cause; others are bugs of ours."""
     try:
         yield

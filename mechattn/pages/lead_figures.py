@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ class Shown:
     """
 
     layer: int | None = None
-    heads: Seq[int] | None = None
+    heads: Sequence[int] | None = None
     top: int = 3
 
     @property

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,7 @@ from mechattn.results.result import Result, alike_words
 if TYPE_CHECKING:
     from mechattn.pages.widget import Browser
 
-Figures = Seq[tuple[Callable, Mapping[str, Any]]]
+Figures = Sequence[tuple[Callable, Mapping[str, Any]]]
 DOTTED_MEANS = {
     "dilution": (
         "what the original tokens would receive if they kept their attention to each other "
@@ -86,13 +85,13 @@ class Section:
     height: int = 0
     view: str = ""  # HTML
     script: str = ""  # the library that the view needs
-    tokens: Seq[tuple[str, str]] = ()  # their texts and segments
+    tokens: Sequence[tuple[str, str]] = ()  # their texts and segments
     leads: bool = False  # stands open before the map
-    made: Seq[tuple[str, str]] = ()
+    made: Sequence[tuple[str, str]] = ()
     citation: str = ""
     rows_title: str = ""  # of a folded table
-    columns: Seq[str] = ()
-    rows: Seq[Seq[str]] = ()
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
 
     @property
     def names(self) -> list[str]:
@@ -116,7 +115,7 @@ def page(
     result: Result,
     path: str | Path,
     layer: int | None = None,
-    heads: Seq[int] | None = None,
+    heads: Sequence[int] | None = None,
     force: bool = False,
     *,
     top: int = 3,
@@ -126,7 +125,7 @@ def page(
     return results_page([result], path, [], force=force, shown=Shown(layer, heads, top))
 
 
-def heads_options(result: Result, heads: Seq[int] | None, top: int) -> dict[str, Any]:
+def heads_options(result: Result, heads: Sequence[int] | None, top: int) -> dict[str, Any]:
     """The options of ``received_attention`` that select heads; the first, if no prompts were
     kept."""
     if heads is not None:
@@ -171,8 +170,8 @@ def browse(result: Result, maps: Result | None = None, *, live: bool = True) -> 
 def write_page(
     path: str | Path,
     about: About,
-    models: Seq[ShownModel],
-    sections: Seq[Section],
+    models: Sequence[ShownModel],
+    sections: Sequence[Section],
     force: bool = False,
 ) -> Path:
     """Write one HTML file that makes no network requests; its content security policy forbids
@@ -198,7 +197,7 @@ def _environment() -> Any:
 
 
 def _template_values(
-    about: About, models: Seq[ShownModel], sections: Seq[Section]
+    about: About, models: Sequence[ShownModel], sections: Sequence[Section]
 ) -> dict[str, Any]:
     """The values for the templates."""
     from mechattn import __version__
@@ -246,7 +245,7 @@ def _template_values(
     }
 
 
-def concepts(results: Seq[Result]) -> list[str]:
+def concepts(results: Sequence[Result]) -> list[str]:
     """The files of the docs that say what was measured and how it was compared."""
     measured = {name for result in results for name in result.datasets}
     names = [name for name, analyses in CONCEPTS.items() if measured.intersection(analyses)]
@@ -254,7 +253,7 @@ def concepts(results: Seq[Result]) -> list[str]:
 
 
 def results_page(
-    results: Seq[Result],
+    results: Sequence[Result],
     path: str | Path,
     figures: Figures,
     command: str = "",
@@ -295,7 +294,7 @@ def lead_sections(result: Result, shown: Shown, command: str = "") -> list[Secti
     return [replace(section, leads=True) for section in sections]
 
 
-def _subtitle(results: Seq[Result]) -> str:
+def _subtitle(results: Sequence[Result]) -> str:
     """The subtitle of a page."""
     prompt_counts = {result["sequences"].sizes["prompt"] for result in results}
     subject = "Attention"
@@ -342,7 +341,10 @@ def prompt_section(result: Result, condition: str | None = None) -> Section:
 
 
 def drawn_section(
-    draw: Callable, results: Result | Seq[Result], options: Mapping[str, Any], command: str = ""
+    draw: Callable,
+    results: Result | Sequence[Result],
+    options: Mapping[str, Any],
+    command: str = "",
 ) -> Section:
     """Turn a figure into a section, described by the text in the figure itself."""
     figure = draw(results, **options)
@@ -453,7 +455,7 @@ def _provenance_rows(result: Result, command: str) -> list[tuple[str, str]]:
     return rows
 
 
-def citation(title: str, results: Seq[Result]) -> str:
+def citation(title: str, results: Sequence[Result]) -> str:
     """How to cite a figure: a caption and a BibTeX entry."""
     versions = results[0].provenance["versions"]
     version = versions["mechattn"]

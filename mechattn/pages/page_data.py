@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -52,13 +52,13 @@ CHANGE_COLUMNS = (
 )
 
 
-def named_data(models: Seq[ShownModel]) -> list[dict[str, Any]]:
+def named_data(models: Sequence[ShownModel]) -> list[dict[str, Any]]:
     """Return the data of each model of a page, with its name."""
     names = captions([model.result for model in models])
     return [{"name": name} | model_data(model) for name, model in zip(names, models, strict=True)]
 
 
-def instrument(data: Seq[dict[str, Any]]) -> str:
+def instrument(data: Sequence[dict[str, Any]]) -> str:
     """Return the data of a page as compressed JSON."""
     return squeezed(json.dumps({"models": data}, separators=(",", ":"), allow_nan=False))
 
@@ -116,7 +116,7 @@ def _measured_layers(result: Result) -> list[int]:
 
 
 def _quantities(
-    result: Result, names: Seq[str], layers: list[int], heads: int
+    result: Result, names: Sequence[str], layers: list[int], heads: int
 ) -> list[dict[str, Any]]:
     """Each quantity's values; two at a time if both fit in memory, as numpy lets both compute."""
     half = replace(result, memory=f"{memory_bytes(result.memory) // 2**11}KiB")
@@ -380,7 +380,7 @@ def head_texts(result: Result) -> dict[str, Any]:
             "tokens": tokens,
             "missing": (
                 "The text is not coloured: the run has not kept single prompts' positions "
-                '(positions="prompts").'
+                '(keep="prompts").'
             ),
         }
 

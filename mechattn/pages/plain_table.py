@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,11 @@ class PlainTable:
     """What the rows are, the words above the columns, and a row for each head."""
 
     caption: str
-    columns: Seq[str]
-    rows: Seq[Seq[str]]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
-def plain_tables(models: Seq[Mapping[str, Any]]) -> list[PlainTable]:
+def plain_tables(models: Sequence[Mapping[str, Any]]) -> list[PlainTable]:
     """What the map of each model shows first, furthest heads first; none without heads."""
     return [_table(model) for model in models if model["quantities"]]
 

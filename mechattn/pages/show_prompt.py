@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 from mechattn.analysis.received_attention import AttentionMap
@@ -20,7 +20,7 @@ def pattern(
     model: Any,
     prompt: Prompt | str,
     layer: int,
-    heads: Seq[int] | int | None = None,
+    heads: Sequence[int] | int | None = None,
     condition: Condition | None = None,
     *,
     difference: bool = False,

@@ -23,7 +23,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import attention_layers
 from mechattn.model.unembedding import FrozenNorm
 from mechattn.patching.patched_runs import logits_of
-from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.token_sequences import TokenSequence
 
 # Where readers read, such as ("q", 3): a part and a layer.
 Place = tuple[str, int]
@@ -133,7 +133,7 @@ def showing_edges(model: HookedModel) -> Iterator[None]:
 def run_edges(
     model: HookedModel,
     graph: Graph,
-    sequence: Sequence,
+    sequence: TokenSequence,
     rows: int,
     *,
     reading: Reading | None = None,
@@ -221,7 +221,7 @@ class EdgeRun:
     stream: Float[Tensor, "pos d_model"]
 
 
-def read_edges(model: HookedModel, graph: Graph, sequence: Sequence) -> EdgeRun:
+def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> EdgeRun:
     """Run a sequence and record what is written.
 
     Raises:

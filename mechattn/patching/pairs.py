@@ -3,8 +3,7 @@ measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from mechattn.patching.refusals import (
 )
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results import provenance
 from mechattn.stats.units import Units
 
@@ -35,8 +34,8 @@ class Pair:
     """A prompt's two sequences; ``origins`` are the original tokens that both have."""
 
     id: str
-    receiver: Sequence
-    donor: Sequence
+    receiver: TokenSequence
+    donor: TokenSequence
     origins: Int[Tensor, " shared"]
     measured: Measured
     denoising: bool
@@ -57,12 +56,12 @@ class Pair:
 
 def pairs_of(
     model: HookedModel,
-    prompts: Seq[Prompt],
+    prompts: Sequence[Prompt],
     condition: Condition,
     metric: Metric,
     direction: Direction,
     seed: int,
-) -> tuple[list[Pair], list[Mapping[str, Sequence]]]:
+) -> tuple[list[Pair], list[Mapping[str, TokenSequence]]]:
     """The pairs of all prompts, and their sequences under "condition" and the baseline.
 
     Raises:
@@ -92,7 +91,7 @@ def pairs_of(
 
 def about_of(
     model: HookedModel,
-    prompts: Seq[Prompt],
+    prompts: Sequence[Prompt],
     condition: Condition,
     metric: Metric,
     direction: Direction,
@@ -110,6 +109,6 @@ def about_of(
     }
 
 
-def units_of(prompts: Seq[Prompt]) -> Units:
+def units_of(prompts: Sequence[Prompt]) -> Units:
     """The units of replication; a prompt without a group is its own."""
     return Units.grouped([prompt.group or f"\0{prompt.id}" for prompt in prompts])

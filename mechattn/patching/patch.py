@@ -38,8 +38,7 @@ model, and ``circuit.py`` asks how much of the effect a set of edges carries by 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -75,7 +74,7 @@ from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.patching.sites import Sites, Target, target_in
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
-from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.token_sequences import TokenSequence
 from mechattn.results.result import MEMORY, memory_bytes
 
 _CHECKED = 4  # prompts on which attribution is compared with patching
@@ -87,14 +86,14 @@ _ROWS = 32  # patched copies of a prompt in a batch, at most: more are no faster
 @alone
 def patch(
     model: Any,
-    prompts: Prompt | str | Seq[Prompt | str],
+    prompts: Prompt | str | Sequence[Prompt | str],
     condition: Condition,
     *,
-    at: Sites | Part | Seq[Where | str] = "z",
+    at: Sites | Part | Sequence[Where | str] = "z",
     together: bool = False,
     metric: Metric = "logprob",
     direction: Direction = "denoising",
-    controls: Seq[Control] = CONTROLS,
+    controls: Sequence[Control] = CONTROLS,
     memory: str = MEMORY,
     seed: int = 0,
 ) -> Patching:
@@ -203,12 +202,12 @@ class _Prompt:
 
     model: HookedModel
     target: Target
-    slots: Seq[str | int | None]
+    slots: Sequence[str | int | None]
     pair: Pair
     memory: int  # bytes
     seed: int
 
-    def read(self, sequence: Sequence) -> Run:
+    def read(self, sequence: TokenSequence) -> Run:
         return read(self.model, sequence, self.target.layers, self.target.part, self.pair.origins)
 
     def cells(self, run: Run) -> list[tuple[tuple[Where, ...], Bool[Tensor, " shared"]]]:
@@ -225,7 +224,7 @@ class _Prompt:
         return [(heads, mask) for heads in self.target.units for mask in masks]
 
     def effects(
-        self, other_prompt: Run | None, controls: Seq[Control], progress: tqdm
+        self, other_prompt: Run | None, controls: Sequence[Control], progress: tqdm
     ) -> dict[str, np.ndarray]:
         """The effect of each cell and its controls, and the whole effect; NaN where no token has a
         partner.
@@ -272,7 +271,7 @@ class _Prompt:
             progress.update()
         return effects
 
-    def exact(self, sample: Seq[int]) -> np.ndarray:
+    def exact(self, sample: Sequence[int]) -> np.ndarray:
         """The effect of some cells, patched exactly."""
         run = self.read(self.pair.receiver)
         source = self.read(self.pair.donor)
@@ -283,7 +282,7 @@ class _Prompt:
         before = float(self.pair.measure(run.logits, base.logits))
         return self._patched(run, base, values, cells) - before
 
-    def _aligned_to(self, run: Run, source: Run, heads: Seq[Where]) -> dict[Where, Z]:
+    def _aligned_to(self, run: Run, source: Run, heads: Sequence[Where]) -> dict[Where, Z]:
         """The outputs of these heads in another run, at this run's original tokens."""
         return {where: _aligned(run, source, where, self.target.part) for where in heads}
 
@@ -292,7 +291,7 @@ class _Prompt:
         run: Run,
         base: Run,
         values: Mapping[Where, Z],
-        cells: Seq[tuple[Any, Tensor]],
+        cells: Sequence[tuple[Any, Tensor]],
         progress: tqdm | None = None,
     ) -> np.ndarray:
         """The metric with each cell patched, a batch of them at a time."""
@@ -337,7 +336,7 @@ class _Prompt:
 
 
 def _slots(
-    target: Target, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]
+    target: Target, prompts: Sequence[Prompt], sequences: Sequence[Mapping[str, TokenSequence]]
 ) -> list[Any]:
     """The segments that every prompt has, or its positions; None for all original tokens at
     once."""
@@ -361,7 +360,7 @@ def _slots(
     return list(range(lengths[0]))
 
 
-def _changed(target: Target, slots: list[Any], pairs: Seq[Pair]) -> list[Any]:
+def _changed(target: Target, slots: list[Any], pairs: Sequence[Pair]) -> list[Any]:
     """Only the positions that some prompt's versions may differ at.
 
     Up to the first token that differs, both runs compute the same, so that an effect there is 0 by
@@ -397,7 +396,7 @@ def _check_controls(controls: Any, metric: Metric, direction: Direction) -> None
         )
 
 
-def _warn_of_time(prompt: _Prompt, rows: int, controls: Seq[Control]) -> None:
+def _warn_of_time(prompt: _Prompt, rows: int, controls: Sequence[Control]) -> None:
     """Say how long exact patching will take, if more than a minute: from the time of one run."""
     if rows < _FEW_ROWS:
         return
@@ -416,7 +415,9 @@ def _warn_of_time(prompt: _Prompt, rows: int, controls: Seq[Control]) -> None:
     warn(f"about {seconds / 60:.0f} min for {rows:,} patched runs; {shorter}")
 
 
-def _others(length_and_answer: Mapping[str, tuple[int, Seq[int]]], seed: int) -> list[int | None]:
+def _others(
+    length_and_answer: Mapping[str, tuple[int, Sequence[int]]], seed: int
+) -> list[int | None]:
     """The index of another prompt for each, drawn among those at least as long; None without any.
 
     Those with the same answer are left out where there are others: what they bring may be the
@@ -474,7 +475,7 @@ def _attributed(
     run: Run,
     gradients: Mapping[int, Z],
     values: Mapping[Where, Z],
-    heads: Seq[Where],
+    heads: Sequence[Where],
     mask: Bool[Tensor, " original"],
 ) -> float:
     """The first-order effect of one head at some of the original tokens."""
@@ -487,11 +488,11 @@ def _attributed(
 
 
 def _dataset(
-    effects: Seq[Mapping[str, np.ndarray]],
-    prompts: Seq[str],
+    effects: Sequence[Mapping[str, np.ndarray]],
+    prompts: Sequence[str],
     target: Target,
-    slots: Seq[Any],
-    controls: Seq[Control],
+    slots: Sequence[Any],
+    controls: Sequence[Control],
 ) -> xr.Dataset:
     """The effects by layer and head, layer, or set, and segment or position; NaN for heads that
     were not requested.

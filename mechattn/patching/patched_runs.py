@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from mechattn.model.hooked import HookedModel, attribute_set
 from mechattn.model.hooks import blocks_of, keeping_nothing
 from mechattn.model.patch.keys_values_z import changing_keys_values, changing_z
 from mechattn.model.several_devices import device_of
-from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.token_sequences import TokenSequence
 
 # Each head's output before W_O; its queries, keys and values before RoPE and norms (for heads with
 # their own); its pattern [pos head key]; the residual stream after a layer, and what attention or
@@ -41,11 +40,11 @@ class Run:
     the model returned, and ``restarts`` whether passes may start at later layers with that.
     """
 
-    sequence: Sequence
+    sequence: TokenSequence
     z: Mapping[int, Z]
     logits: Float[Tensor, "1 answer d_vocab"]
     origins: Int[Tensor, " shared"]
-    blocks: Seq[Any] = ()
+    blocks: Sequence[Any] = ()
     restarts: bool = False
 
     @property
@@ -54,7 +53,7 @@ class Run:
         return places_of(self.sequence, self.origins)
 
 
-def places_of(sequence: Sequence, origins: Int[Tensor, " shared"]) -> Int[Tensor, " shared"]:
+def places_of(sequence: TokenSequence, origins: Int[Tensor, " shared"]) -> Int[Tensor, " shared"]:
     """The positions of tokens with these origins."""
     place_of_origin = torch.full((int(origins.max()) + 1,), -1)
     wanted = (sequence.origin >= 0) & (sequence.origin < len(place_of_origin))
@@ -132,8 +131,8 @@ def _by_head(
 
 def read(
     model: HookedModel,
-    sequence: Sequence,
-    layers: Seq[int],
+    sequence: TokenSequence,
+    layers: Sequence[int],
     part: Part,
     origins: Int[Tensor, " shared"],
 ) -> Run:
@@ -178,7 +177,9 @@ def restartable(model: HookedModel, run: Run, layers: Iterable[int]) -> Run:
 
 
 @contextmanager
-def _starting_at(model: HookedModel, layer: int, blocks: Seq[Any], rows: int) -> Iterator[None]:
+def _starting_at(
+    model: HookedModel, layer: int, blocks: Sequence[Any], rows: int
+) -> Iterator[None]:
     """Let the blocks before a layer return what they returned before, for several rows, without
     computing it.
     """
@@ -198,7 +199,7 @@ def _returned(out: Any, rows: int, *inputs: Any, **options: Any) -> Any:
 
 
 def logits_of(
-    model: HookedModel, sequence: Sequence, rows: int, gradients: bool = False
+    model: HookedModel, sequence: TokenSequence, rows: int, gradients: bool = False
 ) -> Float[Tensor, "row answer d_vocab"]:
     """Logits before each token of the answer, for several copies of a sequence in a batch."""
     device = device_of(model)
@@ -243,7 +244,7 @@ def _without_gradients_of_weights(model: HookedModel) -> Iterator[None]:
 
 
 def patched_logits(
-    model: HookedModel, run: Run, changes_by_row: Seq[Seq[Change]], part: Part = "z"
+    model: HookedModel, run: Run, changes_by_row: Sequence[Sequence[Change]], part: Part = "z"
 ) -> Float[Tensor, "row answer d_vocab"]:
     """Logits of a run with a part replaced in each row, which makes the changes of that row."""
     rows = len(changes_by_row)
@@ -269,8 +270,8 @@ def patched_logits(
 
 def read_with_gradients(
     model: HookedModel,
-    sequence: Sequence,
-    layers: Seq[int],
+    sequence: TokenSequence,
+    layers: Sequence[int],
     origins: Int[Tensor, " shared"],
     metric: Callable[[Run], Float[Tensor, " row"]],
 ) -> tuple[Run, dict[int, Z]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from mechattn.engine.request_checks import check_side, check_variants
 from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong, warn
 from mechattn.model.hooked import HookedModel, original_of
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.token_sequences import TokenSequence
 
 Direction = Literal["denoising", "noising"]
 
@@ -33,7 +32,7 @@ def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:
 
 
 def check_sequences(
-    model: HookedModel, prompts: Seq[Prompt], sequences: Seq[Mapping[str, Sequence]]
+    model: HookedModel, prompts: Sequence[Prompt], sequences: Sequence[Mapping[str, TokenSequence]]
 ) -> None:
     """Refuse prompts without an answer, conditions that do more than insert, and sequences too long
     for the model.
@@ -79,7 +78,7 @@ def check_sequences(
         )
 
 
-def warn_of_junctions(prompts: Seq[Prompt]) -> None:
+def warn_of_junctions(prompts: Sequence[Prompt]) -> None:
     """Warn where the answer does not follow the question as a text would: a blank is missing, or a
     line break comes before one.
     """

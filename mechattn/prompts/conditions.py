@@ -12,7 +12,7 @@ from mechattn.markup import fields_table, plain
 from mechattn.prompts import fillers
 from mechattn.prompts.fillers import Place, behind, check_run, position
 from mechattn.prompts.prompt import HALVES, MOST, Prompt
-from mechattn.prompts.token_sequences import Sequence, insert
+from mechattn.prompts.token_sequences import TokenSequence, insert
 from mechattn.prompts.tokenization import TokenizedModel, require_tokenizer, tokenize
 
 
@@ -21,14 +21,14 @@ class Condition(Protocol):
     """Turns a prompt into the sequence that the model reads, deterministically for a given seed and
     prompt."""
 
-    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence: ...
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence: ...
 
 
 @runtime_checkable
 class Marks(Protocol):
     """An intervention that marks the sequence, such as ``AttentionKnockout``."""
 
-    def marked(self, sequence: Sequence) -> Sequence: ...
+    def marked(self, sequence: TokenSequence) -> TokenSequence: ...
 
 
 def check_name(name: object) -> None:
@@ -51,7 +51,7 @@ class Baseline:
     intervention: Any = ()
     _repr_html_ = fields_table
 
-    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
         """The prompt's own tokens."""
         return _intervened(tokenize(prompt, model), _several(self.intervention))
 
@@ -84,7 +84,7 @@ class Variant:
     interventions: tuple[Any, ...] = ()
     _repr_html_ = fields_table
 
-    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
         """The same tokens, marked as hidden or with kept position ids."""
         made = replace(
             self.condition.apply(prompt, model, seed), keeps_positions=self.keeps_positions
@@ -141,7 +141,7 @@ class Insertion:
             f"{type(self).__name__} has no filler: define filler(self, prompt, model, seed=0)"
         )
 
-    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
         """Return the prompt's tokens with the filler's token ids inserted.
 
         Raises:
@@ -159,7 +159,7 @@ class Insertion:
             )
         return made
 
-    def _at(self, sequence: Sequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
+    def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
         """The position before which the filler is inserted."""
         return position(self.place, sequence, prompt, seed)
 
@@ -266,7 +266,7 @@ class Text(Insertion):
         """Return the tokens of the text."""
         return require_tokenizer(model)(self.text, add_special_tokens=False)["input_ids"]
 
-    def _at(self, sequence: Sequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
+    def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
         if self.after is None:
             return position(self.place or "before_question", sequence, prompt, seed)
         return behind(self.after, sequence, prompt, require_tokenizer(model))
@@ -426,7 +426,7 @@ def _several(interventions: Any) -> tuple[Any, ...]:
     return tuple(interventions) if isinstance(interventions, (tuple, list)) else (interventions,)
 
 
-def _intervened(sequence: Sequence, interventions: tuple[Any, ...]) -> Sequence:
+def _intervened(sequence: TokenSequence, interventions: tuple[Any, ...]) -> TokenSequence:
     """Apply interventions that mark the sequence; the others are kept for the forward pass."""
     for intervention in interventions:
         if isinstance(intervention, type):

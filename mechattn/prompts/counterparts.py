@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any
@@ -15,7 +14,7 @@ from mechattn.errors import ConditionError, OptionError
 from mechattn.markup import fields_table
 from mechattn.prompts.conditions import Variant
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import INSERTED, Sequence
+from mechattn.prompts.token_sequences import INSERTED, TokenSequence
 from mechattn.prompts.tokenization import TokenizedModel, tokenize
 
 Version = str | tuple[int, ...]  # a text, or token ids
@@ -44,11 +43,11 @@ class Counterpart:
             tokens differ.
     """
 
-    versions: Mapping[str, Version] | Seq[Version] | None = None
+    versions: Mapping[str, Version] | Sequence[Version] | None = None
     from_the_end: bool = False
     _repr_html_ = fields_table
 
-    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> Sequence:
+    def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
         """The tokens of the other version, each with its partner in the prompt."""
         version = self._version(prompt)
         if isinstance(version, str):
@@ -104,7 +103,7 @@ class Counterpart:
         return None
 
 
-def _paired(own: Sequence, other: Sequence, from_the_end: bool) -> Sequence:
+def _paired(own: TokenSequence, other: TokenSequence, from_the_end: bool) -> TokenSequence:
     """The other version's tokens with origins in the own one."""
     own_tokens = own.tokens.tolist()
     other_tokens = other.tokens.tolist()
@@ -119,7 +118,9 @@ def _paired(own: Sequence, other: Sequence, from_the_end: bool) -> Sequence:
     return replace(other, origin=origin, segment=segment, counterpart=True)
 
 
-def _pairs(own: Seq[int], other: Seq[int], from_the_end: bool) -> Iterator[tuple[int, int]]:
+def _pairs(
+    own: Sequence[int], other: Sequence[int], from_the_end: bool
+) -> Iterator[tuple[int, int]]:
     """Positions in both that belong together."""
     if len(own) == len(other):
         for position in range(len(own)):
@@ -136,7 +137,7 @@ def _pairs(own: Seq[int], other: Seq[int], from_the_end: bool) -> Iterator[tuple
                 yield own_stop - step, other_stop - step
 
 
-def with_changes(sequences: Mapping[str, Sequence], baseline: str) -> dict[str, Sequence]:
+def with_changes(sequences: Mapping[str, TokenSequence], baseline: str) -> dict[str, TokenSequence]:
     """The sequences of a prompt, with every token that a counterpart changes or lacks in the
     segment "changed"."""
     in_all = torch.ones(len(sequences[baseline]), dtype=torch.bool)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mechattn.errors import ConditionError, OptionError, check_choice
 from mechattn.prompts.prompt import MOST, Prompt
-from mechattn.prompts.token_sequences import Sequence
+from mechattn.prompts.token_sequences import TokenSequence
 
 Place = Literal["before_question", "start", "middle", "after_question", "before_answer", "random"]
 
@@ -174,7 +174,7 @@ def check_run(count: int, place: str) -> None:
     check_choice(Place, place=place)
 
 
-def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int:
+def position(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int) -> int:
     """The position before which the filler is inserted."""
     if place == "start":
         return 1 if sequence.first_part == "bos" else 0
@@ -200,7 +200,7 @@ def position(place: Place, sequence: Sequence, prompt: Prompt, seed: int) -> int
     return random.Random(f"place {seed} {prompt.id}").choice(question[1:])
 
 
-def behind(marker: str, sequence: Sequence, prompt: Prompt, tokenizer: Any) -> int:
+def behind(marker: str, sequence: TokenSequence, prompt: Prompt, tokenizer: Any) -> int:
     """The position after the first token that completes a text, found by bisection."""
     tokens = sequence.tokens.tolist()
     if marker not in tokenizer.decode(tokens):

@@ -3,8 +3,7 @@ baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -25,7 +24,7 @@ _MOST_PARTS = 8  # tokens of a character, or of a few that merges have drawn tog
 
 
 @dataclass(frozen=True)
-class Sequence:
+class TokenSequence:
     """Token ids with the origin and segment of every position.
 
     Args:
@@ -60,7 +59,7 @@ class Sequence:
         segments = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
         text = "" if self.decode is None else self.decode(self.tokens[:99].tolist())
         begins = f": {text[:40]!r}{' …' * (len(text) > 40)}" if text else ""
-        return f"Sequence({self._said()}; {segments}{begins})"
+        return f"TokenSequence({self._said()}; {segments}{begins})"
 
     @property
     def inserted(self) -> Bool[Tensor, " pos"]:
@@ -133,8 +132,8 @@ def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> lis
 
 
 def baseline_sequence(
-    tokens: Seq[int], segments: Seq[str], decode: Callable[[list[int]], str] | None = None
-) -> Sequence:
+    tokens: Sequence[int], segments: Sequence[str], decode: Callable[[list[int]], str] | None = None
+) -> TokenSequence:
     """A sequence without inserted tokens, from the text that each token belongs to; the first token
     is its own segment.
 
@@ -144,12 +143,12 @@ def baseline_sequence(
         [SEGMENTS.index(name) for name in ("first", *segments[1:])], dtype=torch.long
     )
     token_ids = torch.tensor(list(tokens), dtype=torch.long)
-    return Sequence(
+    return TokenSequence(
         token_ids, torch.arange(len(tokens)), codes, decode=decode, first_part=segments[0]
     )
 
 
-def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
+def insert(sequence: TokenSequence, filler: Sequence[int], at: int) -> TokenSequence:
     """Return the sequence with ``filler`` inserted before position ``at``; original tokens do not
     change."""
     if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(sequence):
@@ -166,7 +165,7 @@ def insert(sequence: Sequence, filler: Seq[int], at: int) -> Sequence:
         return torch.cat([old[:at], new, old[at:]])
 
     count = len(filler)
-    return Sequence(
+    return TokenSequence(
         spliced(sequence.tokens, torch.tensor(list(filler), dtype=torch.long)),
         spliced(sequence.origin, torch.full((count,), INSERTED)),
         spliced(sequence.segment, torch.full((count,), SEGMENTS.index("inserted"))),
@@ -267,7 +266,9 @@ def _no_edges(length: int) -> EdgeMask:
     return EdgeMask(none, none)
 
 
-def pad_right(sequences: Seq[Sequence], rows: Seq[tuple[int, str]], pad_token: int) -> Batch:
+def pad_right(
+    sequences: Sequence[TokenSequence], rows: Sequence[tuple[int, str]], pad_token: int
+) -> Batch:
     """Put sequences into one batch, padded on the right."""
     padded = partial(pad_sequence, batch_first=True)
     edge_mask = None

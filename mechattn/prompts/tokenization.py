@@ -16,7 +16,7 @@ from mechattn.axes import SEGMENTS
 from mechattn.errors import ModelError, PromptError, warn
 from mechattn.prompts.chat_template import Span, chat_text
 from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import Sequence, baseline_sequence
+from mechattn.prompts.token_sequences import TokenSequence, baseline_sequence
 
 TOKEN_CLASSES = ("digit", "operator", "conjunction", "other")
 _OPERATOR = re.compile(r"[-+*/=<>^%×÷·±√≤≥≠∑∏−]+|\\(?:times|div|cdot|frac|sqrt|pm|leq|geq|neq)")
@@ -34,7 +34,7 @@ class TokenizedModel(Protocol):
     cfg: Any
 
 
-def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
+def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
     """The baseline sequence of a prompt: BOS exactly once (if the model uses one), each token in
     its segment."""
     if prompt.answer_tokens:
@@ -69,7 +69,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> Sequence:
     return baseline_sequence(tokens, segments, tokenizer.decode)
 
 
-def _of_token_ids(prompt: Prompt, model: TokenizedModel) -> Sequence:
+def _of_token_ids(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
     """A prompt given as token ids, all of them its question, apart from a BOS token."""
     bos = own_bos(model)
     _refuse_padding(prompt, model.tokenizer)

@@ -3,7 +3,7 @@ words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import expm1, nan
 
@@ -73,7 +73,9 @@ class Cell:
         return f"{self.word}: {', '.join(filter(None, details))}"
 
 
-def measured_cell(statement: Statement, values: Seq[float], untrained: Seq[float] = ()) -> Cell:
+def measured_cell(
+    statement: Statement, values: Sequence[float], untrained: Sequence[float] = ()
+) -> Cell:
     """The cell of one value a prompt, with Student's interval.
 
     Args:

@@ -3,7 +3,7 @@ models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -40,7 +40,7 @@ CHOICE = (
 )
 
 
-def figure_sections(results: Seq[Result]) -> list[Section]:
+def figure_sections(results: Sequence[Result]) -> list[Section]:
     """Three figures of every model, each with what was published; figure by figure."""
     three_heads = []
     beside_sentence = []

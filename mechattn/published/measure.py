@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,8 +41,8 @@ StatementValues = dict[str, list[float] | str]
 class Settings:
     """What decides the numbers, beside the statements and the model."""
 
-    prompts: Seq[Prompt]
-    problems: Seq[Prompt]  # to be answered
+    prompts: Sequence[Prompt]
+    problems: Sequence[Prompt]  # to be answered
     draws: int
     new_tokens: int
     seed: int
@@ -185,7 +185,7 @@ class ModelRuns:
             planned.analyses,
             layers=layers,
             seed=self.settings.seed,
-            positions=planned.positions,
+            keep=planned.keep,
         )
 
     def _place(self, run_name: str, draw: int | None = None) -> Path:

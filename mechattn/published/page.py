@@ -3,7 +3,7 @@ ours."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 
 from mechattn.pages.first_screen import ShownModel
@@ -23,7 +23,7 @@ STYLES = {
 
 
 def write_comparison(
-    comparison: Comparison, results: Seq[Result], path: Path, force: bool = False
+    comparison: Comparison, results: Sequence[Result], path: Path, force: bool = False
 ) -> Path:
     """Write the page of a comparison.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 
 from mechattn.errors import OptionError
@@ -28,7 +28,7 @@ from mechattn.stats.intervals import FEWEST
 
 
 def paper(
-    models: Seq[str] | str,
+    models: Sequence[str] | str,
     out: str | os.PathLike[str] = "out/paper",
     *,
     prompts: str = "gsm8k",
@@ -140,7 +140,7 @@ def paper(
     return comparison
 
 
-def _check(names: Seq[str], limit: int, draws: int, problems: int) -> None:
+def _check(names: Sequence[str], limit: int, draws: int, problems: int) -> None:
     if not names:
         raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')
     if len(set(names)) < len(names):
@@ -152,7 +152,7 @@ def _check(names: Seq[str], limit: int, draws: int, problems: int) -> None:
 
 
 def _check_prompts(
-    asked: Seq[Prompt], source: str, limit: int, problems: int, answer_field: str
+    asked: Sequence[Prompt], source: str, limit: int, problems: int, answer_field: str
 ) -> None:
     name = provenance.name_of(source)
     if len(asked) < FEWEST:

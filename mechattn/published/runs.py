@@ -10,7 +10,7 @@ from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.analysis.mlp_activations import MlpActivations
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.analysis.updates import HeadUpdates
-from mechattn.engine.labelled_datasets import Positions
+from mechattn.engine.labelled_datasets import Keep
 from mechattn.interventions.arm import ARM
 from mechattn.prompts.conditions import Baseline, Condition, MeaninglessTokens, RandomSentence
 
@@ -27,7 +27,7 @@ class PlannedRun:
     conditions: tuple[str, ...]
     analyses: tuple[Analysis, ...]
     first_layers: int | None = None  # how many; None for all
-    positions: Positions = "moments"
+    keep: Keep = "moments"
 
     @property
     def quantities(self) -> list[str]:
@@ -41,7 +41,7 @@ RUNS = {
         ("slash", "sentence"),
         (ReceivedAttention(), AffineShift()),
         first_layers=3,
-        positions="prompts",
+        keep="prompts",
     ),
     "activations": PlannedRun(
         "activations of the first MLP",
@@ -54,7 +54,7 @@ RUNS = {
         "what each token looks at, and what heads write, without inserted tokens",
         (),
         (AttentionFocus(per_query=True), HeadUpdates(per_query=True)),
-        positions="prompts",
+        keep="prompts",
     ),
 }
 

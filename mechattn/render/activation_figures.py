@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -43,7 +43,7 @@ _METRICS = {
 
 @declare(NAME, report=[{}])
 def activation_histogram(
-    results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0
+    results: Sequence[Result] | Result, conditions: Sequence[str] | None = None, layer: int = 0
 ) -> go.Figure:
     """Plot a histogram of the question's activations after the nonlinearity by condition, one panel
     per model.
@@ -103,8 +103,8 @@ def activation_histogram(
 
 @declare(NAME, compares=True, report=[{}])
 def activation_metrics(
-    results: Seq[Result] | Result,
-    conditions: Seq[str] | None = None,
+    results: Sequence[Result] | Result,
+    conditions: Sequence[str] | None = None,
     layer: int = 0,
     segment: str = "question",
 ) -> go.Figure:
@@ -147,7 +147,7 @@ def activation_metrics(
 
 @declare(NAME)
 def near_zero_by_class(
-    results: Seq[Result] | Result, conditions: Seq[str] | None = None, layer: int = 0
+    results: Sequence[Result] | Result, conditions: Sequence[str] | None = None, layer: int = 0
 ) -> go.Figure:
     """Plot the share of near-zero activations by token class: digits, operators, conjunctions and
     others.
@@ -193,9 +193,9 @@ def near_zero_by_class(
 
 @declare(NAME, compares=True, report=[{}])
 def agreement(
-    results: Seq[Result] | Result,
+    results: Sequence[Result] | Result,
     condition: str,
-    conditions: Seq[str] | None = None,
+    conditions: Sequence[str] | None = None,
     layer: int = 0,
 ) -> go.Figure:
     """Plot the cosine between the changes that conditions make in the question's activations.
@@ -233,14 +233,14 @@ def agreement(
     return says(figure, "; ".join(words) + ".")
 
 
-def _panels(results: Seq[Result], **options: Any) -> go.Figure:
+def _panels(results: Sequence[Result], **options: Any) -> go.Figure:
     """One panel per model, side by side."""
     captions = [model_caption(result).replace(" (", "<br>(") for result in results]
     return draw.panels(captions, horizontal_spacing=0.06, **options)
 
 
 def _checked(
-    results: Seq[Result] | Result, conditions: Seq[str] | None, layer: int
+    results: Sequence[Result] | Result, conditions: Sequence[str] | None, layer: int
 ) -> tuple[list[Result], list[str]]:
     """The results as a list, and the conditions other than the baseline, which all results must
     have.
@@ -262,7 +262,7 @@ def _positive(values: np.ndarray) -> np.ndarray:
     return np.where(values > 0, values, np.nan)
 
 
-def _n(results: Seq[Result]) -> str:
+def _n(results: Sequence[Result]) -> str:
     words = {count_words(result) for result in results}
     if len(words) == 1:
         return f"n = {words.pop()}"

@@ -4,8 +4,7 @@ right or wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,7 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
     return figure
 
 
-def _swept_options(names: Seq[str], over: str) -> tuple[list[Any], list[str]]:
+def _swept_options(names: Sequence[str], over: str) -> tuple[list[Any], list[str]]:
     """The values of a swept option on an axis, as numbers where they are, and the conditions that
     have them.
 
@@ -355,7 +354,7 @@ def _points(
     draw.points(figure, x, _percents(rows, estimate), name, colour, hovertemplate=_HOVER, **style)
 
 
-def _n(tables: Seq[pd.DataFrame]) -> str:
+def _n(tables: Sequence[pd.DataFrame]) -> str:
     """The number of problems, or of groups of problems, that the tables are over."""
     counts = sorted({int(table.n.iloc[0]) for table in tables})
     units = {table.attrs.get("unit", "prompts") for table in tables}

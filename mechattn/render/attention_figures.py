@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,8 +42,8 @@ DOTTED_WORDS = {
 @declare(NAME, report=[{}])
 def received_attention(
     result: Result,
-    layer: int | Seq[int] | None,
-    heads: Seq[int | str] | None = None,
+    layer: int | Sequence[int] | None,
+    heads: Sequence[int | str] | None = None,
     condition: str | None = None,
     *,
     top: int | None = None,
@@ -68,7 +68,7 @@ def received_attention(
         top: In place of heads: how many to choose by the largest change (in the baseline: the
             largest distance from uniform attention) on one half of the prompts, of each layer or,
             with None, of all; as ``result.compare(…, select="half", top=…)`` does. The figure then
-            shows the other half; the run must have used ``positions="prompts"``.
+            shows the other half; the run must have used ``keep="prompts"``.
         by: With ``top``: "beyond" chooses by the distance of the change from that of the null.
         condition: The condition in orange; by default the first that isn't the baseline, where
             there is one.
@@ -153,7 +153,7 @@ def received_attention(
     return says(figure, *sentences)
 
 
-def _null_kind(result: Result, conditions: Seq[str], null: Null | None) -> Null:
+def _null_kind(result: Result, conditions: Sequence[str], null: Null | None) -> Null:
     """The null that lines by position show: that of the comparison of every condition, where it is
     known by position.
     """
@@ -169,7 +169,7 @@ def _null_kind(result: Result, conditions: Seq[str], null: Null | None) -> Null:
     return common_null([Contrast(result, name, null=null) for name in changed])
 
 
-def common_null(contrasts: Seq[Contrast]) -> Null:
+def common_null(contrasts: Sequence[Contrast]) -> Null:
     """The null of all comparisons of a figure: dilution where all have it, else uniform
     attention.
     """
@@ -178,7 +178,9 @@ def common_null(contrasts: Seq[Contrast]) -> Null:
     return "uniform"
 
 
-def _listed(heads: Seq[int | str], layer: int | None, dataset: xr.Dataset) -> list[tuple[int, int]]:
+def _listed(
+    heads: Sequence[int | str], layer: int | None, dataset: xr.Dataset
+) -> list[tuple[int, int]]:
     """The listed heads with their layers; of any layer, they have to be named."""
     head_count = dataset.sizes["head"]
     if layer is not None:
@@ -200,7 +202,7 @@ def _in_words(
     result: Result,
     condition: str,
     layer: int,
-    heads: Seq[int],
+    heads: Sequence[int],
     prompts: np.ndarray,
     null_kind: Null,
     one_based: bool,
@@ -265,9 +267,9 @@ class _NullLine(NamedTuple):
 
 @declare(NAME, compares=True)
 def received_by_model(
-    results: Seq[Result] | Result,
+    results: Sequence[Result] | Result,
     layer: int = 0,
-    heads: Seq[int] | int | None = None,
+    heads: Sequence[int] | int | None = None,
     conditions: tuple[str, str] = ("slash", "sentence"),
     *,
     null: Null | None = None,

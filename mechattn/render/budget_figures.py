@@ -4,8 +4,7 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -71,7 +70,7 @@ SENTENCES = {
 
 
 @declare(NAME, report=[{}])
-def attention_budget(result: Result, conditions: Seq[str] | None = None) -> go.Figure:
+def attention_budget(result: Result, conditions: Sequence[str] | None = None) -> go.Figure:
     """Plot what the question attends to by layer, and the change of its attention to itself by
     cause.
 
@@ -240,7 +239,7 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
 
 
 def budget_rows(
-    result: Result, conditions: Seq[str] | None = None
+    result: Result, conditions: Sequence[str] | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """The columns and rows of the budget as a table of words: a row a condition and payer, a column
     a cause.

@@ -4,7 +4,7 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -176,7 +176,7 @@ class _Change(NamedTuple):
 @declare(compares=True, report=[{}])
 def changes(
     result: Result,
-    conditions: Seq[str] | None = None,
+    conditions: Sequence[str] | None = None,
     quantity: str = "received",
     segment: str = "question",
     layer: int | None = None,
@@ -230,7 +230,7 @@ def changes(
             line_changes.append(_Change(condition, change, null_change, contrast.null_used))
 
         x: list[int | str] = list(conditions_by_value)
-        ends: list[Seq[Any]] = [change.change for change in line_changes]
+        ends: list[Sequence[Any]] = [change.change for change in line_changes]
         null_ends = [change.null_change for change in line_changes]
         null_y = [100 * float(end.estimate) for end in null_ends if end is not None]
         has_null = len(null_y) == len(null_ends)
@@ -281,7 +281,7 @@ def changes(
     return says(figure, *sentences)
 
 
-def _swept(names: Seq[str], option: str) -> dict[str, dict[str, str]]:
+def _swept(names: Sequence[str], option: str) -> dict[str, dict[str, str]]:
     """The conditions of a sweep by the value of the option, for each combination of the others."""
     lines: dict[str, dict[str, str]] = {}
     for name in names:
@@ -299,7 +299,7 @@ def _swept(names: Seq[str], option: str) -> dict[str, dict[str, str]]:
 
 @declare(NAME, compares=True)
 def verdicts(
-    results: Seq[Result] | Result,
+    results: Sequence[Result] | Result,
     condition: str | None = None,
     segment: str = "question",
     *,
@@ -411,7 +411,7 @@ def _inserted(result: Result, condition: str) -> str:
     return f"{low} to {high} tokens inserted"
 
 
-def _rows(results: Seq[Result], conditions: Seq[str]) -> list[str]:
+def _rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
     """What each row is: its model, its condition where they differ, and a number where that is not
     enough.
     """

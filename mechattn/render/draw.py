@@ -4,8 +4,7 @@ heads, titles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import unescape
 from itertools import cycle
 from textwrap import wrap
@@ -54,7 +53,7 @@ def faint(colour: str, alpha: float = 0.2) -> str:
     return f"rgba({red}, {green}, {blue}, {alpha})"
 
 
-def of_conditions(names: Seq[str]) -> list[tuple[str, str]]:
+def of_conditions(names: Sequence[str]) -> list[tuple[str, str]]:
     """Each condition with its colour: blue is the baseline's alone."""
     colours = cycle(COLOURS[1:])
     pairs = []
@@ -97,7 +96,7 @@ def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> d
     return dict(range=[low, high], tickvals=exponents, ticktext=words)
 
 
-def panels(titles: Seq[str] | None = None, rows: int = 1, **options: Any) -> go.Figure:
+def panels(titles: Sequence[str] | None = None, rows: int = 1, **options: Any) -> go.Figure:
     """Panels side by side, or below each other, with their titles; one without a title by
     default."""
     if titles is None:
@@ -143,9 +142,9 @@ def points(
 
 def side_by_side(
     figure: go.Figure,
-    words: Seq[str],
+    words: Sequence[str],
     series: Iterable[tuple[str, Any]],
-    colours: Seq[str],
+    colours: Sequence[str],
     *,
     column: int | None = None,
     apart: float = 0.14,
@@ -384,7 +383,7 @@ def take_heading(figure: go.Figure) -> str:
 
 
 def by_layer_slider(
-    figure: go.Figure, layers: Seq[int], words: Callable[[int], str], height: int
+    figure: go.Figure, layers: Sequence[int], words: Callable[[int], str], height: int
 ) -> None:
     """A slider that shows one trace, and its title, for each layer."""
     slider_steps = []

@@ -7,8 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -39,7 +38,7 @@ class Declared:
     draw: Callable
     needs: str | Mapping[str, str]
     compares: bool
-    report: Seq[Mapping[str, Any]]
+    report: Sequence[Mapping[str, Any]]
 
     @property
     def takes(self) -> Mapping[str, Any]:
@@ -106,7 +105,7 @@ def figure(
     needs: str | Mapping[str, str] = "",
     *,
     compares: bool = False,
-    report: Seq[Mapping[str, Any]] = (),
+    report: Sequence[Mapping[str, Any]] = (),
 ) -> Callable[[Draw], Draw]:
     """Declare a figure (see :class:`Declared`), for reports, config files and the gallery; its
     names are escaped.
@@ -166,7 +165,7 @@ def _escaped(value: Any) -> Any:
     return value
 
 
-def several(results: Seq[Result] | Result) -> list[Result]:
+def several(results: Sequence[Result] | Result) -> list[Result]:
     """The results of a figure that draws one or more of them."""
     if isinstance(results, Result):
         return [results]
@@ -176,7 +175,7 @@ def several(results: Seq[Result] | Result) -> list[Result]:
 
 
 def listed_or_chosen(
-    heads: Seq[int | str] | None, top: int | None
+    heads: Sequence[int | str] | None, top: int | None
 ) -> tuple[list[int | str], int | None]:
     """The named heads, or the number of heads to choose."""
     if (heads is None) == (top is None):
@@ -194,7 +193,7 @@ def listed_or_chosen(
     return list(heads), None
 
 
-def check_heads(heads: Seq[int | str], count: int, layer: int | None = None) -> list[int]:
+def check_heads(heads: Sequence[int | str], count: int, layer: int | None = None) -> list[int]:
     """The heads as numbers; refuses those that a layer doesn't have, and names such as "L1H2" of
     another layer.
     """

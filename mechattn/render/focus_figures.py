@@ -44,7 +44,7 @@ def focus_and_impact(
 
     Args:
         result: A result with ``AttentionFocus(per_query=True)`` and
-            ``HeadUpdates(per_query=True)``, measured in one run with ``positions="prompts"``.
+            ``HeadUpdates(per_query=True)``, measured in one run with ``keep="prompts"``.
         condition: The condition.
         segment: The segment of the queries.
 

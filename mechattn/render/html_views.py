@@ -10,7 +10,7 @@ import hashlib
 import html
 import json
 import os
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,7 +36,7 @@ Script = Literal["circuitsvis", "plotly"]
 def pattern(
     result: Result,
     layer: int,
-    heads: Seq[int],
+    heads: Sequence[int],
     condition: str | None = None,
     prompt: int = 0,
     *,
@@ -87,7 +87,7 @@ def pattern(
 def received_text(
     result: Result,
     layer: int,
-    heads: Seq[int] | None = None,
+    heads: Sequence[int] | None = None,
     condition: str | None = None,
     prompt: int = 0,
 ) -> View:
@@ -97,7 +97,7 @@ def received_text(
     receives far more than any other. Hover for the number.
 
     Args:
-        result: A result with received attention of each prompt (``positions="prompts"``), or of one
+        result: A result with received attention of each prompt (``keep="prompts"``), or of one
             prompt.
         layer: The layer, from 0.
         heads: The heads whose mean is shown; all by default.
@@ -114,7 +114,7 @@ def received_text(
     name = "received_per_prompt"
     if name not in dataset and dataset.sizes["prompt"] > 1:
         raise OptionError(
-            'the result has only means over prompts; run with positions="prompts" to see one prompt'
+            'the result has only means over prompts; run with keep="prompts" to see one prompt'
         )
     _check("layer", layer, dataset.layer.values)
     _check("prompt", prompt, range(dataset.sizes["prompt"]))
@@ -146,7 +146,7 @@ def received_text(
     return View(body, 130 + 24 * lines, None)
 
 
-def _text(caption: str, tokens: Seq[str], values: np.ndarray, top: float) -> str:
+def _text(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -> str:
     """Tokens with a background as strong as their value; our own HTML, as circuitsvis does not
     escape tokens.
     """
@@ -169,7 +169,7 @@ def _text(caption: str, tokens: Seq[str], values: np.ndarray, top: float) -> str
 
 
 def _map(
-    result: Result, layer: int, heads: Seq[int], condition: str, prompt: int
+    result: Result, layer: int, heads: Sequence[int], condition: str, prompt: int
 ) -> tuple[np.ndarray, list[str]]:
     """The map [head, query, key] of one prompt, and its tokens."""
     dataset = result["attention_map"]
@@ -195,7 +195,7 @@ def _heads_view(
     maps: np.ndarray,
     tokens: list[str],
     layer: int,
-    heads: Seq[int],
+    heads: Sequence[int],
     caption: str,
     **colours: Any,
 ) -> View:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ def heads_by_layer(
     result: Result,
     quantity: str = "self_share",
     segment: str = "question",
-    conditions: Seq[str] | None = None,
+    conditions: Sequence[str] | None = None,
 ) -> go.Figure:
     """Plot one number per head by layer, one panel per condition: a strip of points, sorted within
     each layer.
@@ -89,7 +89,10 @@ def heads_by_layer(
     report=[{"quantity": name} for name in ("span_mass", "block_magnitude", "shift_rank_one_share")]
 )
 def by_layer(
-    result: Result, quantity: str, segment: str = "question", conditions: Seq[str] | None = None
+    result: Result,
+    quantity: str,
+    segment: str = "question",
+    conditions: Sequence[str] | None = None,
 ) -> go.Figure:
     """Plot the mean over heads by layer, one line per condition, with 95 % intervals and their null
     (dotted).
@@ -261,7 +264,7 @@ def _with_axes(
     variable: xr.DataArray,
     null: xr.DataArray | None,
     null_kind: Null,
-    names: Seq[str],
+    names: Sequence[str],
 ) -> go.Figure:
     """The figure with titles of its axes, and its sentence: the mean of each condition with its
     null.
@@ -318,7 +321,7 @@ def _line(
     )
 
 
-def _names(result: Result, conditions: Seq[str] | None) -> list[str]:
+def _names(result: Result, conditions: Sequence[str] | None) -> list[str]:
     names = list(result.conditions if conditions is None else conditions)
     if not names:
         raise OptionError("conditions=[] is empty; give at least one, or omit it for all")

@@ -4,8 +4,7 @@ under a figure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,7 +107,7 @@ def change_words(
     result: Result,
     condition: str,
     layer: int | None = None,
-    heads: Seq[int] | None = None,
+    heads: Sequence[int] | None = None,
     prompts: np.ndarray | None = None,
     null: Null | None = None,
 ) -> str:
@@ -316,7 +315,7 @@ def heads_words(verdict: Verdict) -> str:
     return f"Of {heads}, {falling} fall and {rising} rise {by_more}"
 
 
-def _part(result: Result, heads: Seq[int] | None, prompts: np.ndarray | None) -> Result:
+def _part(result: Result, heads: Sequence[int] | None, prompts: np.ndarray | None) -> Result:
     """The result restricted to some heads and prompts."""
     indices: dict[str, Any] = {}
     if heads is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -40,7 +39,7 @@ class LazyArray(BackendArray):
         )
 
 
-def lazy_variable(array: LazyArray, dims: Seq[Any], attrs: Mapping[Any, Any]) -> xr.Variable:
+def lazy_variable(array: LazyArray, dims: Sequence[Any], attrs: Mapping[Any, Any]) -> xr.Variable:
     """Return an xarray variable that reads its values each time they are needed."""
     return xr.Variable(tuple(dims), indexing.LazilyIndexedArray(array), dict(attrs))
 
@@ -68,7 +67,7 @@ def _lazy(result: Any) -> Iterator[xr.Variable]:
 
 
 def stacked(
-    arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: Any
+    arrays: Sequence[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: Any
 ) -> LazyArray:
     """Stack arrays along their first dimension, reorder the rows, and pad each array to a shape."""
     dtype = np.result_type(*(array.dtype for array in arrays))
@@ -77,7 +76,11 @@ def stacked(
 
 
 def _read_stacked(
-    arrays: Seq[xr.Variable], shape: tuple[int, ...], order: np.ndarray, fill: np.ndarray, key: Key
+    arrays: Sequence[xr.Variable],
+    shape: tuple[int, ...],
+    order: np.ndarray,
+    fill: np.ndarray,
+    key: Key,
 ) -> np.ndarray:
     """The part of the stack that a key selects; of each array, the rows from its first to its last
     are read."""
@@ -106,7 +109,7 @@ def _as_slice(index: int | slice) -> slice:
     return index if isinstance(index, slice) else slice(index, index + 1)
 
 
-def _ends_before(array: xr.Variable, spans: Seq[slice]) -> bool:
+def _ends_before(array: xr.Variable, spans: Sequence[slice]) -> bool:
     """Whether an array, which may be smaller than the stack, ends before a block begins."""
     begins = [span.indices(2**62)[0] for span in spans]
     return any(begin >= size for begin, size in zip(begins, array.shape[1:], strict=True))

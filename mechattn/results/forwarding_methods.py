@@ -3,7 +3,7 @@ imports upward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
@@ -79,7 +79,7 @@ class Questions:
         select: Literal["half"] | None = None,
         top: int | None = None,
         by: Literal["beyond", "difference"] | None = None,
-        random: Seq[Result] | None = None,
+        random: Sequence[Result] | None = None,
         margin: float | None = None,
         columns: Literal["main", "all"] = "main",
         **options: Unpack[Options],
@@ -146,7 +146,7 @@ class Questions:
 
     def across(
         self,
-        conditions: Seq[str],
+        conditions: Sequence[str],
         to: str = BASELINE,
         quantity: str = "received",
         **options: Unpack[Options],
@@ -260,7 +260,7 @@ class Questions:
         top: int | None = 10,
         by: Literal["beyond", "difference"] | None = None,
         layer: int | None = None,
-        over: Seq[str] | None = None,
+        over: Sequence[str] | None = None,
         splits: int = 200,
         patterns: int = 999,
         **options: Unpack[Options],
@@ -307,7 +307,7 @@ class Questions:
         over: str = BASELINE,
         quantity: str = "activations",
         *,
-        controls: Seq[str] | None = None,
+        controls: Sequence[str] | None = None,
         unit: Literal["auto", "prompt"] = "auto",
         level: float = 0.95,
     ) -> pd.DataFrame:
@@ -397,7 +397,7 @@ class Questions:
         self,
         path: str | Path,
         layer: int | None = None,
-        heads: Seq[int] | None = None,
+        heads: Sequence[int] | None = None,
         force: bool = False,
         *,
         top: int = 3,
@@ -412,7 +412,7 @@ class Questions:
                 heads are chosen.
             force: Replace a file that mechattn did not write.
             top: The number of heads to choose by the largest change on one half of the prompts and
-                show on the other. Without ``positions="prompts"`` in the run, the first heads are
+                show on the other. Without ``keep="prompts"`` in the run, the first heads are
                 shown.
 
         Raises:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -34,7 +33,7 @@ MAY_DIFFER = (
 )
 
 
-def merge_results(results: Seq[Result]) -> Result:
+def merge_results(results: Sequence[Result]) -> Result:
     """Merge results of different prompts into one result of all prompts.
 
     Any order of merging gives the values of one pass over all prompts: each prompt's own exactly,
@@ -139,7 +138,7 @@ def _agree(what: str, ours: Any, theirs: Any) -> None:
         )
 
 
-def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
+def _merged(parts: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     """The datasets of one analysis as one, its prompts in order."""
     first = parts[0]
     sizes = {dim: max(part.sizes[dim] for part in parts) for dim in first.dims}
@@ -171,7 +170,7 @@ def _merged(parts: Seq[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     return xr.Dataset({name: merged[name] for name in first}, coords, first.attrs)
 
 
-def _merged_moments(parts: Seq[xr.Dataset], name: str) -> Moments:
+def _merged_moments(parts: Sequence[xr.Dataset], name: str) -> Moments:
     """The moments over all prompts; those of one part at a time are in memory. Only the last axis
     differs in length."""
     moments = (
@@ -184,7 +183,7 @@ def _merged_moments(parts: Seq[xr.Dataset], name: str) -> Moments:
 
 
 def _in_order(
-    name: str, variables: Seq[xr.Variable], sizes: Mapping[Any, int], order: np.ndarray
+    name: str, variables: Sequence[xr.Variable], sizes: Mapping[Any, int], order: np.ndarray
 ) -> Any:
     """Each prompt's own values, padded to the longest; read on demand if one of the arrays is."""
     dims = variables[0].dims
@@ -200,7 +199,7 @@ def _in_order(
 
 
 def _of_the_first(
-    name: str, variables: Seq[xr.Variable], sizes: Mapping[Any, int], order: np.ndarray
+    name: str, variables: Sequence[xr.Variable], sizes: Mapping[Any, int], order: np.ndarray
 ) -> np.ndarray:
     """The texts of the first prompt's tokens; any other array without prompts must be the same in
     all."""

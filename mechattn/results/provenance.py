@@ -12,8 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Set
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime, timezone
 from enum import Enum
@@ -120,7 +119,7 @@ def file_names(models: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def command_of(words: Seq[str], paths: bool = False) -> str:
+def command_of(words: Sequence[str], paths: bool = False) -> str:
     """The command line, with file names only unless ``paths`` is set, and never with a password."""
     command = ["mechattn"]
     for word in words:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -25,7 +25,7 @@ class Units:
     of: np.ndarray | None = None
 
     @classmethod
-    def grouped(cls, groups: Seq[str]) -> Units:
+    def grouped(cls, groups: Sequence[str]) -> Units:
         """One unit per group; if no two prompts share a group, each prompt is a unit."""
         number_of = {name: number for number, name in enumerate(dict.fromkeys(groups))}
         if len(number_of) == len(groups):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def save_result(result: Result, path: str | Path) -> None:
         ) from error
 
 
-def merge_stored(target: str, paths: Seq[str]) -> Result:
+def merge_stored(target: str, paths: Sequence[str]) -> Result:
     """Merge stored results, a chunk of prompts at a time, and store the merged result.
 
     Raises:

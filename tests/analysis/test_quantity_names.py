@@ -47,7 +47,7 @@ def test_focus_and_scores_of_each_query_in_one_run(prompts, shared):
         ma.analyses.AttentionFocus(per_query=True),
         ma.analyses.ScoreDecomposition(per_query=True),
     ]
-    result = ma.run(shared("toy:falcon"), prompts[:1], analyses=analyses, positions="prompts")
+    result = ma.run(shared("toy:falcon"), prompts[:1], analyses=analyses, keep="prompts")
     focus = result["attention_focus"].target_at_per_prompt.values
     scores = result["score_decomposition"].ranked_target_at_per_prompt.values
     same = (focus == scores)[focus == focus]

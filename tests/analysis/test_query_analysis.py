@@ -98,7 +98,7 @@ class Previous(ma.analyses.QueryAnalysis):
 def test_a_number_that_some_queries_do_not_have(toy, prompts):
     analyses = [Previous(), ma.analyses.AttentionFocus(per_query=True)]
     result = ma.run(
-        toy, prompts[:3], {"slash": ma.MeaninglessTokens(count=7)}, analyses, positions="prompts"
+        toy, prompts[:3], {"slash": ma.MeaninglessTokens(count=7)}, analyses, keep="prompts"
     )
     ours, theirs = result["previous"], result["attention_focus"]
     for name, expected in (

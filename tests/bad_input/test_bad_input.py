@@ -328,7 +328,7 @@ def test_random_place_in_a_question_of_one_token(no_forward):
         {"conditions": {"baseline": "slash"}},
         {"memory": "lots"},
         {"memory": "0GiB"},
-        {"positions": "all"},
+        {"keep": "all"},
         {"analyses": []},
         {"conditions": {"x": "slash"}},
     ],

@@ -23,7 +23,7 @@ def result(toy):
         "<b>word</b>": ma.conditions.RandomTokens(6),
     }
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.AttentionMap()]
-    return ma.run(toy, texts, conditions, analyses, positions="prompts")
+    return ma.run(toy, texts, conditions, analyses, keep="prompts")
 
 
 @pytest.fixture(scope="module")

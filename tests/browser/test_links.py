@@ -215,7 +215,7 @@ def test_paper_has_its_own_width_and_nothing_is_clipped(opened, place):
 
 
 def test_figures_fit_paper(opened, toy, prompts, tmp_path):
-    result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 10)}, positions="prompts")
+    result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 10)}, keep="prompts")
     figures = [(ma.render.received_attention, {"layer": 0, "heads": [1, 2, 3]})]
     page = opened(results_page([result], tmp_path / "page.html", figures))
     page.evaluate(
@@ -237,7 +237,7 @@ def test_figures_fit_paper(opened, toy, prompts, tmp_path):
 
 def test_figures_fit_a_phone(opened, toy, prompts, tmp_path):
     """Panels go below each other, and no words of a figure run over its edge."""
-    result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 10)}, positions="prompts")
+    result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens("/", 10)}, keep="prompts")
     figures = [
         (ma.render.received_attention, {"layer": 0, "heads": [1, 2, 3]}),
         (ma.render.change_map, {}),

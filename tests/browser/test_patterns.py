@@ -26,7 +26,7 @@ def result(toy):
         texts,
         conditions,
         [ma.ReceivedAttention(), ma.analyses.AttentionMap()],
-        positions="prompts",
+        keep="prompts",
     )
 
 

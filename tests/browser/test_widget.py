@@ -22,7 +22,7 @@ module.default.render({ model, el: document.getElementById("cell") });
 def result(toy, prompts):
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionMap()]
     return ma.run(
-        toy, prompts[:4], {"slash": ma.MeaninglessTokens("/", 6)}, analyses, positions="prompts"
+        toy, prompts[:4], {"slash": ma.MeaninglessTokens("/", 6)}, analyses, keep="prompts"
     )
 
 

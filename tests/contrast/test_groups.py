@@ -31,7 +31,7 @@ def prompts():
 def result(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens("/", 20), "dots": ma.MeaninglessTokens("?", 20)}
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.MlpActivations()]
-    return ma.run(toy, prompts, conditions, analyses, positions="prompts")
+    return ma.run(toy, prompts, conditions, analyses, keep="prompts")
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_groups_are_stored_and_results_without_them_are_read(result, ungrouped, 
 def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungrouped):
     conditions = {"slash": ma.MeaninglessTokens("/", 20)}
     parts = [
-        run_part(toy, prompts[at], conditions, positions="prompts", places=range(18)[at])
+        run_part(toy, prompts[at], conditions, keep="prompts", places=range(18)[at])
         for at in (slice(12, 18), slice(0, 5), slice(5, 12))
     ]
     whole = ma.merge_results(parts)

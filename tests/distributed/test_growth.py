@@ -22,8 +22,8 @@ def growth():
     return module
 
 
-@pytest.mark.parametrize("positions", ["moments", "prompts"])
-def test_the_bytes_are_those_of_a_result(toy, growth, positions):
+@pytest.mark.parametrize("keep", ["moments", "prompts"])
+def test_the_bytes_are_those_of_a_result(toy, growth, keep):
     analyses = [
         ma.ReceivedAttention(),
         ma.analyses.AffineShift(),
@@ -33,16 +33,14 @@ def test_the_bytes_are_those_of_a_result(toy, growth, positions):
     tokens = torch.arange(5, 5 + 3 * 20).reshape(3, 20)  # prompts of one length
     tokens[:, 0] = toy.tokenizer.bos_token_id
     conditions = {"slash": ma.MeaninglessTokens(count=7, place="start")}
-    result = ma.run(toy, tokens, conditions, analyses, positions=positions)
+    result = ma.run(toy, tokens, conditions, analyses, keep=keep)
     real = sum(
         dataset[name].nbytes
         for dataset in result.datasets.values()
         for name in dataset
         if dataset[name].dtype.kind in "fi"
     )
-    foretold = growth.stored_bytes(
-        analyses, toy.cfg.n_layers, toy.cfg.n_heads, 3, 2, 20, 7, positions
-    )
+    foretold = growth.stored_bytes(analyses, toy.cfg.n_layers, toy.cfg.n_heads, 3, 2, 20, 7, keep)
     assert sum(foretold.values()) == real
 
 

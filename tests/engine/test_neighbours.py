@@ -101,7 +101,7 @@ def differences(one, other):
 
 
 def run(model, prompts, analyses, engine, **options):
-    made = ma.run(model, prompts, analyses=analyses, engine=engine, positions="prompts", **options)
+    made = ma.run(model, prompts, analyses=analyses, engine=engine, keep="prompts", **options)
     return of_each(made, prompts)
 
 

@@ -156,7 +156,7 @@ def test_it_is_what_run_measures(toy, prompts):
     """The queries and keys that a hook shows after RoPE give the numbers of ``run``."""
     prompt = prompts[0]
     result = ma.run(
-        toy, [prompt], {}, [ma.ReceivedAttention(), ma.analyses.AttentionFocus(per_query=True)], positions="prompts",
+        toy, [prompt], {}, [ma.ReceivedAttention(), ma.analyses.AttentionFocus(per_query=True)], keep="prompts",
     )  # fmt: skip
     tokens = result["sequences"].tokens.values[0]
     _, cache = toy.run_with_cache(torch.tensor(tokens))

@@ -34,8 +34,8 @@ def test_another_seed_gives_another_random_place(toy, prompts):
 
 def test_batches_do_not_matter_beyond_rounding(toy, prompts):
     """One prompt a batch (nothing padded but the conditions) against all in one."""
-    together = ma.run(toy, prompts, CONDITIONS, positions="prompts")
-    alone = ma.run(toy, prompts, CONDITIONS, positions="prompts", memory="0.1MiB")
+    together = ma.run(toy, prompts, CONDITIONS, keep="prompts")
+    alone = ma.run(toy, prompts, CONDITIONS, keep="prompts", memory="0.1MiB")
     for name, array in numbers(together).items():
         np.testing.assert_allclose(numbers(alone)[name], array, atol=2e-6, equal_nan=True)
 
@@ -49,9 +49,7 @@ def test_a_prompt_alone_equals_the_prompt_among_longer_ones(toy, prompts):
 
 def test_moments_are_those_of_the_prompts(toy, prompts):
     moments = ma.run(toy, prompts, CONDITIONS, memory="1MiB")["received_attention"]
-    kept = ma.run(toy, prompts, CONDITIONS, positions="prompts", memory="1MiB")[
-        "received_attention"
-    ]
+    kept = ma.run(toy, prompts, CONDITIONS, keep="prompts", memory="1MiB")["received_attention"]
     for name in ("received", "received_by_origin"):
         every = kept[f"{name}_per_prompt"].values.astype(np.float64)
         n = (~np.isnan(every)).sum(0)

@@ -45,7 +45,7 @@ def received(result, prompt, condition="baseline"):
 
 
 def run(model, prompts, conditions=None, **options):
-    return ma.run(model, prompts, conditions, positions="prompts", **options)
+    return ma.run(model, prompts, conditions, keep="prompts", **options)
 
 
 @pytest.fixture

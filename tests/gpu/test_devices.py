@@ -67,7 +67,7 @@ def whole(tokenizer):
 
 @pytest.fixture(scope="module")
 def measured(whole):
-    return ma.run(whole, PROBLEMS, CONDITIONS, every("toy:llama"), positions="prompts")
+    return ma.run(whole, PROBLEMS, CONDITIONS, every("toy:llama"), keep="prompts")
 
 
 @pytest.fixture(scope="module", params=OFFLOADED)
@@ -122,7 +122,7 @@ def test_offloaded_numbers_are_the_models_own_to_the_bit(offloaded, measured):
     assert outcomes["logits"] == outcomes["kernel"] == outcomes["heads"] == "passed", (
         "against its own attention"
     )
-    result = ma.run(offloaded, PROBLEMS, CONDITIONS, every("toy:llama"), positions="prompts")
+    result = ma.run(offloaded, PROBLEMS, CONDITIONS, every("toy:llama"), keep="prompts")
     assert_same(result, measured)
     about, expected = (each.provenance["model"] for each in (result, measured))
     assert about["weights_hash"] == expected["weights_hash"]
@@ -132,7 +132,7 @@ def test_offloaded_numbers_are_the_models_own_to_the_bit(offloaded, measured):
 def test_the_comparison_would_notice_another_order(whole, measured):  # negative control
     with pytest.raises(AssertionError, match="received"):
         assert_same(
-            ma.run(whole, PROBLEMS[::-1], CONDITIONS, every("toy:llama"), positions="prompts"),
+            ma.run(whole, PROBLEMS[::-1], CONDITIONS, every("toy:llama"), keep="prompts"),
             measured,
         )
 
@@ -181,7 +181,7 @@ def test_two_devices_that_are_imitated(tokenizer, whole, measured):
             dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer
         )
         lies = {where(parameter) for parameter in made.original_model.parameters()}
-        result = ma.run(made, PROBLEMS, CONDITIONS, every("toy:llama"), positions="prompts")
+        result = ma.run(made, PROBLEMS, CONDITIONS, every("toy:llama"), keep="prompts")
         through_hooks = ma.run(made, PROBLEMS, CONDITIONS, engine="hooks")
         fused = ma.run(made, PROBLEMS, engine="fused")
     assert lies == {FIRST, SECOND}

@@ -19,7 +19,7 @@ OTHER = {"slash": ma.MeaninglessTokens(".", 9)}
 
 
 def received(model, conditions=FILLED, **options):
-    made = ma.run(model, PROBLEMS, conditions, positions="prompts", **options)
+    made = ma.run(model, PROBLEMS, conditions, keep="prompts", **options)
     assert options.get("engine") in (None, made.provenance["engine"])
     return made["received_attention"]
 

@@ -72,7 +72,7 @@ def test_elsewhere_what_is_missing_is_rerouting_and_new_values(name, layer, prom
         [prompt],
         {"slash": SLASH},
         ma.analyses.AffineShift(per_query=True),
-        positions="prompts",
+        keep="prompts",
     )
     at = result["affine_shift"].relative_error_at_by_origin_per_prompt.sel(
         condition="slash", layer=layer

@@ -169,18 +169,18 @@ def alone(toy, prompts):
     analyses = [ma.ReceivedAttention(), ma.analyses.MlpActivations(), ma.analyses.AffineShift()]
 
     def run(chosen, **options):
-        options = {"positions": "moments", "memory": "0.1MiB", "seed": 4} | options
+        options = {"keep": "moments", "memory": "0.1MiB", "seed": 4} | options
         some = [prompts[i] for i in chosen]
         return run_part(toy, some, conditions, analyses, layers=[0, 2], places=chosen, **options)
 
     return run
 
 
-@pytest.mark.parametrize("positions", ["moments", "prompts"])
-def test_a_real_run_in_parts_is_the_whole_run(alone, positions, tmp_path):
-    whole = alone(range(5), positions=positions)
+@pytest.mark.parametrize("keep", ["moments", "prompts"])
+def test_a_real_run_in_parts_is_the_whole_run(alone, keep, tmp_path):
+    whole = alone(range(5), keep=keep)
     expected = whole.compare("slash", resamples=99, columns="all").difference.values
-    parts = [alone(some, positions=positions) for some in ([4], [0, 3], [1], [2])]
+    parts = [alone(some, keep=keep) for some in ([4], [0, 3], [1], [2])]
     for number in (1, 2):  # as they come back from a disk
         parts[number].save(tmp_path / f"{number}.zarr")
         parts[number] = ma.load_result(tmp_path / f"{number}.zarr")

@@ -106,7 +106,7 @@ def measured(family, model, prompts):
         AttentionMap,
         ma.analyses.SegmentLogits,
     } == set(OF_ROWS)  # which have no null
-    return ma.run(model, prompts, conditions(family), analyses, positions="prompts")
+    return ma.run(model, prompts, conditions(family), analyses, keep="prompts")
 
 
 def departures(result, kind):
@@ -262,7 +262,7 @@ def test_the_null_has_the_closed_form_where_there_is_one(family, shared, answere
         ma.analyses.AttentionFocus(half_mass=True, per_query=True),
         ma.analyses.AffineShift(per_query=True),
     ]
-    result = ma.run(model, answered[:1], {"slash": slash}, analyses, positions="prompts")
+    result = ma.run(model, answered[:1], {"slash": slash}, analyses, keep="prompts")
     sequence = slash.apply(answered[0], model)
     for layer in range(2):
         window = 8 if family == "Gemma 3" and layer == 0 else 10**6

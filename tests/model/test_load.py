@@ -116,9 +116,7 @@ def test_a_sliding_window_is_found_and_counted():
     torch.manual_seed(0)
     model = ma.load_model(Gemma3ForCausalLM(config), tokenizer=tokenizer)
     assert [attention_window(model, layer) for layer in (0, 1)] == [4, None]
-    dataset = ma.run(model, TEXT, positions="prompts")["received_attention"].isel(
-        prompt=0, condition=0
-    )
+    dataset = ma.run(model, TEXT, keep="prompts")["received_attention"].isel(prompt=0, condition=0)
     received = dataset.received_per_prompt.sel(layer=0).values
     tokens = ma.Baseline().apply(ma.Prompt(TEXT), model).tokens[None]
     _, cache = model.run_with_cache(tokens)

@@ -185,7 +185,7 @@ def test_the_text_of_the_first_prompt(slash_result, toy, prompts):
         unpacked(held["received"]["slash"]), expected[..., : len(tokens)], rtol=1e-6
     )
     means = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()})
-    assert "positions=" in head_texts(means)["missing"]
+    assert "keep=" in head_texts(means)["missing"]
 
 
 def test_patterns_are_lower_triangles(toy, monkeypatch):

@@ -42,7 +42,7 @@ def place(toy, tmp_path_factory):
     ]
     conditions = {"slash": ma.MeaninglessTokens(count=5), "sentence": ma.RandomSentence(count=5)}
     prompts = ma.load_prompts("word-problems", limit=13)
-    made = ma.run(toy, prompts, conditions, analyses, positions="prompts")
+    made = ma.run(toy, prompts, conditions, analyses, keep="prompts")
     path = tmp_path_factory.mktemp("large") / "large.zarr"
     replace(made, provenance={**made.provenance, "chunk": 4}).save(path)
     return path

@@ -17,7 +17,7 @@ CHOSEN = {"selected": "L1H2", "prompt": 1, "condition": "slash", "quantity": "en
 def result(toy, prompts):
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.AttentionMap()]
     return ma.run(
-        toy, prompts[:4], {"slash": ma.MeaninglessTokens("/", 6)}, analyses, positions="prompts"
+        toy, prompts[:4], {"slash": ma.MeaninglessTokens("/", 6)}, analyses, keep="prompts"
     )
 
 

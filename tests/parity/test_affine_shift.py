@@ -159,7 +159,9 @@ def test_the_oracle_would_notice_a_token_out_of_place(prompts, toy):
     slash = ma.MeaninglessTokens("/", 20)
     baseline, sequence = ma.Baseline().apply(prompts[0], toy), slash.apply(prompts[0], toy)
     right = dict(oracle(plain, baseline, sequence, [(1, 0)]))[1, 0]
-    early = ma.conditions.Sequence(sequence.tokens, _one_early(sequence.origin), sequence.segment)
+    early = ma.conditions.TokenSequence(
+        sequence.tokens, _one_early(sequence.origin), sequence.segment
+    )
     wrong = dict(oracle(plain, baseline, early, [(1, 0)]))[1, 0]
     assert abs(right["scale"] - wrong["scale"]) > 1e-3
     assert abs(right["total_variation"] - wrong["total_variation"]) > 1e-3

@@ -134,7 +134,7 @@ def summed(request, prompts):
         prompts[:2],
         {"slash": SLASH},
         ma.analyses.DirectLogits(per_query=True),
-        positions="prompts",
+        keep="prompts",
     )
     ids = SLASH.apply(prompts[0], hooked).tokens.tolist()
     mine = (
@@ -193,7 +193,7 @@ def test_a_model_without_norms(tokenizer, prompts):
     )  # fmt: skip
     model = ma.load_model(native.boot(config, tokenizer=tokenizer))
     result = ma.run(
-        model, prompts[:1], analyses=ma.analyses.DirectLogits(per_query=True), positions="prompts"
+        model, prompts[:1], analyses=ma.analyses.DirectLogits(per_query=True), keep="prompts"
     )
     ids = ma.Baseline().apply(prompts[0], model).tokens
     with torch.no_grad():

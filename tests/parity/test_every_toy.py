@@ -88,8 +88,7 @@ def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
     plain, hooked = plain_and_hooked(name, tokenizer)
     slash, some = ma.MeaninglessTokens("/", 55), prompts[:3]
     results = [
-        ma.run(hooked, some, {"slash": slash}, positions="prompts", engine=engine)
-        for engine in engines
+        ma.run(hooked, some, {"slash": slash}, keep="prompts", engine=engine) for engine in engines
     ]
     index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
     sequence = slash.apply(some[index], hooked)
@@ -115,7 +114,7 @@ def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
 def test_the_oracle_would_notice_alibi_counted_twice(prompts):
     tokenizer = load_tokenizer("toy:llama")
     plain, hooked = plain_and_hooked("Falcon-RW (ALiBi)", tokenizer)
-    result = ma.run(hooked, prompts[:1], positions="prompts")
+    result = ma.run(hooked, prompts[:1], keep="prompts")
     ids = ma.Baseline().apply(prompts[0], hooked).tokens.tolist()
     plain.set_attn_implementation("eager")
     twice = oracle(plain, ids, [True] * len(ids))

@@ -29,7 +29,7 @@ def measured(request, prompts):
     plain, hooked = models(request.param)
     some = sorted(prompts[:6], key=lambda p: len(SLASH.apply(p, hooked)))
     some = [some[0], some[-1]]
-    result = ma.run(hooked, some, {"slash": SLASH}, ANALYSES, positions="prompts")
+    result = ma.run(hooked, some, {"slash": SLASH}, ANALYSES, keep="prompts")
     sequence = SLASH.apply(some[0], hooked)
     with pytest.MonkeyPatch.context() as patch:
         return (
@@ -293,7 +293,7 @@ def test_the_parts_of_scores(name, rank, prompts, monkeypatch):
     plain, hooked = models(name)
     analysis = ma.analyses.ScoreDecomposition(rank=rank, per_query=True)
     some = sorted(prompts[:6], key=lambda p: len(SLASH.apply(p, hooked)))
-    result = ma.run(hooked, [some[0], some[-1]], {"slash": SLASH}, analysis, positions="prompts")
+    result = ma.run(hooked, [some[0], some[-1]], {"slash": SLASH}, analysis, keep="prompts")
     sequence = SLASH.apply(some[0], hooked)
     length = len(sequence)
     made = passed(plain, sequence.tokens.tolist(), monkeypatch)
@@ -393,7 +393,7 @@ def test_masked_tokens_and_knockouts(prompts, shared):
         prompts[:1],
         {"masked": slash.masked(), "cut": edge_mask},
         analyses,
-        positions="prompts",
+        keep="prompts",
     )
     for name in ("masked", "cut"):
         maps = result["attention_map"].pattern.sel(condition=name)[0]

@@ -105,7 +105,7 @@ def test_segments_are_means_and_masses_of_the_oracle(plain, prompts, slash_resul
 
 def test_real_questions_equal_the_oracle(toy, plain, questions):
     prompts = ma.load_prompts(str(questions), limit=2, system=SYSTEM)
-    result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens()}, positions="prompts")
+    result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens()}, keep="prompts")
     ids, original = plain_tokens(plain[1], prompts[1], 55)
     got = measured(result, 1, "slash", len(ids))
     assert np.nanmax(abs(got - oracle(plain[0], ids, original))) <= TOLERANCE

@@ -27,7 +27,7 @@ def test_scaled_updates_are_those_that_reach_the_residual_stream(prompts):
     same = tiny_model("Granite", len(tokenizer), residual_multiplier=0.22)
     model = ma.load_model(same, tokenizer=tokenizer, verify=False)
     result = ma.run(
-        model, prompts[:1], analyses=ma.analyses.HeadUpdates(per_query=True), positions="prompts"
+        model, prompts[:1], analyses=ma.analyses.HeadUpdates(per_query=True), keep="prompts"
     )
     ids = ma.Baseline().apply(prompts[0], model).tokens
     layer, seen = plain.model.layers[0], {}
@@ -62,7 +62,7 @@ def test_block_updates_that_are_scaled(prompts, engine):
     )
     plain, model = plain.double(), ma.load_model(same, tokenizer=tokenizer)
     result = ma.run(
-        model, prompts[:2], {"slash": SLASH}, ma.analyses.BlockUpdates(per_query=True), engine=engine, positions="prompts",
+        model, prompts[:2], {"slash": SLASH}, ma.analyses.BlockUpdates(per_query=True), engine=engine, keep="prompts",
     )  # fmt: skip
     ids, seen = SLASH.apply(prompts[0], model).tokens, {}
     handles = []

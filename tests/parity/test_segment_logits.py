@@ -16,7 +16,7 @@ SLASH = ma.MeaninglessTokens("/", 20)
 def test_each_head_reads_key_by_key(name, prompts, monkeypatch):
     plain, hooked = models(name)
     result = ma.run(
-        hooked, prompts[:1], {"slash": SLASH}, ma.analyses.SegmentLogits(), positions="prompts"
+        hooked, prompts[:1], {"slash": SLASH}, ma.analyses.SegmentLogits(), keep="prompts"
     )
     got = result["segment_logits"].sel(condition="slash").isel(prompt=0)
     sequence = SLASH.apply(prompts[0], hooked)
@@ -77,9 +77,7 @@ def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, shared)
         {"slash": SLASH, "masked": SLASH.masked()} if engine == "streaming" else {"slash": SLASH}
     )
     analyses = [ma.analyses.SegmentLogits(), ma.analyses.DirectLogits()]
-    result = ma.run(
-        shared(name), prompts[:2], conditions, analyses, positions="prompts", engine=engine
-    )
+    result = ma.run(shared(name), prompts[:2], conditions, analyses, keep="prompts", engine=engine)
     summed = result["segment_logits"].next_token_logit_from.sum("to_segment", skipna=True)
     whole = result["direct_logits"].next_token_logit
     for condition in ("baseline", *conditions):

@@ -106,7 +106,7 @@ def measured(request, prompts):
     tokenizer = load_tokenizer("toy:llama")
     plain, same = (tiny(request.param, len(tokenizer)) for _ in range(2))
     model = ma.load_model(same, tokenizer=tokenizer, dtype=torch.float64, verify=False)
-    result = ma.run(model, prompts[:2], {"slash": SLASH}, ANALYSES, positions="prompts")
+    result = ma.run(model, prompts[:2], {"slash": SLASH}, ANALYSES, keep="prompts")
     sequence = SLASH.apply(prompts[0], model)
     return result, sequence, written_by(plain, request.param, sequence.tokens.tolist())
 

@@ -20,7 +20,7 @@ CURVES = Asked(("received",))
 @pytest.fixture(scope="module")
 def result(toy, prompts):
     analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift()]
-    return ma.run(toy, prompts[:PROMPTS], CONDITIONS, analyses, positions="prompts")
+    return ma.run(toy, prompts[:PROMPTS], CONDITIONS, analyses, keep="prompts")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def tokens(toy, prompts):
         ma.analyses.AttentionFocus(per_query=True),
         ma.analyses.HeadUpdates(per_query=True),
     ]
-    return ma.run(toy, prompts[:PROMPTS], {}, analyses, positions="prompts")
+    return ma.run(toy, prompts[:PROMPTS], {}, analyses, keep="prompts")
 
 
 @pytest.fixture(scope="module")

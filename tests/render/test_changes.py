@@ -98,7 +98,7 @@ def test_a_first_token_does_not_set_the_axis_and_is_named(result):
 
 def test_the_head_of_a_model_is_chosen_on_one_half_and_shown_on_the_other(toy, prompts):
     conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(10)}
-    kept = ma.run(toy, prompts[:8], conditions, positions="prompts")
+    kept = ma.run(toy, prompts[:8], conditions, keep="prompts")
     figure = ma.render.received_by_model(kept, layer=1)
     choosing, _ = halves_of(8)
     received = kept["received_attention"].received_by_segment.sel(layer=1, segment="question")
@@ -111,7 +111,7 @@ def test_the_head_of_a_model_is_chosen_on_one_half_and_shown_on_the_other(toy, p
         changes.append(abs(np.mean(ratios)))
     assert f"layer 1 head {int(np.argmax(changes))}" in figure.layout.annotations[0].text
     assert "mean over 4 prompts" in figure.layout.title.text
-    with pytest.raises(OptionError, match='run with positions="prompts", or name the heads'):
+    with pytest.raises(OptionError, match='run with keep="prompts", or name the heads'):
         ma.render.received_by_model(ma.run(toy, prompts[:8], conditions), layer=1)
 
 

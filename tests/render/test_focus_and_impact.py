@@ -24,7 +24,7 @@ ANALYSES = [
 @pytest.fixture(scope="module")
 def result(toy, prompts):
     slash = {"slash": ma.MeaninglessTokens("/", 20)}
-    return ma.run(toy, prompts[:5], slash, ANALYSES, positions="prompts")
+    return ma.run(toy, prompts[:5], slash, ANALYSES, keep="prompts")
 
 
 def impacts_by_loops(result, condition, segment, layers):
@@ -135,7 +135,7 @@ def test_the_figure_shows_the_table(result):
 def test_what_is_missing_is_said(toy, prompts, result):
     without = ma.run(toy, prompts[:1], analyses=ANALYSES)
     for call, message in (
-        (lambda: ma.render.focus_and_impact(without), 'positions="prompts"'),
+        (lambda: ma.render.focus_and_impact(without), 'keep="prompts"'),
         (lambda: ma.render.focus_and_impact(result, "x"), "there is no condition 'x'"),
         (lambda: ma.render.focus_and_impact(result, segment="poem"), "segment='poem'"),
         (lambda: ma.render.focus_and_impact(result, segment="inserted"), "no prompt has tokens"),

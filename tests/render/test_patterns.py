@@ -74,7 +74,7 @@ def test_text_is_coloured_by_received_attention(mapped):
 
 
 def test_tokens_are_escaped(toy):
-    result = ma.run(toy, STRANGE, {"slash": ma.MeaninglessTokens("/", 2)}, positions="prompts")
+    result = ma.run(toy, STRANGE, {"slash": ma.MeaninglessTokens("/", 2)}, keep="prompts")
     body = ma.render.received_text(result, 0).body
     assert "<img" not in body
     assert "<b>" not in body
@@ -88,5 +88,5 @@ def test_what_is_not_there(mapped, toy, prompts):
     with pytest.raises(OptionError, match="head 99 is out of range"):
         ma.render.received_text(mapped, 0, [99])
     several = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens()})
-    with pytest.raises(OptionError, match='run with positions="prompts"'):
+    with pytest.raises(OptionError, match='run with keep="prompts"'):
         ma.render.received_text(several, 0)

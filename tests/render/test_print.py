@@ -43,7 +43,7 @@ def figures(toy, prompts):
     analyses = [ma.ReceivedAttention(), of.AffineShift(), of.AttentionSinks()]
     analyses += [of.AttentionFocus(per_query=True), of.HeadUpdates(per_query=True)]
     analyses += [of.MlpActivations(), of.AttentionBudget()]
-    result = ma.run(toy, prompts[:4], conditions, analyses, positions="prompts")
+    result = ma.run(toy, prompts[:4], conditions, analyses, keep="prompts")
     counts = ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20])
     counted = table(["baseline", *counts], accuracy=[0.9, 0.8, 0.5])
     grid = ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20], place=["start", "before_question"])

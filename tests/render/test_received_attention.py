@@ -224,11 +224,11 @@ def test_one_based_titles(slash_result):
 
 def test_choosing_needs_the_prompts(toy, prompts):
     result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens(count=5)})
-    with pytest.raises(OptionError, match='positions="prompts"'):
+    with pytest.raises(OptionError, match='keep="prompts"'):
         ma.render.received_attention(result, layer=0, top=3)
     with pytest.raises(OptionError, match="layer 9 was not measured"):
         ma.render.received_attention(result, layer=9)
-    five = ma.run("toy:llama", ma.load_prompts("word-problems", limit=5), positions="prompts")
+    five = ma.run("toy:llama", ma.load_prompts("word-problems", limit=5), keep="prompts")
     with pytest.raises(OptionError, match="there are 5 prompts; give at least 6 for two halves"):
         ma.render.received_attention(five, layer=0, top=1)
     ma.render.received_attention(result, layer=0, heads=[3])
@@ -266,7 +266,7 @@ def test_a_page_tells_of_every_condition(toy, prompts, tmp_path):
 def test_a_page_of_a_merged_result(toy, prompts, tmp_path):
     slash = {"slash": ma.MeaninglessTokens()}
     halves = [
-        run_part(toy, prompts[at : at + 4], slash, places=range(at, at + 4), positions="prompts")
+        run_part(toy, prompts[at : at + 4], slash, places=range(at, at + 4), keep="prompts")
         for at in (0, 4)
     ]
     halves[1].provenance["time"] = "2031-01-02T03:04:05+00:00"
@@ -283,7 +283,7 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
         "A farmer has 12 cows and sells 5.",
         "Each box holds 8 pens.",
     ]
-    result = ma.run(toy, texts, positions="prompts")
+    result = ma.run(toy, texts, keep="prompts")
     figure = ma.render.received_attention(result, 0, [0, 2])
     lines = {trace.name: trace for trace in figure.data if trace.name and trace.xaxis == "x2"}
     assert set(lines) == {"baseline", "uniform, baseline"}
@@ -310,7 +310,7 @@ def test_the_baseline_alone_is_drawn_with_its_null(toy):
 
 
 def test_heads_of_the_baseline_are_those_furthest_from_uniform_attention(toy, prompts):
-    result = ma.run(toy, prompts, positions="prompts")
+    result = ma.run(toy, prompts, keep="prompts")
     figure = ma.render.received_attention(result, 1, top=2)
     at = (
         result["received_attention"]

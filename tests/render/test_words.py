@@ -35,7 +35,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def result(toy, prompts):
-    return ma.run(toy, prompts[:8], CONDITIONS, ANALYSES, positions="prompts")
+    return ma.run(toy, prompts[:8], CONDITIONS, ANALYSES, keep="prompts")
 
 
 @pytest.mark.parametrize("name", sorted(FIGURES))

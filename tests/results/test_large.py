@@ -33,7 +33,7 @@ def parts(toy):
         analyses = [ma.ReceivedAttention(), ma.analyses.AffineShift(), ma.analyses.MlpActivations()]
         some = [prompts[place] for place in places]
         conditions = {"slash": ma.MeaninglessTokens(count=5)}
-        made = run_part(toy, some, conditions, analyses, positions="prompts", places=places)
+        made = run_part(toy, some, conditions, analyses, keep="prompts", places=places)
         return replace(made, provenance={**made.provenance, "chunk": 3})
 
     return [run(places) for places in PLACES]

@@ -34,7 +34,7 @@ def test_another_condition_option_seed_or_layer_is_refused(halves, toy, prompts)
         ),
         (halves([2, 3], seed=1), "seed is 0 in one and 1 in another"),
         (halves([2, 3], memory="1GiB"), "memory is '2GiB' in one and '1GiB'"),
-        (halves([2, 3], positions="prompts"), "positions is 'moments'"),
+        (halves([2, 3], keep="prompts"), "keep is 'moments'"),
         (
             halves([2, 3], analyses=[ma.ReceivedAttention(queries="all")]),
             r"analyses\.received_attention\.queries is",
