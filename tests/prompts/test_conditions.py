@@ -44,16 +44,16 @@ def test_a_sequence_is_shown_in_one_short_line(toy):
         name: int(made.of_segment(name).sum())
         for name in ("first", "template", "system", "inserted", "question")
     }
-    said = f"Sequence({len(made)} tokens, 5 inserted; {', '.join(f'{name} {n}' for name, n in counts.items())}: "
+    said = f"TokenSequence({len(made)} tokens, 5 inserted; {', '.join(f'{name} {n}' for name, n in counts.items())}: "
     assert repr(made) == f"{said}{toy.tokenizer.decode(made.tokens)[:40]!r} …)"
     assert counts["inserted"] == 5
     assert "\n" not in repr(made)
     assert (
         repr(baseline_sequence([1, 2], ["bos", "question"]))
-        == "Sequence(2 tokens, 0 inserted; first 1, question 1)"
+        == "TokenSequence(2 tokens, 0 inserted; first 1, question 1)"
     )
     short = baseline_sequence([1, 2], ["bos", "question"], lambda ids: "ab")
-    assert repr(short) == "Sequence(2 tokens, 0 inserted; first 1, question 1: 'ab')"
+    assert repr(short) == "TokenSequence(2 tokens, 0 inserted; first 1, question 1: 'ab')"
 
 
 def test_tokens_are_those_of_the_whole_text(toy):

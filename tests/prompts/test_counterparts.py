@@ -39,7 +39,7 @@ def test_equal_lengths_are_paired_token_by_token(model):
     assert other.tokens.tolist() == [1, 20, 31, 40, 51, 60]
     assert "0 without a partner, 2 changed" in other._repr_html_()
     assert repr(other).startswith(
-        "Sequence(6 tokens, 0 without a partner, 2 changed; first 1, question 2, answer 1, "
+        "TokenSequence(6 tokens, 0 without a partner, 2 changed; first 1, question 2, answer 1, "
     )
 
 
