@@ -21,7 +21,7 @@ from mkdocs_jupyter.nbconvert2 import nb2html
 SCRIPTS = ("plotly", "circuitsvis")
 CALLED_BY_THE_ENGINE = (
     "!^(quantities|options|coords|captures|problem|start|add|add_.*|values|calibrated|check|check_sequence|acting"
-    "|marked|which|recorded|donor)$"
+    "|marked|which|recorded|source_of)$"
 )
 AT_ONCE = 2  # notebooks, whose kernels have one thread each
 running = {}  # by path: the page of a notebook, when it has run

@@ -214,7 +214,7 @@ def card(folder: Path, problems: int) -> None:
         }
         made = ma.evaluate(model, questions, conditions, new_tokens=6)
         right = made.accuracy().set_index("condition").accuracy
-        found = made.follows("others", others.donors, "slash")
+        found = made.follows("others", others.sources, "slash")
         interval = f"{found['low']:.1%} to {found['high']:.1%}"
         print(
             f"| {count} | {right['slash']:.1%} | {right['hidden']:.1%} | {found['followed']:.1%} | {interval} |"

@@ -194,8 +194,8 @@ def record_keys_values(
             layer: {"k": of_layer["k"][0, in_segment], "v": of_layer["v"][0, in_segment]}
             for layer, of_layer in values.items()
         }
-    source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
-    return KeysValues(recorded, segment, source)
+    description = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
+    return KeysValues(recorded, segment, description)
 
 
 class _KeysValues(AnalysisBase):

@@ -143,7 +143,7 @@ def mediation(
 def follows(
     evaluation: Evaluation,
     condition: str,
-    donors: Mapping[str, str],
+    sources: Mapping[str, str],
     without: str,
     level: float,
     unit: Unit,
@@ -157,32 +157,32 @@ def follows(
         )
     own_answers = _answers_under(evaluation, without)
     answers = _answers_under(evaluation, condition)
-    strangers = [prompt for prompt in own_answers if donors.get(prompt, prompt) not in own_answers]
+    strangers = [prompt for prompt in own_answers if sources.get(prompt, prompt) not in own_answers]
     if strangers:
         raise OptionError(
-            f"the donor of prompt {strangers[0]} is not among the answered problems; give "
-            "KeysValues.from_other_prompts().donors of the same prompts"
+            f"the source of prompt {strangers[0]} is not among the answered problems; give "
+            "KeysValues.from_other_prompts().sources of the same prompts"
         )
 
-    distinct = []  # the prompts whose own answer and whose donor's can be told apart
+    distinct = []  # the prompts whose own answer and whose source's can be told apart
     for prompt, own_answer in own_answers.items():
-        donor_answer = own_answers[donors.get(prompt, prompt)]
-        if None not in (own_answer, donor_answer) and own_answer != donor_answer:
+        source_answer = own_answers[sources.get(prompt, prompt)]
+        if None not in (own_answer, source_answer) and own_answer != source_answer:
             distinct.append(prompt)
     if not distinct:
         raise OptionError(
-            f"under {without!r} no prompt's answer differs from its donor's, so they cannot be "
+            f"under {without!r} no prompt's answer differs from its source's, so they cannot be "
             "distinguished"
         )
 
-    followed = [answers[prompt] == own_answers[donors[prompt]] for prompt in distinct]
+    followed = [answers[prompt] == own_answers[sources[prompt]] for prompt in distinct]
     unchanged = [answers[prompt] == own_answers[prompt] for prompt in distinct]
     by_chance = []  # the share of the other problems' answers that this one equals
     for prompt in distinct:
         unrelated = [
             answer
             for problem, answer in own_answers.items()
-            if problem not in (prompt, donors[prompt]) and answer is not None
+            if problem not in (prompt, sources[prompt]) and answer is not None
         ]
         if unrelated:
             by_chance.append(np.mean([answers[prompt] == answer for answer in unrelated]))

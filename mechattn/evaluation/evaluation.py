@@ -395,21 +395,21 @@ class Evaluation:
     def follows(
         self,
         condition: str,
-        donors: Mapping[str, str],
+        sources: Mapping[str, str],
         without: str,
         *,
         level: float = 0.95,
         unit: Unit = "auto",
     ) -> dict[str, Any]:
-        """The fraction of problems that, with a transplant, get their donor's answer instead of
+        """The fraction of problems that, with a transplant, get their source's answer instead of
         their own.
 
-        Problems whose own and donor's answers are equal or unreadable are left out (counted as
+        Problems whose own and source's answers are equal or unreadable are left out (counted as
         ``alike``).
 
         Args:
             condition: The condition with the :class:`~mechattn.interventions.recorded.KVPatch`.
-            donors: The donor of each problem's keys and values: ``KeysValues.donors``.
+            sources: The source of each problem's keys and values: ``KeysValues.sources``.
             without: The same condition without the transplant, which gives both reference answers.
             level: The level of the interval.
             unit: As for :meth:`accuracy`.
@@ -421,9 +421,9 @@ class Evaluation:
 
         Raises:
             OptionError: There is no such condition, there are several answers per problem, or a
-                donor has no answer.
+                source has no answer.
         """
-        return follows(self, condition, donors, without, level, unit)
+        return follows(self, condition, sources, without, level, unit)
 
     def answered(
         self, prompts: Sequence[Prompt], condition: str = BASELINE, sample: int = 0

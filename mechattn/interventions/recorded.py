@@ -181,14 +181,14 @@ class KeysValues:
         of: By prompt, layer and "k" or "v": all heads concatenated, before RoPE and norms [pos
             width].
         segment: The recorded segment.
-        source: Where they come from, in words.
-        donors: For each prompt, the prompt whose keys and values it gets; itself by default.
+        description: Where they come from, in words.
+        sources: For each prompt, the prompt whose keys and values it gets; itself by default.
     """
 
     of: Mapping[str, Mapping[int, Mapping[Part, Float[Tensor, "pos width"]]]]
     segment: str
-    source: str
-    donors: Mapping[str, str] = field(default_factory=dict)
+    description: str
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     def from_other_prompts(self, seed: int = 0) -> KeysValues:
         """Return a version that gives each prompt the keys and values of another, drawn at random
@@ -202,18 +202,18 @@ class KeysValues:
                 "only one prompt was recorded, so there is no other prompt to take keys and values "
                 "from"
             )
-        order = random.Random(f"donors {seed}").sample(sorted(self.of), len(self.of))
+        order = random.Random(f"sources {seed}").sample(sorted(self.of), len(self.of))
         # A ring, so no prompt gets its own.
         following = [*order[1:], order[0]]
         return replace(
             self,
-            donors=dict(zip(order, following, strict=True)),
-            source=f"{self.source}, each from another prompt (seed {seed})",
+            sources=dict(zip(order, following, strict=True)),
+            description=f"{self.description}, each from another prompt (seed {seed})",
         )
 
-    def donor(self, prompt: str) -> str:
+    def source_of(self, prompt: str) -> str:
         """The prompt whose keys and values this prompt gets."""
-        return self.donors.get(prompt, prompt)
+        return self.sources.get(prompt, prompt)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -225,7 +225,7 @@ class KeysValues:
         for by_layer in self.of.values():
             for by_part in by_layer.values():
                 tensors += list(by_part.values())
-        return f"KeysValues({self.segment!r}, {self.source}, digest={digest(tensors)})"
+        return f"KeysValues({self.segment!r}, {self.description}, digest={digest(tensors)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +286,7 @@ class KVPatch:
         return as_layers(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
-        """Refuse layers that don't exist, and prompts or donors that were not recorded."""
+        """Refuse layers that don't exist, and prompts or sources that were not recorded."""
         check_layers(model, self.which)
         attending = []
         if hasattr(model, "hook_dict"):  # models of transformers have none
@@ -298,7 +298,11 @@ class KVPatch:
                 "whatever their keys and values are"
             )
         _refuse_unrecorded(
-            [prompt for prompt in prompts if self.recorded.donor(prompt) not in self.recorded.of],
+            [
+                prompt
+                for prompt in prompts
+                if self.recorded.source_of(prompt) not in self.recorded.of
+            ],
             prompts,
             "a KVPatch acts only on the prompts that record_keys_values recorded",
         )
@@ -306,12 +310,12 @@ class KVPatch:
     def check_sequence(self, prompt: str, sequence: TokenSequence) -> None:
         """Refuse a sequence whose segment has another length than the recorded one."""
         count = int(sequence.of_segment(self.segment).sum())
-        donor = self.recorded.donor(prompt)
-        recorded_count = len(self.recorded.of[donor][self.which[0]]["k"])
+        source = self.recorded.source_of(prompt)
+        recorded_count = len(self.recorded.of[source][self.which[0]]["k"])
         if recorded_count != count:
             raise OptionError(
                 f"prompt {prompt} has {count} {self.segment} tokens, but {recorded_count} were "
-                f"recorded for prompt {donor}: the numbers must be equal"
+                f"recorded for prompt {source}: the numbers must be equal"
             )
 
     @contextmanager
@@ -339,8 +343,8 @@ class KVPatch:
                 return own
             recorded = []
             for prompt in target().prompts:
-                donor = self.recorded.donor(prompt)
-                recorded.append(self.recorded.of[donor][layer][part])
+                source = self.recorded.source_of(prompt)
+                recorded.append(self.recorded.of[source][layer][part])
             return own.masked_scatter(mask[..., None], torch.cat(recorded).to(own))
 
         def keep(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Tensor:

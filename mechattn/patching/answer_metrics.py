@@ -16,7 +16,7 @@ from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.tokenization import tokenize
 
 Logits = Float[Tensor, "row answer d_vocab"]
-Named = Literal["logprob", "margin", "answers", "kl"]
+Named = Literal["logprob", "logit_diff", "logit_margin", "kl"]
 Metric = Named | Callable[[Logits, Int[Tensor, " answer"]], Float[Tensor, " row"]]
 # Logits before each token of the answer, the answer, and the baseline's logits there; returns one
 # number per row.
@@ -24,8 +24,8 @@ Measured = Callable[[Logits, Int[Tensor, " answer"], Logits], Float[Tensor, " ro
 
 WORDS: Mapping[str, str] = {
     "logprob": "log-probability of the reference answer, in nats",
-    "margin": "logit of the reference answer's token above the best other, mean over its tokens",
-    "answers": (
+    "logit_margin": "logit of the reference answer's token above the best other, mean over its tokens",
+    "logit_diff": (
         "logit of the answer minus that of the other answer, at the first token in which they"
         " differ"
     ),
@@ -57,22 +57,22 @@ def answer_margin(
 
 
 def answer_difference(
-    logits: Logits, answer: Int[Tensor, " answer"], other: Int[Tensor, " other"]
+    logits: Logits, answer: Int[Tensor, " answer"], other_tokens: Int[Tensor, " other"]
 ) -> Float[Tensor, " row"]:
     """Logit difference of two answers, ``logit[answer_t] − logit[other_t]`` at the first t where
     they differ.
     """
-    shorter = min(len(answer), len(other))
-    differs = answer[:shorter] != other[:shorter].to(answer.device)
+    shorter = min(len(answer), len(other_tokens))
+    differs = answer[:shorter] != other_tokens[:shorter].to(answer.device)
     first = int(differs.nonzero()[0])
-    return logits[:, first, answer[first]] - logits[:, first, other[first]]
+    return logits[:, first, answer[first]] - logits[:, first, other_tokens[first]]
 
 
 def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
     """The tokens of a prompt's other answer, where the model would read them."""
     if not prompt.other_answer:
         raise PromptError(
-            f'{prompt.where} has no other answer, which metric="answers" needs: '
+            f'{prompt.where} has no other answer, which metric="logit_diff" needs: '
             "load_prompts(…, other_answer=<field>) or Prompt(…, other_answer=…)"
         )
     if isinstance(prompt.other_answer, str):
@@ -81,17 +81,17 @@ def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
         with_other = replace(prompt, answer_tokens=prompt.other_answer)
 
     answer = _answer_tokens(prompt, model)
-    other = _answer_tokens(with_other, model)
-    shorter = min(len(answer), len(other))
-    if answer[:shorter].equal(other[:shorter]):
+    other_tokens = _answer_tokens(with_other, model)
+    shorter = min(len(answer), len(other_tokens))
+    if answer[:shorter].equal(other_tokens[:shorter]):
         relation = "begin with the same tokens, and one ends there"
-        if len(answer) == len(other):
+        if len(answer) == len(other_tokens):
             relation = "are the same tokens"
         raise PromptError(
             f"both answers of {prompt.where} {relation}, so no logits tell them apart; give other "
             "answers"
         )
-    return other
+    return other_tokens
 
 
 def _answer_tokens(prompt: Prompt, model: Any) -> Int[Tensor, " answer"]:
@@ -111,8 +111,8 @@ def divergence(
 
 _NAMED: Mapping[str, Measured] = {
     "logprob": answer_logprob,
-    "margin": answer_margin,
-    "answers": answer_difference,
+    "logit_diff": answer_difference,
+    "logit_margin": answer_margin,
     "kl": divergence,
 }
 
@@ -137,12 +137,15 @@ def metric_of(metric: Metric) -> tuple[Measured, str]:
 def measured_by(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[Measured]:
     """The function of a metric for each prompt."""
     measured, _ = metric_of(metric)
-    if metric != "answers":
+    if metric != "logit_diff":
         return [measured] * len(prompts)
     return [partial(_between, other_answer(prompt, model)) for prompt in prompts]
 
 
 def _between(
-    other: Int[Tensor, " other"], logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
+    other_tokens: Int[Tensor, " other"],
+    logits: Logits,
+    answer: Int[Tensor, " answer"],
+    baseline: Logits,
 ) -> Tensor:
-    return answer_difference(logits, answer, other)
+    return answer_difference(logits, answer, other_tokens)

@@ -136,21 +136,21 @@ class Circuit:
             count = self.size() if size is None else size
             return _connected(self.graph, _first(self.graph, _ranked(self.edges), count))
         table = self.edges.table()
-        kept = np.zeros(self.graph.exists.shape, dtype=bool)
-        kept[self.graph.exists] = table[f"q_{table.attrs['tested']}"] < q
-        return _connected(self.graph, kept)
+        kept_edges = np.zeros(self.graph.exists.shape, dtype=bool)
+        kept_edges[self.graph.exists] = table[f"q_{table.attrs['tested']}"] < q
+        return _connected(self.graph, kept_edges)
 
     def table(self, size: int | None = None, q: float | None = None) -> pd.DataFrame:
         """The scores of the circuit's edges, as ``Patching.table`` has them, the largest first."""
-        kept = self.kept(size, q)[self.graph.exists]
+        kept_edges = self.kept(size, q)[self.graph.exists]
         order = _ranked(self.edges)
-        return self.edges.rows(order[kept[order]])
+        return self.edges.rows(order[kept_edges[order]])
 
     def save(self, path: str | Path, size: int | None = None, q: float | None = None) -> Path:
         """Write the circuit as JSON for EAP-IG's ``Graph.from_json``; shared keys and values are
         repeated by head.
         """
-        kept = self.kept(size, q)
+        kept_edges = self.kept(size, q)
         scores = self.edges.effects.effect.mean("prompt").values
         writers = [_theirs(self.graph, name, 0)[0] for name in self.graph.writers]
         readers = [_theirs(self.graph, name, self.about["heads"]) for name in self.graph.readers]
@@ -159,11 +159,11 @@ class Circuit:
             for reader_name in readers[reader]:
                 edges_by_name[f"{writers[writer]}->{reader_name}"] = {
                     "score": float(scores[writer, reader]),
-                    "in_graph": bool(kept[writer, reader]),
+                    "in_graph": bool(kept_edges[writer, reader]),
                 }
         nodes = {}
-        for name, kept_edges in zip(writers, kept, strict=True):
-            nodes[name] = {"in_graph": bool(kept_edges.any())}
+        for name, edges_of_writer in zip(writers, kept_edges, strict=True):
+            nodes[name] = {"in_graph": bool(edges_of_writer.any())}
         nodes["logits"] = {"in_graph": True}
         content = {"cfg": self.about["cfg"], "nodes": nodes, "edges": edges_by_name}
         Path(path).write_text(json.dumps(content))
@@ -198,7 +198,7 @@ def circuit(
     condition: Condition,
     *,
     steps: int = 5,
-    metric: Metric = "answers",
+    metric: Metric = "logit_diff",
     ablation: Ablation = "counterpart",
     sizes: Sequence[int] | None = None,
     memory: str = MEMORY,
@@ -266,19 +266,19 @@ def circuit(
         sets = [_first(graph, orders[0], 0), graph.exists]
         for edge_order in orders:
             sets += [_first(graph, edge_order, size) for size in numbers[1:-1]]
-        kept = torch.from_numpy(np.stack(sets))
+        kept_edges = torch.from_numpy(np.stack(sets))
         draws = deepcopy(generator)
         metrics = []
         with holding(model), showing_edges(model):
             for edge_pair in tqdm(reported, desc="circuits", delay=2):
-                own, _, written, put = edge_pair.runs()
+                baseline, _, written, replacement = edge_pair.runs()
                 if mean is not None:
-                    put = mean.expand_as(written)
+                    replacement = mean.expand_as(written)
                 if ablation == "resample":
                     drawn = ranked[int(draws.integers(len(ranked)))]
-                    put = _from_the_end(written, drawn)
+                    replacement = _from_the_end(written, drawn)
                 del written
-                metrics.append(edge_pair.with_edges(kept, put, own))
+                metrics.append(edge_pair.with_edges(kept_edges, replacement, baseline))
         by_set = np.stack(metrics)
         inner = by_set[:, 2:].reshape(len(by_set), len(orders), -1)
         ends = np.broadcast_to(by_set[:, None, :2], (len(by_set), len(orders), 2))
@@ -318,11 +318,11 @@ def _mean_written(pairs: Sequence[EdgePair]) -> Float[Tensor, "writer pos d_mode
     """The mean of what each writer writes in clean runs: by position if all are as long, else over
     all tokens.
     """
-    lengths = [len(pair.pair.receiver) for pair in pairs]
+    lengths = [len(pair.pair.base) for pair in pairs]
     same_length = len(set(lengths)) == 1
     total: Any = 0.0
     for pair in pairs:
-        written = read_edges(pair.model, pair.graph, pair.pair.receiver).written
+        written = read_edges(pair.model, pair.graph, pair.pair.base).written
         total = total + (written if same_length else written.sum(1, keepdim=True))
     return total / (len(pairs) if same_length else sum(lengths))
 
@@ -330,7 +330,7 @@ def _mean_written(pairs: Sequence[EdgePair]) -> Float[Tensor, "writer pos d_mode
 def _from_the_end(written: Tensor, drawn: EdgePair) -> Float[Tensor, "writer pos d_model"]:
     """What is written in another prompt's clean run, aligned at the last tokens."""
     resampled = written.clone()
-    source = read_edges(drawn.model, drawn.graph, drawn.pair.receiver).written
+    source = read_edges(drawn.model, drawn.graph, drawn.pair.base).written
     shared = min(source.shape[1], written.shape[1])
     resampled[:, -shared:] = source[:, -shared:]
     return resampled
@@ -366,13 +366,13 @@ def _ranked(scores: Patching) -> np.ndarray:
 
 def _first(graph: Graph, order: np.ndarray, size: int) -> Bool[np.ndarray, "writer reader"]:
     """The first edges of an order."""
-    kept = np.zeros(graph.exists.shape, dtype=bool)
-    kept[tuple(np.argwhere(graph.exists)[order[:size]].T)] = True
-    return kept
+    kept_edges = np.zeros(graph.exists.shape, dtype=bool)
+    kept_edges[tuple(np.argwhere(graph.exists)[order[:size]].T)] = True
+    return kept_edges
 
 
 def _connected(
-    graph: Graph, kept: Bool[np.ndarray, "writer reader"]
+    graph: Graph, kept_edges: Bool[np.ndarray, "writer reader"]
 ) -> Bool[np.ndarray, "writer reader"]:
     """Only edges from a writer that something reaches, to a reader from which something goes on."""
     into = np.zeros((len(graph.readers), len(graph.writers)), dtype=bool)
@@ -385,13 +385,13 @@ def _connected(
             into[index] = [head == writer for writer in graph.writers]
     is_logits = np.array(graph.readers) == "logits"
     while True:
-        reached = np.array([kept[:, readers].any() for readers in into.T])
+        reached = np.array([kept_edges[:, readers].any() for readers in into.T])
         reached[0] = True
-        goes_on = (into & kept.any(1)).any(1) | is_logits
-        fewer = kept & reached[:, None] & goes_on
-        if (fewer == kept).all():
-            return kept
-        kept = fewer
+        goes_on = (into & kept_edges.any(1)).any(1) | is_logits
+        fewer = kept_edges & reached[:, None] & goes_on
+        if (fewer == kept_edges).all():
+            return kept_edges
+        kept_edges = fewer
 
 
 def _shared_by(graph: Graph) -> list[list[str]]:

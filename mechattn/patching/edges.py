@@ -56,7 +56,7 @@ def edges(
     condition: Condition,
     *,
     steps: int = 1,
-    metric: Metric = "answers",
+    metric: Metric = "logit_diff",
     direction: Direction = "noising",
     memory: str = MEMORY,
     seed: int = 0,
@@ -137,19 +137,19 @@ class EdgePair:
     memory: int  # bytes
 
     def runs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The logits of both runs; what the receiver writes, and what it would write with the
-        donor's outputs.
+        """The logits of both runs; what the base run writes, and what it would write with the
+        source run's outputs.
         """
         device = device_of(self.model)
-        receiver = read_edges(self.model, self.graph, self.pair.receiver)
-        donor = read_edges(self.model, self.graph, self.pair.donor)
-        own_places = places_of(self.pair.receiver, self.pair.origins).to(device)
-        other_places = places_of(self.pair.donor, self.pair.origins).to(device)
-        put = receiver.written.clone()
-        put[:, own_places] = donor.written[:, other_places]
+        base = read_edges(self.model, self.graph, self.pair.base)
+        source = read_edges(self.model, self.graph, self.pair.source)
+        base_places = places_of(self.pair.base, self.pair.origins).to(device)
+        source_places = places_of(self.pair.source, self.pair.origins).to(device)
+        replacement = base.written.clone()
+        replacement[:, base_places] = source.written[:, source_places]
 
-        change = donor.stream[other_places] - receiver.stream[own_places]
-        explained = (put - receiver.written)[:, own_places].sum(0)
+        change = source.stream[source_places] - base.stream[base_places]
+        explained = (replacement - base.written)[:, base_places].sum(0)
         missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
         allowed = _CLOSE
         if change.dtype not in (torch.float32, torch.float64):
@@ -160,26 +160,30 @@ class EdgePair:
                 f"residual stream ({missing:.2g} of its change is missing), so edges have no "
                 "meaning: patch nodes with ma.patch, or paths between heads with ma.paths"
             )
-        return receiver.logits, donor.logits, receiver.written, put
+        return base.logits, source.logits, base.written, replacement
 
     def attributed(self, steps: int, seed: int) -> dict[str, np.ndarray]:
         """The score of each edge, that of a random step, and the whole effect."""
-        own, other, mine, put = self.runs()
-        base = other if self.pair.denoising else own
-        gradients = self._gradients(steps, mine, put, base)
+        base_logits, source_logits, written, replacement = self.runs()
+        baseline = source_logits if self.pair.denoising else base_logits
+        gradients = self._gradients(steps, written, replacement, baseline)
 
         def scores(step: Float[Tensor, "writer pos d_model"]) -> np.ndarray:
             by_edge = step.flatten(1) @ gradients.flatten(1).T
             return np.where(self.graph.exists, by_edge.cpu().numpy(), np.nan)
 
-        step = (put - mine).double()
+        step = (replacement - written).double()
         effect = scores(step)
         length = step.norm(dim=-1, keepdim=True)
         del step  # as large as what is drawn next
         generator = torch.Generator().manual_seed(seed)
-        random_step = torch.randn(put.shape, generator=generator, dtype=torch.float64).to(length)
+        random_step = torch.randn(replacement.shape, generator=generator, dtype=torch.float64).to(
+            length
+        )
         random_step *= length / random_step.norm(dim=-1, keepdim=True)
-        whole = float(self.pair.measure(other, base) - self.pair.measure(own, base))
+        whole = float(
+            self.pair.measure(source_logits, baseline) - self.pair.measure(base_logits, baseline)
+        )
         return {
             "effect": effect,
             "random": scores(random_step),
@@ -187,7 +191,7 @@ class EdgePair:
         }
 
     def _gradients(
-        self, steps: int, mine: Tensor, put: Tensor, base: Tensor
+        self, steps: int, written: Tensor, replacement: Tensor, baseline: Tensor
     ) -> Float[Tensor, "reader pos d_model"]:
         """The gradient of the metric with respect to what each reader reads, averaged over the
         steps.
@@ -201,22 +205,22 @@ class EdgePair:
         points = torch.zeros(1)
         if steps > 1:
             points = (torch.arange(steps) + 0.5) / steps
-        _, length, width = mine.shape
-        total = mine.new_zeros(len(self.graph.readers), length, width, dtype=torch.float64)
-        embedding_step = put[0] - mine[0]
+        _, length, width = written.shape
+        total = written.new_zeros(len(self.graph.readers), length, width, dtype=torch.float64)
+        embedding_step = replacement[0] - written[0]
         row = gradients_row_bytes(self.model, self.graph, self.pair)
         for batch in points.split(self._rows(row)):
-            steps_of_rows = batch.to(mine)[:, None, None] * embedding_step
+            steps_of_rows = batch.to(written)[:, None, None] * embedding_step
             logits = run_edges(
                 self.model,
                 self.graph,
-                self.pair.receiver,
+                self.pair.base,
                 len(batch),
                 reading=read_with_zeros,
                 embedded=partial(torch.add, other=steps_of_rows),
                 gradients=True,
             )
-            value = self.pair.measure(logits, base).sum()
+            value = self.pair.measure(logits, baseline).sum()
             gradients = torch.autograd.grad(value, list(zeros.values()))
             for place, gradient in zip(zeros, gradients, strict=True):
                 by_reader = gradient.sum(0, dtype=torch.float64).transpose(0, 1) / steps
@@ -227,33 +231,35 @@ class EdgePair:
     def _rows(self, row: int) -> int:
         """How many rows go together."""
         fixed = edges_fixed_bytes(self.model, self.graph, self.pair)
-        most = max(1, _TOKENS // len(self.pair.receiver))
+        most = max(1, _TOKENS // len(self.pair.base))
         return min(most, rows_within(self.memory, fixed, row))
 
     def exact(self, patched_edges: Sequence[tuple[int, int]]) -> np.ndarray:
         """The effect of single edges, each patched exactly."""
-        kept = torch.ones(len(patched_edges), *self.graph.exists.shape, dtype=torch.bool)
+        kept_edges = torch.ones(len(patched_edges), *self.graph.exists.shape, dtype=torch.bool)
         for row, (writer, reader) in enumerate(patched_edges):
-            kept[row, writer, reader] = False
-        own, other, _, put = self.runs()
-        base = other if self.pair.denoising else own
-        return self.with_edges(kept, put, base) - float(self.pair.measure(own, base))
+            kept_edges[row, writer, reader] = False
+        base_logits, source_logits, _, replacement = self.runs()
+        baseline = source_logits if self.pair.denoising else base_logits
+        return self.with_edges(kept_edges, replacement, baseline) - float(
+            self.pair.measure(base_logits, baseline)
+        )
 
     def with_edges(
-        self, kept: Bool[Tensor, "row writer reader"], put: Tensor, base: Tensor
+        self, kept_edges: Bool[Tensor, "row writer reader"], replacement: Tensor, baseline: Tensor
     ) -> np.ndarray:
-        """The metric with only some edges as they are; all others carry what ``put`` has."""
+        """The metric with only some edges as they are; all others carry what ``replacement`` has."""
         metrics = []
         row = edges_row_bytes(self.model, self.graph, self.pair)
-        for batch in kept.split(self._rows(row)):
-            replacing = Replacing(batch, self.graph, put)
+        for batch in kept_edges.split(self._rows(row)):
+            replacing = Replacing(batch, self.graph, replacement)
             logits = run_edges(
                 self.model,
                 self.graph,
-                self.pair.receiver,
+                self.pair.base,
                 len(batch),
                 reading=replacing.read,
                 writing=replacing.write,
             )
-            metrics.append(self.pair.measure(logits, base).double().cpu())
+            metrics.append(self.pair.measure(logits, baseline).double().cpu())
         return torch.cat(metrics).numpy()

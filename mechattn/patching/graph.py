@@ -228,15 +228,15 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Edg
         ModelError: Some writers are not seen.
     """
     written: Tensor | None = None
-    seen = 0
+    writer_count = 0
     streams: list[Tensor] = []
 
     def record(writers: slice, x: Tensor) -> None:
-        nonlocal written, seen
+        nonlocal written, writer_count
         if written is None:
             written = x.new_empty(len(graph.writers), x.shape[1], x.shape[-1])
         written[writers] = x[0].transpose(0, 1).to(written.device)
-        seen += x.shape[2]
+        writer_count += x.shape[2]
 
     def read(place: Place, x: Tensor) -> Tensor:
         if place[0] == "logits":
@@ -244,35 +244,36 @@ def read_edges(model: HookedModel, graph: Graph, sequence: TokenSequence) -> Edg
         return x
 
     logits = run_edges(model, graph, sequence, 1, reading=read, writing=record)
-    if written is None or seen < len(graph.writers):
+    if written is None or writer_count < len(graph.writers):
         raise _no_inputs(model)
     return EdgeRun(logits, written, streams[0])
 
 
 class Replacing:
-    """Edges that a row does not keep carry ``put`` in place of what was written.
+    """Edges that a row does not keep carry ``replacement`` in place of what was written.
 
-    ``input of v = Σ_u written_u + Σ_{u not kept} (put_u − written_u)``, exact because the residual
-    stream is a sum. The steps ``put_u − written_u`` of all writers are in one buffer that is filled
-    as they write, so that a place needs one product with it and nothing is copied again.
+    ``input of v = Σ_u written_u + Σ_{u not kept} (replacement_u − written_u)``, exact because the
+    residual stream is a sum. The steps ``replacement_u − written_u`` of all writers are in one
+    buffer that is filled as they write, so that a place needs one product with it and nothing is
+    copied again.
     """
 
     def __init__(
         self,
-        kept: Bool[Tensor, "row writer reader"],
+        kept_edges: Bool[Tensor, "row writer reader"],
         graph: Graph,
-        put: Float[Tensor, "writer pos d_model"],
+        replacement: Float[Tensor, "writer pos d_model"],
     ) -> None:
-        cut = ~kept & torch.as_tensor(graph.exists)
+        cut = ~kept_edges & torch.as_tensor(graph.exists)
         self._graph = graph
-        self._put = put
-        self._cut = rearrange(cut, "row writer reader -> row reader writer").to(put)
-        self._steps = put.new_empty(len(kept), *put.shape)
+        self._replacement = replacement
+        self._cut = rearrange(cut, "row writer reader -> row reader writer").to(replacement)
+        self._steps = replacement.new_empty(len(kept_edges), *replacement.shape)
 
     def write(self, writers: slice, x: Float[Tensor, "row pos some d_model"]) -> None:
         """Keep the steps of some writers."""
-        written = rearrange(x.to(self._put), "row pos some d_model -> row some pos d_model")
-        torch.sub(self._put[writers], written, out=self._steps[:, writers])
+        written = rearrange(x.to(self._replacement), "row pos some d_model -> row some pos d_model")
+        torch.sub(self._replacement[writers], written, out=self._steps[:, writers])
 
     def read(
         self, place: Place, x: Float[Tensor, "row pos reader d_model"]

@@ -28,7 +28,7 @@ def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     """What a row of a pass with replaced edges takes: the steps of all writers, and the inputs of a
     layer's heads.
     """
-    length = len(pair.receiver)
+    length = len(pair.base)
     inputs = 4 * int(model.cfg.n_heads)
     steps = _BYTES * length * int(model.cfg.d_model) * (len(graph.writers) + inputs)
     return steps + pass_bytes(model, length, len(pair.answer))
@@ -37,18 +37,18 @@ def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
 def gradients_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     """What a row of a pass takes that keeps all layers for the gradients of what readers read."""
     cfg = model.cfg
-    length = len(pair.receiver)
+    length = len(pair.base)
     width = int(cfg.d_model)
     heads = int(cfg.n_heads)
     kept_of_layer = 4 * width + _mlp(model) + 6 * heads * int(cfg.d_head) + 4 * heads * length
-    kept = 2 * width * len(graph.readers) + int(cfg.n_layers) * kept_of_layer
-    return _BYTES * length * kept + pass_bytes(model, length, len(pair.answer))
+    of_gradients = 2 * width * len(graph.readers) + int(cfg.n_layers) * kept_of_layer
+    return _BYTES * length * of_gradients + pass_bytes(model, length, len(pair.answer))
 
 
 def edges_fixed_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     """What a pair's edges take whatever the rows: two runs' outputs, two steps, sums of
     gradients."""
-    length = max(len(pair.receiver), len(pair.donor))
+    length = max(len(pair.base), len(pair.source))
     written = 3 * _BYTES * len(graph.writers)
     steps = 2 * _OF_SUMS * len(graph.writers)
     gradients = _OF_SUMS * len(graph.readers)
@@ -63,12 +63,12 @@ def rows_within(budget: int, fixed: int, row: int) -> int:
 def check_edges_fit(model: HookedModel, graph: Graph, pairs: list[Pair], memory: str) -> int:
     """The budget in bytes, refused if one row of the longest pair's passes does not fit."""
     budget = memory_bytes(memory)
-    longest = max(pairs, key=lambda pair: max(len(pair.receiver), len(pair.donor)))
+    longest = max(pairs, key=lambda pair: max(len(pair.base), len(pair.source)))
     gradients = gradients_row_bytes(model, graph, longest)
     row = max(gradients, edges_row_bytes(model, graph, longest))
     needed = edges_fixed_bytes(model, graph, longest) + row
     if needed > budget:
-        length = max(len(longest.receiver), len(longest.donor))
+        length = max(len(longest.base), len(longest.source))
         raise OptionError(
             f"the {int(graph.exists.sum()):,} edges of {model.cfg.model_name} need about "
             f"{needed / 2**30:.2g} GiB for a prompt of {length:,} tokens, and "

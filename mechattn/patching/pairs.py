@@ -34,8 +34,8 @@ class Pair:
     """A prompt's two sequences; ``origins`` are the original tokens that both have."""
 
     id: str
-    receiver: TokenSequence
-    donor: TokenSequence
+    base: TokenSequence
+    source: TokenSequence
     origins: Int[Tensor, " shared"]
     measured: Measured
     denoising: bool
@@ -43,13 +43,13 @@ class Pair:
     @property
     def answer(self) -> Int[Tensor, " answer"]:
         """The tokens of the answer."""
-        return self.receiver.tokens[self.receiver.of_segment("answer")]
+        return self.base.tokens[self.base.of_segment("answer")]
 
-    def measure(self, logits: Logits, base: Logits) -> Float[Tensor, " row"]:
+    def measure(self, logits: Logits, baseline: Logits) -> Float[Tensor, " row"]:
         """The metric of each row, checked; ``base`` are the baseline's logits."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        base = base.to(torch.promote_types(base.dtype, torch.float32))
-        values = self.measured(logits, self.answer.to(logits.device), base)
+        baseline = baseline.to(torch.promote_types(baseline.dtype, torch.float32))
+        values = self.measured(logits, self.answer.to(logits.device), baseline)
         check_metric(values, len(logits), logits.requires_grad)
         return values
 
@@ -79,13 +79,13 @@ def pairs_of(
         changed = by_condition["condition"]
         baseline = by_condition[BASELINE]
         if denoising:
-            receiver = changed
-            donor = baseline
+            base = changed
+            source = baseline
         else:
-            receiver = baseline
-            donor = changed
+            base = baseline
+            source = changed
         shared = changed.origin[changed.origin >= 0].sort().values
-        pairs.append(Pair(prompt.id, receiver, donor, shared, measured, denoising))
+        pairs.append(Pair(prompt.id, base, source, shared, measured, denoising))
     return pairs, list(sequences)
 
 

@@ -1,24 +1,24 @@
 """Activation patching: which heads, layers and segments carry the effect of a condition.
 
 Each prompt is read twice: once as it is, the *baseline* run, and once under a condition, which
-inserts tokens or exchanges some (``Counterpart``). The field calls the run whose answer is right
-the *clean* run and the other one *corrupted*; here either may be either, so they are named by what
-is done with them. The *receiver* is the run that is patched, the *donor* the run from which an
-activation is taken.
+inserts tokens or exchanges some (``Counterpart``). As in the literature on causal abstraction, the
+*base* is the run that is patched and the *source* the run from which an activation is taken.
+*Clean* and *corrupted* would not do: in denoising the corrupted run is patched, in noising the
+clean one.
 
-- *denoising*: the receiver is the run under the condition, the donor the baseline. An effect says
+- *denoising*: the base is the run under the condition, the source the baseline. An effect says
   that this activation of the baseline is enough to bring (part of) its answer back.
-- *noising*: the receiver is the baseline, the donor the run under the condition. An effect says
+- *noising*: the base is the baseline, the source the run under the condition. An effect says
   that the baseline's answer needs this activation.
 
 The two differ where one activation is enough but another could stand in for it, so one direction
 says little about the other.
 
-A patch takes one activation, such as a head's output ``z`` at the original tokens, from the donor
-and puts it into the receiver's forward pass; everything after it is computed again::
+A patch takes one activation, such as a head's output ``z`` at the original tokens, from the source
+and puts it into the base's forward pass; everything after it is computed again::
 
-    effect = metric(receiver with the donor's activation) − metric(receiver)
-    whole  = metric(donor) − metric(receiver)
+    effect = metric(base with the source's activation) − metric(base)
+    whole  = metric(source) − metric(base)
 
 An effect of the same size as the whole says that all of the difference passes through there. The
 effects of two activations do not add up, since one may read what the other writes.
@@ -128,8 +128,9 @@ def patch(
             heads or layers, and segments.
         together: Patch all of ``at`` as one set. Heads that compensate for each other, or that are
             only right as a sum, may have no effect alone but one together.
-        metric: "logprob" of the reference answer, in nats; "margin" of its tokens over the best
-            others, in logits; "kl" from the baseline, in nats; or a function of logits [row answer
+        metric: "logprob" of the reference answer, in nats; "logit_diff", its logit minus
+            the other answer's; "logit_margin" of its tokens over the best others; "kl" from the
+            baseline, in nats; or a function of logits [row answer
             d_vocab] and answer [answer] that returns one number per row [row].
         direction: "denoising" or "noising", which decides the run to patch.
         controls: "other_prompt", "random", both, or () for neither.
@@ -156,27 +157,27 @@ def patch(
     pairs, sequences = pairs_of(model, prompts, condition, metric, direction, seed)
     slots = _slots(target, prompts, sequences)
     slots = _changed(target, slots, pairs)
-    patched_prompts = [_Prompt(model, target, slots, pair, budget, seed) for pair in pairs]
+    patched_prompts = [PatchedPrompt(model, target, slots, pair, budget, seed) for pair in pairs]
     rows = len(target.units) * len(slots) * (1 + len(controls))
     if target.attributed:
         rows = 1
     else:
-        _warn_of_time(patched_prompts[0], rows * len(prompts), controls)
+        warn_of_time(patched_prompts[0], rows * len(prompts), controls)
 
-    others: list[int | None] = [None] * len(pairs)
+    partners: list[int | None] = [None] * len(pairs)
     if "other_prompt" in controls:
         length_and_answer = {}
         for pair in pairs:
             length_and_answer[pair.id] = (len(pair.origins), tuple(pair.answer.tolist()))
-        others = _others(length_and_answer, seed)
+        partners = _partners(length_and_answer, seed)
 
     effects = []
     progress = tqdm(total=rows * len(prompts), desc="patching", unit="run", delay=2)
-    for prompt, other in zip(patched_prompts, others, strict=True):
-        other_run = None
-        if other is not None:
-            other_run = patched_prompts[other].read(pairs[other].donor)
-        effects.append(prompt.effects(other_run, controls, progress))
+    for prompt, partner in zip(patched_prompts, partners, strict=True):
+        partner_run = None
+        if partner is not None:
+            partner_run = patched_prompts[partner].read(pairs[partner].source)
+        effects.append(prompt.effects(partner_run, controls, progress))
     progress.close()
 
     about = about_of(model, prompts, condition, metric, direction, seed)
@@ -195,7 +196,7 @@ def patch(
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class PatchedPrompt:
     """The measurements to make on a prompt; a cell is a unit of the target, at a segment, a
     position, or all.
     """
@@ -231,41 +232,41 @@ class _Prompt:
         """
         pair = self.pair
         target = self.target
-        source = self.read(pair.donor)
+        source = self.read(pair.source)
         gradients: dict[int, Z] = {}
         if target.attributed:
 
-            def measure(run: Run) -> Float[Tensor, " row"]:
-                base = source if pair.denoising else run
-                return pair.measure(run.logits, base.logits)
+            def measure(base_run: Run) -> Float[Tensor, " row"]:
+                baseline = source if pair.denoising else base_run
+                return pair.measure(base_run.logits, baseline.logits)
 
-            run, gradients = read_with_gradients(
-                self.model, pair.receiver, target.layers, pair.origins, measure
+            base_run, gradients = read_with_gradients(
+                self.model, pair.base, target.layers, pair.origins, measure
             )
         else:
-            run = restartable(self.model, self.read(pair.receiver), target.layers)
-        base = source if pair.denoising else run
-        before = float(pair.measure(run.logits, base.logits))
-        after = float(pair.measure(source.logits, base.logits))
+            base_run = restartable(self.model, self.read(pair.base), target.layers)
+        baseline = source if pair.denoising else base_run
+        before = float(pair.measure(base_run.logits, baseline.logits))
+        after = float(pair.measure(source.logits, baseline.logits))
 
         # What is put in place of each head's output.
-        replacements = {"effect": self._aligned_to(run, source, target.heads)}
+        replacements = {"effect": self._aligned_to(base_run, source, target.heads)}
         if other_prompt is not None:
-            replacements["other_prompt"] = self._aligned_to(run, other_prompt, target.heads)
+            replacements["other_prompt"] = self._aligned_to(base_run, other_prompt, target.heads)
         if "random" in controls:
             replacements["random"] = {}
             for where, value in replacements["effect"].items():
-                replacements["random"][where] = self._random(run, where, value)
+                replacements["random"][where] = self._random(base_run, where, value)
 
-        cells = self.cells(run)
+        cells = self.cells(base_run)
         empty = [not mask.any() for _, mask in cells]
         effects = {"other_prompt": np.full(len(cells), np.nan), "whole": np.array(after - before)}
         for name, values in replacements.items():
             if target.attributed:
-                attributed = [_attributed(run, gradients, values, *cell) for cell in cells]
+                attributed = [first_order(base_run, gradients, values, *cell) for cell in cells]
                 effects[name] = np.array(attributed)
             else:
-                effects[name] = self._patched(run, base, values, cells, progress) - before
+                effects[name] = self.patched(base_run, baseline, values, cells, progress) - before
             effects[name][empty] = np.nan
         if target.attributed:
             progress.update()
@@ -273,23 +274,25 @@ class _Prompt:
 
     def exact(self, sample: Sequence[int]) -> np.ndarray:
         """The effect of some cells, patched exactly."""
-        run = self.read(self.pair.receiver)
-        source = self.read(self.pair.donor)
-        base = source if self.pair.denoising else run
-        cells = self.cells(run)
+        base_run = self.read(self.pair.base)
+        source = self.read(self.pair.source)
+        baseline = source if self.pair.denoising else base_run
+        cells = self.cells(base_run)
         cells = [cells[index] for index in sample]
-        values = self._aligned_to(run, source, [where for heads, _ in cells for where in heads])
-        before = float(self.pair.measure(run.logits, base.logits))
-        return self._patched(run, base, values, cells) - before
+        values = self._aligned_to(
+            base_run, source, [where for heads, _ in cells for where in heads]
+        )
+        before = float(self.pair.measure(base_run.logits, baseline.logits))
+        return self.patched(base_run, baseline, values, cells) - before
 
-    def _aligned_to(self, run: Run, source: Run, heads: Sequence[Where]) -> dict[Where, Z]:
+    def _aligned_to(self, base_run: Run, source: Run, heads: Sequence[Where]) -> dict[Where, Z]:
         """The outputs of these heads in another run, at this run's original tokens."""
-        return {where: _aligned(run, source, where, self.target.part) for where in heads}
+        return {where: _aligned(base_run, source, where, self.target.part) for where in heads}
 
-    def _patched(
+    def patched(
         self,
-        run: Run,
-        base: Run,
+        base_run: Run,
+        baseline: Run,
         values: Mapping[Where, Z],
         cells: Sequence[tuple[Any, Tensor]],
         progress: tqdm | None = None,
@@ -297,26 +300,28 @@ class _Prompt:
         """The metric with each cell patched, a batch of them at a time."""
         changes_by_row = []
         for heads, mask in cells:
-            places = run.places[mask]
+            places = base_run.places[mask]
             changes = [
                 (where, places, values[where][mask.to(values[where].device)]) for where in heads
             ]
             changes_by_row.append(changes)
 
-        row = pass_bytes(self.model, len(run.sequence), len(self.pair.answer))
+        row = pass_bytes(self.model, len(base_run.sequence), len(self.pair.answer))
         rows = min(_ROWS, rows_within(self.memory, 0, row))
         metrics = []
         for start in range(0, len(changes_by_row), rows):
             batch = changes_by_row[start : start + rows]
-            logits = patched_logits(self.model, run, batch, self.target.part)
-            metrics.append(self.pair.measure(logits, base.logits).double().cpu())
+            logits = patched_logits(self.model, base_run, batch, self.target.part)
+            metrics.append(self.pair.measure(logits, baseline.logits).double().cpu())
             if progress is not None:
                 progress.update(len(batch))
         return torch.cat(metrics).numpy()
 
-    def _random(self, run: Run, where: Where, value: Float[Tensor, "original d_head"]) -> Tensor:
+    def _random(
+        self, base_run: Run, where: Where, value: Float[Tensor, "original d_head"]
+    ) -> Tensor:
         layer, head = where
-        own = run.z[layer][run.places.to(value.device), head]
+        own = base_run.z[layer][base_run.places.to(value.device), head]
         purpose = f"a random direction of head {head}"
         keys = token_keys(self.seed, [self.pair.id], torch.arange(len(own))[None], layer, purpose)
         uniform = keyed_uniform(keys[0], own.shape[-1]).to(own.device)
@@ -325,7 +330,7 @@ class _Prompt:
             width = own.shape[-1]
             window = attention_window(self.model, layer) or width
             key_positions = torch.arange(width, device=own.device)
-            distance = run.places.to(own.device)[:, None] - key_positions
+            distance = base_run.places.to(own.device)[:, None] - key_positions
             unseen = (distance < 0) | (distance >= window)
             order = uniform.masked_fill(unseen, 2.0).argsort(-1)
             probabilities = value.sort(-1, descending=True).values
@@ -375,8 +380,8 @@ def _changed(target: Target, slots: list[Any], pairs: Sequence[Pair]) -> list[An
 def _first_difference(pair: Pair) -> int:
     """The first position at which the runs' tokens differ, or one has a token that the other
     lacks."""
-    shorter = min(len(pair.receiver), len(pair.donor))
-    differs = pair.receiver.tokens[:shorter] != pair.donor.tokens[:shorter]
+    shorter = min(len(pair.base), len(pair.source))
+    differs = pair.base.tokens[:shorter] != pair.source.tokens[:shorter]
     if not differs.any():
         return shorter
     return int(differs.nonzero()[0])
@@ -396,13 +401,13 @@ def _check_controls(controls: Any, metric: Metric, direction: Direction) -> None
         )
 
 
-def _warn_of_time(prompt: _Prompt, rows: int, controls: Sequence[Control]) -> None:
+def warn_of_time(prompt: PatchedPrompt, rows: int, controls: Sequence[Control]) -> None:
     """Say how long exact patching will take, if more than a minute: from the time of one run."""
     if rows < _FEW_ROWS:
         return
     layers = int(prompt.model.cfg.n_layers)
     start = perf_counter()
-    prompt.read(prompt.pair.donor)
+    prompt.read(prompt.pair.base)
     seconds_of_run = perf_counter() - start
     # Passes start at the patched layer, wherever blocks can be given what they returned before.
     remaining = [layers - min(layer for layer, _ in heads) for heads in prompt.target.units]
@@ -415,7 +420,7 @@ def _warn_of_time(prompt: _Prompt, rows: int, controls: Sequence[Control]) -> No
     warn(f"about {seconds / 60:.0f} min for {rows:,} patched runs; {shorter}")
 
 
-def _others(
+def _partners(
     length_and_answer: Mapping[str, tuple[int, Sequence[int]]], seed: int
 ) -> list[int | None]:
     """The index of another prompt for each, drawn among those at least as long; None without any.
@@ -446,7 +451,7 @@ def _others(
 def _aligned(
     run: Run, source: Run, where: Where, part: Part = "z"
 ) -> Float[Tensor, "original d_head"]:
-    """A head's output in another run at the receiver's original tokens; from the end, after a
+    """A head's output in another run at the base run's original tokens; from the end, after a
     shared beginning.
     """
     layer, head = where
@@ -457,8 +462,8 @@ def _aligned(
     longer_by = len(source_tokens) - len(own_tokens)
 
     # All of them, if it is the same prompt.
-    same = own_tokens == source_tokens[: len(own_tokens)]
-    shared_beginning = int(same.long().cumprod(0).sum())
+    agrees = own_tokens == source_tokens[: len(own_tokens)]
+    shared_beginning = int(agrees.long().cumprod(0).sum())
     chosen = torch.cat(
         [source.places[:shared_beginning], source.places[shared_beginning + longer_by :]]
     ).to(device)
@@ -471,7 +476,7 @@ def _aligned(
     return pattern
 
 
-def _attributed(
+def first_order(
     run: Run,
     gradients: Mapping[int, Z],
     values: Mapping[Where, Z],

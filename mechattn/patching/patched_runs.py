@@ -214,9 +214,9 @@ def logits_of(
     unembedded = []  # whether the hook was called: not by every custom model
 
     def only_before_answer(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        stream, *others = inputs
+        stream, *other_inputs = inputs
         unembedded.append(True)
-        return (stream[:, places_before.to(stream.device)], *others)
+        return (stream[:, places_before.to(stream.device)], *other_inputs)
 
     with ExitStack() as stack:
         unembed: Any = getattr(model, "unembed", None)

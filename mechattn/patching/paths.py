@@ -56,7 +56,7 @@ def paths(
     condition: Condition,
     between: Sequence[tuple[str, str]],
     *,
-    metric: Metric = "answers",
+    metric: Metric = "logit_diff",
     direction: Direction = "noising",
     seed: int = 0,
 ) -> Patching:
@@ -152,27 +152,27 @@ def _effects(
 ) -> dict[str, np.ndarray]:
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     layers = attention_layers(model)
-    own = read(model, pair.receiver, layers, "z", pair.origins)
-    other = read(model, pair.donor, layers, "z", pair.origins)
-    own = restartable(model, own, (path.receiver[0] for path in named if path.receiver))
-    base = other.logits if pair.denoising else own.logits
-    before = float(pair.measure(own.logits, base))
-    whole = float(pair.measure(other.logits, base)) - before
+    base_run = read(model, pair.base, layers, "z", pair.origins)
+    source_run = read(model, pair.source, layers, "z", pair.origins)
+    base_run = restartable(model, base_run, (path.receiver[0] for path in named if path.receiver))
+    baseline = source_run.logits if pair.denoising else base_run.logits
+    before = float(pair.measure(base_run.logits, baseline))
+    whole = float(pair.measure(source_run.logits, baseline)) - before
 
     generator = torch.Generator().manual_seed(seed)
-    other_outputs: dict[Where, Output] = {}
+    source_outputs: dict[Where, Output] = {}
     random_outputs: dict[Where, Output] = {}
     for layer, head in dict.fromkeys(path.sender for path in named):
-        z = own.z[layer][own.places, head]
-        other_z = other.z[layer][other.places, head]
+        z = base_run.z[layer][base_run.places, head]
+        source_z = source_run.z[layer][source_run.places, head]
         direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
-        length = (other_z - z).norm(dim=-1, keepdim=True)
+        length = (source_z - z).norm(dim=-1, keepdim=True)
         step = length * direction / direction.norm(dim=-1, keepdim=True)
-        other_outputs[layer, head] = other_z
+        source_outputs[layer, head] = source_z
         random_outputs[layer, head] = z + step
     return {
-        "effect": _patched(model, pair, named, own, other_outputs, base) - before,
-        "random": _patched(model, pair, named, own, random_outputs, base) - before,
+        "effect": _patched(model, pair, named, base_run, source_outputs, baseline) - before,
+        "random": _patched(model, pair, named, base_run, random_outputs, baseline) - before,
         "whole": np.array(whole),
     }
 
@@ -181,9 +181,9 @@ def _patched(
     model: HookedModel,
     pair: Pair,
     named: Sequence[Path],
-    own: Run,
+    base_run: Run,
     outputs: Mapping[Where, Output],
-    base: Tensor,
+    baseline: Tensor,
 ) -> np.ndarray:
     """The metric with each path patched: one row of two passes for each."""
     rows_by_part: dict[Any, dict[int, Where]] = {}  # the receiver in each row
@@ -196,8 +196,8 @@ def _patched(
     recorded: dict[tuple[str, int], Tensor] = {}
 
     def hold(layer: int, z: Tensor) -> Tensor:
-        z = own.z[layer].expand_as(z).clone()
-        places = own.places.to(z.device)
+        z = base_run.z[layer].expand_as(z).clone()
+        places = base_run.places.to(z.device)
         for row, path in enumerate(named):
             sender_layer, head = path.sender
             if sender_layer == layer:
@@ -209,22 +209,22 @@ def _patched(
         return x
 
     with ExitStack() as stack:
-        holds = {layer: partial(hold, layer) for layer in own.z}
+        holds = {layer: partial(hold, layer) for layer in base_run.z}
         stack.enter_context(changing(model, "z", holds))
         for part, receivers in rows_by_part.items():
             layers = {layer for layer, _ in receivers.values()}
             records = {layer: partial(record, part, layer) for layer in layers}
             stack.enter_context(changing(model, part, records))
-        logits = logits_of(model, pair.receiver, len(named))
-    metrics = pair.measure(logits, base).double().cpu().numpy()
+        logits = logits_of(model, pair.base, len(named))
+    metrics = pair.measure(logits, baseline).double().cpu().numpy()
 
     # The second: only the receivers' parts are changed.
-    all_places = torch.arange(len(pair.receiver))
+    all_places = torch.arange(len(pair.base))
     for part, receivers in rows_by_part.items():
         changes = []
         for row, (layer, head) in receivers.items():
             value = recorded[part, layer][row, :, head]
             changes.append([((layer, head), all_places, value)])
-        logits = patched_logits(model, own, changes, part)
-        metrics[list(receivers)] = pair.measure(logits, base).double().cpu().numpy()
+        logits = patched_logits(model, base_run, changes, part)
+        metrics[list(receivers)] = pair.measure(logits, baseline).double().cpu().numpy()
     return metrics

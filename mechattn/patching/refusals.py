@@ -41,8 +41,8 @@ def check_sequences(
         raise OptionError(
             "one prompt: give at least two, as the control uses another prompt's output"
         )
-    for prompt, made in zip(prompts, sequences, strict=True):
-        changed = made["condition"]
+    for prompt, by_condition in zip(prompts, sequences, strict=True):
+        changed = by_condition["condition"]
         if not changed.inserted.any() and not changed.counterpart:
             raise OptionError(
                 f"the condition inserts nothing into prompt {prompt.id}, so both runs are the same"
@@ -62,15 +62,16 @@ def check_sequences(
                 f"{prompt.where} has {len(changed):,} tokens with the condition;"
                 f" {model.cfg.model_name} takes {int(model.cfg.n_ctx):,}"
             )
-        check_side(prompt, dict(made), model)
-    check_variants(model, [dict(made) for made in sequences])
-    conditions = [made["condition"] for made in sequences]
-    before = [
-        bool(each.inserted[int(each.of_segment("answer").nonzero()[0]) - 1]) for each in conditions
-    ]
-    if any(before):
+        check_side(prompt, dict(by_condition), model)
+    check_variants(model, [dict(by_condition) for by_condition in sequences])
+    predicted_by_inserted = []  # whether an inserted token predicts the answer's first
+    for by_condition in sequences:
+        changed = by_condition["condition"]
+        answer_start = int(changed.of_segment("answer").nonzero()[0])
+        predicted_by_inserted.append(bool(changed.inserted[answer_start - 1]))
+    if any(predicted_by_inserted):
         warn(
-            f"in {sum(before)} of {len(prompts)} prompts the token right before the answer is an"
+            f"in {sum(predicted_by_inserted)} of {len(prompts)} prompts the token right before the answer is an"
             " inserted one: it predicts the answer's first token and has no counterpart in the"
             " baseline, so nothing is patched there and not even the last layer's stream restores"
             " that token. Insert elsewhere, or begin the answer with a token that the model is"
@@ -106,19 +107,19 @@ def warn_of_junctions(prompts: Sequence[Prompt]) -> None:
     )
 
 
-def check_metric(made: Any, rows: int, gradients: bool) -> None:
+def check_metric(values: Any, rows: int, gradients: bool) -> None:
     """Refuse the values of a custom metric if they are not one number per row, or lack a gradient
     that is needed.
     """
-    if not isinstance(made, Tensor) or tuple(made.shape) != (rows,):
-        shape = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+    if not isinstance(values, Tensor) or tuple(values.shape) != (rows,):
+        shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise OptionError(
             f"the metric gives {shape} for {rows} rows; give one number per row: a function of"
             " logits [row answer d_vocab] and answer [answer] that returns a tensor [row]"
         )
-    if not bool(made.isfinite().all()):
+    if not bool(values.isfinite().all()):
         raise OptionError("the metric gives NaN or infinity, so no effect can be computed")
-    if gradients and not made.requires_grad:
+    if gradients and not values.requires_grad:
         raise OptionError(
             "the metric has no gradient with respect to the logits (like an argmax), so heads"
             " cannot be attributed: name heads, which are patched without gradients"

@@ -81,7 +81,7 @@ def load_prompts(
             (``Prompt.group``); statistics treat such groups as the unit. No group by default for a
             file or dataset; word problems use their template. ``counterpart``: the one with the
             question's other version, for ``Counterpart()``. ``other_answer``: the one with the
-            answer that this version calls for, for ``metric="answers"``; the model then reads the
+            answer that this version calls for, for ``metric="logit_diff"``; the model then reads the
             answer.
 
     Raises:

@@ -46,7 +46,7 @@ class Prompt:
         answer_tokens: Token ids to read in place of the answer's text: those that were generated.
         counterpart: The question's other version, for ``Counterpart``: a text, or token ids in
             place of ``tokens``.
-        other_answer: The answer that the other version calls for, for the metric "answers": a text
+        other_answer: The answer that the other version calls for, for the metric "logit_diff": a text
             or token ids.
         template_options: Options of the chat template, such as ``{"enable_thinking": False}``.
         split_special_tokens: Read control tokens that the question or the system text spells out,

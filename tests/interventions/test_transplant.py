@@ -108,7 +108,7 @@ def test_answers_are_those_of_an_edited_cache(name, problems, shared):
     swapped = condition.under(ma.interventions.KVPatch("inserted", recorded))
     changed = 0
     for prompt in prompts:
-        sequences = [made[p] for p in prompts if p.id in (prompt.id, recorded.donor(prompt.id))]
+        sequences = [made[p] for p in prompts if p.id in (prompt.id, recorded.source_of(prompt.id))]
         mine, other = sequences if sequences[0] is made[prompt] else sequences[::-1]
         filler, answer = mine.inserted, []
         with torch.no_grad():
@@ -156,7 +156,7 @@ def test_families_with_one_projection_with_and_without_hooks(family, shared):
 
 
 def test_a_batch_padded_on_the_left(toy):
-    """Filler is told from padding, and each row gets its own donor."""
+    """Filler is told from padding, and each row gets its own source."""
     prompts = ma.load_prompts("word-problems", limit=3)
     condition = ma.MeaninglessTokens("/", 6, "middle")
     swapped = condition.under(
@@ -199,16 +199,16 @@ def test_in_run(toy):
     assert change("other, layer 3")[3] > 1e-4
 
 
-def test_donors_are_a_ring(toy):
+def test_sources_are_a_ring(toy):
     prompts = ma.load_prompts("word-problems", limit=5)
     recorded = ma.record_keys_values(toy, prompts, ma.MeaninglessTokens("/", 3), layers=[0, 2])
     assert recorded.layers == (0, 2)
     assert recorded.of["0"][2]["v"].shape == (3, 4 * 16)
     ring = recorded.from_other_prompts(seed=1)
-    assert sorted(ring.donors.values()) == sorted(ring.donors)
-    assert all(a != b for a, b in ring.donors.items())
+    assert sorted(ring.sources.values()) == sorted(ring.sources)
+    assert all(a != b for a, b in ring.sources.items())
     assert (
-        ring.donors
-        == recorded.from_other_prompts(seed=1).donors
-        != recorded.from_other_prompts(seed=2).donors
+        ring.sources
+        == recorded.from_other_prompts(seed=1).sources
+        != recorded.from_other_prompts(seed=2).sources
     )

@@ -272,7 +272,7 @@ def scores_of(
     graph = graph_of(model)
     if steps is None:
         with showing_edges(model):
-            made, _ = pairs_of(model, pairs, Counterpart(), "answers", "noising", 0)
+            made, _ = pairs_of(model, pairs, Counterpart(), "logit_diff", "noising", 0)
             found = np.mean(
                 [EdgePair(model, graph, pair, 2**31).exact(graph.edges) for pair in made], axis=0
             )

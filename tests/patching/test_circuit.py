@@ -62,7 +62,7 @@ def test_what_a_circuit_carries_equals_transformer_lens(model):
         generator.random((4, *graph.exists.shape)) < np.array([0.3, 0.6, 0.9, 1.1])[:, None, None]
     )
     with showing_edges(model):
-        pairs, _ = pairs_of(model, EQUAL, Counterpart(), "answers", "noising", 0)
+        pairs, _ = pairs_of(model, EQUAL, Counterpart(), "logit_diff", "noising", 0)
         one = EdgePair(model, graph, pairs[0], 2**31)
         own, other, mine, put = one.runs()
         made = one.with_edges(torch.from_numpy(kept), put, own)
@@ -93,7 +93,9 @@ def test_the_curve_is_made_on_prompts_that_did_not_rank(model, found):
     kept[tuple(np.argwhere(found.graph.exists)[order].T)] = True
     empty, every = np.zeros_like(kept), found.graph.exists
     with showing_edges(model):
-        pairs = pairs_of(model, [MANY[i] for i in rest], Counterpart(), "answers", "noising", 0)[0]
+        pairs = pairs_of(model, [MANY[i] for i in rest], Counterpart(), "logit_diff", "noising", 0)[
+            0
+        ]
         rows = []
         for one in (EdgePair(model, found.graph, pair, 2**31) for pair in pairs):
             own, _, _, put = one.runs()

@@ -167,24 +167,22 @@ def test_edges_of_versions_of_other_lengths_by_hand(direction):
     tried, misaligned = 0, []
     for i, prompt in enumerate(LONGER[:2]):
         own, other = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
-        receiver, donor = (other, own) if direction == "denoising" else (own, other)
-        before, mine = hand.run(receiver)
-        _, source = hand.run(donor)
+        base, source = (other, own) if direction == "denoising" else (own, other)
+        before, mine = hand.run(base)
+        _, source_values = hand.run(source)
 
-        def step(writer, shift=0, mine=mine, source=source):
+        def step(writer, shift=0, mine=mine, source_values=source_values):
             moved = torch.zeros_like(mine[writer])
             for to, at in ways:
-                moved[to] = source[writer][max(0, at - shift)] - mine[writer][to]
+                moved[to] = source_values[writer][max(0, at - shift)] - mine[writer][to]
             return moved.detach()[None]
 
         for reader in READERS:
             for steps in (1, 3):
                 total = 0
                 for point in [0.0] if steps == 1 else [1 / 6, 3 / 6, 5 / 6]:
-                    leaf = torch.zeros(
-                        1, len(receiver), 128, dtype=torch.float64, requires_grad=True
-                    )
-                    value, _ = hand.run(receiver, reader, leaf, point * step("embedding"))
+                    leaf = torch.zeros(1, len(base), 128, dtype=torch.float64, requires_grad=True)
+                    value, _ = hand.run(base, reader, leaf, point * step("embedding"))
                     total = total + torch.autograd.grad(value, leaf)[0] / steps
                 scores = made[steps].effects.effect[i].sel(reader=reader)
                 for writer in ("embedding", "L0H1", "L0MLP", "L1H2", "L3MLP"):
@@ -195,7 +193,7 @@ def test_edges_of_versions_of_other_lengths_by_hand(direction):
         for (_, writer, reader), exact in checked[[prompt.id]].items() if i == 0 else ():
             with torch.no_grad():
                 assert exact == pytest.approx(
-                    float(hand.run(receiver, reader, step(writer))[0] - before), abs=2e-6
+                    float(hand.run(base, reader, step(writer))[0] - before), abs=2e-6
                 )
     assert tried > 40
     assert max(misaligned) > 1e-3, "tokens that are misaligned by one would be noticed"
@@ -225,14 +223,14 @@ def after_norm(native, tokens, layer, head):
 
 
 def test_heads_write_after_the_norm_that_follows_attention(monkeypatch):
-    """With no edge kept the run is the donor's; a head's edge to the logits is that of a plain Gemma."""
+    """With no edge kept the run is the source's; a head's edge to the logits is that of a plain Gemma."""
     model = loaded_once("toy:gemma3", dtype=torch.float64)
     native = AutoModelForCausalLM.from_pretrained(
         toy_folder("toy:gemma3"), dtype=torch.float64, attn_implementation="eager"
     ).eval()
     pairs = ma.pairs(model, "ioi", 2)
     graph = graph_of(model)
-    pair = pairs_of(model, pairs, Counterpart(), "answers", "noising", 0)[0][0]
+    pair = pairs_of(model, pairs, Counterpart(), "logit_diff", "noising", 0)[0][0]
     layer, head = 3, 2
     edge = graph.writers.index(f"L{layer}H{head}"), graph.readers.index("logits")
     kept = torch.ones(2, *graph.exists.shape, dtype=torch.bool)
@@ -241,14 +239,14 @@ def test_heads_write_after_the_norm_that_follows_attention(monkeypatch):
     with showing_edges(model):
         edge_pair = EdgePair(model, graph, pair, 2**31)
         own, other, _, put = edge_pair.runs()
-        donor, direct = edge_pair.with_edges(kept, put, own)
-        assert donor == pytest.approx(float(pair.measure(other, own)), abs=1e-6)
-        assert abs(donor - float(pair.measure(own, own))) > 1e-4
+        source, direct = edge_pair.with_edges(kept, put, own)
+        assert source == pytest.approx(float(pair.measure(other, own)), abs=1e-6)
+        assert abs(source - float(pair.measure(own, own))) > 1e-4
 
         with torch.no_grad():
-            mine, last = after_norm(native, pair.receiver.tokens.tolist(), layer, head)
-            theirs, _ = after_norm(native, pair.donor.tokens.tolist(), layer, head)
-            stream = (last + theirs - mine)[pair.receiver.of_segment("answer").nonzero()[0] - 1]
+            mine, last = after_norm(native, pair.base.tokens.tolist(), layer, head)
+            theirs, _ = after_norm(native, pair.source.tokens.tolist(), layer, head)
+            stream = (last + theirs - mine)[pair.base.of_segment("answer").nonzero()[0] - 1]
             logits = native.lm_head(native.model.norm(stream))[None]
         assert direct == pytest.approx(float(pair.measure(logits, own)), abs=1e-5)
         assert abs(direct - float(pair.measure(own, own))) > 1e-4
@@ -324,7 +322,7 @@ def test_edges_are_tested_once_and_few_prompts_order_them_by_the_interval(toy, m
 def test_as_many_rows_go_together_as_fit_and_make_no_difference(toy):
     pairs = ma.pairs(toy, "ioi", 3)
     graph = graph_of(toy)
-    pair, *_ = pairs_of(toy, pairs, Counterpart(), "answers", "noising", 0)[0]
+    pair, *_ = pairs_of(toy, pairs, Counterpart(), "logit_diff", "noising", 0)[0]
     fixed = edges_fixed_bytes(toy, graph, pair)
     row = edges_row_bytes(toy, graph, pair)
     kept = torch.rand(7, *graph.exists.shape, generator=torch.Generator().manual_seed(0)) < 0.5

@@ -64,7 +64,7 @@ def test_parts_of_versions_of_other_lengths_against_hooks_by_hand(wide, part, di
         LONGER,
         Counterpart(),
         at=ma.Sites(part, where),
-        metric="answers",
+        metric="logit_diff",
         direction=direction,
     )
     misaligned = []
@@ -73,9 +73,9 @@ def test_parts_of_versions_of_other_lengths_against_hooks_by_hand(wide, part, di
         ways = (
             [(theirs, mine) for mine, theirs in PARTNERS] if direction == "denoising" else PARTNERS
         )
-        receiver, donor = (other, own) if direction == "denoising" else (own, other)
-        before, _ = difference(native, receiver, len(receiver) - 1, 61)
-        after, source = difference(native, donor, len(donor) - 1, 61, [PARTS[part]])
+        base, source = (other, own) if direction == "denoising" else (own, other)
+        before, _ = difference(native, base, len(base) - 1, 61)
+        after, source_values = difference(native, source, len(source) - 1, 61, [PARTS[part]])
 
         def row(value):
             def exchanged(old):
@@ -89,12 +89,10 @@ def test_parts_of_versions_of_other_lengths_against_hooks_by_hand(wide, part, di
         for shift in (0, 1):
             put = {
                 PARTS[part]: {
-                    to: row(source[PARTS[part]][at - shift * (at > 1)]) for to, at in ways
+                    to: row(source_values[PARTS[part]][at - shift * (at > 1)]) for to, at in ways
                 }
             }
-            found = (
-                difference(native, receiver, len(receiver) - 1, 61, [PARTS[part]], put)[0] - before
-            )
+            found = difference(native, base, len(base) - 1, 61, [PARTS[part]], put)[0] - before
             if shift == 0:
                 assert float(made.effects.effect[i].squeeze()) == pytest.approx(found, abs=2e-5)
                 assert float(made.effects.whole[i]) == pytest.approx(after - before, abs=2e-5)
@@ -107,7 +105,7 @@ def test_positions_and_segments_add_up_where_they_should(wide):
     """The stream after the last layer: only the last token before the answer has an effect, and it has all of it."""
     model, _ = wide
     made = ma.patch(
-        model, LONGER, Counterpart(), at=ma.Sites("resid_post", by="position"), metric="answers"
+        model, LONGER, Counterpart(), at=ma.Sites("resid_post", by="position"), metric="logit_diff"
     )
     last = made.effects.effect.sel(layer=3)
     np.testing.assert_allclose(last.sel(position=7), made.effects.whole, atol=2e-5)
@@ -130,8 +128,8 @@ def test_positions_and_segments_add_up_where_they_should(wide):
 def test_heads_by_position_are_attributed_and_sum_to_the_head(wide):
     model, _ = wide
     pairs = ma.pairs(model, "ioi", 4, same_length=True)
-    whole = ma.patch(model, pairs, Counterpart(), metric="answers")
-    each = ma.patch(model, pairs, Counterpart(), at=ma.Sites(by="position"), metric="answers")
+    whole = ma.patch(model, pairs, Counterpart(), metric="logit_diff")
+    each = ma.patch(model, pairs, Counterpart(), at=ma.Sites(by="position"), metric="logit_diff")
     np.testing.assert_allclose(
         each.effects.effect.sum("position"), whole.effects.effect, rtol=1e-5, atol=1e-9
     )
@@ -142,13 +140,13 @@ def test_bad_answers_and_positions_are_refused_in_words(wide):
     same = [ma.Prompt(tokens=p.tokens, counterpart=p.counterpart, answer_tokens=(60,), other_answer=(60,), id=p.id)
             for p in LONGER]  # fmt: skip
     with pytest.raises(PromptError, match=r"both answers of prompt 0 .* are the same tokens"):
-        ma.patch(model, same, Counterpart(), metric="answers")
-    with pytest.raises(PromptError, match=r'has no other answer, which metric="answers" needs'):
+        ma.patch(model, same, Counterpart(), metric="logit_diff")
+    with pytest.raises(PromptError, match=r'has no other answer, which metric="logit_diff" needs'):
         ma.patch(
             model,
             ma.load_prompts("word-problems", limit=2, with_answer=True),
             ma.MeaninglessTokens("/", 3),
-            metric="answers",
+            metric="logit_diff",
         )
     mixed = [
         *LONGER,

@@ -108,27 +108,27 @@ def test_patched_heads_against_hooks_written_by_hand(wide, direction):
     misaligned = []
     for prompt in some:
         made = [condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())]
-        receiver, donor = made if direction == "denoising" else made[::-1]
-        (before, _), (after, source) = by_hand(native, receiver), by_hand(native, donor)
+        base, source = made if direction == "denoising" else made[::-1]
+        (before, _), (after, source_values) = by_hand(native, base), by_hand(native, source)
         assert float(patched.effects.whole.sel(prompt=prompt.id)) == pytest.approx(
             after - before, abs=2e-5
         )
-        there = {int(o): place for place, o in enumerate(receiver.origin) if o >= 0}
+        there = {int(o): place for place, o in enumerate(base.origin) if o >= 0}
         for layer, head in HEADS:
             put = {
-                there[int(o)]: source[layer][place, head]
-                for place, o in enumerate(donor.origin)
+                there[int(o)]: source_values[layer][place, head]
+                for place, o in enumerate(source.origin)
                 if o >= 0
             }
-            expected = by_hand(native, receiver, (layer, head), put)[0] - before
+            expected = by_hand(native, base, (layer, head), put)[0] - before
             got = float(patched.effects.effect.sel(prompt=prompt.id, layer=layer, head=head))
             assert got == pytest.approx(expected, abs=2e-5)
             if prompt is some[0]:
                 shifted = {
-                    place + 1: value for place, value in put.items() if place + 1 < len(receiver)
+                    place + 1: value for place, value in put.items() if place + 1 < len(base)
                 }
                 misaligned.append(
-                    abs(by_hand(native, receiver, (layer, head), shifted)[0] - before - got)
+                    abs(by_hand(native, base, (layer, head), shifted)[0] - before - got)
                 )
     assert max(misaligned) > 2e-3, "the oracle would notice tokens that are misaligned by one"
 
@@ -141,16 +141,14 @@ def test_heads_patched_together_against_hooks_written_by_hand(wide):
     together = ma.patch(model, some, SLASH, at=HEADS, together=True)
     alone = ma.patch(model, some, SLASH, at=HEADS)
     for prompt in some:
-        receiver, donor = (
-            condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())
-        )
-        (before, _), (_, source) = by_hand(native, receiver), by_hand(native, donor)
-        there = {int(o): place for place, o in enumerate(receiver.origin) if o >= 0}
+        base, source = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
+        (before, _), (_, source_values) = by_hand(native, base), by_hand(native, source)
+        there = {int(o): place for place, o in enumerate(base.origin) if o >= 0}
         handles = []
         for layer, head in HEADS:
             put = {
-                there[int(o)]: source[layer][place, head]
-                for place, o in enumerate(donor.origin)
+                there[int(o)]: source_values[layer][place, head]
+                for place, o in enumerate(source.origin)
                 if o >= 0
             }
 
@@ -162,7 +160,7 @@ def test_heads_patched_together_against_hooks_written_by_hand(wide):
                 return (z,)
 
             handles.append(projection(native, layer).register_forward_pre_hook(exchange))
-        expected = by_hand(native, receiver)[0] - before
+        expected = by_hand(native, base)[0] - before
         for handle in handles:
             handle.remove()
         assert float(together.effects.effect.sel(prompt=prompt.id).squeeze()) == pytest.approx(
@@ -184,20 +182,19 @@ def test_heads_by_segment_against_hooks_written_by_hand(wide):
     made = ma.patch(model, some, SLASH, at=ma.Sites("z", ["L0H1", "L2H0"], by="segment"))
     apart = []
     for prompt in some:
-        receiver, donor = (
-            condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())
-        )
-        (before, _), (_, source) = by_hand(native, receiver), by_hand(native, donor)
-        there = {int(o): place for place, o in enumerate(receiver.origin) if o >= 0}
+        base, source = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
+        (before, _), (_, source_values) = by_hand(native, base), by_hand(native, source)
+        there = {int(o): place for place, o in enumerate(base.origin) if o >= 0}
         for layer, head in two:
             for name in ("question", "answer"):
                 inside = [
-                    place for place, code in enumerate(donor.segment) if SEGMENTS[code] == name
+                    place for place, code in enumerate(source.segment) if SEGMENTS[code] == name
                 ]
                 put = {
-                    there[int(donor.origin[place])]: source[layer][place, head] for place in inside
+                    there[int(source.origin[place])]: source_values[layer][place, head]
+                    for place in inside
                 }
-                expected = by_hand(native, receiver, (layer, head), put)[0] - before
+                expected = by_hand(native, base, (layer, head), put)[0] - before
                 got = made.effects.effect.sel(prompt=prompt.id, layer=layer, head=head)
                 assert float(got.sel(segment=name)) == pytest.approx(expected, abs=2e-5)
                 apart.append(abs(float(got.sel(segment="question") - got.sel(segment="answer"))))
@@ -283,14 +280,12 @@ def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
         modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *_: attention, raising=False
     )
     for prompt in some:
-        receiver, donor = (
-            condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline())
-        )
+        base, source = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
         edit.clear()
-        by_hand(native, donor)
+        by_hand(native, source)
         given = dict(seen)
-        before = by_hand(native, receiver)[0]
-        there = [place for place, o in enumerate(receiver.origin) if o >= 0]
+        before = by_hand(native, base)[0]
+        there = [place for place, o in enumerate(base.origin) if o >= 0]
 
         def new_pattern(weights, given=given, there=there):
             weights = weights.clone()
@@ -310,7 +305,7 @@ def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
         ):
             edit.clear()
             edit[name] = function
-            expected = by_hand(native, receiver)[0] - before
+            expected = by_hand(native, base)[0] - before
             moved.append(abs(expected))
             got = float(found.effects.effect.sel(prompt=prompt.id).squeeze())
             assert got == pytest.approx(expected, abs=2e-5), name
@@ -325,10 +320,10 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
     attributed = ma.patch(model, some, SLASH)
     aligned = patching._aligned
 
-    def small(run, source, where, part="z"):
+    def small(run, source_values, where, part="z"):
         layer, head = where
         own = run.z[layer][run.places, head]
-        return own + 1e-2 * (aligned(run, source, where) - own)
+        return own + 1e-2 * (aligned(run, source_values, where) - own)
 
     monkeypatch.setattr(patching, "_aligned", small)
     exact = ma.patch(model, some, SLASH, at=HEADS)
@@ -384,26 +379,26 @@ def test_the_residual_stream_after_the_last_layer_is_everything(wide, direction)
     np.testing.assert_allclose(made.effects.effect.sel(layer=last), made.effects.whole, atol=2e-5)
     assert float(abs(made.effects.effect.sel(layer=0) - made.effects.whole).max()) > 2e-4
     sequences = [condition.apply(some[0], model, 0) for condition in (SLASH, ma.Baseline())]
-    receiver, donor = sequences if direction == "denoising" else sequences[::-1]
+    base, source = sequences if direction == "denoising" else sequences[::-1]
     blocks = max((m for m in native.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
     seen = []
     handle = blocks[1].register_forward_hook(
         lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out)
     )
-    before = by_hand(native, receiver)[0]
-    by_hand(native, donor)
+    before = by_hand(native, base)[0]
+    by_hand(native, source)
     handle.remove()
 
     def put(module, args, out):
         stream = (out[0] if isinstance(out, tuple) else out).clone()
-        there = {int(o): place for place, o in enumerate(receiver.origin) if o >= 0}
-        for place, o in enumerate(donor.origin):
+        there = {int(o): place for place, o in enumerate(base.origin) if o >= 0}
+        for place, o in enumerate(source.origin):
             if o >= 0:
                 stream[0, there[int(o)]] = seen[1][0, place]
         return (stream, *out[1:]) if isinstance(out, tuple) else stream
 
     handle = blocks[1].register_forward_hook(put)
-    expected = by_hand(native, receiver)[0] - before
+    expected = by_hand(native, base)[0] - before
     handle.remove()
     assert float(made.effects.effect.sel(layer=1)[0]) == pytest.approx(expected, abs=2e-5)
 
@@ -433,18 +428,18 @@ def test_where_an_inserted_token_predicts_the_answer_that_is_said(toy):
 def test_controls_are_steps_of_equal_norm_and_another_prompts_output(toy):
     model, some = toy, prompts(3)
     own = ma.Baseline().apply(some[0], model, 0)
-    run, source = (
+    run, source_values = (
         read(model, c.apply(some[0], model, 0), [1], "z", own.origin)
         for c in (SLASH, ma.Baseline())
     )
     target = Target("z", ((1, 2),), None, False, False)
     one, another = (
-        patching._Prompt(
+        patching.PatchedPrompt(
             model, target, [None], Pair(name, own, own, own.origin, None, True), 2**31, 7
         )
         for name in ("a", "b")
     )
-    value = patching._aligned(run, source, (1, 2))
+    value = patching._aligned(run, source_values, (1, 2))
     own = run.z[1][run.places, 2]
     drawn = one._random(run, (1, 2), value)
     torch.testing.assert_close(
@@ -460,10 +455,10 @@ def test_the_other_prompt_has_another_answer_where_there_is_one():
     alternating = {str(i): (5, ("She", "He")[i % 2]) for i in range(12)}
     for seed in range(20):
         assert all(
-            (own + other) % 2 for own, other in enumerate(patching._others(alternating, seed))
+            (own + other) % 2 for own, other in enumerate(patching._partners(alternating, seed))
         )
     alike = {name: (length, "She") for name, (length, _) in alternating.items()}
-    assert None not in patching._others(alike, 0), "where all have one answer, there is no other"
+    assert None not in patching._partners(alike, 0), "where all have one answer, there is no other"
 
 
 def test_the_other_prompt_is_long_enough_and_aligned_from_the_end(toy):
@@ -476,28 +471,28 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end(toy):
     others, again = (
         {
             own: None if other is None else list(some)[other]
-            for own, other in zip(some, patching._others(some, 7))
+            for own, other in zip(some, patching._partners(some, 7))
         }
         for some in (known, dict(reversed(known.items())))
     )
     assert others == again
-    assert patching._others(known, 7) != patching._others(known, 8)
+    assert patching._partners(known, 7) != patching._partners(known, 8)
     assert others.pop(by_length[-1]) is None, "the longest prompt of this sample has no equal"
     assert all(lengths[other] >= lengths[own] and other != own for own, other in others.items())
 
     short, long = sequences[by_length[0]], sequences[by_length[-1]]
-    receiver = SLASH.apply(some[int(by_length[0])], model, 0)
-    run, source = (
+    base = SLASH.apply(some[int(by_length[0])], model, 0)
+    run, source_values = (
         read(model, *each)
-        for each in ((receiver, [1], "z", short.origin), (long, [1], "z", long.origin))
+        for each in ((base, [1], "z", short.origin), (long, [1], "z", long.origin))
     )
     same = next(
         i for i, (a, b) in enumerate(zip(short.tokens, long.tokens, strict=False)) if a != b
     )
     assert 0 < same < len(short) < len(long)
-    mixed = patching._aligned(run, source, (1, 2))
-    assert torch.equal(mixed[:same], source.z[1][:same, 2])
-    assert torch.equal(mixed[same:], source.z[1][len(long) - (len(short) - same) :, 2])
+    mixed = patching._aligned(run, source_values, (1, 2))
+    assert torch.equal(mixed[:same], source_values.z[1][:same, 2])
+    assert torch.equal(mixed[same:], source_values.z[1][len(long) - (len(short) - same) :, 2])
     rows = patching._aligned(
         *(read(model, each, [1], "pattern", each.origin) for each in (short, long)),
         (1, 2),
@@ -518,14 +513,14 @@ def test_the_random_pattern_stays_inside_the_window(shared):
     """And keeps each token's probabilities."""
     model, prompt = shared("toy:gemma3"), prompts(1)[0]
     own = ma.Baseline().apply(prompt, model, 0)
-    run, source = (
+    run, source_values = (
         read(model, c.apply(prompt, model, 0), [0], "pattern", own.origin)
         for c in (SLASH, ma.Baseline())
     )
     window, pair = attention_window(model, 0), Pair("a", own, own, own.origin, None, True)
     assert window < len(run.places)
-    value = patching._aligned(run, source, (0, 1), "pattern")
-    drawn = patching._Prompt(
+    value = patching._aligned(run, source_values, (0, 1), "pattern")
+    drawn = patching.PatchedPrompt(
         model, Target("pattern", ((0, 1),), None, False, False), [None], pair, 2**31, 7
     )._random(run, (0, 1), value)
     back = run.places[:, None] - torch.arange(len(run.sequence))
@@ -536,7 +531,7 @@ def test_the_random_pattern_stays_inside_the_window(shared):
 
 def test_metrics_against_their_formulas(toy):
     model, some = toy, prompts()
-    found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m) for m in ("margin", "kl")}
+    found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m) for m in ("logit_margin", "kl")}
     for prompt in some:
         runs = [
             read(
@@ -558,9 +553,9 @@ def test_metrics_against_their_formulas(toy):
             margins.append(sum(each) / len(each))
             expected, own = runs[1].logits[0].double().log_softmax(-1), logits.log_softmax(-1)
             divergences.append(float((expected.exp() * (expected - own)).sum(-1).mean()))
-        for name, (changed, base) in (("margin", margins), ("kl", divergences)):
+        for name, (changed, baseline) in (("logit_margin", margins), ("kl", divergences)):
             assert float(found[name].effects.whole.sel(prompt=prompt.id)) == pytest.approx(
-                base - changed, abs=1e-4
+                baseline - changed, abs=1e-4
             )
         assert divergences[1] == 0
 
@@ -575,7 +570,7 @@ def test_a_metric_of_ones_own(toy):
 
 
 def test_the_table(tmp_path, toy):
-    made = ma.patch(toy, prompts(8), SLASH, at=HEADS, metric="margin")
+    made = ma.patch(toy, prompts(8), SLASH, at=HEADS, metric="logit_margin")
     table = made.table()
     assert {(int(row.layer), int(row["head"])) for _, row in table.iterrows()} == set(HEADS)
     for _, row in table.iterrows():
@@ -677,14 +672,14 @@ def test_logits_are_computed_before_the_answer_alone(name, shared):
     hook = model.unembed.register_forward_pre_hook(see, prepend=False)
     try:
         with torch.no_grad():
-            every = model(pair.receiver.tokens[None], return_type="logits")
-        got = logits_of(model, pair.receiver, 1)
+            every = model(pair.base.tokens[None], return_type="logits")
+        got = logits_of(model, pair.base, 1)
     finally:
         hook.remove()
-    places = pair.receiver.of_segment("answer").nonzero()[:, 0] - 1
+    places = pair.base.of_segment("answer").nonzero()[:, 0] - 1
     torch.testing.assert_close(got, every[:, places], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(got, every[:, places - 1], atol=1e-2), "a shift would be noticed"
-    assert sizes[0] == len(pair.receiver)
+    assert sizes[0] == len(pair.base)
 
 
 def test_rows_that_go_together_by_memory_make_no_difference(toy):
@@ -852,7 +847,9 @@ def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
 
 
 def test_the_table_of_layers(toy):
-    made = ma.patch(toy, prompts(3), SLASH, at=ma.Sites("resid_post", [1, 3]), metric="margin")
+    made = ma.patch(
+        toy, prompts(3), SLASH, at=ma.Sites("resid_post", [1, 3]), metric="logit_margin"
+    )
     table = made.table()
     assert list(table.layer) == [1, 3]
     assert table.share[1] == pytest.approx(1, abs=1e-4)
@@ -877,7 +874,11 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch):
         ({"at": [(True, 1)]}, OptionError, r"\(True, 1\) is not two whole numbers"),
         ({"metric": "kl", "direction": "noising"}, OptionError, "every gradient is 0"),
         ({"at": 3}, OptionError, "give heads such as"),
-        ({"metric": "accuracy"}, OptionError, "choose one of 'logprob', 'margin', 'answers', 'kl'"),
+        (
+            {"metric": "accuracy"},
+            OptionError,
+            "choose one of 'logprob', 'logit_diff', 'logit_margin', 'kl'",
+        ),
         ({"direction": "both"}, OptionError, "choose one of 'denoising', 'noising'"),
         ({"at": ["L0H2", "L9H0"]}, OptionError, "no head 0 in layer 9"),
         (

@@ -69,15 +69,15 @@ def test_paths_by_hand(direction):
     width, unfrozen = native.config.head_dim, []
     live = {
         sender: ma.patch(
-            model, LONGER, Counterpart(), at=[sender], metric="answers", direction=direction
+            model, LONGER, Counterpart(), at=[sender], metric="logit_diff", direction=direction
         )
         for sender, _ in NAMED
     }
     for i, prompt in enumerate(LONGER[:2]):
         own, other = ([*version, 60] for version in (prompt.tokens, prompt.counterpart))
-        receiver, donor = (other, own) if direction == "denoising" else (own, other)
-        before, mine, _ = inputs_of(native, receiver)
-        after, theirs, _ = inputs_of(native, donor)
+        base, source = (other, own) if direction == "denoising" else (own, other)
+        before, mine, _ = inputs_of(native, base)
+        after, theirs, _ = inputs_of(native, source)
         assert float(made.effects.whole[i]) == pytest.approx(after - before, abs=2e-6)
         for j, (sender, end) in enumerate(NAMED):
             layer, head = int(sender[1]), int(sender[3])
@@ -85,11 +85,11 @@ def test_paths_by_hand(direction):
             some = slice(head * width, (head + 1) * width)
             for to, at in ways:
                 z[layer][to, some] = theirs[layer][at, some]
-            value, _, projected = inputs_of(native, receiver, z)
+            value, _, projected = inputs_of(native, base, z)
             if end != "logits":
                 key, at = (end[-1], int(end[1])), int(end[3])
                 piece = projected[key][:, at * width : (at + 1) * width]
-                value, _, _ = inputs_of(native, receiver, put={key: (at, piece)})
+                value, _, _ = inputs_of(native, base, put={key: (at, piece)})
             assert float(made.effects.effect[i, j]) == pytest.approx(value - before, abs=2e-6)
             unfrozen.append(abs(float(live[sender].effects.effect[i].squeeze()) - (value - before)))
     assert max(unfrozen) > 1e-3, "heads that are not frozen would be noticed"
@@ -106,7 +106,7 @@ def test_without_mlps_a_path_is_an_edge():
     with showing_edges(model):
         each = [
             EdgePair(model, graph, pair, 2**31).exact(some)
-            for pair in pairs_of(model, pairs, Counterpart(), "answers", "noising", 0)[0]
+            for pair in pairs_of(model, pairs, Counterpart(), "logit_diff", "noising", 0)[0]
         ]
     np.testing.assert_allclose(made.effects.effect.values, each, atol=1e-5)
     assert abs(np.array(each)).max() > 1e-3
