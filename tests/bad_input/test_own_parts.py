@@ -43,7 +43,10 @@ def shuffled(prompt, model, part):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda p, m: None, r"'own' gives a NoneType for prompt 0: apply must return a TokenSequence"),
+        (
+            lambda p, m: None,
+            r"'own' gives a NoneType for prompt 0: apply must return a TokenSequence",
+        ),
         (lambda p, m: [1, 2, 3], r"'own' gives a list for prompt 0"),
         (
             lambda p, m: tokenize(ma.Prompt(p.question.upper()), m),
