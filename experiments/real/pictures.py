@@ -19,7 +19,7 @@ RUNS = {
     "gemma3-plain": "Gemma-3-270m",
 }
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-COLOURS = {"distance": "#56B4E9", "mass": "#D55E00", "hidden states": "#999999"}
+COLOURS = {"distance": "#56B4E9", "mass": "#E69F00", "hidden states": "#999999"}
 LABELS = {
     "distance": "distance: the prefix is further away",
     "mass": "mass: inserted tokens take attention",

@@ -259,15 +259,16 @@ def own_attention_sentences(models: Sequence[ShownModel]) -> list[str]:
 
 
 def more_of_the_answer(models: Sequence[ShownModel]) -> list[str]:
-    """What the first condition's tokens take, if the page has one model; and whether a sink
-    moves."""
+    """What the tokens of the first condition and of its control take, and from what, if the page
+    has one model; and whether a sink moves."""
     sentences = []
     for model in models:
         condition = model.result.shown_condition()
         if condition == BASELINE:
             continue
         if len(models) == 1 and "attention_budget" in model.result.datasets:
-            sentences.append(" ".join(budget_sentences(model.result, condition)[:2]))
+            for name in filter(None, (condition, matched_control(model.result, condition))):
+                sentences.append(" ".join(budget_sentences(model.result, name)[:2]))
         sentences.append(first_token_words(model.result, condition))
     return sentences
 

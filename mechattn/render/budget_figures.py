@@ -33,12 +33,12 @@ PAYER_COLOURS = {
     "template": "#888",
     "first": "#444",
     "answer": "#7d5ba6",
-    "changed": "#e69f00",
+    "changed": "#94a323",
 }
-CAUSE_COLOURS = {"distance": "#56b4e9", "mass": WITH, "hidden states": "#7a5c00"}
+CAUSE_COLOURS = {"distance": "#56b4e9", "mass": "#e69f00", "hidden states": "#7a5c00"}
 PAYER_WORDS = {
     "first": "first token",
-    "template": "template",
+    "template": "prompt template",
     "system": "system text",
     "inserted": "inserted tokens",
     "question": "the question itself",
