@@ -21,8 +21,7 @@ from mechattn.functional import activations as fn
 from mechattn.functional.received import segment_mean
 from mechattn.model.hooked import HookedModel
 from mechattn.model.hooks import forward_to
-from mechattn.model.patch.mixtures import Routing, routing_now
-from mechattn.model.patch.nonlinearities import at_nonlinearity, mixture_of
+from mechattn.model.patch.nonlinearities import at_nonlinearity, nonlinearity_of
 from mechattn.model.several_devices import device_of
 from mechattn.prompts.conditions import Baseline
 from mechattn.prompts.datasets import load_prompts
@@ -47,8 +46,6 @@ _CALIBRATION = 16  # prompts
 # Of the calibration problems: not the default seed, so they are not the measured ones.
 _CALIBRATION_SEED = 977
 _TOKENS = 64  # tokens at a time, in all conditions of a prompt
-# Channels of these tokens in one condition: the experts of a layer have many channels in all.
-_ENTRIES = 2**22
 _LEAST = 1e-4  # relative to a token's activations: a smaller change may be rounding
 # 0, the most frequent value, is the middle of a bin.
 _EDGES = tuple(round(-0.51 + 0.02 * i, 2) for i in range(102))
@@ -64,10 +61,7 @@ class MlpActivations(AnalysisBase):
     histogram of the question's activations, and the change of each original token from the
     baseline.
 
-    In a mixture of experts a token's activations are ``w · act(gate)`` of the experts that it is
-    routed to, with router weight w, and of the shared expert
-    (:mod:`mechattn.model.patch.mixtures`). Changes are over the channels of all experts, which are
-    0 where a token is not routed to the expert.
+    A mixture of experts is refused, as its tokens share no channels.
 
     "Near zero" is ``|x| ≤ threshold``, with one threshold per layer, set before the run on
     calibration prompts in the baseline condition, and recorded. The rule gives one number per
@@ -93,8 +87,6 @@ class MlpActivations(AnalysisBase):
     thresholds: Mapping[int, float] | None = field(default=None, repr=False)
     # Int[Tensor, " d_vocab"], once calibrated.
     classes: Any = field(default=None, repr=False, compare=False)
-    # Of each layer, its Mixture of experts or None.
-    mixtures: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_choice(Rule, rule=self.rule)
@@ -179,12 +171,13 @@ class MlpActivations(AnalysisBase):
 
         Warns where the calibration prompts are among the measured ones.
         """
-        mixtures = {layer: mixture_of(model, layer) for layer in layers}
+        for layer in layers:
+            nonlinearity_of(model, layer)  # refuses a layer that has none
         classes = vocabulary_classes(model.tokenizer, int(model.cfg.d_vocab))
         thresholds = dict.fromkeys(layers, float(self.value))
         if self.rule != "absolute":
             thresholds = self._thresholds(model, layers, measured)
-        return replace(self, classes=classes, mixtures=mixtures, thresholds=thresholds)
+        return replace(self, classes=classes, thresholds=thresholds)
 
     def _thresholds(
         self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
@@ -246,9 +239,7 @@ class MlpActivations(AnalysisBase):
         conditions."""
         for row, length in enumerate(activations.batch.lengths.tolist()):
             self._add_sequence(sums, activations, row, length)
-        mixture = self.mixtures[activations.layer]
-        routing = None if mixture is None else routing_now(mixture)
-        for changes in _changes(activations, routing):
+        for changes in _changes(activations):
             _add_changes(sums, changes)
 
     def _add_sequence(self, sums: Sums, activations: Activations, row: int, length: int) -> None:
@@ -316,31 +307,21 @@ def _add_changes(sums: Sums, changes: _TokenChanges) -> None:
     sums["within"][changes.rows] += flat.square() @ (flat != 0).double().T
 
 
-def _changes(activations: Activations, routing: Routing | None) -> Iterator[_TokenChanges]:
+def _changes(activations: Activations) -> Iterator[_TokenChanges]:
     """The changes of some original tokens of a prompt at a time."""
     pairs = activations.pairs
-    channels = activations.post.shape[-1]
-    experts = None
-    if routing is not None:
-        channels = routing.count * routing.width
-        experts = routing.experts.unflatten(0, activations.batch.tokens.shape)
-    tokens_at_once = max(1, min(_TOKENS, _ENTRIES // channels))
-
-    def activations_at(row: int, places: Any) -> Float[Tensor, "token channel"]:
-        post = activations.post[row, places].float()
-        if routing is None or experts is None:
-            return post
-        return replace(routing, experts=experts[row, places]).by_expert(post)
-
     for baseline in pairs.baseline.unique().tolist():
         rows = (pairs.baseline == baseline).nonzero().flatten().tolist()
         originals = int(pairs.original[baseline].sum())
-        for start in range(0, originals, tokens_at_once):
-            tokens = slice(start, min(start + tokens_at_once, originals))
-            before = activations_at(baseline, tokens)
+        for start in range(0, originals, _TOKENS):
+            tokens = slice(start, min(start + _TOKENS, originals))
+            before = activations.post[baseline, tokens].float()
             places = pairs.place[rows, tokens]
             after = torch.stack(
-                [activations_at(row, at) for row, at in zip(rows, places, strict=True)]
+                [
+                    activations.post[row, row_places].float()
+                    for row, row_places in zip(rows, places, strict=True)
+                ]
             )
             is_question = pairs.segment[baseline, tokens] == SEGMENTS.index("question")
             yield _TokenChanges(rows, places, after - before, before.norm(dim=-1), is_question)

@@ -30,8 +30,7 @@ class ARM:
     With ``scope="token"`` a token's random numbers depend only on the seed, its prompt's id, its
     original position, the layer and the channel, so a run gives the same numbers with any batching.
     The share of near-zero activations falls by construction, which is no evidence of an effect; see
-    ``control``. In a mixture of experts the channels are those of the token's experts, activations
-    times the router's weights (:mod:`mechattn.model.patch.mixtures`).
+    ``control``. A mixture of experts is refused.
 
     Args:
         c: The factor of the threshold, 0 or more; for ``form="gemma"`` the share of activations to

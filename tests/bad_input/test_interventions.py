@@ -7,7 +7,6 @@ import mechattn as ma
 from mechattn.commands.run_config import run_from_config
 from mechattn.errors import ModelError, OptionError
 from mechattn.interventions.ablation import HeadMeans
-from mechattn.model.hooked import original_of
 from tests.tiny_families import tiny_model
 
 PROMPT = "Tom has 3 apples."
@@ -118,48 +117,18 @@ def assert_both_refuse(model, message):
         ma.run(model, PROMPT, analyses=ma.analyses.MlpActivations("absolute", 0.01))
 
 
-@pytest.mark.parametrize("flag", ["has_post_expert_norm", "_is_expert_parallel"])
-def test_experts_in_a_form_that_is_not_known(tokenizer, flag):
-    mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
-    setattr(experts_of(mixture), flag, True)
-    assert_both_refuse(
-        mixture,
-        r"layer 0 is a mixture of experts \(MixtralExperts\) in a form that mechattn does not know",
-    )
+@pytest.mark.parametrize("family", ["Mixtral", "GPT-OSS"])
+def test_a_mixture_of_experts(tokenizer, family):
+    mixture = ma.load_model(tiny_model(family, len(tokenizer)), tokenizer=tokenizer, verify=False)
+    assert_both_refuse(mixture, r"layer \d is a mixture of experts")
 
 
-def test_experts_that_make_something_else_of_their_activations(tokenizer):
-    """Gates and ups are read the wrong way round, as of experts that store them so and don't say it."""
-    mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
-    experts_of(mixture).is_concatenated = False
-    original_of(mixture).set_experts_implementation("eager")
-    assert_both_refuse(
-        mixture,
-        r"layer 0: Σ w · down\(act\(gate\) · up\) of the experts is not the mixture's output",
-    )
-
-
-def test_experts_that_are_not_called(tokenizer, monkeypatch):
-    mixture = ma.load_model(tiny_model("Mixtral", len(tokenizer)), tokenizer=tokenizer)
-    whole = mixture.blocks[0].mlp.original_component
-    monkeypatch.setattr(whole, "forward", lambda x: x)
-    assert_both_refuse(mixture, r"layer 0 has run without calling its experts")
-
-
-def test_an_mlp_beside_the_experts_and_several_mlps(tokenizer):
-    for family, message in (
-        ("Mixtral", "has an MLP next to its mixture of experts"),
-        ("Llama", "has several MLPs"),
-    ):
-        plain = tiny_model(family, len(tokenizer))
-        plain.model.layers[0].another = torch.nn.Module()
-        plain.model.layers[0].another.act_fn = torch.nn.SiLU()
-        with pytest.raises(ModelError, match=f"layer 0 {message}"):
-            ma.interventions.ARM().check(plain, ["0"])
-
-
-def experts_of(model):
-    return model.blocks[0].mlp.original_component.experts
+def test_several_mlps(tokenizer):
+    plain = tiny_model("Llama", len(tokenizer))
+    plain.model.layers[0].another = torch.nn.Module()
+    plain.model.layers[0].another.act_fn = torch.nn.SiLU()
+    with pytest.raises(ModelError, match="layer 0 has several MLPs"):
+        ma.interventions.ARM().check(plain, ["0"])
 
 
 def test_folded_weights_compute_the_nonlinearity_elsewhere():

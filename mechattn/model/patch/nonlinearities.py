@@ -1,5 +1,4 @@
-"""Reads and replaces MLP activations after the nonlinearity, which have no hook; also those of
-mixtures of experts."""
+"""Reads and replaces MLP activations after the nonlinearity, which have no hook."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from mechattn.errors import ModelError
 from mechattn.model.hooked import attribute_set, unwrapped
 from mechattn.model.hooks import Needed, blocks_of
-from mechattn.model.patch.mixtures import Mixture, mixture_in, watching
 
 # What families call the attribute; a bridge that splits a fused gate and up projection has its own.
 NAMES = ("act_fn", "act", "activation_fn", "gelu_impl", "activation", "activation_func")
@@ -33,11 +31,6 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
     forward pass."""
     with ExitStack() as stack:
         for layer, see in layers.items():
-            mixture = mixture_of(model, layer)
-            if mixture is not None:
-                stack.enter_context(watching(model, mixture, layer, see))
-                continue
-
             owner, name = nonlinearity_of(model, layer)
             needed = Needed(
                 f"layer {layer} has run without its nonlinearity: its MLP computes it elsewhere"
@@ -50,21 +43,16 @@ def at_nonlinearity(model: Any, layers: Mapping[int, SeeActivations]) -> Iterato
         yield
 
 
-def mixture_of(model: Any, layer: int) -> Mixture | None:
-    """The mixture of experts of a layer; None if it has an MLP instead."""
-    block = _block(model, layer)
-    mixture = mixture_in(block, layer)
-    if mixture is not None and any(True for _ in _nonlinearities(block, beside=mixture)):
-        raise ModelError(
-            f"layer {layer} has an MLP next to its mixture of experts, which is not supported"
-        )
-    return mixture
-
-
 def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
     """The module that owns the nonlinearity of a layer's MLP, and the name of the attribute."""
+    block = _block(model, layer)
+    if any("expert" in path.lower() for path, _ in block.named_modules()):
+        raise ModelError(
+            f"layer {layer} is a mixture of experts; MlpActivations and ARM need an MLP that all"
+            " tokens go through, so leave them out, or name other layers"
+        )
     places: dict[int, tuple[Any, str]] = {}
-    for module, name in _nonlinearities(_block(model, layer)):
+    for module, name in _nonlinearities(block):
         places.setdefault(id(getattr(module, name)), (module, name))
     if not places:
         raise ModelError(
@@ -72,21 +60,13 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
             " cannot be measured"
         )
 
-    owner, name = next(iter(places.values()))
-    if len(places) > 1 or "expert" in type(owner).__name__.lower():
-        raise ModelError(
-            f"layer {layer} has several MLPs, or experts in a form that mechattn does not know, so"
-            " its activations cannot be measured"
-        )
-    return owner, name
+    if len(places) > 1:
+        raise ModelError(f"layer {layer} has several MLPs, so its activations cannot be measured")
+    return next(iter(places.values()))
 
 
 def plain_nonlinearity(model: Any, layer: int) -> Callable[[Tensor], Tensor]:
     """The nonlinearity itself, even while it is being watched."""
-    mixture = mixture_of(model, layer)
-    if mixture is not None:
-        return mixture.act
-
     owner, name = nonlinearity_of(model, layer)
     nonlinearity = getattr(owner, name)
     while isinstance(nonlinearity, _Watched):
@@ -101,17 +81,13 @@ def _block(model: Any, layer: int) -> Any:
     return unwrapped(blocks[layer])
 
 
-def _nonlinearities(block: Any, beside: Mixture | None = None) -> Iterator[tuple[Any, str]]:
-    """The nonlinearities of MLPs in a block, as module and attribute; not those of a mixture."""
-    of_mixture = set()
-    if beside is not None:
-        of_mixture = {id(module) for module in beside.whole.modules()}
-
+def _nonlinearities(block: Any) -> Iterator[tuple[Any, str]]:
+    """The nonlinearities of MLPs in a block, as module and attribute."""
     for path, module in block.named_modules():
         path_parts = path.lower().split(".")
         is_nonlinearity = path_parts[-1] in NAMES  # rather than the owner of one
         is_attention = any("attention" in part or "attn" in part for part in path_parts)
-        if is_nonlinearity or is_attention or id(module) in of_mixture:
+        if is_nonlinearity or is_attention:
             continue
 
         # A bridge forwards the names of what it wraps.
