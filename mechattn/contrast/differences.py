@@ -135,10 +135,12 @@ def labels_of(blocks: Iterable[Contrast]) -> Labels:
 
     labels = {}
     for dim, (ours, theirs) in present.items():
-        both = ours & theirs
+        comparable = ours & theirs
         if dim == "to_segment":
-            both &= attended  # attention to what comes later is 0 in every prompt and condition
-        labels[dim] = [label for label in order[dim] if label in both]
+            comparable &= (
+                attended  # attention to what comes later is 0 in every prompt and condition
+            )
+        labels[dim] = [label for label in order[dim] if label in comparable]
     return labels
 
 
@@ -182,7 +184,11 @@ def _of_side(
     result, condition = side
     quantity = contrast.quantity
     values, null = values_of(result, condition, quantity, contrast.segment, contrast.null_used)
-    fewer = {dim: kept for dim, kept in labels.items() if kept != values[dim].values.tolist()}
+    fewer = {
+        dim: kept_labels
+        for dim, kept_labels in labels.items()
+        if kept_labels != values[dim].values.tolist()
+    }
     values = values.sel(fewer)
     check_present(values, quantity, contrast.segment, side, contrast.sides)
     if null is None:

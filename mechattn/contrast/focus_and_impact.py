@@ -129,8 +129,8 @@ def _of_queries(
     """
     check_condition(result, condition)
     if segment not in SEGMENTS:
-        known = ", ".join(map(repr, SEGMENTS))
-        raise OptionError(f"segment={segment!r}: choose one of {known}")
+        names_known = ", ".join(map(repr, SEGMENTS))
+        raise OptionError(f"segment={segment!r}: choose one of {names_known}")
     missing = [
         name
         for name, quantity in (_FOCUS, _UPDATES)
@@ -159,17 +159,17 @@ def _by_prompt(
 ) -> Iterator[_Queries]:
     """The queries of some layers, one prompt at a time, which bounds the memory."""
     for prompt, member in enumerate(members):
-        at: dict[str, Any] = {"prompt": prompt, "key": np.flatnonzero(member)}
-        first_mass = masses.isel(at).sel(layer=layers).values
-        magnitude = magnitudes.isel(at).sel(layer=layers).values.astype(np.float64)
+        selection: dict[str, Any] = {"prompt": prompt, "key": np.flatnonzero(member)}
+        first_mass = masses.isel(selection).sel(layer=layers).values
+        magnitude = magnitudes.isel(selection).sel(layer=layers).values.astype(np.float64)
         # The first query sees one key: it has no choice, and no value.
-        known = np.isfinite(first_mass) & np.isfinite(magnitude)
-        magnitude = np.where(known, magnitude, np.nan)
-        counts = known.sum((1, 2), keepdims=True)
+        measured = np.isfinite(first_mass) & np.isfinite(magnitude)
+        magnitude = np.where(measured, magnitude, np.nan)
+        counts = measured.sum((1, 2), keepdims=True)
         of_layer = np.nansum(magnitude, (1, 2), keepdims=True) / np.maximum(counts, 1)
-        known &= of_layer > 0  # a layer that writes nothing has no share of it
+        measured &= of_layer > 0  # a layer that writes nothing has no share of it
         impact = magnitude / np.where(of_layer > 0, of_layer, 1)
-        yield _Queries(first_mass[known], impact[known])
+        yield _Queries(first_mass[measured], impact[measured])
 
 
 def _within(queries: _Queries, above: float, up_to: float) -> np.ndarray:

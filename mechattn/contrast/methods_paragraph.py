@@ -168,7 +168,7 @@ def _compared(table: pd.DataFrame) -> str:
 
 def _several(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return _and([str(part) for part in value])
+        return _and([str(entry) for entry in value])
     return str(value)
 
 

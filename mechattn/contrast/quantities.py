@@ -217,8 +217,8 @@ def in_segment(variable: xr.DataArray, segment: str | None) -> xr.DataArray:
     if "segment" not in variable.dims or segment is None:
         return variable
     if segment not in variable.segment.values:
-        known = ", ".join(map(repr, variable.segment.values.tolist()))
-        raise OptionError(f"segment={segment!r}: choose one of {known}")
+        segments = ", ".join(map(repr, variable.segment.values.tolist()))
+        raise OptionError(f"segment={segment!r}: choose one of {segments}")
     return variable.sel(segment=segment)
 
 

@@ -66,7 +66,7 @@ def what_is_tested(
         values.append(of_units)
         labels.append(cell_labels(block, np.ones_like(block.cells)))
         left_out += block.left_out
-    check_cells(contrast, block.scale, sum(part.shape[1] for part in values), left_out)
+    check_cells(contrast, block.scale, sum(numbers.shape[1] for numbers in values), left_out)
     all_labels = {
         name: np.concatenate([of_block[name] for of_block in labels]) for name in labels[0]
     }

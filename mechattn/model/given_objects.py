@@ -36,8 +36,10 @@ def unwrapped_model(model: Any) -> Any:
     if not hasattr(model, "config"):
         raise ModelError(f"a {type(model).__name__} is not a transformers model: it has no config")
     refuse_other_kinds(type(model).__name__, model.config)
-    for part in model.modules():
-        part._compiled_call_impl = None  # of model.compile(), which would compile our hooks as well
+    for module in model.modules():
+        module._compiled_call_impl = (
+            None  # of model.compile(), which would compile our hooks as well
+        )
     return model
 
 
@@ -66,9 +68,9 @@ def refuse_other_kinds(class_name: str, config: Any) -> None:
 def configs_restored(model: Any) -> Iterator[None]:
     """If the ``with`` block raises, the configurations of a model are as they were."""
     configs = {
-        id(part.config): part.config
-        for part in model.modules()
-        if hasattr(getattr(part, "config", None), "__dict__")
+        id(module.config): module.config
+        for module in model.modules()
+        if hasattr(getattr(module, "config", None), "__dict__")
     }
     before = [(config, dict(vars(config))) for config in configs.values()]
     try:
@@ -85,13 +87,13 @@ def moved(hf_model: Any, device: Any, dtype: torch.dtype | None) -> Any:
     frequencies of RoPE, stays in float32, as ``from_pretrained(dtype=…)`` leaves it.
     """
     computed = {
-        (part, name): part._buffers[name]
-        for part in hf_model.modules()
-        for name in part._non_persistent_buffers_set
+        (module, name): module._buffers[name]
+        for module in hf_model.modules()
+        for name in module._non_persistent_buffers_set
     }
     hf_model = hf_model.to(device=device, dtype=dtype)
-    for (part, name), values in computed.items():
-        part._buffers[name] = values if values is None else values.to(device=device)
+    for (module, name), values in computed.items():
+        module._buffers[name] = values if values is None else values.to(device=device)
     return hf_model
 
 

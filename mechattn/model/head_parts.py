@@ -49,8 +49,8 @@ def norms_of_output(model: HookedModel, layer: int) -> Iterator[tuple[str, nn.Mo
     """The norms over all heads between the mixed values and W_O, by name."""
     module = attention_module(model, layer)
     width = int(model.cfg.n_heads) * int(model.cfg.d_head)
-    for name, part in [] if module is None else module.named_children():
-        norm = unwrapped(part)
+    for name, child in [] if module is None else module.named_children():
+        norm = unwrapped(child)
         weight = getattr(norm, "weight", None)
         normed = (
             "norm" in type(norm).__name__.lower() and weight is not None and weight.numel() == width
@@ -185,11 +185,11 @@ def score_biases(
 
     def bias(name: str, heads: int) -> Float[Tensor, "head d_head"]:
         with weights_here(attention := model.blocks[layer].attn):
-            found = getattr(attention, name, None)
-        if found is None:
+            projection = getattr(attention, name, None)
+        if projection is None:
             return torch.zeros(heads, int(model.cfg.d_head), device=device_of(attention))
         return rearrange(
-            found.detach().flatten(), "(head d_head) -> head d_head", head=heads
+            projection.detach().flatten(), "(head d_head) -> head d_head", head=heads
         ).float()
 
     return bias("b_Q", int(model.cfg.n_heads)), bias("b_K", kv_heads_of(model))

@@ -204,11 +204,11 @@ def measuring(model: Any) -> Iterator[None]:
     is_outermost = id(model) not in measured
     training = []
     if is_outermost and hasattr(model, "cfg") and isinstance(model, nn.Module):
-        training = [part for part in modules_of(model).values() if part.training]
+        training = [module for module in modules_of(model).values() if module.training]
     dtype = torch.get_default_dtype()
     measured.add(id(model))
-    for part in training:
-        part.training = False
+    for module in training:
+        module.training = False
     try:
         torch.set_default_dtype(torch.float32)
         with ExitStack() as stack:
@@ -222,8 +222,8 @@ def measuring(model: Any) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-        for part in training:
-            part.training = True
+        for module in training:
+            module.training = True
         if is_outermost:
             measured.discard(id(model))
 
@@ -253,7 +253,7 @@ def _locks_of(model: Any) -> list[Any]:
     shared = (config_of(model) or getattr(model, "config", None), next(model.parameters(), None))
     with _finding:
         return [
-            _locks.setdefault(thing, RLock()) for thing in shared if type(thing).__weakrefoffset__
+            _locks.setdefault(owner, RLock()) for owner in shared if type(owner).__weakrefoffset__
         ]
 
 

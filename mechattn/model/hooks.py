@@ -244,16 +244,16 @@ def logits_and_values(
     model: HookedModel, tokens: Tokens, names: Iterable[str]
 ) -> tuple[Float[Tensor, "... pos d_vocab"], dict[str, Tensor]]:
     """The logits of a pass, and the values at the hooks of these names."""
-    seen: dict[str, Tensor] = {}
+    activations: dict[str, Tensor] = {}
     with torch.no_grad():
         keep = [
-            (name, lambda value, hook, name=name: seen.update({name: value.detach()}))
+            (name, lambda value, hook, name=name: activations.update({name: value.detach()}))
             for name in names
         ]
         logits = model.run_with_hooks(
             tokens, fwd_hooks=keep, return_type="logits", **keeping_nothing(model)
         )
-    return logits, seen
+    return logits, activations
 
 
 def keeping_nothing(model: HookedModel) -> dict[str, bool]:
@@ -309,10 +309,10 @@ def norms_once(model: Any) -> Iterator[None]:
     same numbers."""
     # Those of the model, its blocks and their parts; deeper ones are not searched for, to save
     # time.
-    parts = [model, *model.blocks, *(part for block in model.blocks for part in block.children())]
+    modules = [model, *model.blocks, *(part for block in model.blocks for part in block.children())]
     norms = [
         module
-        for part in parts
+        for part in modules
         for module in part.children()
         if hasattr(type(module), _COMPUTED_TWICE)
     ]

@@ -131,8 +131,8 @@ def load_model(
             as_trusted(trust_remote_code=checkpoint.is_of_own_code(model), pickled_weights=True),
             configs_restored(model),
         ):
-            made = _from_object(model, tokenizer, dtype, device, options)
-            return _verified(made, verify)
+            hooked = _from_object(model, tokenizer, dtype, device, options)
+            return _verified(hooked, verify)
     elif isinstance(model, (str, Path)):
         own_code = options.get("trust_remote_code")
         place = checkpoint.model_place(str(model))
@@ -142,13 +142,13 @@ def load_model(
             asked_once(place),
             read_once(),
         ):
-            made = _from_name(str(model), tokenizer, dtype, device, options)
+            hooked = _from_name(str(model), tokenizer, dtype, device, options)
     else:
         raise ModelError(
             f"{model!r:.60} is not a model: give a name, a directory, a transformers model or a"
             " hooked model"
         )
-    return _verified(made, verify)
+    return _verified(hooked, verify)
 
 
 def check_device(device: str | torch.device | None) -> None:
@@ -418,8 +418,11 @@ def _from_object(
     if not placed:
         hf_model = moved(hf_model, device, None if dtype == "auto" else dtype)
     warn_of_rounded_frequencies(hf_model)
-    kept = {"hf_model": hf_model.eval(), "dtype": hf_model.dtype if dtype == "auto" else dtype}
-    hooked = _boot(name, tokenizer=tokenizer, device=device, shown=name, **kept, **options)
+    boot_options = {
+        "hf_model": hf_model.eval(),
+        "dtype": hf_model.dtype if dtype == "auto" else dtype,
+    }
+    hooked = _boot(name, tokenizer=tokenizer, device=device, shown=name, **boot_options, **options)
     _known_or_met(hooked).gguf = gguf
     return hooked
 

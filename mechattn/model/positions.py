@@ -110,13 +110,15 @@ def takes_negative_ids(model: HookedModel) -> bool:
     last_layer = int(model.cfg.n_layers) - 1
     try:
         with _NoNegativeRow():
-            pattern, *others = _patterns_at(model, first_layer, shifted, last_layer)
+            pattern, *other_patterns = _patterns_at(model, first_layer, shifted, last_layer)
     except (_NegativeRow, TypeError, ValueError, IndexError, RuntimeError):
         return False
 
     is_full_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)
     rounding = ROUNDING if is_full_precision else ROUNDING_IN_HALF_PRECISION
-    return all(float((other - pattern).abs().max()) <= rounding for other in others)
+    return all(
+        float((other_pattern - pattern).abs().max()) <= rounding for other_pattern in other_patterns
+    )
 
 
 def _patterns_at(

@@ -89,18 +89,18 @@ def _attentions(
     model: HookedModel, layers: Sequence[int], rows: int, position_ids: Tensor | None = None
 ) -> Mapping[int, Attention]:
     """The queries and keys of each layer for a few tokens, repeated in each row."""
-    seen: dict[int, Attention] = {}
+    attention_of_layer: dict[int, Attention] = {}
 
     def see(layer: int, block: Rows | Fused) -> None:
         if isinstance(block, Fused) or not isinstance(block.attention, Attention):
             raise ModelError(f"layer {layer} shows no queries and keys")
-        seen[layer] = block.attention
+        attention_of_layer[layer] = block.attention
 
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
     tokens = torch.arange(5, 5 + _PROBE, device=device_of(model)).expand(rows, -1)
     with streaming(model, windows, see):
         hooks.forward_to(model, tokens, max(layers), [], position_ids)
-    return seen
+    return attention_of_layer
 
 
 def _frequencies(model: HookedModel) -> dict[Any, Tensor]:

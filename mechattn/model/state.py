@@ -49,27 +49,27 @@ def state_of(model: HookedModel, before: State | None = None) -> State:
     modules = modules_of(model)
     parameters: dict[int, tuple[str, Tensor]] = {}  # each once, by the first of its names
     hooks = {}
-    for name, part in modules.items():
-        for own, values in part._parameters.items():
+    for name, module in modules.items():
+        for own, values in module._parameters.items():
             if values is None:
                 continue
             parameters.setdefault(id(values), (f"{name}.{own}", values))
-        functions = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+        functions = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         foreign = [function for function in functions if not _is_of_a_library(function)]
         # TransformerLens wraps the functions that are added to its hook points.
-        foreign += getattr(part, "fwd_hooks", [])
+        foreign += getattr(module, "fwd_hooks", [])
         if foreign:
             hooks[name] = frozenset(map(id, foreign))
     weights = dict(parameters.values())
     traces = _traces(weights)
-    known = {"traces": {}, "weights": {}} if before is None else before
+    last = {"traces": {}, "weights": {}} if before is None else before
     sums = {}
     for name, trace in traces.items():
-        is_known = known["traces"].get(name) == trace
-        sums[name] = known["weights"][name] if is_known else _sum_of_bits(weights[name])
+        is_known = last["traces"].get(name) == trace
+        sums[name] = last["weights"][name] if is_known else _sum_of_bits(weights[name])
     config = getattr(original_of(model), "config", None)
     return {
-        "class": {name: type(part).__qualname__ for name, part in modules.items()},
+        "class": {name: type(module).__qualname__ for name, module in modules.items()},
         "dtype": {name: values.dtype for name, values in weights.items()},
         "attention": {"its attention": getattr(config, "_attn_implementation", "")},
         "weights": sums,

@@ -15,8 +15,8 @@ _TOLERANCE = 1e-2  # in root mean squares of the logits; both run the same code 
 
 def is_multimodal(config: Any) -> bool:
     """Whether a configuration has a text model beside one of images or sounds."""
-    others = (getattr(config, name, None) for name in _OTHER_INPUTS)
-    return getattr(config, "text_config", None) is not None and any(others)
+    other_inputs = (getattr(config, name, None) for name in _OTHER_INPUTS)
+    return getattr(config, "text_config", None) is not None and any(other_inputs)
 
 
 def multimodal_model(place: str, config: Any, **options: Any) -> Any | None:

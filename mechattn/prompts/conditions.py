@@ -86,12 +86,12 @@ class Variant:
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
         """The same tokens, marked as hidden or with kept position ids."""
-        made = replace(
+        sequence = replace(
             self.condition.apply(prompt, model, seed), keeps_positions=self.keeps_positions
         )
         if self.hides:
-            made = replace(made, edge_mask=EdgeMask(~made.inserted, made.inserted))
-        return _intervened(made, self.interventions)
+            sequence = replace(sequence, edge_mask=EdgeMask(~sequence.inserted, sequence.inserted))
+        return _intervened(sequence, self.interventions)
 
     def masked(self) -> Variant:
         """Return the variant whose inserted tokens are hidden from the original ones."""

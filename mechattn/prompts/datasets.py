@@ -378,26 +378,26 @@ def repeated_random(
             " repetitions"
         )
     bos = own_bos(model)
-    made = []
+    problems = []
     for index in range(limit):
         draw = random.Random(f"repeated {seed} {index}")
         tokens = _distinct(model, draw.randint(shortest, longest), draw)
-        made.append(
+        problems.append(
             Prompt(tokens=(*([] if bos is None else [bos]), *tokens * times), id=str(index))
         )
-    return made
+    return problems
 
 
 def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
     size = int(model.cfg.d_vocab)
     if model.tokenizer is None and size >= count:
         return draw.sample(range(size), count)
-    found: dict[int, None] = {}
+    drawn: dict[int, None] = {}
     # Draws are with replacement, so a small vocabulary needs several rounds.
     for _ in range(200 if size >= count else 0):
-        found |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
-        if len(found) >= count:
-            return list(found)[:count]
+        drawn |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
+        if len(drawn) >= count:
+            return list(drawn)[:count]
     raise OptionError(
         f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter"
         " span"

@@ -94,11 +94,11 @@ class Prompt:
                 f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid"
                 " text"
             )
-        others = [one for one in (self.counterpart, self.other_answer) if not isinstance(one, str)]
+        further = [one for one in (self.counterpart, self.other_answer) if not isinstance(one, str)]
         for token in (
             *self.tokens,
             *self.answer_tokens,
-            *(token for one in others for token in one),
+            *(token for one in further for token in one),
         ):
             if (
                 isinstance(token, bool)
@@ -264,5 +264,5 @@ def _likeness(prompts: Sequence[Prompt]) -> str:
 
 def _most(counted: Counter[str]) -> str:
     text, count = counted.most_common(1)[0]
-    shown = text if len(text) <= 40 else text[:39] + "…"
-    return f'"{shown}" {count} times'
+    excerpt = text if len(text) <= 40 else text[:39] + "…"
+    return f'"{excerpt}" {count} times'

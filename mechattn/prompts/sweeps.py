@@ -26,7 +26,7 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
     """
     if isinstance(condition, Variant):
         inner = sweep(condition.condition, **options)
-        return {name: replace(condition, condition=made) for name, made in inner.items()}
+        return {name: replace(condition, condition=varied) for name, varied in inner.items()}
     have: list[str] = [field.name for field in fields(condition)] if is_dataclass(condition) else []
     for name, values in options.items():
         if name not in have:
@@ -41,13 +41,13 @@ def sweep(condition: Condition, **options: Iterable[Any]) -> dict[str, Condition
     options = {name: list(values) for name, values in options.items()}
     if not options or not all(options.values()):
         raise OptionError("give an option to vary with its values, such as count=[10, 25, 40]")
-    made = {}
+    conditions = {}
     for values in product(*options.values()):
         varied = dict(zip(options, values, strict=True))
         if varied.get("count") != 0:
             name = ", ".join(f"{option}={_printable(value)}" for option, value in varied.items())
-            made[name] = replace(condition, **varied)  # type: ignore[type-var]
-    return made
+            conditions[name] = replace(condition, **varied)  # type: ignore[type-var]
+    return conditions
 
 
 def _printable(value: Any) -> str:

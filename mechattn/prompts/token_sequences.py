@@ -126,8 +126,8 @@ def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> lis
             # Bytes that are no character, or the replacement character itself.
             texts.append(f"{decode([token_ids[start]])} (token {token_ids[start]})")
             continue
-        parts = [f"{text} {number}/{count}" for number in range(1, count + 1)]
-        texts += parts if count > 1 else [text]
+        pieces = [f"{text} {number}/{count}" for number in range(1, count + 1)]
+        texts += pieces if count > 1 else [text]
     return texts
 
 

@@ -430,8 +430,8 @@ class Questions:
     def _contrast(self, condition: str | None, **asked: Any) -> Contrast:
         from mechattn.contrast.contrast import Contrast
 
-        known = [*Options.__annotations__, "to", "quantity"]
-        unknown = [name for name in asked if name not in known]
+        names = [*Options.__annotations__, "to", "quantity"]
+        unknown = [name for name in asked if name not in names]
         if "to_segment" in unknown:
             raise OptionError(
                 f"to_segment={asked['to_segment']!r}: the table has a row for each to_segment; for"
@@ -440,6 +440,6 @@ class Questions:
             )
         if unknown:
             raise OptionError(
-                f"a comparison has no option {unknown[0]!r}; its options are {', '.join(known)}"
+                f"a comparison has no option {unknown[0]!r}; its options are {', '.join(names)}"
             )
         return Contrast(self._result, self._result.condition(condition), **asked)

@@ -138,24 +138,24 @@ def _agree(what: str, ours: Any, theirs: Any) -> None:
         )
 
 
-def _merged(parts: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
+def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     """The datasets of one analysis as one, its prompts in order."""
-    first = parts[0]
-    sizes = {dim: max(part.sizes[dim] for part in parts) for dim in first.dims}
+    first = datasets[0]
+    sizes = {dim: max(dataset.sizes[dim] for dataset in datasets) for dim in first.dims}
     arrays: dict[Any, Any] = {}
     for name in map(str, first):
         if f"{name}_n" in first and f"{name}_variance" in first:
-            moments = _merged_moments(parts, name)
+            moments = _merged_moments(datasets, name)
             arrays[name] = moments.known_mean
             arrays[f"{name}_variance"] = moments.variance
             arrays[f"{name}_n"] = moments.n
     for name in map(str, first):
         if name not in arrays:
             of_prompts = "prompt" in first[name].dims
-            variables = [part[name].variable for part in parts]
+            variables = [dataset[name].variable for dataset in datasets]
             merge = _in_order if of_prompts else _of_the_first
             arrays[name] = merge(name, variables, sizes, order)
-    ids = [str(prompt_id) for part in parts for prompt_id in part.prompt.values]
+    ids = [str(prompt_id) for dataset in datasets for prompt_id in dataset.prompt.values]
     coords: dict[Any, Any] = {"prompt": [ids[index] for index in order]}
     for dim in first.coords:
         if dim in GROW:
@@ -164,20 +164,20 @@ def _merged(parts: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
             coords[dim] = first[dim].values
     merged = {}
     for name, array in arrays.items():
-        places = [part[name].encoding.get(SOURCES, set()) for part in parts]
+        places = [dataset[name].encoding.get(SOURCES, set()) for dataset in datasets]
         encoding = {SOURCES: set().union(*places)}
         merged[name] = (first[name].dims, array, first[name].attrs, encoding)
     return xr.Dataset({name: merged[name] for name in first}, coords, first.attrs)
 
 
-def _merged_moments(parts: Sequence[xr.Dataset], name: str) -> Moments:
+def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> Moments:
     """The moments over all prompts; those of one part at a time are in memory. Only the last axis
     differs in length."""
     moments = (
         Moments.from_statistics(
-            part[f"{name}_n"].values, part[name].values, part[f"{name}_variance"].values
+            dataset[f"{name}_n"].values, dataset[name].values, dataset[f"{name}_variance"].values
         )
-        for part in parts
+        for dataset in datasets
     )
     return reduce(Moments.merge, moments)
 
@@ -192,8 +192,8 @@ def _in_order(
         shape = (len(order), *(sizes[dim] for dim in dims[1:]))
         fill = FILL[variables[0].dtype.kind]
         return indexing.LazilyIndexedArray(stacked(variables, shape, order, fill))
-    others = {dim: size for dim, size in sizes.items() if dim != "prompt"}
-    padded = [_padded(variable, others) for variable in variables]
+    other_sizes = {dim: size for dim, size in sizes.items() if dim != "prompt"}
+    padded = [_padded(variable, other_sizes) for variable in variables]
     axis = dims.index("prompt")
     return np.take(np.concatenate(padded, axis=axis), order, axis=axis)
 

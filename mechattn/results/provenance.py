@@ -133,20 +133,20 @@ def command_of(words: Sequence[str], paths: bool = False) -> str:
     return " ".join(command)
 
 
-def digest(parts: Iterable[object]) -> str:
+def digest(values: Iterable[object]) -> str:
     """A short hash of the parts, in order."""
-    return hashlib.sha256(json.dumps([repr(part) for part in parts]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([repr(value) for value in values]).encode()).hexdigest()[:16]
 
 
-def set_hash(parts: Iterable[object]) -> str:
+def set_hash(values: Iterable[object]) -> str:
     """A hash of a set of parts that ignores order, so the hashes of two halves add up to that of
     the whole.
 
     ``Σ hash(part) mod 2^64``, with repeated parts counted; it is no protection against forgery.
     """
     total = 0
-    for part in parts:
-        content = repr(part).encode("utf-8", "backslashreplace")
+    for value in values:
+        content = repr(value).encode("utf-8", "backslashreplace")
         total += int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
     return f"{total % 2**64:016x}"
 

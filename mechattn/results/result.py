@@ -123,17 +123,17 @@ class Result(Questions):
             raise OptionError(
                 "the baseline is what others are compared with; name another condition"
             )
-        others = [condition for condition in self.conditions if condition != BASELINE]
-        if not others:
+        inserted = [condition for condition in self.conditions if condition != BASELINE]
+        if not inserted:
             raise OptionError(
                 "this result has only the baseline; run it with a condition such as "
                 "MeaninglessTokens()"
             )
-        if name not in (None, *others):
+        if name not in (None, *inserted):
             raise OptionError(
-                f"there is no condition {name!r}; the result has {', '.join(map(repr, others))}"
+                f"there is no condition {name!r}; the result has {', '.join(map(repr, inserted))}"
             )
-        return name or others[0]
+        return name or inserted[0]
 
     def digest(self) -> str:
         """A hash of the numbers: every array with its name, dimensions and attributes, without the

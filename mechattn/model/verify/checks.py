@@ -258,4 +258,4 @@ def _hooks(model: HookedModel, fired: set[str]) -> Check:
 
 def _without_numbers(hook_name: str) -> str:
     """A hook's name for all layers, such as "blocks.*.attn.hook_z"."""
-    return ".".join("*" if part.isdigit() else part for part in hook_name.split("."))
+    return ".".join("*" if word.isdigit() else word for word in hook_name.split("."))

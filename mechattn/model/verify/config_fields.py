@@ -142,7 +142,7 @@ def _fields(config: Any) -> Iterator[tuple[str, Any]]:
     for name, value in config.to_dict().items():
         if name == "attn_config" and isinstance(value, Mapping):
             yield from (
-                (f"{name}.{each}", said) for each, said in value.items() if each not in usual
+                (f"{name}.{field}", said) for field, said in value.items() if field not in usual
             )
         elif (
             name not in usual and _ABOUT_ATTENTION.search(name) and not _OF_OTHER_PARTS.search(name)

@@ -299,16 +299,18 @@ def _unknown_parts(model: HookedModel, layer: int) -> str:
     usual = ("q_proj", "k_proj", "v_proj", "o_proj")
     module = head_parts.attention_module(model, layer)
     names = [] if module is None else [name for name, _ in module.named_children()]
-    others = [name for name in names if name not in usual]
-    parts = [name for name in others if "norm" in name or "gate" in name or name.startswith("g_")]
+    unusual = [name for name in names if name not in usual]
+    suspects = [
+        name for name in unusual if "norm" in name or "gate" in name or name.startswith("g_")
+    ]
 
     clip = head_parts.clip_of(model, layer)
     if clip:
-        parts.append(f"clip_qkv={clip:g}")
-    if not parts:
+        suspects.append(f"clip_qkv={clip:g}")
+    if not suspects:
         return ""
     return (
-        f"its attention has {', '.join(parts)}, and mechattn does not know how these turn pattern ·"
+        f"its attention has {', '.join(suspects)}, and mechattn does not know how these turn pattern ·"
         " v into z"
     )
 

@@ -95,8 +95,8 @@ def _streamed(
             groups = _groups(attention.own.shape[-1]).to(attention.own)
             sums[layer] = attention.column_sums(groups).cpu()
         else:
-            kept = replace(attention, pattern=attention.pattern.clone())
-            blocks.setdefault(layer, []).append(kept)
+            stored = replace(attention, pattern=attention.pattern.clone())
+            blocks.setdefault(layer, []).append(stored)
 
     windows = {
         layer: hooks.attention_window(model, layer) for layer in hooks.attention_layers(model)
