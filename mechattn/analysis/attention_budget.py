@@ -136,26 +136,28 @@ class AttentionBudget(AnalysisBase):
         shape = (len(batch.rows), attention.q.shape[1], len(SEGMENTS))
         moved = torch.zeros(shape, device=attention.q.device)
         moved_original = torch.zeros_like(moved)
+        is_unchanged = False
         longer = _longer_rows(batch)
         if len(longer):
             rotation = self.rotations.get(layer, fn.NO_ROTATION)
             baseline = _baseline_rows(batch)[longer]
             turns = _turns(batch, rotation)
             queries = _question_span_of_longer(batch)
-            attention = fn.before_hidden_states(
+            before = fn.before_hidden_states(
                 attention, longer, baseline, batch.origin[longer], rotation, turns, queries
             )
-            masses = fn.segment_masses(attention, _members(batch)[longer], queries)
+            is_unchanged = fn.is_unchanged(before, attention.of(longer))
+            masses = fn.segment_masses(before, _members(batch)[longer], queries)
             weights = _question_weights(batch)[longer, :, queries]
             moved[longer] = fn.mean_over_queries(masses, weights).to(moved.dtype)
             moved_original[longer] = fn.mean_among_original(
                 masses, weights, _INSERTED, sinks=attention.sinks is not None
             ).to(moved.dtype)
-        knows_distance = torch.full((len(moved),), float(layer in self.rotations))
         return {
             "moved": moved,
             "moved_original": moved_original,
-            "knows_distance": knows_distance.to(moved.device),
+            "knows_distance": torch.full_like(moved, float(layer in self.rotations)),
+            "is_unchanged": torch.full_like(moved, float(is_unchanged)),
         }
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
@@ -198,11 +200,12 @@ class AttentionBudget(AnalysisBase):
             return torch.full((*change.shape, len(CAUSES)), torch.nan, device=change.device)
         is_longer = baseline != torch.arange(len(baseline), device=baseline.device)
         is_longer = is_longer[:, None, None]
-        mass = sums["moved"] - sums["moved_original"]
+        moved = torch.where(is_longer & (sums["is_unchanged"] > 0), attention, sums["moved"])
+        mass = moved - sums["moved_original"]
         distance = (sums["moved_original"] - attention[baseline]) * is_longer
-        unknown = (sums["knows_distance"] == 0)[:, None, None]
+        unknown = sums["knows_distance"] == 0
         distance_shown = distance.masked_fill(unknown, torch.nan)
-        hidden_states = change - mass - distance.masked_fill(unknown, 0)
+        hidden_states = torch.where(unknown, change - mass, (attention - moved) * is_longer)
         return torch.stack([distance_shown, mass, hidden_states], -1)
 
 
