@@ -267,9 +267,8 @@ class SegmentFlow(AnalysisBase):
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zero flow."""
         shape = (len(batch.rows), heads, len(SEGMENTS), len(SEGMENTS))
-        return {
-            name: torch.zeros(shape, device=batch.tokens.device) for name in ("flow", "value_flow")
-        }
+        flow = torch.zeros(shape, device=batch.tokens.device)
+        return {"flow": flow, "value_flow": torch.zeros_like(flow)}
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add the flow of these queries."""
@@ -280,7 +279,6 @@ class SegmentFlow(AnalysisBase):
         of_keys = rearrange(members, "batch segment key -> batch 1 key segment")
         if rows.v is None:
             sums["flow"] += of_queries @ (pattern @ of_keys)
-            sums["value_flow"].fill_(-1)
             return
         norms = rows.v[:, :, rows.keys].to(pattern.dtype).norm(dim=-1)
         norms = for_each_head(norms, pattern.shape[1]).unsqueeze(-1)
@@ -297,7 +295,8 @@ class SegmentFlow(AnalysisBase):
         queries = self._queries(batch).sum(-1)
         has_keys = batch.members().any(-1)
         is_empty = (queries == 0)[:, None, :, None] | ~has_keys[:, None, None, :]
-        without_values = (sums["value_flow"] < 0).any()
+        # The shares of a query add up to 1, so all are 0 only where the model shows no values.
+        without_values = not sums["value_flow"].any()
         counted = queries.clamp(min=1)[:, None, :, None]
         flow = sums["flow"] / counted
         value_flow = sums["value_flow"] / counted

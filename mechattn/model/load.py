@@ -132,6 +132,7 @@ def load_model(
             configs_restored(model),
         ):
             hooked = _from_object(model, tokenizer, dtype, device, options)
+            # Verified inside the block: a model that is refused keeps its own configuration.
             return _verified(hooked, verify)
     elif isinstance(model, (str, Path)):
         own_code = options.get("trust_remote_code")
@@ -156,11 +157,13 @@ def check_device(device: str | torch.device | None) -> None:
     if device is None:
         return
     try:
-        kind, number = torch.device(device).type, torch.device(device).index or 0
+        place = torch.device(device)
     except (RuntimeError, TypeError):
         raise OptionError(
             f'device={device!r} is not a torch device: give "cpu", "cuda", "cuda:1" or "mps"'
         ) from None
+    kind = place.type
+    number = place.index or 0
     counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     count = counts.get(kind)
     if kind == "meta" or (count is not None and number >= count):

@@ -20,6 +20,8 @@ from mechattn.functional.attention import EdgeMask
 
 INSERTED = -1
 _NO_CHARACTER = "\ufffd"  # which decoders give for bytes that are no whole character
+_TOKENS_IN_REPR = 99
+_CHARACTERS_IN_REPR = 40
 _MOST_PARTS = 8  # tokens of a character, or of a few that merges have drawn together
 
 
@@ -57,9 +59,7 @@ class TokenSequence:
     def __repr__(self) -> str:
         counts = {name: int(self.of_segment(name).sum()) for name in SEGMENTS}
         segments = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-        text = "" if self.decode is None else self.decode(self.tokens[:99].tolist())
-        begins = f": {text[:40]!r}{' …' * (len(text) > 40)}" if text else ""
-        return f"TokenSequence({self._said()}; {segments}{begins})"
+        return f"TokenSequence({self._counts_in_words()}; {segments}{self._beginning()})"
 
     @property
     def inserted(self) -> Bool[Tensor, " pos"]:
@@ -100,16 +100,25 @@ class TokenSequence:
             shown = token_texts(self.decode, token_ids)
         segments = [SEGMENTS[code] for code in self.segment.tolist()]
         texts = list(zip(shown, segments, strict=True))
-        return markup.tokens(texts, f"{self._said()}:")
+        return markup.tokens(texts, f"{self._counts_in_words()}:")
 
-    def _said(self) -> str:
-        inserted, changed = int(self.inserted.sum()), int(self.of_segment("changed").sum())
-        said = (
-            f"{inserted} without a partner, {changed} changed"
-            if self.counterpart
-            else f"{inserted} inserted"
-        )
-        return f"{len(self)} tokens, {said}"
+    def _counts_in_words(self) -> str:
+        inserted = int(self.inserted.sum())
+        if not self.counterpart:
+            return f"{len(self)} tokens, {inserted} inserted"
+        changed = int(self.of_segment("changed").sum())
+        return f"{len(self)} tokens, {inserted} without a partner, {changed} changed"
+
+    def _beginning(self) -> str:
+        """The first characters of the text, for a repr of one line."""
+        if self.decode is None:
+            return ""
+        text = self.decode(self.tokens[:_TOKENS_IN_REPR].tolist())
+        if not text:
+            return ""
+        if len(text) <= _CHARACTERS_IN_REPR:
+            return f": {text!r}"
+        return f": {text[:_CHARACTERS_IN_REPR]!r} …"
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[str]:

@@ -159,6 +159,7 @@ def near_zero_by_class(
     """
     results, names = _checked(results, conditions, layer)
     figure = _panels(results, shared_yaxes=True)
+    sentences = []
     for column, result in enumerate(results, 1):
         shares = result[NAME].near_zero_by_token_class.sel(layer=layer)
         prompts_with = shares.notnull().all("condition").sum("prompt")
@@ -177,18 +178,19 @@ def near_zero_by_class(
             f"{label}<br>n = {count}" for label, count in zip(classes, in_baseline, strict=True)
         ]
         figure.update_xaxes(ticktext=labels, row=1, col=column)
+        phrases = []
+        for token_class in classes:
+            of_class = shares.sel(token_class=token_class)
+            words = []
+            for name in [BASELINE, *names]:
+                of_condition = of_class.sel(condition=name).dropna("prompt")
+                words.append(f"{name} {mean_words(result, of_condition)}")
+            phrases.append(f"{token_class}: {', '.join(words)}")
+        sentences.append(f"{model_caption(result)}: {'; '.join(phrases)}.")
     figure.update_yaxes(title_text="near-zero share", col=1)
     note = f"layer {layer}; n: prompts with such a token; bars: 95 % t intervals over prompts"
     draw.title(figure, "near-zero activations by class of token", note, 500, top=150)
-    shares = results[0][NAME].near_zero_by_token_class.sel(layer=layer)
-    phrases = []
-    for token_class in classes:
-        words = []
-        for name in [BASELINE, *names[:1]]:
-            of_class = shares.sel(condition=name, token_class=token_class).dropna("prompt")
-            words.append(f"{name} {mean_words(results[0], of_class)}")
-        phrases.append(f"{token_class}: {', '.join(words)}")
-    return says(figure, f"Near-zero share, {model_caption(results[0])}.", "; ".join(phrases) + ".")
+    return says(figure, "Near-zero share.", *sentences)
 
 
 @declare(NAME, compares=True, report=[{}])
@@ -214,13 +216,16 @@ def agreement(
         )
     figure = draw.panels()
     series = []
-    words = []
+    sentences = []
     for result in results:
         table = result.agreement(condition, others[0], controls=others[1:])
         of_layer = table[table.layer == layer]
         cosines = of_layer[["cosine", "cosine_low", "cosine_high"]].to_numpy()
-        for name, ends in zip(others, cosines, strict=True):
-            words.append(f"cosine with {name} {number_words(Interval(*ends))}")
+        words = [
+            f"{name} {number_words(Interval(*ends))}"
+            for name, ends in zip(others, cosines, strict=True)
+        ]
+        sentences.append(f"{model_caption(result)}: {'; '.join(words)}.")
         series.append((model_caption(result), cosines.T))
     draw.side_by_side(figure, others, series, COLOURS[1:], **_POINTS)
     draw.rule(figure, y=0)
@@ -230,7 +235,7 @@ def agreement(
         " intervals"
     )
     draw.title(figure, f"agreement with “{condition}”", note, 460, top=130)
-    return says(figure, "; ".join(words) + ".")
+    return says(figure, f"Cosine of the change with that of “{condition}”:", *sentences)
 
 
 def _panels(results: Sequence[Result], **options: Any) -> go.Figure:

@@ -19,8 +19,9 @@ from mechattn.results.result import Result
 from mechattn.stats.intervals import Moments
 
 GROW = ("pos", "key", "original_key")  # dimensions as long as the longest prompt
-FIRST_PROMPT = "first_prompt_text"  # of the results, that of the first is kept
-FILL: Mapping[str, Any] = {"f": np.nan, "i": -2, **dict.fromkeys(TEXT, "")}
+FIRST_PROMPT_TEXT = "first_prompt_text"  # the text of the whole run's first prompt
+# What pads an array, by numpy's kind of its dtype; −2 as in a batch.
+PADDING_BY_KIND: Mapping[str, Any] = {"f": np.nan, "i": -2, **dict.fromkeys(TEXT, "")}
 # Everything else in the provenance must agree, since it changes the numbers or their meaning.
 MAY_DIFFER = (
     "model.path",
@@ -151,10 +152,13 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
             arrays[f"{name}_n"] = moments.n
     for name in map(str, first):
         if name not in arrays:
-            of_prompts = "prompt" in first[name].dims
             variables = [dataset[name].variable for dataset in datasets]
-            merge = _in_order if of_prompts else _of_the_first
-            arrays[name] = merge(name, variables, sizes, order)
+            if "prompt" in first[name].dims:
+                arrays[name] = _in_prompt_order(variables, sizes, order)
+            elif name == FIRST_PROMPT_TEXT:
+                arrays[name] = _padded(variables[0], sizes)
+            else:
+                arrays[name] = _equal_in_all(name, variables, sizes)
     ids = [str(prompt_id) for dataset in datasets for prompt_id in dataset.prompt.values]
     coords: dict[Any, Any] = {"prompt": [ids[index] for index in order]}
     for dim in first.coords:
@@ -164,8 +168,8 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
             coords[dim] = first[dim].values
     merged = {}
     for name, array in arrays.items():
-        places = [dataset[name].encoding.get(SOURCES, set()) for dataset in datasets]
-        encoding = {SOURCES: set().union(*places)}
+        sources = [dataset[name].encoding.get(SOURCES, set()) for dataset in datasets]
+        encoding = {SOURCES: set().union(*sources)}
         merged[name] = (first[name].dims, array, first[name].attrs, encoding)
     return xr.Dataset({name: merged[name] for name in first}, coords, first.attrs)
 
@@ -182,15 +186,15 @@ def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> Moments:
     return reduce(Moments.merge, moments)
 
 
-def _in_order(
-    name: str, variables: Sequence[xr.Variable], sizes: Mapping[Any, int], order: np.ndarray
+def _in_prompt_order(
+    variables: Sequence[xr.Variable], sizes: Mapping[Any, int], order: np.ndarray
 ) -> Any:
     """Each prompt's own values, padded to the longest; read on demand if one of the arrays is."""
     dims = variables[0].dims
     is_in_memory = all(variable._in_memory for variable in variables)
     if not is_in_memory and dims[0] == "prompt":
         shape = (len(order), *(sizes[dim] for dim in dims[1:]))
-        fill = FILL[variables[0].dtype.kind]
+        fill = PADDING_BY_KIND[variables[0].dtype.kind]
         return indexing.LazilyIndexedArray(stacked(variables, shape, order, fill))
     other_sizes = {dim: size for dim, size in sizes.items() if dim != "prompt"}
     padded = [_padded(variable, other_sizes) for variable in variables]
@@ -198,19 +202,17 @@ def _in_order(
     return np.take(np.concatenate(padded, axis=axis), order, axis=axis)
 
 
-def _of_the_first(
-    name: str, variables: Sequence[xr.Variable], sizes: Mapping[Any, int], order: np.ndarray
+def _equal_in_all(
+    name: str, variables: Sequence[xr.Variable], sizes: Mapping[Any, int]
 ) -> np.ndarray:
-    """The texts of the first prompt's tokens; any other array without prompts must be the same in
-    all."""
+    """An array without prompts, which must be the same in all results."""
     first = _padded(variables[0], sizes)
-    if name != FIRST_PROMPT:
-        for variable in variables[1:]:
-            if not np.array_equal(first, _padded(variable, sizes), equal_nan=True):
-                raise OptionError(
-                    f"{name} has no dimension prompt, and differs between the results, so its value"
-                    " for all prompts is unknown"
-                )
+    for variable in variables[1:]:
+        if not np.array_equal(first, _padded(variable, sizes), equal_nan=True):
+            raise OptionError(
+                f"{name} has no dimension prompt, and differs between the results, so its value"
+                " for all prompts is unknown"
+            )
     return first
 
 
@@ -222,7 +224,7 @@ def _padded(variable: xr.Variable, sizes: Mapping[Any, int]) -> np.ndarray:
         return values
     if values.dtype.kind in TEXT:
         values = values.astype(np.dtypes.StringDType())
-    return np.pad(values, missing, constant_values=FILL[values.dtype.kind])
+    return np.pad(values, missing, constant_values=PADDING_BY_KIND[values.dtype.kind])
 
 
 def _plain_provenance(result: Result) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def paired(
 
     stream = PairedStream(len(flat), level, resamples, seed, bootstrap_ends)
     stream.add(flat, expected, rounding)
-    statistics = stream.made()
+    statistics = stream.statistics()
     shaped = {}
     for field in fields(statistics):
         if field.name != "n":
@@ -203,35 +203,28 @@ class PairedStream:
             "null": null,
             "effect_size": _divided(mean, deviation),
             "skewness": _divided(third_moment, population_deviation**3),
-            "resampled": d,
-            "tested": tested,
+            "differences": d,
+            "beyond_null": tested,
         }
         for name, column in difference.items():
             block[name] = column
         for name, column in beyond.items():
             block[f"beyond_{name}"] = column
         if self.bags is not None:
-            block["resampled"] = self.bags.means(d)
-            block["tested"] = self.bags.means(tested)
+            block["differences"] = self.bags.means(d)
+            block["beyond_null"] = self.bags.means(tested)
         self._blocks.append(block)
 
-    def made(self) -> Paired:
+    def statistics(self) -> Paired:
         """The statistics of all cells, in the order in which they were added."""
         columns = {}
         for name in self._blocks[0]:
             columns[name] = np.concatenate([block[name] for block in self._blocks], axis=-1)
-        d = columns["resampled"]
-        tested = columns["tested"]
         without_null = np.isnan(columns["null"])
+        draws = self._draws(*columns["beyond_null"].shape)
 
-        patterns = enough(self.resamples, d.shape[1])
-        draw = _draws
-        if len(d) * (2 * self.resamples + patterns // 8) <= _KEPT:
-            draw = _kept_draws
-        draws = draw(len(d), self.resamples, patterns, self.seed)
-
-        beyond_ends, tails = self._bootstrap("beyond_", tested, columns, draws)
-        p_flip = self._p_flip(tested, columns["beyond_mean"], draws)
+        beyond_ends, tails = self._bootstrap("beyond_", columns["beyond_null"], columns, draws)
+        p_flip = self._p_flip(columns["beyond_null"], columns["beyond_mean"], draws)
         p = _with_tails(p_flip, tails)
         p_family = np.full(p.shape, np.nan)
         if tails and self.bootstrap_ends:
@@ -239,13 +232,9 @@ class PairedStream:
 
         ends = beyond_ends
         p_difference = p
-        if not np.array_equal(d, tested):
-            ends, tails_of_difference = self._bootstrap("", d, columns, draws)
-            if not without_null.all():
-                p_difference = self._p_flip(d, columns["mean"], draws)
-                p_difference = _with_tails(p_difference, tails_of_difference)
-                p_difference = np.where(columns["all_rounding"], 1.0, p_difference)
-                p_difference = np.where(without_null, p, p_difference)
+        if not np.array_equal(columns["differences"], columns["beyond_null"]):
+            ends, p_of_changes = self._of_differences(columns, draws)
+            p_difference = np.where(without_null, p, p_of_changes)
 
         def where_null(column: np.ndarray) -> np.ndarray:
             """What is beyond a null is unknown where there is none."""
@@ -278,6 +267,23 @@ class PairedStream:
             p_difference=p_difference,
             q_difference=false_discovery(p_difference),
         )
+
+    def _draws(self, units: int, cells: int) -> Draws:
+        """The random draws for all cells; kept for the next table where they are small."""
+        patterns = enough(self.resamples, cells)
+        draw = _draws
+        if units * (2 * self.resamples + patterns // 8) <= _KEPT:
+            draw = _kept_draws
+        return draw(units, self.resamples, patterns, self.seed)
+
+    def _of_differences(self, columns: Columns, draws: Draws) -> tuple[_Ends, np.ndarray]:
+        """The ends of intervals, and the p, of the differences themselves, without their null."""
+        ends, tails = self._bootstrap("", columns["differences"], columns, draws)
+        if np.isnan(columns["null"]).all():
+            return ends, columns["null"]  # no p is asked for
+        p_flip = self._p_flip(columns["differences"], columns["mean"], draws)
+        p = np.where(columns["all_rounding"], 1.0, _with_tails(p_flip, tails))
+        return ends, p
 
     def _p_flip(self, d: np.ndarray, mean: np.ndarray, draws: Draws) -> np.ndarray:
         """The p of each column of d [unit, cell] by sign flips."""
