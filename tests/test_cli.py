@@ -175,7 +175,7 @@ def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here):
     assert "<system>Be brief.\n<user>" in read_by(ma.load_result(tmp_path / "r.zarr"))
 
 
-@pytest.mark.parametrize(("heads", "layers"), [(1, 1), (2, 3), (14, 2)])
+@pytest.mark.parametrize(("heads", "layers"), [(1, 1), (14, 2)])
 def test_figures_of_any_number_of_heads(heads, layers, tokenizer, tmp_path, here):
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -201,18 +201,6 @@ def test_verify_prints_the_report_and_fails_where_a_model_does(here):
     assert done.stdout.startswith("toy:llama (LlamaForCausalLM, float32; transformer-lens ")
     assert ": passed" in done.stdout
     assert "Missing argument" in here("verify").stderr
-
-
-def test_run_on_a_file_of_real_questions(tmp_path, here, questions):
-    config = tmp_path / "config.toml"
-    config.write_text(
-        f'model = "toy:llama"\n[prompts]\nsource = {json.dumps(str(questions))}\nlimit = 8\n'
-        '[conditions.slash]\ntext = "/"\ncount = 55\n[output]\nresult = "result.zarr"\npage = "page.html"\nheads = [0, 1]\n'
-    )
-    done = here("run", config)
-    assert done.returncode == 0, done.stderr
-    assert "page.html" in done.stdout
-    assert ma.load_result(tmp_path / "result.zarr").conditions == ["baseline", "slash"]
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.errors import MechattnError
-from mechattn.evaluation.evaluation import Evaluation
 from mechattn.render.html_views import View
 
 CONFIG = """
@@ -131,14 +130,13 @@ NAMED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["save", "file://", "local://", "run", "merge", "run_job"])
-def test_a_place_that_holds_something_else(result, folder, how, prompts):
-    before, job = listed(folder), ma.Job("toy:llama", prompts[:2], verify=False)
+@pytest.mark.parametrize("how", ["save", "file://", "run", "merge"])
+def test_a_place_that_holds_something_else(result, folder, how):
+    before = listed(folder)
     tried = {
         "save": lambda name: result.save(name),
         "run": lambda name: configured("run", result=name),
         "merge": lambda name: invoked("merge", name, "ours.zarr"),
-        "run_job": lambda name: ma.run_job(job, name, fresh=True),
     }
     for name in FOREIGN:
         words = rf"{name}.* (exists and is not a stored result|holds .*{NAMED.get(name, '')}.* did not write|is not a plain file|is a folder)"
@@ -149,15 +147,13 @@ def test_a_place_that_holds_something_else(result, folder, how, prompts):
     assert untouched(before, folder) == {}
 
 
-@pytest.mark.parametrize("how", ["page", "view", "report", "run", "evaluation", "evaluate"])
+@pytest.mark.parametrize("how", ["page", "report", "run", "evaluate"])
 def test_a_file_that_is_something_else(result, folder, how):
     before = listed(folder)
     tried = {
         "page": lambda name: result.page(name, heads=[0]),
-        "view": lambda name: View("<p>seen</p>", script=None).save(name),
         "report": lambda name: invoked("report", "ours.zarr", "--out", name),
         "run": lambda name: configured("run", page=name),
-        "evaluation": lambda name: Evaluation((), {}).save(name),
         "evaluate": lambda name: configured("evaluate", out=name),
     }
     for name in ("thesis.tex", "index.html", "report.html", "answers.jsonl"):
@@ -216,19 +212,6 @@ def test_a_place_that_is_free_among_them(folder, name):
         "data.zarr",
         *(["gone.zarr"] if name == "dangling.zarr" else []),
     ]
-
-
-@pytest.mark.slow
-def test_figures_among_them(folder):
-    before = listed(folder)
-    with pytest.raises(MechattnError, match=r"index\.html exists and was not written by mechattn"):
-        invoked("figures", "--model", "toy:llama", "--limit", 6, "--out", folder)
-    with pytest.raises(MechattnError, match=r"toy-llama\.zarr exists and is not a stored result"):
-        invoked("figures", "--model", "toy:llama", "--limit", 6, "--out", folder, "--force")
-    assert untouched(before, folder) == {}
-    for _ in range(2):
-        invoked("figures", "--model", "toy:llama", "--limit", 6, "--out", folder / "out")
-    assert untouched(before, folder) == {}
 
 
 def test_what_somebody_adds_while_it_runs(folder, prompts):

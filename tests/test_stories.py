@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import mechattn as ma
-from mechattn.commands.run_config import read_config
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "stories"
@@ -33,36 +32,6 @@ def real(models):
 @pytest.fixture(scope="module")
 def result(real):
     return measure.measured(real, measure.stories())
-
-
-def test_the_stories_are_many_and_differ():
-    texts = [prompt.question for prompt in measure.stories()]
-    assert len(set(texts)) == len(texts) >= 48
-    assert all(text.endswith("?") for text in texts)
-    openings = {" ".join(text.split()[:3]) for text in texts}
-    assert len(openings) > 0.9 * len(texts)
-
-
-def test_the_config_says_what_the_script_does():
-    config = read_config(FOLDER / "config.toml")
-    assert [Path(name).name for name in config.models] == [measure.REAL, *measure.TOYS]
-    assert config.prompts.system == measure.SYSTEM
-    assert (ROOT / config.prompts.source).samefile(FOLDER / "stories.jsonl")
-    assert config.conditions["slash"].options == {
-        "text": "/",
-        "separator": "",
-        "count": measure.COUNT,
-    }
-
-
-def test_each_slash_is_a_token_of_the_real_model(real):
-    assert (
-        measure.SLASH.filler(measure.stories(1)[0], real).count(
-            real.tokenizer.convert_tokens_to_ids("/")
-        )
-        == 54
-    )
-    assert measure.SPACED.fitted(real).count == 56
 
 
 def test_the_real_model_hardly_moves_where_uniform_attention_and_a_toy_fall(result, toy):
@@ -126,14 +95,3 @@ def test_what_is_said_of_the_figures_quotes_the_tables():
         assert quoted
         assert set(quoted) <= known, set(quoted) - known
     assert paragraph.count("\n") < 5
-
-
-def test_a_row_has_a_cell_for_each_column(real):
-    row = measure.row(real, "stories260K", "stories", measure.stories(6), draws=3)
-    assert len(row.attention) + 2 == len(measure.ATTENTION)
-    assert len(row.heads) + 2 == len(measure.HEADS)
-    lines = measure.tables([row]).splitlines()
-    assert {line.count("|") for line in lines if line.startswith("|")} == {
-        len(measure.ATTENTION) + 1,
-        len(measure.HEADS) + 1,
-    }

@@ -196,42 +196,6 @@ def test_arrows_walk_over_heads(opened, place):
     )
 
 
-def test_a_link_reproduces_the_view(opened, place, result):
-    page = opened(place)
-    page.locator("#condition").select_option("<b>word</b>")
-    page.locator("#quantity").select_option("entropy")
-    page.locator("#show").select_option("value")
-    at(page, 2, 7).click()
-    title, url = page.locator("#map-title").inner_text(), page.url
-    assert page.locator("#map-title b").count() == 0
-    page.goto("about:blank")
-    page.goto(url)
-    page.wait_for_function("document.documentElement.dataset.ready")
-    assert page.locator("#map-title").inner_text() == title
-    assert page.locator("#room h3").inner_text() == "Layer 2, head 7"
-    expected = (
-        result.heads("entropy", None, condition="<b>word</b>").set_index(["layer", "head"]).entropy
-    )
-    at(page, 2, 7).hover()
-    shown = re.search(r": ([\d.]+) \[", page.locator("#tip").inner_text())[1]
-    assert float(shown) == pytest.approx(expected.loc[(2, 7)], rel=0.006)
-    page.goto("about:blank")
-    page.goto(f"{place.as_uri()}#layer=3&head=7&condition=slash&quantity=entropy")
-    page.wait_for_function("document.documentElement.dataset.ready")
-    assert page.locator("#room h3").inner_text() == "Layer 3, head 7"
-    assert page.locator("#map-title").inner_text().startswith("entropy of the question (slash)")
-    page.goto("about:blank")
-    page.goto(f"{place.as_uri()}#layer=99&head=x&condition=none&quantity=nothing")
-    page.wait_for_function("document.documentElement.dataset.ready")
-    said = page.get_by_role("alert").inner_text()
-    for wrong in (
-        "condition “none”",
-        "quantity “nothing”",
-        "layer 99, head x (it has layers 0, 1, 2, 3 and 8 heads)",
-    ):
-        assert wrong in said
-
-
 def test_tabs_are_models(opened, result, slash_result, tmp_path):
     page = opened(results_page([result, slash_result], tmp_path / "page.html", []))
     tabs = page.get_by_role("tab")

@@ -1,7 +1,6 @@
 """The page in a real browser, the network cut: nothing is asked for, nothing fails, something is drawn."""
 
 import csv
-import re
 
 import numpy as np
 import pytest
@@ -267,86 +266,8 @@ def test_tokens_of_other_scripts(opened, slash_result, tmp_path):
     ]
 
 
-def test_a_difference_view_opens(opened, toy, tmp_path):
-    view = ma.pattern(
-        toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5), difference=True
-    )
-    view.save(tmp_path / "view.html")
-    page = opened(tmp_path / "view.html")
-    assert "“MeaninglessTokens” minus the baseline" in page.locator("figcaption").inner_text()
-    assert "L0H1" in page.locator(".view").inner_text()
-
-
 def test_a_page_that_asks_the_network_would_be_noticed(opened, tmp_path):
     path = tmp_path / "asks.html"
     path.write_text("<!doctype html><script src='https://cdn.example.org/plotly.js'></script>")
     with pytest.raises(AssertionError, match="asked for"):
         opened(path)
-
-
-def test_figures_of_layers_and_updates(opened, toy, prompts, tmp_path):
-    """Figures 4 and 9: a tooltip that names the head, a slider that shows another layer."""
-    from mechattn.pages.page import results_page
-
-    slash = {"slash": ma.MeaninglessTokens("/", 10)}
-    result = ma.run(
-        toy, prompts[:4], slash, [ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()]
-    )
-    shown = [(ma.render.heads_by_layer, {}), (ma.render.update_map, {"condition": "slash"})]
-    page = opened(results_page([result], tmp_path / "index.html", shown))
-    unfold(page)
-    plots = page.locator(".js-plotly-plot")
-    assert plots.count() == 2
-    point = plots.nth(0).locator(".scatterlayer .point").first
-    point.scroll_into_view_if_needed()
-    box = point.bounding_box()
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.wait_for_timeout(500)
-    assert re.search(r"L\d+H\d+: ", plots.nth(0).locator(".hoverlayer").text_content())
-    step = plots.nth(1).locator(".slider-rail-touch-rect")
-    step.scroll_into_view_if_needed()
-    box = step.bounding_box()
-    page.mouse.click(box["x"] + box["width"] - 4, box["y"] + box["height"] / 2)
-    last = result["head_updates"].sizes["layer"] - 1
-    shows(page, ".js-plotly-plot:has(.slider-container) .gtitle", f"layer {last}")
-    assert (
-        page.evaluate(
-            "document.querySelectorAll('.js-plotly-plot')[1].data.map(t => t.visible)"
-        ).index(True)
-        == last
-    )
-
-
-def shows(page, selector, words):
-    """Wait until an element holds these words; fail if it never does."""
-    page.wait_for_function(
-        "([selector, words]) => document.querySelector(selector).textContent.includes(words)",
-        arg=[selector, words],
-    )
-
-
-def hover(page, selector):
-    """Move the mouse to a point in the lower left of a plot, where the map is."""
-    place = page.locator(f"{selector} .nsewdrag").first
-    place.scroll_into_view_if_needed()
-    box = place.bounding_box()
-    for part in (0.2, 0.22):
-        page.mouse.move(box["x"] + part * box["width"], box["y"] + 0.7 * box["height"])
-        page.wait_for_timeout(400)
-
-
-def test_two_figures_of_one_title_have_files_of_their_own(opened, slash_result, tmp_path):
-    shown = [(ma.render.received_attention, {"layer": 0, "heads": [head]}) for head in (1, 2)]
-    page = opened(results_page([slash_result], tmp_path / "index.html", shown))
-    unfold(page)
-    names = []
-    for at in range(2):
-        with page.expect_download() as caught:
-            page.locator("#more .section > figure").nth(at).get_by_role(
-                "button", name="CSV"
-            ).click()
-        names.append(caught.value.suggested_filename)
-    assert len(set(names)) == 2
-    assert all("layer-0-heads-chosen-by-hand-condition-slash" in name for name in names), (
-        "the title isn't cut"
-    )

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 
 import mechattn as ma
-from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.table import with_equivalence
 from mechattn.errors import OptionError
 from mechattn.stats.random_effects import crossed
@@ -64,18 +63,6 @@ def test_conditions_with_different_nulls_are_refused(result):
         other.across(FILLERS)
     table = other.across(FILLERS, null="uniform")
     pd.testing.assert_frame_equal(table, result.across(FILLERS, null="uniform"))
-
-
-def test_what_cannot_be_compared_is_refused_as_in_a_table(result, toy, prompts):
-    other = ma.run(toy, prompts[:6], {"sentence": ma.RandomSentence(count=12)})
-    with pytest.raises(OptionError, match="different prompts"):
-        result.across(FILLERS, to="sentence", other=other)
-    longer = ma.run(toy, prompts, {**{text: ma.MeaninglessTokens(text, count=12) for text in FILLERS},
-                                   "long": ma.MeaninglessTokens("/", count=40)})  # fmt: skip
-    with pytest.raises(OptionError, match="inserts 12 tokens, 'long' 40"):
-        longer.across(FILLERS, to="long")
-    with pytest.raises(OptionError, match="inserts 12 tokens, 'long' 40"):
-        Contrast(longer, "/", to="long").stability(top=3)
 
 
 def test_no_mean_difference_with_a_large_spread_is_not_within_a_margin():

@@ -85,20 +85,6 @@ def test_one_table_keeps_its_q_and_none_is_changed(tables):
     assert tables[0].attrs["condition"] == "slash"
 
 
-def test_a_finding_of_many_tables_needs_more():
-    """Forty tables of noise: the least q of each one's own is below 0.05 in some, the one of all in none."""
-    import pandas as pd
-
-    generator = np.random.default_rng(0)
-    noise = []
-    for _ in range(40):
-        p = generator.random(20)
-        noise.append(pd.DataFrame({"p": p, "q": stats.false_discovery_control(p)}))
-    made = ma.adjust(noise)
-    assert (made.q_difference_of_table < 0.05).any(), "negative control"
-    assert not (made.q_difference < 0.05).any()
-
-
 def test_what_it_refuses(tables):
     for given, message in (
         ([], "there are no tables"),

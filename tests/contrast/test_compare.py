@@ -293,24 +293,6 @@ def test_top_ranks_on_one_half_and_reports_the_other_once():
     assert order.tolist() != dipped, "negative control: all prompts would choose others"
 
 
-def test_top_ranks_by_what_is_asked(result):
-    beyond, difference = (
-        result.compare("slash", select="half", top=32, by=by, columns="all")
-        for by in ("beyond", "difference")
-    )
-    first = replace(
-        result,
-        datasets={
-            name: data.isel(prompt=halves_of(12)[0]) for name, data in result.datasets.items()
-        },
-    )
-    ranked = first.compare("slash", columns="all").set_index(["layer", "head"])
-    for table, by in ((beyond, "beyond"), (difference, "difference")):
-        far = abs(ranked.loc[list(zip(table.layer, table["head"], strict=True))][by])
-        assert (far.diff().dropna() <= 0).all()
-    assert not beyond.equals(difference), "negative control"
-
-
 def test_two_results_of_the_same_prompts():
     values = np.random.default_rng(0).normal(size=(6, 2, 1, 3))
     one, two = made_up(values), made_up(values + 1)
@@ -389,31 +371,6 @@ class Last(ma.analyses.QueryAnalysis):
         return {"share": (rows.pattern.amax(-1), last[:, None].expand(rows.pattern.shape[:3]))}
 
 
-def test_a_quantity_that_is_elsewhere_is_said_to_be_there(toy, prompts):
-    there = ma.run(toy, prompts[:3], {"slash": ma.MeaninglessTokens("/", 5)}, Last())
-    said = "3 of 3 prompts have no 'share' in the segment 'question' with 'slash'; {}all have it in: 'template'"
-    for ask in (there.compare, there.resolution, there.stability):
-        with pytest.raises(OptionError) as caught:
-            ask("slash", quantity="share")
-        assert str(caught.value) == said.format("in both conditions ")
-    with pytest.raises(OptionError) as caught:
-        there.heads("share", condition="slash")
-    assert str(caught.value) == said.format("")
-    assert set(
-        there.compare("slash", quantity="share", segment="template", columns="all").segment
-    ) == {"template"}
-    lacking = there["last"].share.where(there["last"].prompt != there["last"].prompt[0])
-    without = replace(
-        there, datasets=there.datasets | {"last": there["last"].assign(share=lacking)}
-    )
-    for segment, where in (("template", "the segment 'template'"), (None, "some segment")):
-        with pytest.raises(
-            OptionError,
-            match=rf"^1 of 3 .* in {where} .*; in both conditions no segment has it in all",
-        ):
-            without.compare("slash", quantity="share", segment=segment, columns="all")
-
-
 class LastAgain(Last):
     name = "last_again"
 
@@ -432,41 +389,9 @@ def test_a_quantity_of_two_analyses_is_refused_and_an_unknown_one_lists_what_is_
         there.compare("slash", quantity="shares", columns="all")
 
 
-@pytest.mark.parametrize(("n", "enough"), [(3, False), (5, False), (6, True)])
-def test_a_verdict_says_if_no_head_could_be_found(toy, prompts, n, enough):
-    """Of 2⁵ patterns of signs, two are as extreme as that of five prompts of one sign: p is 0.06 at least."""
-    verdict = ma.run(toy, prompts[:n], {"slash": ma.MeaninglessTokens("/", 20)}).verdict("slash")
-    assert verdict.findable == enough
-    assert repr(verdict).endswith(
-        f", {n} prompts)" if enough else f", {n} prompts, too few to mark any)"
-    )
-
-
 def test_nothing_is_compared_with_itself(result):
     with pytest.raises(OptionError, match="'slash' is compared with itself"):
         result.compare("slash", to="slash", columns="all")
-
-
-def test_a_baseline_inserts_nothing_whatever_is_asked(result):
-    for ask in (result.verdict, result.compare, result.resolution):
-        with pytest.raises(
-            OptionError,
-            match=r"^'baseline' inserts no tokens.*condition='sentence', segment='inserted'",
-        ):
-            ask("sentence", segment="inserted")
-    with pytest.raises(
-        OptionError, match=r"^'baseline' inserts no tokens.*condition='slash', segment='inserted'"
-    ):
-        result.heads("mass", segment="inserted")
-    assert len(result.heads("mass", condition="slash", segment="inserted")) == 10
-    assert (
-        len(
-            result.compare(
-                "slash", to="sentence", quantity="mass", segment="inserted", columns="all"
-            )
-        )
-        == 32
-    )
 
 
 def test_different_lengths_can_be_compared_on_purpose(result):

@@ -10,7 +10,7 @@ from pandas.testing import assert_frame_equal
 
 import mechattn as ma
 from mechattn.contrast.contrast import Contrast
-from mechattn.errors import OptionError, OutputError, PromptError
+from mechattn.errors import OptionError, PromptError
 from mechattn.prompts.prompt import as_prompts
 from mechattn.results.result import Result
 from mechattn.stats.intervals import t_interval
@@ -138,11 +138,6 @@ def test_verdicts_heads_agreement_and_changes_are_of_groups(result):
     assert set(result.agreement("slash", "dots", unit="prompt").n) == {18}
 
 
-def test_a_notebook_shows_how_many_groups(result, ungrouped):
-    assert ">6</td>" in result._repr_html_().split("groups")[1][:60]
-    assert "groups" not in ungrouped._repr_html_()
-
-
 def test_halves_never_share_a_group(result, prompts, toy):
     half = result.heads("entropy", select="half")
     assert set(half.n) == {3}
@@ -178,26 +173,6 @@ def test_sentences_and_captions_say_what_they_are_over(result, ungrouped):
     figure = ma.render.by_layer(result, "entropy")
     assert "n = 6 groups of 18 prompts" in figure.layout.title.text
     assert said(figure) != said(ma.render.by_layer(ungrouped, "entropy"))
-
-
-def test_groups_are_stored_and_results_without_them_are_read(result, ungrouped, tmp_path):
-    name = "result.zarr"
-    for made in (result, ungrouped):
-        made.save(tmp_path / name)
-        again = ma.load_result(tmp_path / name)
-        assert again.digest() == made.digest()
-        assert_frame_equal(
-            again.compare("slash", columns="all"),
-            made.compare("slash", columns="all"),
-            check_exact=True,
-        )
-    broken = result["sequences"].assign(
-        group=("condition", np.array(["a", "b", "c"], dtype=object))
-    )
-    with pytest.raises(OutputError, match="no group with the dimensions prompt"):
-        Result(dict(result.datasets) | {"sequences": broken}, result.provenance).save(
-            tmp_path / name
-        )
 
 
 def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungrouped):

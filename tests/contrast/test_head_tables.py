@@ -1,6 +1,5 @@
 """The ranked table of heads: the right heads, means and intervals; and what it refuses."""
 
-import numpy as np
 import pytest
 from scipy import stats
 
@@ -76,21 +75,6 @@ def test_halves_rank_on_one_and_show_the_other(result):
 def test_what_it_refuses(result, options, message):
     with pytest.raises(OptionError, match=message):
         result.heads(**options)
-
-
-def test_a_result_lists_its_datasets(result):
-    assert list(result) == list(result.datasets)
-    assert "head_updates" in result
-    assert 0 not in result
-
-
-def test_few_prompts_are_refused(toy, prompts):
-    few = ma.run(toy, prompts[:2], analyses=ma.analyses.AttentionFocus())
-    with pytest.raises(OptionError, match="2 prompts; give at least 3"):
-        few.heads("entropy")
-    assert np.isfinite(
-        ma.run(toy, prompts[:3], analyses=ma.analyses.AttentionFocus()).heads("entropy").low.iloc[0]
-    )
 
 
 def test_rows_are_named_by_their_heads(toy, prompts):

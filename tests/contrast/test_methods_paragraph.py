@@ -10,7 +10,6 @@ import pytest
 import mechattn as ma
 from mechattn.errors import OptionError
 from mechattn.results.result import Result
-from tests.conftest import run_part
 
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)*")
 
@@ -104,16 +103,6 @@ def test_it_changes_with_the_run(toy, prompts, result):
     for part in ("was not verified", "bfloat16, revision abc", "through the model's hooks"):
         assert part in text
     assert "The prompts were read unchanged." in ma.run(toy, alone[:3], layers=[0]).methods()
-
-
-def test_of_merged_and_stored_results(toy, prompts, tmp_path):
-    parts = [run_part(toy, prompts[:8], layers=[0], places=range(8))]
-    parts += [run_part(toy, prompts[8:], layers=[0], places=range(8, 16))]
-    whole = ma.merge_results(parts)
-    whole.save(tmp_path / "whole.zarr")
-    text = ma.load_result(tmp_path / "whole.zarr").methods()
-    assert text == whole.methods()
-    assert "8 groups of 16 prompts" in text
 
 
 def test_a_table_of_something_else_is_refused(result):

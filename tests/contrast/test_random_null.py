@@ -114,54 +114,10 @@ def test_most_heads_of_a_trained_toy_are_found(trained, random):
     )
 
 
-def test_a_shuffled_toy_stands_between(trained, toy, prompts):
-    draws = ma.run_random(toy, prompts[:6], CONDITIONS, draws=3, kind="shuffled")
-    table = trained.compare("slash", random=draws, columns="all")
-    spread = (table.random_high - table.random_low).groupby(table.layer).mean()
-    assert spread.is_monotonic_increasing, (
-        "heads of shuffled weights differ most in the last layers"
-    )
-    assert 0.2 < (stats.false_discovery_control(table.p_random) < 0.05).mean() < 1
-    with pytest.raises(OptionError, match="mixes random: initialised and random: shuffled"):
-        trained.compare(
-            "slash",
-            random=[*draws, ma.run(ma.random_weights(toy), prompts[:6], CONDITIONS)],
-            columns="all",
-        )
-
-
-def test_halves_and_segments_keep_the_columns(toy, prompts, tmp_path):
-    conditions = {"slash": CONDITIONS["slash"]}
-    analyses = [ma.ReceivedAttention(), ma.analyses.SegmentFlow()]
-    result = ma.run(toy, prompts, conditions, analyses)
-    draws = ma.run_random(toy, prompts, conditions, analyses, draws=3)
-    half = result.compare("slash", select="half", random=draws, columns="all")
-    assert half.p_random.between(1 / 97, 1).all()
-    both = np.ones(
-        32
-    )  # a half of the prompts chooses heads, but other prompts don't make random weights independent
-    both[: len(half)] = np.maximum(half.p_beyond, half.p_random)
-    np.testing.assert_allclose(half.q_random, stats.false_discovery_control(both)[: len(half)])
-    assert (half.n == 6).all()
-    flow = result.compare(
-        "slash", quantity="flow", segment=None, scale="difference", random=draws, columns="all"
-    )
-    assert flow.p_random.notna().any()
-    for number, draw in enumerate(draws):
-        draw.save(tmp_path / f"{number}.zarr")
-    stored = [ma.load_result(tmp_path / f"{number}.zarr") for number in range(3)]
-    assert result.compare("slash", select="half", random=stored, columns="all").equals(half)
-
-
 @pytest.mark.parametrize("draws", [0, 1, 2, -1, 2.0, True, "3"])
 def test_too_few_draws_are_refused_before_a_model_is_loaded(draws):
     with pytest.raises(OptionError, match=r"draws=.*at least 3"):
         ma.run_random("no/such-model", "Tom has 3 apples.", draws=draws)
-
-
-def test_an_unknown_kind_is_refused_before_a_model_is_loaded():
-    with pytest.raises(OptionError, match=r"kind='gaussian'.*\"initialised\".*\"shuffled\""):
-        ma.run_random("no/such-model", "Tom has 3 apples.", kind="gaussian")
 
 
 def test_what_is_no_list_of_random_models_is_refused(trained, random):

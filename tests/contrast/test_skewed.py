@@ -25,15 +25,6 @@ def test_false_findings_among_few_skewed_differences_are_said_to_be_possible():
     assert all("with 12 units q is not controlled" in made.skewed for made in false)
 
 
-def test_false_findings_among_many_very_skewed_differences_too():
-    d = np.exp(2 * np.random.default_rng(0).normal(size=(96, 24)))
-    made = paired(d - np.exp(2), resamples=499)
-    assert ("with 96 units q is not controlled" in made.skewed) == (made.q < 0.05).any()
-    effects = paired(d, resamples=499)
-    assert (effects.q < 0.05).all()
-    assert "with 96 units q is not controlled" in effects.skewed
-
-
 def test_where_sign_flips_alone_would_find_more_it_is_said():
     """By a count of the tests in which the two disagree."""
     apart = [int(((made.q >= 0.05) & (flips(made) < 0.05)).sum()) for made in tables("mixed", 12)]

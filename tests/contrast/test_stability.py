@@ -139,15 +139,6 @@ def test_what_it_refuses():
         ask(drawn([np.zeros(HEADS)], n=5))
 
 
-def test_of_a_real_result(slash_result):
-    table = slash_result.stability("slash", top=5, splits=10)
-    assert 0 <= table.low[0] <= table.jaccard[0] <= table.high[0] <= 1
-    assert table.attrs["of"] == 32
-    assert slash_result.stability(top=5, splits=10).equals(table)
-    other = [ask(drawn([np.zeros(HEADS)]), splits=5, seed=seed) for seed in (0, 1)]
-    assert not other[0].equals(other[1]), "another seed, other halves"
-
-
 def overlap_of_halves(differences, count=3):
     """The mean overlap of the heads that differ most, on 200 random halves of twelve prompts."""
     by_prompt = differences.transpose("prompt", "head").values

@@ -5,9 +5,6 @@ import pytest
 import xarray as xr
 
 from mechattn.results.result import Result
-from mechattn.stats.intervals import relative_change, t_interval
-from mechattn.stats.paired import paired
-from mechattn.stats.units import Units
 
 
 def a_result(values, baseline, null, null_baseline, groups=None):
@@ -89,29 +86,3 @@ def test_heads_with_no_difference_at_all_are_not_beyond():
     verdict = a_result(values, values, values[..., :1], values[..., :1]).verdict("other")
     assert not verdict.beyond.any()
     assert not verdict.above.any()
-
-
-def test_relative_changes_and_verdicts_are_of_groups():
-    generator = np.random.default_rng(0)
-    of = np.repeat(np.arange(8), 3)
-    units = Units.grouped([str(group) for group in of])
-    baseline = generator.uniform(0.5, 1.5, (24, 2, 3))
-    values = baseline * np.exp(-0.3 + 0.1 * generator.normal(size=(8, 2, 3))[of])
-    ones = np.ones((24, 2, 1))
-    made = a_result(values, baseline, ones, ones, [str(group) for group in of]).verdict("other")
-    assert (made.n, made.unit) == (8, "groups (8 of 24 prompts)")
-    ratio = np.log(values.mean((1, 2)) / baseline.mean((1, 2)))
-    groups = np.array(
-        [np.mean([ratio[i] for i in range(24) if of[i] == group]) for group in range(8)]
-    )
-    np.testing.assert_allclose(made.change, np.expm1(np.array(t_interval(groups))))
-    np.testing.assert_allclose(
-        relative_change(values.mean((1, 2)), baseline.mean((1, 2)), units), made.change
-    )
-    each = np.log(values / baseline)
-    by_hand = paired(np.stack([each[of == group].mean(0) for group in range(8)]))
-    np.testing.assert_array_equal(made.beyond, (by_hand.q < 0.05) & (by_hand.difference < 0))
-    alone = a_result(values, baseline, ones, ones).verdict("other")
-    assert float(alone.change.high - alone.change.low) < 0.8 * float(
-        made.change.high - made.change.low
-    )

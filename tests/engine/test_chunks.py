@@ -11,7 +11,6 @@ import pytest
 import mechattn as ma
 from mechattn.errors import Interrupted, OptionError, OutputError, PromptTooLong
 from mechattn.jobs import job as jobs
-from mechattn.jobs import resumable_run
 from mechattn.jobs.executors import Local
 from mechattn.jobs.job import Worker
 from mechattn.jobs.resumable_run import chunks_folder, parse_shard, shard_place
@@ -101,24 +100,6 @@ def test_it_is_one_pass_over_the_same_chunks(job, undisturbed, toy):
     assert numbers(merged) == numbers(undisturbed)
     assert undisturbed.provenance["prompts"] == ma.run(toy, job.prompts).provenance["prompts"]
     assert (undisturbed.provenance["chunk"], undisturbed.provenance["command"]) == (2, "a test")
-
-
-def test_an_interrupt_after_the_last_chunk_says_how_to_resume(job, tmp_path, monkeypatch):
-    path = tmp_path / "r.zarr"
-
-    def interrupted(*given):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(resumable_run, "merge_results", interrupted)
-    every = len(job.chunks)
-    with pytest.raises(
-        Interrupted,
-        match=rf"{every} of {every} chunks are done and kept in .*; rerun the command to",
-    ):
-        ma.run_job(job, path)
-    monkeypatch.undo()
-    assert numbers(ma.run_job(job, path)) == numbers(ma.load_result(path))
-    assert [entry.name for entry in tmp_path.iterdir()] == ["r.zarr"]
 
 
 def test_a_run_of_one_chunk_is_a_plain_run(job, toy, tmp_path):
@@ -240,18 +221,6 @@ def test_a_finished_run_called_again_is_done(job, undisturbed, tmp_path, monkeyp
     path.rename(tmp_path / "r-1-of-2.zarr")
     with pytest.raises(pytest.fail.Exception, match="computed again"):
         ma.run_job(job, path, shard="1/2")
-
-
-def test_a_finished_run_leaves_the_chunks_of_another_one(job, tmp_path):
-    path, other = tmp_path / "r.zarr", replace(job, options=OTHER_SEED)
-    ma.run_job(job, path)
-    stopped(other, path, 2)
-    before = {p: p.read_bytes() for p in chunks_folder(path).rglob("*") if p.is_file()}
-    ma.run_job(job, path)
-    assert {p: p.read_bytes() for p in chunks_folder(path).rglob("*") if p.is_file()} == before
-    ma.run_job(other, path)
-    assert ma.load_result(path).provenance["seed"] == 4
-    assert [p.name for p in tmp_path.iterdir()] == ["r.zarr"]
 
 
 def test_merged_shards_are_the_finished_run(job, tmp_path, monkeypatch):
@@ -394,29 +363,6 @@ def test_a_class_of_ones_own_goes_on(job, tmp_path, monkeypatch):
     computed.clear()
     ma.run_job(replace(job, analyses=[own_key(tmp_path / "four.py")]), path)
     assert computed == []
-
-
-class Under:
-    """A condition of one's own that is no dataclass."""
-
-    def __init__(self, count):
-        self.inner = ma.MeaninglessTokens(count=count)
-
-    def apply(self, prompt, model, seed=0):
-        return self.inner.apply(prompt, model, seed)
-
-
-def test_a_condition_of_ones_own_goes_on(job, tmp_path):
-    path = tmp_path / "r.zarr"
-    stopped(replace(job, conditions={"own": Under(4)}), path)
-    with pytest.raises(OptionError, match="keeps chunks of another run: conditions was"):
-        ma.run_job(replace(job, conditions={"own": Under(3)}), path)
-    made = ma.run_job(replace(job, conditions={"own": Under(4)}), path)
-    assert made.provenance["conditions"]["own"]["written"].startswith("Under[source ")
-    plain = ma.run_job(
-        replace(job, conditions={"own": ma.MeaninglessTokens(count=4)}), tmp_path / "plain.zarr"
-    )
-    assert numbers(made) == numbers(plain)
 
 
 def test_a_prompt_that_cannot_be_used_is_found_before_the_first_chunk(job, tmp_path, monkeypatch):

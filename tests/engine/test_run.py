@@ -32,21 +32,6 @@ def test_another_seed_gives_another_random_place(toy, prompts):
     assert not origins[0].equals(origins[1])
 
 
-def test_batches_do_not_matter_beyond_rounding(toy, prompts):
-    """One prompt a batch (nothing padded but the conditions) against all in one."""
-    together = ma.run(toy, prompts, CONDITIONS, keep="prompts")
-    alone = ma.run(toy, prompts, CONDITIONS, keep="prompts", memory="0.1MiB")
-    for name, array in numbers(together).items():
-        np.testing.assert_allclose(numbers(alone)[name], array, atol=2e-6, equal_nan=True)
-
-
-def test_a_prompt_alone_equals_the_prompt_among_longer_ones(toy, prompts):
-    shortest = min(prompts, key=lambda p: len(p.question))
-    among = ma.run(toy, prompts)["received_attention"].received_by_segment.sel(prompt=shortest.id)
-    alone = ma.run(toy, shortest)["received_attention"].received_by_segment.isel(prompt=0)
-    np.testing.assert_allclose(alone, among, atol=1e-6, equal_nan=True)
-
-
 def test_moments_are_those_of_the_prompts(toy, prompts):
     moments = ma.run(toy, prompts, CONDITIONS, memory="1MiB")["received_attention"]
     kept = ma.run(toy, prompts, CONDITIONS, keep="prompts", memory="1MiB")["received_attention"]

@@ -12,11 +12,8 @@ from mechattn.engine import batching as batch_plans
 from mechattn.engine import request_checks
 from mechattn.engine.batching import Cost, batch_plan
 from mechattn.errors import OptionError
-from mechattn.jobs.job import Job, Worker
-from mechattn.results.merge import merge_results
 from tests.model.unusual import BOUNDARY, TABLES, unusual_model
 
-SLASH = ma.MeaninglessTokens("/", 3)
 LENGTHS = (12, 40, 27, 60, 6, BOUNDARY, BOUNDARY + 1)
 
 
@@ -142,15 +139,6 @@ def test_the_result_says_which_side(toy, tokenizer, tmp_path):
     plain = ma.run(toy, "Tom has 3 apples.")
     assert "rope" not in plain.provenance["model"]
     assert "rope_factors" not in plain["sequences"]
-
-
-def test_chunks_of_both_sides_merge(tokenizer, tmp_path):
-    unusual_model("Llama LongRoPE", len(tokenizer)).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    worker = Worker(Job(str(tmp_path), prompts_of(tokenizer, (12, 20, 50, 60)), chunk=2))
-    parts = [worker.part(chunk)[1] for chunk in (0, 1)]
-    merged = merge_results(parts)
-    assert merged["sequences"].rope_factors.values.tolist() == ["short", "short", "long", "long"]
 
 
 def test_answers_of_both_sides_share_no_batch(tokenizer):

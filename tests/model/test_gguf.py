@@ -247,20 +247,6 @@ def test_the_file_is_read_once_as_the_package_reads_it(quantised):
         assert (mine.data == other.data).all()
 
 
-def test_nothing_is_replaced_afterwards(quantised):
-    import gguf
-
-    before = gguf.GGUFReader, gguf.get_tensor_name_map
-    ma.load_model(str(quantised), verify=False)
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
-
-
-def test_no_bar_is_shown(quantised, capfd, monkeypatch):
-    monkeypatch.delenv("TQDM_DISABLE", raising=False)
-    ma.load_model(str(quantised), verify=False)
-    assert "it/s" not in capfd.readouterr().err
-
-
 def test_a_job_notices_another_file(llama, quantised, tmp_path):
     copied = tmp_path / "tiny.gguf"
     shutil.copy(quantised, copied)

@@ -33,12 +33,7 @@ def ablated(model):
 
 USES = {
     "auto": run(engine="auto"),
-    "fused": run(engine="fused"),
-    "hooks": run(engine="hooks"),
     "evaluate": lambda model: ma.evaluate(model, [ASKED], new_tokens=1),
-    "checks of evaluate": lambda model: ma.evaluate(
-        model, [ASKED], {"kept": SLASH.unshifted()}, new_tokens=1
-    ),
     "probe of a server": lambda model: probe.reference_of(
         facts_of(model).native, model.tokenizer, [5, 6], [7]
     ),

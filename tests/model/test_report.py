@@ -76,31 +76,6 @@ def test_the_difference_is_the_largest_over_everything(factor):
         assert rows_of(check)[0][5] == "0.002"
 
 
-def test_positions_that_fail_show_the_worst_logit_of_the_worst_one():
-    """Against a loop over positions, centred as the check centres them."""
-    expected = torch.randn(6, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    hooked = expected.clone()
-    hooked[2] += 0.3 * torch.randn(
-        20, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
-    check = compare_positions("logits", hooked.float(), expected.float(), 1e-3, "", "")
-    centred = [[row - row.mean() for row in values] for values in (hooked, expected)]
-    unit = math.sqrt(sum(float((row**2).sum()) for row in centred[1]) / 120)
-    apart = [math.sqrt(float(((a - b) ** 2).mean())) / unit for a, b in zip(*centred, strict=True)]
-    assert apart.index(max(apart)) == 2
-    at = int((centred[0][2] - centred[1][2]).abs().argmax())
-    assert check.outcome == "failed"
-    assert check.difference == pytest.approx(max(apart), rel=1e-5)
-    assert (check.hooked, check.expected) == pytest.approx(
-        (float(centred[0][2][at]), float(centred[1][2][at])), rel=1e-5
-    )
-    same = compare_positions("logits", expected.float() + 4, expected.float(), 1e-3, "", "")
-    assert same.outcome == "passed", "a constant changes no probability"
-    assert same.expected == pytest.approx(float(centred[1][-1].max()), rel=1e-5), (
-        "the last position's largest logit"
-    )
-
-
 def test_a_figure_that_is_no_number_fails():
     expected = torch.ones(2, 3)
     hooked = expected.clone()

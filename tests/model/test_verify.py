@@ -69,13 +69,6 @@ def test_weights_of_one_head_permuted_behind_the_hooks(llama):
     assert failed(report) == {"logits", "kernel"}
 
 
-def test_weights_changed_after_loading(llama):
-    """The model without hooks shares the weights, so its logits change too: not what they were at loading."""
-    with torch.no_grad():
-        llama.blocks[0].attn.q.original_component.weight[:16] *= -1
-    assert failed(ma.verify_model(llama)) == {"weights"}
-
-
 def test_alibi_counted_twice(falcon):
     assert ma.verify_model(falcon).mended
     for block in falcon.blocks:

@@ -1,7 +1,6 @@
 """The first screen: each mark at its number, and a sentence that says no more than the intervals do."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -168,20 +167,6 @@ def test_without_a_control_of_equal_length_nothing_is_compared(toy, prompts):
     rows = changes([ShownModel(ma.run(toy, prompts[:4], conditions))])
     assert [row.against for row in rows] == [None, None]
     assert "Comparing" not in sentence(rows)
-
-
-def test_a_control_in_several_models():
-    beside = [
-        ("sentence", Interval(*map(np.float64, ends))) for ends in (LESS, (0.1, 0.05, 0.2), UNSURE)
-    ]
-    rows = [
-        replace(change(f"m{i} (1 M)", "x", LESS, -0.5), against=one) for i, one in enumerate(beside)
-    ]
-    words = "instead of with no insertion: −20.0\u00a0% to +10.0\u00a0% (more in 1, less in 1, no clear difference in 1 of 3 models)."
-    assert sentence(rows).endswith(words)
-    assert "(less in 2 of 2 models)" in sentence(
-        [replace(rows[0], model=f"m{i}") for i in range(2)]
-    )
 
 
 def test_what_has_no_verdict_says_why():

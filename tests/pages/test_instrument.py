@@ -19,7 +19,6 @@ from mechattn.pages.page_data import (
     head_texts,
     head_values,
     instrument,
-    model_data,
     named_data,
 )
 from tests.pages.read import data_of, unpacked
@@ -202,21 +201,6 @@ def test_patterns_are_lower_triangles(toy, monkeypatch):
     )
     monkeypatch.setattr("mechattn.pages.page_data.PATTERNS", 10)
     assert "too large for a page" in head_patterns(result)["missing"]
-
-
-def test_patterns_of_another_run_say_so(slash_result, toy):
-    beside = ma.run(
-        toy,
-        "Tom has 3 apples.",
-        {"slash": ma.MeaninglessTokens(count=4)},
-        [ma.analyses.AttentionMap()],
-    )
-    for maps, apart in ((beside, True), (slash_result, False)):
-        assert model_data(ShownModel(slash_result, maps))["patterns"]["apart"] is apart
-    assert (
-        model_data(ShownModel(slash_result, beside))["patterns"]["prompts"][0]["slash"]["inserted"]
-        == 4
-    )
 
 
 def test_without_patterns_a_sentence(slash_result):

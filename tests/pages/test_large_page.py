@@ -125,19 +125,6 @@ def test_every_figure_and_table_is_the_same(measured, place):
     assert is_lazy(lazy)
 
 
-def test_updates_are_counted_some_prompts_at_a_time(toy, prompts):
-    measured = ma.run(
-        toy, prompts[:5], {"slash": ma.MeaninglessTokens(count=5)}, ma.analyses.HeadUpdates()
-    )
-    for draw in (ma.render.update_histogram, ma.render.update_map):
-        some = draw(replace(measured, memory="700KiB"))
-        assert rounded(some.to_json()) == rounded(draw(measured).to_json())
-        with pytest.raises(
-            MemoryOptionError, match=r"one prompt of .* takes 1 MiB, and memory='1KiB' allows less"
-        ):
-            draw(replace(measured, memory="1KiB"))
-
-
 def test_a_memory_that_is_too_small_is_said_before_anything_is_read(place, tmp_path, monkeypatch):
     real = Listing.read
 
@@ -218,25 +205,6 @@ def test_the_memory_is_kept_to(measured):
     again = replace(result, memory="13MiB").compare("slash", resamples=99, columns="all")
     pd.testing.assert_frame_equal(again, table, rtol=1e-12)
     assert again.attrs == table.attrs
-
-
-def test_bags_are_said(measured):
-    result = many(measured, 2100)
-    table = result.compare("slash", resamples=199)
-    assert table.attrs["resampled"] == "700 random bags of 3"
-    assert table.attrs["unit"] == "prompts"
-    assert (table.n == 2100).all()
-    assert (
-        "random patterns of signs of 700 random bags of 3, which are also what"
-        in result.methods(table)
-    )
-    assert (
-        "n = 2100 prompts, tested by 700 random bags of 3"
-        in ma.render.change_map(result).layout.title.text
-    )
-    few = many(measured, 2000).compare("slash", resamples=199)
-    assert "resampled" not in few.attrs
-    assert "bags" not in many(measured, 2000).methods(few)
 
 
 def test_groups_are_bagged_as_wholes(measured):

@@ -2,48 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.model.checkpoint import load_tokenizer
-from tests.parity.plain import MECHANISMS
-from tests.parity.test_every_toy import alibi_in_the_mask_only, plain_and_hooked, windows
+from tests.parity.plain import MECHANISMS, models, passed
+from tests.parity.test_every_toy import windows
 
 PARTS = ("dilution", "shift", "rerouting", "new_values")
-
-
-def patterns_and_values(model, ids):
-    """Patterns [layer][head, query, key] and values [layer][head, key, d_head], each head with its own copy."""
-    heads, seen = model.config.num_attention_heads, []
-    fused = model.config.model_type == "falcon"
-    names = [
-        name
-        for name, _ in model.named_modules()
-        if name.endswith("query_key_value" if fused else "v_proj")
-    ]
-    modules = dict(model.named_modules())
-    handles = [
-        modules[name].register_forward_hook(lambda m, i, out: seen.append(out[0])) for name in names
-    ]
-    with torch.no_grad():
-        attentions = model(torch.tensor([ids]), output_attentions=True).attentions
-    for handle in handles:
-        handle.remove()
-    values = []
-    for out in seen:
-        if fused:  # [pos, head, (q, k, v), d_head]
-            values.append(out.view(len(ids), heads, 3, -1)[:, :, 2].transpose(0, 1).numpy())
-        else:
-            width = (
-                model.config.hidden_size // heads
-                if model.config.model_type != "gemma3_text"
-                else None
-            )
-            width = width or model.config.head_dim
-            by_kv_head = out.view(len(ids), -1, width).transpose(0, 1)
-            values.append(by_kv_head.repeat_interleave(heads // len(by_kv_head), 0).numpy())
-    return [a[0].numpy() for a in attentions], values
 
 
 def one_query(a, a_with, v, v_with, place, query, place_of_query, question):
@@ -80,10 +45,10 @@ def one_query(a, a_with, v, v_with, place, query, place_of_query, question):
     return made, shift
 
 
-def oracle(plain, baseline, sequence, layer_head):
+def oracle(plain, baseline, sequence, layer_head, monkeypatch):
     """Means over the question's queries by layer and head, and singular values of the shifts after the insertion."""
-    a, v = patterns_and_values(plain, baseline.tokens.tolist())
-    a_with, v_with = patterns_and_values(plain, sequence.tokens.tolist())
+    before = passed(plain, baseline.tokens.tolist(), monkeypatch)
+    after = passed(plain, sequence.tokens.tolist(), monkeypatch)
     place = [int((sequence.origin == k).nonzero()) for k in range(len(baseline))]
     first = int(sequence.inserted.nonzero()[0])
     question = baseline.of_segment("question").nonzero().flatten().tolist()
@@ -93,10 +58,10 @@ def oracle(plain, baseline, sequence, layer_head):
             if at < first:
                 continue
             numbers, shift = one_query(
-                a[layer][head],
-                a_with[layer][head],
-                v[layer][head],
-                v_with[layer][head],
+                before.pattern[layer][head],
+                after.pattern[layer][head],
+                before.v[layer][head],
+                after.v[layer][head],
                 place,
                 query,
                 at,
@@ -122,8 +87,7 @@ def measured(result, index, layer, head, name):
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_affine_shift_equals_the_oracle(name, prompts, monkeypatch):
-    tokenizer = load_tokenizer(name)
-    plain, hooked = plain_and_hooked(name, tokenizer)
+    plain, hooked = models(name)
     slash, some = ma.MeaninglessTokens("/", 20), prompts[:3]
     index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
     results = [
@@ -131,38 +95,34 @@ def test_affine_shift_equals_the_oracle(name, prompts, monkeypatch):
         for engine in ("streaming", "hooks")
     ]
     baseline, sequence = ma.Baseline().apply(some[index], hooked), slash.apply(some[index], hooked)
-    plain.set_attn_implementation("eager")
     cells = [
         (layer, head)
         for layer in range(hooked.cfg.n_layers)
         for head in (0, hooked.cfg.n_heads - 1)
     ]
-    with alibi_in_the_mask_only(plain, monkeypatch):
-        for (layer, head), expected in oracle(plain, baseline, sequence, cells):
-            for result in results:
-                for quantity, number in expected.items():
-                    got = measured(result, index, layer, head, quantity)
-                    where = f"{name}, layer {layer}, head {head}, {quantity}"
-                    # Shares of a small change are small differences of large numbers.
-                    assert got == pytest.approx(
-                        number, abs=2e-4 if "change_by" in quantity else 2e-5
-                    ), where
+    for (layer, head), expected in oracle(plain, baseline, sequence, cells, monkeypatch):
+        for result in results:
+            for quantity, number in expected.items():
+                got = measured(result, index, layer, head, quantity)
+                where = f"{name}, layer {layer}, head {head}, {quantity}"
+                # Shares of a small change are small differences of large numbers.
+                tolerance = 2e-4 if "change_by" in quantity else 2e-5
+                assert got == pytest.approx(number, abs=tolerance), where
     assert {w for w in windows(plain.config) if w < 10**9} == (
         {64} if name == "toy:gemma3" else set()
     )
 
 
-def test_the_oracle_would_notice_a_token_out_of_place(prompts, toy):
+def test_the_oracle_would_notice_a_token_out_of_place(prompts, monkeypatch):
     """Filler that is said to begin one token early gives other numbers."""
-    plain, _ = plain_and_hooked("toy:llama", None)
-    plain.set_attn_implementation("eager")
+    plain, toy = models("toy:llama")
     slash = ma.MeaninglessTokens("/", 20)
     baseline, sequence = ma.Baseline().apply(prompts[0], toy), slash.apply(prompts[0], toy)
-    right = dict(oracle(plain, baseline, sequence, [(1, 0)]))[1, 0]
+    right = dict(oracle(plain, baseline, sequence, [(1, 0)], monkeypatch))[1, 0]
     early = ma.conditions.TokenSequence(
         sequence.tokens, _one_early(sequence.origin), sequence.segment
     )
-    wrong = dict(oracle(plain, baseline, early, [(1, 0)]))[1, 0]
+    wrong = dict(oracle(plain, baseline, early, [(1, 0)], monkeypatch))[1, 0]
     assert abs(right["scale"] - wrong["scale"]) > 1e-3
     assert abs(right["total_variation"] - wrong["total_variation"]) > 1e-3
 

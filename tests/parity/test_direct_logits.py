@@ -14,13 +14,10 @@ from tests.tiny_families import tiny_model
 SLASH = ma.MeaninglessTokens("/", 20)
 GRANITE = {"logits_scaling": 8.0, "residual_multiplier": 0.22}
 SUMMED = {
-    "Llama": {},
     "GPT-2": {},
     "Gemma 2": {"final_logit_softcapping": 4.0},
-    "OLMo 2": {},
     "Cohere": {"logit_scale": 0.3},
     "Granite": GRANITE,
-    "DeepSeek-V3 (latent attention)": {},
 }
 
 

@@ -5,10 +5,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.model.checkpoint import load_tokenizer
-from tests.parity.plain import MECHANISMS
-from tests.parity.test_affine_shift import patterns_and_values
-from tests.parity.test_every_toy import alibi_in_the_mask_only, plain_and_hooked
+from tests.parity.plain import MECHANISMS, models, passed
 
 
 def oracle(pattern, values, segments, source, target):
@@ -24,7 +21,7 @@ def oracle(pattern, values, segments, source, target):
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_flow_equals_the_oracle(name, prompts, monkeypatch):
-    plain, hooked = plain_and_hooked(name, load_tokenizer(name))
+    plain, hooked = models(name)
     slash, some = ma.MeaninglessTokens("/", 20), prompts[:3]
     index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
     results = [
@@ -33,16 +30,16 @@ def test_flow_equals_the_oracle(name, prompts, monkeypatch):
     ]
     sequence = slash.apply(some[index], hooked)
     segments = [SEGMENTS[code] for code in sequence.segment.tolist()]
-    plain.set_attn_implementation("eager")
-    with alibi_in_the_mask_only(plain, monkeypatch):
-        patterns, values = patterns_and_values(plain, sequence.tokens.tolist())
+    run = passed(plain, sequence.tokens.tolist(), monkeypatch)
     for layer in range(hooked.cfg.n_layers):
         for source, target in (
             ("question", "inserted"),
             ("question", "question"),
             ("inserted", "system"),
         ):
-            flow, by_value = oracle(patterns[layer][1], values[layer][1], segments, source, target)
+            flow, by_value = oracle(
+                run.pattern[layer][1], run.v[layer][1], segments, source, target
+            )
             for result in results:
                 at = dict(prompt=index, condition=1, layer=layer, head=1)
                 cell = result["segment_flow"].isel(at).sel(segment=source, to_segment=target)

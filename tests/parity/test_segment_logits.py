@@ -69,7 +69,7 @@ def test_each_head_reads_key_by_key(name, prompts, monkeypatch):
 @pytest.mark.parametrize("engine", ["streaming", "hooks"])
 @pytest.mark.parametrize(
     "name",
-    ["toy:llama", "toy:gemma3", "toy:falcon", "OLMo 2", "GPT-2", "DeepSeek-V3 (latent attention)"],
+    ["toy:gemma3", "toy:falcon", "GPT-2", "DeepSeek-V3 (latent attention)"],
 )
 def test_over_all_segments_it_is_the_direct_logit(name, engine, prompts, shared):
     """With norms after attention, biases, grouped heads, ALiBi, windows and latent attention."""

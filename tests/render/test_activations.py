@@ -19,7 +19,7 @@ def result(toy, prompts):
             )
         ),
     }
-    return ma.run(toy, prompts, conditions, [ma.analyses.MlpActivations()])
+    return ma.run(toy, prompts[:4], conditions, [ma.analyses.MlpActivations()])
 
 
 def traces(figure, name):

@@ -178,12 +178,3 @@ def test_a_result_of_the_baseline_alone(toy, prompts):
     alone = ma.run(toy, prompts[:3], None, [ma.analyses.AttentionBudget()])
     figure = ma.render.attention_budget(alone)
     assert {trace.type for trace in figure.data} == {"bar"}
-
-
-def test_what_was_not_measured_is_refused(slash_result, result):
-    with pytest.raises(OptionError, match="this result has no 'attention_budget'"):
-        ma.render.attention_budget(slash_result)
-    with pytest.raises(OptionError, match="there is no condition 'slsh'"):
-        ma.render.attention_budget(result, ["slsh"])
-    with pytest.raises(OptionError, match="layer 9"):
-        budget_table(result, "slash", layer=9)

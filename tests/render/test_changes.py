@@ -12,7 +12,6 @@ from mechattn.contrast.contrast import Contrast
 from mechattn.errors import OptionError
 from mechattn.render.draw import THIRD, WITH, WITHOUT, head_map
 from mechattn.render.words import said
-from mechattn.stats.units import halves_of
 
 
 @pytest.fixture(scope="module")
@@ -96,25 +95,6 @@ def test_a_first_token_does_not_set_the_axis_and_is_named(result):
     ma.render.received_attention(sink, 0, heads=[5])
 
 
-def test_the_head_of_a_model_is_chosen_on_one_half_and_shown_on_the_other(toy, prompts):
-    conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(10)}
-    kept = ma.run(toy, prompts[:8], conditions, keep="prompts")
-    figure = ma.render.received_by_model(kept, layer=1)
-    choosing, _ = halves_of(8)
-    received = kept["received_attention"].received_by_segment.sel(layer=1, segment="question")
-    changes = []
-    for head in range(kept["received_attention"].sizes["head"]):
-        ratios = []
-        for prompt in choosing:
-            cell = received.isel(prompt=prompt).sel(head=head)
-            ratios.append(np.log(float(cell.sel(condition="slash")) / float(cell[0])))
-        changes.append(abs(np.mean(ratios)))
-    assert f"layer 1 head {int(np.argmax(changes))}" in figure.layout.annotations[0].text
-    assert "mean over 4 prompts" in figure.layout.title.text
-    with pytest.raises(OptionError, match='run with keep="prompts", or name the heads'):
-        ma.render.received_by_model(ma.run(toy, prompts[:8], conditions), layer=1)
-
-
 def test_several_layers(result):
     figure = ma.render.received_attention(result, [0, 2], heads=[5], condition="slash")
     assert [a.text for a in figure.layout.annotations][:2] == ["Layer 0 head 5", "Layer 2 head 5"]
@@ -171,20 +151,6 @@ def test_sweeps(swept):
     assert list(places.x) == ["start", "random"]
     with pytest.raises(OptionError, match="named text="):
         ma.render.changes(swept, over="text")
-
-
-def test_two_sweeps_are_two_lines(toy, prompts):
-    word = {
-        f"word, {name}": c
-        for name, c in ma.sweep(ma.conditions.RandomTokens(), count=[5, 10]).items()
-    }
-    slash = {
-        f"slash, {name}": c
-        for name, c in ma.sweep(ma.MeaninglessTokens("/"), count=[5, 10]).items()
-    }
-    shown = lines(ma.render.changes(ma.run(toy, prompts[:3], slash | word), over="count"))
-    assert {"slash", "word"} <= set(shown)
-    assert list(shown["slash"].y) != list(shown["word"].y)
 
 
 def test_changes_by_condition(result):

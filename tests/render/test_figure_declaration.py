@@ -35,12 +35,6 @@ def test_all_that_draws_a_figure_is_declared():
         assert all(set(options) <= set(one.takes) for options in one.report)
 
 
-def test_files_are_not_listed_beside_figures():
-    assert set(dir(ma.render)) > set(figure_declaration.FIGURES)
-    assert all(inspect.isfunction(getattr(ma.render, name)) for name in dir(ma.render))
-    assert inspect.ismodule(ma.render.draw), "a file, which is found but not listed"
-
-
 def test_a_report_shows_what_the_result_has(results):
     for result, expected in zip(
         results,

@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
 import mechattn as ma
 from mechattn.errors import OptionError
-from tests.tiny_families import tiny_model
 
 ANALYSES = [
     ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates(per_query=True), ma.analyses.TopTargetUpdates(), ma.analyses.BlockUpdates(), ma.analyses.AttentionSinks(),
@@ -123,24 +121,3 @@ def test_what_cannot_be_shown_is_said(result, toy, prompts):
     assert np.isnan(ma.render.heads_by_layer(few, "first_mass").data[0].customdata[0][2]), (
         "one prompt has no interval"
     )
-
-
-def test_sizes_for_a_passage_of_170_tokens(tokenizer):
-    """24 layers of 32 heads: summaries below 3 MB."""
-    model = ma.load_model(
-        tiny_model("BLOOM", len(tokenizer), hidden_size=256, n_head=32, n_layer=24),
-        tokenizer=tokenizer,
-        verify=False,
-    )
-    tokens = torch.randint(5, 700, (3, 170), generator=torch.Generator().manual_seed(0))
-    tokens[:, 0] = 1
-    result = ma.run(
-        model, tokens, analyses=[ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates()]
-    )
-    drawn = [
-        ma.render.heads_by_layer(result, q) for q in ("self_share", "first_share", "concentration")
-    ]
-    drawn += [ma.render.update_histogram(result, q) for q in ("magnitude", "orientation")] + [
-        ma.render.update_map(result)
-    ]
-    assert sum(len(figure.to_json()) for figure in drawn) < 3e6

@@ -10,7 +10,6 @@ from mechattn.axes import SEGMENTS
 from mechattn.contrast.focus_and_impact import (
     BIN_EDGES,
     focus_and_impact,
-    impact_within,
     layer_groups,
 )
 from mechattn.errors import OptionError
@@ -91,20 +90,6 @@ def test_the_loops_would_notice_another_heads_updates(result):
     mine, theirs = focus_and_impact(result), focus_and_impact(changed)
     assert (mine.queries == theirs.queries).all()
     assert abs(mine["median"] - theirs["median"]).max() > 0.05
-
-
-def test_later_layers_alone_are_in_the_sentence(result):
-    layers = result["head_updates"].layer.values.tolist()
-    later = [layer for layer in layers if layer >= 4] or layers
-    rows = impacts_by_loops(result, "baseline", "question", later)
-    impact, share = impact_within(result, 0.2, 1.0)
-    inside = [(prompt, value) for prompt, mass, value in rows if mass > 0.2]
-    assert share == pytest.approx(len(inside) / len(rows))
-    by_prompt = [
-        np.mean([value for prompt, value in inside if prompt == number])
-        for number in sorted({prompt for prompt, _ in inside})
-    ]
-    assert float(impact.estimate) == pytest.approx(np.mean(by_prompt), rel=1e-6)
 
 
 def test_groups_of_layers():

@@ -93,15 +93,6 @@ def test_a_page_is_no_part_of_a_result(slash_result, tmp_path):
     slash_result.save(tmp_path / "r.zarr")
 
 
-def test_every_page_of_ours_can_be_replaced(slash_result, tmp_path):
-    for path in (tmp_path / "p.html", tmp_path / "new" / "v.html"):
-        for _ in range(2):
-            slash_result.page(path, heads=[0])
-            assert "<figure>" in path.read_text(encoding="utf-8")
-            VIEW.save(path)
-            assert "<figure>" not in path.read_text(encoding="utf-8")
-
-
 def test_a_link_is_followed_and_a_folder_is_not_replaced(tmp_path):
     (tmp_path / "public").mkdir()
     link = tmp_path / "p.html"

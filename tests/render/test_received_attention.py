@@ -7,10 +7,8 @@ import pytest
 
 import mechattn as ma
 from mechattn.contrast.means import choose_heads
-from mechattn.contrast.null_by_position import dilution_at_positions
 from mechattn.errors import OptionError
 from mechattn.stats.units import halves_of
-from tests.conftest import run_part
 
 
 def lines(figure):
@@ -104,18 +102,6 @@ def test_dilution_is_drawn_beside_the_line_with_inserted_tokens(slash_result, op
     uniform = ma.render.received_attention(slash_result, 0, [head], null="uniform")
     other = [trace for trace in uniform.data if trace.line.dash == "dot"][1]
     assert abs(other.y[3] / dotted[0].y[3] - 1) > 0.01, "the loop would notice the other null"
-
-
-def test_dilution_by_position_has_the_mean_of_its_segment(toy, prompts):
-    """Of one prompt the mean over the question's tokens is the null that was measured."""
-    result = ma.run(toy, prompts[:1], {"slash": ma.MeaninglessTokens("/", 10)})
-    by_position = dilution_at_positions(result, "received_by_origin", "slash", 1, 2, np.arange(1))
-    codes = result["sequences"].segment_index.sel(condition="baseline").values[0]
-    names = list(result["received_attention"].segment.values)
-    mean = np.nanmean(by_position[codes == names.index("question")])
-    measured = result["received_attention"].received_by_segment_dilution
-    cell = measured.sel(condition="slash", layer=1, head=2, segment="question")
-    assert mean == pytest.approx(float(cell[0]), rel=1e-5)
 
 
 def test_lines_have_the_null_that_there_is(toy, prompts):
@@ -234,46 +220,11 @@ def test_choosing_needs_the_prompts(toy, prompts):
     ma.render.received_attention(result, layer=0, heads=[3])
 
 
-def test_verdict_words(slash_result):
-    words = ma.render.verdict_words(slash_result)
-    assert re.search(
-        r"question changes by −\d+\.\d\s% \[−\d+\.\d\s%, −\d+\.\d\s%\] over .* would change it by −",
-        words,
-    )
-    assert "12 prompts" in words
-    assert "Of 32 heads" in words
-    assert "uniform" not in words
-
-
 def test_no_span_is_shaded_where_there_is_none_in_common(toy, prompts):
     result = ma.run(toy, prompts[:4], {"random": ma.MeaninglessTokens(count=5, place="random")})
     figure = ma.render.received_attention(result, layer=0, heads=[0])
     assert not figure.layout.shapes
     assert "differ between prompts" in figure.layout.title.text
-
-
-def test_a_page_tells_of_every_condition(toy, prompts, tmp_path):
-    from mechattn.pages.page import page
-
-    conditions = {"four": ma.MeaninglessTokens(count=4), "nine": ma.MeaninglessTokens(count=9)}
-    result = ma.run(toy, prompts[:4], conditions, [ma.ReceivedAttention(queries="all")])
-    text = page(result, tmp_path / "index.html", 0, [0]).read_text()
-    assert "with “four”" in text
-    assert "With “nine”, attention" in text
-    assert "all tokens after it pay to it" in text
-
-
-def test_a_page_of_a_merged_result(toy, prompts, tmp_path):
-    slash = {"slash": ma.MeaninglessTokens()}
-    halves = [
-        run_part(toy, prompts[at : at + 4], slash, places=range(at, at + 4), keep="prompts")
-        for at in (0, 4)
-    ]
-    halves[1].provenance["time"] = "2031-01-02T03:04:05+00:00"
-    merged = ma.merge_results(halves[::-1])
-    text = merged.page(tmp_path / "index.html", heads=[0]).read_text()
-    assert " to 2031-01-02T03:04:05+00:00" in text
-    assert "8 prompts (" in text
 
 
 def test_the_baseline_alone_is_drawn_with_its_null(toy):

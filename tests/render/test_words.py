@@ -10,7 +10,6 @@ from scipy import stats
 import mechattn as ma
 from mechattn.commands.run_config import FIGURES
 from mechattn.contrast.contrast import Verdict
-from mechattn.errors import OptionError
 from mechattn.render.words import change_words, heads_words, mean_words, percent, said
 from mechattn.results.provenance import matched_control
 from mechattn.stats.intervals import Interval
@@ -43,14 +42,6 @@ def test_every_figure_says_its_number_with_an_interval(result, name):
     words = said(FIGURES[name](result, **OPTIONS.get(name, {})))
     assert re.search(r"\d[^ ]* ?%? \[[+−-]?\d[^\]]*, [+−-]?\d[^\]]*\]", words), words
     assert "nan" not in words
-
-
-def test_a_sweep_says_it_too(toy, prompts):
-    result = ma.run(toy, prompts[:4], ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20]))
-    assert re.search(
-        r"count=20: [−+].*\[.*\] \(dilution: −",
-        said(ma.render.changes(result, over="count")),
-    )
 
 
 def interval_by_hand(ratios):
@@ -180,33 +171,3 @@ def test_the_verdict_names_its_matched_control(result):
         in words
     )
     assert result.verdict("slash", to="sentence").change.estimate == pytest.approx(apart, rel=1e-4)
-
-
-def test_alike_prompts_are_said_with_the_verdict_and_in_the_methods(toy, prompts):
-    slash = {"slash": ma.MeaninglessTokens("/", 5)}
-    alike = ma.run(
-        toy, [f"Anna has {i} apples and buys {i + 3} more. How many?" for i in range(8)], slash
-    )
-    said = "8 prompts follow one template, apart from numbers and names"
-    assert said in ma.render.verdict_words(alike)
-    assert f"was the prompt. {said}" in alike.methods()
-    assert "template, apart" not in ma.run(toy, prompts[:8], slash).methods()
-
-
-def test_a_condition_beside_one_elsewhere_has_another_null_and_another_length_is_refused(
-    toy, prompts
-):
-    slash = ma.MeaninglessTokens("/", 5)
-    after = ma.MeaninglessTokens("/", 5, place="after_question")
-    result = ma.run(
-        toy, prompts[:3], {"slash": slash, "after": after, "more": ma.MeaninglessTokens("/", 9)}
-    )
-    nulls = [percent(result.verdict(name).null.estimate) for name in ("slash", "after")]
-    assert nulls[0] != nulls[1]
-    with pytest.raises(OptionError, match="difference would be one of length too"):
-        ma.render.verdict_words(result, "slash", to="more")
-
-
-def test_another_length_is_no_matched_control(toy, prompts):
-    conditions = {"slash": ma.MeaninglessTokens("/", 5), "sentence": ma.RandomSentence(20)}
-    assert matched_control(ma.run(toy, prompts[:3], conditions), "slash") is None

@@ -35,27 +35,6 @@ def text_in(sequence, model, segment):
 # Segments found by searching the rendered text.
 
 
-@pytest.mark.parametrize("question", ["assistant", "user", "system", "|>", "Be brief."])
-def test_a_question_that_the_template_contains_too(chat_model, question):
-    prompt = ma.Prompt(question, system="Be brief.", template="chat")
-    rendered = chat_model.tokenizer.apply_chat_template(
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    sequence = tokenize(prompt, chat_model)
-    before = sequence.tokens[: int(sequence.of_segment("question").nonzero()[0])]
-    expected = rendered[: rendered.index("<|user|>\n") + len("<|user|>\n")]
-    got = chat_model.tokenizer.decode(before, skip_special_tokens=True)
-    assert (
-        got.split()
-        == chat_model.tokenizer.decode(
-            chat_model.tokenizer(expected)["input_ids"], skip_special_tokens=True
-        ).split()
-    )
-    assert text_in(sequence, chat_model, "question").strip() == question
-
-
 def test_a_template_that_trims(chat_model):
     chat_model.tokenizer.chat_template = CHATML.replace("m.content", "m.content | trim")
     prompt = ma.Prompt("  How many?\n", system="Be brief.\n", template="chat")

@@ -8,20 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-import xarray as xr
 
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
 from mechattn.results.arrays import is_lazy
 from mechattn.results.merge import merge_results
 from mechattn.results.result import in_half_the_space
-from mechattn.store.objects import Listing
 from mechattn.store.writing import merge_stored
 from tests.conftest import run_part
 
 pytestmark = pytest.mark.usefixtures("read_on_demand")
 PLACES = [[0, 3, 4, 11, 12], [1, 2, 5, 6, 7, 8, 9, 10]]
-RECEIVED = "received_attention/received_by_segment"
 
 
 @pytest.fixture(scope="module")
@@ -67,26 +64,6 @@ def test_it_is_the_same_and_nothing_of_a_prompt_is_read(parts, folder):
         assert not any(variable._in_memory for variable in lazy)
 
 
-def test_a_block_of_prompts_is_read_from_its_own_objects(folder, monkeypatch):
-    loaded = ma.load_result(folder / "1.zarr")["received_attention"].received_by_segment
-    names, read = [], Listing.read
-    monkeypatch.setattr(
-        Listing, "read", lambda listing, name: names.append(name) or read(listing, name)
-    )
-    expected = loaded.values[3:6]
-    names.clear()
-    np.testing.assert_array_equal(loaded[3:6].values, expected)
-    assert [name.split("/c/")[1].split("/")[0] for name in names] == ["1"]
-
-
-def test_it_opens_in_plain_xarray(parts, folder):
-    with xr.open_datatree(folder / "0.zarr", engine="zarr", consolidated=False) as tree:
-        for name in ("received_by_segment", "received_per_prompt", "mass_by_segment"):
-            np.testing.assert_array_equal(
-                tree["received_attention"][name], parts[0]["received_attention"][name]
-            )
-
-
 CASES = [
     ("received", None),
     ("received", "half"),
@@ -123,48 +100,6 @@ def test_some_layers_at_a_time_give_the_same(whole, quantity, select, monkeypatc
     pd.testing.assert_frame_equal(got, expected, rtol=1e-12)
 
 
-def test_some_layers_at_a_time_where_one_has_nothing(whole):
-    """A layer without the quantity is left out, and said to be; the family of tests is the smaller one."""
-    dataset = whole["received_attention"].copy(deep=True)
-    dataset["received_by_segment"].loc[{"layer": 1}] = np.nan
-    made = replace(whole, datasets={**whole.datasets, "received_attention": dataset})
-    tables = []
-    for memory in ("2GiB", "45KiB"):
-        with pytest.warns(
-            UserWarning, match=r"8 of 32 cells are left out \(layer 1 head 0"
-        ) as caught:
-            tables.append(
-                replace(made, memory=memory).compare("slash", resamples=99, columns="all")
-            )
-        assert caught[0].filename == __file__
-    assert tables[0].attrs == tables[1].attrs
-    assert len(tables[0]) == 24
-    pd.testing.assert_frame_equal(*tables, rtol=1e-12)
-    dataset["received_by_segment"][:] = 0.0
-    for memory in ("2GiB", "45KiB"):
-        with pytest.raises(OptionError, match="'received' has no ratio in any cell"):
-            replace(made, memory=memory).compare("slash", resamples=99, columns="all")
-
-
-def test_heads_and_verdict_some_layers_at_a_time(whole, folder):
-    lazy = merge_results([ma.load_result(folder / f"{number}.zarr") for number in (0, 1)])
-    heads = [
-        (options, whole.heads("received", **options))
-        for options in ({"top": None}, {"top": 5, "select": "half"})
-    ]
-    expected = whole.verdict("slash")
-    for of in (whole, lazy):
-        for options, table in heads:
-            got = replace(of, memory="20KiB").heads("received", **options)
-            assert got.attrs == table.attrs
-            pd.testing.assert_frame_equal(got, table, rtol=1e-12)
-        got = replace(of, memory="320KiB").verdict("slash")
-        for name in ("change", "null", "beyond", "above", "n", "unit"):
-            close = name in ("change", "null")
-            check = np.testing.assert_allclose if close else np.testing.assert_array_equal
-            check(getattr(got, name), getattr(expected, name))
-
-
 @pytest.mark.parametrize("call", ["compare", "verdict"])
 def test_a_memory_that_is_too_small_is_said_before_anything_is_read(folder, call, monkeypatch):
     lazy = ma.load_result(folder / "0.zarr")
@@ -190,16 +125,6 @@ def test_two_results_are_one(whole, folder, tmp_path, monkeypatch, target):
     sent = pickle.loads(pickle.dumps(merged))  # reads the same objects, when it needs them
     assert is_lazy(sent)
     assert sent.digest() == merged.digest() == whole.digest()
-
-
-def test_shards_of_two_types_are_not_merged(parts, folder, tmp_path):
-    in_half_the_space(parts[1]).save(tmp_path / "half.zarr")
-    with pytest.raises(
-        OptionError, match=r"the type of \S+ is 'float(32|16)' in one and 'float(32|16)' in another"
-    ):
-        merge_stored(
-            str(tmp_path / "all.zarr"), [str(folder / "0.zarr"), str(tmp_path / "half.zarr")]
-        )
 
 
 def test_half_the_space(parts, tmp_path):

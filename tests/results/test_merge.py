@@ -75,13 +75,6 @@ def test_devices_and_times_are_listed(halves):
     )
 
 
-def test_other_versions_are_refused(halves):
-    first, second = halves([0, 1]), halves([2, 3])
-    about = {**second.provenance, "versions": {**second.provenance["versions"], "torch": "1.0"}}
-    with pytest.raises(OptionError, match=r"versions\.torch is .* and '1\.0' in another"):
-        ma.merge_results([first, replace(second, provenance=about)])
-
-
 def test_nothing_to_merge_and_one_alone(halves):
     with pytest.raises(OptionError, match="no results to merge"):
         ma.merge_results([])

@@ -2,12 +2,11 @@
 
 import pytest
 
-import mechattn as ma
 from mechattn.errors import OutputError
 from mechattn.render.html_views import GENERATOR, save_page
 from mechattn.store import atomic_writes
 from tests.power import power_losses, write
-from tests.results.small import Ready, emptied, names, numbers, numbers_at
+from tests.results.small import emptied, numbers, numbers_at
 
 
 @pytest.fixture
@@ -34,24 +33,6 @@ def test_a_result_saved_over_another(small_results, disk):
     assert set(seen) == {old, new}
     assert seen[-2:] == [new, new]
     assert len(seen) > 5
-
-
-def test_a_run_over_another_result(small_job, small_results, disk):
-    (now, after), chunks = disk, small_results[:2]
-    older, expected = numbers(small_results[2]), numbers(ma.merge_results(chunks))
-    small_results[2].save(now / "r.zarr")
-    losses = power_losses(
-        now, lambda: ma.run_job(small_job, now / "r.zarr", executor=Ready(chunks, []))
-    )
-    seen = []
-    for number, _ in enumerate(each_state(after, losses)):
-        seen.append(numbers_at(after / "r.zarr"))
-        if number % 6 == 0 or seen[-2:-1] != seen[-1:]:
-            result = ma.run_job(small_job, after / "r.zarr", executor=Ready(chunks, []))
-            assert numbers(result) == expected
-            assert names(after) == ["r.zarr"]
-    assert set(seen) == {expected, older}
-    assert seen[-2:] == [expected, expected]
 
 
 def test_the_trial_finds_what_is_not_flushed(small_results, disk, monkeypatch):  # negative control

@@ -1,6 +1,5 @@
 """A stored result is the same result, and opens without this library."""
 
-import errno
 import json
 import re
 import shutil
@@ -14,7 +13,6 @@ import pytest
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError
 from mechattn.results.arrays import digest
-from mechattn.results.result import Result
 from mechattn.store.objects import SCHEMA, Place
 
 PLACES = ["result.zarr", "memory://tests/result.zarr"]
@@ -151,20 +149,6 @@ def test_weights_are_hashed_once_until_they_change(checkpoint, monkeypatch):
     assert len(made) == 3
 
 
-def test_an_interrupted_save_leaves_the_old_result(slash_result, stored, monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Place, "write", fail)
-    with pytest.raises(
-        OutputError, match=r"No space left on device\. No part of it is left; free some space"
-    ):
-        slash_result.save(stored)
-    monkeypatch.undo()
-    assert ma.load_result(stored).conditions == ["baseline", "slash"]
-    assert [path.name for path in stored.parent.iterdir()] == ["result.zarr"]
-
-
 def test_it_opens_in_plain_xarray(slash_result, stored):
     """In a process that cannot import this library."""
     code = f"""
@@ -286,33 +270,6 @@ def test_dataframe_is_tidy(slash_result):
         slash_result["focus"]
 
 
-def test_the_verdict_equals_scipy_on_the_table(slash_result):
-    """Recomputed from the tidy table, without the library's statistics."""
-    from scipy import stats
-
-    table = slash_result.to_dataframe("received_attention", "received_by_segment")
-    means = (
-        table[table.segment == "question"]
-        .groupby(["prompt", "condition"])
-        .received_by_segment.mean()
-        .unstack()
-    )
-    ratio = np.log(means["slash"] / means["baseline"])
-    interval = stats.ttest_1samp(ratio, 0).confidence_interval(0.95)
-    verdict = slash_result.verdict("slash")
-    expected = np.expm1([ratio.mean(), interval.low, interval.high])
-    np.testing.assert_allclose(verdict.change, expected, rtol=1e-5)
-    assert verdict.beyond.shape == (4, 8)
-    assert -0.6 < verdict.null.estimate < -0.3
-    fractions = "{:.3f} [{:.3f}, {:.3f}]".format(*expected)  # one unit, in fields and in print
-    assert repr(verdict).startswith(f"Verdict(change={fractions}, null=")
-    assert f"{verdict.beyond.sum()} of 32 heads below the null" in repr(verdict)
-    with pytest.raises(OptionError, match="'anser'"):
-        slash_result.verdict("slash", segment="anser")
-    with pytest.raises(OptionError, match="no condition 'slsh'"):
-        slash_result.verdict("slsh")
-
-
 def test_a_result_answers_as_a_mapping_and_by_labels(slash_result):
     assert slash_result.keys() == list(slash_result) == slash_result._ipython_key_completions_()
     assert set(dict(slash_result)) == set(slash_result.datasets)
@@ -334,10 +291,3 @@ def test_a_result_answers_as_a_mapping_and_by_labels(slash_result):
     ):
         with pytest.raises(OptionError, match=message):
             slash_result.sel(**labels)
-
-
-def test_tables_have_defaults(slash_result):
-    assert slash_result.heads().equals(slash_result.heads("received"))
-    assert slash_result.to_dataframe().equals(slash_result.to_dataframe("received_attention"))
-    with pytest.raises(OptionError, match="no number for each head"):
-        Result({"sequences": slash_result["sequences"]}, slash_result.provenance).heads()

@@ -75,8 +75,6 @@ def test_a_tokenizer_of_its_own(own, tmp_path):
     ("module", "architecture", "auto"),
     [
         ("modeling_internlm2", "InternLM2ForCausalLM", {}),
-        ("modeling_gidd", "GiddForDiffusionLM", {}),
-        ("modeling_openelm", "OpenELMForCausalLM", {}),
         ("modeling_bd3lm", "BD3LM", {"AutoModelForMaskedLM": "modeling_bd3lm.BD3LM"}),
     ],
 )
@@ -172,45 +170,6 @@ def test_two_loads_that_overlap_are_guarded_to_their_ends_and_leave_nothing(pick
         "somebody else, meanwhile": True,
         "somebody else, afterwards": True,
     }
-
-
-def test_models_loaded_by_several_threads_are_whole_and_leave_torch_as_it_was(checkpoint):
-    registers, made = torch.nn.Module.register_parameter, [None] * 4
-
-    def load(number):
-        made[number] = ma.load_model(str(checkpoint), verify=False)
-
-    threads = [threading.Thread(target=load, args=(number,)) for number in range(len(made))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.nn.Module.register_parameter is registers
-    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
-    prompt = torch.arange(8)[None]
-    logits = [model(prompt) for model in made]
-    for one in logits[1:]:
-        torch.testing.assert_close(one, logits[0])
-
-
-def test_a_trusting_load_beside_one_that_does_not_trust(pickled):
-    inside, done = threading.Event(), threading.Event()
-
-    def untrusting():
-        with as_trusted(None, pickled_weights=False):
-            inside.set()
-            done.wait(60)
-
-    thread = threading.Thread(target=untrusting)
-    thread.start()
-    inside.wait(60)
-    try:
-        assert ma.load_model(pickled, pickled_weights=True).cfg.n_layers == 3
-    finally:
-        done.set()
-        thread.join()
-    with pytest.raises(ModelError, match="pickled_weights=True"):
-        ma.load_model(pickled)
 
 
 def test_what_is_wrapped_is_wrapped_once():

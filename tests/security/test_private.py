@@ -6,10 +6,8 @@ import shutil
 import pytest
 
 import mechattn as ma
-from mechattn.commands.figures import make_figures
 from mechattn.commands.run_config import run_from_config
 from mechattn.results.provenance import command_of, name_of
-from tests.figures_config import figures_config
 from tests.pages.read import whole
 
 PRIVATE = ("jane.doe", "secret-project")
@@ -76,15 +74,6 @@ def test_a_script(home):
     assert "jane.doe" not in json.dumps(ma.run(model, prompts).provenance)
 
 
-def test_the_page_of_figures(home, tmp_path):
-    page = make_figures(
-        figures_config(
-            tmp_path / "out", [str(home / "ckpt")], str(home / "prompts.jsonl"), 6, 0, [0]
-        )
-    )
-    assert [word for word in PRIVATE if word in whole(page)] == []
-
-
 def test_a_file_of_answers(home):
     model, prompts = (
         ma.load_model(str(home / "ckpt"), verify=False),
@@ -94,29 +83,6 @@ def test_a_file_of_answers(home):
     first = ma.evaluate(model, prompts, new_tokens=2, out=out)
     assert "jane.doe" not in out.read_text(encoding="utf-8")
     assert ma.evaluate(model, prompts, new_tokens=2, out=out).answers == first.answers
-
-
-def test_another_checkpoint_of_the_same_name_is_another_run(home, tmp_path):
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(home / "ckpt", tmp_path / "other" / "ckpt")
-    weights = load_file(tmp_path / "other" / "ckpt" / "model.safetensors")
-    name = next(iter(weights))
-    save_file(
-        weights | {name: torch.zeros_like(weights[name])},
-        tmp_path / "other/ckpt/model.safetensors",
-        {"format": "pt"},
-    )
-    prompts, out = ma.load_prompts(str(home / "prompts.jsonl"), limit=2), home / "answers.jsonl"
-    ma.evaluate(ma.load_model(str(home / "ckpt"), verify=False), prompts, new_tokens=2, out=out)
-    with pytest.raises(ma.MechattnError, match="weights_hash differs"):
-        ma.evaluate(
-            ma.load_model(str(tmp_path / "other/ckpt"), verify=False),
-            prompts,
-            new_tokens=2,
-            out=out,
-        )
 
 
 @pytest.mark.parametrize(

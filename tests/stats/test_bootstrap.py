@@ -149,8 +149,7 @@ def test_cells_and_resamples_that_are_held_a_few_at_a_time_give_the_same(monkeyp
     np.testing.assert_allclose((*bootstrap_t(d, cut, 0.9), *simultaneous(d, cut, 0.9)), whole)
 
 
-@pytest.mark.parametrize("shared", [0.0, 0.67])
-@pytest.mark.parametrize("n", [20, 64])
+@pytest.mark.parametrize(("n", "shared"), [(20, 0.0), (64, 0.67)])
 def test_simultaneous_intervals_of_lognormal_data_cover(n, shared):
     """Measured .96 to .98."""
     found = []

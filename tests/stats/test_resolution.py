@@ -121,8 +121,6 @@ def test_a_result_says_what_it_can_show(slash_result):
     half = slash_result.resolution("slash", select="half")
     assert (half.n, half.together) == (6, 21)
     assert half.tests == 32
-    every = slash_result.resolution(segment=None)
-    assert every.tests == len(slash_result.compare("slash", segment=None, resamples=99))
     with pytest.raises(OptionError, match="no condition 'dash'"):
         slash_result.resolution("dash")
     with pytest.raises(OptionError, match="level=2"):

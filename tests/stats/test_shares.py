@@ -19,9 +19,7 @@ def coverage(interval, truth, draws):
     return np.mean([low <= truth <= high for _, low, high in ends])
 
 
-@pytest.mark.parametrize(
-    ("share", "n"), [(0.5, 20), (0.95, 20), (0.98, 20), (0.99, 60), (0.05, 24)]
-)
+@pytest.mark.parametrize(("share", "n"), [(0.5, 20), (0.98, 20), (0.05, 24)])
 def test_intervals_of_shares_cover(share, n):
     """At nominal 95 %; the binomial error of 600 draws is 0.9 points."""
     generator = np.random.default_rng(n)
@@ -47,7 +45,7 @@ def test_many_problems_have_the_t_interval():
     )
 
 
-@pytest.mark.parametrize(("first", "second"), [(0.98, 0.9), (0.95, 0.95), (0.5, 0.6)])
+@pytest.mark.parametrize(("first", "second"), [(0.98, 0.9), (0.5, 0.6)])
 def test_intervals_of_differences_cover(first, second):
     generator = np.random.default_rng(0)
     draws = [
