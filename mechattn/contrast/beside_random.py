@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +12,7 @@ import xarray as xr
 
 from mechattn.contrast.differences import Differences, check_cells, differences
 from mechattn.contrast.quantities import variable_of
+from mechattn.contrast.question import Question
 from mechattn.errors import OptionError
 from mechattn.results.provenance import stored_condition
 from mechattn.results.result import Result, part_of
@@ -20,14 +21,11 @@ from mechattn.stats.random_effects import FEWEST_DRAWS, against_draws
 from mechattn.stats.resolution import random_words
 from mechattn.stats.units import Units
 
-if TYPE_CHECKING:
-    from mechattn.contrast.contrast import Contrast
-
 # How the provenance of a model with redrawn weights starts its description of them.
 MARK = "random: "
 
 
-def check_random(random: Any, contrast: Contrast) -> None:
+def check_random(random: Any, contrast: Question) -> None:
     """Refuse results that are too few, not from random models, or from a different run."""
     result = contrast.result
     conditions = (contrast.condition, contrast.to)
@@ -71,7 +69,7 @@ class BesideRandom:
     """Gathers the changes of random models for a table whose layers are processed in blocks."""
 
     def __init__(
-        self, random: Sequence[Result], contrast: Contrast, units: Units, unit_indices: np.ndarray
+        self, random: Sequence[Result], contrast: Question, units: Units, unit_indices: np.ndarray
     ) -> None:
         self.random = random
         self.contrast = contrast

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from mechattn.axes import BASELINE, by_head, head_named
+from mechattn.axes import by_head, head_named
 from mechattn.contrast import stability, table
 from mechattn.contrast.differences import (
-    Scale,
     aligned,
     check_cells,
     check_measured,
@@ -24,16 +22,16 @@ from mechattn.contrast.differences import (
     labels_of,
 )
 from mechattn.contrast.first_token import first_token_words
-from mechattn.contrast.quantities import Null, check_layer, has_dilution, slices, variable_of
+from mechattn.contrast.quantities import Null, slices, variable_of
+from mechattn.contrast.question import Question
 from mechattn.contrast.table import Columns, Ranking
 from mechattn.contrast.tested import several_tested
 from mechattn.errors import OptionError, check_choice, check_counts
-from mechattn.results.result import Result, part_of, units_of
+from mechattn.results.result import Result, units_of
 from mechattn.stats.intervals import FEWEST, Interval, relative_change
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.random_effects import FEWEST_DRAWS, crossed
-from mechattn.stats.resolution import RESAMPLES, Resolution, random_words, resolution
-from mechattn.stats.units import Unit, check_unit
+from mechattn.stats.resolution import Resolution, random_words, resolution
 
 # With fewer, the interval is that of a t distribution with 4 degrees of freedom or less.
 FEWEST_CONDITIONS = 6
@@ -87,101 +85,17 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Contrast:
+class Contrast(Question):
     """A quantity in one condition, compared with another condition, prompt by prompt.
 
     ``result.compare("slash")`` makes one and returns its table. Keep the object to ask more of the
-    same comparison.
-
-    Args:
-        result: The result that contains ``condition``.
-        condition: A condition.
-        to: The condition to compare it with.
-        quantity: A quantity stored for each prompt, such as "received", "mass" or "scale".
-        segment: The segment; None for all of them, which makes the family of tests larger.
-        other: The result that contains ``to``, for the same prompts; this one by default.
-        null: "dilution": the original tokens keep their attention to each other, and give way to
-            the inserted ones in equal parts; the default where the quantity has it. "uniform": all
-            keys get the same; the default elsewhere. "blind", for models that add something to
-            their scores besides content (ALiBi, learned sinks): the softmax of these terms alone.
-        scale: "log-ratio" or "difference"; by default the quantity's own. A cell without a ratio (0
-            in some prompt) is left out, with a warning that names it.
-        unit: "auto" uses groups of prompts (``Prompt.group``) as units if there are any, by the
-            means over their prompts; "prompt" uses single prompts.
-        matched: Refuse two conditions that insert different numbers of tokens.
-        level: The level of the intervals.
-        resamples: The number of resamples for bootstrap and sign flips.
-        seed: The seed of the resampling.
+    same comparison. The arguments are those of :class:`mechattn.contrast.question.Question`.
 
     Raises:
-        OptionError: A null, scale, unit or level is unknown; the methods raise it where the result
-            has no such condition, quantity or segment, the prompts differ, or there are fewer than
-            3 (or groups).
+        OptionError: An argument is unknown; the methods raise it where the result has no such
+            condition, quantity or segment, the prompts differ, or there are fewer than 3 (or
+            groups).
     """
-
-    result: Result
-    condition: str
-    to: str = BASELINE
-    quantity: str = "received"
-    segment: str | None = "question"
-    other: Result | None = None
-    null: Null | None = None
-    scale: Scale | None = None
-    unit: Unit = "auto"
-    matched: bool = True
-    level: float = 0.95
-    resamples: int = RESAMPLES
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_unit(self.unit)
-        if not isinstance(self.level, (int, float)) or not 0.5 <= self.level < 1:
-            raise OptionError(f"level={self.level!r}: give a probability such as 0.95")
-        if self.null == "random-weights":
-            raise OptionError(
-                'null="random-weights": a result holds no model to draw weights for; make them with'
-                " ma.run_random(model, prompts, conditions) and pass random=…, whose columns come"
-                " with those of the null"
-            )
-        if self.null is not None:
-            check_choice(Null, null=self.null)
-        if self.scale is not None:
-            check_choice(Scale, scale=self.scale)
-
-    @property
-    def reference(self) -> Result:
-        """The result that contains ``to``."""
-        return self.result if self.other is None else self.other
-
-    @cached_property
-    def null_used(self) -> Null:
-        """The null, as asked for or by default."""
-        if self.null is not None:
-            return self.null
-        has_null = [has_dilution(side, self.quantity, self.segment) for side in self.sides]
-        return "dilution" if all(has_null) else "uniform"
-
-    @property
-    def sides(self) -> list[tuple[Result, str]]:
-        """Both conditions with their results."""
-        return [(self.result, self.condition), (self.reference, self.to)]
-
-    def part(self, dim: str, block: slice) -> Contrast:
-        """The same question of a block of layers or prompts."""
-        result = part_of(self.result, dim, block)
-        other = self.other
-        if other is not None:
-            other = part_of(other, dim, block)
-        return replace(self, result=result, other=other, null=self.null_used)
-
-    def at_layer(self, layer: int | None) -> Contrast:
-        """The same question of one layer; of all where it is None."""
-        if layer is None:
-            return self
-        variable = variable_of(self.result, self.quantity)
-        check_layer(layer, variable)
-        index = variable.layer.values.tolist().index(layer)
-        return self.part("layer", slice(index, index + 1))
 
     def table(
         self,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import xarray as xr
@@ -14,6 +13,7 @@ import xarray as xr
 from mechattn.contrast.quantities import (
     FURTHER,
     NULLS,
+    Scale,
     Side,
     absent,
     check_condition,
@@ -23,15 +23,12 @@ from mechattn.contrast.quantities import (
     variable_of,
     which_have,
 )
+from mechattn.contrast.question import Question
 from mechattn.errors import OptionError, warn
 from mechattn.results.provenance import stored_condition
 from mechattn.stats.paired import ROUNDING
 from mechattn.stats.units import Units
 
-if TYPE_CHECKING:
-    from mechattn.contrast.contrast import Contrast
-
-Scale = Literal["log-ratio", "difference"]
 Labels = Mapping[str, list[object]]  # of further dimensions: those with values in both conditions
 Four = tuple[xr.DataArray, xr.DataArray, xr.DataArray | None, xr.DataArray | None]
 NO_NULL = "no null is known; a change may be there by definition"
@@ -71,7 +68,7 @@ class Differences:
         return ROUNDING * sizes[unit_indices].mean(0)
 
 
-def differences(contrast: Contrast, labels: Labels | None = None) -> Differences:
+def differences(contrast: Question, labels: Labels | None = None) -> Differences:
     """The differences of a comparison; ``labels`` where the results hold only some of their
     layers."""
     if labels is None:
@@ -105,7 +102,7 @@ def differences(contrast: Contrast, labels: Labels | None = None) -> Differences
     return Differences(ours, theirs, difference, expected, null_words, cells, scale)
 
 
-def labels_of(blocks: Iterable[Contrast]) -> Labels:
+def labels_of(blocks: Iterable[Question]) -> Labels:
     """The labels of a quantity's further dimensions that both conditions have, in any of some
     blocks of layers.
     """
@@ -159,7 +156,7 @@ def _labels_where(values: xr.DataArray, dim: str, mask: xr.DataArray) -> set[obj
     return set(values[dim].values[mask.any(over).values].tolist())
 
 
-def aligned(contrast: Contrast, labels: Labels) -> Four:
+def aligned(contrast: Question, labels: Labels) -> Four:
     """Values and references, and the nulls of both, with the same coordinates."""
     ours, null = _of_side(contrast, contrast.sides[0], labels)
     theirs, their_null = _of_side(contrast, contrast.sides[1], labels)
@@ -178,7 +175,7 @@ def aligned(contrast: Contrast, labels: Labels) -> Four:
 
 
 def _of_side(
-    contrast: Contrast, side: Side, labels: Labels
+    contrast: Question, side: Side, labels: Labels
 ) -> tuple[xr.DataArray, xr.DataArray | None]:
     """The values of one condition and of its null, with the labels that both conditions have."""
     result, condition = side
@@ -200,7 +197,7 @@ def _of_side(
     return values, null.broadcast_like(values).transpose(*values.dims)
 
 
-def check_measured(contrast: Contrast) -> None:
+def check_measured(contrast: Question) -> None:
     """Refuse a comparison of a quantity that a condition lacks in some prompts."""
     for side in contrast.sides:
         lacking = int((~which_have(side, contrast.quantity, contrast.segment)).sum())
@@ -208,7 +205,7 @@ def check_measured(contrast: Contrast) -> None:
             raise absent(lacking, contrast.quantity, contrast.segment, side, contrast.sides)
 
 
-def check_cells(contrast: Contrast, scale: Scale, cells: int, left_out: Sequence[str]) -> None:
+def check_cells(contrast: Question, scale: Scale, cells: int, left_out: Sequence[str]) -> None:
     """Refuse a comparison without cells; warn of missing ones."""
     quantity = contrast.quantity
     if len(left_out) == cells:
@@ -245,7 +242,7 @@ def _expected(null: np.ndarray, their_null: np.ndarray, scale: Scale) -> np.ndar
     return np.broadcast_to(difference, null.shape)
 
 
-def _inserts_alike(contrast: Contrast) -> bool:
+def _inserts_alike(contrast: Question) -> bool:
     """Whether two conditions differ only in which tokens they insert, so no change between them is
     by definition.
     """

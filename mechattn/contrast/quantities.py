@@ -20,6 +20,7 @@ from mechattn.results.result import Result, memory_bytes
 from mechattn.stats.resolution import RESAMPLES
 from mechattn.stats.units import resampled
 
+Scale = Literal["log-ratio", "difference"]
 Null = Literal["dilution", "uniform", "blind"]
 Side = tuple[Result, str]  # a condition of a result
 NULLS = {

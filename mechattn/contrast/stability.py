@@ -6,26 +6,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
+from mechattn.contrast.question import Question
 from mechattn.contrast.table import Ranking, Selection
 from mechattn.contrast.tested import several_tested
 from mechattn.errors import OptionError, check_counts
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Bags
 
-if TYPE_CHECKING:
-    from mechattn.contrast.contrast import Contrast
-
 Halves = list[tuple[np.ndarray, np.ndarray]]
 
 
 def stability(
-    contrast: Contrast,
+    contrast: Question,
     top: int | None,
     by: Ranking | None,
     layer: int | None,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -16,15 +16,13 @@ from mechattn.axes import BASELINE, by_head
 from mechattn.contrast.beside_random import BesideRandom, check_random
 from mechattn.contrast.differences import Differences, check_cells, differences, labels_of
 from mechattn.contrast.quantities import layer_blocks, segment_of, variable_of
+from mechattn.contrast.question import Question
 from mechattn.errors import OptionError
 from mechattn.results.result import Result, alike_words, shared_units
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import Paired, PairedStream, false_discovery
 from mechattn.stats.resolution import EXACT, enough, resolution
 from mechattn.stats.units import Bags, Units, halves_of
-
-if TYPE_CHECKING:
-    from mechattn.contrast.contrast import Contrast
 
 # The fewest units of one half. With 6, the two most extreme of 2⁶ sign patterns give p = 0.03, so
 # that q < 0.05 can be reached at all. So few are lenient: where measured values were centred, so
@@ -131,7 +129,7 @@ class Selection:
 
 
 def table(
-    contrast: Contrast,
+    contrast: Question,
     selection: Selection | None = None,
     random: Sequence[Result] | None = None,
     margin: float | None = None,
@@ -225,7 +223,7 @@ def _columns(cells: _Cells) -> pd.DataFrame:
 
 
 def layers_of(
-    contrast: Contrast, bootstrap: int = 0, signs: int = 0
+    contrast: Question, bootstrap: int = 0, signs: int = 0
 ) -> Callable[[], Iterator[Differences]]:
     """A function that yields the differences of a comparison, some layers at a time."""
     blocks = layer_blocks(contrast.result, contrast.quantity, contrast.segment, bootstrap, signs)
@@ -244,7 +242,7 @@ def check_select(select: str | None) -> None:
 
 
 def _gone_through(
-    contrast: Contrast,
+    contrast: Question,
     blocks: Callable[[], Iterator[Differences]],
     units: Units,
     unit_indices: np.ndarray,
@@ -293,7 +291,7 @@ def cell_labels(block: Differences, mask: np.ndarray) -> dict[str, np.ndarray]:
     return labels
 
 
-def _about(contrast: Contrast, selection: Selection, cells: _Cells, units: Units) -> dict[str, Any]:
+def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units) -> dict[str, Any]:
     """What a table records about its question, its null and its tests."""
     tests = len(cells.statistics.p)
     n = cells.statistics.n
@@ -332,7 +330,7 @@ def _about(contrast: Contrast, selection: Selection, cells: _Cells, units: Units
     return about
 
 
-def _labelling(contrast: Contrast, heads: pd.DataFrame) -> dict[str, Any]:
+def _labelling(contrast: Question, heads: pd.DataFrame) -> dict[str, Any]:
     """The last columns, which say what the numbers are where a table is a file; a fraction is of
     the reference.
     """
@@ -418,7 +416,7 @@ def check_margin(margin: object) -> None:
         )
 
 
-def check_alike(contrast: Contrast) -> None:
+def check_alike(contrast: Question) -> None:
     """Require the same prompts, and the same number of inserted tokens in each unless the baseline
     is compared.
     """

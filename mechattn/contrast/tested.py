@@ -6,19 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mechattn.contrast.differences import check_cells
+from mechattn.contrast.question import Question
 from mechattn.contrast.table import Ranking, cell_labels, check_alike, layers_of
 from mechattn.errors import OptionError
 from mechattn.results.result import units_of
 from mechattn.stats.paired import without_rounding
 from mechattn.stats.units import Bags, Units
-
-if TYPE_CHECKING:
-    from mechattn.contrast.contrast import Contrast
 
 
 class Tested(NamedTuple):
@@ -33,7 +31,7 @@ class Tested(NamedTuple):
 
 
 def what_is_tested(
-    contrast: Contrast, layer: int | None = None, bags: int | None = None, by: Ranking = "beyond"
+    contrast: Question, layer: int | None = None, bags: int | None = None, by: Ranking = "beyond"
 ) -> Tested:
     """What the table tests, of all layers or one: differences, by default minus those of the null.
 
@@ -74,7 +72,7 @@ def what_is_tested(
 
 
 def several_tested(
-    contrast: Contrast,
+    contrast: Question,
     names: Sequence[str],
     layer: int | None = None,
     bags: int | None = None,
