@@ -1,12 +1,12 @@
 """The attention budget again, from plain transformers: whole rows, in float64, one query at a time.
 
-    python experiments/real/budget_oracle.py FOLDER [--prompts gsm8k] [--questions 2] [--dtype float64]
+    python experiments/real/budget_oracle.py FOLDER [--prompts gsm8k] [--questions 2]
 
 FOLDER holds checkpoint folders. Queries and keys are taken before they are rotated, and transformers' own function
 rotates them, at the positions of the baseline or of the longer sequence. The command prints the largest difference from
 ``ma.analyses.AttentionBudget`` over layers, heads, segments and causes, and the same for an oracle whose queries are one
-position wrong, which must be large. In float32 the difference is the model's own rounding (1e-5 in Qwen, with its large
-biases), which ``--dtype float64`` takes away. ``tests/parity/test_attention_budget.py`` does this with the toys.
+position wrong, which must be large. Beside it stands what plain transformers differ by when they compute in float32, as the
+hooked model does: 1e-5 in Qwen, which has large biases. ``tests/parity/test_attention_budget.py`` does this with the toys.
 """
 
 from __future__ import annotations
@@ -207,8 +207,7 @@ def oracle(plain, baseline, longer, off=0):
 def largest_differences(measured, expected):
     """By quantity, the largest difference over what is measured (a segment without tokens is not)."""
     return {
-        name: float(np.nanmax(abs(measured[name].values - values)))
-        for name, values in expected.items()
+        name: float(np.nanmax(abs(measured[name] - values))) for name, values in expected.items()
     }
 
 
@@ -217,28 +216,37 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prompts", default="gsm8k")
     parser.add_argument("--questions", type=int, default=2)
-    parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
 
     slash = ma.MeaninglessTokens("/", count=55)
     conditions = {"slash": slash, "masked": slash.masked(), "unshifted": slash.unshifted()}
     for folder in sorted(path.parent for path in options.folder.glob("*/config.json")):
-        model = ma.load_model(folder, dtype=getattr(torch, options.dtype))
+        model = ma.load_model(folder)
         template = "chat" if getattr(model.tokenizer, "chat_template", None) else "plain"
         prompts = ma.load_prompts(
             options.prompts, limit=options.questions, system=SYSTEM, template=template
         )
         result = ma.run(model, prompts, conditions, ma.analyses.AttentionBudget())
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        single = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for name, condition in conditions.items():
             for number, prompt in enumerate(prompts):
                 baseline = ma.Baseline().apply(prompt, model)
                 longer = condition.apply(prompt, model)
                 measured = result["attention_budget"].sel(condition=name).isel(prompt=number)
-                right = largest_differences(measured, oracle(plain, baseline, longer))
-                words = ", ".join(f"{key} {value:.1e}" for key, value in right.items())
-                print(f"{folder.name}, {name}, prompt {prompt.id}: {words}", flush=True)
-        wrong = largest_differences(measured, oracle(plain, baseline, longer, off=1))
+                expected = oracle(plain, baseline, longer)
+                rounded = oracle(single, baseline, longer)
+                for words, values in (
+                    ("measured", {key: measured[key].values for key in expected}),
+                    ("plain transformers in float32", rounded),
+                ):
+                    largest = largest_differences(values, expected)
+                    numbers = ", ".join(f"{key} {value:.1e}" for key, value in largest.items())
+                    print(
+                        f"{folder.name}, {name}, prompt {prompt.id}, {words}: {numbers}", flush=True
+                    )
+        moved = oracle(plain, baseline, longer, off=1)
+        wrong = largest_differences({key: measured[key].values for key in moved}, moved)
         print(f"{folder.name}, one position wrong: by_cause {wrong['by_cause']:.1e}", flush=True)
 
 
