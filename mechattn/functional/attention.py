@@ -435,8 +435,7 @@ def fused_attention(attention: Attention) -> Fused:
     logarithms cannot be computed this way; they are computed in rows
     (:func:`mechattn.functional.attention.attention_by_rows`).
 
-    Source: "Received attention from two fused calls": the second call's weights are a softmax over
-    queries.
+    Source: Own derivation: the second call's weights are a softmax over queries.
     """
     q = attention.q
     k = for_each_head(attention.k, q.shape[1])

@@ -159,7 +159,7 @@ def baseline_sequence(
 
 def insert(sequence: TokenSequence, filler: Sequence[int], at: int) -> TokenSequence:
     """Return the sequence with ``filler`` inserted before position ``at``; original tokens do not
-    change."""
+    change, and everything else about the sequence is kept."""
     if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(sequence):
         raise ConditionError(
             f"at={at!r}: give a position from 0 to {len(sequence)}, the end of this sequence"
@@ -174,12 +174,17 @@ def insert(sequence: TokenSequence, filler: Sequence[int], at: int) -> TokenSequ
         return torch.cat([old[:at], new, old[at:]])
 
     count = len(filler)
-    return TokenSequence(
-        spliced(sequence.tokens, torch.tensor(list(filler), dtype=torch.long)),
-        spliced(sequence.origin, torch.full((count,), INSERTED)),
-        spliced(sequence.segment, torch.full((count,), SEGMENTS.index("inserted"))),
-        decode=sequence.decode,
-        first_part=sequence.first_part,
+    edge_mask = sequence.edge_mask
+    if edge_mask is not None:
+        uncut = torch.zeros(count, dtype=torch.bool)
+        queries = spliced(edge_mask.queries, uncut)
+        edge_mask = replace(edge_mask, queries=queries, keys=spliced(edge_mask.keys, uncut))
+    return replace(
+        sequence,
+        tokens=spliced(sequence.tokens, torch.tensor(list(filler), dtype=torch.long)),
+        origin=spliced(sequence.origin, torch.full((count,), INSERTED)),
+        segment=spliced(sequence.segment, torch.full((count,), SEGMENTS.index("inserted"))),
+        edge_mask=edge_mask,
     )
 
 

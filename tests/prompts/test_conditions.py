@@ -478,3 +478,17 @@ def test_in_a_chat_they_are_in_the_users_turn_on_lines_of_their_own(toy, conditi
 def test_a_question_repeated_no_times(times):
     with pytest.raises(OptionError, match="give a whole number from 1 to"):
         ma.conditions.RepeatQuestion(times)
+
+
+def test_inserting_into_a_sequence_keeps_what_a_condition_said_of_it(toy, prompts):
+    slash = ma.MeaninglessTokens("/", 3)
+    for condition in (slash.masked(), slash.unshifted()):
+        sequence = condition.apply(prompts[0], toy)
+        longer = insert(sequence, [7, 8], at=1)
+        assert longer.keeps_positions == sequence.keeps_positions
+        assert longer.tokens.tolist()[1:3] == [7, 8]
+        if sequence.edge_mask is not None:
+            kept = torch.ones(len(longer), dtype=torch.bool)
+            kept[1:3] = False
+            assert (longer.edge_mask.keys[kept] == sequence.edge_mask.keys).all()
+            assert not longer.edge_mask.keys[~kept].any()
