@@ -17,8 +17,8 @@ from mechattn.errors import ConditionError, OptionError, PromptError, PromptTooL
 from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
-from mechattn.model.load import verify_again
 from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
+from mechattn.model.verified_models import verify_again
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.counterparts import with_changes
 from mechattn.prompts.prompt import Prompt

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
-from mechattn.errors import MechattnError, ModelError, OptionError
+from mechattn.errors import ModelError, OptionError
 from mechattn.hub_access import asked_once
 from mechattn.model import checkpoint
-from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason
 from mechattn.model.gguf_files import (
     as_plain,
@@ -34,7 +33,6 @@ from mechattn.model.given_objects import (
     warn_of_rounded_frequencies,
 )
 from mechattn.model.hooked import (
-    HookedModel,
     ModelFacts,
     alone,
     boots,
@@ -43,15 +41,14 @@ from mechattn.model.hooked import (
     making,
     remember,
 )
-from mechattn.model.several_devices import WRAPPED, device_of, dispatched_like
-from mechattn.model.state import is_same, refuse_changes, state_of
+from mechattn.model.state import state_of
 from mechattn.model.text_part import is_multimodal, multimodal_model, text_model_of
+from mechattn.model.verified_models import known_facts, notice_changes, tried, verified
 from mechattn.model.verify.checks import check_model
 from mechattn.model.verify.streaming_checks import check_streaming
-from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING, PROBE, Report
+from mechattn.model.verify.verification import AT_LOADING, PROBE, Report
 
 Dtype = torch.dtype | Literal["auto"]
-Made = TypeVar("Made")
 _PLACING = ("device_map", "max_memory", "offload_folder")  # where transformers puts the weights
 _PATCHED = (
     "transformers.models.gemma2.modeling_gemma2",
@@ -114,7 +111,7 @@ def load_model(
             raise OptionError(
                 "a hooked model is used unchanged; set tokenizer, dtype and device where it is made"
             )
-        return _verified(model, verify)
+        return verified(model, verify)
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
     check_device(device)
@@ -133,7 +130,7 @@ def load_model(
         ):
             hooked = _from_object(model, tokenizer, dtype, device, options)
             # Verified inside the block: a model that is refused keeps its own configuration.
-            return _verified(hooked, verify)
+            return verified(hooked, verify)
     elif isinstance(model, (str, Path)):
         own_code = options.get("trust_remote_code")
         place = checkpoint.model_place(str(model))
@@ -149,7 +146,7 @@ def load_model(
             f"{model!r:.60} is not a model: give a name, a directory, a transformers model or a"
             " hooked model"
         )
-    return _verified(hooked, verify)
+    return verified(hooked, verify)
 
 
 def check_device(device: str | torch.device | None) -> None:
@@ -185,17 +182,8 @@ def as_hooked(model: Any) -> Any:
     if facts is None:
         return load_model(model)
     if facts.verified and facts.state is not None:
-        _notice_changes(model, facts)
+        notice_changes(model, facts)
     return model
-
-
-@alone
-def verify_again(model: Any) -> None:
-    """Verify a model again if another one was made since, as making one changes classes that all
-    share."""
-    facts = _known_or_met(model)
-    if facts.to_verify and (facts.report is None or facts.boots < boots()):
-        _verify(model, facts)
 
 
 @alone
@@ -224,12 +212,12 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     met_before = facts_of(model)
     to_verify = met_before is None or met_before.to_verify
     hooked = load_model(model, verify=False, **options)
-    facts = _known_or_met(hooked)
+    facts = known_facts(hooked)
     facts.to_verify = to_verify  # a model that is verified here is verified again later, as before
     if native is not None:
         facts = replace(facts, native=native.eval(), why_not_native="", probe_logits=None)
-    facts.streaming = _tried(check_streaming, hooked)
-    report = _tried(check_model, hooked, facts, length)
+    facts.streaming = tried(check_streaming, hooked)
+    report = tried(check_model, hooked, facts, length)
     facts.report = replace(report, checks=(*report.checks, facts.streaming))
     facts.boots = boots()
     facts.state = state_of(hooked)
@@ -277,84 +265,6 @@ def unloaded(model: Any) -> UnloadedModel:
     )
 
 
-def _known_or_met(model: Any) -> ModelFacts:
-    """The facts about a hooked model; one that was hooked elsewhere is examined and mended now."""
-    if (facts := facts_of(model)) is not None:
-        return facts
-    with making:
-        native, why = _native_twin(model)
-    return remember(model, ModelFacts(native=native, why_not_native=why, mended=mend(model)))
-
-
-def _verified(model: Any, verify: bool) -> Any:
-    facts = _known_or_met(model)
-    if not verify:
-        _take_as_it_is(model, facts)
-        return model
-    if facts.verified and facts.state is not None:
-        _notice_changes(model, facts)
-    verify_again(model)
-    return model
-
-
-def _verify(model: Any, facts: ModelFacts) -> None:
-    report = _tried(check_model, model, facts, AT_LOADING)
-    state = state_of(model)
-    try:
-        report.require()
-    except ModelError as error:
-        if not state["hooks"]:
-            raise
-        hooked = ", ".join(WRAPPED.sub("", name) for name in state["hooks"])
-        raise ModelError(
-            f"{model.cfg.model_name} has hooks at {hooked} that change its "
-            f"values; remove them, or give an intervention instead. {error}"
-        ) from error
-    facts.report = report
-    facts.boots = boots()
-    facts.state = state
-
-
-def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
-    """Forget the verification of a model that was changed since."""
-    if facts.report is None:
-        facts.to_verify = False
-        return
-    if facts.state is None or is_same(facts.state, state_of(model)):
-        return
-    with making:
-        facts.native, facts.why_not_native = _native_twin(model)
-    facts.to_verify = False
-    facts.report = facts.state = facts.streaming = None
-
-
-def _notice_changes(model: Any, facts: ModelFacts) -> None:
-    """Refuse a changed model; verify it again if it was moved, or has other hooks."""
-    before = facts.state
-    assert before is not None, "asked of a verified model only"
-    now = state_of(model, before)
-    refuse_changes(model, before, now)
-    is_moved = before["device"] != now["device"]
-    if is_moved:
-        with making:
-            facts.native, facts.why_not_native = _native_twin(model)
-    if is_moved or before["hooks"] != now["hooks"]:
-        _verify(model, facts)
-    facts.state = now
-
-
-def _tried(check: Callable[..., Made], model: HookedModel, *arguments: Any) -> Made:
-    try:
-        return check(model, *arguments)
-    except MechattnError:
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"{model.cfg.model_name} cannot be used as a hooked model: a forward pass of a few"
-            f" tokens raises {reason(error)}. {ANOTHER_VERSION.capitalize()}"
-        ) from error
-
-
 def _from_name(
     name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]
 ) -> Any:
@@ -392,7 +302,7 @@ def _from_name(
     with classes_left_alone():
         hf_model = load_dequantised(place, config, dtype, **placing)
     hooked = _from_object(hf_model, tokenizer, "auto", device, options, name)
-    _known_or_met(hooked).gguf = gguf_header(place).provenance()
+    known_facts(hooked).gguf = gguf_header(place).provenance()
     return hooked
 
 
@@ -426,7 +336,7 @@ def _from_object(
         "dtype": hf_model.dtype if dtype == "auto" else dtype,
     }
     hooked = _boot(name, tokenizer=tokenizer, device=device, shown=name, **boot_options, **options)
-    _known_or_met(hooked).gguf = gguf
+    known_facts(hooked).gguf = gguf
     return hooked
 
 
@@ -452,65 +362,8 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     bridge.cfg.default_prepend_bos = checkpoint.prepends_bos(tokenizer)
     bridge.cfg.model_name = shown
     bridge.eval()
-    _known_or_met(bridge).weights = "raw"
+    known_facts(bridge).weights = "raw"
     return bridge
-
-
-def _native_twin(bridge: Any) -> tuple[Any | None, str]:
-    """A transformers model that shares the parameters of ``bridge`` and runs its default attention
-    (usually SDPA)."""
-    hooked = getattr(bridge, "original_model", None)
-    if hooked is None:
-        return None, f"a {type(bridge).__name__} has no transformers model behind it"
-    if getattr(bridge, "_weights_processed", False):
-        return (
-            None,
-            (
-                "its weights were processed (folded or centred) in place, so the original weights"
-                " are gone"
-            ),
-        )
-    if getattr(hooked, "is_quantized", False):
-        return None, "its weights are quantised, and a second model cannot share them"
-    try:
-        return _rebuilt(hooked), ""
-    except Exception as error:
-        return (
-            None,
-            f"it cannot be rebuilt from its configuration ({type(error).__name__}: {error})",
-        )
-
-
-def _rebuilt(hooked: Any) -> Any:
-    from accelerate import init_empty_weights
-
-    config = copy.deepcopy(hooked.config)
-    config._attn_implementation_internal = None  # the class chooses again: SDPA if it has it
-    config.output_attentions = False
-    with init_empty_weights(include_buffers=False):
-        twin = type(hooked)(config)
-    wanted = set(twin.state_dict())
-    named = [
-        *hooked.named_buffers(remove_duplicate=False),
-        *hooked.named_parameters(remove_duplicate=False),
-    ]
-    # Under the names that parameters had before TransformerLens wrapped their modules.
-    shared = {WRAPPED.sub("", name): tensor for name, tensor in named}
-    twin.load_state_dict(
-        {name: shared[name] for name in wanted & set(shared)}, strict=False, assign=True
-    )
-    twin.tie_weights()
-    # A new model's settings are those of its configuration, which lacks end tokens that only
-    # generation_config.json names.
-    twin.generation_config = getattr(hooked, "generation_config", None)
-    if without := [
-        name for name, tensor in twin.named_parameters() if tensor.is_meta and name not in shared
-    ]:
-        raise LookupError(f"the hooked model has no parameter named {without[0]}")
-    device = device_of(hooked)
-    for name, buffer in twin.named_buffers():
-        buffer.data = shared[name].data if name in shared else buffer.data.to(device)
-    return dispatched_like(twin, hooked).eval()
 
 
 @contextmanager

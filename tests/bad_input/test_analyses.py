@@ -93,7 +93,7 @@ def test_nan_of_ones_own_analysis_is_told_from_the_models(
     checkpoint, analysis, engine, monkeypatch
 ):
     # Of weights that were so when the model was verified, which no probe has read.
-    monkeypatch.setattr("mechattn.model.load.refuse_changes", lambda *arguments: None)
+    monkeypatch.setattr("mechattn.model.verified_models.refuse_changes", lambda *arguments: None)
     model = ma.load_model(str(checkpoint))
     for analyses in ([analysis], [ma.ReceivedAttention(), analysis]):
         with pytest.raises(

@@ -1,0 +1,163 @@
+"""Keeps hooked models verified: what is known of each, and verification again after a change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mechattn.errors import MechattnError, ModelError
+from mechattn.model.architectures import mend
+from mechattn.model.checkpoint import reason
+from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, facts_of, making, remember
+from mechattn.model.several_devices import WRAPPED, device_of, dispatched_like
+from mechattn.model.state import is_same, refuse_changes, state_of
+from mechattn.model.verify.checks import check_model
+from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING
+
+Outcome = TypeVar("Outcome")
+
+
+def verified(model: Any, verify: bool) -> Any:
+    """The model, verified if that is asked for and was not done since it last changed."""
+    facts = known_facts(model)
+    if not verify:
+        _take_as_it_is(model, facts)
+        return model
+    if facts.verified and facts.state is not None:
+        notice_changes(model, facts)
+    verify_again(model)
+    return model
+
+
+@alone
+def verify_again(model: Any) -> None:
+    """Verify a model again if another one was made since, as making one changes classes that all
+    share."""
+    facts = known_facts(model)
+    if facts.to_verify and (facts.report is None or facts.boots < boots()):
+        _verify(model, facts)
+
+
+def known_facts(model: Any) -> ModelFacts:
+    """The facts about a hooked model; one that was hooked elsewhere is examined and mended now."""
+    if (facts := facts_of(model)) is not None:
+        return facts
+    with making:
+        native, why = _native_twin(model)
+    return remember(model, ModelFacts(native=native, why_not_native=why, mended=mend(model)))
+
+
+def _verify(model: Any, facts: ModelFacts) -> None:
+    report = tried(check_model, model, facts, AT_LOADING)
+    state = state_of(model)
+    try:
+        report.require()
+    except ModelError as error:
+        if not state["hooks"]:
+            raise
+        hooked = ", ".join(WRAPPED.sub("", name) for name in state["hooks"])
+        raise ModelError(
+            f"{model.cfg.model_name} has hooks at {hooked} that change its "
+            f"values; remove them, or give an intervention instead. {error}"
+        ) from error
+    facts.report = report
+    facts.boots = boots()
+    facts.state = state
+
+
+def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
+    """Forget the verification of a model that was changed since."""
+    if facts.report is None:
+        facts.to_verify = False
+        return
+    if facts.state is None or is_same(facts.state, state_of(model)):
+        return
+    with making:
+        facts.native, facts.why_not_native = _native_twin(model)
+    facts.to_verify = False
+    facts.report = facts.state = facts.streaming = None
+
+
+def notice_changes(model: Any, facts: ModelFacts) -> None:
+    """Refuse a changed model; verify it again if it was moved, or has other hooks."""
+    before = facts.state
+    assert before is not None, "asked of a verified model only"
+    now = state_of(model, before)
+    refuse_changes(model, before, now)
+    is_moved = before["device"] != now["device"]
+    if is_moved:
+        with making:
+            facts.native, facts.why_not_native = _native_twin(model)
+    if is_moved or before["hooks"] != now["hooks"]:
+        _verify(model, facts)
+    facts.state = now
+
+
+def tried(check: Callable[..., Outcome], model: HookedModel, *arguments: Any) -> Outcome:
+    try:
+        return check(model, *arguments)
+    except MechattnError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{model.cfg.model_name} cannot be used as a hooked model: a forward pass of a few"
+            f" tokens raises {reason(error)}. {ANOTHER_VERSION.capitalize()}"
+        ) from error
+
+
+def _native_twin(bridge: Any) -> tuple[Any | None, str]:
+    """A transformers model that shares the parameters of ``bridge`` and runs its default attention
+    (usually SDPA)."""
+    hooked = getattr(bridge, "original_model", None)
+    if hooked is None:
+        return None, f"a {type(bridge).__name__} has no transformers model behind it"
+    if getattr(bridge, "_weights_processed", False):
+        return (
+            None,
+            (
+                "its weights were processed (folded or centred) in place, so the original weights"
+                " are gone"
+            ),
+        )
+    if getattr(hooked, "is_quantized", False):
+        return None, "its weights are quantised, and a second model cannot share them"
+    try:
+        return _rebuilt(hooked), ""
+    except Exception as error:
+        return (
+            None,
+            f"it cannot be rebuilt from its configuration ({type(error).__name__}: {error})",
+        )
+
+
+def _rebuilt(hooked: Any) -> Any:
+    from accelerate import init_empty_weights
+
+    config = copy.deepcopy(hooked.config)
+    config._attn_implementation_internal = None  # the class chooses again: SDPA if it has it
+    config.output_attentions = False
+    with init_empty_weights(include_buffers=False):
+        twin = type(hooked)(config)
+    wanted = set(twin.state_dict())
+    named = [
+        *hooked.named_buffers(remove_duplicate=False),
+        *hooked.named_parameters(remove_duplicate=False),
+    ]
+    # Under the names that parameters had before TransformerLens wrapped their modules.
+    shared = {WRAPPED.sub("", name): tensor for name, tensor in named}
+    twin.load_state_dict(
+        {name: shared[name] for name in wanted & set(shared)}, strict=False, assign=True
+    )
+    twin.tie_weights()
+    # A new model's settings are those of its configuration, which lacks end tokens that only
+    # generation_config.json names.
+    twin.generation_config = getattr(hooked, "generation_config", None)
+    if without := [
+        name for name, tensor in twin.named_parameters() if tensor.is_meta and name not in shared
+    ]:
+        raise LookupError(f"the hooked model has no parameter named {without[0]}")
+    device = device_of(hooked)
+    for name, buffer in twin.named_buffers():
+        buffer.data = shared[name].data if name in shared else buffer.data.to(device)
+    return dispatched_like(twin, hooked).eval()
