@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from mechattn import conditions as public_conditions
 from mechattn.analysis import ANALYSES as KINDS
 from mechattn.analysis.analysis import Analysis
 from mechattn.errors import OptionError
@@ -17,23 +18,15 @@ from mechattn.interventions.ablation import AttentionKnockout, HeadAblation
 from mechattn.interventions.arm import ARM
 from mechattn.prompts import conditions as kinds
 from mechattn.prompts import fillers
-from mechattn.prompts.counterparts import Counterpart
 from mechattn.prompts.sweeps import sweep
 from mechattn.toml_sections import AnalysisSection, Condition, all_words, near, no_such_key
 
-CONDITION_CLASSES = (
-    kinds.Baseline,
-    kinds.MeaninglessTokens,
-    kinds.Text,
-    kinds.RepeatedWord,
-    kinds.RandomTokens,
-    kinds.RandomSentence,
-    kinds.ShuffledSentence,
-    kinds.Counting,
-    kinds.RepeatQuestion,
-    Counterpart,
-)
-CONDITIONS = {kind.__name__: kind for kind in CONDITION_CLASSES}
+# Those that mechattn.conditions exports, but for the base class of insertions.
+CONDITIONS = {
+    name: kind
+    for name, kind in vars(public_conditions).items()
+    if hasattr(kind, "apply") and kind is not public_conditions.Insertion
+}
 ANALYSES = {kind.__name__: kind for kind in KINDS}
 INTERVENTIONS = {kind.__name__: kind for kind in (ARM, AttentionKnockout, HeadAblation)}
 

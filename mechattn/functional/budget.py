@@ -99,9 +99,12 @@ def before_hidden_states(
         cos, sin = turns
         return rotation.moved(original, (cos[:, :, positions], sin[:, :, positions]))
 
-    q = own.q.to(wide)
-    q[:, :, queries] = of_baseline(attention.q, queries)
     is_original = (origin >= 0)[:, None, :, None]
+    q = own.q.to(wide, copy=True)
+    own_queries = q[:, :, queries]
+    q[:, :, queries] = torch.where(
+        is_original[:, :, queries], of_baseline(attention.q, queries), own_queries
+    )
     k = torch.where(is_original, of_baseline(attention.k, slice(None)), own.k.to(wide))
     return replace(own, q=q, k=k)
 

@@ -1,4 +1,4 @@
-"""Keeps hooked models verified: what is known of each, and verification again after a change."""
+"""Keeps hooked models verified: the facts about each, and verification again after a change."""
 
 from __future__ import annotations
 

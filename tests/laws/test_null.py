@@ -102,6 +102,7 @@ def measured(family, model, prompts):
         ma.analyses.AttentionSinks(least_queries=8),
     ]
     analyses += [ma.analyses.AttentionSpread(bands=6), ma.analyses.AttentionBudget()]
+    # A new analysis of rows belongs into the list above.
     assert {type(analysis) for analysis in analyses} | {
         AttentionMap,
         ma.analyses.SegmentLogits,
