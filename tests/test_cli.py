@@ -151,19 +151,19 @@ def read_by(result):
     return "".join(tokens.tolist())
 
 
-def test_the_chat_template_is_the_default_where_there_is_one(chatting, tmp_path, here):
+def read_and_stopped(model, prompts, conditions, *_, **__):
+    """In the place of a run: says what the model would read first."""
+    raise ma.MechattnError(
+        model.tokenizer.decode(conditions["slash"].apply(prompts[0], model).tokens)
+    )
+
+
+def test_the_chat_template_is_the_default_where_there_is_one(chatting, tmp_path, here, monkeypatch):
+    monkeypatch.setattr("mechattn.commands.figures.run", read_and_stopped)
     asked = ("figures", "--model", chatting, "--prompts", "word-problems", "--limit", 6)
-    system = ("--system", "Be brief.")
-    for folder, more in (("chat", ()), ("plain", ("--no-chat-template",))):
-        done = here(*asked, *system, *more, "--out", tmp_path / folder)
-        assert done.returncode == 0, done.stderr
-    chat = ma.load_result(tmp_path / "chat" / "chatting.zarr")
-    plain = ma.load_result(tmp_path / "plain" / "chatting.zarr")
-    assert chat.provenance["prompts"]["template"] == "chat"
-    assert "<system>Be brief.\n<user>" in read_by(chat)
-    assert "<system>" not in read_by(plain)
-    page = (tmp_path / "chat" / "index.html").read_text()
-    assert "in the model&#39;s chat template, after “Be brief.”" in page
+    system = ("--system", "Be brief.", "--out", tmp_path / "out")
+    assert "<system>Be brief.\n<user>" in here(*asked, *system).stderr
+    assert "<system>" not in here(*asked, *system, "--no-chat-template").stderr
 
 
 def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here):
@@ -292,12 +292,7 @@ def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monke
     tokens = ma.load_result(tmp_path / "plain" / "toy-llama.zarr")["sequences"].first_prompt_text
     assert "".join(tokens.sel(condition="baseline").values.tolist()) == f"<bos>{QUESTIONS[0]}\n"
 
-    def read(model, prompts, conditions, *_, **__):
-        raise ma.MechattnError(
-            model.tokenizer.decode(conditions["slash"].apply(prompts[0], model).tokens)
-        )
-
-    monkeypatch.setattr("mechattn.commands.figures.run", read)
+    monkeypatch.setattr("mechattn.commands.figures.run", read_and_stopped)
     asked = ["--system", "Be brief.", "--answer-field", "reply", "--separator", "", "--count", 4]
     done = figures("--out", tmp_path / "asked", *asked, "--place", "before_answer")
     assert f"mechattn: <bos>Be brief.\n{QUESTIONS[0]}\n////Answer: 3\n" in done.stderr
@@ -348,65 +343,48 @@ def test_a_report_says_what_it_cannot_show(toy, prompts, tmp_path, here):
     assert "there is no stored result at" in missing.stderr
 
 
+# The columns of an export, by their names in a comparison.
+EXPORTED = {"value": "value", "baseline": "reference", "null": "null", "change_null": "change_null"}
+EXPORTED |= {
+    f"{name}{end}": f"{name}{end}"
+    for name in ("difference", "change", "beyond")
+    for end in ("", "_low", "_high")
+}
+EXPORTED |= {
+    name: name for name in ("layer", "head", "p_beyond", "q_beyond", "p_difference", "q_difference")
+}
+
+
 def test_export_writes_what_compare_and_heads_give(slash_result, tmp_path, here):
-    slash_result.save(tmp_path / "r.zarr")
-    done = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv")
+    stored, file = tmp_path / "r.zarr", tmp_path / "a" / "heads.csv"
+    slash_result.save(stored)
+    done = here("export", stored, "--csv", file)
     assert done.returncode == 0, done.stderr
-    assert f"Wrote {tmp_path / 'a' / 'heads.csv'}" in done.stdout
-    assert "from the current folder" in " ".join(
-        here("export", "--help").stdout.replace("│", " ").split()
-    )
-    table = pd.read_csv(tmp_path / "a" / "heads.csv")
+    assert f"Wrote {file}" in done.stdout
+    table = pd.read_csv(file)
     assert len(table) == 2 * 2 * 32, "quantities, conditions, heads"
-    for quantity in ("received", "mass"):
-        rows = table[(table["quantity"] == quantity) & (table.condition == "slash")].reset_index(
-            drop=True
-        )
-        compared = slash_result.compare("slash", quantity=quantity, columns="all")
-        of = ("difference", "change", "beyond")
-        for name in (
-            "layer",
-            "head",
-            "null",
-            "change_null",
-            *of,
-            *(f"{n}_{end}" for n in of for end in ("low", "high")),
-        ):
-            np.testing.assert_allclose(rows[name], compared[name], rtol=1e-12)
-        for name in ("p_beyond", "q_beyond", "p_difference", "q_difference"):
-            np.testing.assert_allclose(rows[name], compared[name], rtol=1e-12)
-        np.testing.assert_allclose(rows.value, compared.value, rtol=1e-12)
-        np.testing.assert_allclose(rows.baseline, compared.reference, rtol=1e-12)
-        values = slash_result.heads(quantity, None, condition="slash").sort_values(
-            ["layer", "head"]
-        )
-        np.testing.assert_allclose(rows.value_high, values.high, rtol=1e-12)
-    both = here(
-        "export", tmp_path / "r.zarr", tmp_path / "r.zarr", "--csv", tmp_path / "a" / "heads.csv"
-    )
-    assert both.returncode == 0, "its own file is replaced"
-    assert pd.read_csv(tmp_path / "a" / "heads.csv").equals(
-        pd.concat([table, table], ignore_index=True)
-    )
-    assert set(table.model) == {"toy:llama"}
     changed = table[table.condition == "slash"]
-    for columns in (changed, compared):
-        about = [
-            set(columns[name]) for name in ("segment", "change_units", "scale", "level", "n_of")
-        ]
-        assert about == [{"question"}, {"fraction"}, {"log-ratio"}, {0.95}, {"prompts"}], (
-            "a file says what it holds"
-        )
+    for quantity in ("received", "mass"):
+        rows = changed[changed["quantity"] == quantity]
+        compared = slash_result.compare("slash", quantity=quantity, columns="all")
+        np.testing.assert_allclose(rows[[*EXPORTED]], compared[[*EXPORTED.values()]], rtol=1e-12)
+        values = slash_result.heads(quantity, None, condition="slash")
+        values = values.sort_values(["layer", "head"])
+        np.testing.assert_allclose(rows.value_high, values.high, rtol=1e-12)
+    about = [set(changed[name]) for name in ("segment", "change_units", "scale", "level", "n_of")]
+    expected = [{"question"}, {"fraction"}, {"log-ratio"}, {0.95}, {"prompts"}]
+    assert about == expected, "a file says what it holds"
     assert set(table.units) == {"probability"}
-    assert set(table.result) == {str(tmp_path / "r.zarr")}
+    assert set(table.result) == {str(stored)}
+    both = here("export", stored, stored, "--csv", file)
+    assert both.returncode == 0, "its own file is replaced"
+    assert len(pd.read_csv(file)) == 2 * len(table)
     (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
-    refused = here("export", tmp_path / "r.zarr", "--csv", tmp_path / "mine.csv")
+    refused = here("export", stored, "--csv", tmp_path / "mine.csv")
     assert refused.returncode == 2
     assert "not a mechattn export" in refused.stderr
     assert (tmp_path / "mine.csv").read_text() == "a,b\n1,2\n"
-    assert (
-        "should end with .csv" in here("export", tmp_path / "r.zarr", "--csv", "heads.txt").stderr
-    )
+    assert "should end with .csv" in here("export", stored, "--csv", "heads.txt").stderr
 
 
 def test_export_to_netcdf_holds_every_array(slash_result, tmp_path, here):

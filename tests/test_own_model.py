@@ -143,9 +143,3 @@ def test_pages_of_the_baseline_alone(toy, tmp_path):
     assert missing == []
     assert page.count("<figure>") == 5
     assert '"text":"baseline"' in page
-
-
-def test_a_config_without_conditions_has_a_page(tmp_path):
-    run_from_config(write(tmp_path, "conditions = {}", model="toy:llama"))
-    assert ma.load_result(tmp_path / "r.zarr").conditions == ["baseline"]
-    assert (tmp_path / "p.html").read_text(encoding="utf-8").count("<figure>") == 1

@@ -103,8 +103,12 @@ def assert_quoted(quoted, printed):
     assert left_out or not list(rest), "lines were left out at the end, and no … says so"
 
 
-def test_what_verify_is_said_to_print():
-    report = ma.verify_model("toy:falcon")
+@pytest.fixture(scope="module")
+def report():
+    return ma.verify_model("toy:falcon")
+
+
+def test_what_verify_is_said_to_print(report):
     quoted = re.search(r"\$ mechattn verify toy:falcon\n(.*?)```", VERIFICATION, re.DOTALL)[
         1
     ].splitlines()
@@ -117,8 +121,8 @@ def test_what_verify_is_said_to_print():
 @pytest.mark.parametrize(
     "change", [("16 ", "17 "), ("passed", "failed"), ("(sdpa)", "(eager)"), ("4.3", "4.2")]
 )
-def test_another_report_would_be_noticed(change):
-    printed = str(ma.verify_model("toy:falcon")).splitlines()
+def test_another_report_would_be_noticed(report, change):
+    printed = str(report).splitlines()
     quoted = re.search(r"\$ mechattn verify toy:falcon\n(.*?)```", VERIFICATION, re.DOTALL)[
         1
     ].splitlines()

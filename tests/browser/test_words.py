@@ -138,20 +138,3 @@ def test_a_quantity_without_a_null_does_not_change_what_is_asked_for(opened, pla
     assert show.input_value() == "value"
     page.locator("#condition").select_option("sentence")
     assert show.input_value() == "beyond"
-
-
-def test_the_page_says_uniform_and_not_null(opened, place):
-    page = opened(place)
-    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-    for quantity in page.locator("#quantity option").evaluate_all(
-        "(all) => all.map((one) => one.value)"
-    ):
-        page.locator("#quantity").select_option(quantity)
-        assert (
-            "null"
-            not in page.locator("#heads")
-            .inner_text()
-            .replace("no null is known", "")
-            .lower()
-            .split()
-        )

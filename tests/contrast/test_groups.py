@@ -158,23 +158,6 @@ def test_halves_never_share_a_group(result, prompts, toy):
     )
 
 
-def test_sentences_and_captions_say_what_they_are_over(result, ungrouped):
-    from mechattn.render.words import mean_words, said
-
-    assert "6 groups of 18 prompts). It changes most" in ma.render.verdict_words(result, "slash")
-    assert "18 prompts). It changes most" in ma.render.verdict_words(ungrouped, "slash")
-    assert "n = 6 groups of 18 prompts" in ma.render.change_map(result, "slash").layout.title.text
-    values = result["attention_focus"].self_share.sel(condition="slash", segment="question")
-    interval = t_interval(by_group(values.mean(["layer", "head"]).values.astype(float)))
-    assert mean_words(result, values).startswith(
-        f"{float(interval.estimate):.3g} [{float(interval.low):.3g}, "
-    )
-    assert mean_words(result, values) != mean_words(ungrouped, values), "negative control"
-    figure = ma.render.by_layer(result, "entropy")
-    assert "n = 6 groups of 18 prompts" in figure.layout.title.text
-    assert said(figure) != said(ma.render.by_layer(ungrouped, "entropy"))
-
-
 def test_merged_parts_have_the_groups_of_the_whole(toy, prompts, result, ungrouped):
     conditions = {"slash": ma.MeaninglessTokens("/", 20)}
     parts = [

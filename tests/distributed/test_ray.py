@@ -3,13 +3,10 @@
 import os
 import signal
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import ray
 
@@ -17,7 +14,6 @@ import mechattn as ma
 from mechattn.errors import OptionError, OutputError, PromptTooLong
 from mechattn.jobs.executors import Ray
 from mechattn.results.arrays import digest
-from mechattn.store.writing import merge_stored
 
 
 @pytest.fixture(scope="module")
@@ -97,36 +93,6 @@ def test_two_workers_write_a_large_result_and_one_is_killed(cluster, job, local,
     assert len(killed) == 1
     assert digest(result.datasets) == local
     assert [path.name for path in tmp_path.iterdir()] == ["r.zarr"]
-
-
-def a_shard(job, place, shard):
-    """What one job of an array does, in a process of its own."""
-    ma.run_job(job, place, shard=shard)
-
-
-@pytest.mark.slow
-def test_a_cluster_and_two_jobs_of_an_array_write_at_the_same_time(cluster, job, local, tmp_path):
-    """Of each prompt all of them write the same bytes; moments of shards are merged in another order."""
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        shards = [
-            pool.submit(a_shard, job, tmp_path / "s.zarr", f"{number}/2") for number in (1, 2)
-        ]
-        made = ma.run_job(job, tmp_path / "r.zarr", executor="ray", workers=2)
-        for shard in shards:
-            shard.result()
-    assert digest(made.datasets) == local
-    assert made.provenance["threads"] == 1
-    merge_stored(str(tmp_path / "all.zarr"), [str(tmp_path / f"s-{n}-of-2.zarr") for n in (1, 2)])
-    merged = ma.load_result(tmp_path / "all.zarr")
-    assert merged.compare("slash", resamples=99, columns="all").equals(
-        made.compare("slash", resamples=99, columns="all")
-    )
-    for name, dataset in made.datasets.items():
-        for label, variable in dataset.variables.items():
-            if "prompt" in variable.dims:
-                assert merged[name][label].variable.equals(variable), label
-            elif variable.dtype.kind == "f":
-                np.testing.assert_allclose(merged[name][label], variable, rtol=1e-10)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """A run in chunks: the same bytes however it was cut, interrupted or damaged, and a sentence where it cannot go on."""
 
-import json
 import shutil
 from dataclasses import dataclass, replace
 from itertools import count
@@ -275,16 +274,6 @@ def test_parts_of_another_run_are_refused_by_name(job, begun, change, field):
     ):
         ma.run_job(replace(job, **change), begun)
     assert len(list(chunks_folder(begun).glob("*.zarr"))) == 1
-
-
-def test_a_prompt_file_that_changes_between_runs_is_found(tmp_path, job):
-    file, path = tmp_path / "p.jsonl", tmp_path / "r.zarr"
-    rows = [json.dumps({"question": f"Tom has {n} apples. How many?"}) for n in range(4)]
-    file.write_text("\n".join(rows))
-    stopped(replace(job, prompts=ma.load_prompts(str(file))), path, 1)
-    file.write_text("\n".join([*rows[:3], rows[3].replace("Tom", "Tim")]))
-    with pytest.raises(OptionError, match="prompts was 4 with the hash"):
-        ma.run_job(replace(job, prompts=ma.load_prompts(str(file))), path)
 
 
 @pytest.mark.parametrize("seen", [True, False])

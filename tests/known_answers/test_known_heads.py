@@ -48,9 +48,8 @@ def trained_to_copy(seed, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_trained_models_copy_by_induction_heads_of_the_second_layer(seed):
-    copied, heads, copied_without = trained_to_copy(seed, known_heads.STEPS)
+def test_a_trained_model_copies_by_induction_heads_of_the_second_layer():
+    copied, heads, copied_without = trained_to_copy(0, known_heads.STEPS)
     assert copied >= 0.99
     assert {layer for layer, _ in heads} == {1}
     assert copied_without < 0.2

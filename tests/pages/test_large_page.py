@@ -205,32 +205,3 @@ def test_the_memory_is_kept_to(measured):
     again = replace(result, memory="13MiB").compare("slash", resamples=99, columns="all")
     pd.testing.assert_frame_equal(again, table, rtol=1e-12)
     assert again.attrs == table.attrs
-
-
-def test_groups_are_bagged_as_wholes(measured):
-    """Two prompts of a group with opposite changes: the groups' means are alike, whatever the bags."""
-    result = many(measured, 4200)
-    dataset = result["received_attention"].drop_vars(
-        ["received_by_segment", "received_by_segment_uniform"]
-    )
-    sign = np.where(np.arange(4200) % 2, 1.0, -1.0)
-    values = np.exp(
-        0.1 * sign[:, None, None, None, None] * np.array([0, 1, 0])[None, :, None, None, None]
-    )
-    values = np.broadcast_to(values, (4200, 3, 4, 8, dataset.sizes["segment"])) * 0.01
-    dataset["received_by_segment"] = (
-        ("prompt", "condition", "layer", "head", "segment"),
-        values.astype(np.float32),
-    )
-    dataset["received_by_segment"].attrs = dict(
-        measured["received_attention"].received_by_segment.attrs
-    )
-    sequences = result["sequences"].assign(group=("prompt", [f"g{i // 2}" for i in range(4200)]))
-    made = replace(result, datasets={"sequences": sequences, "received_attention": dataset})
-    table = made.compare("slash", resamples=99, columns="all")
-    assert table.attrs["unit"] == "groups (2100 of 4200 prompts)"
-    assert table.attrs["resampled"] == "700 random bags of 3"
-    assert (table.difference_high - table.difference_low < 1e-6).all()
-    assert (table.difference_low_bootstrap.sub(table.difference_low).abs() < 1e-6).all()
-    alone = made.compare("slash", resamples=99, unit="prompt", columns="all")
-    assert (alone.difference_high - alone.difference_low > 0.005).all()

@@ -46,15 +46,6 @@ def test_uniform_attention_is_drawn_beside_each_line(slash_result):
         assert y == pytest.approx(
             np.nanmean([values[x] for values in each if x in values]), rel=1e-5
         )
-    half, others = (
-        ma.render.received_attention(slash_result, layer=0, top=1, null="uniform"),
-        [each[i] for i in halves_of(12)[1]],
-    )
-    null = next(t for t in half.data if t.line.dash == "dot" and t.name == "uniform, with slash")
-    for x, y in zip(null.x, null.y, strict=True):
-        assert y == pytest.approx(
-            np.nanmean([values[x] for values in others if x in values]), rel=1e-5
-        )
 
 
 def dilution_by_loop(result, layer, head, prompts, whole):

@@ -61,17 +61,6 @@ def test_stored_and_read_again_it_is_the_same(result, tmp_path, name):
     assert f"digest of the numbers: {result.digest()}\n" in summary(ma.load_result(place))
 
 
-def test_nothing_of_the_provenance_is_in_it(result):
-    about = result.provenance | {
-        "time": "then",
-        "seconds": 1e9,
-        "threads": 99,
-        "versions": {},
-        "command": "/another/path",
-    }
-    assert Result(result.datasets, about).digest() == result.digest()
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import xarray as xr
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
@@ -56,26 +55,3 @@ def assert_same(loaded, result):
 def test_saved_loaded_equal(result, tmp_path):
     result.save(tmp_path / "r.zarr")
     assert_same(ma.load_result(tmp_path / "r.zarr"), result)
-
-
-def of(values):
-    return {"r": xr.Dataset({"x": (("at",), np.asarray(values))})}
-
-
-def with_signs(values):
-    made = np.array(values)
-    return np.where(np.isnan(made), np.copysign(made, -1), made).astype(made.dtype)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f8"])
-def test_one_nan_for_all(dtype):
-    plain = np.array([0.5, np.nan, -1.0, np.nan], dtype=dtype)
-    other = with_signs(plain)
-    assert plain.tobytes() != other.tobytes(), "the two differ in memory"
-    assert digest(of(plain)) == digest(of(other))
-    for change in (
-        [0.5, np.nan, 1.0, np.nan],
-        [0.5, -1.0, np.nan, np.nan],
-        [0.5, 0.0, -1.0, np.nan],
-    ):
-        assert digest(of(np.array(change, dtype=dtype))) != digest(of(plain))

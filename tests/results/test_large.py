@@ -65,9 +65,7 @@ def test_it_is_the_same_and_nothing_of_a_prompt_is_read(parts, folder):
 
 
 CASES = [
-    ("received", None),
     ("received", "half"),
-    ("mass", None),
     ("scale", None),
     ("near_zero", None),
 ]

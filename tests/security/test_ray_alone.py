@@ -71,9 +71,9 @@ def started(how, home, **variables):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", ["", pytest.param("import ray\n", marks=pytest.mark.slow)])
-def test_a_cluster_of_this_machine_alone(tmp_path, before):
-    found = started(before + OURS, tmp_path)
+def test_a_cluster_of_this_machine_alone(tmp_path):
+    """Though ray was imported before, which reads its settings then."""
+    found = started("import ray\n" + OURS, tmp_path)
     assert len(found["at"]) >= 5
     assert {place.rpartition(":")[0] for place in found["at"]} <= LOOPBACK
     assert not found["joined"]
