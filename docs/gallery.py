@@ -208,7 +208,7 @@ ma.render.agreement(result, "slash", ["unshifted", "sentence", "arm"])
 # The figures of this part show `toy:qwen2` (1.0 M parameters), whose answers suffer more from inserted tokens.
 
 # %%
-solver, problems = ma.load_model("toy:qwen2"), ma.load_prompts("word-problems", limit=20)
+solver, problems = ma.load_model("toy:qwen2"), ma.load_prompts("word-problems", limit=32)
 counted = ma.evaluate(solver, problems, counts, new_tokens=60)
 
 # %% [markdown]
@@ -235,7 +235,7 @@ ma.render.dose_curves(counted.accuracy(), dose)
 
 # %%
 grid = ma.sweep(slash, count=[10, 55], place=["start", "before_question"])
-placed = ma.evaluate(solver, prompts[:8], grid, new_tokens=60)
+placed = ma.evaluate(solver, prompts, grid, new_tokens=60)
 ma.render.accuracy_map(placed.accuracy(), "count", "place", "toy:qwen2")
 
 # %% [markdown]
@@ -243,7 +243,7 @@ ma.render.accuracy_map(placed.accuracy(), "count", "place", "toy:qwen2")
 
 # %%
 sampled = ma.evaluate(
-    solver, prompts[:5], {"slash": slash}, samples=4, temperature=1.5, new_tokens=60
+    solver, prompts[:8], {"slash": slash}, samples=4, temperature=1.5, new_tokens=60
 )
 measures = {"pass@k": sampled.pass_at_k([1, 2, 4]), "best of k": sampled.best_of([1, 2, 4])}
 
@@ -268,7 +268,7 @@ ma.render.while_answering(answers)
 # the run without inserted tokens.
 
 # %%
-answered = ma.load_prompts("word-problems", limit=3, with_answer=True)
+answered = ma.load_prompts("word-problems", limit=4, with_answer=True)
 patched = ma.patch(solver, answered, slash)
 ma.render.patching_map(patched)
 

@@ -17,7 +17,7 @@ from mechattn.results.arrays import digest
 from mechattn.store.objects import Place
 from tests.conftest import run_part
 
-OTHER_SEED = ma.RunOptions(layers=[0, 1], seed=4)
+OTHER_SEED = ma.RunOptions(layers=[0], seed=4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +41,7 @@ def job(prompts):
         "toy:llama",
         prompts[:7],
         conditions,
-        options=ma.RunOptions(layers=[0, 1], seed=3),
+        options=ma.RunOptions(layers=[0], seed=3),
         chunk=2,
         verify=False,
         command="a test",
