@@ -162,13 +162,14 @@ class Output(Section):
 
 
 class ServerSection(Section):
-    """The arguments of ``Server``."""
+    """The arguments of ``Server``, and whether the model is loaded to be compared with it."""
 
     address: str
     model: str | None = None
     key: str | None = None
     timeout: float = 600.0
     verify: bool = True
+    weights: bool = False
 
 
 class EvaluationSection(Section):

@@ -58,10 +58,13 @@ def _counts(sections: Mapping[str, Condition], tokenizer: Callable[[], Any]) -> 
     for name, section in without_count.items():
         text = section.options.get("text", default.text)
         separator = section.options.get("separator", default.separator)
+        own_line = section.options.get("own_line") is True
         if section.kind != "MeaninglessTokens" or not text:
             continue
         if isinstance(text, str) and isinstance(separator, str):
-            counts[name] = fillers.nearest_count(tokenizer(), text, separator, default.count)
+            counts[name] = fillers.nearest_count(
+                tokenizer(), text, separator, default.count, own_line
+            )
     if counts:
         first_count = next(iter(counts.values()))
         for name, section in without_count.items():

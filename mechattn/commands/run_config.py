@@ -235,7 +235,9 @@ def evaluate_from_config(
             f'{path} has no section [evaluation]: add one with at least out = "answers.jsonl"'
         )
     options = config.evaluation.model_dump()
-    options["server"] = _server(options["server"] or {}, server, served_model, server_key)
+    section = options["server"] or {}
+    is_loaded = section.pop("weights", False)
+    options["server"] = _server(section, server, served_model, server_key)
     if options["server"] is not None and len(config.models) > 1:
         raise OptionError(
             f"{path} names {len(config.models)} models, but a server has only one model: evaluate "
@@ -257,7 +259,7 @@ def evaluate_from_config(
     for name, place in places.items():
         model: str | HookedModel = name
         tokenizer: Callable[[], Any] = partial(tokenizer_named, name)
-        if options["server"] is None:
+        if is_loaded or options["server"] is None:
             model = load_model(name, dtype=dtype, device=config.device, verify=config.verify)
             tokenizer = partial(getattr, model, "tokenizer")
         conditions = made_conditions(config.conditions, tokenizer)

@@ -12,24 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter, ValidationError
 
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer, as_lines
 
 Key = tuple[str, str, int]  # a prompt's id, the name of a condition, and the number of the sample
-_FIELD_TYPES: dict[str, Any] = {
-    "prompt": str,
-    "condition": str,
-    "sample": int,
-    "text": str,
-    "tokens": tuple,
-    "answer": str | None,
-    "solution": str,
-    "right": bool,
-    "finished": bool,
-    "logprob": int | float,
-    "read": str,
-}
 # A server may come back at another address; problems, conditions and samples may be added.
 _MAY_DIFFER = (
     "versions",
@@ -168,31 +156,19 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
             f"{path} is not an evaluation: {reason}; give another name, or move the file"
         ) from None
 
+    reader = TypeAdapter(GradedAnswer)
     answers: dict[Key, GradedAnswer] = {}
     for number, line in enumerate(lines[1:], 2):
         try:
-            answer = _answer_of(line)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            answer = reader.validate_json(line, strict=True)
+        except ValidationError as error:
             is_cut_off = number == len(lines) and not content.endswith(b"\n")
             if is_cut_off:  # a run was killed while it wrote this line
                 break
-            reason = error
-            if isinstance(error, KeyError):
-                reason = f"it has no {error}"
+            mistake = error.errors()[0]
+            reason = mistake["msg"]
+            if mistake["loc"]:
+                reason = f"its {mistake['loc'][0]} is {mistake['input']!r:.40} ({reason})"
             raise OutputError(f"line {number} of {path} is not an answer: {reason}") from None
         answers[answer.prompt, answer.condition, answer.sample] = answer
     return about, answers
-
-
-def _answer_of(line: bytes) -> GradedAnswer:
-    """The answer in a line, whose fields have the right types."""
-    row = json.loads(line)
-    fields = {**row, "tokens": tuple(row["tokens"])}
-    for name, kind in _FIELD_TYPES.items():
-        value = fields[name]
-        is_mistaken_bool = isinstance(value, bool) and kind is not bool
-        if not isinstance(value, kind) or is_mistaken_bool:
-            raise TypeError(f"its {name} is {value!r:.40}")
-    if not all(type(token) is int for token in fields["tokens"]):
-        raise TypeError(f"its tokens is {fields['tokens']!r:.40}")
-    return GradedAnswer(**fields)

@@ -53,12 +53,8 @@ def compared(
             "the two evaluations have different problems, but a comparison is by problem"
         )
     right_under_first = evaluation.right(condition)
-    right_under_second = other.right(to)
-
     # A file may hold the problems in another order.
-    rows_of_problems = {prompt: row for row, prompt in enumerate(other._problems())}
-    row_order = [rows_of_problems[prompt] for prompt in evaluation._problems()]
-    right_under_second = right_under_second[row_order]
+    right_under_second = other._of(list(evaluation._problems())).right(to)
 
     units = units_of(evaluation, unit)
     is_single_answer = right_under_first.shape[1] == right_under_second.shape[1] == 1

@@ -12,7 +12,6 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks
@@ -21,7 +20,7 @@ from mechattn.evaluation import generate
 from mechattn.evaluation import grader as graders
 from mechattn.evaluation.answer_file import Kept, Key, kept
 from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
-from mechattn.evaluation.generate import Answer, Generation, Request, Sampling, SamplingOptions
+from mechattn.evaluation.generate import Answer, Generation, Request, Sampling
 from mechattn.evaluation.grader import Grader
 from mechattn.evaluation.progress import AnswerBar
 from mechattn.evaluation.served_answers import Todo, check_room, check_servable, served_answers
@@ -47,7 +46,9 @@ def evaluate(
     seed: int = 0,
     out: str | Path | None = None,
     server: Server | str | None = None,
-    **sampling: Unpack[SamplingOptions],
+    new_tokens: int = 256,
+    samples: int = 1,
+    temperature: float | None = None,
 ) -> Evaluation:
     """Generate and grade answers to every problem under every condition and the baseline.
 
@@ -72,10 +73,9 @@ def evaluate(
             holds are not generated again; more problems, conditions or samples extend it.
         server: An ``ma.Server``, or the address of one that needs nothing else, such as
             "http://host:8000/v1".
-        sampling: ``new_tokens``, the longest answer in tokens (256; answers that reach it are
-            counted as unfinished); ``samples``, the number of answers to each question (1);
-            ``temperature``, where 0 takes the likeliest token (by default 0 for one sample and 1
-            for several).
+        new_tokens: The longest answer in tokens; answers that reach it are counted as unfinished.
+        samples: The number of answers to each question.
+        temperature: 0 takes the likeliest token; by default 0 for one sample and 1 for several.
 
     Raises:
         MechattnError: An argument cannot be used; raised before the first token is generated.
@@ -88,7 +88,7 @@ def evaluate(
     reader: Any = load_model(as_hooked(model)) if server is None else unloaded(model)
     prompts = as_prompts(prompts)
     named = request_checks.with_baseline(conditions)
-    how = generate.sampling_of(sampling, seed)
+    how = generate.checked_sampling(new_tokens, samples, temperature, seed)
     check_counts(batch=batch)
     _check_references(prompts, grader)
     native = None
@@ -132,15 +132,14 @@ def baseline_noise(
     *,
     batch: int = 32,
     other_batch: int = 8,
-    other_dtype: str | None = None,
     **options: Any,
 ) -> pd.DataFrame:
     """Measure how much baseline answers change with the batch size and with the dtype.
 
-    The same problems are answered three times; the second and third runs are compared with the
-    first. Rounding depends on batch size and dtype, and occasionally changes an answer. This is a
-    rate of changes, not a test: an effect beside which as many answers change as here, in both
-    directions, may come from rounding alone.
+    The same problems are answered three times, and compared with the first: then in other batches,
+    and in bfloat16 (a model of lower precision in float32). Rounding depends on batch size and
+    dtype, and occasionally changes an answer. This is a rate of changes, not a test: an effect
+    beside which as many answers change as here, in both directions, may come from rounding alone.
 
     Args:
         model: As for ``evaluate``. For the other dtype a copy of its parameters is held
@@ -148,8 +147,6 @@ def baseline_noise(
         prompts: Prompts with a ``solution``.
         batch: The batch size of the first run.
         other_batch: The batch size of the second run.
-        other_dtype: The dtype of the third run; by default bfloat16, or float32 for a model of
-            lower precision.
         options: Options of ``evaluate``, such as ``new_tokens``.
 
     Returns:
@@ -158,7 +155,7 @@ def baseline_noise(
         a different text.
 
     Raises:
-        OptionError: A repetition has the same batch size or dtype as the first run.
+        OptionError: The second run has the batch size of the first.
     """
     forbidden = sorted({"out", "conditions", "server"} & set(options))
     if forbidden:
@@ -169,25 +166,17 @@ def baseline_noise(
     model = load_model(as_hooked(model))
     prompts = as_prompts(prompts)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    if other_dtype is None and dtype == "float32":
-        other_dtype = "bfloat16"
-    if other_dtype is None:
-        other_dtype = "float32"
     if batch == other_batch:
         raise OptionError(f"batch={batch} in both runs shows no noise; choose another value")
-    if dtype == other_dtype:
-        raise OptionError(f"dtype {dtype} in both runs shows no noise; choose another value")
-    torch_dtype = getattr(torch, other_dtype, None)
-    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
-        raise OptionError(
-            f"other_dtype={other_dtype!r}: give the name of a dtype, such as 'bfloat16'"
-        )
+    other_dtype = "float32"
+    if dtype == "float32":
+        other_dtype = "bfloat16"
 
     first = evaluate(model, prompts, batch=batch, **options)
     twin = load_model(
         copy.deepcopy(generate.native_of(model)),
         tokenizer=model.tokenizer,
-        dtype=torch_dtype,
+        dtype=getattr(torch, other_dtype),
         verify=False,
     )
     repetitions = {

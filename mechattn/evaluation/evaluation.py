@@ -493,13 +493,11 @@ def _hash(name: str) -> bytes:
 
 def _replaceable(path: Path) -> bool:
     """Whether the path is free, or holds an evaluation, judged by its first line."""
-    if not path.exists():
-        return True
     try:
-        if not path.is_file():
-            return False
         with open(path, "rb") as stored:
             first = stored.readline()
         return not first or set(json.loads(first)) == {"provenance"}
+    except FileNotFoundError:
+        return True
     except (OSError, ValueError, TypeError, RecursionError):
         return False

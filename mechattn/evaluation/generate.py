@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -30,14 +30,6 @@ from mechattn.prompts.prompt import MOST
 from mechattn.prompts.token_sequences import PADDING, TokenSequence
 
 
-class SamplingOptions(TypedDict, total=False):
-    """How answers are sampled, as arguments of ``evaluate``."""
-
-    new_tokens: int
-    samples: int
-    temperature: float | None
-
-
 @dataclass(frozen=True)
 class Sampling:
     """How answers are sampled: how long and how many they are, their temperature and seed."""
@@ -48,17 +40,14 @@ class Sampling:
     seed: int
 
 
-def sampling_of(options: SamplingOptions, seed: int) -> Sampling:
-    """The options with their defaults, checked."""
-    unknown = [name for name in options if name not in SamplingOptions.__annotations__]
-    if unknown:
-        raise TypeError(f"evaluate() got an unexpected keyword argument {unknown[0]!r}")
-    new_tokens = options.get("new_tokens", 256)
-    samples = options.get("samples", 1)
+def checked_sampling(
+    new_tokens: int, samples: int, temperature: float | None, seed: int
+) -> Sampling:
+    """How answers are sampled, checked; the default temperature depends on the number of
+    samples."""
     check_counts(new_tokens=new_tokens, samples=samples)
     if samples > MOST:
         raise OptionError(f"samples={samples}: give at most {MOST:,} answers to a question")
-    temperature = options.get("temperature")
     if temperature is None:
         temperature = 1.0
         if samples == 1:

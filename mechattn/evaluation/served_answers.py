@@ -121,15 +121,14 @@ def _probe(
             connection, questions, sent, tokens, sampling.temperature, first_texts
         )
 
-    first_texts = {}
-    if before is not None:
-        first_texts = {(prompt, name): text for prompt, name, text in before["texts"]}
+    first = before or {"texts": []}
+    first_texts = {(prompt, name): text for prompt, name, text in first["texts"]}
     first_questions = [question for question in first_texts if question in requests]
-    if before is not None and first_questions:
+    if first_questions:
         texts = [first_texts[question] for question in first_questions]
-        probe = probed(first_questions, before["tokens"], texts)
-        probe.about["texts"] = before["texts"]
-        probe.about["rounds"] = before["rounds"] + probe.about["rounds"]
+        probe = probed(first_questions, first["tokens"], texts)
+        probe.about["texts"] = first["texts"]
+        probe.about["rounds"] = first["rounds"] + probe.about["rounds"]
         return probe
 
     questions = random.Random(sampling.seed).sample([*requests], len(requests))
@@ -145,7 +144,8 @@ def _probe(
             f"the server at {connection.server.address} has the tokenizer of {name} and repeats its"
             " own answers. Without the weights here nothing more can be told: a fine-tuned,"
             " quantised or differently sized model with this tokenizer would not be noticed. To"
-            " compare the model itself, give evaluate a loaded one: ma.load_model(…)"
+            " compare the model itself, give evaluate a loaded one, ma.load_model(…), or a config"
+            " weights = true in [evaluation.server]"
         )
     return probe
 

@@ -164,7 +164,8 @@ def _client(server: Server, most: int) -> Any:
         for piece in stream:
             content += piece
             if len(content) > most:
-                raise server.error(f"replies with more than {most:,} bytes, too many")
+                # An error of the client's own is neither retried nor taken for a lost connection.
+                raise openai.OpenAIError(f"replies with more than {most:,} bytes, too many")
         stream.close()
         text = server.without_key(content.decode("utf-8", "replace"))
         response.stream = httpx2.ByteStream(text.encode())
@@ -208,6 +209,8 @@ def _replied(server: Server, ask: Callable[..., Any]) -> Any:
         refusal = server.error(f"answers {status}: {reason}{_HINTS.get(status, '')}")
         refusal.status = status
         raise refusal from None
+    except openai.OpenAIError as error:
+        raise server.error(str(error)) from None
     except (ValueError, RecursionError):
         raise _unreadable(server, content.decode()) from None
 

@@ -293,11 +293,11 @@ def while_answering(
         name: _measured(measure, evaluation, prompts, name, condition)
         for name, condition in named.items()
     }
+    by_field: dict[str, dict[str, np.ndarray]] = {}
+    for field in ("flow", "uniform", "right", "tokens"):
+        by_field[field] = {name: getattr(values, field) for name, values in measurements.items()}
     return WhileAnswering(
-        flow={name: measurement.flow for name, measurement in measurements.items()},
-        uniform={name: measurement.uniform for name, measurement in measurements.items()},
-        right={name: measurement.right for name, measurement in measurements.items()},
-        tokens={name: measurement.tokens for name, measurement in measurements.items()},
+        **by_field,
         layers=measurements[BASELINE].layers,
         units=units_of(evaluation._of([prompt.id for prompt in prompts]), "auto"),
         about=str(model.cfg.model_name),

@@ -123,6 +123,7 @@ class Insertion:
 
     count: int | None = None
     place: Place = "before_question"
+    own_line: bool = False
     _repr_html_ = fields_table
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
@@ -133,7 +134,8 @@ class Insertion:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        check_run(self.count, self.place)  # type: ignore[arg-type]  # a subclass may give its own count
+        # A subclass may give its own count.
+        check_run(self.count, self.place, self.own_line)  # type: ignore[arg-type]
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the token ids to insert into this prompt."""
@@ -149,15 +151,30 @@ class Insertion:
                 in this prompt.
         """
         sequence = tokenize(prompt, model)
-        made = insert(
-            sequence, self.filler(prompt, model, seed), self._at(sequence, prompt, model, seed)
-        )
-        if self.count is not None and (count := len(made) - len(sequence)) != self.count:
+        filler = self._with_line(prompt, model, seed)
+        if self.count is not None and len(filler) != self.count:
             raise ConditionError(
-                f"{type(self).__name__}: filler gives {count} tokens for prompt {prompt.id}, and"
-                f" count={self.count}"
+                f"{type(self).__name__}: filler gives {len(filler)} tokens for prompt {prompt.id},"
+                f" and count={self.count}"
             )
-        return made
+        return insert(sequence, filler, self._at(sequence, prompt, model, seed))
+
+    def _with_line(self, prompt: Prompt, model: TokenizedModel, seed: int) -> list[int]:
+        """The filler, with a line break between it and the question where that is asked for."""
+        if not self.own_line:
+            return self.filler(prompt, model, seed)
+        tokenizer = require_tokenizer(model)
+        line = fillers.line_break(tokenizer)
+        shorter: Any = replace(self, count=self.count - 1)  # type: ignore
+        filler = shorter.filler(prompt, model, seed)
+        if self.place == "after_question":
+            return [*line, *filler]
+        last_tokens = fillers.tokens_of(tokenizer, tokenizer.decode(filler[-1:]) + "\n")
+        if len(last_tokens) == 1:  # Qwen's tokenizer has ".\n" as a single token
+            longer = self.filler(prompt, model, seed)
+            if longer[-1] == filler[-1]:
+                return [*longer[:-1], *last_tokens]
+        return [*filler, *line]
 
     def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
         """The position before which the filler is inserted."""
@@ -193,12 +210,15 @@ class MeaninglessTokens(Insertion):
             answer at the end, where a generated answer follows); "random" (at one token boundary
             inside the question, drawn for each prompt).
         separator: The text between two repetitions; "" for none.
+        own_line: Whether a line break, one of the ``count`` tokens, stands between them and the
+            question; as in the paper nothing does by default.
     """
 
     text: str = "/"
     count: int = 55
     place: Place = "before_question"
     separator: str = " "
+    own_line: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
@@ -227,7 +247,10 @@ class MeaninglessTokens(Insertion):
         """
         tokenizer = require_tokenizer(model)
         return replace(
-            self, count=fillers.nearest_count(tokenizer, self.text, self.separator, self.count)
+            self,
+            count=fillers.nearest_count(
+                tokenizer, self.text, self.separator, self.count, self.own_line
+            ),
         )
 
 
@@ -264,7 +287,7 @@ class Text(Insertion):
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the tokens of the text."""
-        return require_tokenizer(model)(self.text, add_special_tokens=False)["input_ids"]
+        return fillers.tokens_of(require_tokenizer(model), self.text)
 
     def _at(self, sequence: TokenSequence, prompt: Prompt, model: TokenizedModel, seed: int) -> int:
         if self.after is None:
@@ -280,11 +303,13 @@ class RepeatedWord(Insertion):
         word: The repeated word; repetitions are separated by spaces.
         count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
+        own_line: As for :class:`MeaninglessTokens`.
     """
 
     word: str = "he"
     count: int = 55
     place: Place = "before_question"
+    own_line: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.word, str) or not self.word.strip() or HALVES.search(self.word):
@@ -305,11 +330,13 @@ class RandomTokens(Insertion):
         count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
         draw: The number of the draw. Give different numbers to have several draws in one run.
+        own_line: As for :class:`MeaninglessTokens`.
     """
 
     count: int = 55
     place: Place = "before_question"
     draw: int = 0
+    own_line: bool = False
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the drawn tokens."""
@@ -321,7 +348,7 @@ class RandomTokens(Insertion):
 
 @dataclass(frozen=True)
 class RandomSentence(Insertion):
-    """Insert grammatical sentences that are unrelated to the question, cut to ``count`` tokens.
+    """Insert grammatical sentences that are unrelated to the question, ``count`` tokens in all.
 
     Each prompt gets other sentences. This is the control of arXiv:2510.01032, whose own sentences
     are not published.
@@ -330,16 +357,27 @@ class RandomSentence(Insertion):
         count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
         draw: The number of the draw. Give different numbers to have several draws in one run.
+        own_line: As for :class:`MeaninglessTokens`.
+        cut: Whether the last sentence is cut at ``count`` tokens, wherever that is. With False the
+            sentences are whole, drawn so that they have exactly that many tokens.
+
+    Raises:
+        ConditionError: No whole sentences have ``count`` tokens.
     """
 
     count: int = 55
     place: Place = "before_question"
     draw: int = 0
+    own_line: bool = False
+    cut: bool = True
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the tokens of the sentences."""
         draw = random.Random(f"sentence {seed} {prompt.id} {self.draw}")
-        return fillers.random_sentence(require_tokenizer(model), self.count, draw)
+        tokenizer = require_tokenizer(model)
+        if self.cut:
+            return fillers.random_sentence(tokenizer, self.count, draw)[: self.count]
+        return fillers.whole_sentences(tokenizer, self.count, draw)
 
 
 @dataclass(frozen=True)
@@ -351,6 +389,8 @@ class ShuffledSentence(RandomSentence):
         count: The number of inserted tokens.
         place: As for :class:`MeaninglessTokens`.
         draw: The number of the draw. Give different numbers to have several draws in one run.
+        own_line: As for :class:`MeaninglessTokens`.
+        cut: As for :class:`RandomSentence`.
     """
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:

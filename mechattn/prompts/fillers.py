@@ -15,6 +15,7 @@ Place = Literal["before_question", "start", "middle", "after_question", "before_
 
 MOST_REPETITIONS = 256  # per token
 FURTHEST_COUNT = 10  # tokens away from the requested count
+_MOST_DRAWS = 1000
 
 _DETERMINERS = ("the", "a", "every", "this", "that", "one", "another")
 _ADJECTIVES = (
@@ -43,13 +44,16 @@ _ADVERBS = ("slowly", "often", "quietly", "never", "always", "gladly", "rarely",
 _CONJUNCTIONS = ("and", "while", "because", "although", "until", "before")
 
 
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text on its own."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]:
     """The fewest repetitions of a text that give exactly ``count`` tokens."""
 
     def encode(repetitions: int) -> list[int]:
-        return tokenizer(separator.join([text] * repetitions), add_special_tokens=False)[
-            "input_ids"
-        ]
+        return tokens_of(tokenizer, separator.join([text] * repetitions))
 
     enough = count + 1
     while len(encode(enough)) < count and enough < MOST_REPETITIONS * count:
@@ -72,13 +76,16 @@ def repeated(tokenizer: Any, text: str, separator: str, count: int) -> list[int]
     )
 
 
-def nearest_count(tokenizer: Any, text: str, separator: str, count: int) -> int:
-    """The number of tokens nearest to ``count`` that repetitions can give; the larger if two are as
-    near."""
-    for step in range(min(FURTHEST_COUNT, count - 1) + 1):
+def nearest_count(
+    tokenizer: Any, text: str, separator: str, count: int, own_line: bool = False
+) -> int:
+    """The number of tokens nearest to ``count`` that repetitions can give, with their line break;
+    the larger if two are as near."""
+    lines = int(own_line)
+    for step in range(min(FURTHEST_COUNT, count - 1 - lines) + 1):
         for near in dict.fromkeys((count + step, count - step)):
             try:
-                return len(repeated(tokenizer, text, separator, near))
+                return len(repeated(tokenizer, text, separator, near - lines)) + lines
             except ConditionError:
                 continue
     raise ConditionError(
@@ -103,7 +110,7 @@ def random_tokens(tokenizer: Any, size: int, count: int, draw: random.Random) ->
 
 def line_break(tokenizer: Any) -> list[int]:
     """The token of a line break."""
-    return tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]
+    return tokens_of(tokenizer, "\n")[-1:]
 
 
 def counted(tokenizer: Any, room: int) -> list[int]:
@@ -111,9 +118,7 @@ def counted(tokenizer: Any, room: int) -> list[int]:
     none."""
 
     def encode(last: int) -> list[int]:
-        return tokenizer(" ".join(map(str, range(1, last + 1))), add_special_tokens=False)[
-            "input_ids"
-        ]
+        return tokens_of(tokenizer, " ".join(map(str, range(1, last + 1))))
 
     last = bisect_right(range(1, room + 1), room, key=lambda last: len(encode(last)))
     if not last:
@@ -124,13 +129,26 @@ def counted(tokenizer: Any, room: int) -> list[int]:
 
 
 def random_sentence(tokenizer: Any, count: int, draw: random.Random) -> list[int]:
-    """Grammatical English unrelated to any question, cut to exactly ``count`` tokens."""
+    """Grammatical English unrelated to any question, whole sentences of at least ``count``
+    tokens."""
     text = _sentence(draw)
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = tokens_of(tokenizer, text)
     while len(tokens) < count:
         text += " " + _sentence(draw)
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens[:count]
+        tokens = tokens_of(tokenizer, text)
+    return tokens
+
+
+def whole_sentences(tokenizer: Any, count: int, draw: random.Random) -> list[int]:
+    """The same of exactly ``count`` tokens, drawn again until they fit."""
+    for _ in range(_MOST_DRAWS):
+        tokens = random_sentence(tokenizer, count, draw)
+        if len(tokens) == count:
+            return tokens
+    raise ConditionError(
+        f"no whole sentences of {count} tokens in {_MOST_DRAWS} draws; give another count, or"
+        " cut=True"
+    )
 
 
 def _sentence(draw: random.Random) -> str:
@@ -162,13 +180,15 @@ def _noun_phrase(draw: random.Random) -> list[str]:
     return [determiner, *words]
 
 
-def check_run(count: int, place: str) -> None:
+def check_run(count: int, place: str, own_line: bool) -> None:
     if isinstance(count, bool) or not isinstance(count, int):
         raise OptionError(f"count={count!r}: give a whole number of tokens, an int")
     if count < 1:
         raise OptionError(
             f"count={count}: insert at least one token; the baseline is always run too"
         )
+    if own_line and count == 1:
+        raise OptionError("count=1: a line of its own takes at least two tokens, one for its break")
     if count > MOST:
         raise OptionError(f"count={count}: insert at most {MOST:,} tokens")
     check_choice(Place, place=place)

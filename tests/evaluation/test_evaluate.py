@@ -508,12 +508,8 @@ def test_the_noise_of_the_baseline(toy, some):
         toy, some[:4], new_tokens=20, batch=4, other_batch=2, samples=2, temperature=3.0
     )
     assert coarse.texts[2] > 0, "sampled far from the likeliest, bfloat16 ends elsewhere"
-    for same in ({"other_batch": 32}, {"other_dtype": "float32"}):
-        with pytest.raises(OptionError, match="in both runs shows no noise"):
-            ma.baseline_noise(toy, some, **same)
-    for dtype in ("half a byte", "int8"):
-        with pytest.raises(OptionError, match="give the name of a dtype"):
-            ma.baseline_noise(toy, some, other_dtype=dtype)
+    with pytest.raises(OptionError, match="in both runs shows no noise"):
+        ma.baseline_noise(toy, some, other_batch=32)
     with pytest.raises(OptionError, match="out=… cannot be given"):
         ma.baseline_noise(toy, some, out="answers.jsonl")
 

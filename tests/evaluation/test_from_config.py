@@ -1,15 +1,18 @@
 """`mechattn evaluate`: from a file to a table, and on from where it stopped."""
 
+import copy
 import hashlib
 import random
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.commands.run_config import evaluate_from_config
 from mechattn.errors import OptionError
+from mechattn.evaluation import server_probe
 from mechattn.stats.units import halves_of
 from tests.served.stand_in import Engine, StandIn, running
 
@@ -79,6 +82,44 @@ def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
     )
     with pytest.raises(OptionError, match="a server has only one model"):
         evaluate_from_config(tmp_path / "config.toml", server="http://127.0.0.1:9/v1")
+
+
+@pytest.mark.parametrize("takes_ids", [True, False])
+@pytest.mark.parametrize("change", [None, "30 % noise"])
+def test_a_command_compares_a_server_with_the_weights_where_it_is_told_to(
+    toy, tmp_path, monkeypatch, takes_ids, change
+):
+    """Another model with the same tokenizer, which no comparison with itself would tell."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(server_probe, "SHARE", 1000)
+    native = copy.deepcopy(toy._mechattn.native)
+    torch.manual_seed(0)
+    if change is not None:
+        with torch.no_grad():
+            for parameter in native.parameters():
+                parameter += 0.3 * parameter.std() * torch.randn_like(parameter)
+    text = TEXT.replace(
+        '[conditions.arm]\nkind = "Baseline"\nintervention = { kind = "ARM", c = 0.3 }\n', ""
+    )
+    stand_in = StandIn(Engine(native, toy.tokenizer), takes_ids=takes_ids, tells_ids=takes_ids)
+    with running(stand_in) as server:
+        section = f'\n[evaluation.server]\naddress = "{server.address}"\n'
+        (tmp_path / "config.toml").write_text(text + section)
+        with pytest.warns(UserWarning, match="weights = true"):
+            unaware = CliRunner().invoke(app, ["evaluate", "config.toml"])
+        assert unaware.exit_code == 0, unaware.output
+        (tmp_path / "answers" / "toy-llama.jsonl").unlink()
+
+        (tmp_path / "config.toml").write_text(text + section + "weights = true\n")
+        compared = CliRunner().invoke(app, ["evaluate", "config.toml"])
+        if change is None:
+            assert compared.exit_code == 0, compared.output
+            evaluation = ma.load_evaluation(tmp_path / "answers" / "toy-llama.jsonl")
+            assert "the model here" in evaluation.provenance["probe"]["against"]
+        else:
+            assert compared.exit_code != 0
+            said = compared.output + str(compared.exception)
+            assert "is not the model, against the model here" in said
 
 
 def test_the_best_of_many_is_reported_on_the_other_half():

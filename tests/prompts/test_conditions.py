@@ -478,3 +478,90 @@ def test_inserting_into_a_sequence_keeps_what_a_condition_said_of_it(toy, prompt
             kept[1:3] = False
             assert (longer.edge_mask.keys[kept] == sequence.edge_mask.keys).all()
             assert not longer.edge_mask.keys[~kept].any()
+
+
+LINES = [dataclasses.replace(condition, own_line=True) for condition in CONTROLS[:-1]]
+
+
+@pytest.mark.parametrize("condition", LINES, ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("place", ["before_question", "start", "after_question", "before_answer"])
+def test_a_line_of_its_own_is_one_of_the_inserted_tokens(toy, condition, place):
+    condition = dataclasses.replace(condition, place=place)
+    made = condition.apply(PROMPT, toy, seed=1)
+    text = toy.tokenizer.decode(made.tokens[made.inserted])
+    assert int(made.inserted.sum()) == condition.count
+    assert text.count("\n") == 1
+    assert text.startswith("\n") == (place == "after_question")
+    assert text.endswith("\n") == (place != "after_question")
+
+
+def test_the_papers_form_ends_where_the_question_begins(toy):
+    """The default, with which the published figures were made."""
+    for condition in CONTROLS[:-1]:
+        text = toy.tokenizer.decode(_filler(condition.apply(PROMPT, toy)))
+        assert "\n" not in text
+
+
+class MergesFullStops(InDigits):
+    """Characters, but a full stop with the line break after it is a single token, as in Qwen."""
+
+    def __call__(self, text, add_special_tokens=False):
+        merged = text.replace(".\n", "\ue000").replace("/\n", "\ue001")
+        return {"input_ids": [ord(c) for c in merged]}
+
+    def decode(self, tokens, **options):
+        text = "".join(map(chr, tokens))
+        return text.replace("\ue000", ".\n").replace("\ue001", "/\n")
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        ma.MeaninglessTokens("/", 55, separator="", own_line=True),
+        ma.RandomSentence(120, own_line=True, cut=False),
+        ma.RandomSentence(120, own_line=True),
+    ],
+    ids=str,
+)
+def test_a_line_break_is_tokenized_with_the_mark_before_it(toy, condition):
+    """Else a server that takes texts would read other tokens than a model here."""
+    tokenizer = MergesFullStops()
+    model = SimpleNamespace(tokenizer=tokenizer, cfg=toy.cfg)
+    filler = condition._with_line(PROMPT, model, 0)
+    text = tokenizer.decode(filler)
+    assert len(filler) == condition.count
+    assert text.endswith("\n")
+    assert tokenizer(text)["input_ids"] == filler
+
+
+@pytest.mark.parametrize("count", [20, 33, 55])
+@pytest.mark.parametrize("own_line", [False, True])
+def test_whole_sentences_have_exactly_the_count(toy, count, own_line):
+    condition = ma.RandomSentence(count, own_line=own_line, cut=False)
+    fillers = {
+        seed: toy.tokenizer.decode(_filler(condition.apply(PROMPT, toy, seed))).strip()
+        for seed in range(5)
+    }
+    assert all(re.fullmatch(r"([A-Z][^.]+\.\s?)+", text) for text in fillers.values())
+    assert len(set(fillers.values())) == 5
+    cut = toy.tokenizer.decode(_filler(ma.RandomSentence(20).apply(PROMPT, toy)))
+    assert not cut.endswith("."), "the check would see a cut sentence"
+
+
+def test_sentences_that_cannot_be_whole_are_told(toy):
+    with pytest.raises(ma.MechattnError, match="no whole sentences of 3 tokens"):
+        ma.RandomSentence(3, cut=False).apply(PROMPT, toy)
+    with pytest.raises(OptionError, match="a line of its own takes at least two tokens"):
+        ma.MeaninglessTokens("/", 1, own_line=True)
+
+
+def test_the_nearest_count_includes_the_line(toy):
+    """Two tokens for each "/": an even number, and one for the line break."""
+
+    class TwoEach(InDigits):
+        def __call__(self, text, add_special_tokens=False):
+            return {"input_ids": [ord(c) for c in text.replace(" ", "")] * 2}
+
+    model = SimpleNamespace(tokenizer=TwoEach(), cfg=toy.cfg)
+    assert ma.MeaninglessTokens("/", 54, own_line=True).fitted(model).count == 55
+    assert ma.MeaninglessTokens("/", 54).fitted(model).count == 54

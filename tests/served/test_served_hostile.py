@@ -3,9 +3,11 @@
 import gzip
 import logging
 
+import openai
 import pytest
 
 from mechattn.errors import ServerError
+from mechattn.evaluation import server_probe
 from tests.served.stand_in import StandIn, running, served
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -117,6 +119,25 @@ def test_a_reply_is_not_read_beyond_what_an_answer_can_be(prompts, engine, fault
         pytest.raises(ServerError, match=message),
     ):
         served(server, prompts)
+
+
+def test_a_reply_that_is_too_large_is_asked_for_once(prompts, engine, monkeypatch):
+    """Also by older versions of openai, which repeat a request after any error but their own."""
+    monkeypatch.setattr(openai._base_client, "request_exceptions", lambda: (Exception,))
+    monkeypatch.setattr(server_probe, "check_tokenizer", lambda connection: None)
+    requests = []
+
+    def fault(handler, body):
+        if body is not None:
+            requests.append(body)
+        return without_end(handler, body)
+
+    with (
+        running(StandIn(engine, fault=fault)) as server,
+        pytest.raises(ServerError, match="/v1 replies with more than"),
+    ):
+        served(server, prompts)
+    assert len(requests) == 1
 
 
 ODD_CHOICES = {
