@@ -6,7 +6,7 @@
 # make bench     time and memory of the engines and their peers, on an idle machine
 # make gpu       what a card is needed for, in 9 minutes and without a network; says so where there is none
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
-# make test-extra   a large result on an S3 server of the loopback address, and in dask
+# make test-extra   a large result on an S3 server of the loopback address, and in dask; answers of llama.cpp's server
 # make test-rest  what make test leaves out: slow tests, and those that were skipped
 # make test-all   all of these, each test once
 # Each first installs what it needs into .venv, in the versions of requirements.lock; only python3 is required:
@@ -82,13 +82,15 @@ test-compat: .venv/dev
 	PYTHONPATH=out/compat $(ALONE) tests/compat
 
 # s3fs, moto and dask, with what they bring; the versions of botocore and multidict are those that aiobotocore takes.
-test-extra: .venv/dev
+# xllamacpp is llama.cpp's server, which the tests ask for answers of SmolLM2.
+test-extra: .venv/dev $(SMOLLM2_FILE)
 	$(INSTALL) --no-deps --upgrade --target out/extra \
 	  s3fs==2026.9.0 aiobotocore==3.10.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aioitertools==0.13.0 aiosignal==1.4.0 \
 	  botocore==1.43.117 frozenlist==1.8.0 jmespath==1.1.0 multidict==7.2.1 propcache==0.5.4 wrapt==2.5.2 yarl==1.25.1 \
 	  moto==5.2.5 blinker==1.9.0 boto3==1.43.117 cffi==2.1.1 cryptography==50.0.2 flask==3.1.3 flask-cors==6.0.5 \
 	  itsdangerous==2.2.0 py-partiql-parser==0.6.3 pycparser==3.12 responses==0.26.3 s3transfer==0.19.3 werkzeug==3.1.9 \
-	  xmltodict==1.0.4 dask==2026.8.0 cloudpickle==3.1.2 locket==1.0.0 partd==1.4.2 toolz==1.2.0
+	  xmltodict==1.0.4 dask==2026.8.0 cloudpickle==3.1.2 locket==1.0.0 partd==1.4.2 toolz==1.2.0 \
+	  xllamacpp==2026.10.11549
 	PYTHONPATH=out/extra $(ALONE) tests/extra
 
 fuzz: .venv/dev

@@ -25,6 +25,7 @@ _PHRASE = re.compile(
     r"\banswer\b(?:(?:\s+to\s[^.\n]{0,60}?)?\s+is\b\s*:?|\s*[*_]*\s*:|\s*=|\s+(?=[-+−$€]?\d))",
     re.IGNORECASE,
 )
+_EQUALS = re.compile("(?<![<>!])=")
 _SENTENCE_END = re.compile(r"(?<=[\w)}\]%$*])[.!?](?=\s|$|\*|\$)|\n")
 _MARKDOWN = re.compile(r"(?<!\d)\*\*|\*\*(?!\d)|__|`|\\[(\[\])]|(?<!\\)\$")
 
@@ -61,7 +62,7 @@ _GOES_ON = re.compile(
     r"|\s+(?:or|and|to|plus|minus|times)\s+[\da]|\s*[a-zA-Z]+\s+\d"  # "2 and a half", "5 feet 3"
 )
 # Before a number these make it a part of something else.
-_BEGINS_EARLIER = re.compile(r"[\d\\({^_*/×+−-]$|\\|√|\b(?:half|quarter)\b|\b[b-zB-HJ-Z]$")
+_BEGINS_EARLIER = re.compile(r"[\d\\({^_*/×+−<>=≤≥≠-]$|\\|√|\b(?:half|quarter)\b|\b[b-zB-HJ-Z]$")
 _LONGEST_POWER = 400  # digits that a power may add
 
 
@@ -146,16 +147,16 @@ def final_answer(text: str, finished: bool = True) -> str | None:
     if answers:
         with_numbers = [answer for answer in answers if re.search(r"\d", answer)]
         return (with_numbers or answers)[-1]
-    _, equals, last = text.rpartition("=")
-    if not equals:
+    sides = _EQUALS.split(text)
+    if len(sides) == 1:
         return None
-    return _stated(last)
+    return _stated(sides[-1])
 
 
 def number_in(answer: str) -> Fraction | None:
     """The number that an answer is, units aside; None if it is something else, or several
     numbers."""
-    answer = _without_dressing(answer.rpartition("=")[2])
+    answer = _without_dressing(_EQUALS.split(answer)[-1])
     start = re.search(r"[-+−]?\s*(?:\\\$|[$€£¥])?\s*(?:\d|\.\d|\\[dt]?frac)", answer)
     if start is None:
         return None
@@ -176,7 +177,7 @@ def _reference_number(solution: str) -> Fraction | None:
     if not answer:
         return None
     if _marked(solution):
-        answer = answer.rpartition("=")[2]
+        answer = _EQUALS.split(answer)[-1]
     value, rest = _number_at(_without_dressing(answer))
     if rest.strip() not in ("", ".", "%", "\\%"):
         return None
@@ -216,7 +217,7 @@ def _stated(text: str) -> str | None:
 
 def _without_dressing(answer: str) -> str:
     """Without LaTeX's spaces, fonts and dollar signs around it."""
-    answer = re.sub(r"\{,\}|,\s*\\!\s*", ",", answer)
+    answer = re.sub(r"\s*\{,\s*\}|,\s*\\!\s*", ",", answer)
     answer = _TEXT.sub(r" \1 ", _SPACES.sub(" ", answer))
     answer = re.sub(r"(?<!\\)\$(?!\s*[\d.])", "", answer)
     return answer.strip().strip("*`").strip()

@@ -71,6 +71,10 @@ def test_a_number_is_read_to_its_end(written, value):
         "1.2.3",
         "3k",
         r"x \le 5",
+        "x <= 5",
+        "x != 5",
+        "n ≥ 5",
+        "five",
         "9" * 5000,
     ],
 )
@@ -107,6 +111,11 @@ RULE = [
     # without a mark, the value after the last "="
     ("So she makes 9 * 2 = $18 every day.", 18),
     ("So she makes 18 dollars.", None),
+    ("So x <= 5", None),
+    ("So she makes 18, and x >= 5.", None),
+    # as models write a thousand in LaTeX
+    (r"The answer is $14{,}916$.", 14916),
+    (r"The answer is $14 {, }916$.", 14916),
     # as reported: lm-evaluation-harness 3254 and 2552, omlx 3484, Math-Verify 44
     ("The answer is $29.00.", 29),
     (r"Thus the answer is \[ \boxed{42} \]", 42),
