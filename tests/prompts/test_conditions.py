@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
