@@ -33,6 +33,8 @@ from .patching.circuit import Circuit as Circuit
 from .patching.circuit import circuit as circuit
 from .patching.edges import edges as edges
 from .patching.effects import Patching as Patching
+from .patching.induction_heads import InductionHeads as InductionHeads
+from .patching.induction_heads import induction_heads as induction_heads
 from .patching.patch import patch as patch
 from .patching.paths import paths as paths
 from .patching.sites import Sites as Sites

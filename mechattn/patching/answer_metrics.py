@@ -117,6 +117,15 @@ _NAMED: Mapping[str, Measured] = {
 }
 
 
+def chosen_metric(metric: Metric | None, prompts: Sequence[Prompt]) -> Metric:
+    """The metric; by default "logit_diff" where every prompt has another answer."""
+    if metric is not None:
+        return metric
+    if all(prompt.other_answer for prompt in prompts):
+        return "logit_diff"
+    return "logprob"
+
+
 def metric_of(metric: Metric) -> tuple[Measured, str]:
     """The function of a metric, and its description."""
     if callable(metric):

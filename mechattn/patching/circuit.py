@@ -23,7 +23,7 @@ from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
 from mechattn.errors import OptionError, check_choice
 from mechattn.model.hooked import alone, holding
 from mechattn.model.load import load_model
-from mechattn.patching.answer_metrics import Metric
+from mechattn.patching.answer_metrics import Metric, chosen_metric
 from mechattn.patching.edges import EdgePair, edges
 from mechattn.patching.effects import Patching
 from mechattn.patching.graph import Graph, graph_of, read_edges, showing_edges
@@ -198,7 +198,7 @@ def circuit(
     condition: Condition,
     *,
     steps: int = 5,
-    metric: Metric = "logit_diff",
+    metric: Metric | None = None,
     ablation: Ablation = "counterpart",
     sizes: Sequence[int] | None = None,
     memory: str = MEMORY,
@@ -237,6 +237,7 @@ def circuit(
     check_choice(Ablation, ablation=ablation)
     model = load_model(model)
     prompts = as_prompts(prompts)
+    metric = chosen_metric(metric, prompts)
     units = units_of(prompts)
     units.refuse_below(2 * FEWEST, " for two halves", instead="")
     ranking_half, reporting_half = units.halves()

@@ -17,7 +17,7 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
 from mechattn.model.several_devices import device_of
-from mechattn.patching.answer_metrics import Metric
+from mechattn.patching.answer_metrics import Metric, chosen_metric
 from mechattn.patching.effects import Patching, checked_sample, effects_dataset
 from mechattn.patching.graph import (
     Graph,
@@ -56,7 +56,7 @@ def edges(
     condition: Condition,
     *,
     steps: int = 1,
-    metric: Metric = "logit_diff",
+    metric: Metric | None = None,
     direction: Direction = "noising",
     memory: str = MEMORY,
     seed: int = 0,
@@ -103,8 +103,9 @@ def edges(
         raise OptionError(f"steps={steps!r}: give a whole number, 1 for EAP, more for EAP-IG")
     model = load_model(model)
     graph = graph_of(model)
-    check_gradients(model, metric, direction)
     prompts = as_prompts(prompts)
+    metric = chosen_metric(metric, prompts)
+    check_gradients(model, metric, direction)
     pairs, _ = pairs_of(model, prompts, condition, metric, direction, seed)
     budget = check_edges_fit(model, graph, pairs, memory)
     with showing_edges(model):

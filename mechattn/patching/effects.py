@@ -125,10 +125,10 @@ class Patching:
         compared = self._compared(chosen, rows)
         if half:
             tests = {name: _tested(values) for name, values in compared.items()}
-            q = {name: tested.q for name, tested in tests.items()}
+            tested_rows = np.arange(len(rows))
         else:
             tests = self._tests
-            q = {name: tested.q[rows] for name, tested in tests.items()}
+            tested_rows = rows
         effect = compared["effect"]
         whole = self.units.means(self.effects.whole.values)[chosen]
 
@@ -137,7 +137,7 @@ class Patching:
             columns[label] = [self._cells[row][index] for row in rows]
         columns |= _with_ends("effect", t_interval(effect, level))
         for name in compared:
-            columns[f"q_{name}"] = q[name]
+            columns[f"q_{name}"] = tests[name].q[tested_rows]
         columns |= _with_ends("share", ratio_interval(effect, whole, level))
         for control in self.controls:
             columns[control] = np.nanmean(self._values(control)[chosen][:, rows], 0)
@@ -270,7 +270,7 @@ class Patching:
 
     def __str__(self) -> str:
         about = self.about
-        direction = _DIRECTIONS[about["direction"]]
+        direction = _DIRECTIONS.get(about["direction"], about["direction"])
         lines = [f"{about['metric']}; {direction}; {about['method']}, {self.units.words}"]
         if self.units.n < FEWEST:
             lines.append(f"no interval from fewer than {FEWEST}: .effects has the numbers")
@@ -331,7 +331,7 @@ class Patching:
 def effects_dataset(
     effects: Sequence[Mapping[str, np.ndarray]],
     prompts: Sequence[Prompt],
-    axes: Mapping[str, list[str]],
+    axes: Mapping[str, Sequence[Any]],
 ) -> xr.Dataset:
     """The effects of each prompt [*axes] and the whole effect [] as one dataset, by prompt."""
     coords = {"prompt": [prompt.id for prompt in prompts], **axes}

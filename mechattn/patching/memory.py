@@ -34,6 +34,14 @@ def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     return steps + pass_bytes(model, length, len(pair.answer))
 
 
+def paths_row_bytes(model: HookedModel, pair: Pair) -> int:
+    """What a row of a path's passes takes: what all layers' receivers get, and a pass."""
+    cfg = model.cfg
+    length = len(pair.base)
+    received = 3 * int(cfg.n_layers) * int(cfg.n_heads) * int(cfg.d_head)
+    return _BYTES * length * received + pass_bytes(model, length, len(pair.answer))
+
+
 def gradients_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     """What a row of a pass takes that keeps all layers for the gradients of what readers read."""
     cfg = model.cfg

@@ -71,7 +71,7 @@ def pairs_of(
     metric_of(metric)
     sequences = made_sequences(with_baseline({"condition": condition}), prompts, model, seed)
     check_sequences(model, prompts, sequences)
-    warn_of_junctions(prompts)
+    warn_of_junctions(model, prompts, [by_condition[BASELINE] for by_condition in sequences])
     denoising = direction == "denoising"
     metrics = measured_by(metric, prompts, model)
     pairs = []

@@ -56,7 +56,7 @@ from mechattn.functional.activations import keyed_uniform, token_keys
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_window
 from mechattn.model.load import load_model
-from mechattn.patching.answer_metrics import Metric
+from mechattn.patching.answer_metrics import Metric, chosen_metric
 from mechattn.patching.effects import CONTROLS, Control, Patching, checked_sample
 from mechattn.patching.memory import pass_bytes, rows_within
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
@@ -91,7 +91,7 @@ def patch(
     *,
     at: Sites | Part | Sequence[Where | str] = "z",
     together: bool = False,
-    metric: Metric = "logprob",
+    metric: Metric | None = None,
     direction: Direction = "denoising",
     controls: Sequence[Control] = CONTROLS,
     memory: str = MEMORY,
@@ -128,10 +128,10 @@ def patch(
             heads or layers, and segments.
         together: Patch all of ``at`` as one set. Heads that compensate for each other, or that are
             only right as a sum, may have no effect alone but one together.
-        metric: "logprob" of the reference answer, in nats; "logit_diff", its logit minus
-            the other answer's; "logit_margin" of its tokens over the best others; "kl" from the
-            baseline, in nats; or a function of logits [row answer
-            d_vocab] and answer [answer] that returns one number per row [row].
+        metric: "logprob" of the reference answer, in nats; "logit_diff", its logit minus that of
+            the other answer, the default where every prompt has one; "logit_margin" of its tokens
+            over the best others; "kl" from the baseline, in nats; or a function of logits [row
+            answer d_vocab] and answer [answer] that returns one number per row [row].
         direction: "denoising" or "noising", which decides the run to patch.
         controls: "other_prompt", "random", both, or () for neither.
         memory: The memory that the patched copies of a prompt may take; as many go together as fit.
@@ -148,12 +148,13 @@ def patch(
         the softmax, no softmax has to be recomputed.
     """
     budget = memory_bytes(memory)
+    prompts = as_prompts(prompts)
+    metric = chosen_metric(metric, prompts)
     _check_controls(controls, metric, direction)
     model = load_model(model)
     target = target_in(model, at, together)
     if target.attributed:
         check_gradients(model, metric, direction)
-    prompts = as_prompts(prompts)
     pairs, sequences = pairs_of(model, prompts, condition, metric, direction, seed)
     slots = _slots(target, prompts, sequences)
     slots = _changed(target, slots, pairs)

@@ -20,8 +20,9 @@ from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.hooks import attention_layers
 from mechattn.model.load import load_model
-from mechattn.patching.answer_metrics import Metric
+from mechattn.patching.answer_metrics import Metric, chosen_metric
 from mechattn.patching.effects import Patching, effects_dataset
+from mechattn.patching.memory import paths_row_bytes, rows_within
 from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
 from mechattn.patching.patched_runs import (
     Run,
@@ -35,6 +36,7 @@ from mechattn.patching.patched_runs import (
 from mechattn.patching.refusals import Direction
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts
+from mechattn.results.result import MEMORY, memory_bytes
 
 Output = Float[Tensor, "shared d_head"]  # of a head, at the original tokens that both runs have
 
@@ -56,8 +58,9 @@ def paths(
     condition: Condition,
     between: Sequence[tuple[str, str]],
     *,
-    metric: Metric = "logit_diff",
+    metric: Metric | None = None,
     direction: Direction = "noising",
+    memory: str = MEMORY,
     seed: int = 0,
 ) -> Patching:
     """Patch paths exactly: from a head to another head's queries, keys or values, or directly to
@@ -78,6 +81,7 @@ def paths(
             counted by heads that have their own.
         metric: As for ``patch``.
         direction: As for ``edges``.
+        memory: The memory that a prompt's passes may take; as many paths go together as fit.
         seed: The seed of random directions.
 
     Returns:
@@ -89,13 +93,15 @@ def paths(
     Source:
         Path patching: arXiv:2211.00593, appendix B.
     """
+    budget = memory_bytes(memory)
     model = load_model(model)
     named = _paths_in(model, between)
     prompts = as_prompts(prompts)
+    metric = chosen_metric(metric, prompts)
     pairs, _ = pairs_of(model, prompts, condition, metric, direction, seed)
     effects = []
     for index, pair in enumerate(tqdm(pairs, desc="paths", delay=2)):
-        effects.append(_effects(model, pair, named, seed + index))
+        effects.append(_effects(model, pair, named, budget, seed + index))
     dataset = effects_dataset(effects, prompts, {"path": [path.name for path in named]})
     about = about_of(model, prompts, condition, metric, direction, seed)
     about["method"] = "patched"
@@ -148,7 +154,7 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
 
 
 def _effects(
-    model: HookedModel, pair: Pair, named: Sequence[Path], seed: int
+    model: HookedModel, pair: Pair, named: Sequence[Path], budget: int, seed: int
 ) -> dict[str, np.ndarray]:
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     layers = attention_layers(model)
@@ -170,11 +176,16 @@ def _effects(
         step = length * direction / direction.norm(dim=-1, keepdim=True)
         source_outputs[layer, head] = source_z
         random_outputs[layer, head] = z + step
-    return {
-        "effect": _patched(model, pair, named, base_run, source_outputs, baseline) - before,
-        "random": _patched(model, pair, named, base_run, random_outputs, baseline) - before,
-        "whole": np.array(whole),
-    }
+
+    rows = rows_within(budget, 0, paths_row_bytes(model, pair))
+    effects = {"whole": np.array(whole)}
+    for name, outputs in (("effect", source_outputs), ("random", random_outputs)):
+        metrics = []
+        for start in range(0, len(named), rows):
+            batch = named[start : start + rows]
+            metrics.append(_patched(model, pair, batch, base_run, outputs, baseline))
+        effects[name] = np.concatenate(metrics) - before
+    return effects
 
 
 def _patched(

@@ -10,6 +10,7 @@ from torch import Tensor
 from mechattn.engine.request_checks import check_side, check_variants
 from mechattn.errors import ModelError, OptionError, PromptError, PromptTooLong, warn
 from mechattn.model.hooked import HookedModel, original_of
+from mechattn.patching.patched_runs import logits_of
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence
 
@@ -79,22 +80,25 @@ def check_sequences(
         )
 
 
-def warn_of_junctions(prompts: Sequence[Prompt]) -> None:
+def warn_of_junctions(
+    model: HookedModel, prompts: Sequence[Prompt], baselines: Sequence[TokenSequence]
+) -> None:
     """Warn where the answer does not follow the question as a text would: a blank is missing, or a
-    line break comes before one.
+    line break comes before one. Says what the model would write there.
     """
     suspicious = []
-    for prompt in prompts:
+    for prompt, sequence in zip(prompts, baselines, strict=True):
         if not prompt.answer or not prompt.question:
             continue
         before = prompt.question[-1]
         first = prompt.answer[0]
         is_glued = prompt.template == "joined" and before.isalpha() and first.isalpha()
         if is_glued or (prompt.template == "plain" and first == " "):
-            suspicious.append(prompt)
+            suspicious.append((prompt, sequence))
     if not suspicious:
         return
-    prompt = suspicious[0]
+    prompt, sequence = suspicious[0]
+    likeliest = int(logits_of(model, sequence, 1)[0, 0].argmax())
     separator = ""
     advice = f"write answer={' ' + prompt.answer!r}"
     if prompt.template == "plain":
@@ -103,7 +107,8 @@ def warn_of_junctions(prompts: Sequence[Prompt]) -> None:
     junction = f"{prompt.question[-20:]}{separator}{prompt.answer[:20]}"
     warn(
         f"in {len(suspicious)} of {len(prompts)} prompts the answer hardly follows the question: "
-        f"prompt {prompt.id} reads {junction!r}; {advice}"
+        f"prompt {prompt.id} reads {junction!r}, where the model would write "
+        f"{model.tokenizer.decode([likeliest])!r}; {advice}"
     )
 
 

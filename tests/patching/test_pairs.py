@@ -9,6 +9,7 @@ import mechattn as ma
 from mechattn.conditions import Counterpart
 from mechattn.errors import OptionError, PromptError
 from mechattn.model.checkpoint import toy_folder
+from mechattn.patching.answer_metrics import chosen_metric
 from tests.conftest import loaded_once
 
 LONGER = [
@@ -156,3 +157,11 @@ def test_bad_answers_and_positions_are_refused_in_words(wide):
         OptionError, match=r"prompts have 4 to 9 tokens .* position means another token in each"
     ):
         ma.patch(model, mixed, Counterpart(), at=ma.Sites("resid_post", by="position"))
+
+
+def test_the_metric_is_the_logit_difference_where_every_prompt_has_another_answer():
+    with_both = ma.Prompt(tokens=(1, 2), answer_tokens=(3,), other_answer=(4,))
+    with_one = ma.Prompt(tokens=(1, 2), answer_tokens=(3,))
+    assert chosen_metric(None, [with_both, with_both]) == "logit_diff"
+    assert chosen_metric(None, [with_both, with_one]) == "logprob"
+    assert chosen_metric("kl", [with_both]) == "kl"

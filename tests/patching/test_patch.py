@@ -775,11 +775,17 @@ def test_ranking_is_warned_of_by_ranks_alone():
         ("joined", " Mary", None),
     ],
 )
-def test_an_answer_that_does_not_follow_is_warned_of(template, answer, said):
+def test_an_answer_that_does_not_follow_is_warned_of(template, answer, said, toy):
     prompt = ma.Prompt("Tom gave a drink to", answer=answer, template=template)
+    sequence = ma.Baseline().apply(prompt, toy)
+    place = int(sequence.of_segment("answer").nonzero()[0])
+    with torch.no_grad():
+        likeliest = int(toy(sequence.tokens[None], return_type="logits")[0, place - 1].argmax())
+    written = repr(toy.tokenizer.decode([likeliest]))
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        warn_of_junctions([prompt])
+        warn_of_junctions(toy, [prompt], [sequence])
+    assert all(f"where the model would write {written};" in str(w.message) for w in heard)
     assert [bool(re.search(said or "", str(w.message))) for w in heard] == [True] * bool(said)
 
 

@@ -8,6 +8,7 @@ import mechattn as ma
 from mechattn.conditions import Counterpart
 from mechattn.errors import OptionError
 from mechattn.model.checkpoint import lettered_tokenizer
+from mechattn.patching import paths
 from mechattn.patching.edges import EdgePair
 from mechattn.patching.graph import graph_of, showing_edges
 from mechattn.patching.pairs import pairs_of
@@ -122,3 +123,21 @@ def test_paths_that_do_not_exist_are_refused_in_words():
     ):
         with pytest.raises(OptionError, match=said):
             ma.paths("toy:llama", LONGER, Counterpart(), between)
+
+
+def test_paths_that_go_together_by_memory_make_no_difference(monkeypatch):
+    model = loaded_once("toy:llama", dtype=torch.float64)
+    sizes = []
+    patched = paths._patched
+
+    def counted(model, pair, named, *others):
+        sizes.append(len(named))
+        return patched(model, pair, named, *others)
+
+    monkeypatch.setattr(paths, "_patched", counted)
+    together = ma.paths(model, LONGER, Counterpart(), NAMED).effects.effect.values
+    assert set(sizes) == {len(NAMED)}
+    sizes.clear()
+    alone = ma.paths(model, LONGER, Counterpart(), NAMED, memory="1KiB").effects.effect.values
+    assert set(sizes) == {1}
+    np.testing.assert_allclose(alone, together, atol=1e-9)

@@ -1,0 +1,247 @@
+"""Induction heads: which heads look for what came next before, and which of them copying needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+import xarray as xr
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from mechattn.analysis.attention_focus import AttentionFocus
+from mechattn.axes import BASELINE
+from mechattn.engine.run import run
+from mechattn.model.hooked import HookedModel, alone
+from mechattn.model.load import load_model
+from mechattn.patching.answer_metrics import Logits, answer_logprob
+from mechattn.patching.effects import Patching, effects_dataset
+from mechattn.patching.pairs import Pair, about_of, units_of
+from mechattn.patching.patch import PatchedPrompt, first_order, warn_of_time
+from mechattn.patching.patched_runs import Run, read, read_with_gradients, restartable
+from mechattn.patching.refusals import check_gradients
+from mechattn.patching.sites import Target, target_in
+from mechattn.prompts.conditions import Baseline
+from mechattn.prompts.datasets import repeated_random
+from mechattn.prompts.prompt import Prompt
+from mechattn.results.result import MEMORY, memory_bytes
+from mechattn.stats.intervals import t_interval
+
+_MEAN_OVER = 32  # further spans, over which heads' outputs are averaged
+_SHOWN = 8  # heads that are printed
+
+
+@dataclass(frozen=True, eq=False)
+class InductionHeads:
+    """Every head's induction score, and how much copying needs it; prints as a table.
+
+    Args:
+        needed: The loss of the second copy with a head's output replaced by its mean, minus the
+            loss without; the whole effect is the loss of the same tokens without a first copy,
+            minus that after one.
+        scores: Induction scores [prompt layer head].
+        attributed: First-order estimates of the effects in ``needed`` [prompt layer head], in nats.
+        loss: The loss of the second copy [prompt], in nats for each token.
+    """
+
+    needed: Patching
+    scores: xr.DataArray
+    attributed: xr.DataArray
+    loss: xr.DataArray
+
+    def table(self, top: int | None = None, select: Literal["half"] | None = None) -> pd.DataFrame:
+        """One row for each head: score, effect of its mean ablation, and the estimate of that
+        effect.
+
+        Args:
+            top: The number of rows to return, those that copying needs most; all by default, in
+                order.
+            select: As for :meth:`mechattn.Patching.table`.
+        """
+        table = self.needed.table(top, select)
+        layer = xr.DataArray(table["layer"].to_numpy(), dims="row")
+        head = xr.DataArray(table["head"].to_numpy(), dims="row")
+        score = t_interval(self.scores.sel(layer=layer, head=head).values)
+        columns = {
+            "score": score.estimate,
+            "score_low": score.low,
+            "score_high": score.high,
+            "attributed": self.attributed.sel(layer=layer, head=head).mean("prompt").values,
+        }
+        for index, (name, values) in enumerate(columns.items()):
+            table.insert(2 + index, name, values)
+        return table
+
+    @property
+    def ranks(self) -> dict[str, float]:
+        """Spearman's correlation over heads of the effect with the score, and with the estimate;
+        with few prompts, noise in the small effects lowers both.
+        """
+        effect = self.needed.effects.effect.mean("prompt").to_series()
+        measures = {"score": self.scores, "attributed": self.attributed}
+        correlations = {}
+        for name, values in measures.items():
+            mean = values.mean("prompt").to_series()
+            correlations[name] = float(effect.corr(mean, method="spearman"))
+        return correlations
+
+    def __str__(self) -> str:
+        mean, low, high = self.needed.whole
+        ranks = self.ranks
+        table = self.table(_SHOWN)
+        columns = ["layer", "head", "score", "effect", "effect_low", "effect_high", "q_effect"]
+        columns += ["attributed", "share"]
+        lines = [
+            (
+                f"{len(self.loss)} spans of random tokens, each read twice: the second copy's loss"
+                f" is {float(self.loss.mean()):.3g} nats a token, that of the same tokens without a"
+                f" first copy {mean:.3g} [{low:.3g}, {high:.3g}] higher"
+            ),
+            (
+                "effect: the loss with the head's output replaced by its mean, minus the loss (+:"
+                " copying needs the head); share: of what the first copy gains"
+            ),
+            (
+                f"over {self.scores[0].size} heads the effect's ranks correlate"
+                f" {ranks['score']:.2f} with the score's, {ranks['attributed']:.2f} with those of"
+                " its first-order estimate"
+            ),
+            str(table.attrs["resolution"]),
+            table[columns].to_string(index=False, float_format=lambda x: f"{x:.3g}"),
+        ]
+        return "\n".join(lines)
+
+
+@alone
+def induction_heads(
+    model: Any, limit: int = 8, *, span: int = 16, memory: str = MEMORY, seed: int = 0
+) -> InductionHeads:
+    """Find the heads that look for what came next before, and measure how much copying needs each.
+
+    The model reads spans of random tokens, each twice. With s(t) the place of the same token in the
+    first copy, z a head's output before W_O, and the loss the mean of −log p over the second copy
+    without its first token::
+
+        score      = mean over t in the second copy of pattern[t, s(t) + 1]
+        effect     = loss(z := mean of z) − loss
+        attributed = Σ_t ∂loss/∂z_t · (mean of z − z_t)
+
+    The score is where a head looks, the effect what the copying loses without it: neither follows
+    from the other. A head's output is replaced at every token, by its mean at this position over
+    32 other such prompts. A mean over positions would not do: the first tokens' outputs differ from
+    all others where heads use them as a sink. Each head takes one row of a forward pass for each
+    prompt.
+
+    Args:
+        model: A hooked model, or anything that ``load_model`` accepts.
+        limit: The number of spans; with few, no head can be significant (the print says so).
+        span: The length of a span, in tokens.
+        memory: The memory that the copies of a prompt may take; as many go together as fit.
+        seed: The seed of the spans.
+
+    Raises:
+        MechattnError: A span is longer than the model or the vocabulary allows, the weights have no
+            gradients, or attention can't be read; raised before the passes over heads.
+
+    Source:
+        Olsson et al. 2022, "In-context Learning and Induction Heads": prefix matching on repeated
+        random tokens. Ablation by the mean: arXiv:2211.00593.
+    """
+    budget = memory_bytes(memory)
+    model = load_model(model)
+    check_gradients(model, "loss", "noising")
+    prompts = repeated_random(model, limit, span=(span, span), seed=seed)
+    focus = run(model, prompts, {}, [AttentionFocus()], memory=memory)["attention_focus"]
+    scores = focus.induction_mass.sel(condition=BASELINE, segment="question", drop=True)
+    scores = scores.transpose("prompt", "layer", "head")
+    target = target_in(model, "all", False)
+    mean_prompts = repeated_random(model, _MEAN_OVER, span=(span, span), seed=seed + 1)
+    means = _mean_outputs(model, target, mean_prompts)
+    patched_prompts = []
+    for prompt in prompts:
+        pair = _pair(model, prompt, span)
+        patched_prompts.append(PatchedPrompt(model, target, (None,), pair, budget, seed))
+    rows = len(target.heads) * len(prompts)
+    warn_of_time(patched_prompts[0], rows, ())
+    progress = tqdm(total=rows, desc="induction heads", unit="run", delay=2)
+    effects = [_effects(patched_prompt, means, progress) for patched_prompt in patched_prompts]
+    progress.close()
+
+    axes = {"layer": target.layers, "head": list(range(int(model.cfg.n_heads)))}
+    dataset = effects_dataset(effects, prompts, axes)
+    about = about_of(model, prompts, Baseline(), "logprob", "noising", seed)
+    about["metric"] = "loss of the second copy, in nats a token"
+    about["direction"] = "mean ablation (+: copying needs the head)"
+    about["method"] = "ablated"
+    needed = Patching(dataset[["effect", "whole"]], units_of(prompts), about)
+    return InductionHeads(needed, scores, dataset.attributed, dataset.loss)
+
+
+def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
+    """A span read twice, which is ablated, and the same read once; the loss is that after the last
+    copy's first token.
+    """
+    tokens = prompt.tokens
+    first_copy = len(tokens) - 2 * span
+    second_copy = first_copy + span
+    answer = tokens[second_copy + 1 :]
+    twice = Prompt(tokens=tokens[: second_copy + 1], answer_tokens=answer)
+    once = Prompt(tokens=(*tokens[:first_copy], tokens[second_copy]), answer_tokens=answer)
+    base = Baseline().apply(twice, model)
+    source = Baseline().apply(once, model)
+    return Pair(prompt.id, base, source, torch.arange(len(base)), _loss, denoising=False)
+
+
+def _mean_outputs(
+    model: HookedModel, target: Target, prompts: Sequence[Prompt]
+) -> dict[int, Float[Tensor, "pos head d_head"]]:
+    """Each layer's outputs of heads, averaged over prompts that are equally long."""
+    means: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
+    for prompt in prompts:
+        sequence = Baseline().apply(prompt, model)
+        run_of_prompt = read(model, sequence, target.layers, "z", sequence.origin)
+        for layer, z in run_of_prompt.z.items():
+            means[layer] = means[layer] + z / len(prompts)
+    return means
+
+
+def _loss(
+    logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
+) -> Float[Tensor, " row"]:
+    return -answer_logprob(logits, answer, baseline) / len(answer)
+
+
+def _effects(
+    patched_prompt: PatchedPrompt, means: Mapping[int, Tensor], progress: tqdm
+) -> dict[str, np.ndarray]:
+    """The effects of all heads [layer head], their estimates, the loss, and what a first copy
+    gains.
+    """
+    model = patched_prompt.model
+    target = patched_prompt.target
+    pair = patched_prompt.pair
+
+    def loss_of(run: Run) -> Float[Tensor, " row"]:
+        return pair.measure(run.logits, run.logits)
+
+    traced, gradients = read_with_gradients(model, pair.base, target.layers, pair.origins, loss_of)
+    base_run = restartable(model, patched_prompt.read(pair.base), target.layers)
+    loss = float(loss_of(base_run))
+    loss_without_first_copy = float(loss_of(patched_prompt.read(pair.source)))
+
+    values = {(layer, head): means[layer][:, head] for layer, head in target.heads}
+    cells = patched_prompt.cells(base_run)
+    effects = patched_prompt.patched(base_run, base_run, values, cells, progress) - loss
+    attributed = np.array([first_order(traced, gradients, values, *cell) for cell in cells])
+    shape = (len(target.layers), -1)
+    return {
+        "effect": effects.reshape(shape),
+        "attributed": attributed.reshape(shape),
+        "loss": np.array(loss),
+        "whole": np.array(loss_without_first_copy - loss),
+    }
