@@ -149,6 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--heads", nargs="+", default=["0.1", "5.2"])
+    parser.add_argument(
+        "--induction", action="store_true", help="induction heads too; every head is ablated"
+    )
     options = parser.parse_args()
     heads = [tuple(map(int, name.split("."))) for name in options.heads]
     pairs = pairs_of(AutoTokenizer.from_pretrained(options.model))
@@ -166,22 +169,25 @@ def main() -> None:
             values = patched.effects.effect.sel(layer=layer, head=head).values
             for index, value in enumerate(values):
                 ours[direction, str(index), layer, head] = float(value)
-    found = ma.induction_heads(model, 2, span=SPAN)
-    kinds = {
-        "score": found.scores,
-        "effect": found.needed.effects.effect,
-        "attributed": found.attributed,
-    }
-    for kind, values in kinds.items():
-        for layer, head in heads:
-            for index, value in enumerate(values.sel(layer=layer, head=head).values):
-                ours[kind, index, layer, head] = float(value)
+    if options.induction:
+        found = ma.induction_heads(model, 2, span=SPAN)
+        kinds = {
+            "score": found.scores,
+            "effect": found.needed.effects.effect,
+            "attributed": found.attributed,
+        }
+        for kind, values in kinds.items():
+            for layer, head in heads:
+                for index, value in enumerate(values.sel(layer=layer, head=head).values):
+                    ours[kind, index, layer, head] = float(value)
     del model
     gc.collect()
 
     plain = Plain(options.model)
-    reference = plain_patches(plain, pairs, heads) | plain_induction(plain, spans, others, heads)
-    for kind in ("noising", "denoising", "score", "effect", "attributed"):
+    reference = plain_patches(plain, pairs, heads)
+    if options.induction:
+        reference |= plain_induction(plain, spans, others, heads)
+    for kind in dict.fromkeys(key[0] for key in reference):
         keys = [key for key in reference if key[0] == kind]
         difference = max(abs(ours[key] - reference[key]) for key in keys)
         largest = max(abs(reference[key]) for key in keys)
