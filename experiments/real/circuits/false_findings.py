@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--pairs", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--kinds", nargs="+", default=["heads", "edges"])
     parser.add_argument("--trials", type=int, default=100)
     default = Path(__file__).parent / f"{date.today()}-false-findings.md"
     parser.add_argument("--out", type=Path, default=default)
@@ -33,12 +34,11 @@ def main() -> None:
     model = ma.load_model(str(options.model))
     prompts = ma.pairs(model, "ioi", limit=max(options.pairs))
     other = ma.conditions.Counterpart()
-    kinds = {
-        "heads": ma.patch(
-            model, prompts, other, metric="logit_diff", direction="noising", controls=()
-        ),
-        "edges": ma.edges(model, prompts, other),
-    }
+    kinds = {}
+    if "heads" in options.kinds:
+        kinds["heads"] = ma.patch(model, prompts, other, direction="noising", controls=())
+    if "edges" in options.kinds:
+        kinds["edges"] = ma.edges(model, prompts, other)
     lines = [
         f"{options.model.name}, IOI, {options.trials} trials; units are templates.",
         "",
