@@ -85,3 +85,16 @@ def test_the_accuracies_are_those_of_the_kept_answers():
         exact = stats.binomtest(gained, gained + lost).pvalue
         assert p == f"{exact:.2g}"
         assert f"{percent} %" in readme
+
+
+def test_readmes_circuit_is_the_measured_one():
+    page = ROOT / "experiments" / "real" / "circuits" / "2026-11-26-circuits.md"
+    rows = [line.split() for line in page.read_text(encoding="utf-8").splitlines()]
+    numbers = {
+        row[0]: list(map(float, row[1:])) for row in rows if len(row) == 6 and row[0].isdigit()
+    }
+    _, share, low, high, random = numbers["707"]
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"707 of {max(map(int, numbers)):,} edges carry" in readme
+    assert f"carry {100 * share:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of the effect" in readme
+    assert abs(random) < 0.001
