@@ -167,7 +167,7 @@ def induction_heads(
         pair = _pair(model, prompt, span)
         patched_prompts.append(PatchedPrompt(model, target, (None,), pair, budget, seed))
     rows = len(target.heads) * len(prompts)
-    warn_of_time(patched_prompts[0], rows, ())
+    warn_of_time(patched_prompts[0], rows, "a smaller limit= takes less")
     progress = tqdm(total=rows, desc="induction heads", unit="run", delay=2)
     effects = [_effects(patched_prompt, means, progress) for patched_prompt in patched_prompts]
     progress.close()

@@ -163,7 +163,10 @@ def patch(
     if target.attributed:
         rows = 1
     else:
-        warn_of_time(patched_prompts[0], rows * len(prompts), controls)
+        shorter = "without at=… all heads are attributed in a few passes"
+        if controls:
+            shorter = f"controls=() takes 1/{1 + len(controls)} of it, and {shorter}"
+        warn_of_time(patched_prompts[0], rows * len(prompts), shorter)
 
     partners: list[int | None] = [None] * len(pairs)
     if "other_prompt" in controls:
@@ -402,8 +405,9 @@ def _check_controls(controls: Any, metric: Metric, direction: Direction) -> None
         )
 
 
-def warn_of_time(prompt: PatchedPrompt, rows: int, controls: Sequence[Control]) -> None:
-    """Say how long exact patching will take, if more than a minute: from the time of one run."""
+def warn_of_time(prompt: PatchedPrompt, rows: int, shorter: str) -> None:
+    """Say how long exact patching will take, if more than a minute, from the time of one run; and
+    what takes less."""
     if rows < _FEW_ROWS:
         return
     layers = int(prompt.model.cfg.n_layers)
@@ -415,9 +419,6 @@ def warn_of_time(prompt: PatchedPrompt, rows: int, controls: Sequence[Control]) 
     seconds = seconds_of_run * rows * float(np.mean(remaining)) / layers
     if seconds < _LONG:
         return
-    shorter = "without at=… all heads are attributed in a few passes"
-    if controls:
-        shorter = f"controls=() takes 1/{1 + len(controls)} of it, and {shorter}"
     warn(f"about {seconds / 60:.0f} min for {rows:,} patched runs; {shorter}")
 
 

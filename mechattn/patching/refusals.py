@@ -21,8 +21,8 @@ def check_gradients(model: HookedModel, metric: Any, direction: str) -> None:
     """Refuse to attribute where there are no gradients, or where all are 0."""
     if getattr(original_of(model), "is_quantized", False):
         raise ModelError(
-            f"the weights of {model.cfg.model_name} are quantised and have no gradients: name"
-            " heads, which are patched without gradients"
+            f"the weights of {model.cfg.model_name} are quantised and have no gradients: load"
+            " it dequantised, or name heads (ma.patch(…, at=…)), which are patched without any"
         )
     if metric == "kl" and direction == "noising":
         raise OptionError(

@@ -3,7 +3,8 @@
     python experiments/real/circuits/oracle.py out/real/smollm2 --heads 16.0 23.3 0.1
 
 Nothing of mechattn is used for the reference: a hook before each output projection keeps what it
-reads and replaces one head's part of it. Prints the largest difference of each kind of number.
+reads and replaces one head's part of it. Prints the largest difference of each kind of number, and
+the same from a reference whose heads are one too high, which must be large.
 """
 
 from __future__ import annotations
@@ -157,6 +158,7 @@ def main() -> None:
     pairs = pairs_of(AutoTokenizer.from_pretrained(options.model))
 
     model = ma.load_model(str(options.model), dtype=torch.float64)
+    heads_of_layer = model.cfg.n_heads
     spans = [list(p.tokens) for p in ma.repeated_random(model, 2, span=(SPAN, SPAN), seed=0)]
     others = [
         list(p.tokens) for p in ma.repeated_random(model, MEAN_OVER, span=(SPAN, SPAN), seed=1)
@@ -193,6 +195,15 @@ def main() -> None:
         largest = max(abs(reference[key]) for key in keys)
         print(f"{options.model.name} {kind}: {len(keys)} numbers up to {largest:.3g}, "
               f"difference at most {difference:.1e}", flush=True)  # fmt: skip
+
+    shifted = [(layer, (head + 1) % int(heads_of_layer)) for layer, head in heads]
+    wrong = plain_patches(plain, pairs, shifted)
+    moved = dict(zip(shifted, heads, strict=True))
+    difference = max(
+        abs(ours[(direction, index, *moved[layer, head])] - value)
+        for (direction, index, layer, head), value in wrong.items()
+    )
+    print(f"{options.model.name} wrong heads: difference {difference:.1e}", flush=True)
 
 
 if __name__ == "__main__":
