@@ -136,7 +136,7 @@ class AttentionBudget(AnalysisBase):
         shape = (len(batch.rows), attention.q.shape[1], len(SEGMENTS))
         moved = torch.zeros(shape, device=attention.q.device)
         moved_original = torch.zeros_like(moved)
-        is_unchanged = False
+        is_unchanged = torch.zeros_like(moved)
         longer = _longer_rows(batch)
         if len(longer):
             rotation = self.rotations.get(layer, fn.NO_ROTATION)
@@ -146,7 +146,8 @@ class AttentionBudget(AnalysisBase):
             before = fn.before_hidden_states(
                 attention, longer, baseline, batch.origin[longer], rotation, turns, queries
             )
-            is_unchanged = fn.is_unchanged(before, attention.of(longer))
+            if layer == 0:  # whose hidden states are embeddings
+                is_unchanged += fn.is_unchanged(before, attention.of(longer))
             masses = fn.segment_masses(before, _members(batch)[longer], queries)
             weights = _question_weights(batch)[longer, :, queries]
             moved[longer] = fn.mean_over_queries(masses, weights).to(moved.dtype)
@@ -157,7 +158,7 @@ class AttentionBudget(AnalysisBase):
             "moved": moved,
             "moved_original": moved_original,
             "knows_distance": torch.full_like(moved, float(layer in self.rotations)),
-            "is_unchanged": torch.full_like(moved, float(is_unchanged)),
+            "is_unchanged": is_unchanged,
         }
 
     def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:

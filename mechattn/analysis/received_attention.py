@@ -296,7 +296,7 @@ class SegmentFlow(AnalysisBase):
         has_keys = batch.members().any(-1)
         is_empty = (queries == 0)[:, None, :, None] | ~has_keys[:, None, None, :]
         # The shares of a query add up to 1, so all are 0 only where the model shows no values.
-        without_values = not sums["value_flow"].any()
+        without_values = ~sums["value_flow"].any()
         counted = queries.clamp(min=1)[:, None, :, None]
         flow = sums["flow"] / counted
         value_flow = sums["value_flow"] / counted

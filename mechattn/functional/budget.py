@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.functional.attention import Attention, Pattern, Rows, attention_by_rows, widened
@@ -109,17 +109,17 @@ def before_hidden_states(
     return replace(own, q=q, k=k)
 
 
-def is_unchanged(before: Attention, after: Attention) -> bool:
+def is_unchanged(before: Attention, after: Attention) -> Bool[Tensor, ""]:
     """Whether two rotations instead of one are all that tells queries and keys apart.
 
     So it is in layer 0, whose hidden states are embeddings. What large biases, as Qwen's, make of
     this rounding must not appear as a change.
     """
+    are_equal = []
     for x, own in ((before.q, after.q), (before.k, after.k)):
         rounding = 8 * torch.finfo(own.dtype).eps * own.abs().max()
-        if (x - own).abs().max() > rounding:
-            return False
-    return True
+        are_equal.append((x - own).abs().max() <= rounding)
+    return are_equal[0] & are_equal[1]
 
 
 def masses_of_rows(pattern: Pattern, members: Members) -> Masses:

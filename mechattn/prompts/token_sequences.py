@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -170,7 +170,9 @@ def insert(sequence: TokenSequence, filler: Sequence[int], at: int) -> TokenSequ
             " them"
         )
 
-    def spliced(old: Int[Tensor, " old"], new: Int[Tensor, " new"]) -> Int[Tensor, " longer"]:
+    def spliced(
+        old: Shaped[Tensor, " old"], new: Shaped[Tensor, " new"]
+    ) -> Shaped[Tensor, " longer"]:
         return torch.cat([old[:at], new, old[at:]])
 
     count = len(filler)
