@@ -21,6 +21,7 @@ from mechattn.pages.first_screen import (
     changes,
     explained,
     flat,
+    inserted_words,
     layer_sentence,
     more_of_the_answer,
     own_attention_sentences,
@@ -209,7 +210,7 @@ def _template_values(
     received = sentence(rows, layer_sentence(models))
     if answer and received:
         received = f"Received attention is another measure. {received}"
-    answer += [received, *more_of_the_answer(models)]
+    answer += [*more_of_the_answer(models), received]
 
     libraries: list[Script] = []
     if any(section.figure or section.script == "plotly" for section in sections):
@@ -301,7 +302,9 @@ def _subtitle(results: Sequence[Result]) -> str:
     if any(len(result.conditions) > 1 for result in results):
         subject = "Attention with and without inserted tokens"
     warnings = dict.fromkeys(filter(None, map(alike_words, results)))
-    return " ".join([f"{subject}, {', '.join(map(str, prompt_counts))} prompts.", *warnings])
+    counted = f"{subject}, {', '.join(map(str, prompt_counts))} prompts."
+    inserted = dict.fromkeys(map(inserted_words, results))
+    return " ".join([counted, *filter(None, inserted), *warnings])
 
 
 def _drawn_sections(

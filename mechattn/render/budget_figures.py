@@ -318,7 +318,7 @@ def own_attention_words(result: Result, condition: str) -> str:
         amount = "less to itself than"
     return (
         f"{amount} without insertion: {_points(change, 'change')} of 100 points over all layers, "
-        f"and {_points(of_layer, 'change')} in layer {layer}, the largest of {len(layers)} layers"
+        f"and {_points(of_layer, 'change')} in layer {layer}, the largest change of {len(layers)} layers"
     )
 
 
