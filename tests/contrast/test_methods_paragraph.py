@@ -65,7 +65,7 @@ def test_what_it_says(result):
         "was verified against the model's own attention",
         "The run used 8 groups of 16 prompts (hash ",
         "and the unit of replication was the group.",
-        "“slash” (MeaninglessTokens(text='/', count=20, place='before_question', separator=' '); 20 tokens inserted)",
+        "“slash” (MeaninglessTokens(text='/', count=20, place='before_question', separator=' ', own_line=False); 20 tokens inserted)",
         "and “arm” (Baseline(intervention=ARM(",
         "; no tokens inserted), in one pass.",
         "received attention (queries original, include_self False, skip_first False) and attention focus",

@@ -20,7 +20,7 @@ CELLS = [
     "ma.verify_model(model)",
     "ma.MeaninglessTokens('/', 5)",
     "ma.MeaninglessTokens('<', 3).apply(prompts[0], model)",
-    "result = ma.run(model, prompts, {'slash': ma.MeaninglessTokens('/', 5)}, positions='prompts'); result",
+    "result = ma.run(model, prompts, {'slash': ma.MeaninglessTokens('/', 5)}, keep='prompts'); result",
     "ma.pattern(model, prompts[0], 0, [0, 1])",
     "ma.render.received_text(result, 0)",
     "ma.render.received_attention(result, 0, [0])",
