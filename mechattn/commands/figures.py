@@ -17,6 +17,7 @@ from mechattn.model.hooked import HookedModel
 from mechattn.model.load import check_device, dtype_named, load_model
 from mechattn.pages.first_screen import ShownModel
 from mechattn.pages.page import About, lead_sections, prompt_section, write_page
+from mechattn.pages.subtitle import PLACES
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.prompt import Prompt
 from mechattn.results.provenance import name_of
@@ -26,14 +27,6 @@ from mechattn.toml_sections import Config
 
 # Inserted into the prompt whose patterns are kept, so that single cells are visible.
 FEW_TOKENS = 16
-PLACES = {
-    "before_question": "before the question",
-    "start": "at the start",
-    "middle": "in the middle of the question",
-    "after_question": "after the question",
-    "before_answer": "before the answer",
-    "random": "at a random place in the question",
-}
 TEMPLATES = {
     "chat": "in the model's chat template",
     "plain": "as plain text",

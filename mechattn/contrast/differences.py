@@ -134,9 +134,8 @@ def labels_of(blocks: Iterable[Question]) -> Labels:
     for dim, (ours, theirs) in present.items():
         comparable = ours & theirs
         if dim == "to_segment":
-            comparable &= (
-                attended  # attention to what comes later is 0 in every prompt and condition
-            )
+            # Attention to what comes later is 0 in every prompt and condition.
+            comparable &= attended
         labels[dim] = [label for label in order[dim] if label in comparable]
     return labels
 

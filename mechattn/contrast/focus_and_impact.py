@@ -129,8 +129,8 @@ def _of_queries(
     """
     check_condition(result, condition)
     if segment not in SEGMENTS:
-        names_known = ", ".join(map(repr, SEGMENTS))
-        raise OptionError(f"segment={segment!r}: choose one of {names_known}")
+        segment_names = ", ".join(map(repr, SEGMENTS))
+        raise OptionError(f"segment={segment!r}: choose one of {segment_names}")
     missing = [
         name
         for name, quantity in (_FOCUS, _UPDATES)

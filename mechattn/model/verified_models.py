@@ -95,6 +95,7 @@ def notice_changes(model: Any, facts: ModelFacts) -> None:
 
 
 def tried(check: Callable[..., Outcome], model: HookedModel, *arguments: Any) -> Outcome:
+    """The outcome of a check; that its forward pass fails is an error in the user's words."""
     try:
         return check(model, *arguments)
     except MechattnError:

@@ -31,21 +31,6 @@ VERDICT_COLUMNS = (
     "heads that fall and rise by more than 5 %",
     "prompts",
 )
-KIND_WORDS = {
-    "MeaninglessTokens": "“{text}”",
-    "RepeatedWord": "“{word}”",
-    "RandomTokens": "random tokens",
-    "RandomSentence": "random sentences",
-    "ShuffledSentence": "shuffled sentences",
-}
-PLACE_WORDS = {
-    "before_question": "before the question",
-    "start": "at the start",
-    "middle": "in the middle of the question",
-    "after_question": "after the question",
-    "before_answer": "before the answer",
-    "random": "inside the question",
-}
 RECEIVES = "each token of the question receives on average"
 SINGLE = (
     "the attention that a token of the question receives from all tokens after it changes on"
@@ -286,25 +271,6 @@ def more_of_the_answer(models: Sequence[ShownModel]) -> list[str]:
                 sentences.append(" ".join(budget_sentences(model.result, name)[:2]))
         sentences.append(first_token_words(model.result, condition))
     return sentences
-
-
-def inserted_words(result: Result) -> str:
-    """What the first condition and its control insert, and where; empty for other conditions than
-    runs of tokens."""
-    condition = result.shown_condition()
-    names = [condition]
-    if condition != BASELINE:
-        names += filter(None, [matched_control(result, condition)])
-    phrases = []
-    for name in names:
-        stored = result.provenance["conditions"].get(name, {})
-        options = stored.get("options", {})
-        kind = KIND_WORDS.get(stored.get("kind", ""))
-        place = PLACE_WORDS.get(options.get("place"))
-        if kind and place:
-            inserted = kind.format_map(options)
-            phrases.append(f"“{name}” is {options['count']} tokens of {inserted} {place}")
-    return "; ".join(phrases) + "." if phrases else ""
 
 
 @dataclass(frozen=True)

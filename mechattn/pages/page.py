@@ -21,7 +21,6 @@ from mechattn.pages.first_screen import (
     changes,
     explained,
     flat,
-    inserted_words,
     layer_sentence,
     more_of_the_answer,
     own_attention_sentences,
@@ -35,13 +34,14 @@ from mechattn.pages.first_screen import (
 from mechattn.pages.lead_figures import CHANGING_MOST, Shown, lead_figures
 from mechattn.pages.page_data import check_memory, instrument, named_data
 from mechattn.pages.plain_table import plain_tables
+from mechattn.pages.subtitle import subtitle
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.budget_figures import attention_budget, budget_rows
 from mechattn.render.draw import take_heading
 from mechattn.render.figure_declaration import listed_or_chosen
 from mechattn.render.html_views import Script, View, check_page_place, in_script, save_page
 from mechattn.render.words import choice_words, model_caption, said
-from mechattn.results.result import Result, alike_words
+from mechattn.results.result import Result
 
 if TYPE_CHECKING:
     from mechattn.pages.widget import Browser
@@ -151,7 +151,7 @@ def browse(result: Result, maps: Result | None = None, *, live: bool = True) -> 
         maps: A result with attention maps of a few prompts; ``result`` itself by default.
         live: Whether to return the widget; a view also shows on a site, where no Python listens.
     """
-    about = About(f"mechattn: {model_caption(result)}", _subtitle([result]))
+    about = About(f"mechattn: {model_caption(result)}", subtitle([result]))
     values = _template_values(about, [ShownModel(result, maps)], [])
     body = _environment().get_template("main.html.j2").render(values)
     style = f"<style>{values['style']}</style>"
@@ -282,7 +282,7 @@ def results_page(
     sections += _drawn_sections(figures_of_models, list(results), command, missing)
 
     title = f"mechattn: {', '.join(map(model_caption, results))}"
-    about = About(title, _subtitle(results), command)
+    about = About(title, subtitle(results), command)
     models = [ShownModel(result, start=shown.named_head) for result in results]
     return write_page(path, about, models, sections, force)
 
@@ -293,18 +293,6 @@ def lead_sections(result: Result, shown: Shown, command: str = "") -> list[Secti
         drawings = lead_figures(result, shown)
         sections = [drawn_section(draw, result, options, command) for draw, options in drawings]
     return [replace(section, leads=True) for section in sections]
-
-
-def _subtitle(results: Sequence[Result]) -> str:
-    """The subtitle of a page."""
-    prompt_counts = {result["sequences"].sizes["prompt"] for result in results}
-    subject = "Attention"
-    if any(len(result.conditions) > 1 for result in results):
-        subject = "Attention with and without inserted tokens"
-    warnings = dict.fromkeys(filter(None, map(alike_words, results)))
-    counted = f"{subject}, {', '.join(map(str, prompt_counts))} prompts."
-    inserted = dict.fromkeys(map(inserted_words, results))
-    return " ".join([counted, *filter(None, inserted), *warnings])
 
 
 def _drawn_sections(
