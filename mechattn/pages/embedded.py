@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mechattn.render.draw import DARK, DIVERGING, faint
-from mechattn.render.html_views import Script, in_script, view_script
+from mechattn.render.html_views import in_script, view_script
 
 Kind = Literal["f4", "f2", "u2"]
 Packed = dict[str, Any]
@@ -97,12 +97,9 @@ def page_script() -> str:
 
 
 @cache
-def packed_script(name: Script) -> str:
-    """The plotly or circuitsvis script, compressed to a third and unpacked only when needed."""
-    text = view_script(name)
-    if name == "circuitsvis":
-        text += "\nwindow.CircuitsVis = CircuitsVis;"
-    return squeezed(text)
+def packed_plotly() -> str:
+    """plotly's script, compressed to a third and unpacked only when needed."""
+    return squeezed(view_script("plotly"))
 
 
 def _map_colours() -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.markup import visible
-from mechattn.pages.embedded import packed_script, page_script, template
+from mechattn.pages.embedded import packed_plotly, page_script, template
 from mechattn.pages.first_screen import (
     VERDICT_COLUMNS,
     ShownModel,
@@ -39,7 +39,7 @@ from mechattn.render.attention_figures import received_attention
 from mechattn.render.budget_figures import attention_budget, budget_rows
 from mechattn.render.draw import take_heading
 from mechattn.render.figure_declaration import listed_or_chosen
-from mechattn.render.html_views import Script, View, check_page_place, in_script, save_page
+from mechattn.render.html_views import View, check_page_place, in_script, save_page
 from mechattn.render.words import choice_words, model_caption, said
 from mechattn.results.result import Result
 
@@ -76,16 +76,13 @@ QUERY_WORDS = {"original": "the original tokens", "all": "all tokens"}
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: its heading, how to read it, its main number, and a figure, view or
-    tokens."""
+    """A part of a page: its heading, how to read it, its main number, and a figure or tokens."""
 
     title: str
     note: str = ""
     says: str = ""
     figure: str = ""  # as JSON that is safe in a script element
     height: int = 0
-    view: str = ""  # HTML
-    script: str = ""  # the library that the view needs
     tokens: Sequence[tuple[str, str]] = ()  # their texts and segments
     leads: bool = False  # stands open before the map
     made: Sequence[tuple[str, str]] = ()
@@ -212,12 +209,6 @@ def _template_values(
         received = f"Received attention is another measure. {received}"
     answer += [*more_of_the_answer(models), received]
 
-    libraries: list[Script] = []
-    if any(section.figure or section.script == "plotly" for section in sections):
-        libraries.append("plotly")
-    if any(section.script == "circuitsvis" for section in sections):
-        libraries.append("circuitsvis")
-
     provenance_rows = [row for result in results for row in flat(result.provenance)]
     if about.command:
         provenance_rows.append(("command", about.command))
@@ -228,7 +219,7 @@ def _template_values(
         "version": __version__,
         "style": template("page.css"),
         "script": page_script(),
-        "packed_scripts": [(library, packed_script(library)) for library in libraries],
+        "plotly": packed_plotly() if any(section.figure for section in sections) else "",
         "data": instrument(data),
         "tables": plain_tables(data),
         "answer": list(filter(None, answer)),
@@ -413,11 +404,6 @@ def _received_note(result: Result, options: Mapping[str, Any]) -> str:
         for layer in np.atleast_1d(options["layer"]).tolist():
             sentences.append(choice_words(result, condition, layer, top))
     return " ".join(filter(None, sentences))
-
-
-def view_section(view: View, title: str, note: str) -> Section:
-    """Turn a view into a section."""
-    return Section(title, note, view=view.body, script=view.script or "")
 
 
 def _provenance_rows(result: Result, command: str) -> list[tuple[str, str]]:

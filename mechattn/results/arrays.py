@@ -39,11 +39,6 @@ class LazyArray(BackendArray):
         )
 
 
-def lazy_variable(array: LazyArray, dims: Sequence[Any], attrs: Mapping[Any, Any]) -> xr.Variable:
-    """Return an xarray variable that reads its values each time they are needed."""
-    return xr.Variable(tuple(dims), indexing.LazilyIndexedArray(array), dict(attrs))
-
-
 def is_lazy(result: Any) -> bool:
     """Whether a result has arrays that are not in memory."""
     return lazy_bytes(result) > 0

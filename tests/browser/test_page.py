@@ -12,7 +12,6 @@ from mechattn.pages.page import (
     drawn_section,
     prompt_section,
     results_page,
-    view_section,
     write_page,
 )
 from mechattn.pages.page import page as result_page
@@ -74,11 +73,10 @@ def test_several_models_have_their_verdicts_in_a_table(
 
 
 def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
-    view = ma.pattern(toy, "Tom has 3 apples.", 0, [0, 1], ma.MeaninglessTokens(count=5))
     figure = drawn_section(
         ma.render.received_attention, slash_result, {"layer": 0, "top": 3}, "mechattn test"
     )
-    sections = [prompt_section(slash_result), figure, view_section(view, "One prompt", "A note.")]
+    sections = [prompt_section(slash_result), figure]
     about = About("A title", "A subtitle", "mechattn test")
     page = opened(write_page(tmp_path / "index.html", about, [ShownModel(slash_result)], sections))
     assert (
@@ -87,12 +85,10 @@ def test_the_page_opens_offline(opened, toy, slash_result, tmp_path):
         .startswith("With “slash”, the attention that a token of the question receives")
     )
     unfold(page)
-    page.get_by_text("L0H1").first.wait_for()
     assert (
         page.locator("details.section .tokens .inserted").count() == 55 + 1
     )  # the key names the segment too
     assert page.locator(".js-plotly-plot .scatterlayer path.js-line").count() >= 9
-    assert "L0H1" in page.locator(".view").inner_text()
     assert (
         page.locator("figcaption")
         .first.inner_text()
@@ -200,15 +196,15 @@ def test_the_keyboard_reaches_everything(opened, place):
 def test_a_page_is_small_beside_its_scripts(toy, prompts, tmp_path):
     """A quarter of the 12 MB that four models may take, scripts not counted."""
     from mechattn.commands.figures import make_figures
-    from mechattn.pages.embedded import packed_script
+    from mechattn.pages.embedded import packed_plotly
     from tests.figures_config import figures_config
 
     page = make_figures(figures_config(tmp_path, ["toy:llama"], "word-problems", 12, 0, [2, 3, 4]))
     text = page.read_text()
-    scripts = [packed_script("plotly"), packed_script("circuitsvis")]
-    assert [text.count(script) for script in scripts] == [1, 0], "no view of circuitsvis"
-    assert sum(map(len, scripts)) < 3e6
-    assert len(text.encode()) - sum(map(len, scripts)) < 3e6
+    script = packed_plotly()
+    assert text.count(script) == 1
+    assert len(script) < 3e6
+    assert len(text.encode()) - len(script) < 3e6
     assert "(“slash” relative to “sentence”: " in text
 
 

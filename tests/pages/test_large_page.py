@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from xarray.core.indexing import LazilyIndexedArray
 
 import mechattn as ma
 from mechattn.commands.pages import figures_of, heads_table, report
@@ -16,7 +17,7 @@ from mechattn.contrast.quantities import kept
 from mechattn.errors import MemoryOptionError
 from mechattn.pages import page_data
 from mechattn.pages.page import results_page
-from mechattn.results.arrays import LazyArray, is_lazy, lazy_variable
+from mechattn.results.arrays import LazyArray, is_lazy
 from mechattn.store.objects import Listing
 
 SMALL = "320KiB"  # a layer or two at a time
@@ -167,9 +168,8 @@ def many(measured, prompts):
             )
 
         small = variable.values
-        return lazy_variable(
-            LazyArray((prompts, *small.shape[1:]), small.dtype, read), variable.dims, variable.attrs
-        )
+        array = LazyArray((prompts, *small.shape[1:]), small.dtype, read)
+        return xr.Variable(variable.dims, LazilyIndexedArray(array), variable.attrs)
 
     made = {}
     for name, dataset in measured.datasets.items():

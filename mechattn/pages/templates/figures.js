@@ -1,5 +1,5 @@
 // @ts-check
-// The other figures of a page, by plotly, and views: drawn when they are opened, light or dark; CSV and SVG of each.
+// The other figures of a page, by plotly: drawn when they are opened, light or dark; CSV and SVG of each.
 
 import { squeezed } from "./data.js";
 import { COLOURS } from "./drawing.js";
@@ -10,18 +10,17 @@ const NARROW = 620; // pixels, below which panels don't fit beside each other
 const ON_PAPER = 0.75; // the size of a figure there, as in page.css
 const CONFIG = { displaylogo: false, responsive: true };
 const ON_A_PHONE = { ...CONFIG, displayModeBar: false }; // the bar would lie on the small print
-/** @type {Record<string, Promise<void>>} */
-const loading = {};
+/** @type {Promise<void> | undefined} */
+let loading;
 
-/** Run a script that the page holds packed.
- * @param {string} name */
-function load(name) {
-  loading[name] ??= (async () => {
-    const made = document.createElement("script");
-    made.textContent = await squeezed(name);
-    document.head.append(made);
+/** Run plotly's script, which the page holds packed; once. */
+function load() {
+  loading ??= (async () => {
+    const script = document.createElement("script");
+    script.textContent = await squeezed("plotly");
+    document.head.append(script);
   })();
-  return loading[name];
+  return loading;
 }
 
 /** The library, once it is loaded. */
@@ -131,7 +130,7 @@ async function draw(figure) {
     theme = document.documentElement.dataset.theme;
   if (!plot.childElementCount) plot.textContent = "Drawing …";
   figure.dataset.form = form(figure);
-  await load("plotly");
+  await load();
   const made = spec(figure.querySelector("script").textContent, theme === "dark");
   const { data, layout } = form(figure) === "narrow" ? narrowed(made, figure.clientWidth) : made;
   if (form(figure) === "paper") layout.width = figure.clientWidth / ON_PAPER;
@@ -141,14 +140,6 @@ async function draw(figure) {
   // What was drawn on paper keeps its width until it is told.
   if (form(figure) !== "paper" && plot._fullLayout.width < plot.clientWidth - 1) await plotly().Plots.resize(plot);
   figure.dataset.drawn = theme;
-}
-
-/** Put a view into its place, where its own scripts then run. */
-async function show(view) {
-  const inside = view.querySelector("template");
-  if (!inside) return;
-  if (view.dataset.script) await load(view.dataset.script);
-  inside.replaceWith(document.importNode(inside.content, true));
 }
 
 /** Everything that is open and not yet drawn in this light and this form. */
@@ -162,7 +153,6 @@ function drawOpen() {
             figure.dataset.form !== form(figure)) &&
           draw(figure),
       );
-    part.querySelectorAll(".card").forEach(show);
   }
 }
 
