@@ -72,7 +72,7 @@ def tests(cells: Cells, device: str, small: bool) -> None:
         "gpu",
         "-k",
         chosen,
-        "-v",
+        "-vv",  # a line for each test, although the project's options ask for few
         "-p",
         "no:cacheprovider",
     ]
@@ -98,6 +98,8 @@ def tests(cells: Cells, device: str, small: bool) -> None:
             raise RuntimeError(
                 f"pytest ended with exit status {running.returncode}; tests.log says why"
             )
+    if not counts:
+        raise RuntimeError("pytest ran no test; tests.log says why")
     if failed := sum(of_file["failed"] for of_file in counts.values()):
         raise AssertionError(f"{failed} tests fail; their names are below the table")
 

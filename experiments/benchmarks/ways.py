@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -88,8 +89,8 @@ def batch_of(length: int, device: str, sequences: int = 1) -> Batch:
     segment = torch.full((sequences, length), 4)
     segment[:, : length // 4] = 2
     segment[:, length // 4 : length // 2] = 3
-    origin = torch.arange(length).repeat(sequences, 1)
-    origin[segment == 3] = -1
+    inserted = segment == 3
+    origin = torch.where(inserted, -1, (~inserted).cumsum(1) - 1)
     rows = tuple((n, "baseline") for n in range(sequences))
     return Batch(tokens, origin, segment, torch.tensor([length] * sequences), rows).to(device)
 
@@ -158,12 +159,11 @@ def runners(bridge: Any, nnsight: bool = False) -> dict[str, Callable]:
         )
 
     def output_attentions(batch: Batch) -> None:
-        plain.set_attn_implementation("eager")
-        made = plain(
-            batch.tokens, use_cache=False, output_attentions=True, logits_to_keep=1
-        ).attentions
-        plain.set_attn_implementation("sdpa")
-        assert len([a.float().mean(-2) for a in made]) == len(windows)
+        with eager(plain):
+            attentions = plain(
+                batch.tokens, use_cache=False, output_attentions=True, logits_to_keep=1
+            ).attentions
+        assert len([pattern.float().mean(-2) for pattern in attentions]) == len(windows)
 
     def run_with_cache(batch: Batch) -> None:
         _, cache = bridge.run_with_cache(
@@ -196,6 +196,16 @@ def runners(bridge: Any, nnsight: bool = False) -> dict[str, Callable]:
     }
     ways |= _updates_and_focus(bridge, windows)
     return ways | _nnsight(plain, len(windows)) if nnsight else ways
+
+
+@contextmanager
+def eager(plain: Any) -> Iterator[None]:
+    """Attention with whole patterns inside a ``with`` block; also if they do not fit."""
+    plain.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        plain.set_attn_implementation("sdpa")
 
 
 def _updates_and_focus(bridge: Any, windows: dict[int, int | None]) -> dict[str, Callable]:
@@ -254,12 +264,14 @@ def _nnsight(plain: Any, layers: int) -> dict[str, Callable]:
     wrapped = nnsight.NNsight(plain)
 
     def trace(batch: Batch) -> None:
-        plain.set_attn_implementation("eager")
-        with torch.no_grad(), wrapped.trace(batch.tokens, use_cache=False, logits_to_keep=1):
+        with (
+            eager(plain),
+            torch.no_grad(),
+            wrapped.trace(batch.tokens, use_cache=False, logits_to_keep=1),
+        ):
             saved = nnsight.save([])
             for n in range(layers):
                 saved.append(wrapped.model.layers[n].self_attn.output[1].float().mean(-2))
-        plain.set_attn_implementation("sdpa")
         assert len(saved) == layers
 
     return {"nnsight, a trace that reduces": trace}

@@ -25,7 +25,7 @@ from mechattn.analysis.analysis import (
 )
 from mechattn.errors import OptionError
 from mechattn.functional import focus as fn
-from mechattn.functional.attention import BLOCK, centred, ranked_target
+from mechattn.functional.attention import BLOCK, centred, constant, ranked_target
 from mechattn.functional.budget import masses_of_rows
 from mechattn.functional.received import (
     segment_mean,
@@ -315,7 +315,7 @@ class AttentionSpread(AnalysisBase):
     def _sees(self, batch: Batch, window: int | None) -> Float[Tensor, "batch query band"]:
         """1 where a query sees every key of a band."""
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        edges = torch.tensor(fn.band_edges(self.bands), device=positions.device)
+        edges = constant(fn.band_edges(self.bands), positions.device)
         widths = (edges[1:] - edges[:-1]).clamp(min=1)
         seen = seen_keys(batch, positions, window).float()
         return (fn.band_mass(seen, self.bands) == widths).float()

@@ -22,7 +22,7 @@ from mechattn.analysis.analysis import (
 from mechattn.analysis.direct_logits import POST, norms_after
 from mechattn.errors import ModelError
 from mechattn.functional import head_outputs as fn
-from mechattn.functional.attention import for_each_head
+from mechattn.functional.attention import constant, for_each_head
 from mechattn.functional.focus import top_two
 from mechattn.functional.received import segment_mean, segment_means
 from mechattn.model.head_parts import output_factor_of, output_weights, wide
@@ -193,8 +193,8 @@ class _Updates(AnalysisBase):
         values = segment_means(means, members)
 
         magnitude, orientation = (per_token[name] for name in _PER_QUERY)
-        sizes = magnitude.new_tensor(_MAGNITUDES)
-        cosines = magnitude.new_tensor(_ORIENTATIONS)
+        sizes = constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
+        cosines = constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
         original = batch.origin >= 0
         values["magnitude_counts"] = fn.counts_in_bins(magnitude, sizes, original)
         values["orientation_counts"] = fn.counts_in_bins(orientation, cosines, original)

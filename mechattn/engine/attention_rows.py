@@ -103,7 +103,10 @@ def _fused_or_in_blocks(
     if engine == "streaming" or not can_be_fused or is_slower_here:
         return forward_in_blocks, "its numbers are those of the hooks"
 
-    check = check_fused(model)
+    facts = facts_of(model) or ModelFacts()
+    if facts.fused is None:
+        facts.fused = check_fused(model)
+    check = facts.fused
     if check.outcome == "passed":
         return (
             forward_fused,

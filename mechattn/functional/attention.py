@@ -9,13 +9,17 @@ from functools import lru_cache
 
 import torch
 from einops import einsum, rearrange, repeat
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 Pattern = Float[Tensor, "batch head query key"]  # attention probabilities, or scores
 Tokens = Int[Tensor, "batch pos"]
 Marked = Bool[Tensor, "batch pos"]  # some tokens of each sequence
 BLOCK = 64  # rows; 32 and 128 are slower on a CPU
+# An accelerator waits for its orders where a block is small: at most 128 MiB of scores, and so many
+# rows.
+_SCORES_OF_BLOCK = 2**25
+_LARGEST_BLOCK = 1024
 _APART = "batch kv_head (group query) last -> batch (kv_head group) query last"  # of grouped heads
 _MASKED = -1e30  # finite, so adding it to a score cannot give NaN
 
@@ -179,14 +183,15 @@ def mix(
 def attention_by_rows(
     attention: Attention,
     see: Callable[[Rows], None] | None = None,
-    block: int = BLOCK,
+    block: int | None = None,
     queries_of: slice | None = None,
 ) -> Float[Tensor, "batch head pos d_value"]:
     """``out[q] = Σ_k A[q, k] v[k]``; ``see`` is called with every block of rows; no [query, key]
     matrix is stored.
 
     With ``queries_of`` only these positions are computed, and the output of others is undefined.
-    Values may have no dimensions, for rows alone.
+    Values may have no dimensions, for rows alone. A block has :func:`rows_of_block` rows if no other
+    number is given.
     """
     # The inner loop of every run. Plain torch, because one buffer has three shapes and must not be
     # copied.
@@ -203,6 +208,8 @@ def attention_by_rows(
     values = attention.v.reshape(n, length, d_value).to(wide)
     if queries_of is None:
         queries_of = slice(0, length)
+    if block is None:
+        block = rows_of_block(batch * heads * length, q.device)
 
     # In the layout that the model needs, to avoid a copy.
     out = q.new_empty(batch, length, heads, d_value)
@@ -252,6 +259,24 @@ def attention_by_rows(
         if see is not None:
             see(Rows(by_head, slice(start, end), seen_keys, attention))
     return out.transpose(1, 2)
+
+
+def rows_of_block(scores_of_row: int, device: torch.device) -> int:
+    """How many query rows of a layer are computed together, all heads and sequences of a batch
+    taken together."""
+    if device.type == "cpu":
+        return BLOCK
+    return min(max(BLOCK, _SCORES_OF_BLOCK // scores_of_row), _LARGEST_BLOCK)
+
+
+@lru_cache(maxsize=32)  # a copy to a GPU waits for it
+def constant(
+    numbers: tuple[int, ...] | tuple[float, ...],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Shaped[Tensor, " number"]:
+    """Fixed numbers as a tensor, one for all blocks and layers."""
+    return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 @lru_cache(maxsize=8)

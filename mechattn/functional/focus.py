@@ -9,7 +9,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Marked, Pattern, Tokens, widened
+from mechattn.functional.attention import Marked, Pattern, Tokens, constant, widened
 
 Squares = Float[Tensor, "*batch query key"]
 PerQuery = Float[Tensor, "*batch query"]
@@ -158,7 +158,7 @@ def band_mass(
     ``M[q, t] = Σ_{t ≤ q − k < 2t} A[q, k]``.
     """
     queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
-    edges = torch.tensor(band_edges(bands), device=pattern.device)
+    edges = constant(band_edges(bands), pattern.device)
     up_to = torch.nn.functional.pad(pattern.cumsum(-1, dtype=widened(pattern)), (1, 0))
     ends: Int[Tensor, "query edge"] = queries[:, None] - edges + 1 - first_key
     ends = ends.clamp(0, pattern.shape[-1])

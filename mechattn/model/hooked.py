@@ -126,9 +126,9 @@ class ModelFacts:
     probe_logits: Tensor | None = None  # the native logits when the model was loaded
     report: Report | None = None  # the last verification
     boots: int = -1  # how many models the process had made at that time
-    streaming: Check | None = (
-        None  # whether row blocks give the hooks' numbers; None if not tried yet
-    )
+    # Whether row blocks, and sums of a fused kernel, give the hooks' numbers; None if not tried yet.
+    streaming: Check | None = None
+    fused: Check | None = None
     # By layers and rotary frequencies: how the layers rotate queries and keys, and why that is
     # unknown.
     rotations: dict[Any, Any] = field(default_factory=dict)

@@ -217,6 +217,7 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     if native is not None:
         facts = replace(facts, native=native.eval(), why_not_native="", probe_logits=None)
     facts.streaming = tried(check_streaming, hooked)
+    facts.fused = None
     report = tried(check_model, hooked, facts, length)
     facts.report = replace(report, checks=(*report.checks, facts.streaming))
     facts.boots = boots()

@@ -76,7 +76,7 @@ def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
     with making:
         facts.native, facts.why_not_native = _native_twin(model)
     facts.to_verify = False
-    facts.report = facts.state = facts.streaming = None
+    facts.report = facts.state = facts.streaming = facts.fused = None
 
 
 def notice_changes(model: Any, facts: ModelFacts) -> None:

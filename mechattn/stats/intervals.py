@@ -42,6 +42,8 @@ class Moments:
         present = ~np.isnan(values)
         n = present.sum(axis=0).astype(np.float64)
         filled = np.where(present, values, 0).astype(np.float64)
+        if len(values) == 1:
+            return cls(n, filled[0], np.zeros_like(filled[0]))
         mean = np.divide(filled.sum(axis=0), n, out=np.zeros(n.shape), where=n > 0)
         m2 = (np.where(present, values - mean, 0.0) ** 2).sum(axis=0)
         return cls(n, mean, m2)

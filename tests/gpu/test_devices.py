@@ -10,6 +10,7 @@ from accelerate import cpu_offload, dispatch_model
 import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.errors import ModelError
+from mechattn.functional.attention import BLOCK
 from mechattn.model.hooked import facts_of
 from mechattn.model.weights import weights_hash
 from tests.gpu.conftest import FILLED, PROBLEMS, plain
@@ -192,7 +193,11 @@ def test_two_devices_that_are_imitated(tokenizer, whole, measured):
     assert_same(fused, ma.run(whole, PROBLEMS, engine="fused"))
 
 
-def test_patching_answers_and_interventions_on_two_devices_that_are_imitated(tokenizer, acted_on):
+def test_patching_answers_and_interventions_on_two_devices_that_are_imitated(
+    tokenizer, acted_on, monkeypatch
+):
+    # Blocks as large as on a CPU, whose sums are added in the same order.
+    monkeypatch.setattr("mechattn.functional.attention.rows_of_block", lambda *_: BLOCK)
     prompts, expected, *others = acted_on
     model = plain("toy:llama", torch.float32)
     with Imitated():

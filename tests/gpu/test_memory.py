@@ -10,6 +10,8 @@ import mechattn as ma
 from mechattn.analysis import ANALYSES
 from tests.engine.test_waiting import BY_TOKEN, NO_SCORES
 
+# torch waits for a card to say whether eigenvalues were found.
+IN_A_LAYER = {ma.analyses.AttentionSinks: 1, ma.analyses.AffineShift: 1}
 PROMPT = " ".join(["Tom has 3 apples and gives 2 to Mia."] * 24)
 SEVERAL = [f"{n} {PROMPT}" for n in range(16)]
 
@@ -68,8 +70,10 @@ def on_card():
 
 @pytest.mark.parametrize("make", [make for make in ANALYSES if make not in BY_TOKEN + NO_SCORES])
 def test_a_run_waits_for_the_card_as_often_for_four_layers_as_for_one(make, on_card, cuda):
-    waits(on_card, [make()], [3])  # what is asked once a model
-    assert waits(on_card, [make()], [3]) == waits(on_card, [make()], [0, 1, 2, 3])
+    for layers in ([3], [0, 1, 2, 3]):
+        waits(on_card, [make()], layers)  # what is asked once of these layers of a model
+    more = waits(on_card, [make()], [0, 1, 2, 3]) - waits(on_card, [make()], [3])
+    assert more <= 3 * IN_A_LAYER.get(make, 0)
 
 
 def test_the_count_would_notice_a_layer_that_waits(on_card, cuda, monkeypatch):

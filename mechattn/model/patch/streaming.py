@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mechattn.errors import ModelError
 from mechattn.functional.attention import (
-    BLOCK,
     Attention,
     EdgeMask,
     Fused,
@@ -64,7 +63,7 @@ class _Layer:
     number: int
     window: int | None
     see: See | None
-    block: int
+    block: int | None  # rows; as many as suit the device if None
     edge_mask: EdgeMask | None
     fused: bool = False
 
@@ -124,7 +123,7 @@ def streaming(
     model: HookedModel,
     layers: Mapping[int, int | None],
     see: See,
-    block: int = BLOCK,
+    block: int | None = None,
     edge_masks: Mapping[int, EdgeMask] | None = None,
     fused: bool = False,
 ) -> Iterator[None]:

@@ -69,10 +69,11 @@ def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Chec
 
     detail = f"{way} against the hooks"
     dtype = probe.dtype_of(model)
+    tolerance = TOLERANCE_IN_FLOAT32 if dtype is torch.float32 else probe.PROBABILITY[dtype]
     if fused:
-        check = _compared_sums(name, streamed, expected, detail, dtype, tokens.shape[1])
-    else:
-        check = _compared_patterns(name, streamed, expected, f"{detail}: patterns", dtype)
+        tolerance *= tokens.shape[1]
+    pairs = {layer: (streamed[layer], expected[layer]) for layer in expected}
+    check = _compared(name, pairs, detail if fused else f"{detail}: patterns", dtype, tolerance)
     tolerance_of_logits = probe.TOLERANCE[dtype][0]
     check_of_logits = compare_positions(
         name, logits, expected_logits[0].float().cpu(), tolerance_of_logits, f"{detail}: logits", ""
@@ -111,35 +112,18 @@ def _streamed(
     return logits.float().cpu(), streamed
 
 
-def _compared_sums(
+def _compared(
     name: str,
-    streamed: dict[int, Tensor],
-    expected: dict[int, Tensor],
+    pairs: dict[int, tuple[Tensor, Tensor]],
     detail: str,
     dtype: torch.dtype,
-    queries: int,
+    tolerance: float,
 ) -> Check:
-    pairs = {layer: (streamed[layer], expected[layer]) for layer in expected}
-    return compare(name, pairs, queries * _tolerance(dtype), detail, "", scale=1.0)
-
-
-def _compared_patterns(
-    name: str,
-    streamed: dict[int, Tensor],
-    expected: dict[int, Tensor],
-    detail: str,
-    dtype: torch.dtype,
-) -> Check:
-    pairs = {layer: (streamed[layer], expected[layer]) for layer in expected}
+    """Patterns or their sums, by layer; in half precision by their root mean square."""
     if dtype in TOLERANCE_IN_HALF_PRECISION:
         tolerance = TOLERANCE_IN_HALF_PRECISION[dtype]
         return compare(name, pairs, tolerance, f"{detail}, root mean square", "", overall=True)
-    return compare(name, pairs, _tolerance(dtype), detail, "", scale=1.0)
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """Of a probability."""
-    return TOLERANCE_IN_FLOAT32 if dtype is torch.float32 else probe.PROBABILITY[dtype]
+    return compare(name, pairs, tolerance, detail, "", scale=1.0)
 
 
 def _assembled(blocks: list[Rows]) -> Pattern:
