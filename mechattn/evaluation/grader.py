@@ -19,7 +19,7 @@ Grader = Literal["auto", "number", "math"]
 
 # Where a model without an end token goes on with a problem of its own.
 _NEXT_PROBLEM = re.compile(r"\n\s*(?:\*\*|#+ )?(?:Question|Problem|Q)\b[\w ]{0,4}:", re.IGNORECASE)
-_BOX = re.compile(r"\\f?boxed\s*\{")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _HASHES = re.compile(r"####(?!#)[ \t]*\**(?=[-+−$€£]?\s*[\d\\.])([^\n]*)")
 _PHRASE = re.compile(
     r"\banswer\b(?:(?:\s+to\s[^.\n]{0,60}?)?\s+is\b\s*:?|\s*[*_]*\s*:|\s*=|\s+(?=[-+−$€]?\d))",
@@ -28,6 +28,8 @@ _PHRASE = re.compile(
 _EQUALS = re.compile("(?<![<>!])=")
 _SENTENCE_END = re.compile(r"(?<=[\w)}\]%$*])[.!?](?=\s|$|\*|\$)|\n")
 _MARKDOWN = re.compile(r"(?<!\d)\*\*|\*\*(?!\d)|__|`|\\[(\[\])]|(?<!\\)\$")
+
+_BARE_ROOT = re.compile(r"(\\sqrt\[\w+\])\s*(\w)")  # which math-verify does not read
 
 # What stands around a number without changing it.
 _SPACES = re.compile(r"\\[!,;: ]|~|\\left|\\right|\\displaystyle")
@@ -277,7 +279,8 @@ def _with_power(value: Fraction, power: re.Match[str]) -> Fraction | None:
 
 def _compared_as_expressions(answer: str, reference: str) -> Grade:
     parse, verify = _math_verify()
-    if _normalised(answer) == _normalised(reference):
+    plain_answer = _normalised(answer)
+    if plain_answer and plain_answer == _normalised(reference):
         return Grade(answer, True)
     expected = parse(_in_latex(reference))
     value = parse(_in_latex(answer))
@@ -287,7 +290,7 @@ def _compared_as_expressions(answer: str, reference: str) -> Grade:
 
 
 def _in_latex(expression: str) -> str:
-    bare = _MARKDOWN.sub("", expression)
+    bare = _BARE_ROOT.sub(r"\1{\2}", _MARKDOWN.sub("", expression))
     return f"${bare}$"
 
 

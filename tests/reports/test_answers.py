@@ -90,6 +90,7 @@ RULE = [
     (r"\boxed{5}, no: \boxed{18}", 18),
     (r"\boxed{9 \times 2 = 18}", 18),
     (r"\boxed{\text{18 dollars}}", 18),
+    (r"\fbox{18}", 18),
     (r"\boxed{1", None),
     # "####" with a value on its line: the first
     ("#### 18\n\nTom has 3 apples.\n#### 5", 18),
@@ -179,6 +180,16 @@ def test_kinds_of_references(solution, kind):
         ("The answer is Evan.", r"\text{Evelyn}", False),
         (r"\boxed{x = 5}", "x=5", True),
         (r"Answer: $\frac{14}{3}$", r"\frac{14}{3}", True),
+        # lm-evaluation-harness, tests of minerva_math
+        (r"\boxed{\sqrt[3]2}", r"\sqrt[3]{2}", True),
+        (r"\boxed{\sqrt8}", r"2\sqrt{2}", True),
+        (r"\boxed{\sqrt[4]{16}}", "2", True),
+        (r"\boxed{(0,1)}", "0, 1", True),
+        (r"\boxed{(4,2)}", "(2,4)", False),
+        (r"\boxed{[2,6)}", "[2,5)", False),
+        (r"\boxed{12,34}", "1234", False),
+        (r"\boxed{\text{west}}", r"\text{east}", False),
+        (r"\boxed{\text{}}", r"\text{}", False),
     ],
 )
 def test_answers_beside_expressions(text, solution, right):
