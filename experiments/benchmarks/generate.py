@@ -1,10 +1,11 @@
 """The throughput of generation under conditions: this library against plain ``generate`` of transformers.
 
-Batch 32, 50 new tokens, interleaved runs after a warm-up, medians of tokens a second. Then batches whose rows are
+Batch 32, 50 new tokens, interleaved runs after a warm-up, medians of tokens a CPU second. Then batches whose rows are
 exchanged as answers end, against batches that wait for their longest answer, where answers are as long as a real
-model's to GSM8K.
+model's to GSM8K, or shorter in proportion, prompts too.
 
     python experiments/benchmarks/generate.py --model toy:llama
+    python experiments/benchmarks/generate.py --only lengths --model out/real/smollm2 --shorter 8 --runs 2
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from ways import SHAPES, new_model
 import mechattn as ma
 from mechattn.evaluation.generate import Generation, Request, answers
 from mechattn.functional.attention import EdgeMask
-from mechattn.model.checkpoint import load_tokenizer, toy_names
+from mechattn.model.checkpoint import load_tokenizer
 from mechattn.prompts.token_sequences import TokenSequence
 
+CHARACTERS_A_TOKEN = 4
+TOKENS_OF_THE_CHAT = 40  # its template, and a system prompt that asks for a box
 NEVER = frozenset([10**9])
 # Lengths in tokens of Qwen2.5-Coder-0.5B-Instruct's answers to 64 problems of GSM8K.
 ANSWERED = Path(__file__).parents[1] / "real" / "2026-11-26-accuracy.json"
@@ -63,10 +66,18 @@ def batching(
     return {"each batch waits for its longest answer": static, "rows are exchanged": continuous}
 
 
-def spread_of_lengths(shorter: int) -> list[int]:
-    """How long a real model's answers are, divided by a number."""
-    tokens = json.loads(ANSWERED.read_text())["conditions"]["baseline"]["tokens"]
-    return [max(1, length // shorter) for length in tokens]
+def answered_prompts(shorter: int) -> list[tuple[int, int]]:
+    """The lengths in tokens of GSM8K's first questions in a chat, and of a real model's answers.
+
+    They are divided by a number, and sorted by the first, as ``evaluate`` sorts them.
+    """
+    answers = json.loads(ANSWERED.read_text())["conditions"]["baseline"]["tokens"]
+    prompts = ma.load_prompts("gsm8k", limit=len(answers))
+    pairs = []
+    for prompt, answer_length in zip(prompts, answers, strict=True):
+        prompt_length = len(prompt.question) // CHARACTERS_A_TOKEN + TOKENS_OF_THE_CHAT
+        pairs.append((prompt_length // shorter, max(1, answer_length // shorter)))
+    return sorted(pairs, key=lambda pair: pair[0])
 
 
 def ways(model, sequences: list[TokenSequence], new_tokens: int) -> dict[str, Callable[[], None]]:
@@ -112,22 +123,64 @@ def _hidden(sequence: TokenSequence) -> EdgeMask:
     return EdgeMask(place >= length // 2, (place >= length // 4) & (place < length // 2))
 
 
-def drawn(count: int, length: int) -> list[TokenSequence]:
+def drawn(lengths: list[int]) -> list[TokenSequence]:
     """Sequences of random tokens."""
     generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(5, 700, (length,), generator=generator) for _ in range(count)]
-    return [TokenSequence(each, torch.arange(length), torch.full((length,), 4)) for each in tokens]
+    sequences = []
+    for length in lengths:
+        tokens = torch.randint(5, 700, (length,), generator=generator)
+        sequences.append(TokenSequence(tokens, torch.arange(length), torch.full((length,), 4)))
+    return sequences
 
 
 def rates(ways: dict[str, Callable[[], None]], tokens: int, runs: int) -> dict[str, float]:
-    """Tokens a second of each way, the median of interleaved runs after a warm-up."""
+    """Tokens a CPU second of each way, the median of interleaved runs after a warm-up."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(runs + 1):
         for way, run in ways.items():
-            began = time.perf_counter()
+            start = time.process_time()
             run()
-            seconds[way].append(time.perf_counter() - began)
+            seconds[way].append(time.process_time() - start)
     return {way: tokens / statistics.median(times[1:]) for way, times in seconds.items()}
+
+
+def beside_generate(model, args: argparse.Namespace) -> dict[str, float]:
+    """Tokens a CPU second of answers of equal lengths."""
+    named = ways(model, drawn([args.length] * args.batch), args.new_tokens)
+    return rates(named, args.batch * args.new_tokens, args.runs)
+
+
+def of_real_lengths(model, args: argparse.Namespace) -> dict[str, float]:
+    """Tokens a CPU second of answers as long as a real model's."""
+    prompt_lengths, answer_lengths = zip(*answered_prompts(args.shorter), strict=True)
+    lengths = list(answer_lengths)
+    sequences = drawn(list(prompt_lengths))
+    requests = [Request(str(number), s, 0) for number, s in enumerate(sequences)]
+    named = batching(model._mechattn.native, requests, lengths, args.batch // 2)
+    return rates(named, sum(lengths), args.runs)
+
+
+def loaded(name: str):
+    """A toy, a checkpoint, or a model of a shape with random weights."""
+    if name not in SHAPES:
+        return ma.load_model(name)
+    random_model = new_model(name, 4, 1024, "cpu", torch.float32)
+    return ma.load_model(random_model, tokenizer=load_tokenizer("toy:llama"))
+
+
+def table(rates_by_model: dict[str, dict[str, float]]) -> list[str]:
+    """Rates in Markdown, with the ratio of each to the first."""
+    lines = [
+        "|  | " + " | ".join(rates_by_model) + " |",
+        "|---" * (len(rates_by_model) + 1) + "|",
+    ]
+    for way in next(iter(rates_by_model.values())):
+        cells = []
+        for rate in rates_by_model.values():
+            first = next(iter(rate.values()))
+            cells.append(f"{rate[way]:,.0f} ({rate[way] / first:.2f})")
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def main() -> None:
@@ -135,8 +188,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", nargs="+", choices=[*SHAPES, *toy_names()], default=["toy:llama", "small"]
+        "--model",
+        nargs="+",
+        default=["toy:llama", "small"],
+        help=f"{', '.join(SHAPES)}, a toy or a checkpoint",
     )
+    parser.add_argument("--only", choices=["generate", "lengths"], help="one of both comparisons")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=50)
@@ -144,43 +201,27 @@ def main() -> None:
     parser.add_argument("--shorter", type=int, default=4, help="divides the real lengths")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    lines = [
-        f"Batch {args.batch}, prompts of {args.length} tokens, {args.new_tokens} new ones; tokens a second, ratio "
-        "to plain generate; medians.",
-        "",
-        "|  | " + " | ".join(args.model) + " |",
-        "|---" * (len(args.model) + 1) + "|",
-    ]
-    found: dict[str, list[str]] = {}
-    spread: dict[str, list[str]] = {}
-    for name in args.model:
-        if name in toy_names():
-            model = ma.load_model(name)
-        else:
-            made = new_model(name, 4, 1024, "cpu", torch.float32)
-            model = ma.load_model(made, tokenizer=load_tokenizer("toy:llama"))
-        some = ways(model, drawn(args.batch, args.length), args.new_tokens)
-        rate = rates(some, args.batch * args.new_tokens, args.runs)
-        for way, value in rate.items():
-            found.setdefault(way, []).append(
-                f"{value:,.0f} ({value / rate['transformers, generate']:.2f})"
-            )
-        lengths = spread_of_lengths(args.shorter)
-        sequences = drawn(len(lengths), args.length)
-        requests = [Request(str(number), s, 0) for number, s in enumerate(sequences)]
-        both = batching(model._mechattn.native, requests, lengths, args.batch // 2)
-        rate = rates(both, sum(lengths), args.runs)
-        static = rate["each batch waits for its longest answer"]
-        for way, value in rate.items():
-            spread.setdefault(way, []).append(f"{value:,.0f} ({value / static:.2f})")
-    lines += [f"| {way} | " + " | ".join(cells) + " |" for way, cells in found.items()]
-    lines += [
-        "",
-        f"64 answers as long as a real model's to GSM8K, divided by {args.shorter}, {args.batch // 2} rows at a time.",
-        "",
-        *lines[2:4],
-        *[f"| {way} | " + " | ".join(cells) + " |" for way, cells in spread.items()],
-    ]
+
+    models = {name: loaded(name) for name in args.model}
+    lines = []
+    if args.only != "lengths":
+        lines += [
+            f"Batch {args.batch}, prompts of {args.length} tokens, {args.new_tokens} new ones; tokens a CPU second, "
+            "ratio to plain generate; medians.",
+            "",
+            *table({name: beside_generate(model, args) for name, model in models.items()}),
+            "",
+        ]
+    if args.only != "generate":
+        shorter = ""
+        if args.shorter > 1:
+            shorter = f", divided by {args.shorter}"
+        lines += [
+            f"{len(answered_prompts(1))} prompts and answers as long as a real model's of GSM8K{shorter}, "
+            f"{args.batch // 2} rows at a time; tokens a CPU second.",
+            "",
+            *table({name: of_real_lengths(model, args) for name, model in models.items()}),
+        ]
     print("\n".join(lines))
     if args.out:
         args.out.write_text("\n".join(lines) + "\n")

@@ -177,7 +177,13 @@ class GeneratingRows:
             self.needs_mask = prompts.needs_mask
             return
         length = max(self.real.shape[1], prompts.longest)
-        self.cache = self._joined([self.cache, cache], length)
+        for layer, new_layer in zip(self.cache.layers, cache.layers, strict=True):
+            if layer.is_initialized:
+                kept_length = _set_length(layer, length)
+                keys = [_fitted(part.keys, kept_length, 2) for part in (layer, new_layer)]
+                values = [_fitted(part.values, kept_length, 2) for part in (layer, new_layer)]
+                layer.keys = torch.cat(keys)
+                layer.values = torch.cat(values)
         self.real = torch.cat([_fitted(self.real, length), _fitted(prompts.real, length)])
         hidden = [_fitted(self.hidden, length), _fitted(prompts.hidden_from_answers, length)]
         self.hidden = torch.cat(hidden)
@@ -194,9 +200,12 @@ class GeneratingRows:
         if len(open_places) == len(self.rows) or not self.can_change:
             return
         self.rows = [self.rows[place] for place in open_places]
-        self.cache.batch_select_indices(torch.tensor(open_places))
         length = max(row.length for row in self.rows)
-        self.cache = self._joined([self.cache], length)
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                kept_length = _set_length(layer, length)
+                layer.keys = _fitted(layer.keys, kept_length, 2)[open_places]
+                layer.values = _fitted(layer.values, kept_length, 2)[open_places]
         self.real = _fitted(self.real[open_places], length)
         self.hidden = _fitted(self.hidden[open_places], length)
 
@@ -225,22 +234,13 @@ class GeneratingRows:
         logits: Float[Tensor, "row token"] = output.logits[:, -1].float()
         return logits
 
-    def _joined(self, caches: Sequence[Any], length: int) -> Any:
-        """One cache of the rows of several, each row with this length."""
-        joined = self.new_cache()
-        for number, layer in enumerate(joined.layers):
-            layers = [cache.layers[number] for cache in caches]
-            if not layers[0].is_initialized:
-                continue  # a layer that reads the keys of another
-            kept_length = length
-            if layer.is_sliding:
-                kept_length = min(length, layer.sliding_window - 1)
-            keys = torch.cat([_fitted(old.keys, kept_length, 2) for old in layers])
-            values = torch.cat([_fitted(old.values, kept_length, 2) for old in layers])
-            layer.update(keys, values)
-            if layer.is_sliding:
-                layer.cumulative_length = length
-        return joined
+
+def _set_length(layer: Any, length: int) -> int:
+    """Note how many tokens a layer's cache has from now on; how many of them it holds."""
+    if not layer.is_sliding:
+        return length
+    layer.cumulative_length = length
+    return min(length, layer.sliding_window - 1)
 
 
 def _fitted(values: Shaped[Tensor, ...], length: int, axis: int = 1) -> Shaped[Tensor, ...]:
