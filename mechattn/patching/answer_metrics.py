@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -57,7 +57,10 @@ def answer_margin(
 
 
 def answer_difference(
-    logits: Logits, answer: Int[Tensor, " answer"], other_tokens: Int[Tensor, " other"]
+    logits: Logits,
+    answer: Int[Tensor, " answer"],
+    baseline: Logits,
+    other_tokens: Int[Tensor, " other"],
 ) -> Float[Tensor, " row"]:
     """Logit difference of two answers, ``logit[answer_t] − logit[other_t]`` at the first t where
     they differ.
@@ -130,13 +133,12 @@ def metric_of(metric: Metric) -> tuple[Measured, str]:
     """The function of a metric, and its description."""
     if callable(metric):
         own_metric = metric
-
-        def measured(logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits) -> Tensor:
-            return own_metric(logits, answer)
-
-        return measured, getattr(metric, "__name__", "a function")
-    if metric not in get_args(Named):
-        choices = ", ".join(map(repr, get_args(Named)))
+        return (
+            lambda logits, answer, baseline: own_metric(logits, answer),
+            getattr(metric, "__name__", "a function"),
+        )
+    if metric not in _NAMED:
+        choices = ", ".join(map(repr, _NAMED))
         raise OptionError(
             f"metric={metric!r}: choose one of {choices}, or give a function of logits and answer"
         )
@@ -148,13 +150,6 @@ def measured_by(metric: Metric, prompts: Sequence[Prompt], model: Any) -> list[M
     measured, _ = metric_of(metric)
     if metric != "logit_diff":
         return [measured] * len(prompts)
-    return [partial(_between, other_answer(prompt, model)) for prompt in prompts]
-
-
-def _between(
-    other_tokens: Int[Tensor, " other"],
-    logits: Logits,
-    answer: Int[Tensor, " answer"],
-    baseline: Logits,
-) -> Tensor:
-    return answer_difference(logits, answer, other_tokens)
+    return [
+        partial(answer_difference, other_tokens=other_answer(prompt, model)) for prompt in prompts
+    ]

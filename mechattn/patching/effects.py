@@ -207,15 +207,14 @@ class Patching:
 
     def _family(self, count: int, half: bool) -> str:
         """The tests of a table in words, such as "32 heads patched"."""
-        nouns = [label for label in self.labels if label not in ("segment", "position")]
-        noun = nouns[-1]
-        if noun == "reader":
-            noun = "edge"
-        slots = [label for label in self.labels if label in ("segment", "position")]
-        if slots:
-            noun = f"pairs of {noun} and {slots[0]}"
-        elif count > 1:
-            noun += "s"
+        noun = self.labels[-1]
+        if noun in ("segment", "position"):
+            noun = f"pairs of {self.labels[-2]} and {noun}"
+        else:
+            if noun == "reader":
+                noun = "edge"
+            if count > 1:
+                noun += "s"
         family = f"{count} {noun} {self.about['method']}"
         if half:
             family += ", ranked on the other half"
@@ -246,27 +245,25 @@ class Patching:
         """
         if self.checked is None:
             return None
-        exact = self.checked.exact.values
-        attributed = self.checked.attributed.values
-        mean_square = max(float(np.mean(exact**2)), 1e-300)
-        error = np.sqrt(np.mean((attributed - exact) ** 2) / mean_square)
+        exact = self.checked.exact
+        attributed = self.checked.attributed
+        mean_square = max(float((exact**2).mean()), 1e-300)
+        error = np.sqrt(((attributed - exact) ** 2).mean() / mean_square)
         correlation = np.nan
         if exact.std() > 0 and attributed.std() > 0:
-            correlation = np.corrcoef(exact, attributed)[0, 1]
+            correlation = exact.corr(attributed)
         return float(correlation), float(error)
 
     def compared(self, exact: Sequence[np.ndarray], sample: Sequence[int]) -> Patching:
         """A copy with the exact effects of some cells on the first prompts."""
-        attributed = self.effects.effect.values[:, self._measured]
-        rows = []
+        attributed = self.effects.effect.values[:, self._measured][:, sample]
+        cells = pd.DataFrame([self._cells[cell] for cell in sample], columns=self.labels)
+        tables = []
         for index, values in enumerate(exact):
-            prompt = str(self.effects.prompt.values[index])
-            for cell, value in zip(sample, values, strict=True):
-                row = {"prompt": prompt, **dict(zip(self.labels, self._cells[cell], strict=True))}
-                row["exact"] = value
-                row["attributed"] = attributed[index, cell]
-                rows.append(row)
-        return replace(self, checked=pd.DataFrame(rows))
+            table = cells.assign(exact=values, attributed=attributed[index])
+            table.insert(0, "prompt", str(self.effects.prompt.values[index]))
+            tables.append(table)
+        return replace(self, checked=pd.concat(tables, ignore_index=True))
 
     def __str__(self) -> str:
         about = self.about

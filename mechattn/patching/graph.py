@@ -194,7 +194,7 @@ def run_edges(
             for place in graph.places:
                 kind, layer = place
                 hook(_HOOKS[kind].format(layer), partial(reads, place))
-        return logits_of(model, sequence, rows, gradients)
+        return logits_of(model, [sequence] * rows, gradients)
 
 
 _HOOKS = {

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
 import torch
 import xarray as xr
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.axes import BASELINE
@@ -20,10 +18,10 @@ from mechattn.engine.run import run
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Logits, answer_logprob
-from mechattn.patching.effects import Patching, effects_dataset
-from mechattn.patching.pairs import Pair, about_of, units_of
-from mechattn.patching.patch import PatchedPrompt, first_order, warn_of_time
-from mechattn.patching.patched_runs import Run, read, read_with_gradients, restartable
+from mechattn.patching.effects import Patching
+from mechattn.patching.pairs import Pair, PairRuns, about_of, units_of
+from mechattn.patching.patch import PatchingPlan, effects_by_head
+from mechattn.patching.patched_runs import Where, Z, read
 from mechattn.patching.refusals import check_gradients
 from mechattn.patching.sites import Target, target_in
 from mechattn.prompts.conditions import Baseline
@@ -162,24 +160,32 @@ def induction_heads(
     target = target_in(model, "all", False)
     mean_prompts = repeated_random(model, _MEAN_OVER, span=(span, span), seed=seed + 1)
     means = _mean_outputs(model, target, mean_prompts)
-    patched_prompts = []
-    for prompt in prompts:
-        pair = _pair(model, prompt, span)
-        patched_prompts.append(PatchedPrompt(model, target, (None,), pair, budget, seed))
-    rows = len(target.heads) * len(prompts)
-    warn_of_time(patched_prompts[0], rows, "a smaller limit= takes less")
-    progress = tqdm(total=rows, desc="induction heads", unit="run", delay=2)
-    effects = [_effects(patched_prompt, means, progress) for patched_prompt in patched_prompts]
-    progress.close()
-
-    axes = {"layer": target.layers, "head": list(range(int(model.cfg.n_heads)))}
-    dataset = effects_dataset(effects, prompts, axes)
+    cells = [((head,), None) for head in target.heads]
+    plan = MeanAblation(model, target, cells, (), budget, seed, means)
+    pairs = [_pair(model, prompt, span) for prompt in prompts]
+    exact = plan.effects(pairs, "a smaller limit= takes less")
+    by_gradients = replace(plan, target=replace(target, attributed=True))
+    estimates = by_gradients.effects(pairs, "")
+    dataset = effects_by_head(exact, prompts, target, (None,))
+    attributed = effects_by_head(estimates, prompts, target, (None,)).effect
     about = about_of(model, prompts, Baseline(), "logprob", "noising", seed)
     about["metric"] = "loss of the second copy, in nats a token"
     about["direction"] = "mean ablation (+: copying needs the head)"
     about["method"] = "ablated"
     needed = Patching(dataset[["effect", "whole"]], units_of(prompts), about)
-    return InductionHeads(needed, scores, dataset.attributed, dataset.loss)
+    return InductionHeads(needed, scores, attributed, dataset.before)
+
+
+@dataclass(frozen=True)
+class MeanAblation(PatchingPlan):
+    """Each head's output replaced by its mean over other prompts, by position."""
+
+    means: Mapping[int, Float[Tensor, "pos head d_head"]]
+
+    def replacements(self, runs: PairRuns) -> dict[str, dict[Where, Z]]:
+        """The mean of each head's output."""
+        means = {(layer, head): self.means[layer][:, head] for layer, head in self.target.heads}
+        return {"effect": means}
 
 
 def _pair(model: HookedModel, prompt: Prompt, span: int) -> Pair:
@@ -204,7 +210,7 @@ def _mean_outputs(
     means: dict[int, Any] = dict.fromkeys(target.layers, 0.0)
     for prompt in prompts:
         sequence = Baseline().apply(prompt, model)
-        run_of_prompt = read(model, sequence, target.layers, "z", sequence.origin)
+        [run_of_prompt] = read(model, [(sequence, sequence.origin)], target.layers, "z")
         for layer, z in run_of_prompt.z.items():
             means[layer] = means[layer] + z / len(prompts)
     return means
@@ -214,34 +220,3 @@ def _loss(
     logits: Logits, answer: Int[Tensor, " answer"], baseline: Logits
 ) -> Float[Tensor, " row"]:
     return -answer_logprob(logits, answer, baseline) / len(answer)
-
-
-def _effects(
-    patched_prompt: PatchedPrompt, means: Mapping[int, Tensor], progress: tqdm
-) -> dict[str, np.ndarray]:
-    """The effects of all heads [layer head], their estimates, the loss, and what a first copy
-    gains.
-    """
-    model = patched_prompt.model
-    target = patched_prompt.target
-    pair = patched_prompt.pair
-
-    def loss_of(run: Run) -> Float[Tensor, " row"]:
-        return pair.measure(run.logits, run.logits)
-
-    traced, gradients = read_with_gradients(model, pair.base, target.layers, pair.origins, loss_of)
-    base_run = restartable(model, patched_prompt.read(pair.base), target.layers)
-    loss = float(loss_of(base_run))
-    loss_without_first_copy = float(loss_of(patched_prompt.read(pair.source)))
-
-    values = {(layer, head): means[layer][:, head] for layer, head in target.heads}
-    cells = patched_prompt.cells(base_run)
-    effects = patched_prompt.patched(base_run, base_run, values, cells, progress) - loss
-    attributed = np.array([first_order(traced, gradients, values, *cell) for cell in cells])
-    shape = (len(target.layers), -1)
-    return {
-        "effect": effects.reshape(shape),
-        "attributed": attributed.reshape(shape),
-        "loss": np.array(loss),
-        "whole": np.array(loss_without_first_copy - loss),
-    }

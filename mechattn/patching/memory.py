@@ -6,6 +6,7 @@ from mechattn.errors import OptionError
 from mechattn.model.hooked import HookedModel
 from mechattn.patching.graph import Graph
 from mechattn.patching.pairs import Pair
+from mechattn.patching.sites import Target
 from mechattn.results.result import memory_bytes
 
 _BYTES = 4  # of a number; half precision is counted as if it were whole
@@ -22,6 +23,19 @@ def pass_bytes(model: HookedModel, length: int, answer: int) -> int:
     attention = 6 * heads * int(cfg.d_head) + 3 * heads * length
     logits = 4 * answer * int(cfg.d_vocab)
     return _BYTES * (length * (stream + attention + _mlp(model)) + logits)
+
+
+def prompt_bytes(model: HookedModel, target: Target, pair: Pair) -> int:
+    """What a prompt takes while it is patched, beside its patched copies: three runs' outputs, as
+    much to replace them, and a pass that reads them.
+    """
+    length = len(pair.base)
+    heads = int(model.cfg.n_heads)
+    width = max(int(model.cfg.d_model), heads * int(model.cfg.d_head))
+    if target.part == "pattern":
+        width = heads * length
+    kept = 6 * _BYTES * length * len(target.layers) * width
+    return kept + pass_bytes(model, length, len(pair.answer))
 
 
 def edges_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:

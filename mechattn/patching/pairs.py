@@ -4,7 +4,8 @@ measured."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from mechattn.engine.request_checks import made_sequences, with_baseline
 from mechattn.errors import check_choice
 from mechattn.model.hooked import HookedModel
 from mechattn.patching.answer_metrics import Logits, Measured, Metric, measured_by, metric_of
+from mechattn.patching.patched_runs import Run, Z
 from mechattn.patching.refusals import (
     Direction,
     check_metric,
@@ -52,6 +54,35 @@ class Pair:
         values = self.measured(logits, self.answer.to(logits.device), baseline)
         check_metric(values, len(logits), logits.requires_grad)
         return values
+
+
+@dataclass(frozen=True)
+class PairRuns:
+    """Both runs of a pair, unpatched; another prompt's source run, and gradients of the metric with
+    respect to the base run's outputs, by layer, where they are needed.
+    """
+
+    pair: Pair
+    base: Run
+    source: Run
+    partner: Run | None = None
+    gradients: Mapping[int, Z] = field(default_factory=dict)
+
+    def measure(self, logits: Logits) -> Float[Tensor, " row"]:
+        """The metric of each row; some compare it with the baseline."""
+        baseline = self.source if self.pair.denoising else self.base
+        return self.pair.measure(logits, baseline.logits)
+
+    @cached_property
+    def before(self) -> float:
+        """The metric of the base run."""
+        return float(self.measure(self.base.logits))
+
+    def effect(self, logits: Logits) -> float:
+        """The metric of these logits minus that of the base run; the whole effect with those of the
+        source run.
+        """
+        return float(self.measure(logits)) - self.before
 
 
 def pairs_of(

@@ -39,14 +39,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -58,17 +58,18 @@ from mechattn.model.hooks import attention_window
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric, chosen_metric
 from mechattn.patching.effects import CONTROLS, Control, Patching, checked_sample
-from mechattn.patching.memory import pass_bytes, rows_within
-from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
+from mechattn.patching.memory import prompt_bytes, rows_within
+from mechattn.patching.pairs import Pair, PairRuns, about_of, pairs_of, units_of
+from mechattn.patching.patched_copies import PatchedCopy, effects_of, first_order
 from mechattn.patching.patched_runs import (
     Part,
     Run,
     Where,
     Z,
-    patched_logits,
+    gradients_of,
+    logits_of,
+    possible_starts,
     read,
-    read_with_gradients,
-    restartable,
 )
 from mechattn.patching.refusals import Direction, check_gradients
 from mechattn.patching.sites import Sites, Target, target_in
@@ -80,7 +81,8 @@ from mechattn.results.result import MEMORY, memory_bytes
 _CHECKED = 4  # prompts on which attribution is compared with patching
 _LONG = 60  # seconds, from which on the time is foretold
 _FEW_ROWS = 200  # of which the time is not worth one run more
-_ROWS = 32  # patched copies of a prompt in a batch, at most: more are no faster
+_TIMED = 4  # rows of the pass by which the time is foretold
+_TOGETHER = 8  # prompts whose patched copies go together, at most
 
 
 @alone
@@ -134,7 +136,8 @@ def patch(
             answer d_vocab] and answer [answer] that returns one number per row [row].
         direction: "denoising" or "noising", which decides the run to patch.
         controls: "other_prompt", "random", both, or () for neither.
-        memory: The memory that the patched copies of a prompt may take; as many go together as fit.
+        memory: The memory that prompts' runs and their patched copies may take; as many go together
+            as fit.
         seed: The seed of random directions and other prompts, of the condition's draws and of the
             heads to check.
 
@@ -156,178 +159,187 @@ def patch(
     if target.attributed:
         check_gradients(model, metric, direction)
     pairs, sequences = pairs_of(model, prompts, condition, metric, direction, seed)
-    slots = _slots(target, prompts, sequences)
-    slots = _changed(target, slots, pairs)
-    patched_prompts = [PatchedPrompt(model, target, slots, pair, budget, seed) for pair in pairs]
-    rows = len(target.units) * len(slots) * (1 + len(controls))
-    if target.attributed:
-        rows = 1
-    else:
-        shorter = "without at=… all heads are attributed in a few passes"
-        if controls:
-            shorter = f"controls=() takes 1/{1 + len(controls)} of it, and {shorter}"
-        warn_of_time(patched_prompts[0], rows * len(prompts), shorter)
-
-    partners: list[int | None] = [None] * len(pairs)
-    if "other_prompt" in controls:
-        length_and_answer = {}
-        for pair in pairs:
-            length_and_answer[pair.id] = (len(pair.origins), tuple(pair.answer.tolist()))
-        partners = _partners(length_and_answer, seed)
-
-    effects = []
-    progress = tqdm(total=rows * len(prompts), desc="patching", unit="run", delay=2)
-    for prompt, partner in zip(patched_prompts, partners, strict=True):
-        partner_run = None
-        if partner is not None:
-            partner_run = patched_prompts[partner].read(pairs[partner].source)
-        effects.append(prompt.effects(partner_run, controls, progress))
-    progress.close()
-
+    token_sets = _token_sets(target, prompts, sequences, pairs)
+    cells = [(heads, tokens) for heads in target.units for tokens in token_sets]
+    plan = PatchingPlan(model, target, cells, controls, budget, seed)
+    shorter = "without at=… all heads are attributed in a few passes"
+    if controls:
+        shorter = f"controls=() takes 1/{1 + len(controls)} of it, and {shorter}"
+    effects = plan.effects(pairs, shorter)
     about = about_of(model, prompts, condition, metric, direction, seed)
     about["method"] = "patched"
     if target.attributed:
         about["method"] = "attributed (first order)"
     about["part"] = target.part
     about["heads"] = list(target.heads)
-    dataset = _dataset(effects, [prompt.id for prompt in prompts], target, slots, controls)
+    dataset = effects_by_head(effects, prompts, target, token_sets).drop_vars("before")
     patching = Patching(dataset, units_of(prompts), about)
     if not target.attributed:
         return patching
     sample = checked_sample(patching, seed)
-    exact = [prompt.exact(sample) for prompt in patched_prompts[:_CHECKED]]
-    return patching.compared(exact, sample)
+    exact_plan = replace(
+        plan,
+        target=replace(target, attributed=False),
+        cells=[cells[index] for index in sample],
+        controls=(),
+    )
+    return patching.compared(exact_plan.effects(pairs[:_CHECKED], shorter)["effect"], sample)
 
 
 @dataclass(frozen=True)
-class PatchedPrompt:
-    """The measurements to make on a prompt; a cell is a unit of the target, at a segment, a
-    position, or all.
+class PatchingPlan:
+    """The measurements to make on each pair. A cell is a unit of the target, and which tokens of it
+    are patched: a segment's, the one at a position, or all original ones (None).
     """
 
     model: HookedModel
     target: Target
-    slots: Sequence[str | int | None]
-    pair: Pair
+    cells: Sequence[tuple[tuple[Where, ...], str | int | None]]
+    controls: Sequence[Control]
     memory: int  # bytes
     seed: int
 
-    def read(self, sequence: TokenSequence) -> Run:
-        return read(self.model, sequence, self.target.layers, self.target.part, self.pair.origins)
+    def effects(self, pairs: Sequence[Pair], shorter: str) -> dict[str, np.ndarray]:
+        """The effect of each cell and its controls [prompt cell], NaN where no token has a partner;
+        the whole effect, and the metric of the base run [prompt].
 
-    def cells(self, run: Run) -> list[tuple[tuple[Where, ...], Bool[Tensor, " shared"]]]:
-        """The heads of each cell, and which of the original tokens are patched."""
-        segments = run.sequence.segment[run.places]
-        masks = []
-        for slot in self.slots:
-            if slot is None:
-                masks.append(segments >= 0)
-            elif isinstance(slot, str):
-                masks.append(segments == SEGMENTS.index(slot))
-            else:
-                masks.append(self.pair.origins == slot)
-        return [(heads, mask) for heads in self.target.units for mask in masks]
-
-    def effects(
-        self, other_prompt: Run | None, controls: Sequence[Control], progress: tqdm
-    ) -> dict[str, np.ndarray]:
-        """The effect of each cell and its controls, and the whole effect; NaN where no token has a
-        partner.
+        ``shorter`` says what would take less time.
         """
-        pair = self.pair
-        target = self.target
-        source = self.read(pair.source)
-        gradients: dict[int, Z] = {}
-        if target.attributed:
+        names = ("effect", *self.controls)
+        effects = {name: np.full((len(pairs), len(self.cells)), np.nan) for name in names}
+        effects["whole"] = np.empty(len(pairs))
+        effects["before"] = np.empty(len(pairs))
+        partners: list[int | None] = [None] * len(pairs)
+        if "other_prompt" in self.controls:
+            length_and_answer = {
+                pair.id: (len(pair.origins), tuple(pair.answer.tolist())) for pair in pairs
+            }
+            partners = _partners(length_and_answer, self.seed)
 
-            def measure(base_run: Run) -> Float[Tensor, " row"]:
-                baseline = source if pair.denoising else base_run
-                return pair.measure(base_run.logits, baseline.logits)
+        # Prompts of one length go together, so that few passes have few rows.
+        by_length = sorted(range(len(pairs)), key=lambda index: len(pairs[index].base))
+        rows = len(pairs)
+        starts: list[int] = []
+        if not self.target.attributed:
+            rows *= len(names) * len(self.cells)
+            first_layers = [min(layer for layer, _ in heads) for heads, _ in self.cells]
+            self._warn_of_time(pairs[0].base, first_layers, rows, shorter)
+            starts = possible_starts(self.model, pairs[by_length[0]].base, first_layers)
 
-            base_run, gradients = read_with_gradients(
-                self.model, pair.base, target.layers, pair.origins, measure
-            )
-        else:
-            base_run = restartable(self.model, self.read(pair.base), target.layers)
-        baseline = source if pair.denoising else base_run
-        before = float(pair.measure(base_run.logits, baseline.logits))
-        after = float(pair.measure(source.logits, baseline.logits))
+        bytes_of_prompt = prompt_bytes(self.model, self.target, pairs[by_length[-1]])
+        prompts_together = min(_TOGETHER, rows_within(self.memory, 0, bytes_of_prompt))
+        memory_of_copies = self.memory - prompts_together * bytes_of_prompt
+        progress = tqdm(total=rows, desc="patching", unit="run", delay=2)
+        for start in range(0, len(pairs), prompts_together):
+            indices = by_length[start : start + prompts_together]
+            copies: dict[tuple[str, int], list[PatchedCopy]] = {}
+            for index, runs in self._runs(pairs, indices, partners, starts).items():
+                effects["whole"][index] = runs.effect(runs.source.logits)
+                effects["before"][index] = runs.before
+                for name, values in self.replacements(runs).items():
+                    copies[name, index] = self.copies(runs, values)
 
-        # What is put in place of each head's output.
-        replacements = {"effect": self._aligned_to(base_run, source, target.heads)}
-        if other_prompt is not None:
-            replacements["other_prompt"] = self._aligned_to(base_run, other_prompt, target.heads)
-        if "random" in controls:
-            replacements["random"] = {}
-            for where, value in replacements["effect"].items():
-                replacements["random"][where] = self._random(base_run, where, value)
-
-        cells = self.cells(base_run)
-        empty = [not mask.any() for _, mask in cells]
-        effects = {"other_prompt": np.full(len(cells), np.nan), "whole": np.array(after - before)}
-        for name, values in replacements.items():
-            if target.attributed:
-                attributed = [first_order(base_run, gradients, values, *cell) for cell in cells]
-                effects[name] = np.array(attributed)
+            all_copies = [copy for copies_of_cells in copies.values() for copy in copies_of_cells]
+            if self.target.attributed:
+                values_of_copies = np.array([first_order(copy) for copy in all_copies])
+                progress.update(len(indices))
             else:
-                effects[name] = self.patched(base_run, baseline, values, cells, progress) - before
-            effects[name][empty] = np.nan
-        if target.attributed:
-            progress.update()
+                values_of_copies = effects_of(
+                    self.model, all_copies, self.target.part, memory_of_copies, progress
+                )
+            values_of_copies[[not copy.patched_tokens.any() for copy in all_copies]] = np.nan
+            by_cell = values_of_copies.reshape(len(copies), -1)
+            for (name, index), values_of_cells in zip(copies, by_cell, strict=True):
+                effects[name][index] = values_of_cells
+        progress.close()
         return effects
 
-    def exact(self, sample: Sequence[int]) -> np.ndarray:
-        """The effect of some cells, patched exactly."""
-        base_run = self.read(self.pair.base)
-        source = self.read(self.pair.source)
-        baseline = source if self.pair.denoising else base_run
-        cells = self.cells(base_run)
-        cells = [cells[index] for index in sample]
-        values = self._aligned_to(
-            base_run, source, [where for heads, _ in cells for where in heads]
-        )
-        before = float(self.pair.measure(base_run.logits, baseline.logits))
-        return self.patched(base_run, baseline, values, cells) - before
+    def _warn_of_time(
+        self, sequence: TokenSequence, first_layers: Sequence[int], rows: int, shorter: str
+    ) -> None:
+        """Say how long exact patching will take, if more than a minute, from the time of one pass;
+        and what takes less.
+        """
+        if rows < _FEW_ROWS:
+            return
+        start = perf_counter()
+        logits_of(self.model, [sequence] * _TIMED)
+        seconds_of_row = (perf_counter() - start) / _TIMED
+        # Passes start at the patched layer, wherever blocks can be given what they returned before.
+        share_of_layers = 1 - float(np.mean(first_layers)) / int(self.model.cfg.n_layers)
+        seconds = seconds_of_row * rows * share_of_layers
+        if seconds >= _LONG:
+            warn(f"about {seconds / 60:.0f} min for {rows:,} patched runs; {shorter}")
 
-    def _aligned_to(self, base_run: Run, source: Run, heads: Sequence[Where]) -> dict[Where, Z]:
-        """The outputs of these heads in another run, at this run's original tokens."""
-        return {where: _aligned(base_run, source, where, self.target.part) for where in heads}
-
-    def patched(
+    def _runs(
         self,
-        base_run: Run,
-        baseline: Run,
-        values: Mapping[Where, Z],
-        cells: Sequence[tuple[Any, Tensor]],
-        progress: tqdm | None = None,
-    ) -> np.ndarray:
-        """The metric with each cell patched, a batch of them at a time."""
-        changes_by_row = []
-        for heads, mask in cells:
-            places = base_run.places[mask]
-            changes = [
-                (where, places, values[where][mask.to(values[where].device)]) for where in heads
-            ]
-            changes_by_row.append(changes)
+        pairs: Sequence[Pair],
+        indices: Sequence[int],
+        partners: Sequence[int | None],
+        starts: Sequence[int],
+    ) -> dict[int, PairRuns]:
+        """The runs of some pairs and their partners, each once."""
+        layers = self.target.layers
+        part = self.target.part
+        bases = [(pairs[index].base, pairs[index].origins) for index in indices]
+        base_runs = read(self.model, bases, layers, part, starts)
+        needed = dict.fromkeys([*indices, *(partners[index] for index in indices)])
+        needed.pop(None, None)
+        sources = [(pairs[index].source, pairs[index].origins) for index in needed]
+        source_runs = dict(zip(needed, read(self.model, sources, layers, part), strict=True))
+        runs_of_pairs = {}
+        for index, base_run in zip(indices, base_runs, strict=True):
+            partner_run = source_runs.get(partners[index])
+            runs = PairRuns(pairs[index], base_run, source_runs[index], partner_run)
+            if self.target.attributed:
+                gradients = gradients_of(self.model, runs.pair.base, layers, runs.measure)
+                runs = replace(runs, gradients=gradients)
+            runs_of_pairs[index] = runs
+        return runs_of_pairs
 
-        row = pass_bytes(self.model, len(base_run.sequence), len(self.pair.answer))
-        rows = min(_ROWS, rows_within(self.memory, 0, row))
-        metrics = []
-        for start in range(0, len(changes_by_row), rows):
-            batch = changes_by_row[start : start + rows]
-            logits = patched_logits(self.model, base_run, batch, self.target.part)
-            metrics.append(self.pair.measure(logits, baseline.logits).double().cpu())
-            if progress is not None:
-                progress.update(len(batch))
-        return torch.cat(metrics).numpy()
+    def copies(self, runs: PairRuns, replacements: Mapping[Where, Z]) -> list[PatchedCopy]:
+        """A copy of the base run for each cell."""
+        segments = runs.base.sequence.segment[runs.base.places]
+        copies = []
+        for heads, tokens in self.cells:
+            if tokens is None:
+                patched_tokens = segments >= 0
+            elif isinstance(tokens, str):
+                patched_tokens = segments == SEGMENTS.index(tokens)
+            else:
+                patched_tokens = runs.pair.origins == tokens
+            copies.append(PatchedCopy(runs, heads, patched_tokens, replacements))
+        return copies
+
+    def replacements(self, runs: PairRuns) -> dict[str, dict[Where, Z]]:
+        """What is put in place of each head's output, for the effect and each control."""
+        heads = list(dict.fromkeys(where for heads, _ in self.cells for where in heads))
+        sources = {"effect": runs.source}
+        if runs.partner is not None:
+            sources["other_prompt"] = runs.partner
+        replacements = {}
+        for name, source in sources.items():
+            replacements[name] = {
+                where: _aligned(runs.base, source, where, self.target.part) for where in heads
+            }
+        if "random" in self.controls:
+            replacements["random"] = {
+                where: self._random(runs.pair.id, runs.base, where, value)
+                for where, value in replacements["effect"].items()
+            }
+        return replacements
 
     def _random(
-        self, base_run: Run, where: Where, value: Float[Tensor, "original d_head"]
+        self,
+        prompt_id: str,
+        base_run: Run,
+        where: Where,
+        value: Float[Tensor, "original d_head"],
     ) -> Tensor:
         layer, head = where
         own = base_run.z[layer][base_run.places.to(value.device), head]
         purpose = f"a random direction of head {head}"
-        keys = token_keys(self.seed, [self.pair.id], torch.arange(len(own))[None], layer, purpose)
+        keys = token_keys(self.seed, [prompt_id], torch.arange(len(own))[None], layer, purpose)
         uniform = keyed_uniform(keys[0], own.shape[-1]).to(own.device)
         if self.target.part == "pattern":
             # A token sees at least as many keys as have probabilities above 0: these are permuted.
@@ -344,11 +356,14 @@ class PatchedPrompt:
         return own + length * direction / direction.norm(dim=-1, keepdim=True)
 
 
-def _slots(
-    target: Target, prompts: Sequence[Prompt], sequences: Sequence[Mapping[str, TokenSequence]]
+def _token_sets(
+    target: Target,
+    prompts: Sequence[Prompt],
+    sequences: Sequence[Mapping[str, TokenSequence]],
+    pairs: Sequence[Pair],
 ) -> list[Any]:
-    """The segments that every prompt has, or its positions; None for all original tokens at
-    once."""
+    """The segments that every prompt has, or the positions at which some prompt's versions may
+    differ; None for all original tokens at once."""
     if target.by is None:
         return [None]
     baselines = [by_condition[BASELINE] for by_condition in sequences]
@@ -366,29 +381,17 @@ def _slots(
             "so a position means another token in each: give prompts of equal length, or "
             'by="segment"'
         )
-    return list(range(lengths[0]))
-
-
-def _changed(target: Target, slots: list[Any], pairs: Sequence[Pair]) -> list[Any]:
-    """Only the positions that some prompt's versions may differ at.
-
-    Up to the first token that differs, both runs compute the same, so that an effect there is 0 by
-    construction: nothing to measure or to test.
-    """
-    if target.by != "position":
-        return slots
-    first_changed = min(_first_difference(pair) for pair in pairs)
-    return [slot for slot in slots if slot >= first_changed]
+    # Up to the first token that differs, both runs compute the same, so that an effect there is 0
+    # by construction: nothing to measure or to test.
+    return list(range(min(map(_first_difference, pairs)), lengths[0]))
 
 
 def _first_difference(pair: Pair) -> int:
     """The first position at which the runs' tokens differ, or one has a token that the other
     lacks."""
-    shorter = min(len(pair.base), len(pair.source))
-    differs = pair.base.tokens[:shorter] != pair.source.tokens[:shorter]
-    if not differs.any():
-        return shorter
-    return int(differs.nonzero()[0])
+    tokens = zip(pair.base.tokens, pair.source.tokens, strict=False)
+    differs = [bool(own != other) for own, other in tokens]
+    return [*differs, True].index(True)
 
 
 def _check_controls(controls: Any, metric: Metric, direction: Direction) -> None:
@@ -405,23 +408,6 @@ def _check_controls(controls: Any, metric: Metric, direction: Direction) -> None
         )
 
 
-def warn_of_time(prompt: PatchedPrompt, rows: int, shorter: str) -> None:
-    """Say how long exact patching will take, if more than a minute, from the time of one run; and
-    what takes less."""
-    if rows < _FEW_ROWS:
-        return
-    layers = int(prompt.model.cfg.n_layers)
-    start = perf_counter()
-    prompt.read(prompt.pair.base)
-    seconds_of_run = perf_counter() - start
-    # Passes start at the patched layer, wherever blocks can be given what they returned before.
-    remaining = [layers - min(layer for layer, _ in heads) for heads in prompt.target.units]
-    seconds = seconds_of_run * rows * float(np.mean(remaining)) / layers
-    if seconds < _LONG:
-        return
-    warn(f"about {seconds / 60:.0f} min for {rows:,} patched runs; {shorter}")
-
-
 def _partners(
     length_and_answer: Mapping[str, tuple[int, Sequence[int]]], seed: int
 ) -> list[int | None]:
@@ -434,17 +420,13 @@ def _partners(
     drawn: list[int | None] = []
     for own_id, (length, answer) in length_and_answer.items():
         candidates = []
-        with_another_answer = []
         for other_id in sorted(ids):
-            other_length, other_answer = length_and_answer[other_id]
-            if other_id == own_id or other_length < length:
-                continue
-            candidates.append(other_id)
-            if other_answer != answer:
-                with_another_answer.append(other_id)
+            if other_id != own_id and length_and_answer[other_id][0] >= length:
+                candidates.append(other_id)
         if not candidates:
             drawn.append(None)
             continue
+        with_another_answer = [name for name in candidates if length_and_answer[name][1] != answer]
         generator = random.Random(f"other prompt {seed} {own_id}")
         drawn.append(ids.index(generator.choice(with_another_answer or candidates)))
     return drawn
@@ -461,88 +443,61 @@ def _aligned(
     own_places = run.places.to(device)
     own_tokens = run.sequence.tokens[run.places]
     source_tokens = source.sequence.tokens[source.places]
-    longer_by = len(source_tokens) - len(own_tokens)
 
     # All of them, if it is the same prompt.
     agrees = own_tokens == source_tokens[: len(own_tokens)]
-    shared_beginning = int(agrees.long().cumprod(0).sum())
-    chosen = torch.cat(
-        [source.places[:shared_beginning], source.places[shared_beginning + longer_by :]]
-    ).to(device)
+    in_shared_beginning = agrees.long().cumprod(0).bool()
+    index = torch.arange(len(own_tokens))
+    from_the_end = index + len(source_tokens) - len(own_tokens)
+    chosen = source.places[torch.where(in_shared_beginning, index, from_the_end)].to(device)
     value = source.z[layer][chosen, head]
     if part != "pattern":
         return value
-    own = run.z[layer][own_places, head]
-    pattern = torch.zeros_like(own)
+    pattern = torch.zeros_like(run.z[layer][own_places, head])
     pattern[:, own_places] = value[:, chosen]
     return pattern
 
 
-def first_order(
-    run: Run,
-    gradients: Mapping[int, Z],
-    values: Mapping[Where, Z],
-    heads: Sequence[Where],
-    mask: Bool[Tensor, " original"],
-) -> float:
-    """The first-order effect of one head at some of the original tokens."""
-    layer, head = heads[0]
-    z = run.z[layer]
-    mask = mask.to(z.device)
-    places = run.places.to(z.device)[mask]
-    step = values[layer, head][mask].double() - z[places, head].double()
-    return float((gradients[layer][places, head].double() * step).sum())
-
-
-def _dataset(
-    effects: Sequence[Mapping[str, np.ndarray]],
-    prompts: Sequence[str],
+def effects_by_head(
+    effects: Mapping[str, np.ndarray],
+    prompts: Sequence[Prompt],
     target: Target,
-    slots: Sequence[Any],
-    controls: Sequence[Control],
+    token_sets: Sequence[Any],
 ) -> xr.Dataset:
-    """The effects by layer and head, layer, or set, and segment or position; NaN for heads that
-    were not requested.
+    """A plan's effects by layer and head, layer, or set, and segment or position; NaN for heads
+    that were not requested.
     """
-    layers = sorted({layer for layer, _ in target.heads})
-    heads = sorted({head for _, head in target.heads})
-    layer_indices = [layers.index(layer) for layer, _ in target.heads]
-    head_indices = [heads.index(head) for _, head in target.heads]
-    labels: dict[str, list[Any]]
-    indices: tuple[list[int], ...]
+    layers = target.layers
+    axes: dict[str, Sequence[Any]] = {"layer": layers}
+    indices = [[layers.index(layer) for layer, _ in target.heads]]
     if target.together:
-        labels = {"set": [_set_name(target)]}
-        indices = ([0],)
-    elif target.of_layers:
-        labels = {"layer": layers}
-        indices = (layer_indices,)
-    else:
-        labels = {"layer": layers, "head": heads}
-        indices = (layer_indices, head_indices)
-
-    coords: dict[str, list[Any]] = {"prompt": list(prompts), **labels}
+        axes = {"set": [_set_name(target)]}
+        indices = [[0]]
+    elif not target.of_layers:
+        heads = sorted({head for _, head in target.heads})
+        axes["head"] = heads
+        indices.append([heads.index(head) for _, head in target.heads])
     if target.by is not None:
-        coords[target.by] = list(slots)
-    sizes = [len(label) for label in labels.values()]
-    variables: dict[str, Any] = {}
-    for name in ("effect", *controls):
-        values = np.full((len(prompts), *sizes, len(slots)), np.nan)
-        rows = np.stack([effects_of_prompt[name] for effects_of_prompt in effects])
-        values[(slice(None), *indices)] = rows.reshape(len(prompts), len(indices[0]), -1)
-        if target.by is None:
-            values = values[..., 0]
-        variables[name] = (tuple(coords), values)
-    whole = [float(effects_of_prompt["whole"]) for effects_of_prompt in effects]
-    variables["whole"] = (("prompt",), np.array(whole))
+        axes[target.by] = token_sets
+
+    coords = {"prompt": [prompt.id for prompt in prompts], **axes}
+    variables = {}
+    for name, values in effects.items():
+        grid = values
+        if values.ndim > 1:
+            grid = np.full([len(labels) for labels in coords.values()], np.nan)
+            cells = (slice(None), *indices)
+            grid[cells] = values.reshape(grid[cells].shape)
+        variables[name] = (tuple(coords)[: grid.ndim], grid)
     return xr.Dataset(variables, coords)
 
 
 def _set_name(target: Target) -> str:
+    names = [f"L{layer}H{head}" for layer, head in target.heads]
+    kind = "heads"
     if target.of_layers:
         names = [f"L{layer}" for layer, _ in target.heads]
-    else:
-        names = [f"L{layer}H{head}" for layer, head in target.heads]
+        kind = "layers"
     if len(names) <= 8:
         return " + ".join(names)
-    kind = "layers" if target.of_layers else "heads"
     return f"{len(names)} {kind}"

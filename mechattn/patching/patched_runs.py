@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -36,16 +36,17 @@ class Run:
     """One run of a sequence that ends in the reference answer: a part by layer, and the logits
     before the answer.
 
-    ``origins`` are the original tokens that the other run has, too; ``blocks`` what each block of
-    the model returned, and ``restarts`` whether passes may start at later layers with that.
+    ``origins`` are the original tokens that the other run has, too; ``inputs_of`` is what the block
+    before a layer returned, for each layer at which patched passes may start, with this run in one
+    row of those that were read together.
     """
 
     sequence: TokenSequence
     z: Mapping[int, Z]
     logits: Float[Tensor, "1 answer d_vocab"]
     origins: Int[Tensor, " shared"]
-    blocks: Sequence[Any] = ()
-    restarts: bool = False
+    inputs_of: Mapping[int, Any] = field(default_factory=dict)
+    row: int = 0
 
     @property
     def places(self) -> Int[Tensor, " shared"]:
@@ -77,30 +78,19 @@ def changing(
                 layer: partial(_only, part, change, heads) for layer, change in layers.items()
             }
             stack.enter_context(changing_keys_values(model, changes))
-        elif part == "q":
-            for layer, change in layers.items():
-                hook = model.hook_dict[f"blocks.{layer}.attn.hook_q"]
-                by_head = partial(_by_head, change, int(model.cfg.n_heads))
-                stack.callback(hook.register_forward_hook(by_head).remove)
         else:
-            name, own_axes, head_axes = _HOOKS[part]
-            to_heads = f"{own_axes} -> {head_axes}"
-            from_heads = f"{head_axes} -> {own_axes}"
+            name = f"hook_{part}"
+            by_head = partial(_by_head, heads=1)
+            if part == "q":
+                name = "attn.hook_q"
+                by_head = partial(_by_head, heads=int(model.cfg.n_heads))
+            elif part == "pattern":
+                name = "attn.hook_pattern"
+                by_head = _by_query
             for layer, change in layers.items():
-                hook = model.hook_dict[name.format(layer)]
-                reshaped = partial(_reshaped, change, to_heads, from_heads)
-                stack.callback(hook.register_forward_hook(reshaped).remove)
+                hook = model.hook_dict[f"blocks.{layer}.{name}"]
+                stack.callback(hook.register_forward_hook(partial(by_head, change)).remove)
         yield
-
-
-# Hooks whose values have other axes than [batch pos head d_head], and those axes in that order.
-_HOOKS = {
-    "pattern": ("blocks.{}.attn.hook_pattern", "batch head query key", "batch query head key"),
-    **{
-        part: ("blocks.{}.hook_" + part, "batch pos d_model", "batch pos 1 d_model")
-        for part in OF_LAYER
-    },
-}
 
 
 def _only(
@@ -109,113 +99,144 @@ def _only(
     """Keys and values come to the same function; only one of the two is changed."""
     if kind != part:
         return x
-    return change(split_heads(x, heads)).reshape(x.shape)
-
-
-def _reshaped(
-    change: Callable[[Tensor], Tensor],
-    to_heads: str,
-    from_heads: str,
-    module: Any,
-    inputs: Any,
-    x: Tensor,
-) -> Tensor:
-    return rearrange(change(rearrange(x, to_heads)), from_heads)
+    return _by_head(change, None, None, x, heads)
 
 
 def _by_head(
-    change: Callable[[Tensor], Tensor], heads: int, module: Any, inputs: Any, x: Tensor
+    change: Callable[[Tensor], Tensor], module: Any, inputs: Any, x: Tensor, heads: int
 ) -> Tensor:
     return change(split_heads(x, heads)).reshape(x.shape)
+
+
+def _by_query(
+    change: Callable[[Tensor], Tensor], module: Any, inputs: Any, pattern: Tensor
+) -> Tensor:
+    by_query = rearrange(pattern, "batch head query key -> batch query head key")
+    return rearrange(change(by_query), "batch query head key -> batch head query key")
 
 
 def read(
     model: HookedModel,
-    sequence: TokenSequence,
+    sequences: Sequence[tuple[TokenSequence, Int[Tensor, " shared"]]],
     layers: Sequence[int],
     part: Part,
-    origins: Int[Tensor, " shared"],
-) -> Run:
-    """Run a sequence without patching."""
-    activations: dict[int, Z] = {}
-    block_outputs: list[Any] = []
+    starts: Sequence[int] = (),
+) -> list[Run]:
+    """Run sequences without patching, each with its origins, those of one shape in one pass.
 
-    def record_block(module: Any, inputs: Any, out: Any) -> None:
-        block_outputs.append(out)
+    ``starts`` are the layers at which patched passes may start.
+    """
+    activations: dict[int, Tensor] = {}
+    block_outputs: dict[int, Any] = {}
 
-    def record(
-        layer: int, z: Float[Tensor, "batch pos head d_head"]
-    ) -> Float[Tensor, "batch pos head d_head"]:
-        activations[layer] = z[0].detach()
+    def record(layer: int, z: Tensor) -> Tensor:
+        activations[layer] = z.detach()
         return z
 
+    def record_block(layer: int, module: Any, inputs: Any, out: Any) -> None:
+        block_outputs[layer] = out
+
+    runs: dict[int, Run] = {}
     with ExitStack() as stack:
         records = {layer: partial(record, layer) for layer in layers}
         stack.enter_context(changing(model, part, records))
-        for block in blocks_of(model):
-            stack.callback(block.register_forward_hook(record_block).remove)
-        logits = logits_of(model, sequence, 1)
-    return Run(sequence, activations, logits, origins, block_outputs)
+        blocks = blocks_of(model)
+        for layer in starts:
+            hook = partial(record_block, layer)
+            stack.callback(blocks[layer - 1].register_forward_hook(hook).remove)
+        for indices in equal_ones([shape_of(sequence) for sequence, _ in sequences]):
+            logits = logits_of(model, [sequences[index][0] for index in indices])
+            inputs_of = dict(block_outputs)
+            for row, index in enumerate(indices):
+                sequence, origins = sequences[index]
+                z_by_layer = {layer: z[row] for layer, z in activations.items()}
+                runs[index] = Run(sequence, z_by_layer, logits[[row]], origins, inputs_of, row)
+    return [runs[index] for index in range(len(sequences))]
 
 
-def restartable(model: HookedModel, run: Run, layers: Iterable[int]) -> Run:
-    """The run, with whether passes may start at these layers: not where later ones use more than
-    blocks return.
+def shape_of(sequence: TokenSequence) -> tuple[int, ...]:
+    """What sequences must have in common to be rows of one pass: the length, and the answer's
+    places.
     """
+    return (len(sequence), *_answer_places(sequence).tolist())
 
-    def gives_the_same(layer: int) -> bool:
-        with _starting_at(model, layer, run.blocks, 1):
-            return torch.equal(logits_of(model, run.sequence, 1), run.logits)
 
-    later_layers = sorted(set(layers) - {0})
+def _answer_places(sequence: TokenSequence) -> Int[Tensor, " answer"]:
+    return sequence.of_segment("answer").nonzero()[:, 0]
+
+
+def equal_ones(keys: Iterable[Any]) -> list[list[int]]:
+    """The indices of each group of equal keys."""
+    groups: dict[Any, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def possible_starts(
+    model: HookedModel, sequence: TokenSequence, layers: Iterable[int]
+) -> list[int]:
+    """These layers, if passes that start there give the same bits as whole ones; none where later
+    layers use more than blocks return.
+
+    It is tried on one sequence, as it depends on how the blocks are connected alone.
+    """
+    starts = sorted(set(layers) - {0})
+    if not starts:
+        return []
+    [run] = read(model, [(sequence, sequence.origin)], (), "z", starts)
     try:
-        restarts = all(gives_the_same(layer) for layer in later_layers)
+        for layer in starts:
+            with _starting_at(model, layer, [run]):
+                if not torch.equal(logits_of(model, [sequence]), run.logits):
+                    return []
     except Exception:
         # A block misses what an earlier one leaves it, such as shared keys: start at the first.
-        return run
-    return replace(run, restarts=restarts)
+        return []
+    return starts
 
 
 @contextmanager
-def _starting_at(
-    model: HookedModel, layer: int, blocks: Sequence[Any], rows: int
-) -> Iterator[None]:
-    """Let the blocks before a layer return what they returned before, for several rows, without
-    computing it.
+def _starting_at(model: HookedModel, layer: int, runs: Sequence[Run]) -> Iterator[None]:
+    """Let passes, with runs that were read together as rows, compute nothing before a layer: each
+    block before it returns what the last of them returned.
     """
     with ExitStack() as stack:
-        for block, out in zip(blocks_of(model)[:layer], blocks, strict=False):
-            stack.enter_context(attribute_set(block, "forward", partial(_returned, out, rows)))
+        if layer > 0:
+            out = _rows_of(runs[0].inputs_of[layer], [run.row for run in runs])
+            for block in blocks_of(model)[:layer]:
+                stack.enter_context(attribute_set(block, "forward", partial(_returned, out)))
         yield
 
 
-def _returned(out: Any, rows: int, *inputs: Any, **options: Any) -> Any:
-    """What a block returned for one row, for several."""
+def _rows_of(out: Any, rows: Sequence[int]) -> Any:
+    """Some rows of what a block returned."""
     if isinstance(out, tuple):
-        return tuple(_returned(member, rows) for member in out)
+        return tuple(_rows_of(member, rows) for member in out)
     if isinstance(out, Tensor):
-        return out.expand(rows, *out.shape[1:])
+        return out[rows]
+    return out
+
+
+def _returned(out: Any, *inputs: Any, **options: Any) -> Any:
     return out
 
 
 def logits_of(
-    model: HookedModel, sequence: TokenSequence, rows: int, gradients: bool = False
+    model: HookedModel, sequences: Sequence[TokenSequence], gradients: bool = False
 ) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits before each token of the answer, for several copies of a sequence in a batch."""
+    """Logits before each token of the answer, for sequences of one shape in a batch."""
     device = device_of(model)
-    tokens = sequence.tokens.to(device).expand(rows, -1)
+    tokens = torch.stack([sequence.tokens for sequence in sequences]).to(device)
     options: dict[str, Any] = dict(keeping_nothing(model))
-    position_ids = sequence.position_ids
-    if position_ids is not None and not torch.equal(position_ids, torch.arange(len(sequence))):
-        options["position_ids"] = position_ids.to(device).expand(rows, -1)
+    position_ids = torch.stack([sequence.position_ids for sequence in sequences])
+    if bool((position_ids != torch.arange(tokens.shape[1])).any()):
+        options["position_ids"] = position_ids.to(device)
         options["attention_mask"] = torch.ones_like(tokens)
-    answer_places = sequence.of_segment("answer").nonzero()[:, 0].to(device)
-    places_before = answer_places - 1
-    unembedded = []  # whether the hook was called: not by every custom model
+    places_before = _answer_places(sequences[0]).to(device) - 1
 
     def only_before_answer(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         stream, *other_inputs = inputs
-        unembedded.append(True)
         return (stream[:, places_before.to(stream.device)], *other_inputs)
 
     with ExitStack() as stack:
@@ -225,7 +246,7 @@ def logits_of(
         stack.enter_context(torch.set_grad_enabled(gradients))
         stack.enter_context(_without_gradients_of_weights(model))
         logits = model(tokens, return_type="logits", **options)
-    if not unembedded:
+    if logits.shape[1] == tokens.shape[1]:  # not every custom model calls the hook
         logits = logits[:, places_before]
     return logits
 
@@ -244,40 +265,42 @@ def _without_gradients_of_weights(model: HookedModel) -> Iterator[None]:
 
 
 def patched_logits(
-    model: HookedModel, run: Run, changes_by_row: Sequence[Sequence[Change]], part: Part = "z"
+    model: HookedModel,
+    runs: Sequence[Run],
+    changes_by_row: Sequence[Sequence[Change]],
+    part: Part = "z",
 ) -> Float[Tensor, "row answer d_vocab"]:
-    """Logits of a run with a part replaced in each row, which makes the changes of that row."""
-    rows = len(changes_by_row)
-    by_layer: dict[int, list[tuple[int, int, Tensor, Tensor]]] = {}
-    for row, changes in enumerate(changes_by_row):
-        for (layer, head), places, value in changes:
-            by_layer.setdefault(layer, []).append((row, head, places, value))
+    """Logits of runs of one shape, one in each row, with the changes of that row to a part.
 
-    def replace_values(changes: list[tuple[int, int, Tensor, Tensor]], z: Tensor) -> Tensor:
+    The pass starts at the first layer that is changed, where the runs may start there.
+    """
+    by_layer: dict[int, list[tuple[int, Change]]] = {}
+    for row, changes in enumerate(changes_by_row):
+        for change in changes:
+            (layer, _), _, _ = change
+            by_layer.setdefault(layer, []).append((row, change))
+
+    def replace_values(changes: list[tuple[int, Change]], z: Tensor) -> Tensor:
         z = z.clone()
-        for row, head, places, value in changes:
+        for row, ((_, head), places, value) in changes:
             z[row, places.to(z.device), head] = value.to(z)
         return z
 
-    first_layer = 0
-    if run.restarts:
-        first_layer = min(by_layer, default=0)
+    first_layer = min(by_layer, default=0)
+    if first_layer not in runs[0].inputs_of:
+        first_layer = 0
     replacements = {layer: partial(replace_values, changes) for layer, changes in by_layer.items()}
-    restarted = _starting_at(model, first_layer, run.blocks, rows)
-    with changing(model, part, replacements), restarted:
-        return logits_of(model, run.sequence, rows)
+    with changing(model, part, replacements), _starting_at(model, first_layer, runs):
+        return logits_of(model, [run.sequence for run in runs])
 
 
-def read_with_gradients(
+def gradients_of(
     model: HookedModel,
     sequence: TokenSequence,
     layers: Sequence[int],
-    origins: Int[Tensor, " shared"],
-    metric: Callable[[Run], Float[Tensor, " row"]],
-) -> tuple[Run, dict[int, Z]]:
-    """Run a sequence and compute the gradient of a metric with respect to every head's output at
-    every token.
-    """
+    metric: Callable[[Tensor], Float[Tensor, " row"]],
+) -> dict[int, Z]:
+    """The gradient of a metric of the logits with respect to every head's output at every token."""
     outputs: dict[int, Tensor] = {}
 
     def record(layer: int, z: Tensor) -> Tensor:
@@ -292,9 +315,6 @@ def read_with_gradients(
     with ExitStack() as stack:
         stack.callback(first_stream.register_forward_hook(begin_graph).remove)
         stack.enter_context(changing_z(model, records))
-        logits = logits_of(model, sequence, 1, gradients=True)
-    value = metric(Run(sequence, {}, logits, origins))[0]
-    gradients = torch.autograd.grad(value, [outputs[layer] for layer in layers])
-    z_by_layer = {layer: z[0].detach() for layer, z in outputs.items()}
-    run = Run(sequence, z_by_layer, logits.detach(), origins)
-    return run, {layer: gradient[0] for layer, gradient in zip(layers, gradients, strict=True)}
+        logits = logits_of(model, [sequence], gradients=True)
+    gradients = torch.autograd.grad(metric(logits)[0], [outputs[layer] for layer in layers])
+    return {layer: gradient[0] for layer, gradient in zip(layers, gradients, strict=True)}

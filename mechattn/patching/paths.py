@@ -23,15 +23,14 @@ from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric, chosen_metric
 from mechattn.patching.effects import Patching, effects_dataset
 from mechattn.patching.memory import paths_row_bytes, rows_within
-from mechattn.patching.pairs import Pair, about_of, pairs_of, units_of
+from mechattn.patching.pairs import Pair, PairRuns, about_of, pairs_of, units_of
 from mechattn.patching.patched_runs import (
-    Run,
     Where,
     changing,
     logits_of,
     patched_logits,
+    possible_starts,
     read,
-    restartable,
 )
 from mechattn.patching.refusals import Direction
 from mechattn.prompts.conditions import Condition
@@ -117,15 +116,6 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
     layers = attention_layers(model)
     key_heads = kv_heads_of(model)
     heads_of_part = {"q": int(model.cfg.n_heads), "k": key_heads, "v": key_heads}
-
-    def check_head(pair: Any, where: Where, count: int) -> None:
-        layer, head = where
-        if layer not in layers or head >= count:
-            raise OptionError(
-                f"{pair!r}: {model.cfg.model_name} has heads 0 to {count - 1} there, in layers "
-                f"{', '.join(map(str, layers))}"
-            )
-
     named = []
     for pair in between:
         sender = receiver = None
@@ -141,13 +131,19 @@ def _paths_in(model: HookedModel, between: Any) -> list[Path]:
                 f'{pair!r} is not a path: give such as ("L0H1", "L1H0.k"), with q, k, v, or '
                 '"logits"'
             )
-        check_head(pair, sender, heads_of_part["q"])
+        ends = [(sender, heads_of_part["q"])]
         if receiver is not None:
-            check_head(pair, receiver, heads_of_part[part])
+            ends.append((receiver, heads_of_part[part]))
             if receiver[0] <= sender[0]:
                 raise OptionError(
                     f"{pair!r}: nothing passes from layer {sender[0]} to layer {receiver[0]}; name "
                     "a later layer"
+                )
+        for (layer, head), count in ends:
+            if layer not in layers or head >= count:
+                raise OptionError(
+                    f"{pair!r}: {model.cfg.model_name} has heads 0 to {count - 1} there, in layers "
+                    f"{', '.join(map(str, layers))}"
                 )
         named.append(Path(sender, receiver, part or None, f"{pair[0]} → {pair[1]}"))  # type: ignore[arg-type]
     return named
@@ -158,19 +154,18 @@ def _effects(
 ) -> dict[str, np.ndarray]:
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     layers = attention_layers(model)
-    base_run = read(model, pair.base, layers, "z", pair.origins)
-    source_run = read(model, pair.source, layers, "z", pair.origins)
-    base_run = restartable(model, base_run, (path.receiver[0] for path in named if path.receiver))
-    baseline = source_run.logits if pair.denoising else base_run.logits
-    before = float(pair.measure(base_run.logits, baseline))
-    whole = float(pair.measure(source_run.logits, baseline)) - before
+    receiving_layers = [path.receiver[0] for path in named if path.receiver]
+    starts = possible_starts(model, pair.base, receiving_layers)
+    sequences = [(pair.base, pair.origins), (pair.source, pair.origins)]
+    runs = PairRuns(pair, *read(model, sequences, layers, "z", starts))
+    base_run = runs.base
 
     generator = torch.Generator().manual_seed(seed)
     source_outputs: dict[Where, Output] = {}
     random_outputs: dict[Where, Output] = {}
     for layer, head in dict.fromkeys(path.sender for path in named):
         z = base_run.z[layer][base_run.places, head]
-        source_z = source_run.z[layer][source_run.places, head]
+        source_z = runs.source.z[layer][runs.source.places, head]
         direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
         length = (source_z - z).norm(dim=-1, keepdim=True)
         step = length * direction / direction.norm(dim=-1, keepdim=True)
@@ -178,25 +173,24 @@ def _effects(
         random_outputs[layer, head] = z + step
 
     rows = rows_within(budget, 0, paths_row_bytes(model, pair))
-    effects = {"whole": np.array(whole)}
+    effects = {"whole": np.array(runs.effect(runs.source.logits))}
     for name, outputs in (("effect", source_outputs), ("random", random_outputs)):
         metrics = []
         for start in range(0, len(named), rows):
             batch = named[start : start + rows]
-            metrics.append(_patched(model, pair, batch, base_run, outputs, baseline))
-        effects[name] = np.concatenate(metrics) - before
+            metrics.append(_patched(model, batch, runs, outputs))
+        effects[name] = np.concatenate(metrics) - runs.before
     return effects
 
 
 def _patched(
     model: HookedModel,
-    pair: Pair,
     named: Sequence[Path],
-    base_run: Run,
+    runs: PairRuns,
     outputs: Mapping[Where, Output],
-    baseline: Tensor,
 ) -> np.ndarray:
     """The metric with each path patched: one row of two passes for each."""
+    base_run = runs.base
     rows_by_part: dict[Any, dict[int, Where]] = {}  # the receiver in each row
     for row, path in enumerate(named):
         if path.receiver is not None:
@@ -226,16 +220,16 @@ def _patched(
             layers = {layer for layer, _ in receivers.values()}
             records = {layer: partial(record, part, layer) for layer in layers}
             stack.enter_context(changing(model, part, records))
-        logits = logits_of(model, pair.base, len(named))
-    metrics = pair.measure(logits, baseline).double().cpu().numpy()
+        logits = logits_of(model, [base_run.sequence] * len(named))
+    metrics = runs.measure(logits).double().cpu().numpy()
 
     # The second: only the receivers' parts are changed.
-    all_places = torch.arange(len(pair.base))
+    all_places = torch.arange(len(base_run.sequence))
     for part, receivers in rows_by_part.items():
         changes = []
         for row, (layer, head) in receivers.items():
             value = recorded[part, layer][row, :, head]
             changes.append([((layer, head), all_places, value)])
-        logits = patched_logits(model, base_run, changes, part)
-        metrics[list(receivers)] = pair.measure(logits, baseline).double().cpu().numpy()
+        logits = patched_logits(model, [base_run] * len(changes), changes, part)
+        metrics[list(receivers)] = runs.measure(logits).double().cpu().numpy()
     return metrics

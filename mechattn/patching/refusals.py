@@ -65,15 +65,15 @@ def check_sequences(
             )
         check_side(prompt, dict(by_condition), model)
     check_variants(model, [dict(by_condition) for by_condition in sequences])
-    predicted_by_inserted = []  # whether an inserted token predicts the answer's first
+    predicted_by_inserted = 0  # prompts in which an inserted token predicts the answer's first
     for by_condition in sequences:
         changed = by_condition["condition"]
         answer_start = int(changed.of_segment("answer").nonzero()[0])
-        predicted_by_inserted.append(bool(changed.inserted[answer_start - 1]))
-    if any(predicted_by_inserted):
+        predicted_by_inserted += int(changed.inserted[answer_start - 1])
+    if predicted_by_inserted:
         warn(
-            f"in {sum(predicted_by_inserted)} of {len(prompts)} prompts the token right before the answer is an"
-            " inserted one: it predicts the answer's first token and has no counterpart in the"
+            f"in {predicted_by_inserted} of {len(prompts)} prompts the token right before the answer"
+            " is an inserted one: it predicts the answer's first token and has no counterpart in the"
             " baseline, so nothing is patched there and not even the last layer's stream restores"
             " that token. Insert elsewhere, or begin the answer with a token that the model is"
             " sure of"
@@ -98,7 +98,7 @@ def warn_of_junctions(
     if not suspicious:
         return
     prompt, sequence = suspicious[0]
-    likeliest = int(logits_of(model, sequence, 1)[0, 0].argmax())
+    likeliest = int(logits_of(model, [sequence])[0, 0].argmax())
     separator = ""
     advice = f"write answer={' ' + prompt.answer!r}"
     if prompt.template == "plain":

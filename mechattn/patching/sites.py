@@ -142,17 +142,14 @@ def _patterns_act(model: HookedModel) -> bool:
         outputs.append(z.detach().clone())
         return z
 
-    def unchanged(pattern: Tensor) -> Tensor:
-        return pattern
-
     def to_oneself(pattern: Tensor) -> Tensor:
         identity = torch.eye(pattern.shape[1], device=pattern.device, dtype=pattern.dtype)
         return identity[None, :, None].expand_as(pattern)
 
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TransformerLens warns of the same
-        for change in (unchanged, to_oneself):
-            changed = changing(model, "pattern", {layer: change})
+        for changes in ({}, {layer: to_oneself}):
+            changed = changing(model, "pattern", changes)
             with changed, changing(model, "z", {layer: record}):
                 model(tokens, return_type=None, **keeping_nothing(model))
     return not torch.equal(*outputs)

@@ -19,7 +19,7 @@ from mechattn.model.checkpoint import toy_folder
 from mechattn.model.hooks import attention_window
 from mechattn.patching import patch as patching
 from mechattn.patching.answer_metrics import WORDS
-from mechattn.patching.pairs import Pair, pairs_of
+from mechattn.patching.pairs import pairs_of
 from mechattn.patching.patched_runs import logits_of, read
 from mechattn.patching.refusals import warn_of_junctions
 from mechattn.patching.sites import Target
@@ -335,18 +335,24 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
 
 
 def test_attribution_costs_three_passes_and_one_backward_a_prompt(monkeypatch):
-    """However many heads there are; one fewer for the longest prompt, and three for each on which it is compared."""
+    """However many heads there are, and besides what it is compared with: both runs and the one for
+    gradients; another prompt's run is that prompt's own."""
     # Not verified, as a new hook leads to another verification, whose passes would count.
     model, some = ma.load_model("toy:llama", verify=False), prompts(4)
-    passes, backwards = [], []
+    passes, backwards, before_check = [], [], []
     handle = model.original_model.register_forward_hook(lambda *_: passes.append(1))
-    plain = torch.autograd.grad
+    plain, sample = torch.autograd.grad, patching.checked_sample
     monkeypatch.setattr(
         torch.autograd, "grad", lambda *given: (backwards.append(1), plain(*given))[1]
     )
+    monkeypatch.setattr(
+        patching,
+        "checked_sample",
+        lambda *given: (before_check.append(len(passes)), sample(*given))[1],
+    )
     ma.patch(model, some, SLASH)
     handle.remove()
-    assert (len(passes), len(backwards)) == (3 * 4 - 1 + 3 * 4, 4)
+    assert (before_check, len(backwards)) == ([3 * 4], 4)
 
 
 def test_attribution_stands_beside_what_it_was_compared_with(toy):
@@ -429,24 +435,19 @@ def test_controls_are_steps_of_equal_norm_and_another_prompts_output(toy):
     model, some = toy, prompts(3)
     own = ma.Baseline().apply(some[0], model, 0)
     run, source_values = (
-        read(model, c.apply(some[0], model, 0), [1], "z", own.origin)
+        read(model, [(c.apply(some[0], model, 0), own.origin)], [1], "z")[0]
         for c in (SLASH, ma.Baseline())
     )
     target = Target("z", ((1, 2),), None, False, False)
-    one, another = (
-        patching.PatchedPrompt(
-            model, target, [None], Pair(name, own, own, own.origin, None, True), 2**31, 7
-        )
-        for name in ("a", "b")
-    )
+    plan = patching.PatchingPlan(model, target, [], (), 2**31, 7)
     value = patching._aligned(run, source_values, (1, 2))
     own = run.z[1][run.places, 2]
-    drawn = one._random(run, (1, 2), value)
+    drawn = plan._random("a", run, (1, 2), value)
     torch.testing.assert_close(
         (drawn - own).norm(dim=-1), (value - own).norm(dim=-1), atol=1e-5, rtol=1e-4
     )
-    assert torch.equal(drawn, one._random(run, (1, 2), value))
-    assert not torch.equal(drawn, another._random(run, (1, 2), value))
+    assert torch.equal(drawn, plan._random("a", run, (1, 2), value))
+    assert not torch.equal(drawn, plan._random("b", run, (1, 2), value))
     cosine = torch.nn.functional.cosine_similarity(drawn - own, value - own, dim=-1)
     assert cosine.abs().mean() < 0.5
 
@@ -483,8 +484,7 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end(toy):
     short, long = sequences[by_length[0]], sequences[by_length[-1]]
     base = SLASH.apply(some[int(by_length[0])], model, 0)
     run, source_values = (
-        read(model, *each)
-        for each in ((base, [1], "z", short.origin), (long, [1], "z", long.origin))
+        read(model, [each], [1], "z")[0] for each in ((base, short.origin), (long, long.origin))
     )
     same = next(
         i for i, (a, b) in enumerate(zip(short.tokens, long.tokens, strict=False)) if a != b
@@ -494,12 +494,12 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end(toy):
     assert torch.equal(mixed[:same], source_values.z[1][:same, 2])
     assert torch.equal(mixed[same:], source_values.z[1][len(long) - (len(short) - same) :, 2])
     rows = patching._aligned(
-        *(read(model, each, [1], "pattern", each.origin) for each in (short, long)),
+        *read(model, [(each, each.origin) for each in (short, long)], [1], "pattern"),
         (1, 2),
         "pattern",
     )
     assert rows.shape == (len(short), len(short))
-    assert rows[-1, -1] == read(model, long, [1], "pattern", long.origin).z[1][-1, 2, -1]
+    assert rows[-1, -1] == read(model, [(long, long.origin)], [1], "pattern")[0].z[1][-1, 2, -1]
 
     found, again = (ma.patch(model, each, SLASH, at=[(1, 2)]) for each in (some, some[::-1]))
     each, ordered = (made.effects.other_prompt.squeeze(drop=True) for made in (found, again))
@@ -514,15 +514,15 @@ def test_the_random_pattern_stays_inside_the_window(shared):
     model, prompt = shared("toy:gemma3"), prompts(1)[0]
     own = ma.Baseline().apply(prompt, model, 0)
     run, source_values = (
-        read(model, c.apply(prompt, model, 0), [0], "pattern", own.origin)
+        read(model, [(c.apply(prompt, model, 0), own.origin)], [0], "pattern")[0]
         for c in (SLASH, ma.Baseline())
     )
-    window, pair = attention_window(model, 0), Pair("a", own, own, own.origin, None, True)
+    window = attention_window(model, 0)
     assert window < len(run.places)
     value = patching._aligned(run, source_values, (0, 1), "pattern")
-    drawn = patching.PatchedPrompt(
-        model, Target("pattern", ((0, 1),), None, False, False), [None], pair, 2**31, 7
-    )._random(run, (0, 1), value)
+    target = Target("pattern", ((0, 1),), None, False, False)
+    plan = patching.PatchingPlan(model, target, [], (), 2**31, 7)
+    drawn = plan._random("a", run, (0, 1), value)
     back = run.places[:, None] - torch.arange(len(run.sequence))
     assert (drawn[(back < 0) | (back >= window)] == 0).all()
     torch.testing.assert_close(drawn.sort(-1).values, value.sort(-1).values, rtol=0, atol=0)
@@ -533,14 +533,9 @@ def test_metrics_against_their_formulas(toy):
     model, some = toy, prompts()
     found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m) for m in ("logit_margin", "kl")}
     for prompt in some:
+        origin = ma.Baseline().apply(prompt, model, 0).origin
         runs = [
-            read(
-                model,
-                c.apply(prompt, model, 0),
-                [1],
-                "z",
-                ma.Baseline().apply(prompt, model, 0).origin,
-            )
+            read(model, [(c.apply(prompt, model, 0), origin)], [1], "z")[0]
             for c in (SLASH, ma.Baseline())
         ]
         margins, divergences = [], []
@@ -673,7 +668,7 @@ def test_logits_are_computed_before_the_answer_alone(name, shared):
     try:
         with torch.no_grad():
             every = model(pair.base.tokens[None], return_type="logits")
-        got = logits_of(model, pair.base, 1)
+        got = logits_of(model, [pair.base])
     finally:
         hook.remove()
     places = pair.base.of_segment("answer").nonzero()[:, 0] - 1

@@ -130,9 +130,9 @@ def test_paths_that_go_together_by_memory_make_no_difference(monkeypatch):
     sizes = []
     patched = paths._patched
 
-    def counted(model, pair, named, *others):
+    def counted(model, named, *others):
         sizes.append(len(named))
-        return patched(model, pair, named, *others)
+        return patched(model, named, *others)
 
     monkeypatch.setattr(paths, "_patched", counted)
     together = ma.paths(model, LONGER, Counterpart(), NAMED).effects.effect.values

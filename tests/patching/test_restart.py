@@ -1,14 +1,12 @@
 """A pass that changes a later layer starts there: the same bits, without the layers before it."""
 
-from dataclasses import replace
-
 import pytest
 
 import mechattn as ma
 from mechattn.patching import patch, paths
 
 SLASH = ma.MeaninglessTokens("/", count=5)
-NEVER = staticmethod(lambda model, run, layers: run)
+NEVER = staticmethod(lambda model, sequence, layers: [])
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +21,14 @@ def prompts():
 def test_the_same_bits_as_from_the_first_layer(name, at, prompts, monkeypatch):
     model = ma.load_model(name)
     found = ma.patch(model, prompts, SLASH, at=at)
-    monkeypatch.setattr(patch, "restartable", NEVER)
+    monkeypatch.setattr(patch, "possible_starts", NEVER)
     assert found.effects.identical(ma.patch(model, prompts, SLASH, at=at).effects)
 
 
 def test_paths_give_the_same_bits(prompts, monkeypatch):
     model, named = ma.load_model("toy:llama"), [("L0H1", "L2H3.q"), ("L1H0", "L3H1.v")]
     found = ma.paths(model, prompts, SLASH, named, metric="logprob")
-    monkeypatch.setattr(paths, "restartable", NEVER)
+    monkeypatch.setattr(paths, "possible_starts", NEVER)
     assert found.effects.identical(ma.paths(model, prompts, SLASH, named, metric="logprob").effects)
 
 
@@ -44,13 +42,13 @@ def test_the_layers_before_are_not_computed_again(prompts):
 
         block.mlp.register_forward_hook(counted)
     ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0), (3, 5)])
-    unpatched = (
-        2 + 2 + 1
-    )  # both runs of both prompts, and of the one that is shorter another prompt's
+    # Both runs of both prompts, and a pass with whose logits those are compared that start later.
+    unpatched = 2 + 2 + 1
     assert rows[0] == rows[1] == unpatched
-    shown = 2  # passes of one row, for each prompt, that show that one may start at a layer
-    assert rows[2] == unpatched + 3 * (2 + 3) + shown  # three heads, each with its controls
-    assert rows[3] == rows[2] + shown
+    shown = 2  # passes of one row that show that one may start at a layer
+    of_head = 2 + 3  # rows: the longer prompt has no other prompt as its control
+    assert rows[2] == unpatched + of_head + 1
+    assert rows[3] == unpatched + 3 * of_head + shown
 
 
 @pytest.mark.parametrize("reader", [2, 3])
@@ -66,13 +64,13 @@ def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(
         lambda module, given, out: out + (read.pop() if read else nothing())
     )
     found = ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)])
-    monkeypatch.setattr(patch, "restartable", NEVER)
+    monkeypatch.setattr(patch, "possible_starts", NEVER)
     assert found.effects.identical(ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects)
     if missing == "nothing is added":
         monkeypatch.setattr(
             patch,
-            "restartable",
-            staticmethod(lambda model, run, layers: replace(run, restarts=True)),
+            "possible_starts",
+            staticmethod(lambda model, sequence, layers: layers),
         )
         assert not found.effects.identical(
             ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects
