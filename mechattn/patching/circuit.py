@@ -100,9 +100,7 @@ class Circuit:
         areas = {}
         for column in self.curve.columns.drop(["edges", "share", "low", "high"], errors="ignore"):
             values = self.curve[column].values
-            suffix = f"_{column}"
-            if column == "faithfulness":
-                suffix = ""
+            suffix = f"_{column}".replace("_faithfulness", "")
             areas[f"CPR{suffix}"] = float(np.trapezoid(values, share))
             areas[f"CMD{suffix}"] = float(np.trapezoid(abs(1 - values), share))
         return areas
@@ -161,10 +159,9 @@ class Circuit:
                     "score": float(scores[writer, reader]),
                     "in_graph": bool(kept_edges[writer, reader]),
                 }
-        nodes = {}
-        for name, edges_of_writer in zip(writers, kept_edges, strict=True):
-            nodes[name] = {"in_graph": bool(edges_of_writer.any())}
-        nodes["logits"] = {"in_graph": True}
+        in_graph = [*kept_edges.any(1).tolist(), True]
+        names = [*writers, "logits"]
+        nodes = {name: {"in_graph": inside} for name, inside in zip(names, in_graph, strict=True)}
         content = {"cfg": self.about["cfg"], "nodes": nodes, "edges": edges_by_name}
         Path(path).write_text(json.dumps(content))
         return Path(path)
@@ -172,9 +169,7 @@ class Circuit:
     def __str__(self) -> str:
         about = self.about
         similarity, chance = self.stability()
-        areas = []
-        for name, value in self.areas.items():
-            areas.append(f"{name.replace('_', ' of ')} {value:.3f}")
+        areas = [f"{name.replace('_', ' of ')} {value:.3f}" for name, value in self.areas.items()]
         lines = [
             (
                 f"{about['metric']}; edges ranked on {about['ranked_on']}, {about['method']}; what"
@@ -252,9 +247,7 @@ def circuit(
     scores = edges(model, ranking, condition, steps=steps, metric=metric, memory=memory, seed=seed)
     order = _ranked(scores)
     generator = np.random.default_rng(seed)
-    orders = [order]
-    for _ in range(_DRAWS):
-        orders.append(generator.permutation(len(order)))
+    orders = [order, *(generator.permutation(len(order)) for _ in range(_DRAWS))]
     reported = [EdgePair(model, graph, pair, budget) for pair in reporting_pairs]
     ranked = [EdgePair(model, graph, pair, budget) for pair in ranking_pairs]
     mean = None
@@ -289,16 +282,19 @@ def circuit(
     curve = _curve(carried(orders))
     curve.insert(0, "share", [size / len(order) for size in numbers])
     curve.insert(0, "edges", numbers)
-    about = dict(scores.about)
-    about["ablation"] = ablation
-    about["ranked_on"] = scores.units.words
-    about["reported_on"] = units_of(reporting).words
-    about["heads"] = int(model.cfg.n_heads)
-    about["cfg"] = {
-        "n_layers": int(model.cfg.n_layers),
-        "n_heads": int(model.cfg.n_heads),
-        "d_model": int(model.cfg.d_model),
-        "parallel_attn_mlp": bool(getattr(model.cfg, "parallel_attn_mlp", False)),
+    cfg = model.cfg
+    about = {
+        **scores.about,
+        "ablation": ablation,
+        "ranked_on": scores.units.words,
+        "reported_on": units_of(reporting).words,
+        "heads": int(cfg.n_heads),
+        "cfg": {
+            "n_layers": int(cfg.n_layers),
+            "n_heads": int(cfg.n_heads),
+            "d_model": int(cfg.d_model),
+            "parallel_attn_mlp": bool(getattr(cfg, "parallel_attn_mlp", False)),
+        },
     }
     return Circuit(scores, graph, curve, about, carried)
 

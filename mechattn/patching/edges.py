@@ -110,9 +110,10 @@ def edges(
     budget = check_edges_fit(model, graph, pairs, memory)
     with showing_edges(model):
         edge_pairs = [EdgePair(model, graph, pair, budget) for pair in pairs]
-        effects = []
-        for index, edge_pair in enumerate(tqdm(edge_pairs, desc="edges", delay=2)):
-            effects.append(edge_pair.attributed(steps, seed + index))
+        effects = [
+            edge_pair.attributed(steps, seed + index)
+            for index, edge_pair in enumerate(tqdm(edge_pairs, desc="edges", delay=2))
+        ]
         axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
         about = about_of(model, prompts, condition, metric, direction, seed)
         about["method"] = "attributed (first order)"

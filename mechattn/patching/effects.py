@@ -366,7 +366,8 @@ def checked_sample(patching: Patching, seed: int) -> list[int]:
     at random.
     """
     size = abs(patching._values("effect").mean(0))
-    largest = np.argsort(-size, kind="stable")[: (_COMPARED + 1) // 2].tolist()
-    remaining = [cell for cell in range(len(size)) if cell not in largest]
-    drawn = np.random.default_rng(seed).permutation(len(remaining))[: _COMPARED // 2]
-    return [*largest, *(remaining[index] for index in drawn)]
+    half = _COMPARED // 2
+    largest = np.argsort(-size, kind="stable")[:half]
+    remaining = np.delete(np.arange(len(size)), largest)
+    drawn = np.random.default_rng(seed).permutation(remaining)[:half]
+    return [*largest.tolist(), *drawn.tolist()]

@@ -63,7 +63,7 @@ class Graph:
     @property
     def edges(self) -> list[tuple[int, int]]:
         """All edges as pairs of numbers."""
-        return [(int(w), int(r)) for w, r in np.argwhere(self.exists)]
+        return list(map(tuple, np.argwhere(self.exists).tolist()))
 
 
 def graph_of(model: HookedModel) -> Graph:
@@ -198,7 +198,9 @@ def run_edges(
 
 
 _HOOKS = {
-    **{part: "blocks.{}.attn.hook_" + part + "_input" for part in "qkv"},
+    "q": "blocks.{}.attn.hook_q_input",
+    "k": "blocks.{}.attn.hook_k_input",
+    "v": "blocks.{}.attn.hook_v_input",
     "mlp": "blocks.{}.hook_mlp_in",
     "logits": "blocks.{}.hook_resid_post",
 }

@@ -82,11 +82,10 @@ class InductionHeads:
         """
         effect = self.needed.effects.effect.mean("prompt").to_series()
         measures = {"score": self.scores, "attributed": self.attributed}
-        correlations = {}
-        for name, values in measures.items():
-            mean = values.mean("prompt").to_series()
-            correlations[name] = float(effect.corr(mean, method="spearman"))
-        return correlations
+        return {
+            name: float(effect.corr(values.mean("prompt").to_series(), method="spearman"))
+            for name, values in measures.items()
+        }
 
     def __str__(self) -> str:
         mean, low, high = self.needed.whole
@@ -169,9 +168,11 @@ def induction_heads(
     dataset = effects_by_head(exact, prompts, target, (None,))
     attributed = effects_by_head(estimates, prompts, target, (None,)).effect
     about = about_of(model, prompts, Baseline(), "logprob", "noising", seed)
-    about["metric"] = "loss of the second copy, in nats a token"
-    about["direction"] = "mean ablation (+: copying needs the head)"
-    about["method"] = "ablated"
+    about |= {
+        "metric": "loss of the second copy, in nats a token",
+        "direction": "mean ablation (+: copying needs the head)",
+        "method": "ablated",
+    }
     needed = Patching(dataset[["effect", "whole"]], units_of(prompts), about)
     return InductionHeads(needed, scores, attributed, dataset.before)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.axes import BASELINE
 from mechattn.engine.request_checks import made_sequences, with_baseline
 from mechattn.errors import check_choice
+from mechattn.model.head_parts import wide
 from mechattn.model.hooked import HookedModel
 from mechattn.patching.answer_metrics import Logits, Measured, Metric, measured_by, metric_of
 from mechattn.patching.patched_runs import Run, Z
@@ -49,9 +49,7 @@ class Pair:
 
     def measure(self, logits: Logits, baseline: Logits) -> Float[Tensor, " row"]:
         """The metric of each row, checked; ``base`` are the baseline's logits."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        baseline = baseline.to(torch.promote_types(baseline.dtype, torch.float32))
-        values = self.measured(logits, self.answer.to(logits.device), baseline)
+        values = self.measured(wide(logits), self.answer.to(logits.device), wide(baseline))
         check_metric(values, len(logits), logits.requires_grad)
         return values
 

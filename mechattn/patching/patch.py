@@ -40,6 +40,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -170,8 +171,7 @@ def patch(
     about["method"] = "patched"
     if target.attributed:
         about["method"] = "attributed (first order)"
-    about["part"] = target.part
-    about["heads"] = list(target.heads)
+    about |= {"part": target.part, "heads": list(target.heads)}
     dataset = effects_by_head(effects, prompts, target, token_sets).drop_vars("before")
     patching = Patching(dataset, units_of(prompts), about)
     if not target.attributed:
@@ -205,8 +205,10 @@ class PatchingPlan:
 
         ``shorter`` says what would take less time.
         """
-        names = ("effect", *self.controls)
-        effects = {name: np.full((len(pairs), len(self.cells)), np.nan) for name in names}
+        effects = {
+            name: np.full((len(pairs), len(self.cells)), np.nan)
+            for name in ("effect", *self.controls)
+        }
         effects["whole"] = np.empty(len(pairs))
         effects["before"] = np.empty(len(pairs))
         partners: list[int | None] = [None] * len(pairs)
@@ -221,7 +223,7 @@ class PatchingPlan:
         rows = len(pairs)
         starts: list[int] = []
         if not self.target.attributed:
-            rows *= len(names) * len(self.cells)
+            rows *= (1 + len(self.controls)) * len(self.cells)
             first_layers = [min(layer for layer, _ in heads) for heads, _ in self.cells]
             self._warn_of_time(pairs[0].base, first_layers, rows, shorter)
             starts = possible_starts(self.model, pairs[by_length[0]].base, first_layers)
@@ -239,7 +241,7 @@ class PatchingPlan:
                 for name, values in self.replacements(runs).items():
                     copies[name, index] = self.copies(runs, values)
 
-            all_copies = [copy for copies_of_cells in copies.values() for copy in copies_of_cells]
+            all_copies = list(chain(*copies.values()))
             if self.target.attributed:
                 values_of_copies = np.array([first_order(copy) for copy in all_copies])
                 progress.update(len(indices))

@@ -79,13 +79,9 @@ def changing(
             }
             stack.enter_context(changing_keys_values(model, changes))
         else:
-            name = f"hook_{part}"
-            by_head = partial(_by_head, heads=1)
-            if part == "q":
-                name = "attn.hook_q"
-                by_head = partial(_by_head, heads=int(model.cfg.n_heads))
-            elif part == "pattern":
-                name = "attn.hook_pattern"
+            name = f"hook_{part}" if part in OF_LAYER else f"attn.hook_{part}"
+            by_head = partial(_by_head, heads=int(model.cfg.n_heads) if part == "q" else 1)
+            if part == "pattern":
                 by_head = _by_query
             for layer, change in layers.items():
                 hook = model.hook_dict[f"blocks.{layer}.{name}"]
@@ -205,7 +201,8 @@ def _starting_at(model: HookedModel, layer: int, runs: Sequence[Run]) -> Iterato
         if layer > 0:
             out = _rows_of(runs[0].inputs_of[layer], [run.row for run in runs])
             for block in blocks_of(model)[:layer]:
-                stack.enter_context(attribute_set(block, "forward", partial(_returned, out)))
+                returned = attribute_set(block, "forward", lambda *inputs, **options: out)
+                stack.enter_context(returned)
         yield
 
 
@@ -215,10 +212,6 @@ def _rows_of(out: Any, rows: Sequence[int]) -> Any:
         return tuple(_rows_of(member, rows) for member in out)
     if isinstance(out, Tensor):
         return out[rows]
-    return out
-
-
-def _returned(out: Any, *inputs: Any, **options: Any) -> Any:
     return out
 
 

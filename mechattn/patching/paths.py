@@ -98,9 +98,10 @@ def paths(
     prompts = as_prompts(prompts)
     metric = chosen_metric(metric, prompts)
     pairs, _ = pairs_of(model, prompts, condition, metric, direction, seed)
-    effects = []
-    for index, pair in enumerate(tqdm(pairs, desc="paths", delay=2)):
-        effects.append(_effects(model, pair, named, budget, seed + index))
+    effects = [
+        _effects(model, pair, named, budget, seed + index)
+        for index, pair in enumerate(tqdm(pairs, desc="paths", delay=2))
+    ]
     dataset = effects_dataset(effects, prompts, {"path": [path.name for path in named]})
     about = about_of(model, prompts, condition, metric, direction, seed)
     about["method"] = "patched"
@@ -161,20 +162,19 @@ def _effects(
     base_run = runs.base
 
     generator = torch.Generator().manual_seed(seed)
-    source_outputs: dict[Where, Output] = {}
-    random_outputs: dict[Where, Output] = {}
+    outputs_by_name: dict[str, dict[Where, Output]] = {"effect": {}, "random": {}}
     for layer, head in dict.fromkeys(path.sender for path in named):
         z = base_run.z[layer][base_run.places, head]
         source_z = runs.source.z[layer][runs.source.places, head]
         direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
         length = (source_z - z).norm(dim=-1, keepdim=True)
         step = length * direction / direction.norm(dim=-1, keepdim=True)
-        source_outputs[layer, head] = source_z
-        random_outputs[layer, head] = z + step
+        outputs_by_name["effect"][layer, head] = source_z
+        outputs_by_name["random"][layer, head] = z + step
 
     rows = rows_within(budget, 0, paths_row_bytes(model, pair))
     effects = {"whole": np.array(runs.effect(runs.source.logits))}
-    for name, outputs in (("effect", source_outputs), ("random", random_outputs)):
+    for name, outputs in outputs_by_name.items():
         metrics = []
         for start in range(0, len(named), rows):
             batch = named[start : start + rows]
