@@ -112,7 +112,7 @@ def divergence(
     return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1).mean(-1)
 
 
-_NAMED: Mapping[str, Measured] = {
+_NAMED: Mapping[str, Callable[..., Tensor]] = {
     "logprob": answer_logprob,
     "logit_diff": answer_difference,
     "logit_margin": answer_margin,

@@ -159,7 +159,7 @@ class Circuit:
                     "score": float(scores[writer, reader]),
                     "in_graph": bool(kept_edges[writer, reader]),
                 }
-        in_graph = [*kept_edges.any(1).tolist(), True]
+        in_graph = np.append(kept_edges.any(1), True).tolist()
         names = [*writers, "logits"]
         nodes = {name: {"in_graph": inside} for name, inside in zip(names, in_graph, strict=True)}
         content = {"cfg": self.about["cfg"], "nodes": nodes, "edges": edges_by_name}
@@ -306,7 +306,7 @@ def _sizes(graph: Graph, sizes: Sequence[int] | None) -> list[int]:
         sizes = [round(share * count) for share in _SHARES]
     for size in sizes:
         is_whole = isinstance(size, int) and not isinstance(size, bool)
-        if not is_whole or not 0 <= size <= count:
+        if not (is_whole and 0 <= size <= count):
             raise OptionError(f"sizes={sizes!r}: give numbers of edges, from 0 to {count}")
     return sorted({0, *sizes, count})
 

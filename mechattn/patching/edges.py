@@ -234,7 +234,7 @@ class EdgePair:
         """How many rows go together."""
         fixed = edges_fixed_bytes(self.model, self.graph, self.pair)
         most = max(1, _TOKENS // len(self.pair.base))
-        return min(most, rows_within(self.memory, fixed, row))
+        return min(most, rows_within(self.memory - fixed, row))
 
     def exact(self, patched_edges: Sequence[tuple[int, int]]) -> np.ndarray:
         """The effect of single edges, each patched exactly."""

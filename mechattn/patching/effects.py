@@ -3,7 +3,7 @@ controls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -254,7 +254,7 @@ class Patching:
             correlation = exact.corr(attributed)
         return float(correlation), float(error)
 
-    def compared(self, exact: Sequence[np.ndarray], sample: Sequence[int]) -> Patching:
+    def compared(self, exact: Iterable[np.ndarray], sample: Sequence[int]) -> Patching:
         """A copy with the exact effects of some cells on the first prompts."""
         attributed = self.effects.effect.values[:, self._measured][:, sample]
         cells = pd.DataFrame([self._cells[cell] for cell in sample], columns=self.labels)
@@ -352,9 +352,7 @@ def _interval(values: np.ndarray, level: float) -> Interval:
     if len(values) >= FEWEST:
         return t_interval(values, level)
     nan = np.full(values.shape[1], np.nan)
-    if not len(values):
-        return Interval(nan, nan, nan)
-    return Interval(values.mean(0), nan, nan)
+    return Interval(values.mean(0) if len(values) else nan, nan, nan)
 
 
 def _with_ends(name: str, interval: Interval) -> dict[str, np.ndarray]:

@@ -63,7 +63,7 @@ class Graph:
     @property
     def edges(self) -> list[tuple[int, int]]:
         """All edges as pairs of numbers."""
-        return list(map(tuple, np.argwhere(self.exists).tolist()))
+        return [(writer, reader) for writer, reader in np.argwhere(self.exists).tolist()]
 
 
 def graph_of(model: HookedModel) -> Graph:

@@ -159,7 +159,7 @@ def induction_heads(
     target = target_in(model, "all", False)
     mean_prompts = repeated_random(model, _MEAN_OVER, span=(span, span), seed=seed + 1)
     means = _mean_outputs(model, target, mean_prompts)
-    cells = [((head,), None) for head in target.heads]
+    cells = [(heads, None) for heads in target.units]
     plan = MeanAblation(model, target, cells, (), budget, seed, means)
     pairs = [_pair(model, prompt, span) for prompt in prompts]
     exact = plan.effects(pairs, "a smaller limit= takes less")

@@ -70,30 +70,28 @@ def gradients_row_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
 def edges_fixed_bytes(model: HookedModel, graph: Graph, pair: Pair) -> int:
     """What a pair's edges take whatever the rows: two runs' outputs, two steps, sums of
     gradients."""
-    length = max(len(pair.base), len(pair.source))
     written = 3 * _BYTES * len(graph.writers)
     steps = 2 * _OF_SUMS * len(graph.writers)
     gradients = _OF_SUMS * len(graph.readers)
-    return length * int(model.cfg.d_model) * (written + steps + gradients)
+    return pair.length * int(model.cfg.d_model) * (written + steps + gradients)
 
 
-def rows_within(budget: int, fixed: int, row: int) -> int:
-    """As many rows as fit in what the budget leaves, at least one."""
-    return max(1, (budget - fixed) // row)
+def rows_within(budget: int, row: int) -> int:
+    """As many rows as fit in a budget, at least one."""
+    return max(1, budget // row)
 
 
 def check_edges_fit(model: HookedModel, graph: Graph, pairs: list[Pair], memory: str) -> int:
     """The budget in bytes, refused if one row of the longest pair's passes does not fit."""
     budget = memory_bytes(memory)
-    longest = max(pairs, key=lambda pair: max(len(pair.base), len(pair.source)))
+    longest = max(pairs, key=lambda pair: pair.length)
     gradients = gradients_row_bytes(model, graph, longest)
     row = max(gradients, edges_row_bytes(model, graph, longest))
     needed = edges_fixed_bytes(model, graph, longest) + row
     if needed > budget:
-        length = max(len(longest.base), len(longest.source))
         raise OptionError(
             f"the {int(graph.exists.sum()):,} edges of {model.cfg.model_name} need about "
-            f"{needed / 2**30:.2g} GiB for a prompt of {length:,} tokens, and "
+            f"{needed / 2**30:.2g} GiB for a prompt of {longest.length:,} tokens, and "
             f'memory="{memory}": give more, or shorter prompts'
         )
     return budget

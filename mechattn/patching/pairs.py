@@ -43,6 +43,11 @@ class Pair:
     denoising: bool
 
     @property
+    def length(self) -> int:
+        """The number of tokens of the longer sequence."""
+        return max(len(self.base), len(self.source))
+
+    @property
     def answer(self) -> Int[Tensor, " answer"]:
         """The tokens of the answer."""
         return self.base.tokens[self.base.of_segment("answer")]

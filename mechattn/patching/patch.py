@@ -205,7 +205,7 @@ class PatchingPlan:
 
         ``shorter`` says what would take less time.
         """
-        effects = {
+        effects: dict[str, np.ndarray] = {
             name: np.full((len(pairs), len(self.cells)), np.nan)
             for name in ("effect", *self.controls)
         }
@@ -229,7 +229,7 @@ class PatchingPlan:
             starts = possible_starts(self.model, pairs[by_length[0]].base, first_layers)
 
         bytes_of_prompt = prompt_bytes(self.model, self.target, pairs[by_length[-1]])
-        prompts_together = min(_TOGETHER, rows_within(self.memory, 0, bytes_of_prompt))
+        prompts_together = min(_TOGETHER, rows_within(self.memory, bytes_of_prompt))
         memory_of_copies = self.memory - prompts_together * bytes_of_prompt
         progress = tqdm(total=rows, desc="patching", unit="run", delay=2)
         for start in range(0, len(pairs), prompts_together):
@@ -266,10 +266,10 @@ class PatchingPlan:
             return
         start = perf_counter()
         logits_of(self.model, [sequence] * _TIMED)
-        seconds_of_row = (perf_counter() - start) / _TIMED
+        seconds = (perf_counter() - start) / _TIMED * rows
         # Passes start at the patched layer, wherever blocks can be given what they returned before.
         share_of_layers = 1 - float(np.mean(first_layers)) / int(self.model.cfg.n_layers)
-        seconds = seconds_of_row * rows * share_of_layers
+        seconds *= share_of_layers
         if seconds >= _LONG:
             warn(f"about {seconds / 60:.0f} min for {rows:,} patched runs; {shorter}")
 
@@ -285,7 +285,7 @@ class PatchingPlan:
         part = self.target.part
         bases = [(pairs[index].base, pairs[index].origins) for index in indices]
         base_runs = read(self.model, bases, layers, part, starts)
-        needed = dict.fromkeys([*indices, *(partners[index] for index in indices)])
+        needed: dict[Any, None] = dict.fromkeys([*indices, *(partners[index] for index in indices)])
         needed.pop(None, None)
         sources = [(pairs[index].source, pairs[index].origins) for index in needed]
         source_runs = dict(zip(needed, read(self.model, sources, layers, part), strict=True))
@@ -339,7 +339,8 @@ class PatchingPlan:
         value: Float[Tensor, "original d_head"],
     ) -> Tensor:
         layer, head = where
-        own = base_run.z[layer][base_run.places.to(value.device), head]
+        places = base_run.places.to(value.device)
+        own = base_run.z[layer][places, head]
         purpose = f"a random direction of head {head}"
         keys = token_keys(self.seed, [prompt_id], torch.arange(len(own))[None], layer, purpose)
         uniform = keyed_uniform(keys[0], own.shape[-1]).to(own.device)
@@ -348,7 +349,7 @@ class PatchingPlan:
             width = own.shape[-1]
             window = attention_window(self.model, layer) or width
             key_positions = torch.arange(width, device=own.device)
-            distance = base_run.places.to(own.device)[:, None] - key_positions
+            distance = places[:, None] - key_positions
             unseen = (distance < 0) | (distance >= window)
             order = uniform.masked_fill(unseen, 2.0).argsort(-1)
             probabilities = value.sort(-1, descending=True).values
@@ -421,10 +422,9 @@ def _partners(
     ids = list(length_and_answer)
     drawn: list[int | None] = []
     for own_id, (length, answer) in length_and_answer.items():
-        candidates = []
-        for other_id in sorted(ids):
-            if other_id != own_id and length_and_answer[other_id][0] >= length:
-                candidates.append(other_id)
+        candidates = [
+            name for name in sorted(ids) if name != own_id and length_and_answer[name][0] >= length
+        ]
         if not candidates:
             drawn.append(None)
             continue
@@ -488,18 +488,14 @@ def effects_by_head(
         grid = values
         if values.ndim > 1:
             grid = np.full([len(labels) for labels in coords.values()], np.nan)
-            cells = (slice(None), *indices)
+            cells: Any = (slice(None), *indices)
             grid[cells] = values.reshape(grid[cells].shape)
         variables[name] = (tuple(coords)[: grid.ndim], grid)
     return xr.Dataset(variables, coords)
 
 
 def _set_name(target: Target) -> str:
-    names = [f"L{layer}H{head}" for layer, head in target.heads]
-    kind = "heads"
-    if target.of_layers:
-        names = [f"L{layer}" for layer, _ in target.heads]
-        kind = "layers"
-    if len(names) <= 8:
-        return " + ".join(names)
-    return f"{len(names)} {kind}"
+    if len(target.heads) > 8:
+        return f"{len(target.heads)} {'layers' if target.of_layers else 'heads'}"
+    name = "L{}" if target.of_layers else "L{}H{}"
+    return " + ".join(name.format(*where) for where in target.heads)

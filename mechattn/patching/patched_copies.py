@@ -47,11 +47,9 @@ class PatchedCopy:
     def changes(self) -> list[Change]:
         """What is put at which positions."""
         places = self.runs.base.places[self.patched_tokens]
-        changes = []
-        for where in self.heads:
-            values = self.replacements[where]
-            changes.append((where, places, values[self.patched_tokens.to(values.device)]))
-        return changes
+        return [
+            (where, places, self.replacements[where][self.patched_tokens]) for where in self.heads
+        ]
 
 
 def effects_of(
@@ -66,7 +64,7 @@ def effects_of(
     for indices in equal_ones(starts):
         pair = copies[indices[0]].runs.pair
         row_bytes = pass_bytes(model, len(pair.base), len(pair.answer))
-        rows = min(_MOST_ROWS, rows_within(memory, 0, row_bytes))
+        rows = min(_MOST_ROWS, rows_within(memory, row_bytes))
         for start in range(0, len(indices), rows):
             batch = indices[start : start + rows]
             runs = [copies[index].runs.base for index in batch]

@@ -80,7 +80,7 @@ def changing(
             stack.enter_context(changing_keys_values(model, changes))
         else:
             name = f"hook_{part}" if part in OF_LAYER else f"attn.hook_{part}"
-            by_head = partial(_by_head, heads=int(model.cfg.n_heads) if part == "q" else 1)
+            by_head: Any = partial(_by_head, heads=int(model.cfg.n_heads) if part == "q" else 1)
             if part == "pattern":
                 by_head = _by_query
             for layer, change in layers.items():
@@ -132,22 +132,22 @@ def read(
     def record_block(layer: int, module: Any, inputs: Any, out: Any) -> None:
         block_outputs[layer] = out
 
-    runs: dict[int, Run] = {}
+    runs: list[Any] = [None] * len(sequences)
     with ExitStack() as stack:
         records = {layer: partial(record, layer) for layer in layers}
         stack.enter_context(changing(model, part, records))
         blocks = blocks_of(model)
         for layer in starts:
-            hook = partial(record_block, layer)
-            stack.callback(blocks[layer - 1].register_forward_hook(hook).remove)
+            handle = blocks[layer - 1].register_forward_hook(partial(record_block, layer))
+            stack.callback(handle.remove)
         for indices in equal_ones([shape_of(sequence) for sequence, _ in sequences]):
             logits = logits_of(model, [sequences[index][0] for index in indices])
             inputs_of = dict(block_outputs)
             for row, index in enumerate(indices):
-                sequence, origins = sequences[index]
                 z_by_layer = {layer: z[row] for layer, z in activations.items()}
+                sequence, origins = sequences[index]
                 runs[index] = Run(sequence, z_by_layer, logits[[row]], origins, inputs_of, row)
-    return [runs[index] for index in range(len(sequences))]
+    return runs
 
 
 def shape_of(sequence: TokenSequence) -> tuple[int, ...]:

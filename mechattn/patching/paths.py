@@ -155,25 +155,26 @@ def _effects(
 ) -> dict[str, np.ndarray]:
     """The effect of each path, that of a random step of its sender, and the whole effect."""
     layers = attention_layers(model)
-    receiving_layers = [path.receiver[0] for path in named if path.receiver]
-    starts = possible_starts(model, pair.base, receiving_layers)
+    starts = possible_starts(
+        model, pair.base, [path.receiver[0] for path in named if path.receiver]
+    )
     sequences = [(pair.base, pair.origins), (pair.source, pair.origins)]
-    runs = PairRuns(pair, *read(model, sequences, layers, "z", starts))
-    base_run = runs.base
+    base_run, source_run = read(model, sequences, layers, "z", starts)
+    runs = PairRuns(pair, base_run, source_run)
 
     generator = torch.Generator().manual_seed(seed)
     outputs_by_name: dict[str, dict[Where, Output]] = {"effect": {}, "random": {}}
     for layer, head in dict.fromkeys(path.sender for path in named):
         z = base_run.z[layer][base_run.places, head]
-        source_z = runs.source.z[layer][runs.source.places, head]
+        source_z = source_run.z[layer][source_run.places, head]
         direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
         length = (source_z - z).norm(dim=-1, keepdim=True)
         step = length * direction / direction.norm(dim=-1, keepdim=True)
         outputs_by_name["effect"][layer, head] = source_z
         outputs_by_name["random"][layer, head] = z + step
 
-    rows = rows_within(budget, 0, paths_row_bytes(model, pair))
-    effects = {"whole": np.array(runs.effect(runs.source.logits))}
+    rows = rows_within(budget, paths_row_bytes(model, pair))
+    effects = {"whole": np.array(runs.effect(source_run.logits))}
     for name, outputs in outputs_by_name.items():
         metrics = []
         for start in range(0, len(named), rows):

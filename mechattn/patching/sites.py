@@ -88,10 +88,9 @@ def target_in(model: HookedModel, at: Any, together: bool) -> Target:
         where = None
     if sites.part in OF_LAYER:
         heads = [(layer, 0) for layer in chosen_layers(model, where)]
-    elif sites.part in ("k", "v"):
-        heads = _heads(model, where, kv_heads_of(model))
     else:
-        heads = _heads(model, where, int(model.cfg.n_heads))
+        count = kv_heads_of(model) if sites.part in ("k", "v") else int(model.cfg.n_heads)
+        heads = _heads(model, where, count)
     if sites.part == "pattern" and not _patterns_act(model):
         raise ModelError(
             f"the attention of {model.cfg.model_name} is computed outside its hooks, so changing "
