@@ -392,9 +392,8 @@ def _token_sets(
 def _first_difference(pair: Pair) -> int:
     """The first position at which the runs' tokens differ, or one has a token that the other
     lacks."""
-    tokens = zip(pair.base.tokens, pair.source.tokens, strict=False)
-    differs = [bool(own != other) for own, other in tokens]
-    return [*differs, True].index(True)
+    tokens = zip(pair.base.tokens.tolist(), pair.source.tokens.tolist(), strict=False)
+    return [*(own != other for own, other in tokens), True].index(True)
 
 
 def _check_controls(controls: Any, metric: Metric, direction: Direction) -> None:
