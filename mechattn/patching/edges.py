@@ -153,9 +153,8 @@ class EdgePair:
         change = source.stream[source_places] - base.stream[base_places]
         explained = (replacement - base.written)[:, base_places].sum(0)
         missing = float((change - explained).norm() / change.norm().clamp(min=1e-9))
-        allowed = _CLOSE
-        if change.dtype not in (torch.float32, torch.float64):
-            allowed = _CLOSE_IN_HALF_PRECISION
+        is_wide = change.dtype in (torch.float32, torch.float64)
+        allowed = _CLOSE if is_wide else _CLOSE_IN_HALF_PRECISION
         if missing > allowed:
             raise ModelError(
                 f"what heads and MLPs of {self.model.cfg.model_name} write does not add up to the "

@@ -163,8 +163,7 @@ def induction_heads(
     plan = MeanAblation(model, target, cells, (), budget, seed, means)
     pairs = [_pair(model, prompt, span) for prompt in prompts]
     exact = plan.effects(pairs, "a smaller limit= takes less")
-    by_gradients = replace(plan, target=replace(target, attributed=True))
-    estimates = by_gradients.effects(pairs, "")
+    estimates = replace(plan, target=replace(target, attributed=True)).effects(pairs, "")
     dataset = effects_by_head(exact, prompts, target, (None,))
     attributed = effects_by_head(estimates, prompts, target, (None,)).effect
     about = about_of(model, prompts, Baseline(), "logprob", "noising", seed)

@@ -30,10 +30,8 @@ def prompt_bytes(model: HookedModel, target: Target, pair: Pair) -> int:
     much to replace them, and a pass that reads them.
     """
     length = len(pair.base)
-    heads = int(model.cfg.n_heads)
-    width = max(int(model.cfg.d_model), heads * int(model.cfg.d_head))
-    if target.part == "pattern":
-        width = heads * length
+    width_of_head = length if target.part == "pattern" else int(model.cfg.d_head)
+    width = max(int(model.cfg.d_model), int(model.cfg.n_heads) * width_of_head)
     kept = 6 * _BYTES * length * len(target.layers) * width
     return kept + pass_bytes(model, length, len(pair.answer))
 

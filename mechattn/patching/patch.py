@@ -398,7 +398,7 @@ def _first_difference(pair: Pair) -> int:
 
 def _check_controls(controls: Any, metric: Metric, direction: Direction) -> None:
     """Refuse controls that don't exist, or none where nothing else can be tested."""
-    if isinstance(controls, str) or any(name not in CONTROLS for name in controls):
+    if not {*controls} <= {*CONTROLS}:
         raise OptionError(
             f'controls={controls!r}: give ("other_prompt", "random"), one of them in brackets, or '
             "() for none"

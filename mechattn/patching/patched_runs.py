@@ -223,7 +223,7 @@ def logits_of(
     tokens = torch.stack([sequence.tokens for sequence in sequences]).to(device)
     options: dict[str, Any] = dict(keeping_nothing(model))
     position_ids = torch.stack([sequence.position_ids for sequence in sequences])
-    if bool((position_ids != torch.arange(tokens.shape[1])).any()):
+    if (position_ids != torch.arange(tokens.shape[1])).any():
         options["position_ids"] = position_ids.to(device)
         options["attention_mask"] = torch.ones_like(tokens)
     places_before = _answer_places(sequences[0]).to(device) - 1

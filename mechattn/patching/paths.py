@@ -169,9 +169,9 @@ def _effects(
         source_z = source_run.z[layer][source_run.places, head]
         direction = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
         length = (source_z - z).norm(dim=-1, keepdim=True)
-        step = length * direction / direction.norm(dim=-1, keepdim=True)
+        direction *= length / direction.norm(dim=-1, keepdim=True)
         outputs_by_name["effect"][layer, head] = source_z
-        outputs_by_name["random"][layer, head] = z + step
+        outputs_by_name["random"][layer, head] = z + direction
 
     rows = rows_within(budget, paths_row_bytes(model, pair))
     effects = {"whole": np.array(runs.effect(source_run.logits))}
