@@ -4,14 +4,14 @@
 
 The same heads' z, pairs and metric, exactly and in float32: IOI pairs of equal length, whose clean
 run is patched with the corrupted one's outputs. Calls are interleaved in one process for seconds;
-each runs once more in a process of its own for the peak of resident memory. The largest difference
-between both libraries' effects is printed beside.
+each runs once more in a process of its own for the peak of resident memory above what was resident
+before the call. The largest difference between both libraries' effects is printed beside.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import ctypes
 import subprocess
 import sys
 import time
@@ -96,8 +96,21 @@ class Task:
         return (values - before).T.numpy()
 
 
-def peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def peak_mib(task: Task, name: str) -> float:
+    """The peak of resident memory during a call, above what is resident before it (Linux)."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what loading has freed
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident_mib("VmRSS")
+    task.call(name)
+    return resident_mib("VmHWM") - before
+
+
+def resident_mib(field: str) -> float:
+    """A number of this process's status, such as VmHWM, the peak of resident memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def main() -> None:
@@ -112,9 +125,7 @@ def main() -> None:
     for path in options.models:
         task = Task(path, options.pairs, options.heads)
         if options.peak_of:
-            loaded = peak_mib()
-            task.call(options.peak_of)
-            print(peak_mib() - loaded)
+            print(peak_mib(task, options.peak_of))
             return
         compare(task, path, options)
 
@@ -132,7 +143,7 @@ def compare(task: Task, path: Path, options: argparse.Namespace) -> None:
     del task
     print(f"\n{path.name}: {options.pairs} pairs, {options.heads} heads, float32, one thread; ")
     print(f"effects differ by at most {difference:.1e}\n")
-    print("| call | CPU-seconds, median | of TransformerLens | peak MiB above loading |")
+    print("| call | CPU-seconds, median | of TransformerLens | peak MiB above what was loaded |")
     print("|---|---|---|---|")
     reference = float(np.median(seconds[CALLS[0]]))
     for name in CALLS:
