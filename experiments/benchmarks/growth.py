@@ -14,7 +14,7 @@ from typing import Any
 
 import mechattn as ma
 from mechattn.axes import SEGMENTS
-from mechattn.engine.attention_rows import BLIND, with_nulls
+from mechattn.engine.nulls import BLIND, with_nulls
 from mechattn.stats.units import resampled
 
 RATIO = 1.12  # time of a streamed pass to that of a plain SDPA forward (2026-11-21-cpu.md, 256 to 8,192 tokens)

@@ -16,8 +16,10 @@ from mechattn.analysis import analysis as protocols
 from mechattn.analysis.analysis import Analysis, Sums
 from mechattn.analysis.received_attention import ReceivedAttention
 from mechattn.axes import BASELINE
-from mechattn.engine.attention_rows import Forward, Nulls, PairedLayer, paired_layer
+from mechattn.engine.engines import Forward
 from mechattn.engine.labelled_datasets import check_values
+from mechattn.engine.nulls import Nulls
+from mechattn.engine.pairing import PairedLayer, paired_layer
 from mechattn.engine.request_checks import PROTOCOLS
 from mechattn.errors import ModelError, OptionError, RowError
 from mechattn.functional.activations import minimum_of
@@ -50,7 +52,7 @@ def measure_batch(
     batch_pass = _Pass.of(model, batch, windows, prompt_ids, needs_pairs)
     placed = batch_pass.placed
     nulls = Nulls(analyses, placed, batch_pass.pairs[placed.tokens.device], blind)
-    pending = _PendingSums(batch_pass, analyses, nulls)
+    pending = _PendingSums(batch_pass, analyses, nulls, when_complete=_stop_pass)
     receiver = _RowReceiver(batch_pass, pending)
 
     # Tells whether the model's own attention is finite, where an analysis gives NaN.
@@ -83,6 +85,10 @@ def measure_batch(
 class _Enough(BaseException):
     """Raised when all data has arrived, to skip the rest of the pass; error handlers must not catch
     it."""
+
+
+def _stop_pass() -> None:
+    raise _Enough
 
 
 def _constant(target: Target) -> Target:
@@ -175,10 +181,17 @@ class _PendingSums:
 
     # The model decides in which order the parts of a layer arrive: rows mostly before the layer's
     # output, in some bridges after it, MLP activations last. So a reduction that needs the rows is
-    # stored as a call until they arrive, and sums stay open until no part is missing. The last
-    # value ends the pass (_Enough), so later layers and logits are not computed.
-    def __init__(self, batch_pass: _Pass, analyses: Sequence[Analysis], nulls: Nulls) -> None:
+    # stored as a call until they arrive, and sums stay open until no part is missing. With the last
+    # value ``when_complete`` is called.
+    def __init__(
+        self,
+        batch_pass: _Pass,
+        analyses: Sequence[Analysis],
+        nulls: Nulls,
+        when_complete: Callable[[], None],
+    ) -> None:
         self.batch_pass = batch_pass
+        self.when_complete = when_complete
         self.analyses = analyses
         self.nulls = nulls
         self.parts = [_parts_of(analysis) for analysis in analyses]
@@ -237,7 +250,7 @@ class _PendingSums:
             self._finish(number, layer, self.sums.pop(key))
 
     def _finish(self, number: int, layer: int, sums: Sums) -> None:
-        """Turn sums into values; with the last ones, the pass ends."""
+        """Turn sums into values, and copy these to the CPU."""
         analysis = self.analyses[number]
         window = self.batch_pass.windows[layer]
         for value in sums.values():
@@ -251,7 +264,7 @@ class _PendingSums:
             check_values(analysis, values, self.batch_pass.placed, self.batch_pass.heads)
         self.values[number][layer] = on_cpu(values | self.nulls.of(number, layer, window))
         if all(len(by_layer) == len(self.batch_pass.windows) for by_layer in self.values):
-            raise _Enough
+            self.when_complete()
 
     def checked_values(self, measure_again: Callable[[], object]) -> list[LayerValues]:
         """The values of each analysis, once everything has arrived."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mechattn.analysis.analysis import Analysis, Quantity
 from mechattn.axes import SEGMENTS
-from mechattn.engine.attention_rows import with_nulls
+from mechattn.engine.nulls import with_nulls
 from mechattn.engine.request_checks import sides_of
 from mechattn.errors import OptionError
 from mechattn.markup import plain

@@ -20,8 +20,8 @@ from mechattn.analysis.analysis import (
     Sums,
 )
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.engine.attention_rows import chosen_forward
 from mechattn.engine.batch_pass import LayerValues, measure_batch
+from mechattn.engine.engines import chosen_forward
 from mechattn.engine.request_checks import (
     check_captures,
     check_side,

@@ -14,16 +14,16 @@ from tqdm.auto import tqdm
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks as checks
-from mechattn.engine.attention_rows import (
+from mechattn.engine.batch_pass import LayerValues, measure_batch
+from mechattn.engine.batching import Cost, batch_plan, in_halves
+from mechattn.engine.description import condition_data, model_data
+from mechattn.engine.engines import (
     ENGINES,
     Engine,
     Forward,
     chosen_forward,
     forward_through_hooks,
 )
-from mechattn.engine.batch_pass import LayerValues, measure_batch
-from mechattn.engine.batching import Cost, batch_plan, in_halves
-from mechattn.engine.description import condition_data, model_data
 from mechattn.engine.labelled_datasets import Collector, Keep, sequences_dataset
 from mechattn.errors import OptionError, check_choice
 from mechattn.model import hooks

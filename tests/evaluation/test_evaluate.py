@@ -66,7 +66,7 @@ def test_answers_are_those_of_plain_generation(name, some):
 )
 def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, some):
     """Every generated token is the likeliest one of a hooked forward pass over the whole sequence so far."""
-    from mechattn.engine.attention_rows import forward_through_hooks
+    from mechattn.engine.engines import forward_through_hooks
     from mechattn.prompts.token_sequences import pad_right
 
     model = loaded(name)

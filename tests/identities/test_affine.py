@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine.attention_rows import forward_in_blocks
 from mechattn.engine.batch_pass import measure_batch
+from mechattn.engine.engines import forward_in_blocks
 from mechattn.errors import OptionError
 from mechattn.functional import head_outputs as fn
 from mechattn.model import hooks

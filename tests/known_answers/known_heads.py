@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 
 from mechattn.analysis.attention_focus import AttentionFocus
-from mechattn.engine.attention_rows import Engine
+from mechattn.engine.engines import Engine
 from mechattn.engine.run import run
 from mechattn.interventions.ablation import HeadAblation
 from mechattn.interventions.intervention import on

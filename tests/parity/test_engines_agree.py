@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine.attention_rows import forward_in_blocks, forward_through_hooks
+from mechattn.engine.engines import forward_in_blocks, forward_through_hooks
 from mechattn.functional import focus, received
 from mechattn.functional.attention import mix
 from mechattn.model import hooks

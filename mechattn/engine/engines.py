@@ -1,0 +1,166 @@
+"""Where attention comes from: blocks of query rows, a fused kernel, or the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.analysis import analysis as protocols
+from mechattn.analysis.analysis import Analysis
+from mechattn.errors import ModelError, OptionError
+from mechattn.functional.attention import (
+    EdgeMask,
+    Pattern,
+    PatternRows,
+    Rows,
+)
+from mechattn.model import hooks
+from mechattn.model.hooked import HookedModel, ModelFacts, facts_of
+from mechattn.model.patch.streaming import See, fires_while_streamed, streaming
+from mechattn.model.several_devices import device_of
+from mechattn.model.verify.streaming_checks import check_fused, check_streaming
+from mechattn.prompts.token_sequences import Batch
+
+OF_ROWS = (protocols.RowAnalysis, protocols.PairAnalysis)
+Engine = Literal["auto", "streaming", "fused", "hooks"]
+Forward = Callable[[Any, Batch, Mapping[int, int | None], See, int], None]
+
+
+def chosen_forward(
+    model: HookedModel, engine: Engine, analyses: Iterable[Analysis] = ()
+) -> tuple[Forward, str]:
+    """The engine for this model, and the reason; streaming is compared with the hooks once per
+    model before use."""
+    if engine == "hooks":
+        return forward_through_hooks, "asked for"
+
+    analyses = list(analyses)
+    for name in _captures(analyses):
+        if not fires_while_streamed(name):
+            if engine != "auto":
+                raise OptionError(
+                    f"an analysis captures {name!r}, which doesn't fire while attention is"
+                    ' streamed; choose engine="hooks" or "auto"'
+                )
+            return forward_through_hooks, f"not streamed: {name} fires only with hooks"
+
+    facts = facts_of(model) or ModelFacts()
+    if facts.streaming is None:
+        facts.streaming = check_streaming(model)
+    check = facts.streaming
+    if check.outcome != "passed":
+        if engine != "auto":
+            raise ModelError(
+                f'{model.cfg.model_name} cannot be streamed: {check}; choose engine="hooks" or'
+                ' "auto"'
+            )
+        return forward_through_hooks, f"not streamed: {check.detail}"
+    return _fused_or_in_blocks(model, engine, analyses)
+
+
+def _captures(analyses: Sequence[Analysis]) -> list[str]:
+    """The names of the hooks that analyses read."""
+    return [
+        name
+        for analysis in analyses
+        if isinstance(analysis, protocols.CaptureAnalysis)
+        for name in analysis.captures
+    ]
+
+
+def _fused_or_in_blocks(
+    model: HookedModel, engine: Engine, analyses: Sequence[Analysis]
+) -> tuple[Forward, str]:
+    takes_whole_layers = False
+    needing_rows = []
+    for analysis in analyses:
+        if isinstance(analysis, protocols.WholeAnalysis):
+            takes_whole_layers = True
+        elif isinstance(analysis, OF_ROWS):
+            needing_rows.append(analysis.name)
+
+    if engine == "fused" and needing_rows:
+        raise OptionError(
+            f"{', '.join(needing_rows)} needs rows, which a fused kernel does not give; choose"
+            ' engine="streaming" or "auto", or measure analyses without rows in a separate run'
+        )
+    can_be_fused = takes_whole_layers and not needing_rows
+    is_slower_here = engine == "auto" and device_of(model).type != "cuda"
+    if engine == "streaming" or not can_be_fused or is_slower_here:
+        return forward_in_blocks, "its numbers are those of the hooks"
+
+    facts = facts_of(model) or ModelFacts()
+    if facts.fused is None:
+        facts.fused = check_fused(model)
+    check = facts.fused
+    if check.outcome == "passed":
+        return (
+            forward_fused,
+            "no analysis needs rows, and two calls of a fused kernel give the numbers of the hooks",
+        )
+    if engine == "fused":
+        raise ModelError(f'{model.cfg.model_name}: {check}; choose engine="streaming" or "auto"')
+    return forward_in_blocks, f"its numbers are those of the hooks; not fused: {check.detail}"
+
+
+def forward_in_blocks(
+    model: HookedModel,
+    batch: Batch,
+    windows: Mapping[int, int | None],
+    see: See,
+    last: int,
+    fused: bool = False,
+) -> None:
+    """Blocks of query rows, as attention is computed; padding needs no mask, because it is on the
+    right."""
+    with streaming(model, windows, see, edge_masks=_edge_masks(model, batch, last), fused=fused):
+        hooks.forward_to(model, batch.tokens, last, [], batch.position_ids)
+
+
+# Whole layers from two calls of a fused kernel, or blocks of rows for a layer that it cannot
+# compute.
+forward_fused = partial(forward_in_blocks, fused=True)
+
+
+def forward_through_hooks(
+    model: HookedModel, batch: Batch, windows: Mapping[int, int | None], see: See, last: int
+) -> None:
+    """Each layer's whole pattern as one block, after checking that it is a pattern."""
+    edge_masks = _edge_masks(model, batch, last)
+    all_positions = slice(0, batch.tokens.shape[1])
+
+    def see_pattern(
+        layer: int, pattern: Pattern, v: Float[Tensor, "batch kv_head pos d_head"] | None
+    ) -> None:
+        is_measured = layer in windows
+        window = windows[layer] if is_measured else hooks.attention_window(model, layer)
+        hooks.check_pattern(model, layer, pattern, batch.real, window, edge_masks.get(layer))
+        if is_measured:
+            pattern = pattern.float()
+            attention = None if v is None else PatternRows(pattern, v)
+            see(layer, Rows(pattern, all_positions, all_positions, attention))
+
+    # Layers with cut edges are checked too, because some models ignore changes to their scores.
+    layers = sorted({*windows, *edge_masks})
+    hooks.forward_with_patterns(
+        model, batch.tokens, batch.real, layers, see_pattern, edge_masks, batch.position_ids, last
+    )
+
+
+ENGINES = {forward_in_blocks: "streaming", forward_fused: "fused", forward_through_hooks: "hooks"}
+
+
+def _edge_masks(model: HookedModel, batch: Batch, last: int) -> dict[int, EdgeMask]:
+    """The edges that are cut in each computed layer."""
+    if batch.edge_mask is None:
+        return {}
+    edge_masks = {}
+    for layer in hooks.attention_layers(model):
+        edge_mask = batch.at(layer).edge_mask
+        if edge_mask is not None and layer <= last:
+            edge_masks[layer] = edge_mask.to(device_of(model.blocks[layer]))
+    return edge_masks

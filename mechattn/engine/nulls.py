@@ -1,0 +1,196 @@
+"""The nulls of each quantity: its value under attention that does not look at content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import starmap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechattn.analysis import analysis as protocols
+from mechattn.analysis.analysis import Analysis, Quantity, Sums
+from mechattn.analysis.received_attention import DILUTION
+from mechattn.engine.engines import OF_ROWS
+from mechattn.engine.pairing import paired_layer
+from mechattn.errors import ModelError
+from mechattn.functional.attention import (
+    Attention,
+    Rows,
+    attention_by_rows,
+)
+from mechattn.model.scores import BlindScores
+from mechattn.prompts.token_sequences import Batch, Pairs
+
+UNIFORM = "_uniform"
+BLIND = "_blind"
+NULL_DESCRIPTIONS = {
+    UNIFORM: "if every head attended uniformly to the keys it can see",
+    BLIND: (
+        "if every head attended by position alone: softmax of what the model adds to its scores"
+        " (ALiBi, sinks)"
+    ),
+}
+
+Values = dict[str, Tensor]
+
+
+def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
+    """The quantities of an analysis, each followed by its nulls; a quantity without one says
+    why."""
+    is_of_rows = isinstance(analysis, OF_ROWS)
+    quantities: dict[str, Quantity] = {}
+    for name, quantity in analysis.quantities.items():
+        if not is_of_rows and not quantity.no_null:
+            quantity = replace(quantity, no_null="it is not made of rows of attention")
+        quantities[name] = quantity
+        if not is_of_rows or not has_null(name, quantity):
+            continue
+        for kind, description in NULL_DESCRIPTIONS.items():
+            null = analysis.quantities.get(name + kind)
+            if null is None:
+                null = _null_of(quantity, kind, description)
+            quantities.setdefault(name + kind, null)
+    return quantities
+
+
+def _null_of(quantity: Quantity, kind: str, description: str) -> Quantity:
+    dims = quantity.dims
+    if kind == UNIFORM:  # the same in every head
+        dims = tuple(dim for dim in dims if dim != "head")
+    return replace(quantity, dims=dims, description=f"{quantity.description}, {description}")
+
+
+def has_null(name: str, quantity: Quantity) -> bool:
+    """Whether the engine computes a null of this quantity; it does not if the quantity is itself a
+    null."""
+    return not quantity.no_null and not name.endswith((UNIFORM, BLIND, DILUTION))
+
+
+@dataclass
+class Nulls:
+    """The nulls of one batch, computed once for all layers whose queries see the same keys."""
+
+    # Uniform attention comes from queries that are zero: every key that a query sees, and a learned
+    # sink, has a score of 0. If the model adds something to its scores regardless of content, a
+    # second null (``_blind``) includes it.
+
+    analyses: Sequence[Analysis]
+    batch: Batch  # on the device of the model
+    pairs: Pairs | None  # each sequence with its baseline, if an analysis needs it
+    blind: BlindScores  # what the model adds to its scores
+    _cache: dict[Any, dict[int, Values]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._has_nulls = [
+            isinstance(analysis, OF_ROWS) and any(starmap(has_null, analysis.quantities.items()))
+            for analysis in self.analyses
+        ]
+
+    def of(self, number: int, layer: int, window: int | None) -> Values:
+        """The nulls of all quantities of an analysis, for one layer."""
+        if not self._has_nulls[number]:
+            return {}
+        values = self._values(UNIFORM, layer, window)[number]
+        blind_differs = self.blind.alibi is not None or layer in self.blind.sinks
+        if blind_differs:
+            values = values | self._values(BLIND, layer, window)[number]
+        return values
+
+    def _values(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
+        """The values of every analysis, cached by what determines them."""
+        layer_of_sinks = None  # which differ by layer
+        if kind == BLIND and layer in self.blind.sinks:
+            layer_of_sinks = layer
+        key = (kind, window, self.batch.masked_in(layer), layer_of_sinks)
+        if key not in self._cache:
+            self._cache[key] = self._measured(kind, layer, window)
+        return self._cache[key]
+
+    def _measured(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
+        attention = self._blind_attention(kind, layer, window)
+        paired = None
+        if self.pairs is not None:
+            paired = paired_layer(layer, attention, self.pairs, window)
+        sums = {
+            number: analysis.start(self.batch, attention.q.shape[1])
+            for number, analysis in enumerate(self.analyses)
+            if self._has_nulls[number]
+        }
+
+        def see(rows: Rows) -> None:
+            block = protocols.AttentionRows(
+                layer,
+                rows.pattern,
+                rows.queries,
+                rows.keys,
+                self.batch,
+                window,
+                attention.v,
+                null=True,
+            )
+            for number, of_analysis in sums.items():
+                analysis = self.analyses[number]
+                with _saying_no_null(analysis):
+                    if isinstance(analysis, protocols.RowAnalysis):
+                        analysis.add(of_analysis, block)
+                    if isinstance(analysis, protocols.PairAnalysis) and paired is not None:
+                        analysis.add_pairs(of_analysis, paired.rows(rows))
+
+        attention_by_rows(attention, see)
+        batch = self.batch.at(layer)
+        return {
+            number: _null_values(self.analyses[number], of_analysis, kind, batch, window)
+            for number, of_analysis in sums.items()
+        }
+
+    def _blind_attention(self, kind: str, layer: int, window: int | None) -> Attention:
+        """The attention of queries that are 0, in one head for all where these are equal."""
+        batch, length = self.batch.tokens.shape
+        heads = self.blind.heads if kind == BLIND else 1
+        q = torch.zeros(batch, heads, length, 1, device=self.batch.tokens.device)
+        k = q[:, :1]
+        v = torch.ones_like(k)
+        bias, sinks = self.blind.scores(layer, length, kind == BLIND)
+        edge_mask = self.batch.at(layer).edge_mask
+        return Attention(q, k, v, 1.0, bias, window, None, edge_mask, sinks)
+
+
+def _null_values(
+    analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: int | None
+) -> Values:
+    """The nulls, named after their quantities; without a head dimension if all heads are equal."""
+    with _saying_no_null(analysis):
+        values = analysis.values(sums, batch, window)
+
+    nulls = {}
+    for name, quantity in analysis.quantities.items():
+        measures_its_own = name + kind in analysis.quantities
+        if measures_its_own or not has_null(name, quantity):
+            continue
+        with _saying_no_null(analysis):
+            if name not in values:
+                raise ValueError(f"its values hold no {name!r}")
+        null = values[name]
+        if kind == UNIFORM and "head" in quantity.dims:  # the same in every head
+            null = null.select(1 + quantity.dims.index("head"), 0)
+        nulls[name + kind] = null
+    return nulls
+
+
+@contextmanager
+def _saying_no_null(analysis: Analysis) -> Iterator[None]:
+    """Say of an analysis that raises an error on such rows how to declare a quantity without a
+    null."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"{analysis.name} cannot be measured on the rows of a content-blind head, which give"
+            f" the null of its quantities ({reason}). If a quantity needs more than rows of"
+            ' attention, declare it: Quantity(…, no_null="it depends on the values")'
+        ) from error
