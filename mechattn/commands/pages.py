@@ -15,6 +15,7 @@ from mechattn.analysis import ANALYSES
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.quantities import head_quantities, kept, segment_of, variable_of
+from mechattn.contrast.table import CHANGE, LOGS
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.first_screen import ShownModel, flat, verdict_sentences
 from mechattn.pages.lead_figures import Shown
@@ -45,17 +46,8 @@ COLUMNS = (
     "baseline",
     "scale",
     "change_units",
-    "change",
-    "change_low",
-    "change_high",
-    "change_null",
-    "difference",
-    "difference_low",
-    "difference_high",
-    "null",
-    "beyond",
-    "beyond_low",
-    "beyond_high",
+    *CHANGE,
+    *LOGS,
     "p_beyond",
     "q_beyond",
     "p_difference",

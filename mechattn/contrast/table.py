@@ -40,9 +40,9 @@ _COLUMN_NAMES = {
     "p": "p_beyond",
     "q": "q_beyond",
 }
-_CHANGE = ["change", "change_low", "change_high", "change_null"]
+CHANGE = ["change", "change_low", "change_high", "change_null"]
 _TESTS = ["q_beyond", "q_difference", "n"]
-_LOGS = [
+LOGS = [
     "difference",
     "difference_low",
     "difference_high",
@@ -183,7 +183,7 @@ def main_columns(heads: pd.DataFrame) -> pd.DataFrame:
     """The columns of a table that a paper prints: the change with its interval and its null, q and
     n.
     """
-    effect = _CHANGE if "change" in heads else _LOGS[:4]
+    effect = CHANGE if "change" in heads else LOGS[:4]
     labels = heads.columns[: heads.columns.get_loc(effect[0])]
     names = [*labels, *effect, *_TESTS, *heads.columns.intersection(_OF_OPTIONS)]
     return heads[names]
@@ -213,11 +213,11 @@ def _columns(cells: _Cells) -> pd.DataFrame:
     heads = cells.means.assign(**statistics, n=cells.statistics.n)
     if cells.last_block.expected is None:
         heads = heads.assign(p_beyond=np.nan, q_beyond=np.nan)
-    order = [*labels, *_LOGS, *_TESTS]
+    order = [*labels, *LOGS, *_TESTS]
     if cells.last_block.scale == "log-ratio":
         ratios = heads[["difference", "difference_low", "difference_high", "null"]].to_numpy()
-        heads[_CHANGE] = np.expm1(ratios)
-        order = [*labels, *_CHANGE, *_TESTS, *_LOGS]
+        heads[CHANGE] = np.expm1(ratios)
+        order = [*labels, *CHANGE, *_TESTS, *LOGS]
     rest = heads.columns.drop(order)
     return heads[[*order, *rest]].assign(scale=cells.last_block.scale)
 

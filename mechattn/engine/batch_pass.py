@@ -144,10 +144,9 @@ class _Pass:
         placed = batch.to(device_of(model))
         devices = {layer: device_of(model.blocks[layer]) for layer in windows}
         # One copy for each device, as a copy waits for a GPU.
-        copies = {placed.tokens.device: placed}
-        for device in devices.values():
-            if device not in copies:
-                copies[device] = batch.to(device)
+        home = placed.tokens.device
+        copies = {device: batch.to(device) for device in {*devices.values()} - {home}}
+        copies[home] = placed
         pairs = {
             device: pairs_of(copy, BASELINE) if needs_pairs else None
             for device, copy in copies.items()

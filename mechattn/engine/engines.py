@@ -59,7 +59,7 @@ def chosen_forward(
                 ' "auto"'
             )
         return forward_through_hooks, f"not streamed: {check.detail}"
-    return _fused_or_in_blocks(model, engine, analyses)
+    return _fused_or_in_blocks(model, facts, engine, analyses)
 
 
 def _captures(analyses: Sequence[Analysis]) -> list[str]:
@@ -73,7 +73,7 @@ def _captures(analyses: Sequence[Analysis]) -> list[str]:
 
 
 def _fused_or_in_blocks(
-    model: HookedModel, engine: Engine, analyses: Sequence[Analysis]
+    model: HookedModel, facts: ModelFacts, engine: Engine, analyses: Sequence[Analysis]
 ) -> tuple[Forward, str]:
     takes_whole_layers = False
     needing_rows = []
@@ -93,7 +93,6 @@ def _fused_or_in_blocks(
     if engine == "streaming" or not can_be_fused or is_slower_here:
         return forward_in_blocks, "its numbers are those of the hooks"
 
-    facts = facts_of(model) or ModelFacts()
     if facts.fused is None:
         facts.fused = check_fused(model)
     check = facts.fused

@@ -50,10 +50,8 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
         if not is_of_rows or not has_null(name, quantity):
             continue
         for kind, description in NULL_DESCRIPTIONS.items():
-            null = analysis.quantities.get(name + kind)
-            if null is None:
-                null = _null_of(quantity, kind, description)
-            quantities.setdefault(name + kind, null)
+            own = analysis.quantities.get(name + kind)
+            quantities[name + kind] = own or _null_of(quantity, kind, description)
     return quantities
 
 
@@ -172,9 +170,7 @@ def _null_values(
         if measures_its_own or not has_null(name, quantity):
             continue
         with _saying_no_null(analysis):
-            if name not in values:
-                raise ValueError(f"its values hold no {name!r}")
-        null = values[name]
+            null = values[name]
         if kind == UNIFORM and "head" in quantity.dims:  # the same in every head
             null = null.select(1 + quantity.dims.index("head"), 0)
         nulls[name + kind] = null

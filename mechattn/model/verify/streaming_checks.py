@@ -33,7 +33,7 @@ TOLERANCE_IN_HALF_PRECISION = {torch.float16: 2e-2, torch.bfloat16: 8e-2}
 def check_streaming(model: HookedModel) -> Check:
     """Check that attention in blocks of rows gives the same logits and patterns as the hooks, on
     the probe."""
-    return _against_hooks(model, "streaming", "attention in row blocks", fused=False)
+    return _against_hooks(model, "streaming", "patterns of row blocks", fused=False)
 
 
 def check_fused(model: HookedModel) -> Check:
@@ -69,11 +69,15 @@ def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Chec
 
     detail = f"{way} against the hooks"
     dtype = probe.dtype_of(model)
-    tolerance = TOLERANCE_IN_FLOAT32 if dtype is torch.float32 else probe.PROBABILITY[dtype]
-    if fused:
-        tolerance *= tokens.shape[1]
     pairs = {layer: (streamed[layer], expected[layer]) for layer in expected}
-    check = _compared(name, pairs, detail if fused else f"{detail}: patterns", dtype, tolerance)
+    if dtype in TOLERANCE_IN_HALF_PRECISION:
+        tolerance = TOLERANCE_IN_HALF_PRECISION[dtype]
+        measure = f"{detail}, root mean square"
+        check = compare(name, pairs, tolerance, measure, "", overall=True)
+    else:
+        tolerance = TOLERANCE_IN_FLOAT32 if dtype is torch.float32 else probe.PROBABILITY[dtype]
+        queries = tokens.shape[1] if fused else 1  # whose differences add up in a sum
+        check = compare(name, pairs, queries * tolerance, detail, "", scale=1.0)
     tolerance_of_logits = probe.TOLERANCE[dtype][0]
     check_of_logits = compare_positions(
         name, logits, expected_logits[0].float().cpu(), tolerance_of_logits, f"{detail}: logits", ""
@@ -110,20 +114,6 @@ def _streamed(
         pattern = _assembled(rows)
         streamed[layer] = _sums(pattern) if fused else pattern
     return logits.float().cpu(), streamed
-
-
-def _compared(
-    name: str,
-    pairs: dict[int, tuple[Tensor, Tensor]],
-    detail: str,
-    dtype: torch.dtype,
-    tolerance: float,
-) -> Check:
-    """Patterns or their sums, by layer; in half precision by their root mean square."""
-    if dtype in TOLERANCE_IN_HALF_PRECISION:
-        tolerance = TOLERANCE_IN_HALF_PRECISION[dtype]
-        return compare(name, pairs, tolerance, f"{detail}, root mean square", "", overall=True)
-    return compare(name, pairs, tolerance, detail, "", scale=1.0)
 
 
 def _assembled(blocks: list[Rows]) -> Pattern:
