@@ -25,7 +25,7 @@ from mechattn.model.hooked import alone, holding
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric, chosen_metric
 from mechattn.patching.edges import EdgePair, edges
-from mechattn.patching.effects import Patching
+from mechattn.patching.effects import DIRECTIONS, Patching
 from mechattn.patching.graph import Graph, graph_of, read_edges, showing_edges
 from mechattn.patching.memory import check_edges_fit
 from mechattn.patching.pairs import pairs_of, units_of
@@ -79,8 +79,9 @@ class Circuit:
         ranks_these = isinstance(scores, Patching)
         if ranks_these:
             effect = scores.effects.effect
-            ranks_these = effect.shape[1:] == self.graph.exists.shape
-            ranks_these &= {*effect.dims[1:]} == {"writer", "reader"}
+            ranks_these = {*effect.dims[1:]} == {"writer", "reader"} and (
+                effect.shape[1:] == self.graph.exists.shape
+            )
         if not ranks_these:
             raise OptionError(
                 f"{name!r} does not rank the edges of this model: give what ma.edges(…) returns "
@@ -160,8 +161,10 @@ class Circuit:
                     "in_graph": bool(kept_edges[writer, reader]),
                 }
         in_graph = np.append(kept_edges.any(1), True).tolist()
-        names = [*writers, "logits"]
-        nodes = {name: {"in_graph": inside} for name, inside in zip(names, in_graph, strict=True)}
+        nodes = {
+            name: {"in_graph": inside}
+            for name, inside in zip([*writers, "logits"], in_graph, strict=True)
+        }
         content = {"cfg": self.about["cfg"], "nodes": nodes, "edges": edges_by_name}
         Path(path).write_text(json.dumps(content))
         return Path(path)
@@ -172,8 +175,9 @@ class Circuit:
         areas = [f"{name.replace('_', ' of ')} {value:.3f}" for name, value in self.areas.items()]
         lines = [
             (
-                f"{about['metric']}; edges ranked on {about['ranked_on']}, {about['method']}; what"
-                f" is outside gets the {about['ablation']}'s outputs, on {about['reported_on']}"
+                f"{about['metric']}; {DIRECTIONS[about['direction']]}; edges ranked on"
+                f" {about['ranked_on']}, {about['method']}; what is outside gets the"
+                f" {about['ablation']}'s outputs, on {about['reported_on']}"
             ),
             str(self.edges.resolution),
             self.curve.to_string(index=False, float_format=lambda x: f"{x:.3g}"),

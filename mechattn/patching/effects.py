@@ -24,7 +24,7 @@ from mechattn.stats.units import Units, halves_of
 Control = Literal["other_prompt", "random"]
 CONTROLS: tuple[Control, ...] = ("other_prompt", "random")
 # What a positive effect means: denoising takes from the baseline, noising from the other version.
-_DIRECTIONS = {
+DIRECTIONS = {
     "denoising": "denoising (+: the baseline's output raises it)",
     "noising": "noising (−: the other version's output lowers it)",
 }
@@ -267,7 +267,7 @@ class Patching:
 
     def __str__(self) -> str:
         about = self.about
-        direction = _DIRECTIONS.get(about["direction"], about["direction"])
+        direction = DIRECTIONS.get(about["direction"], about["direction"])
         lines = [f"{about['metric']}; {direction}; {about['method']}, {self.units.words}"]
         if self.units.n < FEWEST:
             lines.append(f"no interval from fewer than {FEWEST}: .effects has the numbers")

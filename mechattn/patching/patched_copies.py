@@ -68,8 +68,8 @@ def effects_of(
         for start in range(0, len(indices), rows):
             batch = indices[start : start + rows]
             runs = [copies[index].runs.base for index in batch]
-            changes_by_row = [copies[index].changes for index in batch]
-            logits = patched_logits(model, runs, changes_by_row, part)
+            changes = [copies[index].changes for index in batch]
+            logits = patched_logits(model, runs, changes, part)
             for row, index in enumerate(batch):
                 effects[index] = copies[index].runs.effect(logits[[row]])
             progress.update(len(batch))

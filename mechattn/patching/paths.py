@@ -158,8 +158,9 @@ def _effects(
     starts = possible_starts(
         model, pair.base, [path.receiver[0] for path in named if path.receiver]
     )
-    sequences = [(pair.base, pair.origins), (pair.source, pair.origins)]
-    base_run, source_run = read(model, sequences, layers, "z", starts)
+    base_run, source_run = read(
+        model, [(pair.base, pair.origins), (pair.source, pair.origins)], layers, "z", starts
+    )
     runs = PairRuns(pair, base_run, source_run)
 
     generator = torch.Generator().manual_seed(seed)

@@ -102,7 +102,9 @@ def test_the_curve_is_made_on_prompts_that_did_not_rank(model, found):
             rows.append(one.with_edges(torch.from_numpy(np.stack([empty, kept, every])), put, own))
     none, some, whole = np.array(rows).mean(0)
     assert found.curve.faithfulness[2] == pytest.approx((some - none) / (whole - none), abs=1e-6)
-    assert "edges ranked on 4 prompts" in str(found)
+    first_line, *_ = str(found).splitlines()
+    assert "noising (−: the other version's output lowers it)" in first_line
+    assert "edges ranked on 4 prompts" in first_line
 
 
 @pytest.mark.parametrize("ablation", ["mean", "resample"])
