@@ -89,12 +89,16 @@ def test_the_accuracies_are_those_of_the_kept_answers():
 
 def test_readmes_circuit_is_the_measured_one():
     page = ROOT / "experiments" / "real" / "circuits" / "2026-11-26-circuits.md"
-    rows = [line.split() for line in page.read_text(encoding="utf-8").splitlines()]
+    _, of_smollm2 = page.read_text(encoding="utf-8").split("## smollm2, ioi\n")
+    section, *_ = of_smollm2.split("\n## ")
+    rows = [line.split() for line in section.splitlines()]
     numbers = {
         row[0]: list(map(float, row[1:])) for row in rows if len(row) == 6 and row[0].isdigit()
     }
     _, share, low, high, random = numbers["707"]
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    docs = (ROOT / "docs" / "how-to" / "which-circuit.md").read_text(encoding="utf-8")
+    assert f"| 707 of 70,651 | {share:.2f} [{low:.2f}, {high:.2f}] |" in docs
     assert f"707 of {max(map(int, numbers)):,} edges carry" in readme
     assert f"carry {100 * share:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of the effect" in readme
     assert abs(random) < 0.001
