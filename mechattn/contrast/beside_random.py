@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from mechattn.contrast.differences import Differences, check_cells, differences
+from mechattn.contrast.differences import Differences, differences, no_cells
 from mechattn.contrast.quantities import variable_of
 from mechattn.contrast.question import Question
 from mechattn.errors import OptionError
@@ -133,7 +133,7 @@ class BesideRandom:
         contrast = replace(self.contrast, result=draw, scale=block.scale, null="uniform")
         of_draw = differences(contrast)
         if not of_draw.cells.any() and of_draw.ours.notnull().any():
-            check_cells(self.contrast, block.scale, of_draw.cells.size, of_draw.left_out)
+            raise no_cells(self.contrast, block.scale)
         return of_draw.difference.reindex_like(block.difference)
 
 

@@ -204,23 +204,28 @@ def check_measured(contrast: Question) -> None:
             raise absent(lacking, contrast.quantity, contrast.segment, side, contrast.sides)
 
 
+def no_cells(contrast: Question, scale: Scale) -> OptionError:
+    """The error for a comparison without a cell to compare."""
+    check_measured(contrast)
+    quantity = contrast.quantity
+    if scale == "log-ratio":
+        return OptionError(
+            f'{quantity!r} has no ratio in any cell; compare it with scale="difference"'
+        )
+    return OptionError(f"{quantity!r} has no value in any cell")
+
+
 def check_cells(contrast: Question, scale: Scale, cells: int, left_out: Sequence[str]) -> None:
     """Refuse a comparison without cells; warn of missing ones."""
-    quantity = contrast.quantity
     if len(left_out) == cells:
-        check_measured(contrast)
-        if scale == "log-ratio":
-            raise OptionError(
-                f'{quantity!r} has no ratio in any cell; compare it with scale="difference"'
-            )
-        raise OptionError(f"{quantity!r} has no value in any cell")
+        raise no_cells(contrast, scale)
     if left_out:
         names = ", ".join(left_out[:4])
         if len(left_out) > 4:
             names += " …"
         warn(
-            f"{len(left_out)} of {cells} cells are left out ({names}): {quantity!r} is not there,"
-            ' or it is 0 or negative in some prompt and has no ratio, which scale="difference"'
+            f"{len(left_out)} of {cells} cells are left out ({names}): {contrast.quantity!r} is not"
+            ' there, or it is 0 or negative in some prompt and has no ratio, which scale="difference"'
             " does not need"
         )
 

@@ -14,7 +14,7 @@ from scipy import stats
 
 from mechattn.axes import BASELINE, by_head
 from mechattn.contrast.beside_random import BesideRandom, check_random
-from mechattn.contrast.differences import Differences, check_cells, differences, labels_of
+from mechattn.contrast.differences import Differences, check_cells, differences, labels_of, no_cells
 from mechattn.contrast.quantities import layer_blocks, segment_of, variable_of
 from mechattn.contrast.question import Question
 from mechattn.errors import OptionError
@@ -67,7 +67,7 @@ class _Cells:
     statistics: Paired
     masks: list[np.ndarray]
     left_out: list[str]
-    last_block: Differences
+    any_block: Differences  # its scale, null and dimensions are those of all
     bags: Bags | None
 
 
@@ -164,7 +164,7 @@ def table(
         see = beside.see
     cells = _gone_through(contrast, blocks, units, reported_units, masks, see, bootstrap_ends)
     count = sum(mask.size for mask in cells.masks)
-    check_cells(contrast, cells.last_block.scale, count, cells.left_out)
+    check_cells(contrast, cells.any_block.scale, count, cells.left_out)
 
     heads = _columns(cells)
     heads.attrs = _about(contrast, selection, cells, units)
@@ -211,15 +211,15 @@ def _columns(cells: _Cells) -> pd.DataFrame:
         _COLUMN_NAMES.get(name, name): getattr(cells.statistics, name) for name in _COLUMNS
     }
     heads = cells.means.assign(**statistics, n=cells.statistics.n)
-    if cells.last_block.expected is None:
+    if cells.any_block.expected is None:
         heads = heads.assign(p_beyond=np.nan, q_beyond=np.nan)
     order = [*labels, *LOGS, *_TESTS]
-    if cells.last_block.scale == "log-ratio":
+    if cells.any_block.scale == "log-ratio":
         ratios = heads[["difference", "difference_low", "difference_high", "null"]].to_numpy()
         heads[CHANGE] = np.expm1(ratios)
         order = [*labels, *CHANGE, *_TESTS, *LOGS]
     rest = heads.columns.drop(order)
-    return heads[[*order, *rest]].assign(scale=cells.last_block.scale)
+    return heads[[*order, *rest]].assign(scale=cells.any_block.scale)
 
 
 def layers_of(
@@ -277,7 +277,7 @@ def _gone_through(
         if see is not None:
             see(block)
     if masks is None and not any(mask.any() for mask in used_masks):
-        check_cells(contrast, block.scale, len(left_out), left_out)
+        raise no_cells(contrast, block.scale)
     means = pd.concat(rows, ignore_index=True)
     return _Cells(means, stream.statistics(), used_masks, left_out, block, stream.bags)
 
@@ -298,13 +298,13 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
     can = resolution(n, max(1, tests), resamples=contrast.resamples, unit=units.unit)
     results = (contrast.result, contrast.reference)
     models = sorted({str(result.provenance["model"]["name"]) for result in results})
-    dims = " × ".join(map(str, cells.last_block.difference.dims[1:]))
+    dims = " × ".join(map(str, cells.any_block.difference.dims[1:]))
     about: dict[str, Any] = {
         "condition": contrast.condition,
         "to": contrast.to,
         "quantity": contrast.quantity,
         "segment": contrast.segment or "all",
-        "scale": cells.last_block.scale,
+        "scale": cells.any_block.scale,
         "select": selection.select or "none",
         "level": contrast.level,
         "resamples": contrast.resamples,
@@ -313,11 +313,11 @@ def _about(contrast: Question, selection: Selection, cells: _Cells, units: Units
     }
     if cells.bags is not None:
         about["resampled"] = cells.bags.words
-    about["null"] = cells.last_block.null
+    about["null"] = cells.any_block.null
     if selection.top is not None:
         about["top"] = selection.top
     about |= {
-        "tested": "difference" if cells.last_block.expected is None else "beyond",
+        "tested": "difference" if cells.any_block.expected is None else "beyond",
         "left_out": cells.left_out,
         "family": f"{tests} tests: {dims}",
         "unit": units.unit,

@@ -216,10 +216,9 @@ def main() -> None:
     sender, receiver = f"L{head[0]}H{head[1]}", f"L{late[0]}H{late[1]}"
     prompts = pairs_of(AutoTokenizer.from_pretrained(options.model))
 
-    # Qwen's eager attention takes its softmax in float32, so its hooks in float64 are not its own.
-    model = ma.load_model(
-        str(options.model), dtype=torch.float64, verify="qwen" not in str(options.model)
-    )
+    # Qwen's eager attention takes its softmax in float32, so in float64 it is refused as not its own.
+    is_qwen = "qwen" in options.model.name
+    model = ma.load_model(str(options.model), dtype=torch.float64, verify=not is_qwen)
     value_reader = f"L{late[0]}H0.v"
     edges = [
         (sender, "logits"), (sender, f"{receiver}.q"), (sender, f"L{late[0]}MLP"),
