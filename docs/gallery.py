@@ -269,7 +269,7 @@ ma.render.while_answering(answers)
 
 # %%
 answered = ma.load_prompts("word-problems", limit=4, with_answer=True)
-patched = ma.patch(solver, answered, slash)
+patched = ma.patch(solver, answered, slash, direction="denoising")
 ma.render.patching_map(patched)
 
 # %% [markdown]

@@ -119,7 +119,7 @@ def walk() -> None:
         calls: dict[str, Callable[[], object]] = {
             "run": lambda: made.append(ma.run(model, prompts, conditions={"slash": slash})),
             "compare": lambda: made[0].compare("slash"),
-            "patch": lambda: ma.patch(model, prompts, slash),
+            "patch": lambda: ma.patch(model, prompts, slash, direction="denoising"),
             "page": lambda: made[0].page(out / "page.html"),
             "paper": lambda: ma.paper(
                 "toy:llama",

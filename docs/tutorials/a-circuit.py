@@ -71,7 +71,7 @@ other.apply(pairs[0], model)
 # %%
 heads = [(layer, head) for layer in range(2) for head in range(4)]
 print(
-    ma.patch(model, pairs, other, at=heads, metric="logit_diff").table()[
+    ma.patch(model, pairs, other, at=heads, metric="logit_diff", direction="denoising").table()[
         ["layer", "head", "effect", "effect_low", "effect_high", "q_effect"]
     ]
 )

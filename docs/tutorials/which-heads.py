@@ -24,7 +24,7 @@ print((100 * right).round(1))  # percent of the answers, with 95 % intervals
 
 # %%
 answered = ma.load_prompts("word-problems", limit=24, with_answer=True)
-print(ma.patch(model, answered, slash, at="resid_post"))
+print(ma.patch(model, answered, slash, at="resid_post", direction="denoising"))
 
 # %% [markdown]
 # Everything is decided after layer 0: with the other run's stream there, the answer is back. So look at the eight heads
@@ -33,7 +33,7 @@ print(ma.patch(model, answered, slash, at="resid_post"))
 
 # %%
 first = [(0, head) for head in range(8)]
-back = ma.patch(model, answered, slash, at=first)
+back = ma.patch(model, answered, slash, at=first, direction="denoising")
 print(back)
 
 # %%
@@ -51,7 +51,7 @@ print(
 
 # %%
 two = ["L0H2", "L0H3"]
-pair = ma.patch(model, answered, slash, at=two, together=True)
+pair = ma.patch(model, answered, slash, at=two, together=True, direction="denoising")
 print(pair)
 
 # %% [markdown]
@@ -63,7 +63,7 @@ print(pair)
 
 # %%
 where = ma.Sites("pattern", two)
-looking = ma.patch(model, answered, slash, at=where, together=True)
+looking = ma.patch(model, answered, slash, at=where, together=True, direction="denoising")
 print(looking)
 
 # %%

@@ -52,7 +52,7 @@ def main() -> None:
             EdgeAttributionConfig("edge"),
         ),
         "ma.patch, all heads exactly, two pairs": lambda: ma.patch(
-            model, pairs[:2], Counterpart(), at=heads, metric="logit_diff"
+            model, pairs[:2], Counterpart(), at=heads, metric="logit_diff", direction="denoising"
         ),
         "as many plain passes (3 × heads × pairs)": lambda: plain(
             model, own[:1], 3 * len(heads) * 2

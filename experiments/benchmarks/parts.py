@@ -184,10 +184,14 @@ def patching(cells: Cells, device: str, small: bool) -> None:
 
     some = [(0, 0), (0, 1), (1, 0), (1, 1)]
     ways: dict[str, Callable[[], object]] = {
-        "attributed: all heads (z)": lambda: ma.patch(bridge, prompts, slash),
-        "patched: four heads (z)": lambda: ma.patch(bridge, prompts, slash, at=some),
+        "attributed: all heads (z)": lambda: ma.patch(
+            bridge, prompts, slash, direction="denoising"
+        ),
+        "patched: four heads (z)": lambda: ma.patch(
+            bridge, prompts, slash, at=some, direction="denoising"
+        ),
         "patched: all layers (resid_post)": lambda: ma.patch(
-            bridge, prompts, slash, at="resid_post"
+            bridge, prompts, slash, at="resid_post", direction="denoising"
         ),
         "attributed: all edges (EAP)": lambda: ma.edges(
             bridge, prompts, slash, metric="logprob", memory="64GiB"

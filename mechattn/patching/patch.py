@@ -95,7 +95,7 @@ def patch(
     at: Sites | Part | Sequence[Where | str] = "z",
     together: bool = False,
     metric: Metric | None = None,
-    direction: Direction = "denoising",
+    direction: Direction = "noising",
     controls: Sequence[Control] = CONTROLS,
     memory: str = MEMORY,
     seed: int = 0,
@@ -103,9 +103,9 @@ def patch(
     """Patch or attribute: how the answer changes when a head's or layer's output is that of the
     prompt's other run.
 
-    In "denoising" the model reads each prompt under the condition, and the part at every original
-    token is replaced by that of the same token in the baseline run. Tokens are aligned by origin
-    because the runs differ in length. In "noising" the baseline is read with the condition's.
+    In "noising" the model reads the baseline, and the part at every original token is replaced by
+    that of the same token in the condition's run. Tokens are aligned by origin because the runs
+    differ in length. In "denoising" the condition's run is read with the baseline's.
     ``effect = metric(patched) − metric(unpatched)``; the whole effect is
     ``metric(the other run) − metric(unpatched)``. Everything is patched exactly, with one row of a
     forward pass for each, except ``at="z"``: then all heads are attributed to first order,
@@ -135,7 +135,8 @@ def patch(
             the other answer, the default where every prompt has one; "logit_margin" of its tokens
             over the best others; "kl" from the baseline, in nats; or a function of logits [row
             answer d_vocab] and answer [answer] that returns one number per row [row].
-        direction: "denoising" or "noising", which decides the run to patch.
+        direction: "noising" or "denoising", which decides the run to patch; one default for
+            ``patch``, ``edges`` and ``paths``.
         controls: "other_prompt", "random", both, or () for neither.
         memory: The memory that prompts' runs and their patched copies may take; as many go together
             as fit.

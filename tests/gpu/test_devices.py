@@ -150,7 +150,7 @@ def acted_on(whole):
     """What the model as it was gives when it is patched, answers, and is acted on."""
     prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
     effects = {
-        at: ma.patch(whole, prompts, SLASH, at=at).effects.effect.values
+        at: ma.patch(whole, prompts, SLASH, at=at, direction="denoising").effects.effect.values
         for at in ("z", "resid_post")
     }
     return prompts, effects, answers(whole), recorded(whole)
@@ -161,7 +161,8 @@ def test_an_offloaded_model_is_patched_answers_and_is_acted_on(offloaded, acted_
     prompts, effects, answered, acted = acted_on
     for at, effect in effects.items():
         np.testing.assert_array_equal(
-            ma.patch(offloaded, prompts, SLASH, at=at).effects.effect.values, effect
+            ma.patch(offloaded, prompts, SLASH, at=at, direction="denoising").effects.effect.values,
+            effect,
         )
     assert answers(offloaded) == answered
     assert_same(recorded(offloaded), acted)
@@ -205,7 +206,8 @@ def test_patching_answers_and_interventions_on_two_devices_that_are_imitated(
             dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer
         )
         effects = {
-            at: ma.patch(made, prompts, SLASH, at=at).effects.effect.values for at in expected
+            at: ma.patch(made, prompts, SLASH, at=at, direction="denoising").effects.effect.values
+            for at in expected
         }
         answered, acted = answers(made), recorded(made)
     for at, effect in effects.items():
@@ -279,7 +281,7 @@ def test_a_quantised_model_is_measured_where_its_weights_are_not_needed(
     assert float(abs(away).max()) > 1e-4, "other numbers than those of the weights before"
     prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
     ours, theirs = (
-        ma.patch(model, prompts, SLASH, at=["L0H1"]).effects.effect.values
+        ma.patch(model, prompts, SLASH, at=["L0H1"], direction="denoising").effects.effect.values
         for model in (quantised, same)
     )
     np.testing.assert_array_equal(ours, theirs)
@@ -300,7 +302,7 @@ def test_what_needs_a_quantised_weight_is_refused(make, verify, quantised, token
 def test_what_needs_gradients_a_twin_or_new_weights_is_refused_too(quantised):
     prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
     with pytest.raises(ModelError, match="are quantised and have no gradients: load"):
-        ma.patch(quantised, prompts, SLASH)
+        ma.patch(quantised, prompts, SLASH, direction="denoising")
     with pytest.raises(
         ModelError, match="its weights are quantised, and a second model cannot share them"
     ):

@@ -29,7 +29,9 @@ def test_answers_agree(both):
 @pytest.mark.parametrize("at", ["z", ["L0H1", "L2H3"]], ids=["attributed", "patched"])
 def test_effects_agree(at, both):
     prompts = ma.load_prompts("word-problems", limit=2, with_answer=True)
-    ours, theirs = (ma.patch(model, prompts, SLASH, at=at).effects for model in both)
+    ours, theirs = (
+        ma.patch(model, prompts, SLASH, at=at, direction="denoising").effects for model in both
+    )
     for name in ("effect", "random", "whole"):
         np.testing.assert_allclose(ours[name].values, theirs[name].values, atol=2e-3)
     assert float(abs(theirs.whole).max()) > 0.02, "a wrong sign would be noticed"

@@ -37,7 +37,7 @@ USES = {
     "probe of a server": lambda model: probe.reference_of(
         facts_of(model).native, model.tokenizer, [5, 6], [7]
     ),
-    "patch": lambda model: ma.patch(model, ANSWERED, SLASH, at=[(0, 0)]),
+    "patch": lambda model: ma.patch(model, ANSWERED, SLASH, at=[(0, 0)], direction="denoising"),
     "record_affine": lambda model: ma.record_affine(model, [ASKED], SLASH),
     "record_keys_values": lambda model: ma.record_keys_values(model, [ASKED], SLASH, layers=0),
     "head_means": lambda model: ma.head_means(model, [ASKED], layers=0),

@@ -106,7 +106,12 @@ def test_positions_and_segments_add_up_where_they_should(wide):
     """The stream after the last layer: only the last token before the answer has an effect, and it has all of it."""
     model, _ = wide
     made = ma.patch(
-        model, LONGER, Counterpart(), at=ma.Sites("resid_post", by="position"), metric="logit_diff"
+        model,
+        LONGER,
+        Counterpart(),
+        at=ma.Sites("resid_post", by="position"),
+        metric="logit_diff",
+        direction="denoising",
     )
     last = made.effects.effect.sel(layer=3)
     np.testing.assert_allclose(last.sel(position=7), made.effects.whole, atol=2e-5)
@@ -129,8 +134,15 @@ def test_positions_and_segments_add_up_where_they_should(wide):
 def test_heads_by_position_are_attributed_and_sum_to_the_head(wide):
     model, _ = wide
     pairs = ma.pairs(model, "ioi", 4, same_length=True)
-    whole = ma.patch(model, pairs, Counterpart(), metric="logit_diff")
-    each = ma.patch(model, pairs, Counterpart(), at=ma.Sites(by="position"), metric="logit_diff")
+    whole = ma.patch(model, pairs, Counterpart(), metric="logit_diff", direction="denoising")
+    each = ma.patch(
+        model,
+        pairs,
+        Counterpart(),
+        at=ma.Sites(by="position"),
+        metric="logit_diff",
+        direction="denoising",
+    )
     np.testing.assert_allclose(
         each.effects.effect.sum("position"), whole.effects.effect, rtol=1e-5, atol=1e-9
     )
@@ -141,13 +153,14 @@ def test_bad_answers_and_positions_are_refused_in_words(wide):
     same = [ma.Prompt(tokens=p.tokens, counterpart=p.counterpart, answer_tokens=(60,), other_answer=(60,), id=p.id)
             for p in LONGER]  # fmt: skip
     with pytest.raises(PromptError, match=r"both answers of prompt 0 .* are the same tokens"):
-        ma.patch(model, same, Counterpart(), metric="logit_diff")
+        ma.patch(model, same, Counterpart(), metric="logit_diff", direction="denoising")
     with pytest.raises(PromptError, match=r'has no other answer, which metric="logit_diff" needs'):
         ma.patch(
             model,
             ma.load_prompts("word-problems", limit=2, with_answer=True),
             ma.MeaninglessTokens("/", 3),
             metric="logit_diff",
+            direction="denoising",
         )
     mixed = [
         *LONGER,
@@ -156,7 +169,13 @@ def test_bad_answers_and_positions_are_refused_in_words(wide):
     with pytest.raises(
         OptionError, match=r"prompts have 4 to 9 tokens .* position means another token in each"
     ):
-        ma.patch(model, mixed, Counterpart(), at=ma.Sites("resid_post", by="position"))
+        ma.patch(
+            model,
+            mixed,
+            Counterpart(),
+            at=ma.Sites("resid_post", by="position"),
+            direction="denoising",
+        )
 
 
 def test_the_metric_is_the_logit_difference_where_every_prompt_has_another_answer():

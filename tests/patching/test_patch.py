@@ -138,8 +138,8 @@ def test_heads_patched_together_against_hooks_written_by_hand(wide):
     """Two heads of one layer and two of others in a single pass, and not the sum of each alone."""
     model, native = wide
     some = prompts(3)
-    together = ma.patch(model, some, SLASH, at=HEADS, together=True)
-    alone = ma.patch(model, some, SLASH, at=HEADS)
+    together = ma.patch(model, some, SLASH, at=HEADS, together=True, direction="denoising")
+    alone = ma.patch(model, some, SLASH, at=HEADS, direction="denoising")
     for prompt in some:
         base, source = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
         (before, _), (_, source_values) = by_hand(native, base), by_hand(native, source)
@@ -179,7 +179,9 @@ def test_heads_by_segment_against_hooks_written_by_hand(wide):
     """Only the tokens of one segment are exchanged, and the segments are those that every prompt has."""
     model, native = wide
     some, two = prompts(), [(0, 1), (2, 0)]
-    made = ma.patch(model, some, SLASH, at=ma.Sites("z", ["L0H1", "L2H0"], by="segment"))
+    made = ma.patch(
+        model, some, SLASH, at=ma.Sites("z", ["L0H1", "L2H0"], by="segment"), direction="denoising"
+    )
     apart = []
     for prompt in some:
         base, source = (condition.apply(prompt, model, 0) for condition in (SLASH, ma.Baseline()))
@@ -208,7 +210,9 @@ def test_heads_by_segment_against_hooks_written_by_hand(wide):
 
 def test_the_table_by_segment_and_the_residual_stream(toy):
     some = prompts(3)
-    made = ma.patch(toy, some, SLASH, at=ma.Sites("resid_post", [0, 3], by="segment"))
+    made = ma.patch(
+        toy, some, SLASH, at=ma.Sites("resid_post", [0, 3], by="segment"), direction="denoising"
+    )
     table = made.table()
     assert list(table.columns[:2]) == ["layer", "segment"]
     assert len(table) == 2 * made.effects.sizes["segment"]
@@ -219,7 +223,9 @@ def test_the_table_by_segment_and_the_residual_stream(toy):
     heat = ma.render.patching_map(made).data[0]
     assert list(heat.x) == made.effects.segment.values.tolist()
     np.testing.assert_allclose(np.array(heat.z, dtype=float), made.effects.effect.mean("prompt"))
-    together = ma.patch(toy, some, SLASH, at=ma.Sites("resid_post", [0, 3]), together=True)
+    together = ma.patch(
+        toy, some, SLASH, at=ma.Sites("resid_post", [0, 3]), together=True, direction="denoising"
+    )
     assert together.table().set.tolist() == ["L0 + L3"]
     np.testing.assert_allclose(together.effects.effect.squeeze(), together.effects.whole, atol=2e-4)
     with pytest.raises(OptionError, match="a map needs heads or layers in rows"):
@@ -229,8 +235,8 @@ def test_the_table_by_segment_and_the_residual_stream(toy):
 def test_attribution_by_segment_adds_up(toy):
     """First-order effects are sums over tokens, so the segments' add up to the head's."""
     some = prompts()
-    whole = ma.patch(toy, some, SLASH)
-    parts = ma.patch(toy, some, SLASH, at=ma.Sites(by="segment"))
+    whole = ma.patch(toy, some, SLASH, direction="denoising")
+    parts = ma.patch(toy, some, SLASH, at=ma.Sites(by="segment"), direction="denoising")
     np.testing.assert_allclose(
         parts.effects.effect.sum("segment"), whole.effects.effect, rtol=1e-5, atol=1e-7
     )
@@ -255,8 +261,10 @@ def test_values_and_patterns_against_hooks_written_by_hand(monkeypatch):
     native.set_attn_implementation("eager")
     some, (layer, head) = prompts(), (1, 1)
     kv = head // 2
-    pattern = ma.patch(model, some, SLASH, at=ma.Sites("pattern", [(layer, head)]))
-    value = ma.patch(model, some, SLASH, at=ma.Sites("v", [(layer, kv)]))
+    pattern = ma.patch(
+        model, some, SLASH, at=ma.Sites("pattern", [(layer, head)]), direction="denoising"
+    )
+    value = ma.patch(model, some, SLASH, at=ma.Sites("v", [(layer, kv)]), direction="denoising")
     plain = modeling_llama.eager_attention_forward
     edit, seen, moved = {}, {}, []
 
@@ -317,7 +325,7 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
     """A hundredth of the step, patched exactly, has a hundredth of the attributed effect."""
     model, _ = wide
     some = prompts()
-    attributed = ma.patch(model, some, SLASH)
+    attributed = ma.patch(model, some, SLASH, direction="denoising")
     aligned = patching._aligned
 
     def small(run, source_values, where, part="z"):
@@ -326,7 +334,7 @@ def test_attribution_is_the_derivative(wide, monkeypatch):
         return own + 1e-2 * (aligned(run, source_values, where) - own)
 
     monkeypatch.setattr(patching, "_aligned", small)
-    exact = ma.patch(model, some, SLASH, at=HEADS)
+    exact = ma.patch(model, some, SLASH, at=HEADS, direction="denoising")
     for layer, head in HEADS:
         got, expected = (
             each.effects.effect.sel(layer=layer, head=head).values for each in (attributed, exact)
@@ -350,17 +358,17 @@ def test_attribution_costs_three_passes_and_one_backward_a_prompt(monkeypatch):
         "checked_sample",
         lambda *given: (before_check.append(len(passes)), sample(*given))[1],
     )
-    ma.patch(model, some, SLASH)
+    ma.patch(model, some, SLASH, direction="denoising")
     handle.remove()
     assert (before_check, len(backwards)) == ([3 * 4], 4)
 
 
 def test_attribution_stands_beside_what_it_was_compared_with(toy):
     some = prompts(5)
-    made = ma.patch(toy, some, SLASH)
+    made = ma.patch(toy, some, SLASH, direction="denoising")
     assert len(made.checked) == 4 * 8
     pairs = sorted({(row.layer, row["head"]) for _, row in made.checked.iterrows()})
-    exact = ma.patch(toy, some, SLASH, at=pairs)
+    exact = ma.patch(toy, some, SLASH, at=pairs, direction="denoising")
     for _, row in made.checked.iterrows():
         at = {"prompt": row.prompt, "layer": row.layer, "head": row["head"]}
         assert row.exact == pytest.approx(float(exact.effects.effect.sel(at)), abs=2e-5)
@@ -424,10 +432,19 @@ def test_where_an_inserted_token_predicts_the_answer_that_is_said(toy):
     with pytest.warns(
         UserWarning, match=r"in 3 of 3 prompts the token right before the answer is an inserted one"
     ):
-        whole = ma.patch(model, some, condition, at=ma.Sites("resid_post", [3]))
+        whole = ma.patch(
+            model, some, condition, at=ma.Sites("resid_post", [3]), direction="denoising"
+        )
     assert float(abs(whole.effects.effect.sel(layer=3) - whole.effects.whole).max()) > 0.1
     with pytest.warns(UserWarning, match="has no counterpart"):
-        rest = ma.patch(model, some, condition, at=ma.Sites("resid_post", [3]), metric=later)
+        rest = ma.patch(
+            model,
+            some,
+            condition,
+            at=ma.Sites("resid_post", [3]),
+            metric=later,
+            direction="denoising",
+        )
     np.testing.assert_allclose(rest.effects.effect.sel(layer=3), rest.effects.whole, atol=1e-4)
 
 
@@ -501,7 +518,10 @@ def test_the_other_prompt_is_long_enough_and_aligned_from_the_end(toy):
     assert rows.shape == (len(short), len(short))
     assert rows[-1, -1] == read(model, [(long, long.origin)], [1], "pattern")[0].z[1][-1, 2, -1]
 
-    found, again = (ma.patch(model, each, SLASH, at=[(1, 2)]) for each in (some, some[::-1]))
+    found, again = (
+        ma.patch(model, each, SLASH, at=[(1, 2)], direction="denoising")
+        for each in (some, some[::-1])
+    )
     each, ordered = (made.effects.other_prompt.squeeze(drop=True) for made in (found, again))
     np.testing.assert_allclose(each, ordered.sel(prompt=each.prompt), rtol=1e-5)
     assert each.isnull().sel(prompt=by_length[-1])
@@ -531,7 +551,10 @@ def test_the_random_pattern_stays_inside_the_window(shared):
 
 def test_metrics_against_their_formulas(toy):
     model, some = toy, prompts()
-    found = {m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m) for m in ("logit_margin", "kl")}
+    found = {
+        m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m, direction="denoising")
+        for m in ("logit_margin", "kl")
+    }
     for prompt in some:
         origin = ma.Baseline().apply(prompt, model, 0).origin
         runs = [
@@ -559,13 +582,13 @@ def test_a_metric_of_ones_own(toy):
     def first_token(logits, answer):
         return logits[:, 0, answer[0]]
 
-    made = ma.patch(toy, prompts(), SLASH, metric=first_token)
+    made = ma.patch(toy, prompts(), SLASH, metric=first_token, direction="denoising")
     assert made.about["metric"] == "first_token"
     assert made.effects.whole.notnull().all()
 
 
 def test_the_table(tmp_path, toy):
-    made = ma.patch(toy, prompts(8), SLASH, at=HEADS, metric="logit_margin")
+    made = ma.patch(toy, prompts(8), SLASH, at=HEADS, metric="logit_margin", direction="denoising")
     table = made.table()
     assert {(int(row.layer), int(row["head"])) for _, row in table.iterrows()} == set(HEADS)
     for _, row in table.iterrows():
@@ -680,19 +703,19 @@ def test_logits_are_computed_before_the_answer_alone(name, shared):
 def test_rows_that_go_together_by_memory_make_no_difference(toy):
     tables = []
     for memory in ("1MiB", "2GiB"):
-        patched = ma.patch(toy, prompts(3), SLASH, at=HEADS, memory=memory)
+        patched = ma.patch(toy, prompts(3), SLASH, at=HEADS, memory=memory, direction="denoising")
         tables.append(patched.effects.effect.values)
     np.testing.assert_allclose(*tables, rtol=1e-3, atol=1e-5)
     with pytest.raises(OptionError, match="memory='much': write it like"):
-        ma.patch(toy, prompts(3), SLASH, at=HEADS, memory="much")
+        ma.patch(toy, prompts(3), SLASH, at=HEADS, memory="much", direction="denoising")
 
 
 def test_controls_can_be_left_out_and_change_nothing_else(toy):
     some = prompts(4)
-    both = ma.patch(toy, some, SLASH, at=HEADS)
+    both = ma.patch(toy, some, SLASH, at=HEADS, direction="denoising")
     tables = {}
     for controls in ((), ("random",), ("other_prompt",)):
-        patched = ma.patch(toy, some, SLASH, at=HEADS, controls=controls)
+        patched = ma.patch(toy, some, SLASH, at=HEADS, controls=controls, direction="denoising")
         assert patched.controls == list(controls)
         np.testing.assert_allclose(patched.effects.effect, both.effects.effect, atol=1e-5)
         for control in controls:
@@ -708,7 +731,7 @@ def test_controls_can_be_left_out_and_change_nothing_else(toy):
         (["noise"], r'\("other_prompt", "random"\)'),
     ):
         with pytest.raises(OptionError, match=error):
-            ma.patch(toy, some, SLASH, at=HEADS, controls=controls)
+            ma.patch(toy, some, SLASH, at=HEADS, controls=controls, direction="denoising")
     with pytest.raises(OptionError, match="tested against the random control"):
         ma.patch(toy, some, SLASH, at=HEADS, metric="kl", direction="noising", controls=())
 
@@ -734,11 +757,11 @@ def test_long_exact_runs_are_foretold(toy, monkeypatch):
     monkeypatch.setattr(patching, "_LONG", 0)
     monkeypatch.setattr(patching, "_FEW_ROWS", 0)
     with pytest.warns(UserWarning, match=r"min for 36 patched runs; controls=\(\) takes 1/3"):
-        ma.patch(toy, some, SLASH, at=HEADS)
+        ma.patch(toy, some, SLASH, at=HEADS, direction="denoising")
     monkeypatch.setattr(patching, "_LONG", 1e9)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ma.patch(toy, some, SLASH, at=HEADS)
+        ma.patch(toy, some, SLASH, at=HEADS, direction="denoising")
 
 
 def checked_patching(exact, attributed):
@@ -796,7 +819,7 @@ def test_too_few_groups_are_not_told_of_an_option_that_patching_lacks():
 
 
 def test_the_map_shows_the_means_and_leaves_the_others_empty(toy):
-    made = ma.patch(toy, prompts(3), SLASH, at=HEADS)
+    made = ma.patch(toy, prompts(3), SLASH, at=HEADS, direction="denoising")
     heat, marks, faded, _ = ma.render.patching_map(made).data
     assert heat.colorbar.title.text.replace("<br>", " ") == f"effect on the {made.about['metric']}"
     expected = made.effects.effect.mean("prompt").values
@@ -849,14 +872,19 @@ def test_the_figure_of_effects_shows_the_table_and_what_is_far_off():
 
 def test_the_table_of_layers(toy):
     made = ma.patch(
-        toy, prompts(3), SLASH, at=ma.Sites("resid_post", [1, 3]), metric="logit_margin"
+        toy,
+        prompts(3),
+        SLASH,
+        at=ma.Sites("resid_post", [1, 3]),
+        metric="logit_margin",
+        direction="denoising",
     )
     table = made.table()
     assert list(table.layer) == [1, 3]
     assert table.share[1] == pytest.approx(1, abs=1e-4)
     assert "whole effect" in str(made)
     with pytest.raises(OptionError, match="layer 9 is out of range"):
-        ma.patch(toy, prompts(4), SLASH, at=ma.Sites("resid_post", 9))
+        ma.patch(toy, prompts(4), SLASH, at=ma.Sites("resid_post", 9), direction="denoising")
 
 
 def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch):
@@ -898,7 +926,7 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch):
             ma.patch(model, named.pop("prompts"), named.pop("condition"), **named)
     monkeypatch.setattr(model.original_model, "is_quantized", True, raising=False)
     with pytest.raises(ma.MechattnError, match="quantised and have no gradients: load"):
-        ma.patch(model, some, SLASH)
+        ma.patch(model, some, SLASH, direction="denoising")
 
 
 @pytest.mark.parametrize(
@@ -920,11 +948,18 @@ def test_what_cannot_be_patched_is_refused_before_a_pass(toy, monkeypatch):
 )
 def test_a_metric_that_is_none(metric, heads, said, toy):
     with pytest.raises(OptionError, match=said):
-        ma.patch(toy, prompts(2), SLASH, at="z" if heads is None else heads, metric=metric)
+        ma.patch(
+            toy,
+            prompts(2),
+            SLASH,
+            at="z" if heads is None else heads,
+            metric=metric,
+            direction="denoising",
+        )
 
 
 def test_two_prompts_have_numbers_and_no_intervals(toy):
-    made = ma.patch(toy, prompts(2), SLASH, at=[(0, 0)])
+    made = ma.patch(toy, prompts(2), SLASH, at=[(0, 0)], direction="denoising")
     assert "no interval from fewer than 3" in str(made)
     with pytest.raises(OptionError, match="there are 2 prompts; give at least 3"):
         made.table()
@@ -932,4 +967,4 @@ def test_two_prompts_have_numbers_and_no_intervals(toy):
 
 def test_a_condition_that_inserts_nothing(toy):
     with pytest.raises(OptionError, match="inserts nothing into prompt 0"):
-        ma.patch(toy, prompts(2), ma.Baseline())
+        ma.patch(toy, prompts(2), ma.Baseline(), direction="denoising")

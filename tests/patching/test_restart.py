@@ -20,9 +20,11 @@ def prompts():
 @pytest.mark.parametrize("name", ["toy:llama", "toy:falcon"])
 def test_the_same_bits_as_from_the_first_layer(name, at, prompts, monkeypatch):
     model = ma.load_model(name)
-    found = ma.patch(model, prompts, SLASH, at=at)
+    found = ma.patch(model, prompts, SLASH, at=at, direction="denoising")
     monkeypatch.setattr(patch, "possible_starts", NEVER)
-    assert found.effects.identical(ma.patch(model, prompts, SLASH, at=at).effects)
+    assert found.effects.identical(
+        ma.patch(model, prompts, SLASH, at=at, direction="denoising").effects
+    )
 
 
 def test_paths_give_the_same_bits(prompts, monkeypatch):
@@ -41,7 +43,7 @@ def test_the_layers_before_are_not_computed_again(prompts):
             rows[layer] += len(out)
 
         block.mlp.register_forward_hook(counted)
-    ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0), (3, 5)])
+    ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0), (3, 5)], direction="denoising")
     # Both runs of both prompts, and a pass with whose logits those are compared that start later.
     unpatched = 2 + 2 + 1
     assert rows[0] == rows[1] == unpatched
@@ -63,9 +65,11 @@ def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(
     model.blocks[reader].mlp.register_forward_hook(
         lambda module, given, out: out + (read.pop() if read else nothing())
     )
-    found = ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)])
+    found = ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)], direction="denoising")
     monkeypatch.setattr(patch, "possible_starts", NEVER)
-    assert found.effects.identical(ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects)
+    assert found.effects.identical(
+        ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)], direction="denoising").effects
+    )
     if missing == "nothing is added":
         monkeypatch.setattr(
             patch,
@@ -73,5 +77,5 @@ def test_a_model_with_a_way_around_its_blocks_starts_at_the_first(
             staticmethod(lambda model, sequence, layers: layers),
         )
         assert not found.effects.identical(
-            ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)]).effects
+            ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0)], direction="denoising").effects
         )

@@ -55,7 +55,7 @@ def figures(toy, prompts):
     )
     answers = ma.evaluate(toy, prompts[:4], {"slash": slash}, new_tokens=8)
     answered = ma.load_prompts("word-problems", limit=3, with_answer=True)
-    patched = ma.patch(toy, answered, slash, at=[(0, 1), (1, 2), (3, 3)])
+    patched = ma.patch(toy, answered, slash, at=[(0, 1), (1, 2), (3, 3)], direction="denoising")
     draw, circuit = ma.render, known_circuits()[0]
     return {
         "received_attention": draw.received_attention(result, [0, 1], [0]),

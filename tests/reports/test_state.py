@@ -203,8 +203,14 @@ def test_the_default_dtype_changes_nothing(plain, default_dtype, dtype):
 def test_values_and_gradients_are_those_outside_the_block(plain, block):
     prompts = [ma.Prompt("What is 3 + 4?", answer=" 7"), ma.Prompt("What is 5 + 1?", answer=" 6")]
     filler = ma.MeaninglessTokens("/", 3)
-    expected = received(plain), ma.patch(plain, prompts, filler).effects.effect.values
+    expected = (
+        received(plain),
+        ma.patch(plain, prompts, filler, direction="denoising").effects.effect.values,
+    )
     with block():
-        inside = received(plain), ma.patch(plain, prompts, filler).effects.effect.values
+        inside = (
+            received(plain),
+            ma.patch(plain, prompts, filler, direction="denoising").effects.effect.values,
+        )
     for got, outside in zip(inside, expected, strict=True):
         torch.testing.assert_close(got, outside, rtol=0, atol=0, equal_nan=True)
