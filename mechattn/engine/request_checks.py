@@ -421,14 +421,6 @@ def sides_of(model: HookedModel, of_prompts: Sequence[Mapping[str, TokenSequence
     ]
 
 
-def counted_sides(sides: Sequence[str]) -> str:
-    """The number of prompts with each set of factors, in words."""
-    counts = {side: sides.count(side) for side in sorted(set(sides), reverse=True)}
-    if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{side} for {count} prompts" for side, count in counts.items())
-
-
 def check_side(
     prompt: Prompt, sequences: Mapping[str, TokenSequence], model: HookedModel, new_tokens: int = 0
 ) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -96,33 +97,32 @@ def evaluate(
         native = generate.native_of(reader)
     sequences = request_checks.made_sequences(named, prompts, reader, seed)
     requested = _requested(prompts, named, sequences, how.samples)
-    sides = _checked_sides(reader, native, prompts, sequences, how.new_tokens, requested)
+    rope_factors = _checked_rope_factors(
+        reader, native, prompts, sequences, how.new_tokens, requested
+    )
     about = _about(reader, server, prompts)
     about |= asdict(how)
     about["conditions"] = {name: identity(condition) for name, condition in named.items()}
     about["grader"] = grader
-    if sides:
-        about["rope_factors"] = request_checks.counted_sides(list(sides.values()))
+    if rope_factors:
+        about["rope_factors"] = dict(Counter(rope_factors.values()))
 
     with kept(out, about) as file:
         _check_kept(file, requested)
         todo = [key for key in requested if key not in file.answers]
         with _interruption_told(file, requested):
             if server is None:
-                items = [requested[key] for key in todo]
-                for item, answer, text in _generated(reader, native, items, batch, sides, how):
-                    file.add(_graded(item, answer, text, grader))
-            elif todo:
-                # Closed, so that after an error nothing more is asked for.
-                with closing(
-                    served_answers(server, reader, requested, todo, how, batch, file)
-                ) as answers:
-                    for key, answer, text in answers:
-                        file.add(_graded(requested[key], answer, text, grader))
+                answers = _generated(reader, native, requested, todo, batch, rope_factors, how)
+            else:
+                answers = served_answers(server, reader, requested, todo, how, batch, file)
+            with closing(answers):  # so that after an error nothing more is asked for
+                for key, answer, text in answers:
+                    file.add(_graded(requested[key], answer, text, grader))
     if "probe" in file.about:
         about["probe"] = file.about["probe"]
     ordered = sorted(requested, key=lambda key: list(named).index(key[1]))
-    return Evaluation(tuple(file.answers[key] for key in ordered), about)
+    # A server that takes only text may leave problems out.
+    return Evaluation(tuple(file.answers[key] for key in ordered if key in file.answers), about)
 
 
 @alone
@@ -245,33 +245,40 @@ def _interruption_told(file: Kept, requested: Mapping[Key, Todo]) -> Iterator[No
     try:
         yield
     except KeyboardInterrupt:
-        if file.path is None:
-            raise Interrupted(
-                "stopped; no answer is kept, since no file was given: with out=… each one is stored"
-                " when it ends"
-            ) from None
-        count = sum(key in file.answers for key in requested)
-        raise Interrupted(
-            f"stopped; {count} of {len(requested)} answers are kept in {file.path}. The same call "
-            "goes on with the rest"
-        ) from None
+        message = (
+            "stopped; no answer is kept, since no file was given: with out=… each one is stored"
+            " when it ends"
+        )
+        if file.path is not None:
+            count = sum(key in file.answers for key in requested)
+            message = (
+                f"stopped; {count} of {len(requested)} answers are kept in {file.path}. The same"
+                " call goes on with the rest"
+            )
+        raise Interrupted(message) from None
 
 
 def _generated(
     model: HookedModel,
     native: Any,
-    todo: Sequence[Todo],
+    requested: Mapping[Key, Todo],
+    todo: Sequence[Key],
     batch: int,
-    sides: Mapping[str, str],
+    rope_factors: Mapping[str, str],
     how: Sampling,
-) -> Iterator[tuple[Todo, Answer, str]]:
+) -> Generator[tuple[Key, Answer, str], None, None]:
     """Each answer with its text, as soon as it ends."""
     end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
+    requests = {key: requested[key][2] for key in todo}
+    # LongRoPE has other factors beyond a length, and chooses them for a whole batch.
+    keys_by_factors: dict[str, list[Key]] = {}
+    for key in sorted(todo, key=lambda key: len(requests[key].sequence)):
+        keys_by_factors.setdefault(rope_factors.get(key[0], ""), []).append(key)
     with AnswerBar(len(todo)) as bar:
-        for items in _by_side(todo, sides):
+        for keys in keys_by_factors.values():
             generation = Generation(
                 native,
-                [request for _, _, request in items],
+                [requests[key] for key in keys],
                 batch,
                 how.new_tokens,
                 end,
@@ -283,16 +290,7 @@ def _generated(
                 for number, answer in generation.advance().items():
                     text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
                     bar.add_answer()
-                    yield items[number], answer, text
-
-
-def _by_side(todo: Sequence[Todo], sides: Mapping[str, str]) -> list[list[Todo]]:
-    """The requests on each side of a model's boundary, sorted by length."""
-    by_side: dict[str, list[Todo]] = {}
-    for item in sorted(todo, key=lambda item: len(item[2].sequence)):
-        prompt = item[0]
-        by_side.setdefault(sides.get(prompt.id, ""), []).append(item)
-    return list(by_side.values())
+                    yield keys[number], answer, text
 
 
 def _graded(item: Todo, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
@@ -337,7 +335,7 @@ def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
 
 
 @alone
-def _checked_sides(
+def _checked_rope_factors(
     model: Any,
     native: Any,
     prompts: Sequence[Prompt],
@@ -345,7 +343,7 @@ def _checked_sides(
     new_tokens: int,
     requested: Mapping[Key, Todo],
 ) -> dict[str, str]:
-    """The side of the model's boundary on which each prompt lies.
+    """The rope factors with which a LongRoPE model reads each prompt: the "short" or "long" ones.
 
     All prompts are checked, before a token is generated.
     """

@@ -180,13 +180,10 @@ class GeneratingRows:
         for layer, new_layer in zip(self.cache.layers, cache.layers, strict=True):
             if layer.is_initialized:
                 kept_length = _set_length(layer, length)
-                keys = [_fitted(part.keys, kept_length, 2) for part in (layer, new_layer)]
-                values = [_fitted(part.values, kept_length, 2) for part in (layer, new_layer)]
-                layer.keys = torch.cat(keys)
-                layer.values = torch.cat(values)
-        self.real = torch.cat([_fitted(self.real, length), _fitted(prompts.real, length)])
-        hidden = [_fitted(self.hidden, length), _fitted(prompts.hidden_from_answers, length)]
-        self.hidden = torch.cat(hidden)
+                layer.keys = _joined(layer.keys, new_layer.keys, kept_length, 2)
+                layer.values = _joined(layer.values, new_layer.values, kept_length, 2)
+        self.real = _joined(self.real, prompts.real, length)
+        self.hidden = _joined(self.hidden, prompts.hidden_from_answers, length)
         self.hides_keys = bool(self.hidden.any())
         self.rows += rows
         self.needs_mask = True
@@ -251,3 +248,10 @@ def _fitted(values: Shaped[Tensor, ...], length: int, axis: int = 1) -> Shaped[T
     padding = list(values.shape)
     padding[axis] = lacking
     return torch.cat([values.new_zeros(padding), values], axis)
+
+
+def _joined(
+    rows: Shaped[Tensor, ...], new_rows: Shaped[Tensor, ...], length: int, axis: int = 1
+) -> Shaped[Tensor, ...]:
+    """Rows and new rows, all of this length on an axis."""
+    return torch.cat([_fitted(rows, length, axis), _fitted(new_rows, length, axis)])

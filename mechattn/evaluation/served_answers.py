@@ -29,6 +29,7 @@ from mechattn.prompts.token_sequences import TokenSequence
 
 Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and the sequence
 Sent = Mapping[Question, "list[int] | str"]
+_LEFT_OUT = 0.1  # of the texts, at most, which would be read as other tokens
 _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 
 
@@ -48,6 +49,8 @@ def served_answers(
     Raises:
         ServerError: It is not, or no longer, the model.
     """
+    if not todo:
+        return
     requests = {(prompt.id, name): request for prompt, name, request in requested.values()}
     longest = max(len(request.sequence) for request in requests.values())
     tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
@@ -55,6 +58,8 @@ def served_answers(
         check_room(requested.values(), sampling.new_tokens, connection.longest, "the server")
         server_probe.check_tokenizer(connection)
         sent = _sent(connection, requests)
+        requests = {question: requests[question] for question in sent}
+        todo = [key for key in todo if key[:2] in sent]
         probe = _probe(connection, requests, sent, len(todo), sampling, file.about.get("probe"))
         file.note("probe", probe.about)
         with AnswerBar(len(todo)) as bar:
@@ -153,8 +158,11 @@ def _probe(
 def _sent(connection: Connection, requests: Mapping[Question, Request]) -> Sent:
     """What the server gets: token ids if it takes them, or else texts that give the same ids.
 
+    A problem without such a text is left out under every condition, so that conditions are compared
+    on the same problems.
+
     Raises:
-        PromptError: A text would be read as other tokens.
+        PromptError: So many problems lack a text that the others are a selection.
     """
     all_ids = {question: request.sequence.tokens.tolist() for question, request in requests.items()}
     first_ids = next(iter(all_ids.values()))
@@ -164,24 +172,27 @@ def _sent(connection: Connection, requests: Mapping[Question, Request]) -> Sent:
     except ServerError as error:
         if error.status not in (400, 422):  # it has taken texts, so these are bad input to it
             raise
-    texts = {}
-    refused = []
-    for question, ids in all_ids.items():
-        text = text_of(connection.reader.tokenizer, ids)
-        if text is None:
-            refused.append(question)
-        else:
-            texts[question] = text
+    tokenizer = connection.reader.tokenizer
+    texts = {question: text_of(tokenizer, ids) for question, ids in all_ids.items()}
+    refused = [question for question, text in texts.items() if text is None]
+    lacking = {prompt for prompt, _ in refused}
     if refused:
         prompt, name = refused[0]
         names = ", ".join(sorted({repr(name) for _, name in refused}))
-        raise PromptError(
-            f"the server at {connection.server.address} takes only text, and the text of prompt"
-            f" {prompt} with the condition {name!r} would be read as other tokens. So would"
-            f" {len(refused)} of {len(all_ids)} in all, under {names}. Omit them, or serve the"
-            " model with an engine that takes token ids, such as vLLM or SGLang"
+        message = (
+            f"the server takes only text, and the text of prompt {prompt} with the condition"
+            f" {name!r} would be read as other tokens. So would {len(refused)} of {len(all_ids)} in"
+            f" all, under {names}."
         )
-    return texts
+        if len(refused) > _LEFT_OUT * len(all_ids):
+            raise PromptError(
+                f"{message} Omit them, or serve the model with an engine that takes token ids, such"
+                " as vLLM or SGLang"
+            )
+        warn(f"{message} These problems are left out under every condition")
+    return {
+        question: text for question, text in texts.items() if text and question[0] not in lacking
+    }
 
 
 def text_of(tokenizer: Any, ids: list[int]) -> str | None:

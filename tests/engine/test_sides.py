@@ -151,7 +151,7 @@ def test_answers_of_both_sides_share_no_batch(tokenizer):
     np.testing.assert_allclose(
         [a.logprob for a in many.answers], [a.logprob for a in one.answers], atol=1e-4
     )
-    assert many.provenance["rope_factors"] == "short for 3 prompts, long for 2 prompts"
+    assert many.provenance["rope_factors"] == {"short": 3, "long": 2}
 
 
 def test_tokens_that_move_nothing_stay_on_their_side(tokenizer):
