@@ -47,7 +47,6 @@ _PER_HEAD = {
     "output_rank": ("dimensions", "effective rank of z over the tokens (exp entropy of its singular values' shares)"),
     "output_ratio": ("ratio", "mean |z W_O| / its mean over the heads of the layer"),
     "inactive": ("share", "1 if that ratio is below the bound"),
-    "vertical_kurtosis": ("ratio", "kurtosis over keys of the vertical score; 3 if normal"),
 }  # fmt: skip
 _PER_LAYER = {
     "massive_count": ("entries", "entries of resid_post with |h| above both bounds"),
@@ -280,16 +279,13 @@ class AttentionSinks(AnalysisBase):
         }
 
     def _vertical(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """Attention from distant queries to each key, and its kurtosis over keys."""
+        """Attention from distant queries to each key."""
         seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
         distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
         is_seen = batch.real & (distant > 0)
         near = fn.near_sums(sums["near"], batch.real)
         score = (sums["columns"] - near) / distant.clamp(min=1)[:, None]
-        return {
-            "vertical": score.masked_fill(~is_seen[:, None], torch.nan),
-            "vertical_kurtosis": fn.kurtosis_over_keys(score, is_seen),
-        }
+        return {"vertical": score.masked_fill(~is_seen[:, None], torch.nan)}
 
 
 def _is_number(value: object) -> bool:

@@ -189,24 +189,6 @@ def value_norms(
     return for_each_head(v.norm(dim=-1), len(factor)), written.norm(dim=-1)
 
 
-def kurtosis_over_keys(
-    value: PerKey, counted: Bool[Tensor, "batch key"]
-) -> Float[Tensor, "batch head"]:
-    """``mean (x − mean)⁴ / variance²`` over the counted keys: 3 if normal, large where a few keys
-    stand out.
-
-    NaN if all are equal.
-    """
-    value = value.double()
-    weight = counted[:, None].double()
-    n = weight.sum(-1)
-    mean = (value * weight).sum(-1) / n
-    deviation = (value - mean[..., None]) * weight
-    variance = deviation.square().sum(-1) / n
-    fourth_moment = deviation.pow(4).sum(-1) / n
-    return torch.where(variance > 0, fourth_moment / variance.square(), torch.nan).float()
-
-
 def massive(
     stream: Float[Tensor, "batch pos d_model"], real: Marked, least: float, ratio: float
 ) -> dict[str, Float[Tensor, " batch"]]:

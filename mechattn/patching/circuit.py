@@ -18,9 +18,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from mechattn.axes import head_named
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
-from mechattn.errors import OptionError, check_choice
+from mechattn.errors import OptionError, check_choice, warn
 from mechattn.model.hooked import alone, holding
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric, chosen_metric
@@ -137,6 +136,8 @@ class Circuit:
         table = self.edges.table()
         kept_edges = np.zeros(self.graph.exists.shape, dtype=bool)
         kept_edges[self.graph.exists] = table[f"q_{table.attrs['tested']}"] < q
+        if not kept_edges.any():
+            warn(f"no edge has q < {q}; {table.attrs['resolution']}")
         return _connected(self.graph, kept_edges)
 
     def table(self, size: int | None = None, q: float | None = None) -> pd.DataFrame:
@@ -151,8 +152,8 @@ class Circuit:
         """
         kept_edges = self.kept(size, q)
         scores = self.edges.effects.effect.mean("prompt").values
-        writers = [_theirs(self.graph, name, 0)[0] for name in self.graph.writers]
-        readers = [_theirs(self.graph, name, self.about["heads"]) for name in self.graph.readers]
+        writers = [_theirs(self.graph, name)[0] for name in self.graph.writers]
+        readers = [_theirs(self.graph, name) for name in self.graph.readers]
         edges_by_name: dict[str, Any] = {}
         for writer, reader in self.graph.edges:
             for reader_name in readers[reader]:
@@ -376,14 +377,7 @@ def _connected(
     graph: Graph, kept_edges: Bool[np.ndarray, "writer reader"]
 ) -> Bool[np.ndarray, "writer reader"]:
     """Only edges from a writer that something reaches, to a reader from which something goes on."""
-    into = np.zeros((len(graph.readers), len(graph.writers)), dtype=bool)
-    shared = _shared_by(graph)
-    for index, name in enumerate(graph.readers):
-        head, _, part = name.partition(".")
-        if part in ("k", "v"):  # shared by several heads
-            into[index] = [name in names for names in shared]
-        else:
-            into[index] = [head == writer for writer in graph.writers]
+    into = np.array([np.isin(graph.writers, graph.read_by(name)) for name in graph.readers])
     is_logits = np.array(graph.readers) == "logits"
     while True:
         reached = np.array([kept_edges[:, readers].any() for readers in into.T])
@@ -395,41 +389,19 @@ def _connected(
         kept_edges = fewer
 
 
-def _shared_by(graph: Graph) -> list[list[str]]:
-    """For each writer, the names of the keys and values that its head reads."""
-    names: list[list[str]] = []
-    for writer in graph.writers:
-        layer_and_head = head_named(writer)
-        if layer_and_head is None:
-            names.append([])
-            continue
-        layer, head = layer_and_head
-        query_heads = _count(graph, "q", layer)
-        key_heads = _count(graph, "k", layer)
-        key_head = head * key_heads // query_heads
-        names.append([f"L{layer}H{key_head}.{part}" for part in "kv"])
-    return names
-
-
-def _count(graph: Graph, part: str, layer: int) -> int:
-    """How many readers there are at a place."""
-    place = graph.places[part, layer]
-    return place.stop - place.start
-
-
-def _theirs(graph: Graph, name: str, heads: int) -> list[str]:
+def _theirs(graph: Graph, name: str) -> list[str]:
     """The names of a node in EAP-IG; one for each of the heads that share keys or values."""
     if name == "embedding":
         return ["input"]
     if name == "logits":
         return ["logits"]
-    match = re.fullmatch(r"L(\d+)(MLP|H(\d+)(?:\.([qkv]))?)", name)
-    assert match is not None
-    layer, node, head, part = match.groups()
-    if node == "MLP":
-        return [f"m{layer}"]
-    if part is None:
-        return [f"a{layer}.h{head}"]
-    sharing = heads // _count(graph, part, int(layer))
-    first = int(head) * sharing
-    return [f"a{layer}.h{first + index}<{part}>" for index in range(sharing)]
+    _, _, part = name.partition(".")
+    names = []
+    for node in graph.read_by(name):
+        match = re.fullmatch(r"L(\d+)(?:MLP|H(\d+))", node)
+        assert match is not None
+        layer, head = match.groups()
+        names.append(
+            f"m{layer}" if head is None else f"a{layer}.h{head}" + f"<{part}>" * bool(part)
+        )
+    return names

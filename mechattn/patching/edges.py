@@ -116,6 +116,11 @@ def edges(
         ]
         axes = {"writer": list(graph.writers), "reader": list(graph.readers)}
         about = about_of(model, prompts, condition, metric, direction, seed)
+        sharing = graph.read_by("L0H0.v")
+        if len(sharing) > 1:
+            about["sharing"] = (
+                "k and v are those of key-value heads: L0H0.v is read by " + ", ".join(sharing)
+            )
         about["method"] = "attributed (first order)"
         if steps > 1:
             about["method"] = f"attributed ({steps} steps)"

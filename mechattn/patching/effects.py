@@ -30,6 +30,7 @@ DIRECTIONS = {
 }
 _SHOWN = 8  # heads that are printed
 _AGREES = 0.8  # below this correlation of ranks, attribution does not order heads
+_LARGEST_ERROR = 0.5  # of attributed effects, in the exact ones' root mean square
 _COMPARED = 8  # cells on which attribution is compared with patching, half of them the largest
 
 
@@ -291,6 +292,8 @@ class Patching:
             lines.append(self._agreement_words(self.checked))
         if table.attrs["skewed"]:
             lines.append(table.attrs["skewed"])
+        if "sharing" in about:
+            lines.append(about["sharing"])
         # Intervals of shares and differences are in the table; a line would be too long with them.
         columns = [name for name in table if not str(name).startswith(("beyond_", "share_"))]
         lines.append(table[columns].to_string(index=False, float_format=lambda x: f"{x:.3g}"))
@@ -320,9 +323,13 @@ class Patching:
             f" {correlation:.3f}, error {error:.2f} of the exact effects' root mean square; ranks"
             f" of the {cells} mean effects correlate {self.rank_agreement:.2f}"
         )
-        if self.rank_agreement >= _AGREES or "head" not in self.labels:
+        if "head" not in self.labels:
             return sentence
-        return f'{sentence}; do not rank heads by these: at="all" patches each exactly'
+        if self.rank_agreement < _AGREES:
+            return f'{sentence}; do not rank heads by these: at="all" patches each exactly'
+        if error > _LARGEST_ERROR:
+            return f'{sentence}; their sizes are wrong: at="all" patches each exactly'
+        return sentence
 
 
 def effects_dataset(

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.analysis.direct_logits import POST, norms_after
+from mechattn.axes import head_named
 from mechattn.errors import ModelError
 from mechattn.model.head_parts import kv_heads_of
 from mechattn.model.hooked import HookedModel
@@ -59,6 +60,22 @@ class Graph:
     def before(self, place: Place) -> int:
         """How many writers come before a reading place."""
         return int(self.exists[:, self.places[place].start].sum())
+
+    def read_by(self, reader: str) -> list[str]:
+        """The writers that go on from a reader: its head or MLP, or all heads that share these keys or
+        values.
+        """
+        node, _, part = reader.partition(".")
+        layer_and_head = head_named(node)
+        if part not in ("k", "v") or layer_and_head is None:
+            return [node]
+        layer, key_head = layer_and_head
+        counts = {}
+        for name in ("q", part):
+            place = self.places[name, layer]
+            counts[name] = place.stop - place.start
+        sharing = counts["q"] // counts[part]
+        return [f"L{layer}H{key_head * sharing + index}" for index in range(sharing)]
 
     @property
     def edges(self) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from mechattn.errors import OptionError
 from mechattn.render.print_size import plain
 
 TABLE_COLUMNS = ["panel", "series", "x_is", "x", "y_is", "y", "z_is", "z", "low", "high"]
@@ -21,6 +22,9 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
 
     Args:
         figure: A figure of ``mechattn.render``.
+
+    Raises:
+        OptionError: It draws no series of numbers, as a circuit's.
     """
     tables = []
     for trace in figure.data:
@@ -31,6 +35,10 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
         columns = {"panel": _panel_title(figure, trace), "series": trace.name}
         columns |= _trace_columns(figure, trace)
         tables.append(pd.DataFrame(columns))
+    if not tables:
+        raise OptionError(
+            "this figure draws no series of numbers; circuit.table() has the edges of a circuit"
+        )
     table = pd.concat(tables, ignore_index=True).reindex(columns=TABLE_COLUMNS)
     table = table.dropna(axis=1, how="all")
     return table.map(lambda cell: plain(cell) if isinstance(cell, str) else cell)

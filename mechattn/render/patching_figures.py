@@ -5,7 +5,6 @@ their controls.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -47,13 +46,16 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     """
     table = circuit.table(size, q)
     heads = int(circuit.about["heads"])
-    used = sorted({*table.writer, *(name.partition(".")[0] for name in table.reader)})
+    # An edge to keys or values that heads share is drawn to each of these heads.
+    read_by = {reader: circuit.graph.read_by(reader) for reader in table.reader}
+    used = sorted({*table.writer, *(node for nodes in read_by.values() for node in nodes)})
     layers = sorted({int(match[1]) for match in map(_OF_LAYER.match, used) if match})
     places = {name: _place(name, heads, layers) for name in used}
     largest = table.effect.abs().max()
     figure = draw.panels()
     for row in table[::-1].itertuples():  # the largest on top
-        figure.add_trace(_arc(row, places, largest))
+        for node in read_by[row.reader]:
+            figure.add_trace(_arc(row, places[row.writer], places[node], largest))
 
     figure.add_scatter(
         x=[x for x, _ in places.values()],
@@ -74,14 +76,6 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         title_text="layer", tickvals=list(range(-1, rows + 1)), ticktext=ticks, showgrid=False
     )
 
-    edges = len(table)
-    if q is None:
-        edges = circuit.size() if size is None else size
-    nearest = (circuit.curve.edges - edges).abs().argmin()
-    faithful = circuit.curve.iloc[nearest]
-    interval = "(without an interval, as that of the whole effect holds 0)"
-    if np.isfinite(faithful.low):
-        interval = f"[{faithful.low:.0%}, {faithful.high:.0%}]"
     note = (
         f"{circuit.about['metric']}; {len(table)} of {int(circuit.graph.exists.sum())} edges, "
         f"{circuit.about['method']}; ranked on {circuit.about['ranked_on']}"
@@ -89,17 +83,34 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     draw.title(figure, f"{circuit.about['model']}: circuit", note, 200 + 80 * (rows + 2))
     return says(
         figure,
-        f"{len(table)} edges. On the other half, {int(faithful.edges)} edges carry"
-        f" {faithful.faithfulness:.0%} {interval} of the effect, as many random ones"
-        f" {faithful.random:.0%}.",
+        f"{len(table)} edges on a way from the embedding to the logits."
+        f" {_faithfulness_words(circuit, size, q)}",
     )
 
 
-def _arc(row: Any, places: Mapping[str, tuple[float, float]], largest: float) -> go.Scatter:
+def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> str:
+    """What the circuit carries on the half of the prompts that did not rank its edges."""
+    edges = circuit.size() if size is None else size
+    measured = circuit.curve[circuit.curve.edges == edges]
+    if q is not None or measured.empty:
+        return f"What they carry was not measured; circuit(…, sizes=[{edges}]) measures a size."
+    faithful = measured.iloc[0]
+    interval = "(without an interval, as that of the whole effect holds 0)"
+    if np.isfinite(faithful.low):
+        interval = f"[{faithful.low:.0%}, {faithful.high:.0%}]"
+    return (
+        f"On the other half, the first {edges} edges carry {faithful.faithfulness:.0%} {interval} of"
+        f" the effect, as many random ones {faithful.random:.0%}."
+    )
+
+
+def _arc(
+    row: Any, start: tuple[float, float], end: tuple[float, float], largest: float
+) -> go.Scatter:
     """An edge, which enters a head where its queries, keys or values are."""
-    reader, _, reader_input = row.reader.partition(".")
-    x0, y0 = places[row.writer]
-    x1, y1 = places[reader]
+    _, _, reader_input = row.reader.partition(".")
+    x0, y0 = start
+    x1, y1 = end
     x1 += _ASIDE.get(reader_input, 0.0)
     t = np.linspace(0, 1, _POINTS)
     side = 1 if x1 >= x0 else -1

@@ -143,6 +143,20 @@ def test_stability_by_hand(found):
     assert f"share {found.stability()[0]:.2f} (Jaccard index" in str(found)
 
 
+def test_an_edge_to_shared_keys_is_read_by_all_their_heads(toy):
+    graph = graph_of(toy)  # 8 heads, 4 of keys and values
+    assert graph.read_by("L2H1.v") == ["L2H2", "L2H3"]
+    assert graph.read_by("L2H1.q") == ["L2H1"]
+    assert graph.read_by("L2MLP") == ["L2MLP"]
+    scores = ma.edges(toy, ma.pairs(toy, "ioi", limit=3), Counterpart())
+    assert "L0H0.v is read by L0H0, L0H1" in str(scores)
+
+
+def test_a_circuit_without_an_edge_says_why(found):
+    with pytest.warns(UserWarning, match=r"no edge has q < 1e-09; with 4 prompts"):
+        assert found.table(q=1e-9).empty
+
+
 def test_edges_that_lead_nowhere_are_dropped(found):
     graph = found.graph
     kept = np.zeros(graph.exists.shape, dtype=bool)
@@ -187,11 +201,14 @@ def test_shared_keys_are_repeated_for_their_heads(tmp_path):
 def test_the_figure_draws_every_edge_of_the_circuit(found):
     figure = ma.render.circuit_map(found, size=20)
     table = found.table(20)
-    assert len(figure.data) == len(table) + 1
+    arcs = [node for reader in table.reader for node in found.graph.read_by(reader)]
+    assert len(figure.data) == len(arcs) + 1
     top = table.iloc[0]
     assert f"{top.writer} → {top.reader}" in figure.data[-2].hovertext
     assert max(trace.line.width for trace in figure.data[:-1]) == figure.data[-2].line.width
-    assert f"{len(table)} edges. On the other half, 20 edges carry" in said(figure)
+    assert f"{len(table)} edges on a way from the embedding to the logits. " in said(figure)
+    assert "On the other half, the first 20 edges carry" in said(figure)
+    assert "What they carry was not measured" in said(ma.render.circuit_map(found, size=19))
 
 
 def test_the_figure_has_a_row_for_each_layer_with_an_edge_and_no_two_nodes_at_a_place(found):
