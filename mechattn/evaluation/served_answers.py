@@ -162,7 +162,7 @@ def _sent(connection: Connection, requests: Mapping[Question, Request]) -> Sent:
     on the same problems.
 
     Raises:
-        PromptError: So many problems lack a text that the others are a selection.
+        PromptError: More than a tenth of the texts would be read as other tokens.
     """
     all_ids = {question: request.sequence.tokens.tolist() for question, request in requests.items()}
     first_ids = next(iter(all_ids.values()))
