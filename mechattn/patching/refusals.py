@@ -92,8 +92,11 @@ def warn_of_junctions(
             continue
         before = prompt.question[-1]
         first = prompt.answer[0]
-        is_glued = prompt.template == "joined" and before.isalpha() and first.isalpha()
-        if is_glued or (prompt.template == "plain" and first == " "):
+        goes_on = before.isalpha() and first.isalpha()
+        is_glued = prompt.template == "joined" and goes_on
+        # A line break is meant after a question, not within the sentence that a pair completes.
+        is_broken = first == " " or (goes_on and bool(prompt.other_answer))
+        if is_glued or (prompt.template == "plain" and is_broken):
             suspicious.append((prompt, sequence))
     if not suspicious:
         return

@@ -780,21 +780,25 @@ def test_ranking_is_warned_of_by_ranks_alone():
     assert scaled.rank_agreement == pytest.approx(1)
     assert scaled.agreement[1] > 1
     assert "do not rank heads" not in str(scaled)
+    assert "their sizes are wrong" in str(scaled)
     turned = checked_patching(exact, exact[::-1])
     assert turned.rank_agreement == pytest.approx(-1)
     assert "do not rank heads by these" in str(turned)
 
 
 @pytest.mark.parametrize(
-    ("template", "answer", "said"),
+    ("template", "answer", "other", "said"),
     [
-        ("joined", "Mary", "a drink toMary"),
-        ("plain", " Mary", r"a drink to\\n Mary"),
-        ("joined", " Mary", None),
+        ("joined", "Mary", "", "a drink toMary"),
+        ("plain", " Mary", "", r"a drink to\\n Mary"),
+        ("plain", "Mary", "Tom", r"a drink to\\nMary"),
+        ("plain", "Mary", "", None),  # perhaps a question
+        ("joined", " Mary", " Tom", None),
     ],
 )
-def test_an_answer_that_does_not_follow_is_warned_of(template, answer, said, toy):
-    prompt = ma.Prompt("Tom gave a drink to", answer=answer, template=template)
+def test_an_answer_that_does_not_follow_is_warned_of(template, answer, other, said, toy):
+    question = "Tom gave a drink to"
+    prompt = ma.Prompt(question, answer=answer, template=template, other_answer=other)
     sequence = ma.Baseline().apply(prompt, toy)
     place = int(sequence.of_segment("answer").nonzero()[0])
     with torch.no_grad():
