@@ -218,7 +218,7 @@ def generation(cells: Cells, device: str, small: bool) -> None:
     """Tokens a second with a cache, and their ratio to plain ``generate``."""
     bridge = hooked("toy:llama" if small else "1B", 8, 1024, device, dtype_on(device))
     batch, length, new = (4, 32, 8) if small else (32, 128, 50)
-    ways = generate.ways(bridge, generate.drawn(batch, length), new)
+    ways = generate.ways(bridge, generate.drawn([length] * batch), new)
     taken: dict[str, list[float]] = {}
 
     def measure(name: str) -> str:
