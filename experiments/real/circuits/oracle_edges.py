@@ -166,6 +166,37 @@ class Plain:
         right, wrong = answers
         return float((after[right] - after[wrong]) - (before[right] - before[wrong]))
 
+    def part_effect(
+        self, base: tuple[int, ...], source: tuple[int, ...], part: str, where: Head, answers
+    ) -> float:
+        """Of a layer's stream or MLP, or of one key-value head's keys, at every token."""
+        layer, head = where
+        block = self.blocks[layer]
+        module = block
+        if part == "mlp_out":
+            module = block.post_feedforward_layernorm if self.has_norm_after else block.mlp
+        if part == "k":
+            module = block.self_attn.k_proj
+        columns = self.columns(head) if part == "k" else slice(None)
+        kept: dict[str, Tensor] = {}
+        keeping, replacing = Hooks(), Hooks()
+        keeping.after(module, lambda module, inputs, output: kept.update(source=first_of(output)))
+
+        def replace(module, inputs, output):
+            values = first_of(output).clone()
+            values[..., columns] = kept["source"][..., columns]
+            return (values, *output[1:]) if isinstance(output, tuple) else values
+
+        replacing.after(module, replace)
+        with torch.no_grad():
+            before = self.logits(base)
+            with keeping.hooked():
+                self.logits(source)
+            with replacing.hooked():
+                after = self.logits(base)
+        right, wrong = answers
+        return float((after[right] - after[wrong]) - (before[right] - before[wrong]))
+
     def heads_outputs(self, tokens: tuple[int, ...]) -> dict[int, Tensor]:
         outputs: dict[int, Tensor] = {}
         stack = Hooks()
@@ -177,6 +208,10 @@ class Plain:
         with stack.hooked(), torch.no_grad():
             self.logits(tokens)
         return outputs
+
+
+def first_of(output: Tensor | tuple) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
 
 
 class Hooks:
@@ -225,6 +260,7 @@ def main() -> None:
         ("embedding", "L0MLP"), ("L0MLP", value_reader), (f"L{head[0]}MLP", "logits"),
     ]  # fmt: skip
     between = [(sender, "logits"), (sender, f"{receiver}.q"), (sender, value_reader)]
+    parts = [("resid_post", head), ("mlp_out", (0, 0)), ("mlp_out", head), ("k", (late[0], 0))]
     counterpart = ma.conditions.Counterpart()
     ours = {}
     for direction in ("noising", "denoising"):
@@ -236,6 +272,13 @@ def main() -> None:
         for place, (writer, reader) in enumerate(between):
             for index, value in enumerate(patched.effects.effect.isel(path=place).values):
                 ours["paths", direction, index, writer, reader] = float(value)
+        for part, where in parts:
+            sites = ma.Sites(part, [where if part == "k" else where[0]])
+            effects = ma.patch(
+                model, prompts, counterpart, at=sites, direction=direction, controls=()
+            )
+            for index, value in enumerate(effects.effects.effect.values.reshape(len(prompts))):
+                ours["parts", direction, index, part, where] = float(value)
     heads_of_layer = int(model.cfg.n_heads)
     del model
     gc.collect()
@@ -264,7 +307,13 @@ def main() -> None:
                 key = ("paths", direction, index, writer, reader)
                 reference[key] = plain.path_effect(base, source, head, reader, answers)
                 of_wrong_head[key] = plain.path_effect(base, source, heads[1], reader, answers)
-    for kind in ("edges", "paths"):
+            for part, where in parts:
+                key = ("parts", direction, index, part, where)
+                reference[key] = plain.part_effect(base, source, part, where, answers)
+                if part != "k":
+                    where = (where[0] + 1, 0)
+                    of_wrong_head[key] = plain.part_effect(base, source, part, where, answers)
+    for kind in ("edges", "paths", "parts"):
         keys = [key for key in reference if key[0] == kind]
         largest = max(abs(reference[key]) for key in keys)
         apart = max(abs(ours[key] - reference[key]) for key in keys)
