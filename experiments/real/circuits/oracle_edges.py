@@ -17,32 +17,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from oracle import pairs_of
+from oracle import Head, Plain, pairs_of
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import mechattn as ma
 
-Head = tuple[int, int]
 
-
-class Plain:
-    """A model of transformers, whose parts are hooked by name."""
+class PlainParts(Plain):
+    """The same model, whose parts are hooked by name."""
 
     def __init__(self, path: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float64, attn_implementation="eager"
-        ).eval()
-        self.model.requires_grad_(False)
-        config = self.model.config
-        self.width = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
+        super().__init__(path)
         self.blocks = self.model.model.layers
         self.has_norm_after = hasattr(self.blocks[0], "pre_feedforward_layernorm")
-
-    def columns(self, head: int) -> slice:
-        return slice(head * self.width, (head + 1) * self.width)
 
     def norm_before_mlp(self, layer: int) -> torch.nn.Module:
         block = self.blocks[layer]
@@ -50,7 +38,7 @@ class Plain:
             return block.pre_feedforward_layernorm
         return block.post_attention_layernorm
 
-    def logits(self, tokens: tuple[int, ...]) -> Tensor:
+    def last_logits(self, tokens: tuple[int, ...]) -> Tensor:
         """The logits after the last token."""
         return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
 
@@ -76,7 +64,7 @@ class Plain:
                 norm = self.blocks[layer].post_attention_layernorm
                 stack.before(norm, keep_input(f"sum{layer}"))
         with stack.hooked(), torch.no_grad():
-            self.logits(tokens)
+            self.last_logits(tokens)
         for layer, head in heads:
             columns = self.columns(head)
             weight = self.blocks[layer].self_attn.o_proj.weight[:, columns]
@@ -103,7 +91,7 @@ class Plain:
         else:
             self._add_to_projection(stack, reader, zero)
         with stack.hooked():
-            logits = self.logits(tokens)
+            logits = self.last_logits(tokens)
         (gradient,) = torch.autograd.grad(logits[answers[0]] - logits[answers[1]], zero)
         return gradient[0]
 
@@ -148,9 +136,9 @@ class Plain:
             projection = getattr(self.blocks[read_layer].self_attn, f"{part}_proj")
             stack.after(projection, lambda module, inputs, output: read.update(r=output.detach()))
         with torch.no_grad():
-            before = self.logits(base)
+            before = self.last_logits(base)
             with stack.hooked():
-                after = self.logits(base)
+                after = self.last_logits(base)
             if projection is not None:
                 columns = self.columns(read_head)
 
@@ -162,7 +150,7 @@ class Plain:
                 second = Hooks()
                 second.after(projection, replace)
                 with second.hooked():
-                    after = self.logits(base)
+                    after = self.last_logits(base)
         right, wrong = answers
         return float((after[right] - after[wrong]) - (before[right] - before[wrong]))
 
@@ -189,11 +177,11 @@ class Plain:
 
         replacing.after(module, replace)
         with torch.no_grad():
-            before = self.logits(base)
+            before = self.last_logits(base)
             with keeping.hooked():
-                self.logits(source)
+                self.last_logits(source)
             with replacing.hooked():
-                after = self.logits(base)
+                after = self.last_logits(base)
         right, wrong = answers
         return float((after[right] - after[wrong]) - (before[right] - before[wrong]))
 
@@ -206,7 +194,7 @@ class Plain:
                 lambda module, inputs, n=n: outputs.update({n: inputs[0].detach()}),
             )
         with stack.hooked(), torch.no_grad():
-            self.logits(tokens)
+            self.last_logits(tokens)
         return outputs
 
 
@@ -283,7 +271,7 @@ def main() -> None:
     del model
     gc.collect()
 
-    plain = Plain(options.model)
+    plain = PlainParts(options.model)
     wrong = f"L{head[0]}H{(head[1] + 1) % heads_of_layer}"
     heads = [head, named(wrong[1:].replace("H", "."))]
     reference = {}
