@@ -84,8 +84,8 @@ def load_model(
         tokenizer: A transformers tokenizer to use in place of the model's own. A checkpoint
             directory without a tokenizer gives a model without one, whose prompts must be token
             ids.
-        dtype: The dtype of the weights; "auto" uses the checkpoint's (float32 for the toys and for
-            GGUF files).
+        dtype: The dtype of the weights; "auto" uses the checkpoint's on a GPU, and float32 on a
+            CPU and for GGUF files.
         device: The device; by default TransformerLens's choice.
         verify: Compare the hooked model with the model itself (``verify_model``) and refuse it if
             they differ. An already verified model is verified again if another model has been made
@@ -279,8 +279,11 @@ def _from_name(
     config = checkpoint.config_of_place(place, **remote)
     checkpoint.check_weights_are_whole(place)
     if dtype == "auto":
-        stored = torch.float32 if is_toy else getattr(config, "dtype", None)
-        dtype = stored if isinstance(stored, torch.dtype) else torch.float32
+        on_cpu = torch.device(device or get_device()).type == "cpu"
+        stored = getattr(config, "dtype", None)
+        dtype = torch.float32
+        if isinstance(stored, torch.dtype) and not (is_toy or on_cpu):
+            dtype = stored
     if tokenizer is None:
         tokenizer = (
             checkpoint.load_tokenizer(name) if is_toy else checkpoint.tokenizer_of(place, **remote)

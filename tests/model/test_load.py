@@ -12,9 +12,11 @@ from transformers import (
 
 import mechattn as ma
 from mechattn.errors import ModelError
+from mechattn.model import load
 from mechattn.model.checkpoint import tokenizer_named
 from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_window
+from mechattn.model.verify.verification import dtype_of
 from tests.model.unusual import unusual_model
 from tests.tiny_families import random_model, tiny_model
 
@@ -66,15 +68,21 @@ def test_weights_are_raw(checkpoint, native):
     torch.testing.assert_close(scale, own["model.layers.0.input_layernorm.weight"])
 
 
-def test_dtype_auto_takes_the_checkpoints(checkpoint, native, tmp_path):
+def test_a_half_precision_checkpoint_is_loaded_in_float32_on_a_cpu(
+    checkpoint, native, tmp_path, monkeypatch
+):
     model, tokenizer = native
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     model.to(torch.float32)
     tokenizer.save_pretrained(tmp_path)
-    assert next(ma.load_model(str(tmp_path)).parameters()).dtype == torch.bfloat16
-    assert (
-        next(ma.load_model(str(tmp_path), dtype=torch.float32).parameters()).dtype == torch.float32
-    )
+    path = str(tmp_path)
+    assert dtype_of(ma.load_model(path, device="cpu")) == torch.float32
+    assert dtype_of(ma.load_model(path, dtype=torch.bfloat16, device="cpu")) == torch.bfloat16
+    # On another device the checkpoint's: "meta" is one that every machine has.
+    asked_for = {}
+    monkeypatch.setattr(load, "_boot", lambda *_, **options: asked_for.update(options))
+    load._from_name(path, None, "auto", "meta", {})
+    assert asked_for["dtype"] == torch.bfloat16
 
 
 def test_bos_follows_the_tokenizer(checkpoint, native, tmp_path):

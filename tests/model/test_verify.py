@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import mechattn as ma
-from mechattn.model.checkpoint import toy_names
+from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from mechattn.model.hooks import attention_layers
 from mechattn.model.verify.layer_checks import ProbedHooks, check_layers
 from tests.tiny_families import tiny_model
@@ -48,6 +49,22 @@ def test_half_precision_passes_and_is_bounded(toy, prompts, dtype):
     assert got.dtype == "float32"
     bound = {torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
     assert 0 < float(abs(got - exact).max()) < bound * float(exact.max())
+
+
+def test_large_scores_in_half_precision_are_told_from_a_fault():
+    """As in Qwen2.5, whose queries and keys have large biases: float32 passes, bfloat16 cannot hold the scores."""
+    reports = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(toy_folder("toy:llama"), dtype=torch.float32)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.data *= 6
+            layer.self_attn.k_proj.weight.data *= 6
+        tokenizer = load_tokenizer("toy:llama")
+        hooked = ma.load_model(model, tokenizer=tokenizer, dtype=dtype, verify=False)
+        reports[dtype] = ma.verify_model(hooked)
+    assert reports[torch.float32].passed
+    assert "kernel" in failed(reports[torch.bfloat16])
+    assert "load the model with dtype=torch.float32" in reports[torch.bfloat16]["kernel"].remedy
 
 
 def test_heads_in_another_order_behind_the_hooks(llama):

@@ -58,7 +58,7 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
     logits_alone = logits[:1] if native_logits is None else native_logits
 
     checks = [
-        _logits(facts, logits[:1], native_logits, tolerance),
+        _logits(facts, logits[:1], native_logits, dtype),
         kernel,
         check_config(model, facts.native),
         *_weights(facts, native_logits, tolerance),
@@ -116,14 +116,17 @@ def _forward(
     return in_float32, logits.detach().float().cpu(), fired
 
 
-def _logits(facts: ModelFacts, hooked: Logits, native: Logits | None, tolerance: float) -> Check:
+def _logits(
+    facts: ModelFacts, hooked: Logits, native: Logits | None, dtype: torch.dtype
+) -> Check:
     if native is None:
         detail = f"{facts.why_not_native}; give the transformers model as native=…"
         return Check("logits", "not checked", detail=detail)
     detail = (
         f"logits against the model's own attention ({attention_of(facts.native)}), worst position"
     )
-    remedy = f"the hooked model differs from the transformers model; {probe.ANOTHER_VERSION}"
+    remedy = f"the hooked model differs from the transformers model; {probe.what_to_try(dtype)}"
+    tolerance = probe.TOLERANCE[dtype][0]
     return compare_positions("logits", hooked[0], native[0], tolerance, detail, remedy)
 
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from mechattn.functional.attention import Pattern, Tokens
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
-from mechattn.model.verify.verification import Check, compare
+from mechattn.model.verify.verification import Check, compare, what_to_try
 
 # In a probability. In float32, deeper layers accumulate rounding errors: 4e-5 seen with scores in
 # the hundreds; a wrong mask, scale or head gives at least 0.01. In half precision they usually
@@ -98,8 +98,5 @@ def check_kernel(
         if hooked is not None and hooked[:1].shape == pattern.shape:
             pairs[layer] = (hooked[0], pattern[0].float().cpu())
     detail = f"hook_pattern against the pattern of the model's own attention, by {source}"
-    remedy = (
-        "the hooks' pattern differs from the one that the model uses; try another version, or"
-        " report it"
-    )
+    remedy = f"the hooks' pattern differs from the one that the model uses; {what_to_try(dtype)}"
     return compare("kernel", pairs, KERNEL_TOLERANCE[dtype], detail, remedy, scale=1.0)

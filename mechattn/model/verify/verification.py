@@ -46,6 +46,17 @@ COLUMNS = (
 )
 
 
+def what_to_try(dtype: torch.dtype) -> str:
+    """The advice after a difference that rounding can explain in half precision alone."""
+    if dtype.itemsize > 2:
+        return ANOTHER_VERSION
+    return (
+        "in half precision, rounding alone can do this where attention scores are large, as in"
+        " Qwen2.5: load the model with dtype=torch.float32. If it differs there too,"
+        f" {ANOTHER_VERSION}"
+    )
+
+
 @dataclass(frozen=True)
 class Check:
     """One check of a verification, with both figures.
