@@ -30,7 +30,7 @@ from mechattn.prompts.token_sequences import TokenSequence
 CHARACTERS_A_TOKEN = 4
 TOKENS_OF_THE_CHAT = 40  # its template, and a system prompt that asks for a box
 NEVER = frozenset([10**9])
-# Lengths in tokens of Qwen2.5-Coder-0.5B-Instruct's answers to 64 problems of GSM8K.
+# Lengths in tokens of Qwen2.5-Coder-0.5B-Instruct's answers to the first 64 problems of GSM8K.
 ANSWERED = Path(__file__).parents[1] / "real" / "2026-11-26-accuracy.json"
 
 
@@ -71,7 +71,7 @@ def answered_prompts(shorter: int) -> list[tuple[int, int]]:
 
     They are divided by a number, and sorted by the first, as ``evaluate`` sorts them.
     """
-    answers = json.loads(ANSWERED.read_text())["conditions"]["baseline"]["tokens"]
+    answers = json.loads(ANSWERED.read_text())["conditions"]["baseline"]["tokens"][:64]
     prompts = ma.load_prompts("gsm8k", limit=len(answers))
     pairs = []
     for prompt, answer_length in zip(prompts, answers, strict=True):

@@ -67,21 +67,26 @@ def test_the_table_of_the_paper_has_the_means_of_all_prompts():
 def test_the_accuracies_are_those_of_the_kept_answers():
     kept = (ROOT / "experiments" / "real" / "2026-11-26-accuracy.json").read_text(encoding="utf-8")
     right = {name: own["right"] for name, own in json.loads(kept)["conditions"].items()}
-    assert {len(values) for values in right.values()} == {64}
+    assert {len(values) for values in right.values()} == {700}
     page = (ROOT / "docs" / "concepts" / "the-paper.md").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(
-        r"^\| (55 “/”|random sentence|ARM)[^|]*\| (.+) % \| (\S+) .*\| (\S+) \|$", page, re.M
+        r"^\| (55 “/”|random sentence|ARM|as long a step)[^|]*\| (.+) % \| (\S+) .*\| (\S+) \|$", page, re.M
     )
-    names = {"55 “/”": "slash", "random sentence": "sentence", "ARM": "arm"}
-    assert [names[label] for label, *_ in rows] == ["slash", "sentence", "arm"]
+    names = {
+        "55 “/”": "slash",
+        "random sentence": "sentence",
+        "ARM": "arm",
+        "as long a step": "direction",
+    }
+    assert [label for label, *_ in rows] == list(names)
     for label, percent, difference, p in rows:
         own = right[names[label]]
         pairs = list(zip(own, right["baseline"], strict=True))
         gained = pairs.count((1, 0))
         lost = pairs.count((0, 1))
-        assert percent == f"{100 * sum(own) / 64:.1f}"
-        assert difference == f"{100 * (gained - lost) / 64:+.1f}".replace("-", "−")
+        assert percent == f"{100 * sum(own) / 700:.1f}"
+        assert difference == f"{100 * (gained - lost) / 700:+.1f}".replace("-", "−")
         exact = stats.binomtest(gained, gained + lost).pvalue
         assert p == f"{exact:.2g}"
         assert f"{percent} %" in readme
