@@ -15,7 +15,8 @@ from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 
 from mechattn.errors import OptionError, OutputError
-from mechattn.evaluation.evaluation import Evaluation, GradedAnswer, as_lines
+from mechattn.evaluation.evaluation import Evaluation
+from mechattn.evaluation.graded_answers import GradedAnswer, as_lines
 
 Key = tuple[str, str, int]  # a prompt's id, the name of a condition, and the number of the sample
 # A server may come back at another address; problems, conditions and samples may be added.

@@ -20,8 +20,9 @@ from mechattn.errors import Interrupted, OptionError, PromptError, check_counts
 from mechattn.evaluation import generate
 from mechattn.evaluation import grader as graders
 from mechattn.evaluation.answer_file import Kept, Key, kept
-from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
+from mechattn.evaluation.evaluation import Evaluation
 from mechattn.evaluation.generate import Answer, Generation, Request, Sampling
+from mechattn.evaluation.graded_answers import GradedAnswer
 from mechattn.evaluation.grader import Grader
 from mechattn.evaluation.progress import AnswerBar
 from mechattn.evaluation.served_answers import Todo, check_room, check_servable, served_answers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,44 +14,12 @@ import pandas as pd
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError
 from mechattn.evaluation.answer_units import compared, follows, mediation, units_of
+from mechattn.evaluation.graded_answers import GradedAnswer, as_lines, cautions, is_replaceable
 from mechattn.prompts.prompt import Prompt
 from mechattn.stats.accuracy import best_of_k, distinct_ngrams, pass_at_k, share_interval
 from mechattn.stats.paired import false_discovery
 from mechattn.stats.units import Unit, Units
 from mechattn.store.atomic_writes import check_writable, write_whole
-
-_MANY = 0.1  # the share of cut-off or unread answers above which the table says so
-
-
-@dataclass(frozen=True)
-class GradedAnswer:
-    """A generated and graded answer.
-
-    Args:
-        prompt: The prompt's id.
-        condition: The condition.
-        sample: The index of the answer among several to the same question.
-        text: The generated text.
-        tokens: Its token ids.
-        answer: The final answer; None if none was found.
-        solution: The reference.
-        right: Whether the final answer equals the reference.
-        finished: Whether the model ended the answer before the limit.
-        logprob: Mean log-probability of its tokens, in nats, at temperature 1.
-        read: A digest of the token ids that the model read.
-    """
-
-    prompt: str
-    condition: str
-    sample: int
-    text: str
-    tokens: tuple[int, ...]
-    answer: str | None
-    solution: str
-    right: bool
-    finished: bool
-    logprob: float = float("nan")
-    read: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,34 +54,7 @@ class Evaluation:
         They name the conditions where more than a tenth of the answers were cut off, or cannot be
         read, and a baseline that cannot fall or cannot rise.
         """
-        cut_off = []
-        unread = []
-        for name in self.conditions:
-            answers = self._under(name)
-            finished = [answer for answer in answers if answer.finished]
-            cut_off_count = len(answers) - len(finished)
-            unread_count = sum(answer.answer is None for answer in finished)
-            if cut_off_count > _MANY * len(answers):
-                cut_off.append(f"{cut_off_count} of {len(answers)} under {name!r}")
-            if unread_count > _MANY * len(answers):
-                unread.append(f"{unread_count} of {len(answers)} under {name!r}")
-        sentences = []
-        if cut_off:
-            sentences.append(
-                f"Careful: many answers were cut off and count as wrong ({', '.join(cut_off)}). "
-                "Allow more new_tokens before you compare."
-            )
-        if unread:
-            sentences.append(
-                f"Careful: many answers end without a final answer ({', '.join(unread)}). Does the "
-                "prompt ask for a mark, such as \\boxed{…}?"
-            )
-        right = [answer.right for answer in self._under(BASELINE)]
-        if len(right) > 1 and all(right):
-            sentences.append("Careful: every answer of the baseline is right; it can only fall.")
-        if len(right) > 1 and not any(right):
-            sentences.append("Careful: no answer of the baseline is right; it can only rise.")
-        return sentences
+        return cautions({name: self._under(name) for name in self.conditions})
 
     @property
     def samples(self) -> int:
@@ -461,7 +401,7 @@ class Evaluation:
         """
         path = Path(path)
         check_writable(path)
-        if not _replaceable(path):
+        if not is_replaceable(path):
             raise OutputError(
                 f"{path} exists and is not an evaluation; give another name, or move the file"
             )
@@ -482,22 +422,5 @@ class Evaluation:
         return {a.prompt: a.solution for a in self.answers}
 
 
-def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One JSON object per line."""
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 def _hash(name: str) -> bytes:
     return hashlib.sha256(name.encode("utf-8", "replace")).digest()
-
-
-def _replaceable(path: Path) -> bool:
-    """Whether the path is free, or holds an evaluation, judged by its first line."""
-    try:
-        with open(path, "rb") as stored:
-            first = stored.readline()
-        return not first or set(json.loads(first)) == {"provenance"}
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False

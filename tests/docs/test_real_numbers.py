@@ -71,7 +71,9 @@ def test_the_accuracies_are_those_of_the_kept_answers():
     page = (ROOT / "docs" / "concepts" / "the-paper.md").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(
-        r"^\| (55 “/”|random sentence|ARM|as long a step)[^|]*\| (.+) % \| (\S+) .*\| (\S+) \|$", page, re.M
+        r"^\| (55 “/”|random sentence|ARM|as long a step)[^|]*\| (.+) % \| (\S+) .*\| (\S+) \|$",
+        page,
+        re.M,
     )
     names = {
         "55 “/”": "slash",

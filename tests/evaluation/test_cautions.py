@@ -3,7 +3,8 @@
 import pytest
 
 from mechattn.commands.main import _accuracies
-from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
+from mechattn.evaluation.evaluation import Evaluation
+from mechattn.evaluation.graded_answers import GradedAnswer
 
 
 def evaluation(**answers_by_condition):

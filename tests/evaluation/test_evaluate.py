@@ -528,7 +528,7 @@ def test_figures_of_several_answers(toy, some):
 
 
 def answered(name, problems, right, samples=1, text=""):
-    from mechattn.evaluation.evaluation import GradedAnswer
+    from mechattn.evaluation.graded_answers import GradedAnswer
 
     return [
         GradedAnswer(p, name, n, text, (), None, "1", bool(r), True, 0.0)
@@ -576,7 +576,8 @@ def test_missing_answers_and_odd_characters(tmp_path):
 
 
 def test_mediation_of_known_shares():
-    from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
+    from mechattn.evaluation.evaluation import Evaluation
+    from mechattn.evaluation.graded_answers import GradedAnswer
 
     def rows(name, right):
         return [

@@ -4,7 +4,8 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError
-from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
+from mechattn.evaluation.evaluation import Evaluation
+from mechattn.evaluation.graded_answers import GradedAnswer
 
 
 def filler(count):

@@ -123,7 +123,8 @@ def test_a_command_compares_a_server_with_the_weights_where_it_is_told_to(
 
 
 def test_the_best_of_many_is_reported_on_the_other_half():
-    from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
+    from mechattn.evaluation.evaluation import Evaluation
+    from mechattn.evaluation.graded_answers import GradedAnswer
 
     def rows(name, right):
         return [
@@ -148,7 +149,8 @@ def test_the_best_of_many_is_reported_on_the_other_half():
 
 def test_the_best_of_a_file_is_that_of_the_object_in_memory(tmp_path):
     """A file has its answers in order of length, and conditions with ties come in another order."""
-    from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
+    from mechattn.evaluation.evaluation import Evaluation
+    from mechattn.evaluation.graded_answers import GradedAnswer
 
     draw = random.Random(0)
     alternating, differs = [], 0

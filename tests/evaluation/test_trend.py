@@ -5,7 +5,8 @@ import pytest
 
 import mechattn as ma
 from mechattn.errors import OptionError
-from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
+from mechattn.evaluation.evaluation import Evaluation
+from mechattn.evaluation.graded_answers import GradedAnswer
 from mechattn.stats.trend import trend as trend_of
 
 SWEEP = ma.sweep(ma.MeaninglessTokens("/"), count=[3, 9, 25])

@@ -12,7 +12,8 @@ from scipy import stats
 import mechattn as ma
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
-from mechattn.evaluation.evaluation import Evaluation, GradedAnswer
+from mechattn.evaluation.evaluation import Evaluation
+from mechattn.evaluation.graded_answers import GradedAnswer
 from mechattn.evaluation.while_answering import WhileAnswering, matched_pairs
 from mechattn.stats.units import Units
 from tests.conftest import MODELS

@@ -116,9 +116,7 @@ def _forward(
     return in_float32, logits.detach().float().cpu(), fired
 
 
-def _logits(
-    facts: ModelFacts, hooked: Logits, native: Logits | None, dtype: torch.dtype
-) -> Check:
+def _logits(facts: ModelFacts, hooked: Logits, native: Logits | None, dtype: torch.dtype) -> Check:
     if native is None:
         detail = f"{facts.why_not_native}; give the transformers model as native=…"
         return Check("logits", "not checked", detail=detail)
