@@ -13,7 +13,7 @@ import xarray as xr
 from mechattn.axes import BASELINE, by_head
 from mechattn.contrast import quantities
 from mechattn.contrast.table import check_select
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_counts
 from mechattn.results.result import Result, part_of, units_of
 from mechattn.stats.intervals import FEWEST, shrunken, t_interval
 from mechattn.stats.units import Unit, halves_of
@@ -35,9 +35,8 @@ def ranked_heads(
     level: float,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.heads`, which explains the arguments."""
-    is_count = isinstance(top, int) and not isinstance(top, bool) and top >= 1
-    if top is not None and not is_count:
-        raise OptionError(f"top={top!r}: give a number of heads, at least 1, or None for all")
+    if top is not None:
+        check_counts(top=top)
     check_select(select)
     if quantity is None:
         names = quantities.head_quantities(result)

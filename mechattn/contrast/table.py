@@ -17,7 +17,7 @@ from mechattn.contrast.beside_random import BesideRandom, check_random
 from mechattn.contrast.differences import Differences, check_cells, differences, labels_of, no_cells
 from mechattn.contrast.quantities import layer_blocks, segment_of, variable_of
 from mechattn.contrast.question import Question
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_counts
 from mechattn.results.result import Result, alike_words, shared_units
 from mechattn.stats.intervals import FEWEST
 from mechattn.stats.paired import Paired, PairedStream, false_discovery
@@ -89,12 +89,8 @@ class Selection:
 
     def __post_init__(self) -> None:
         check_select(self.select)
-        is_count = isinstance(self.top, int) and not isinstance(self.top, bool) and self.top >= 1
-        if self.top is not None and not is_count:
-            raise OptionError(
-                f"top={self.top!r}: give a number of heads, at least 1, or None for those with q <"
-                " 0.05"
-            )
+        if self.top is not None:
+            check_counts(top=self.top)
         if self.by not in (None, *get_args(Ranking)):
             raise OptionError(f'by={self.by!r}: give "difference" or "beyond" (the null)')
         if self.top is not None and self.select is None:

@@ -25,7 +25,7 @@ from mechattn.engine.engines import (
     forward_through_hooks,
 )
 from mechattn.engine.labelled_datasets import Collector, Keep, sequences_dataset
-from mechattn.errors import OptionError, check_choice
+from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked
@@ -316,11 +316,7 @@ def run_random(
     Source:
         arXiv:2512.18792.
     """
-    if isinstance(draws, bool) or not isinstance(draws, int) or draws < FEWEST_DRAWS:
-        raise OptionError(
-            f"draws={draws!r}: give a whole number of random models, at least {FEWEST_DRAWS}; heads"
-            " are compared with their spread"
-        )
+    check_counts(FEWEST_DRAWS, draws=draws)  # heads are compared with their spread
     check_draw(kind, seed)
     model = as_hooked(model)
     results = []

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from mechattn.axes import BASELINE
-from mechattn.errors import OptionError, OutputError
+from mechattn.errors import OptionError, OutputError, check_counts
 from mechattn.evaluation.answer_units import compared, follows, mediation, units_of
 from mechattn.evaluation.graded_answers import GradedAnswer, as_lines, cautions, is_replaceable
 from mechattn.prompts.prompt import Prompt
@@ -242,9 +242,7 @@ class Evaluation:
 
         ``unit`` as for :meth:`accuracy`.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise OptionError(f"n={n!r}: give the length of the n-grams, at least 1")
-
+        check_counts(n=n)
         rows = []
         for name in self.conditions:
             tokens_by_prompt: dict[str, list[tuple[int, ...]]] = {}
@@ -283,8 +281,7 @@ class Evaluation:
     ) -> pd.DataFrame:
         counts: list[Any] = [k] if isinstance(k, (int, float, str)) else list(k)
         for count in counts:
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise OptionError(f"k={count!r}: give whole numbers of answers")
+            check_counts(k=count)
         rows = []
         for name in self.conditions:
             for count in counts:

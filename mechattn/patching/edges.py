@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, check_counts
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import load_model
 from mechattn.model.several_devices import device_of
@@ -99,8 +99,7 @@ def edges(
         EAP: arXiv:2310.10348; EAP-IG: arXiv:2403.17806, with right ends of the parts where this has
             middles.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise OptionError(f"steps={steps!r}: give a whole number, 1 for EAP, more for EAP-IG")
+    check_counts(steps=steps)
     model = load_model(model)
     graph = graph_of(model)
     prompts = as_prompts(prompts)

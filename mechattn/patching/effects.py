@@ -13,7 +13,7 @@ import pandas as pd
 import xarray as xr
 
 from mechattn.axes import by_head
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_counts
 from mechattn.patching.answer_metrics import WORDS
 from mechattn.prompts.prompt import Prompt
 from mechattn.stats.intervals import FEWEST, Interval, ratio_interval, t_interval
@@ -101,8 +101,8 @@ class Patching:
             raise OptionError(f'select={select!r}: give "half" or None')
         if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
             raise OptionError(f"level={level!r}: give a probability such as 0.95")
-        if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
-            raise OptionError(f"top={top!r}: give a number of rows, at least 1, or None for all")
+        if top is not None:
+            check_counts(top=top)
 
         if select == "half":
             self.units.refuse_below(2 * FEWEST, instead="")

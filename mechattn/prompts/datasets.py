@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mechattn.errors import OptionError, PromptError, check_choice
+from mechattn.errors import OptionError, PromptError, check_choice, check_counts
 from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.prompts.fillers import random_tokens
 from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template
@@ -152,8 +152,7 @@ def _check_options(source: str, limit: Any, fields: dict[str, Any]) -> None:
 
 def check_limit(limit: Any, generated: bool = True) -> None:
     """Refuse a number of prompts that is none, or more than are generated."""
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise OptionError(f"limit={limit!r}: give a whole number of prompts, at least 1")
+    check_counts(limit=limit)
     if generated and limit > MOST:
         raise OptionError(f"limit={limit}: at most {MOST:,} prompts are generated")
 

@@ -7,7 +7,7 @@ import random
 from bisect import bisect_left, bisect_right
 from typing import Any, Literal
 
-from mechattn.errors import ConditionError, OptionError, check_choice
+from mechattn.errors import ConditionError, OptionError, check_choice, check_counts
 from mechattn.prompts.prompt import MOST, Prompt
 from mechattn.prompts.token_sequences import TokenSequence
 
@@ -181,12 +181,7 @@ def _noun_phrase(draw: random.Random) -> list[str]:
 
 
 def check_run(count: int, place: str, own_line: bool) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise OptionError(f"count={count!r}: give a whole number of tokens, an int")
-    if count < 1:
-        raise OptionError(
-            f"count={count}: insert at least one token; the baseline is always run too"
-        )
+    check_counts(count=count)
     if own_line and count == 1:
         raise OptionError("count=1: a line of its own takes at least two tokens, one for its break")
     if count > MOST:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_counts
 from mechattn.model.checkpoint import architecture_named
 from mechattn.model.load import check_device, dtype_named
 from mechattn.prompts.datasets import load_prompts
@@ -145,10 +145,8 @@ def _check(names: Sequence[str], limit: int, draws: int, problems: int) -> None:
         raise OptionError('give a model, such as ma.paper("real:smollm2") or --model real:smollm2')
     if len(set(names)) < len(names):
         raise OptionError(f"models={names}: a model is given twice; give each once")
-    least = {"limit": (limit, FEWEST), "draws": (draws, 0), "problems": (problems, 0)}
-    for option, (number, lowest) in least.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < lowest:
-            raise OptionError(f"{option}={number!r}: give a whole number, at least {lowest}")
+    check_counts(FEWEST, limit=limit)
+    check_counts(0, draws=draws, problems=problems)
 
 
 def _check_prompts(

@@ -15,7 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from mechattn.axes import BASELINE, head_named
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_counts
 from mechattn.results.result import Result
 
 Draw = TypeVar("Draw", bound=Callable)
@@ -183,8 +183,7 @@ def listed_or_chosen(
             f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3"
         )
     if top is not None:
-        if isinstance(top, bool) or not isinstance(top, int) or top < 1:
-            raise OptionError(f"top={top!r}: give a number of heads, at least 1")
+        check_counts(top=top)
         return [], top
     if not isinstance(heads, (list, tuple, range, np.ndarray)):
         raise OptionError(

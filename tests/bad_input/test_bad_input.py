@@ -193,7 +193,7 @@ def test_nothing_left_to_measure(no_forward):
 
 @pytest.mark.parametrize("wrong", [{"count": 5.5}, {"count": True}, {"text": 5}])
 def test_kinds_of_a_conditions_options(wrong):
-    with pytest.raises(OptionError, match="whole number of tokens"):
+    with pytest.raises(OptionError, match="give a whole number, at least 1"):
         ma.MeaninglessTokens(**wrong)
 
 
@@ -464,7 +464,7 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
             r"conditions\.x\.cuont: there is no such key here \(did you mean 'count'\?\)",
         ),
         ({"conditions": {"x": {"kind": "RandomSentense"}}}, r"did you mean 'RandomSentence'"),
-        ({"conditions": {"x": {"count": 0}}}, r"count=0: insert at least one"),
+        ({"conditions": {"x": {"count": 0}}}, r"count=0: give a whole number, at least 1"),
         (
             {"conditions": {"x": {"place": ["start", "end"]}}},
             r"conditions\.x\.place: Input should be",
@@ -506,7 +506,7 @@ def test_config_files(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ma.RandomSentence(0), "count=0: insert at least one"),
+        (lambda: ma.RandomSentence(0), "count=0: give a whole number, at least 1"),
         (lambda: ma.conditions.RandomTokens("55"), "count='55': give a whole number"),
         (lambda: ma.conditions.RepeatedWord(" "), "give a word"),
         (lambda: ma.conditions.ShuffledSentence(place="end"), "place='end': choose one of"),

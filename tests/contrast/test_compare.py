@@ -334,7 +334,7 @@ def test_two_results_of_the_same_prompts():
         (dict(condition="slash", to="long"), r"inserts 20 tokens, 'long' 25.*matched=False"),
         (dict(condition="slash", select="third"), "select='third'"),
         (dict(condition="slash", top=3), 'top=3: say select="half" too'),
-        (dict(condition="slash", select="half", top=0), "top=0: give a number of heads"),
+        (dict(condition="slash", select="half", top=0), "top=0: give a whole number, at least 1"),
         (dict(condition="slash", select="half", by="difference"), "so say top="),
         (dict(condition="slash", select="half", top=3, by="q"), "by='q': give"),
         (dict(condition="slash", level=95), "level=95"),

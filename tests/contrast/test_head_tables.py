@@ -66,7 +66,7 @@ def test_halves_rank_on_one_and_show_the_other(result):
             r"name one with quantity=…, or run it with ma.analyses.AttentionSinks\(\)$",
         ),
         (dict(quantity="flow"), "does not have one number per head .to_segment."),
-        (dict(quantity="entropy", top=0), "top=0: give a number of heads"),
+        (dict(quantity="entropy", top=0), "top=0: give a whole number, at least 1"),
         (dict(quantity="entropy", condition="x"), "there is no condition 'x'"),
         (dict(quantity="entropy", segment="poem"), "segment='poem': choose one of"),
         (dict(quantity="entropy", select="third"), "select='third'"),

@@ -359,7 +359,7 @@ def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
     once = Dots().apply(PROMPT, toy)
     assert once.tokens[once.inserted].tolist() == [7, 7, 7]
     assert Dots(place="middle").masked().unshifted().apply(PROMPT, toy).edge_mask is not None
-    with pytest.raises(ma.MechattnError, match="at least one token"):
+    with pytest.raises(ma.MechattnError, match="count=0: give a whole number"):
         Dots(count=0)
     twice = insert(once, [8, 8], len(once))
     assert twice.tokens[twice.inserted].tolist() == [7, 7, 7, 8, 8]
