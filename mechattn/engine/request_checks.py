@@ -162,7 +162,7 @@ def _check_sequences(
 ) -> None:
     """Refuse sequences that don't fit the model or that an analysis cannot measure."""
     check_side(prompt, sequences, model)
-    _check_is_unchanged(sequences[BASELINE])
+    check_is_unchanged(sequences[BASELINE])
     for name, sequence in sequences.items():
         _check_partners(prompt, name, sequence, sequences[BASELINE])
         _check_size(prompt, name, sequence, model)
@@ -172,7 +172,8 @@ def _check_sequences(
                 raise PromptError(f"{prompt.where} {problem}")
 
 
-def _check_is_unchanged(baseline: TokenSequence) -> None:
+def check_is_unchanged(baseline: TokenSequence) -> None:
+    """Refuse a condition named "baseline" that changes the prompt."""
     does = ""
     if baseline.inserted.any():
         does = "inserts tokens"

@@ -349,12 +349,7 @@ def _checked_rope_factors(
     All prompts are checked, before a token is generated.
     """
     for by_condition in sequences:
-        baseline = by_condition[BASELINE]
-        if baseline.inserted.any() or baseline.edge_mask or baseline.interventions:
-            raise OptionError(
-                'the condition "baseline" changes the prompt, but comparisons need it unchanged;'
-                " use another name"
-            )
+        request_checks.check_is_unchanged(by_condition[BASELINE])
     hooked = model
     if isinstance(model, UnloadedModel):
         check_servable(sequences)
