@@ -135,8 +135,9 @@ class Collector:
             per_prompt = self._values[name]
             variables[f"{name}_per_prompt"] = ((*_OUTER, *dims), per_prompt, attributes)
             moments = Moments.of(per_prompt)
+            mean, variance, n = moments.known_mean, moments.variance, moments.n
         else:
-            moments = self._moments_of(name)
+            mean, variance, n = self._statistics(name)
         outer = ("condition", "layer", *dims)
         over = {**attributes, "over": "prompts"}
         of_variance = {
@@ -145,23 +146,25 @@ class Collector:
             "units": f"{quantity.units} squared",
         }
         of_n = {**over, "description": f"n over prompts of {name}", "units": "prompts"}
-        variables[name] = (outer, moments.known_mean.astype(np.float64), over)
-        variables[f"{name}_variance"] = (outer, moments.variance.astype(np.float64), of_variance)
-        variables[f"{name}_n"] = (outer, moments.n.astype(np.float64), of_n)
+        variables[name] = (outer, mean, over)
+        variables[f"{name}_variance"] = (outer, variance, of_variance)
+        variables[f"{name}_n"] = (outer, n, of_n)
         return variables
 
-    def _moments_of(self, name: str) -> Moments:
-        """Over prompts [condition, layer, …]."""
+    def _statistics(self, name: str) -> list[np.ndarray]:
+        """Mean, variance and n over prompts [condition, layer, …]."""
         conditions = range(len(self.coords["condition"]))
         layers = range(len(self.coords["layer"]))
-        cells = [
-            [self._moments[name, condition, layer] for layer in layers] for condition in conditions
+        # Computed cell by cell: what lies in between is then small enough for a processor's cache.
+        return [
+            np.array(
+                [
+                    [getattr(self._moments[name, condition, layer], statistic) for layer in layers]
+                    for condition in conditions
+                ]
+            )
+            for statistic in ("known_mean", "variance", "n")
         ]
-        return Moments(
-            n=np.array([[cell.n for cell in row] for row in cells]),
-            mean=np.array([[cell.mean for cell in row] for row in cells]),
-            m2=np.array([[cell.m2 for cell in row] for row in cells]),
-        )
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
         options = [f"{key}={value!r}" for key, value in self.analysis.options.items()]

@@ -129,13 +129,15 @@ def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> lis
     texts: list[str] = []
     while len(texts) < len(token_ids):
         start = len(texts)
-        for count in range(1, _MOST_PARTS + 1):
-            text = text_of(*token_ids[start : start + count])
-            if _NO_CHARACTER not in text:
+        following = token_ids[start : start + _MOST_PARTS]
+        for count, token_id in enumerate(following, 1):
+            text = text_of(*following[:count])
+            # A token of whole characters completes nothing, so the search ends there.
+            if _NO_CHARACTER not in text or _NO_CHARACTER not in text_of(token_id):
                 break
-        else:
+        if _NO_CHARACTER in text:
             # Bytes that are no character, or the replacement character itself.
-            texts.append(f"{text_of(token_ids[start])} (token {token_ids[start]})")
+            texts.append(f"{text_of(following[0])} (token {following[0]})")
             continue
         pieces = [f"{text} {number}/{count}" for number in range(1, count + 1)]
         texts += pieces if count > 1 else [text]

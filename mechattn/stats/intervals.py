@@ -40,10 +40,10 @@ class Moments:
     def of(cls, values: np.ndarray) -> Moments:
         """Moments of observations stacked along the first axis; NaN marks an absent observation."""
         present = ~np.isnan(values)
-        n = present.sum(axis=0).astype(np.float64)
         filled = np.where(present, values, 0).astype(np.float64)
         if len(values) == 1:
-            return cls(n, filled[0], np.zeros_like(filled[0]))
+            return cls(present[0].astype(np.float64), filled[0], np.zeros_like(filled[0]))
+        n = present.sum(axis=0, dtype=np.float64)
         mean = np.divide(filled.sum(axis=0), n, out=np.zeros(n.shape), where=n > 0)
         m2 = (np.where(present, values - mean, 0.0) ** 2).sum(axis=0)
         return cls(n, mean, m2)
@@ -99,7 +99,8 @@ class Moments:
     @property
     def variance(self) -> np.ndarray:
         """Unbiased variance; NaN below two observations."""
-        return np.where(self.n > 1, self.m2 / np.maximum(self.n - 1, 1), np.nan)
+        nan = np.full(self.n.shape, np.nan)
+        return np.divide(self.m2, self.n - 1, out=nan, where=self.n > 1)
 
     @property
     def known_mean(self) -> np.ndarray:
