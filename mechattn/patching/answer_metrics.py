@@ -91,8 +91,8 @@ def other_answer(prompt: Prompt, model: Any) -> Int[Tensor, " other"]:
         if len(answer) == len(other_tokens):
             relation = "are the same tokens"
         raise PromptError(
-            f"both answers of {prompt.where} {relation}, so no logits tell them apart; give other "
-            "answers"
+            f"both answers of {prompt.where} {relation}, so no logits tell them apart: begin each"
+            ' with its blank (" he", not "he"), or give other answers'
         )
     return other_tokens
 

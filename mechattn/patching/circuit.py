@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from mechattn.contrast.stability import jaccard, jaccard_by_chance, largest
-from mechattn.errors import OptionError, check_choice, warn
+from mechattn.errors import OptionError, check_choice, check_counts, warn
 from mechattn.model.hooked import alone, holding
 from mechattn.model.load import load_model
 from mechattn.patching.answer_metrics import Metric, chosen_metric
@@ -132,6 +132,7 @@ class Circuit:
         """
         if q is None:
             count = self.size() if size is None else size
+            check_counts(size=count)
             return _connected(self.graph, _first(self.graph, _ranked(self.edges), count))
         table = self.edges.table()
         kept_edges = np.zeros(self.graph.exists.shape, dtype=bool)
@@ -187,8 +188,9 @@ class Circuit:
                 f"stability: the first {self.size()} edges of two halves of the ranking prompts"
                 f" share {similarity:.2f} (Jaccard index; {chance:.2f} by chance)"
             ),
+            self.edges.about.get("sharing", ""),
         ]
-        return "\n".join(lines)
+        return "\n".join(lines).rstrip()
 
 
 @alone

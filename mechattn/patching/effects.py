@@ -287,6 +287,11 @@ class Patching:
             tested += f"; {len(table)} of {cells} shown, {chosen}"
         mean, low, high = self.whole
         lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
+        if low < 0 < high:
+            lines.append(
+                "Careful: the whole effect may be 0, so there may be nothing to find; does the model"
+                " solve these prompts?"
+            )
         lines.append(str(table.attrs["resolution"]))
         if self.checked is not None:
             lines.append(self._agreement_words(self.checked))

@@ -40,7 +40,8 @@ def check_sequences(
     """
     if len(prompts) < 2:
         raise OptionError(
-            "one prompt: give at least two, as the control uses another prompt's output"
+            "one prompt: give at least two; intervals and tests are over prompts, and one control"
+            " takes another prompt's output"
         )
     for prompt, by_condition in zip(prompts, sequences, strict=True):
         changed = by_condition["condition"]

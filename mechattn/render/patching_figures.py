@@ -46,13 +46,25 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
     """
     table = circuit.table(size, q)
     heads = int(circuit.about["heads"])
-    # An edge to keys or values that heads share is drawn to each of these heads.
-    read_by = {reader: circuit.graph.read_by(reader) for reader in table.reader}
+    # An edge to keys or values that heads share is drawn to each of these heads that writes.
+    drawn = {*table.writer, "logits"}
+    read_by = {
+        reader: [node for node in circuit.graph.read_by(reader) if node in drawn]
+        for reader in table.reader
+    }
     used = sorted({*table.writer, *(node for nodes in read_by.values() for node in nodes)})
     layers = sorted({int(match[1]) for match in map(_OF_LAYER.match, used) if match})
     places = {name: _place(name, heads, layers) for name in used}
     largest = table.effect.abs().max()
     figure = draw.panels()
+    for color, verb in ((draw.WITHOUT, "lowers"), (draw.WITH, "raises")):
+        figure.add_scatter(
+            x=[None],
+            y=[None],
+            mode="lines",
+            line=dict(color=color, width=4),
+            name=f"the other output {verb} the metric",
+        )
     for row in table[::-1].itertuples():  # the largest on top
         for node in read_by[row.reader]:
             figure.add_trace(_arc(row, places[row.writer], places[node], largest))
@@ -80,12 +92,10 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         f"{circuit.about['metric']}; {len(table)} of {int(circuit.graph.exists.sum())} edges, "
         f"{circuit.about['method']}; ranked on {circuit.about['ranked_on']}"
     )
-    draw.title(figure, f"{circuit.about['model']}: circuit", note, 200 + 80 * (rows + 2))
-    return says(
-        figure,
-        f"{len(table)} edges on a way from the embedding to the logits."
-        f" {_faithfulness_words(circuit, size, q)}",
-    )
+    carried = _faithfulness_words(circuit, size, q)
+    heading = f"{circuit.about['model']}: circuit"
+    draw.title(figure, heading, f"{note}. {carried}", 200 + 80 * (rows + 2), top=110)
+    return says(figure, f"{len(table)} edges on a way from the embedding to the logits. {carried}")
 
 
 def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> str:
@@ -100,7 +110,7 @@ def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> 
         interval = f"[{faithful.low:.0%}, {faithful.high:.0%}]"
     return (
         f"On the other half, the first {edges} edges carry {faithful.faithfulness:.0%} {interval} of"
-        f" the effect, as many random ones {faithful.random:.0%}."
+        f" the effect, as many random ones {round(faithful.random, 2) + 0.0:.0%}."
     )
 
 

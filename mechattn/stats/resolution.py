@@ -78,8 +78,9 @@ class Resolution:
                 f"must reach it together, or use {self.fewest} {unit}"
             )
         return (
-            f"{start} one test alone passes q < {self.level:g} in {100 * self.chance:.0f} % of"
-            f" draws at most; {needed}"
+            f"{start} a test whose neighbours show nothing passes q < {self.level:g} in at most"
+            f" {100 * self.chance:.0f} % of draws of the signs, and several that show something pass"
+            f" together; {needed}"
         )
 
 

@@ -201,14 +201,23 @@ def test_shared_keys_are_repeated_for_their_heads(tmp_path):
 def test_the_figure_draws_every_edge_of_the_circuit(found):
     figure = ma.render.circuit_map(found, size=20)
     table = found.table(20)
-    arcs = [node for reader in table.reader for node in found.graph.read_by(reader)]
-    assert len(figure.data) == len(arcs) + 1
+    drawn = {*table.writer, "logits"}
+    arcs = [
+        node for reader in table.reader for node in found.graph.read_by(reader) if node in drawn
+    ]
+    legend = [trace.name for trace in figure.data[:2]]
+    assert legend == [f"the other output {verb} the metric" for verb in ("lowers", "raises")]
+    assert {figure.data[0].line.color} != {figure.data[1].line.color}
+    assert len(figure.data) == 2 + len(arcs) + 1
     top = table.iloc[0]
     assert f"{top.writer} → {top.reader}" in figure.data[-2].hovertext
-    assert max(trace.line.width for trace in figure.data[:-1]) == figure.data[-2].line.width
+    assert max(trace.line.width for trace in figure.data[2:-1]) == figure.data[-2].line.width
     assert f"{len(table)} edges on a way from the embedding to the logits. " in said(figure)
     assert "On the other half, the first 20 edges carry" in said(figure)
+    assert "On the other half, the first 20 edges" in figure.layout.title.text
     assert "What they carry was not measured" in said(ma.render.circuit_map(found, size=19))
+    with pytest.raises(OptionError, match="size='all': give a whole number"):
+        ma.render.circuit_map(found, size="all")
 
 
 def test_the_figure_has_a_row_for_each_layer_with_an_edge_and_no_two_nodes_at_a_place(found):

@@ -87,7 +87,8 @@ def test_what_draws_of_random_weights_can_show_is_what_they_show_of_a_head_far_o
         (12, 784, "with 12 prompts and 784 tests no p can pass q < 0.05 alone (smallest p 0.00049): 8 tests must reach it "
          "together, or use 19 prompts"),
         (5, 784, "with 5 prompts and 784 tests no p can pass q < 0.05 (smallest p 0.062); one test alone can with 19 prompts or more"),
-        (16, 784, "with 16 prompts and 784 tests one test alone passes q < 0.05 in 62 % of draws at most; one test "
+        (16, 784, "with 16 prompts and 784 tests a test whose neighbours show nothing passes q < 0.05 in at most 62 % of draws of "
+         "the signs, and several that show something pass together; one test "
              "alone can with 19 prompts or more"),
         (64, 32, "with 64 prompts and 32 tests one test alone can pass q < 0.05 (smallest p 0.0001); the smallest effect "
          "that q finds in one test alone, with 80 % power, is d_z = 0.52"),
