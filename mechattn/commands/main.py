@@ -312,6 +312,7 @@ def evaluate_config(
     from mechattn.toml_sections import read_sections
 
     read_sections(config)
+    _say("Loading the model; a bar shows the first tokens, within a minute or two.", err=True)
     from mechattn.commands.run_config import evaluate_from_config
 
     template = None if chat_template is None else TEMPLATES[chat_template]
