@@ -275,7 +275,7 @@ def _generated(
     keys_by_factors: dict[str, list[Key]] = {}
     for key in sorted(todo, key=lambda key: len(requests[key].sequence)):
         keys_by_factors.setdefault(rope_factors.get(key[0], ""), []).append(key)
-    with AnswerBar(len(todo)) as bar:
+    with AnswerBar(len(todo), len(requested) - len(todo)) as bar:
         for keys in keys_by_factors.values():
             generation = Generation(
                 native,

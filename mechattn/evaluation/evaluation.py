@@ -267,8 +267,8 @@ class Evaluation:
             rows.append(row)
         if missing:
             raise OptionError(
-                f"{missing} answers of {condition!r} are missing, as after an interrupted run: call"
-                " evaluate again with the same arguments and out=… to resume it"
+                f"{missing} answers of {condition!r} are missing, as after an interrupted run, or one of"
+                " fewer problems: call evaluate with out=… and all its problems and conditions"
             )
         return np.array(rows, dtype=float)
 

@@ -14,13 +14,19 @@ class AnswerBar:
 
     Args:
         answer_count: The number of answers to come.
+        kept: The number of answers that an earlier run has left.
         title: What is counted.
     """
 
-    def __init__(self, answer_count: int, title: str = "answers") -> None:
+    def __init__(self, answer_count: int, kept: int = 0, title: str = "answers") -> None:
         # miniters=0: also drawn where tokens have come and no answer has ended.
         self._bar = tqdm(
-            desc=title, total=answer_count, unit="answer", miniters=0, mininterval=_EVERY
+            desc=title,
+            initial=kept,
+            total=kept + answer_count,
+            unit="answer",
+            miniters=0,
+            mininterval=_EVERY,
         )
         self._start = time.monotonic()
         self._tokens = 0

@@ -62,7 +62,7 @@ def served_answers(
         todo = [key for key in todo if key[:2] in sent]
         probe = _probe(connection, requests, sent, len(todo), sampling, file.about.get("probe"))
         file.note("probe", probe.about)
-        with AnswerBar(len(todo)) as bar:
+        with AnswerBar(len(todo), len(file.answers)) as bar:
             for stretch in server_probe.stretches(todo):
                 completion_requests = (
                     (key, _completion_request(key, requests, sent, sampling)) for key in stretch

@@ -190,7 +190,7 @@ class Probe:
 def _asked(connection: Connection, requests: Sequence[CompletionRequest]) -> list[Completion]:
     """The completions in the order of the requests, with a bar."""
     completions = {}
-    with AnswerBar(len(requests), "comparing the server with the model") as bar:
+    with AnswerBar(len(requests), title="comparing the server with the model") as bar:
         for number, completion in connection.completions(enumerate(requests)):
             completions[number] = completion
             bar.add_answer()

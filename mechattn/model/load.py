@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_choice
 from mechattn.hub_access import asked_once
 from mechattn.model import checkpoint
 from mechattn.model.checkpoint import UnloadedModel, as_trusted, reason
@@ -228,12 +228,8 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
 
 def dtype_named(name: str) -> Dtype:
     """The dtype with a name such as "bfloat16", for configs and the command line."""
-    if name == "auto":
-        return "auto"
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise OptionError(f'dtype={name!r}: give "auto", "float32", "bfloat16" or "float16"')
-    return dtype
+    check_choice(("auto", "float32", "bfloat16", "float16"), dtype=name)
+    return getattr(torch, name, "auto")
 
 
 def unloaded(model: Any) -> UnloadedModel:

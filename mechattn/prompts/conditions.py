@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from mechattn.errors import ConditionError, OptionError, check_choice
+from mechattn.errors import ConditionError, OptionError, check_choice, check_counts
 from mechattn.functional.attention import EdgeMask
 from mechattn.markup import fields_table, plain
 from mechattn.prompts import fillers
@@ -443,15 +443,9 @@ class RepeatQuestion(Insertion):
     place: Place = "after_question"
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.times, bool)
-            or not isinstance(self.times, int)
-            or not 1 <= self.times <= MOST
-        ):
-            raise OptionError(
-                f"times={self.times!r}: give a whole number from 1 to {MOST:,}; the baseline is"
-                " always run"
-            )
+        check_counts(times=self.times)
+        if self.times > MOST:
+            raise OptionError(f"times={self.times}: give at most {MOST:,}")
         check_choice(Place, place=self.place)
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:

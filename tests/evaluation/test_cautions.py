@@ -33,7 +33,12 @@ USUAL = ["right"] * 10 + ["wrong"] * 10
 def test_nothing_is_said_where_nothing_is_the_matter():
     usual = evaluation(baseline=USUAL, slash=["cut off", "unread", *USUAL[2:]])
     assert usual.cautions == []
-    assert _accuracies(usual).startswith("| condition")
+    table = _accuracies(usual)
+    assert table.startswith("| condition")
+    # Ten of 20 are right; of these, the first two are cut off and unread under the condition.
+    assert "| 0.25 | 0, 2 |" in table
+    assert table.endswith("The baseline can fall by 50.0 points.")
+    assert "n = 20; Wilson's and Newcombe's intervals, McNemar's test (mid-p)" in table
     assert "\n" not in repr(usual)
 
 

@@ -1,7 +1,7 @@
 """Answers against plain transformers, one prompt at a time; stored, continued, compared."""
 
 import json
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 import mechattn as ma
 from mechattn.errors import Interrupted, OptionError, OutputError, PromptError
 from mechattn.evaluation import evaluate as module
+from mechattn.evaluation import progress
 from mechattn.evaluation.generate import Generation, Request, answers
 
 SLASH = ma.MeaninglessTokens("/", 20)
@@ -342,6 +343,18 @@ def test_a_file_that_is_no_evaluation_stays(evaluation, tmp_path):
     evaluation.save(path)
     evaluation.save(path)
     assert ma.load_evaluation(path).answers == evaluation.answers
+
+
+def test_the_bar_of_a_resumed_run_starts_at_what_is_there(toy, some, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "tqdm", partial(progress.tqdm, disable=False))
+    path = tmp_path / "e.jsonl"
+    ma.evaluate(toy, some[:2], new_tokens=4, out=path)
+    assert " 0/2 " in capsys.readouterr().err
+    ma.evaluate(toy, some[:3], new_tokens=4, out=path)
+    shown = capsys.readouterr().err
+    assert " 2/3 " in shown
+    assert " 3/3 " in shown
+    assert " 0/" not in shown
 
 
 def test_a_last_line_of_somebody_is_not_taken_for_one_that_was_cut_off(toy, some, tmp_path):

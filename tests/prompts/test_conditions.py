@@ -463,7 +463,7 @@ def test_in_a_chat_they_are_in_the_users_turn_on_lines_of_their_own(toy, conditi
 
 @pytest.mark.parametrize("times", [0, -1, True])
 def test_a_question_repeated_no_times(times):
-    with pytest.raises(OptionError, match="give a whole number from 1 to"):
+    with pytest.raises(OptionError, match="give a whole number, at least 1"):
         ma.conditions.RepeatQuestion(times)
 
 
