@@ -1,6 +1,9 @@
 """Final answers that people and models write, read by hand."""
 
+import json
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +140,25 @@ def test_grades(text, solution, right):
 )
 def test_expressions(text, solution, right):
     assert grade(text, solution, "math").right == right
+
+
+def test_two_hundred_answers_of_a_real_model_are_read_as_by_hand():
+    """Forty of Qwen2.5-Coder-0.5B's a condition, drawn from experiments/real/2026-11-26-accuracy.md.
+
+    Two readers wrote down each final value, without the grader's; null where there is no single one.
+    """
+    lines = (Path(__file__).parent / "qwen_answers.jsonl").read_text(encoding="utf-8").splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert len(answers) == 200
+    differs_from_last_number = 0
+    for answer in answers:
+        by_hand = answer["by_hand"] and F(answer["by_hand"])
+        graded = grade(answer["text"], answer["reference"], "number", finished=answer["finished"])
+        assert (graded.answer and F(graded.answer)) == by_hand, answer["text"]
+        assert graded.right == (by_hand == F(answer["reference"].replace(",", "")))
+        last_number = re.findall(r"\d[\d,]*\.?\d*", answer["text"])[-1]
+        differs_from_last_number += F(last_number.replace(",", "").rstrip(".")) != by_hand
+    assert differs_from_last_number > 10  # a reader of the last number would be noticed
 
 
 def test_bad_input():
