@@ -34,7 +34,7 @@ def some():
             ModelError,
             "layer 9 is out of range",
         ),
-        ({"conditions": {"baseline": SLASH}}, OptionError, "changes the prompt"),
+        ({"conditions": {"baseline": SLASH}}, OptionError, "the baseline is the unchanged prompt"),
     ],
 )
 def test_bad_input(toy, some, options, error, message, monkeypatch):
@@ -82,7 +82,7 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
             {"server": ADDRESS, "conditions": {"x": SLASH.unshifted()}},
             r"'x' keeps positions \(\.unshifted\(\)\)",
         ),
-        ({"server": ADDRESS, "conditions": {"baseline": SLASH}}, r"changes the prompt"),
+        ({"server": ADDRESS, "conditions": {"baseline": SLASH}}, r"the baseline is the unchanged prompt"),
     ],
 )
 def test_what_a_server_is_not_asked_for(some, options, message, monkeypatch):
