@@ -82,7 +82,10 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
             {"server": ADDRESS, "conditions": {"x": SLASH.unshifted()}},
             r"'x' keeps positions \(\.unshifted\(\)\)",
         ),
-        ({"server": ADDRESS, "conditions": {"baseline": SLASH}}, r"the baseline is the unchanged prompt"),
+        (
+            {"server": ADDRESS, "conditions": {"baseline": SLASH}},
+            r"the baseline is the unchanged prompt",
+        ),
     ],
 )
 def test_what_a_server_is_not_asked_for(some, options, message, monkeypatch):
