@@ -25,7 +25,7 @@ from mechattn.engine.engines import (
     forward_through_hooks,
 )
 from mechattn.engine.labelled_datasets import Collector, Keep, sequences_dataset
-from mechattn.errors import OptionError, check_choice, check_counts
+from mechattn.errors import check_choice, check_counts
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked
@@ -56,8 +56,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         memory_bytes(self.memory)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise OptionError(f"seed={self.seed!r}: give a whole number")
+        check_counts(0, seed=self.seed)
         check_choice(Keep, keep=self.keep)
         check_choice(Engine, engine=self.engine)
 

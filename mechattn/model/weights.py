@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import hashlib
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.errors import ModelError, OptionError
+from mechattn.errors import ModelError, OptionError, check_choice, check_counts
 from mechattn.model.gguf_files import SUFFIX
 from mechattn.model.hooked import ModelFacts, alone, facts_of, making
 from mechattn.model.load import load_model
@@ -69,15 +69,10 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
 
 def check_draw(kind: str, seed: int) -> None:
     """Refuse an invalid kind or seed, before a model is loaded."""
-    if kind not in get_args(Kind):
-        raise OptionError(
-            f'kind={kind!r}: choose "initialised" (as before training) or "shuffled" (the entries'
-            " of each weight matrix permuted)"
-        )
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise OptionError(
-            f"seed={seed!r}: give a whole number from 0 to 2^63 − 1, as torch takes no other"
-        )
+    check_choice(Kind, kind=kind)
+    check_counts(0, seed=seed)
+    if seed >= 2**63:
+        raise OptionError(f"seed={seed}: give at most 2^63 − 1, as torch takes no other")
 
 
 def _drawn(native: Any, kind: Kind, seed: int) -> Any:

@@ -287,6 +287,11 @@ class Patching:
             tested += f"; {len(table)} of {cells} shown, {chosen}"
         mean, low, high = self.whole
         lines.append(f"whole effect {mean:+.3g} [{low:+.3g}, {high:+.3g}]; {tested}")
+        wrong_way = {"noising": low, "denoising": -high}.get(about["direction"], 0)
+        if wrong_way > 0 and about["metric"] == WORDS["logit_diff"]:
+            lines.append(
+                "Careful: the other version favours the answer; are the two the wrong way round?"
+            )
         if low < 0 < high:
             lines.append(
                 "Careful: the whole effect may be 0, so there may be nothing to find; does the model"

@@ -664,6 +664,20 @@ def test_no_share_of_a_whole_effect_that_may_be_nothing():
     ]
 
 
+@pytest.mark.parametrize(("direction", "right"), [("noising", -1.0), ("denoising", 1.0)])
+def test_versions_the_wrong_way_round_and_no_effect_are_said(direction, right):
+    rng = np.random.default_rng(2)
+    said = {
+        whole: str(drawn(8, rng, whole, metric="logit_diff", direction=direction))
+        for whole in (right, -right, 0.0)
+    }
+    assert "Careful" not in said[right]
+    assert "are the two the wrong way round?" in said[-right]
+    assert "the whole effect may be 0" in said[0.0]
+    # Inserted tokens may raise the log-probability of an answer.
+    assert "Careful" not in str(drawn(8, rng, -right, direction=direction))
+
+
 def test_a_divergence_that_cannot_fall_is_tested_against_the_control():
     """Patching away from the baseline: every effect is above 0, whatever is put in."""
     made = drawn(32, np.random.default_rng(2), metric="kl", direction="noising")
