@@ -292,7 +292,8 @@ def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monke
 
     plain = figures().stderr
     assert "toy:llama: 6 prompts with and without 55 inserted tokens." in plain
-    assert f"mechattn: <bos>{55 * '/'}{QUESTIONS[0]}\n" in plain
+    inserted = " ".join(55 * "/")
+    assert f"mechattn: <bos>{inserted}{QUESTIONS[0]}\n" in plain
 
     asked = ["--system", "Be brief.", "--answer-field", "reply", "--separator", "", "--count", 4]
     more = figures(*asked, "--place", "before_answer").stderr

@@ -1,11 +1,9 @@
 """Models on several devices, offloaded to memory and disk, and quantised: the numbers of the model as it was."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload, dispatch_model
+from accelerate import cpu_offload
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
@@ -47,20 +45,6 @@ def parts(model, first, second, home="cpu"):
     return {"model.embed_tokens": home, "model.rotary_emb": home, **layers, **ends}
 
 
-def half_on_disk(model, folder):
-    return dispatch_model(
-        model, parts(model, "cpu", "disk"), main_device="cpu", offload_dir=folder, force_hooks=True
-    )
-
-
-OFFLOADED: dict[str, Callable] = {
-    "memory": lambda model, folder: cpu_offload(model, execution_device="cpu"),
-    "half on disk": half_on_disk,
-}
-# Where a weight comes from is tried for the numbers; what is done with it is the same for both.
-HALF_ON_DISK = pytest.mark.parametrize("offloaded", ["half on disk"], indirect=True, scope="module")
-
-
 @pytest.fixture(scope="module")
 def whole(tokenizer):
     return ma.load_model(plain("toy:llama", torch.float32), tokenizer=tokenizer)
@@ -71,15 +55,12 @@ def measured(whole):
     return ma.run(whole, PROBLEMS, CONDITIONS, every("toy:llama"), keep="prompts")
 
 
-@pytest.fixture(scope="module", params=OFFLOADED)
-def offloaded(request, tokenizer, tmp_path_factory):
-    made = OFFLOADED[request.param](
-        plain("toy:llama", torch.float32), tmp_path_factory.mktemp("offloaded")
-    )
-    assert sum(parameter.is_meta for parameter in made.parameters()) > 10, (
-        "most weights are elsewhere"
-    )
-    return ma.load_model(made, tokenizer=tokenizer)
+@pytest.fixture(scope="module")
+def offloaded(tokenizer):
+    """A model whose weights all lie elsewhere, and are brought for each call of a module (test_a_name_takes_a_device_map: a disk)."""
+    native = cpu_offload(plain("toy:llama", torch.float32), execution_device="cpu")
+    assert all(parameter.is_meta for parameter in native.parameters())
+    return ma.load_model(native, tokenizer=tokenizer)
 
 
 def assert_same(result, expected):
@@ -138,7 +119,6 @@ def test_the_comparison_would_notice_another_order(whole, measured):  # negative
         )
 
 
-@HALF_ON_DISK
 @pytest.mark.parametrize("engine", ["fused", "hooks"])
 def test_each_engine_takes_an_offloaded_model(engine, offloaded, whole):
     options = {"conditions": CONDITIONS, "engine": engine}
@@ -156,7 +136,6 @@ def acted_on(whole):
     return prompts, effects, answers(whole), recorded(whole)
 
 
-@HALF_ON_DISK
 def test_an_offloaded_model_is_patched_answers_and_is_acted_on(offloaded, acted_on):
     prompts, effects, answered, acted = acted_on
     for at, effect in effects.items():
