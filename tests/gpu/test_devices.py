@@ -25,11 +25,9 @@ CONDITIONS = {
         intervention=ma.interventions.AttentionKnockout("question", "first", layers=(0, 3))
     ),
 }
-UNDEFINED = {"toy:llama": ma.analyses.ScoreDecomposition}  # under RoPE
-
-
-def every(name):
-    return [make() for make in ANALYSES if make is not UNDEFINED.get(name)]
+EVERY = [
+    make() for make in ANALYSES if make is not ma.analyses.ScoreDecomposition
+]  # undefined under RoPE
 
 
 def parts(model, first, second, home="cpu"):
@@ -52,7 +50,7 @@ def whole(tokenizer):
 
 @pytest.fixture(scope="module")
 def measured(whole):
-    return ma.run(whole, PROBLEMS, CONDITIONS, every("toy:llama"), keep="prompts")
+    return ma.run(whole, PROBLEMS, CONDITIONS, EVERY, keep="prompts")
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +102,7 @@ def test_offloaded_numbers_are_the_models_own_to_the_bit(offloaded, measured):
     assert outcomes["logits"] == outcomes["kernel"] == outcomes["heads"] == "passed", (
         "against its own attention"
     )
-    result = ma.run(offloaded, PROBLEMS, CONDITIONS, every("toy:llama"), keep="prompts")
+    result = ma.run(offloaded, PROBLEMS, CONDITIONS, EVERY, keep="prompts")
     assert_same(result, measured)
     about, expected = (each.provenance["model"] for each in (result, measured))
     assert about["weights_hash"] == expected["weights_hash"]
@@ -114,7 +112,7 @@ def test_offloaded_numbers_are_the_models_own_to_the_bit(offloaded, measured):
 def test_the_comparison_would_notice_another_order(whole, measured):  # negative control
     with pytest.raises(AssertionError, match="received"):
         assert_same(
-            ma.run(whole, PROBLEMS[::-1], CONDITIONS, every("toy:llama"), keep="prompts"),
+            ma.run(whole, PROBLEMS[::-1], CONDITIONS, EVERY, keep="prompts"),
             measured,
         )
 
@@ -162,7 +160,7 @@ def test_two_devices_that_are_imitated(tokenizer, whole, measured):
             dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer
         )
         lies = {where(parameter) for parameter in made.original_model.parameters()}
-        result = ma.run(made, PROBLEMS, CONDITIONS, every("toy:llama"), keep="prompts")
+        result = ma.run(made, PROBLEMS, CONDITIONS, EVERY, keep="prompts")
         through_hooks = ma.run(made, PROBLEMS, CONDITIONS, engine="hooks")
         fused = ma.run(made, PROBLEMS, engine="fused")
     assert lies == {FIRST, SECOND}
