@@ -25,7 +25,7 @@ for name, weight in native.named_parameters():
         weight.requires_grad_(False).zero_()
 
 
-def batch(size=64):
+def batch(size=32):
     """Spans of 8 to 24 different tokens, repeated to 48 tokens; the first copy cannot be foreseen."""
     places = torch.arange(48)
     spans = torch.randint(8, 25, (size, 1))
@@ -36,8 +36,8 @@ def batch(size=64):
 optimizer = torch.optim.AdamW(
     [w for w in native.parameters() if w.requires_grad], lr=3e-3, weight_decay=0.01
 )
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=600, pct_start=0.1)
-for _ in range(600):
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=400, pct_start=0.1)
+for _ in range(400):
     tokens, foreseen = batch()
     logits = native(tokens).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits[foreseen], tokens[:, 1:][foreseen])
