@@ -8,7 +8,7 @@
 # make test-compat   every analysis on a HookedTransformer and on bridges of transformer-lens 3.9
 # make test-extra   a large result on an S3 server of the loopback address, and in dask; answers of llama.cpp's server
 # make test-rest  what make test leaves out: slow tests, and those that were skipped
-# make test-all   all of these, each test once
+# make test-all   all of these, with types checked in more packages
 # Each first installs what it needs into .venv, in the versions of requirements.lock; only python3 is required:
 # figures need only mechattn (1.5 GB), tests and lint .[dev] and its extras, the site .[docs].
 
@@ -19,10 +19,10 @@ UV ?= $(shell command -v uv 2>/dev/null)
 INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile)
 # Bytecode is compiled at first import rather than at installation, which is less work.
 unexport PYTHONDONTWRITEBYTECODE
-# Shapes and types are checked at run time in these packages: by the tests of TYPED, as other tests give input of wrong types.
-# "make test" checks those of mechattn.functional only, as all take 1.5 times as long; make test TYPES=… checks more.
+# Shapes and types are checked at run time in the packages TYPES, by the tests of TYPED; the others give input of wrong types.
+# On a user's machine these are mechattn.functional only, as all of CHECKED take 1.5 times as long.
 CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine,mechattn.interventions,mechattn.evaluation
-TYPES ?= mechattn.functional
+TYPES ?= $(if $(CI),$(CHECKED),mechattn.functional)
 TYPED := $(addprefix tests/,analysis engine evaluation functional identities interventions laws model parity prompts)
 # What tests write lies in memory where it has room for it: a result is flushed file by file, and a disk makes each wait.
 ROOM := $(shell [ "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
@@ -33,12 +33,7 @@ PYTEST := $(ALONE) -n 2 --dist worksteal
 # What needs a folder of packages of its own on the path.
 ELSEWHERE := --ignore tests/compat --ignore tests/extra
 
-# The tests that $(1) selects: of TYPED, with the types of $(2) checked; and all others.
-typed = $(PYTEST) $(TYPED) $(1) --jaxtyping-packages=$(2),beartype.beartype
-plain = $(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) $(1)
-REST := -m "slow or browser or site"
-
-.PHONY: real figures paper test test-compat test-extra test-rest test-without test-with test-all fuzz simulate lint docs cards bench gpu lock clean
+.PHONY: real figures paper test test-compat test-extra test-rest test-all fuzz simulate lint docs cards bench gpu lock clean
 .NOTPARALLEL:  # as all share .venv
 
 # SmolLM2-135M-Instruct in 4 bits (Apache-2.0), which this package carries as a file; nothing of it is imported or run.
@@ -56,24 +51,15 @@ paper: .venv/core $(SMOLLM2_FILE)
 	$(BIN)/mechattn paper --model real:smollm2 --limit 16 --out out/paper
 
 test: .venv/dev
-	$(call typed,-m "not slow",$(TYPES))
-	$(call plain,-m "not slow")
+	$(PYTEST) $(TYPED) -m "not slow" --jaxtyping-packages=$(TYPES),beartype.beartype
+	$(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) -m "not slow"
 
+# Three at a time, as these wait for clusters, browsers and killed processes.
 test-rest: .venv/dev
-	$(call typed,$(REST),$(CHECKED))
-	$(call plain,$(REST))
+	$(PYTEST) tests $(ELSEWHERE) -m "slow or browser or site" -n 3
 
-# The same in CI, where a browser and the site are there for the last alone: slow tests of TYPED need neither.
-test-without: .venv/dev
-	$(call typed,,$(CHECKED))
-	$(call plain,-m "not slow")
-
-test-with: .venv/dev
-	$(call plain,$(REST) -n 3)  # these wait for clusters, browsers and killed processes
-
-test-all: .venv/dev test-compat test-extra
-	$(call typed,,$(CHECKED))
-	$(call plain,)
+test-all: TYPES = $(CHECKED)
+test-all: test test-rest test-compat test-extra
 
 # It uses the same torch and transformers, so it needs a folder on the path but no second environment.
 test-compat: .venv/dev
