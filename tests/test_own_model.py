@@ -38,7 +38,7 @@ def write(folder, sections, **top):
     lines = [f"{name} = {json.dumps(value)}" for name, value in {"verify": False, **top}.items()]
     path.write_text(
         "\n".join(lines) + f'\n{sections}\n[prompts]\nsource = "word-problems"\nlimit = 6\n'
-        f'[output]\nresult = "{folder}/r.zarr"\npage = "{folder}/p.html"\n'
+        f'[output]\nresult = "{folder}/r.zarr"\n'
     )
     return path
 
