@@ -19,11 +19,10 @@ UV ?= $(shell command -v uv 2>/dev/null)
 INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile)
 # Bytecode is compiled at first import rather than at installation, which is less work.
 unexport PYTHONDONTWRITEBYTECODE
-# Shapes and types are checked at run time in the packages TYPES, by the tests of TYPED; the others give input of wrong types.
+# Shapes and types are checked at run time in these packages, by the tests of the folders that tests/conftest.py names.
 # On a user's machine these are mechattn.functional only, as all of CHECKED take 1.5 times as long.
 CHECKED := mechattn.functional,mechattn.analysis,mechattn.prompts,mechattn.model,mechattn.engine,mechattn.interventions,mechattn.evaluation
 TYPES ?= $(if $(CI),$(CHECKED),mechattn.functional)
-TYPED := $(addprefix tests/,analysis engine evaluation functional identities interventions laws model parity prompts)
 # What tests write lies in memory where it has room for it: a result is flushed file by file, and a disk makes each wait.
 ROOM := $(shell [ "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 # Two processes of one thread each are faster than one of two, as toys are small; where tests are few, imports take longer.
@@ -51,8 +50,7 @@ paper: .venv/core $(SMOLLM2_FILE)
 	$(BIN)/mechattn paper --model real:smollm2 --limit 16 --out out/paper
 
 test: .venv/dev
-	$(PYTEST) $(TYPED) -m "not slow" --jaxtyping-packages=$(TYPES),beartype.beartype
-	$(PYTEST) tests $(ELSEWHERE) $(addprefix --ignore ,$(TYPED)) -m "not slow"
+	$(PYTEST) tests $(ELSEWHERE) -m "not slow" --jaxtyping-packages=$(TYPES),beartype.beartype
 
 # Three at a time, as these wait for clusters, browsers and killed processes.
 test-rest: .venv/dev

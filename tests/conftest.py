@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads it when it is imported
 
+import jaxtyping
 import pytest
 import torch
 
@@ -29,6 +30,20 @@ IMITATED = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
 if (capability := os.environ.get("ATEN_CPU_CAPABILITY")) in IMITATED:
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", IMITATED[capability])
 
+# In these folders shapes and types are checked while a test runs, of the packages that `make test` names; in the others not,
+# as some of their tests give input of wrong types.
+TYPED = {
+    "analysis",
+    "engine",
+    "evaluation",
+    "functional",
+    "identities",
+    "interventions",
+    "laws",
+    "model",
+    "parity",
+    "prompts",
+}
 SHARED = Path(__file__).parents[2] / "shared"  # data and models of others, beside the clone
 GSM8K = SHARED / "data" / "gsm8k_test.jsonl"
 MODELS = Path(os.environ.get("MECHATTN_MODELS", SHARED / "models"))
@@ -58,6 +73,12 @@ def pytest_collection_modifyitems(items):
         for fixture, mark in (("chromium", "browser"), ("site", "site")):
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(mark)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    jaxtyping.config.update("jaxtyping_disable", folder not in TYPED)
 
 
 def pytest_collection_finish():

@@ -1,8 +1,16 @@
-"""What a test needs from outside the clone is never missing in silence where it counts."""
+"""What a test needs from outside the clone is never missing in silence where it counts, nor is a check of types."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
+import jaxtyping
 import pytest
+import torch
+from beartype import beartype
+from jaxtyping import Float
+from torch import Tensor
 
-from tests.conftest import need, pytest_collection_modifyitems
+from tests.conftest import TYPED, need, pytest_collection_modifyitems, pytest_runtest_setup
 
 
 def outcome(monkeypatch, ci, without, there=False):
@@ -29,3 +37,23 @@ def test_what_asks_for_a_browser_is_marked(request):
     request.node.fixturenames.append("chromium")
     pytest_collection_modifyitems([request.node])
     assert request.node.get_closest_marker("browser")
+
+
+@pytest.mark.parametrize("folder", ["functional", "bad_input"])
+def test_types_are_checked_in_the_folders_that_are_named(folder, request, monkeypatch):
+    path = Path(__file__).parent / folder / "test_any.py"
+    node = SimpleNamespace(path=path)
+
+    @jaxtyping.jaxtyped(typechecker=beartype)
+    def transposed(rows: Float[Tensor, "a b"]) -> Float[Tensor, "a b"]:
+        return rows.T
+
+    pytest_runtest_setup(node)
+    try:
+        if folder in TYPED:
+            with pytest.raises(jaxtyping.TypeCheckError):
+                transposed(torch.ones(2, 3))
+        else:
+            assert transposed(torch.ones(2, 3)).shape == (3, 2)
+    finally:
+        pytest_runtest_setup(request.node)
