@@ -20,7 +20,7 @@ def examples(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
-FEW = 6  # prompts, which are enough to rank on one half and report on the other
+FEW = 6  # prompts, which are enough to rank edges on one half and report on the other
 
 
 def at_most(load, limit):
@@ -37,13 +37,9 @@ def at_most(load, limit):
     "page", [p for p in PAGES if examples(p)], ids=lambda path: f"{path.parent.name}/{path.stem}"
 )
 def test_examples_run(page, toy, tmp_path, monkeypatch):
-    """As they are on the page; recipes, which promise no number, on fewer prompts than it says."""
+    """As they are on the page; recipes, which promise no number, load fewer prompts than it says."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plotly.io, "show", lambda *args, **kwargs: None)
-    is_recipe = page.parent.name == "how-to"
-    if is_recipe:
-        monkeypatch.setattr(ma, "load_prompts", at_most(ma.load_prompts, FEW))
-        monkeypatch.setattr(ma, "pairs", at_most(ma.pairs, FEW))
     names = {
         "__name__": "example",
         "ma": ma,
@@ -51,6 +47,10 @@ def test_examples_run(page, toy, tmp_path, monkeypatch):
         "prompts": ma.load_prompts("word-problems", limit=12),
         "slash": ma.MeaninglessTokens("/", count=55),
     }
+    is_recipe = page.parent.name == "how-to"
+    if is_recipe:
+        monkeypatch.setattr(ma, "load_prompts", at_most(ma.load_prompts, FEW))
+        monkeypatch.setattr(ma, "pairs", at_most(ma.pairs, FEW))
     for block in examples(page):
         exec(compile(block, str(page), "exec"), names)
     is_checked = "assert" in "".join(examples(page))
