@@ -7,8 +7,8 @@ import torch
 import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.analysis.analysis import PairAnalysis, RowAnalysis
-from mechattn.analysis.attention_focus import ScoreDecomposition
 from mechattn.analysis.received_attention import AttentionMap
+from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.engine import request_checks
 from tests.tiny_families import tiny_model
 
