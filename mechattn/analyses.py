@@ -6,7 +6,6 @@ from mechattn.analysis.analysis import QueryAnalysis as QueryAnalysis
 from mechattn.analysis.attention_budget import AttentionBudget as AttentionBudget
 from mechattn.analysis.attention_focus import AttentionFocus as AttentionFocus
 from mechattn.analysis.attention_sinks import AttentionSinks as AttentionSinks
-from mechattn.analysis.attention_spread import AttentionSpread as AttentionSpread
 from mechattn.analysis.block_updates import BlockUpdates as BlockUpdates
 from mechattn.analysis.direct_logits import DirectLogits as DirectLogits
 from mechattn.analysis.direct_logits import SegmentLogits as SegmentLogits

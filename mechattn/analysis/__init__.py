@@ -9,7 +9,6 @@ from mechattn.analysis.analysis import Analysis
 from mechattn.analysis.attention_budget import AttentionBudget
 from mechattn.analysis.attention_focus import AttentionFocus
 from mechattn.analysis.attention_sinks import AttentionSinks
-from mechattn.analysis.attention_spread import AttentionSpread
 from mechattn.analysis.block_updates import BlockUpdates
 from mechattn.analysis.direct_logits import DirectLogits, SegmentLogits
 from mechattn.analysis.mlp_activations import MlpActivations
@@ -19,6 +18,6 @@ from mechattn.analysis.updates import HeadUpdates, TopTargetUpdates
 
 ANALYSES: tuple[Callable[[], Analysis], ...] = (
     ReceivedAttention, AffineShift, SegmentFlow, MlpActivations, AttentionFocus, HeadUpdates, TopTargetUpdates,
-    BlockUpdates, DirectLogits, SegmentLogits, AttentionSinks, AttentionSpread, ScoreDecomposition, AttentionMap,
+    BlockUpdates, DirectLogits, SegmentLogits, AttentionSinks, ScoreDecomposition, AttentionMap,
     AttentionBudget,
 )  # fmt: skip

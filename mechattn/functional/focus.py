@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Marked, Pattern, Tokens, constant, widened
+from mechattn.functional.attention import Marked, Pattern, Tokens
 
 Squares = Float[Tensor, "*batch query key"]
 PerQuery = Float[Tensor, "*batch query"]
@@ -141,38 +139,3 @@ def has_repeat(tokens: Tokens, after: int = 0) -> Marked:
     start = torch.where(is_new, places, 0).cummax(-1).values
     first = torch.empty_like(order).scatter_(-1, order, order.gather(-1, start))
     return first + after < places
-
-
-def band_edges(bands: int) -> tuple[int, ...]:
-    """The first distance of each band, and the end of the last: 0, 1, 2, 4, 8, …."""
-    return (0, *(2**n for n in range(bands)))
-
-
-def band_mass(
-    pattern: Squares, bands: int, first_query: int = 0, first_key: int = 0
-) -> Float[Tensor, "*batch query {bands}"]:
-    """Attention to the token itself, and to the keys t to 2t − 1 positions back, for t = 1, 2, 4,
-    ….
-
-    ``M[q, t] = Σ_{t ≤ q − k < 2t} A[q, k]``.
-    """
-    queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
-    edges = constant(band_edges(bands), pattern.device)
-    up_to = torch.nn.functional.pad(pattern.cumsum(-1, dtype=widened(pattern)), (1, 0))
-    ends: Int[Tensor, "query edge"] = queries[:, None] - edges + 1 - first_key
-    ends = ends.clamp(0, pattern.shape[-1])
-    up_to_ends = up_to.gather(-1, ends.expand(*pattern.shape[:-1], len(edges)))
-    return (up_to_ends[..., :-1] - up_to_ends[..., 1:]).to(pattern.dtype)
-
-
-def near_best(pattern: Squares, shares: Sequence[float]) -> Float[Tensor, "*batch query share"]:
-    """How many keys get at least this fraction of the best key's attention.
-
-    ``N = #{k : A[q, k] ≥ share · max A[q]}``
-
-    In scores these are the keys at most ``g = −log share`` below the best,
-    ``#{k : max s − s[k] ≤ g}``.
-    """
-    best = pattern.amax(-1, keepdim=True)
-    counts = [(pattern >= share * best).sum(-1) for share in shares]
-    return torch.stack(counts, -1).to(widened(pattern))
