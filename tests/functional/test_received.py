@@ -95,6 +95,21 @@ def test_an_empty_segment_has_no_mean(random_pattern):
     assert fn.segment_mean(per_key[None], torch.zeros(1, 1, 4, dtype=torch.bool)).isnan().all()
 
 
+def test_the_drop_of_a_content_blind_head_by_definition():
+    """30 system, 55 inserted and 100 question tokens under uniform attention: the drop that is none."""
+
+    def question_received(inserted):
+        length = 130 + inserted
+        rows = torch.ones(length, length, dtype=torch.float64).tril()
+        counted = torch.ones(length, dtype=torch.bool)
+        counted[30 : 30 + inserted] = False
+        received_by_key = loop_over_queries((rows / rows.sum(-1, keepdim=True))[None], counted)
+        return float(received_by_key[0, 30 + inserted : -1].mean())
+
+    drop = 1 - question_received(55) / question_received(0)
+    assert 0.22 < drop < 0.47
+
+
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("is_cut", [True, False])
