@@ -425,12 +425,12 @@ class QueryAnalysis(AnalysisBase):
 
     def _check_shape(self, name: str, number: object, rows: AttentionRows) -> None:
         """Refuse a number that would be spread over all queries, heads or prompts."""
-        expected = rows.pattern.shape[:3]
-        shape = getattr(number, "shape", None)
+        expected = list(rows.pattern.shape[:3])
+        shape = list(getattr(number, "shape", ()))
         if shape != expected:
             raise OptionError(
-                f"{self.name}: of_queries gives {name!r} with the shape {shape and list(shape)}, not"
-                f" [batch, head, query] = {list(expected)}: reduce rows.pattern over its keys"
+                f"{self.name}: of_queries gives {name!r} with the shape {shape}, not"
+                f" [batch, head, query] = {expected}: reduce rows.pattern over its keys"
             )
 
     def values(self, sums: Sums, batch: Batch, window: Window) -> Values:

@@ -192,8 +192,7 @@ class AttentionSinks(AnalysisBase):
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        sums = zeros(batch, heads, "columns", "columns_after")
-        return sums | zeros(batch, heads, "near", last=(self.gap,))
+        return zeros(batch, heads, "columns", "columns_after", "near")
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add column sums over all queries, over those after the insertion, and over those near the
@@ -209,9 +208,10 @@ class AttentionSinks(AnalysisBase):
                 )
             norms = fn.value_norms(rows.v, self.factors[rows.layer])
             sums["value_norm"], sums["output_value_norm"] = norms
-        sums["columns"][..., keys] += fn.column_sums(pattern, rows.batch.real[:, queries])
-        near = fn.near_band(pattern, self.gap, queries.start, keys.start)
-        sums["near"][:, :, queries] = near
+        real = rows.batch.real[:, queries]
+        sums["columns"][..., keys] += fn.column_sums(pattern, real)
+        near = sums["near"][..., keys]
+        fn.add_near_sums(near, pattern, real, queries.start, keys.start, self.gap)
         span_start, span_end = inserted_span(rows.batch)
         if span_end and queries.stop > span_start:
             counted = rows.batch.after_inserted[:, queries]
@@ -241,7 +241,7 @@ class AttentionSinks(AnalysisBase):
         values["span_sink"] = _above(values["span_mass"], self.threshold)
 
         distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
-        from_afar = sums["columns"] - fn.near_sums(sums["near"], batch.real)
+        from_afar = sums["columns"] - sums["near"]
         vertical = from_afar / distant.clamp(min=1)[:, None]
         has_distant = batch.real & (distant > 0)
         values["vertical"] = vertical.masked_fill(~has_distant[:, None], torch.nan)

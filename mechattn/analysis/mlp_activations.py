@@ -4,14 +4,13 @@ conditions."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
@@ -245,8 +244,7 @@ class MlpActivations(AnalysisBase):
         conditions."""
         for row, length in enumerate(activations.batch.lengths.tolist()):
             self._add_sequence(sums, activations, row, length)
-        for changes in _changes(activations):
-            _add_changes(sums, changes)
+        _add_changes(sums, activations)
 
     def _add_sequence(self, sums: Sums, activations: Activations, row: int, length: int) -> None:
         threshold = (self.thresholds or {})[activations.layer]
@@ -290,43 +288,25 @@ class MlpActivations(AnalysisBase):
         return values
 
 
-@dataclass(frozen=True)
-class _TokenChanges:
-    """How some original tokens of a prompt change from the baseline, in each of its conditions."""
-
-    rows: list[int]  # of the batch: the prompt's conditions
-    places: Int[Tensor, "row token"]  # where the tokens are in each row
-    change: Float[Tensor, "row token channel"]
-    norm: Float[Tensor, " token"]  # of the activations in the baseline
-    is_question: Bool[Tensor, " token"]
-
-
-def _add_changes(sums: Sums, changes: _TokenChanges) -> None:
-    """Keep each token's relative change, and add the products of the conditions' changes."""
-    size = changes.change.norm(dim=-1)
-    relative = torch.where(changes.norm > 0, size / changes.norm, _UNDEFINED)
-    for row, places, value in zip(changes.rows, changes.places, relative, strict=True):
-        sums["token_change"][row, places] = value
-
-    is_large = size > _LEAST * changes.norm
-    large_changes = changes.change * is_large[..., None]
-    of_question = large_changes[:, changes.is_question].double()
-    flat = rearrange(of_question, "row token d_mlp -> row (token d_mlp)")
-    sums["product"][changes.rows] += flat @ flat.T
-    sums["within"][changes.rows] += flat.square() @ (flat != 0).double().T
-
-
-def _changes(activations: Activations) -> Iterator[_TokenChanges]:
-    """The changes of some original tokens of a prompt at a time."""
+def _add_changes(sums: Sums, activations: Activations) -> None:
+    """Keep how much each original token changes from the baseline, and add the products of the
+    changes in each two conditions of a prompt."""
     pairs = activations.pairs
     for baseline in pairs.baseline.unique().tolist():
-        rows = (pairs.baseline == baseline).nonzero().flatten().tolist()
+        rows = (pairs.baseline == baseline).nonzero()[:, 0]
         originals = int(pairs.original[baseline].sum())
         for start in range(0, originals, _TOKENS):
             tokens = slice(start, min(start + _TOKENS, originals))
             before = activations.post[baseline, tokens].float()
             places = pairs.place[rows, tokens]
-            row_index = torch.tensor(rows, device=places.device)[:, None]
-            after = activations.post[row_index, places].float()
+            change = activations.post[rows[:, None], places].float() - before
+            norm = before.norm(dim=-1)
+            size = change.norm(dim=-1)
+            relative = torch.where(norm > 0, size / norm, _UNDEFINED)
+            sums["token_change"][rows[:, None], places] = relative
+
             is_question = pairs.segment[baseline, tokens] == SEGMENTS.index("question")
-            yield _TokenChanges(rows, places, after - before, before.norm(dim=-1), is_question)
+            large_changes = change * (size > _LEAST * norm)[..., None]
+            of_question = large_changes[:, is_question].double().flatten(1)
+            sums["product"][rows] += of_question @ of_question.T
+            sums["within"][rows] += of_question.square() @ (of_question != 0).double().T

@@ -170,33 +170,21 @@ def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) 
     }
     sizes |= {dim: len(labels) for dim, labels in getattr(analysis, "coords", {}).items()}
     for name, quantity in quantities.items():
-        shape = list(getattr(values[name], "shape", ()))
+        value = values[name]
+        shape = list(getattr(value, "shape", ()))
         expected = [len(batch.rows), *(sizes.get(dim) for dim in quantity.dims)]
         fits = len(shape) == len(expected) and all(
             size in (None, actual) for size, actual in zip(expected, shape, strict=True)
         )
-        if not fits or not isinstance(values[name], Tensor):
+        if not fits or not isinstance(value, Tensor):
             dims = ", ".join(["batch", *quantity.dims])
             raise OptionError(
-                f"{analysis.name}: {name!r} is a {type(values[name]).__name__} of shape {shape};"
-                f" its dims promise a tensor [{dims}] = {expected}"
+                f"{analysis.name}: {name!r} is a {type(value).__name__} of shape {shape}; its dims"
+                f" promise a tensor [{dims}] = {expected}"
             )
 
 
 def on_cpu(values: Values) -> Values:
-    """A layer's values on the CPU, in one copy for each dtype; valid once the GPU has done the work
-    queued so far."""
-    if all(value.device.type == "cpu" for value in values.values()):
-        return dict(values)
-
-    copies: Values = {}
-    for kind in {(value.dtype, value.device) for value in values.values()}:
-        alike = {
-            name: value for name, value in values.items() if (value.dtype, value.device) == kind
-        }
-        flat = torch.cat([value.reshape(-1) for value in alike.values()])
-        flat = flat.to("cpu", non_blocking=flat.is_cuda)  # to pinned memory, without waiting
-        parts = flat.split([value.numel() for value in alike.values()])
-        for (name, value), part in zip(alike.items(), parts, strict=True):
-            copies[name] = part.view(value.shape)
-    return {name: copies[name] for name in values}
+    """A layer's values on the CPU; valid once the GPU has done the work queued so far."""
+    # Of a GPU to pinned memory, without waiting.
+    return {name: value.to("cpu", non_blocking=value.is_cuda) for name, value in values.items()}

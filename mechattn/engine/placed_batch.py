@@ -72,12 +72,10 @@ class PlacedBatch:
     def interventions(self) -> list[tuple[Intervention, Target]]:
         """Each intervention of each condition, in order, with the tokens that it acts on."""
         batch = self.placed
-        interventions: dict[tuple[str, int], Intervention] = {}
         rows: dict[tuple[str, int], list[int]] = {}
         for row, of_row in enumerate(batch.interventions):
             _, condition = batch.rows[row]
-            for order, intervention in enumerate(of_row):
-                interventions.setdefault((condition, order), intervention)
+            for order in range(len(of_row)):
                 rows.setdefault((condition, order), []).append(row)
 
         # An original token by its place in the baseline, an inserted one by −1 − its place in the
@@ -86,9 +84,10 @@ class PlacedBatch:
         positions = torch.where(batch.origin >= 0, batch.origin, -1 - places)
 
         with_targets = []
-        for key, intervention in interventions.items():
-            index = torch.tensor(rows[key], device=batch.tokens.device)
-            ids = tuple(self.prompt_ids[batch.rows[row][0]] for row in rows[key])
+        for (_, order), of_condition in rows.items():
+            intervention = batch.interventions[of_condition[0]][order]
+            index = torch.tensor(of_condition, device=batch.tokens.device)
+            ids = tuple(self.prompt_ids[batch.rows[row][0]] for row in of_condition)
             target = Target(index, ids, positions[index], batch.segment[index])
             with_targets.append((intervention, target))
         return with_targets

@@ -162,14 +162,11 @@ def _not_padding(q: Queries, lengths: Sequence[int] | None) -> Bool[Tensor, "bat
 
 
 def _check_shapes(q: Queries, k: Keys, v: Values | None) -> None:
-    tensors = {"q": q, "k": k, "v": k if v is None else v}
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-    if any(tensor.ndim != 4 for tensor in tensors.values()):
-        raise OptionError(f"{shapes}: give [batch, head, pos, d_head] for each")
-    if k.shape[::2] != q.shape[::2] or k.shape[3] != q.shape[3] or q.shape[1] % k.shape[1]:
+    fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
+    v_fits = v is None or v.shape[:3] == k.shape[:3]
+    if not fits or not v_fits:
+        shapes = [list(tensor.shape) for tensor in (q, k, v) if tensor is not None]
         raise OptionError(
-            f"{shapes}: give equally many sequences, positions and dimensions, and a number of key"
-            " heads that divides that of query heads"
+            f"q, k (and v) have the shapes {shapes}: give [batch, head, pos, d_head], alike but for"
+            " the number of heads, where that of k and v divides that of q"
         )
-    if tensors["v"].shape[:3] != k.shape[:3]:
-        raise OptionError(f"{shapes}: only the last axes of k and v may differ")

@@ -161,20 +161,19 @@ def _check_insertion(
     prompt: Prompt, name: str, sequence: TokenSequence, baseline: TokenSequence
 ) -> None:
     """Refuse a sequence that is more than the baseline with tokens inserted."""
-    is_original = ~sequence.inserted
+    if not sequence.of_segment("inserted")[sequence.inserted].all():
+        raise ConditionError(
+            f"the condition {name!r} puts tokens that it inserts into a segment of prompt"
+            f' {prompt.id}: their segment must be "inserted"'
+        )
     for attribute in ("tokens", "origin", "segment"):
-        of_original = getattr(sequence, attribute)[is_original]
+        of_original = getattr(sequence, attribute)[~sequence.inserted]
         if not of_original.equal(getattr(baseline, attribute)):
             raise ConditionError(
                 f"the condition {name!r} changes the {attribute} of original tokens of prompt"
                 f" {prompt.id}: a condition may only insert tokens, as insert(tokenize(prompt,"
                 " model), ids, at) does"
             )
-    if not sequence.of_segment("inserted")[sequence.inserted].all():
-        raise ConditionError(
-            f"the condition {name!r} puts tokens that it inserts into a segment of prompt"
-            f' {prompt.id}: their segment must be "inserted"'
-        )
 
 
 def checked_sequences(

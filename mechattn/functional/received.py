@@ -128,31 +128,21 @@ def segment_means(quantities: Mapping[str, PerKey], member: Members) -> dict[str
     return dict(zip(quantities, means, strict=True))
 
 
-def near_band(
-    pattern: Pattern, gap: int, first_query: int = 0, first_key: int = 0
-) -> Float[Tensor, "batch head query {gap}"]:
-    """``A[q, q − back]`` of each query for ``back`` from 0 to ``gap − 1``; 0 if that key is not in
-    this block."""
-    device = pattern.device
-    queries = first_query - first_key + torch.arange(pattern.shape[2], device=device)
-    index = queries[:, None] - torch.arange(gap, device=device)
-    band = pattern.gather(-1, index.clamp(min=0).expand(*pattern.shape[:3], gap))
-    return band.masked_fill(index < 0, 0.0)
+def add_near_sums(
+    near: PerKey, pattern: Pattern, counted: Counted, first_query: int, first_key: int, gap: int
+) -> None:
+    """Add the attention that each key of a block gets from the counted queries less than ``gap``
+    positions later, its own included.
 
-
-def near_sums(band: Float[Tensor, "batch head pos gap"], counted: Counted) -> PerKey:
-    """Attention that each key gets from the counted queries less than ``gap`` positions later, its
-    own included.
-
-    ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]``, from :func:`near_band` of all queries;
+    ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]`` after all blocks of query rows;
     :func:`column_sums` minus this is the attention from further away.
     """
-    length = band.shape[2]
-    weighted = band * counted[:, None, :, None].to(band.dtype)
-    near = torch.zeros_like(band[..., 0])
-    for back in range(min(band.shape[-1], length)):
-        near[..., : length - back] += weighted[..., back:, back]
-    return near
+    for back in range(gap):
+        offset = first_query - first_key - back  # the key of the first row, so far back
+        diagonal = pattern.diagonal(offset, -2, -1)
+        rows = max(0, -offset) + torch.arange(diagonal.shape[-1], device=pattern.device)
+        keys = slice(max(0, offset), max(0, offset) + len(rows))
+        near[..., keys] += diagonal * counted[:, None, rows].to(pattern.dtype)
 
 
 def near_queries(

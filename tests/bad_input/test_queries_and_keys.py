@@ -12,10 +12,9 @@ Q = torch.zeros(2, 4, 5, 8)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"q": Q[0]}, r"q \[4, 5, 8\], k .*: give \[batch, head, pos, d_head\]"),
-        ({"k": Q[:, :3]}, "a number of key heads that divides that of query heads"),
-        ({"k": Q[:, :, :4]}, "equally many sequences, positions and dimensions"),
-        ({"v": Q[:, :2]}, "only the last axes of k and v may differ"),
+        ({"k": Q[:, :3]}, r"the shapes \[\[2, 4, 5, 8\], \[2, 3, 5, 8\]\]: give \[batch, head"),
+        ({"k": Q[:, :, :4]}, "alike but for the number of heads"),
+        ({"v": Q[:, :2]}, "alike but for the number of heads"),
         ({"lengths": [5, 6]}, "give 2 numbers of positions, 1 to 5"),
         ({"lengths": [5]}, "give 2 numbers of positions"),
     ],
