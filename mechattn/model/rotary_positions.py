@@ -11,8 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import Attention, Fused, Rows, widened
+from mechattn.functional.attention import Attention, Rows, widened
 from mechattn.functional.budget import NO_ROTATION, Rotation
+from mechattn.functional.fused import Fused
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, ModelFacts, facts_of, original_of
 from mechattn.model.patch.streaming import streaming, why_not

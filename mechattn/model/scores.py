@@ -12,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import Pattern, alibi_slopes, score_parts
+from mechattn.functional.attention import Pattern
 from mechattn.functional.received import visible_keys
+from mechattn.functional.scores import alibi_slopes, score_parts
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of, score_biases

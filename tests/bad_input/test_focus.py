@@ -44,7 +44,7 @@ def test_too_short_for_sinks_and_for_a_rank(no_forward):
     [
         (lambda m: ma.pattern(m, PROMPT, 0, heads=[]), "heads=.. is empty"),
         (lambda m: ma.pattern(m, PROMPT, 0, heads="0"), "heads holds '0'; give whole numbers"),
-        (lambda m: ma.pattern(m, PROMPT, 0, max_tokens="5"), "max_tokens=5: give a number"),
+        (lambda m: ma.pattern(m, PROMPT, 0, max_tokens="5"), "max_tokens='5': give a whole number"),
         (lambda m: ma.run(m, PROMPT, analyses=ma.analyses.ScoreDecomposition()), "RoPE"),
     ],
 )
@@ -55,15 +55,15 @@ def test_layers_heads_and_models(toy, call, message):
 
 @pytest.mark.parametrize("option", [{"rank": -1}, {"rank": 1.5}, {"rank": True}])
 def test_ranks(option):
-    with pytest.raises(OptionError, match="give 0 for the strongest target"):
+    with pytest.raises(OptionError, match=r"rank=.*: give a whole number"):
         ma.analyses.ScoreDecomposition(**option)
 
 
 @pytest.mark.parametrize(
     "option",
     [
-        {"threshold": 0}, {"threshold": 1.2}, {"threshold": "x"}, {"least_queries": 0}, {"gap": 2.5},
-        {"inactive_below": float("nan")}, {"massive": 100}, {"massive": (1.0,)},
+        {"threshold": 0}, {"threshold": 1.2}, {"least_queries": 0}, {"gap": 2.5},
+        {"inactive_below": float("nan")}, {"massive": (1.0,)},
     ],
 )  # fmt: skip
 def test_options_of_sinks(option):
@@ -169,6 +169,6 @@ class _Misspelt:
 
 def test_a_misspelt_hook_is_refused(no_forward):
     with pytest.raises(
-        OptionError, match=r"layer 0 of .* doesn't have \(did you mean 'hook_resid_pre'\?\)"
+        OptionError, match=r"captures 'hook_resid_pree', which layer 0 of .* doesn't have"
     ):
         ma.run(no_forward, PROMPT, analyses=_Misspelt())

@@ -18,11 +18,10 @@ from mechattn.errors import ModelError
 from mechattn.functional.attention import (
     Attention,
     EdgeMask,
-    Fused,
     Rows,
     attention_by_rows,
-    fused_attention,
 )
+from mechattn.functional.fused import Fused, fused_attention
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of

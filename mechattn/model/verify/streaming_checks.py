@@ -9,7 +9,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.functional.attention import Fused, Pattern, Rows
+from mechattn.functional.attention import Pattern, Rows
+from mechattn.functional.fused import Fused
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.streaming import streaming, why_not
