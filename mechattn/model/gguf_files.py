@@ -23,7 +23,6 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.hub_access import asked_once, may_be_on_hub
 
 SUFFIX = ".gguf"
-_MAGIC = b"GGUF"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _BLOCK = 2**22  # bytes
 _FEW = 0.01  # of the weights: the bits of fewer are not worth a word
@@ -126,16 +125,10 @@ def gguf_header(path: str) -> GgufFile:
         )
     if not os.path.isfile(path):
         raise ModelError(f"there is no file {path}")
-    if part := _PART.search(path):
+    if _PART.search(path):
         raise ModelError(
-            f"{path} is part {int(part[1])} of {int(part[2])} of a split model, and transformers"
-            " reads whole files: join the parts with llama.cpp's llama-gguf-split --merge"
-        )
-    with open(path, "rb") as file:
-        start = file.read(len(_MAGIC))
-    if start != _MAGIC:
-        raise ModelError(
-            f"{path} is not a GGUF file: it starts with {start!r}, where {_MAGIC!r} is expected"
+            f"{path} is a part of a split model, and transformers reads whole files: join the parts"
+            " with llama.cpp's llama-gguf-split --merge"
         )
     about = os.stat(path)
     return _read_header(path, about.st_size, about.st_mtime_ns)
@@ -151,9 +144,8 @@ def _read_header(path: str, size: int, changed: int) -> GgufFile:
             architecture = reader.fields["general.architecture"].contents()
         except Exception as error:  # of numpy, about shapes and sizes
             raise ModelError(
-                f"{path} is damaged or cut off: its {size:,} bytes end before what its header"
-                f" names, or the header itself is broken ({type(error).__name__}). Copy or download"
-                " it again"
+                f"{path} is no GGUF file, or is damaged or cut off ({type(error).__name__}). Copy or"
+                " download it again"
             ) from error
     types: Counter[str] = Counter()
     for tensor in reader.tensors:
@@ -261,11 +253,8 @@ def as_plain(model: Any) -> Any:
         return model
     model.is_quantized = False
     model.hf_quantizer = None
-    for config in {
-        id(each): each for each in (model.config, model.config.get_text_config())
-    }.values():
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
+    for config in (model.config, model.config.get_text_config()):
+        vars(config).pop("quantization_config", None)
     return model
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,24 +60,6 @@ def refuse_other_kinds(class_name: str, config: Any) -> None:
         kind = "a model without its head, which predicts no tokens"
     if kind:
         raise ModelError(f"a {class_name} is {kind}; {_CAUSAL}")
-
-
-@contextmanager
-def configs_restored(model: Any) -> Iterator[None]:
-    """If the ``with`` block raises, the configurations of a model are as they were."""
-    configs = {
-        id(module.config): module.config
-        for module in model.modules()
-        if hasattr(getattr(module, "config", None), "__dict__")
-    }
-    before = [(config, dict(vars(config))) for config in configs.values()]
-    try:
-        yield
-    except BaseException:
-        for config, attributes in before:
-            vars(config).clear()
-            vars(config).update(attributes)
-        raise
 
 
 def moved(hf_model: Any, device: Any, dtype: torch.dtype | None) -> Any:

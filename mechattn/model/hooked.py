@@ -12,7 +12,7 @@ from threading import Lock, RLock, local
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mechattn.errors import warn
@@ -123,7 +123,6 @@ class ModelFacts:
     why_not_native: str = ""
     mended: tuple[str, ...] = ()  # a sentence for each correction
     to_verify: bool = True  # False if the user turned verification off
-    probe_logits: Tensor | None = None  # the native logits when the model was loaded
     report: Report | None = None  # the last verification
     boots: int = -1  # how many models the process had made at that time
     # Whether row blocks, and sums of a fused kernel, give the hooks' numbers; None if not tried yet.

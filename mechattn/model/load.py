@@ -26,7 +26,6 @@ from mechattn.model.gguf_files import (
     read_once,
 )
 from mechattn.model.given_objects import (
-    configs_restored,
     moved,
     refuse_other_kinds,
     unwrapped_model,
@@ -64,7 +63,6 @@ def load_model(
     dtype: Dtype = "auto",
     device: str | torch.device | None = None,
     verify: bool = True,
-    pickled_weights: bool = False,
     gguf_file: str | None = None,
     **options: Any,
 ) -> Any:
@@ -91,8 +89,6 @@ def load_model(
             they differ. An already verified model is verified again if another model has been made
             since, because booting one can change shared classes. With False the model stays
             unverified, and its results record this.
-        pickled_weights: Also load a checkpoint without safetensors. A pickle can run code, so use
-            this only for sources that you trust.
         gguf_file: The name of a GGUF file in the directory, or in the hub's repository.
         **options: Other options of ``TransformerBridge.boot_transformers``, such as ``n_ctx``,
             ``revision`` or ``trust_remote_code`` (which runs the checkpoint's own code).
@@ -123,23 +119,12 @@ def load_model(
         model = gguf_place(str(model), gguf_file, options.get("revision"))
     if isinstance(model, torch.nn.Module):
         model = unwrapped_model(model)
-        with (
-            making,
-            as_trusted(trust_remote_code=checkpoint.is_of_own_code(model), pickled_weights=True),
-            configs_restored(model),
-        ):
+        with making, as_trusted(checkpoint.is_of_own_code(model)):
             hooked = _from_object(model, tokenizer, dtype, device, options)
-            # Verified inside the block: a model that is refused keeps its own configuration.
-            return verified(hooked, verify)
     elif isinstance(model, (str, Path)):
         own_code = options.get("trust_remote_code")
         place = checkpoint.model_place(str(model))
-        with (
-            making,
-            as_trusted(own_code, pickled_weights, name=str(model)),
-            asked_once(place),
-            read_once(),
-        ):
+        with making, as_trusted(own_code), asked_once(place), read_once():
             hooked = _from_name(str(model), tokenizer, dtype, device, options)
     else:
         raise ModelError(
@@ -215,7 +200,7 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     facts = known_facts(hooked)
     facts.to_verify = to_verify  # a model that is verified here is verified again later, as before
     if native is not None:
-        facts = replace(facts, native=native.eval(), why_not_native="", probe_logits=None)
+        facts = replace(facts, native=native.eval(), why_not_native="")
     facts.streaming = tried(check_streaming, hooked)
     facts.fused = None
     report = tried(check_model, hooked, facts, length)
@@ -273,7 +258,6 @@ def _from_name(
         k: options[k] for k in ("revision", "trust_remote_code") if k in options
     }
     config = checkpoint.config_of_place(place, **remote)
-    checkpoint.check_weights_are_whole(place)
     if dtype == "auto":
         on_cpu = torch.device(device or get_device()).type == "cpu"
         stored = getattr(config, "dtype", None)

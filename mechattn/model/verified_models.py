@@ -11,7 +11,7 @@ from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import reason
 from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, facts_of, making, remember
 from mechattn.model.several_devices import WRAPPED, device_of, dispatched_like
-from mechattn.model.state import is_same, refuse_changes, state_of
+from mechattn.model.state import refuse_changes, state_of
 from mechattn.model.verify.checks import check_model
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING
 
@@ -71,7 +71,7 @@ def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
     if facts.report is None:
         facts.to_verify = False
         return
-    if facts.state is None or is_same(facts.state, state_of(model)):
+    if facts.state is None or facts.state == state_of(model):
         return
     with making:
         facts.native, facts.why_not_native = _native_twin(model)
@@ -83,7 +83,7 @@ def notice_changes(model: Any, facts: ModelFacts) -> None:
     """Refuse a changed model; verify it again if it was moved, or has other hooks."""
     before = facts.state
     assert before is not None, "asked of a verified model only"
-    now = state_of(model, before)
+    now = state_of(model)
     refuse_changes(model, before, now)
     is_moved = before["device"] != now["device"]
     if is_moved:

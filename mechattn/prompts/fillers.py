@@ -181,11 +181,10 @@ def _noun_phrase(draw: random.Random) -> list[str]:
 
 
 def check_run(count: int, place: str, own_line: bool) -> None:
-    check_counts(count=count)
+    """Refuse a number of tokens or a place that cannot be inserted."""
+    check_counts(most=MOST, count=count)
     if own_line and count == 1:
         raise OptionError("count=1: a line of its own takes at least two tokens, one for its break")
-    if count > MOST:
-        raise OptionError(f"count={count}: insert at most {MOST:,} tokens")
     check_choice(Place, place=place)
 
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mechattn.errors import PromptError, check_choice
-from mechattn.prompts.datasets import LONGEST, SHORTEST, check_limit, repeated_random
-from mechattn.prompts.prompt import Prompt
+from mechattn.errors import PromptError, check_choice, check_counts
+from mechattn.prompts.datasets import LONGEST, SHORTEST, repeated_random
+from mechattn.prompts.prompt import MOST, Prompt
 from mechattn.prompts.tokenization import TokenizedModel, own_bos, require_tokenizer
 
 _SOURCES = ("ioi", "greater-than", "capitals", "repeated-random")
@@ -196,7 +196,7 @@ def pairs(
         arXiv:2211.00593 (ioi), arXiv:2305.00586 (greater-than); the templates are ours.
     """
     check_choice(_SOURCES, source=source)
-    check_limit(limit)
+    check_counts(most=MOST, limit=limit)
     if source == "repeated-random":
         draws = [random.Random(f"{source} {seed} {index}") for index in range(limit)]
         if same_length:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from numbers import Integral
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ MOST = 1_000_000  # generated prompts, inserted tokens, samples: far beyond any 
 HALVES = re.compile(
     "[\ud800-\udfff]"
 )  # halves of surrogate pairs, which neither tokenizers nor files accept
+_EXCERPT = 40  # characters of a text in a message
 _FEWEST = 4  # prompts; with fewer, intervals are wide in any case
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _NAME = re.compile(r"\b[A-Z]\w*")
@@ -74,37 +76,30 @@ class Prompt:
         check_choice(Template, template=self.template)
         if not self.question.strip() and not self.tokens:
             raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
-        if plain(str(self.id)) != str(self.id):
-            raise PromptError(
-                f"the id {self.id!r} contains control characters; give every prompt a printable id"
-            )
         if self.group is not None and (not isinstance(self.group, str) or not self.group.strip()):
             raise PromptError(
                 f"prompt {self.id} has group={self.group!r}; give the name of its group, or None"
             )
-        if self.group is not None and (
-            plain(self.group) != self.group or HALVES.search(self.group)
-        ):
-            raise PromptError(
-                f"the group {self.group!r} of prompt {self.id} contains characters that cannot be"
-                " printed"
-            )
+        for name in (str(self.id), self.group or ""):
+            if plain(name) != name:
+                raise PromptError(
+                    f"prompt {self.id} has an id or a group with characters that cannot be"
+                    f" printed: {name!r}"
+                )
         if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
             raise PromptError(
                 f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid"
                 " text"
             )
-        further = [one for one in (self.counterpart, self.other_answer) if not isinstance(one, str)]
-        for token in (
-            *self.tokens,
-            *self.answer_tokens,
-            *(token for one in further for token in one),
-        ):
-            if (
-                isinstance(token, bool)
-                or not isinstance(token, Integral)
-                or not -(2**63) <= token < 2**63
-            ):
+
+        versions = [
+            version
+            for version in (self.counterpart, self.other_answer)
+            if not isinstance(version, str)
+        ]
+        for token in chain(self.tokens, self.answer_tokens, *versions):
+            is_whole = isinstance(token, Integral) and not isinstance(token, bool)
+            if not is_whole or not -(2**63) <= token < 2**63:
                 raise PromptError(
                     f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers"
                 )
@@ -113,7 +108,7 @@ class Prompt:
     def excerpt(self) -> str:
         """The beginning of the question, for use in messages."""
         text = " ".join(self.question.split()) or f"{len(self.tokens)} token ids"
-        return text if len(text) <= 40 else text[:39] + "…"
+        return text if len(text) <= _EXCERPT else text[: _EXCERPT - 1] + "…"
 
     @property
     def where(self) -> str:
@@ -145,27 +140,25 @@ def as_prompts(prompts: Any) -> list[Prompt]:
             "prompts, or a tensor of token ids (load_prompts reads files and data sets)"
         )
 
-    numbered = [_numbered(index, prompt) for index, prompt in enumerate(prompts)]
-    if not numbered:
+    named = [_named(index, prompt) for index, prompt in enumerate(prompts)]
+    if not named:
         raise PromptError("there are no prompts; give at least one")
-    if all(prompt.id == Prompt.id for prompt in numbered):  # none was named
-        numbered = [replace(prompt, id=str(index)) for index, prompt in enumerate(numbered)]
-    counts = Counter(prompt.id for prompt in numbered)
-    repeated = [name for name, count in counts.items() if count > 1]
-    if repeated:
-        raise PromptError(
-            f"several prompts have the id {min(repeated)!r}; give every prompt its own"
-        )
-    if not any(prompt.group for prompt in numbered):
-        return numbered
-    alone = [replace(prompt, group=f"prompt {prompt.id} alone") for prompt in numbered]
-    return [
-        prompt if prompt.group else ungrouped
-        for prompt, ungrouped in zip(numbered, alone, strict=True)
-    ]
+    if all(prompt.id == Prompt.id for prompt in named):  # none was named
+        named = [replace(prompt, id=str(index)) for index, prompt in enumerate(named)]
+    name, count = Counter(prompt.id for prompt in named).most_common(1)[0]
+    if count > 1:
+        raise PromptError(f"several prompts have the id {name!r}; give every prompt its own")
+
+    if not any(prompt.group for prompt in named):
+        return named
+    grouped = []
+    for prompt in named:
+        group = prompt.group or f"prompt {prompt.id} alone"
+        grouped.append(replace(prompt, group=group))
+    return grouped
 
 
-def _numbered(index: int, prompt: object) -> Prompt:
+def _named(index: int, prompt: object) -> Prompt:
     """One of several prompts; a text is named after its place."""
     if isinstance(prompt, Prompt):
         return prompt
@@ -174,7 +167,7 @@ def _numbered(index: int, prompt: object) -> Prompt:
             f"prompt {index} is of type {type(prompt).__name__}; give a text, a Prompt, or a tensor"
             " of token ids"
         )
-    if prompt.endswith((".jsonl", ".json", ".csv", ".parquet")) and not prompt.count(" "):
+    if prompt.endswith((".jsonl", ".json", ".csv", ".parquet")) and " " not in prompt:
         raise PromptError(
             f"prompt {index} is {prompt!r}, the name of a file: load_prompts({prompt!r}) reads its "
             "prompts"
@@ -186,8 +179,8 @@ def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
     """What a tokenizer returned: one sequence, or several with their padding."""
     if "input_ids" not in encoding:
         raise PromptError(
-            f"the prompts are a {type(encoding).__name__} with {_listed(encoding)}; give a list of "
-            "texts, prompts, or what a tokenizer returns (with input_ids)"
+            f"the prompts are a {type(encoding).__name__} without input_ids; give a list of texts,"
+            " prompts, or what a tokenizer returns (with input_ids)"
         )
     rows = _rows(encoding["input_ids"])
     masks = [[1] * len(row) for row in rows]
@@ -208,10 +201,6 @@ def _rows(numbers: Any) -> list[list[int]]:
     return [row.tolist() if hasattr(row, "tolist") else [*row] for row in rows]
 
 
-def _listed(names: Iterable[object]) -> str:
-    return ", ".join(map(repr, names)) or "nothing"
-
-
 def _from_tokens(tokens: Tensor) -> list[Prompt]:
     """Rows of token ids, each as long as its prompt."""
     is_integer = not tokens.is_floating_point() and tokens.dtype != torch.bool
@@ -225,44 +214,34 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
 
 
 def warn_of_likeness(prompts: Sequence[Prompt]) -> str:
-    """Warn if at least half of the prompts repeat another one, apart from numbers and names; what
-    was said, or ""."""
-    if said := _likeness(prompts):
-        warn(
-            f"{said}. Use more varied prompts, or give their groups: Prompt(group=…),"
-            " load_prompts(group=…)"
-        )
-    return said
+    """Warn if at least half of the prompts repeat another one, apart from numbers and names.
 
-
-def _likeness(prompts: Sequence[Prompt]) -> str:
-    """How at least half of the prompts repeat another one, apart from numbers and names; empty if
-    they do not."""
+    Returns:
+        The first sentence of the warning; empty if there was none.
+    """
     groups = {prompt.group for prompt in prompts if prompt.group is not None}
-    if len(prompts) < _FEWEST or 0 < len(groups) < len(prompts):
+    has_groups = 0 < len(groups) < len(prompts)  # which the statistics take as units
+    if len(prompts) < _FEWEST or has_groups:
         return ""
-    read = [prompt.question.strip() or " ".join(map(str, prompt.tokens)) for prompt in prompts]
-    texts = Counter(read)
-    nameless = [_NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip() for prompt in prompts]
-    shapes = Counter(shape or text for shape, text in zip(nameless, read, strict=True))
-    if len(texts) <= len(prompts) / 2:
-        few = "the same" if len(texts) == 1 else f"{len(texts)} different ones"
-        said, many = f"{len(prompts)} prompts are {few} ({_most(texts)})", len(prompts) / len(texts)
-    elif len(shapes) <= len(prompts) / 2:
-        few = "one template" if len(shapes) == 1 else f"{len(shapes)} templates"
-        said = (
-            f"{len(prompts)} prompts follow {few}, apart from numbers and names ({_most(shapes)})"
-        )
-        many = len(prompts) / len(shapes)
-    else:
+
+    templates: Counter[str] = Counter()
+    for prompt in prompts:
+        template = _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip()
+        templates[template or " ".join(map(str, prompt.tokens))] += 1
+    if len(templates) > len(prompts) / 2:
         return ""
-    return (
-        f"{said}: intervals and tests assume independent prompts, so intervals are up to"
-        f" {many**0.5:.1f} times too narrow"
+
+    usual, count = templates.most_common(1)[0]
+    excerpt = usual if len(usual) <= _EXCERPT else usual[: _EXCERPT - 1] + "…"
+    number = "one template" if len(templates) == 1 else f"{len(templates)} templates"
+    too_narrow = (len(prompts) / len(templates)) ** 0.5
+    likeness = (
+        f"{len(prompts)} prompts follow {number}, apart from numbers and names"
+        f' ("{excerpt}" {count} times): intervals and tests assume independent prompts, so'
+        f" intervals are up to {too_narrow:.1f} times too narrow"
     )
-
-
-def _most(counted: Counter[str]) -> str:
-    text, count = counted.most_common(1)[0]
-    excerpt = text if len(text) <= 40 else text[:39] + "…"
-    return f'"{excerpt}" {count} times'
+    warn(
+        f"{likeness}. Use more varied prompts, or give their groups: Prompt(group=…),"
+        " load_prompts(group=…)"
+    )
+    return likeness
