@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from types import FrameType
 from typing import Any, get_args
 
 from mechattn.markup import shown
@@ -94,10 +95,12 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line that called mechattn, however many of our own calls lie between."""
     frame = sys._getframe(1)
     level = 2
-    while frame.f_back is not None:
+    while frame.f_back is not None and _is_ours(frame):
         frame = frame.f_back
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package not in _OURS:
-            break
         level += 1
     warnings.warn(shown(message), category, stacklevel=level)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package in _OURS

@@ -25,7 +25,7 @@ _PROMPTS = (
 )
 _CONDITIONS = {"slash": MeaninglessTokens("/", 12)}
 _MANY = 5  # families: a reason shared by at least this many is given once
-_MINOR = ("hooks", "bos")
+_MINOR = ("bos",)
 
 
 @dataclass(frozen=True)

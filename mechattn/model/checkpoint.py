@@ -208,7 +208,7 @@ def config_of_place(place: str, **remote: Any) -> Any:
         refuse_own_code(error, place)
         if os.path.exists(place):
             raise ModelError(
-                f"transformers cannot read the config of {place}: {reason(error)}"
+                f"transformers cannot read the configuration of {place}: {reason(error)}"
             ) from error
         raise ModelError(
             f"there is no model {place!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not"

@@ -3,7 +3,6 @@ at a time holds."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -254,13 +253,3 @@ def _locks_of(model: Any) -> list[Any]:
         return [
             _locks.setdefault(owner, RLock()) for owner in shared if type(owner).__weakrefoffset__
         ]
-
-
-def _forget() -> None:
-    """In a forked process, drop locks that are held by threads of its parent."""
-    global _locks, _finding
-    _locks, _finding = WeakIdKeyDictionary(), Lock()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)

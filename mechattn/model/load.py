@@ -32,7 +32,6 @@ from mechattn.model.given_objects import (
     warn_of_rounded_frequencies,
 )
 from mechattn.model.hooked import (
-    ModelFacts,
     alone,
     boots,
     count_boot,
@@ -136,23 +135,13 @@ def load_model(
 
 def check_device(device: str | torch.device | None) -> None:
     """Refuse a device that is invalid or absent, before a model is read for it."""
-    if device is None:
-        return
     try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError):
+        torch.zeros(1, device=device).item()  # which a device without numbers ("meta") refuses
+    except (AssertionError, RuntimeError, TypeError) as error:
         raise OptionError(
-            f'device={device!r} is not a torch device: give "cpu", "cuda", "cuda:1" or "mps"'
+            f"device={str(device)!r} is not on this machine ({reason(error)}); give a torch device"
+            ' such as "cpu", "cuda", "cuda:1" or "mps"'
         ) from None
-    kind = place.type
-    number = place.index or 0
-    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    count = counts.get(kind)
-    if kind == "meta" or (count is not None and number >= count):
-        devices = ", ".join(f"{kind}:{index}" for index in range(count or 0)) or "none"
-        raise OptionError(
-            f"device={str(device)!r} is not on this machine ({kind} devices here: {devices})"
-        )
 
 
 @alone
@@ -214,37 +203,39 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
 def dtype_named(name: str) -> Dtype:
     """The dtype with a name such as "bfloat16", for configs and the command line."""
     check_choice(("auto", "float32", "bfloat16", "float16"), dtype=name)
-    return getattr(torch, name, "auto")
+    return "auto" if name == "auto" else getattr(torch, name)
 
 
 def unloaded(model: Any) -> UnloadedModel:
     """A model without its weights; if the given model is loaded, it is included."""
-    from transformers import GenerationConfig
-
     if isinstance(model, (str, Path)):
-        name = str(model)
-        longest = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
-        longest = longest if isinstance(longest, int) else checkpoint.NO_LIMIT
-        try:
-            settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
-        except OSError:  # there are none, as in a GGUF file, whose tokenizer has the end
-            settings = None
-        return checkpoint.unloaded_tokenizer(
-            checkpoint.tokenizer_named(name), name, longest, settings
-        )
+        return _unloaded_checkpoint(str(model))
     if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
-        return checkpoint.unloaded_tokenizer(
-            model, str(getattr(model, "name_or_path", "") or type(model).__name__)
-        )
+        name = getattr(model, "name_or_path", "") or type(model).__name__
+        return checkpoint.unloaded_tokenizer(model, str(name))
     hooked = load_model(model)
     if getattr(hooked, "tokenizer", None) is None:
         raise ModelError(
             f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)"
         )
-    settings = getattr((facts_of(hooked) or ModelFacts()).native, "generation_config", None)
-    return UnloadedModel(
-        hooked.tokenizer, hooked.cfg, checkpoint.end_tokens(settings, hooked.tokenizer), hooked
-    )
+    settings = getattr(known_facts(hooked).native, "generation_config", None)
+    end = checkpoint.end_tokens(settings, hooked.tokenizer)
+    return UnloadedModel(hooked.tokenizer, hooked.cfg, end, hooked)
+
+
+def _unloaded_checkpoint(name: str) -> UnloadedModel:
+    """The tokenizer, context length and generation settings of a checkpoint."""
+    from transformers import GenerationConfig
+
+    longest = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        longest = checkpoint.NO_LIMIT
+    try:
+        settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
+    except OSError:  # there are none, as in a GGUF file, whose tokenizer has the end
+        settings = None
+    tokenizer = checkpoint.tokenizer_named(name)
+    return checkpoint.unloaded_tokenizer(tokenizer, name, longest, settings)
 
 
 def _from_name(
@@ -254,9 +245,10 @@ def _from_name(
 
     is_toy = name.startswith(checkpoint.PREFIX)
     place = checkpoint.model_place(name)
-    remote = {"trust_remote_code": False} | {
-        k: options[k] for k in ("revision", "trust_remote_code") if k in options
-    }
+    remote = {"trust_remote_code": False}
+    for option in ("revision", "trust_remote_code"):
+        if option in options:
+            remote[option] = options[option]
     config = checkpoint.config_of_place(place, **remote)
     if dtype == "auto":
         on_cpu = torch.device(device or get_device()).type == "cpu"
@@ -264,30 +256,27 @@ def _from_name(
         dtype = torch.float32
         if isinstance(stored, torch.dtype) and not (is_toy or on_cpu):
             dtype = stored
-    if tokenizer is None:
-        tokenizer = (
-            checkpoint.load_tokenizer(name) if is_toy else checkpoint.tokenizer_of(place, **remote)
-        )
+    if tokenizer is None and is_toy:
+        tokenizer = checkpoint.load_tokenizer(name)
+    elif tokenizer is None:
+        tokenizer = checkpoint.tokenizer_of(place, **remote)
     refuse_other_kinds("".join(getattr(config, "architectures", None) or [])[:80], config)
-    multimodal = not is_gguf(place) and is_multimodal(config)
-    if not is_gguf(place) and not multimodal:
+
+    loads_itself = is_gguf(place) or is_multimodal(config)
+    if not loads_itself:
         return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
 
     placing = {option: options.pop(option) for option in _PLACING if option in options}
     if device is None and not placing:
         device = get_device()
-    if multimodal:
-        hf_model = multimodal_model(place, config, dtype=dtype, **placing, **remote)
-        if hf_model is None:
-            return _boot(
-                place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options
-            )
-        return _from_object(hf_model, tokenizer, "auto", device, options, name)
-    with classes_left_alone():
-        hf_model = load_dequantised(place, config, dtype, **placing)
-    hooked = _from_object(hf_model, tokenizer, "auto", device, options, name)
-    known_facts(hooked).gguf = gguf_header(place).provenance()
-    return hooked
+    if is_gguf(place):
+        with classes_left_alone():
+            hf_model = load_dequantised(place, config, dtype, **placing)
+        hooked = _from_object(hf_model, tokenizer, "auto", device, options, name)
+        known_facts(hooked).gguf = gguf_header(place).provenance()
+        return hooked
+    hf_model = multimodal_model(place, config, dtype=dtype, **placing, **remote)
+    return _from_object(hf_model, tokenizer, "auto", device, options, name)
 
 
 def _from_object(

@@ -19,14 +19,17 @@ def is_multimodal(config: Any) -> bool:
     return getattr(config, "text_config", None) is not None and any(other_inputs)
 
 
-def multimodal_model(place: str, config: Any, **options: Any) -> Any | None:
-    """A multimodal checkpoint, loaded by its class; None if its class is not one of
-    transformers."""
+def multimodal_model(place: str, config: Any, **options: Any) -> Any:
+    """A multimodal checkpoint, loaded by its class."""
     import transformers
 
     architecture, *_ = config.architectures or [""]
     model_class = getattr(transformers, architecture, None)
-    return None if model_class is None else model_class.from_pretrained(place, **options)
+    if model_class is None:
+        raise ModelError(
+            f"{place} is multimodal, and transformers has no class {architecture!r} for it"
+        )
+    return model_class.from_pretrained(place, **options)
 
 
 def text_model_of(model: Any) -> Any:

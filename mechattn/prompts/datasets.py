@@ -7,12 +7,10 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,6 @@ _MORE = {  # where there are more questions than those that come with the packag
 _WITHOUT_LIMIT = 64  # questions of the package
 _SHOWN_FIELDS = 12  # in a message
 _MOST_ROUNDS = 200  # of draws
-_LONGEST = 4 * 2**20  # bytes per line: more than a million tokens
 
 
 def load_prompts(
@@ -243,41 +240,31 @@ def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
     if not os.path.isfile(path):  # it returns False for a name that is too long, where Path raises
         raise PromptError(f"there is no file of prompts at {path}")
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(_lines(path), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise PromptError(f"line {number} of {path} is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise PromptError(f"line {number} of {path} is not a JSON object with named fields")
-            rows.append(row)
-        if len(rows) == limit:
-            break
+    try:
+        with open(path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    rows.append(_parsed(line, f"line {number} of {path}"))
+                if len(rows) == limit:
+                    break
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror or error}") from None
     return rows
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """The lines of a file, with a limit on the length of each."""
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
-        with open(path, "rb") as lines:
-            for number in count(1):
-                line = lines.readline(_LONGEST + 1)
-                if not line:
-                    return
-                if len(line) > _LONGEST:
-                    raise PromptError(
-                        f"line {number} of {path} is longer than {_LONGEST // 2**20} MiB, too long"
-                        " for one prompt: is this a .jsonl file?"
-                    )
-                yield line.decode("utf-8").removeprefix("\ufeff")
+        row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise PromptError(
-            f"line {number} of {path} is not UTF-8 text ({error.reason} at byte {error.start});"
-            " save the file as UTF-8"
+            f"{where} is not UTF-8 text ({error.reason} at byte {error.start}); save the file as"
+            " UTF-8"
         ) from None
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise PromptError(f"{where} is not a JSON object with named fields")
+    return row
 
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:

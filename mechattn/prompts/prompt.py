@@ -51,9 +51,6 @@ class Prompt:
         other_answer: The answer that the other version calls for, for the metric "logit_diff": a text
             or token ids.
         template_options: Options of the chat template, such as ``{"enable_thinking": False}``.
-        split_special_tokens: Read control tokens that the question or the system text spells out,
-            such as "<eos>", as ordinary text; without it they are control tokens, and a warning
-            names them.
     """
 
     question: str = ""
@@ -70,7 +67,6 @@ class Prompt:
     counterpart: str | tuple[int, ...] = ""
     other_answer: str | tuple[int, ...] = ""
     template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    split_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         check_choice(Template, template=self.template)

@@ -1,9 +1,7 @@
 """Two threads on one loaded model take turns, whatever they call; models that share nothing don't wait."""
 
 import copy
-import os
 import pickle
-import sys
 import threading
 
 import pytest
@@ -184,23 +182,3 @@ def test_a_random_model_is_drawn_while_no_other_is_made(toy, monkeypatch):
     assert seen == [True], (
         "transformers and accelerate modify torch while another thread makes a model"
     )
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(toy):
-    taken, done = threading.Event(), threading.Event()
-
-    def hold():
-        with lock.holding(toy):
-            taken.set()
-            done.wait()
-
-    (thread := threading.Thread(target=hold)).start()
-    taken.wait()
-    assert (child := os.fork()) or os._exit(
-        not all(each.acquire(blocking=False) for each in lock._locks_of(toy))
-    )
-    done.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -39,19 +39,11 @@ def test_plain_segments(toy):
 
 
 def test_a_sequence_is_shown_in_one_short_line(toy):
-    made = ma.MeaninglessTokens("/", 5).apply(ma.Prompt("Two and two?\n" * 9, system="Add."), toy)
-    counts = {
-        name: int(made.of_segment(name).sum())
-        for name in ("first", "template", "system", "inserted", "question")
-    }
-    said = f"TokenSequence({len(made)} tokens, 5 inserted; {', '.join(f'{name} {n}' for name, n in counts.items())}: "
-    assert repr(made) == f"{said}{toy.tokenizer.decode(made.tokens)[:40]!r} …)"
-    assert counts["inserted"] == 5
-    assert "\n" not in repr(made)
-    assert (
-        repr(baseline_sequence([1, 2], ["bos", "question"]))
-        == "TokenSequence(2 tokens, 0 inserted; first 1, question 1)"
-    )
+    prompt = ma.Prompt("Two and two?\n" * 9, system="Add.")
+    sequence = ma.MeaninglessTokens("/", 5).apply(prompt, toy)
+    beginning = toy.tokenizer.decode(sequence.tokens)[:40]
+    assert repr(sequence).endswith(f": {beginning!r} …)")
+    assert repr(sequence).startswith(f"TokenSequence({len(sequence)} tokens, 5 inserted; first 1, ")
     short = baseline_sequence([1, 2], ["bos", "question"], lambda ids: "ab")
     assert repr(short) == "TokenSequence(2 tokens, 0 inserted; first 1, question 1: 'ab')"
 
@@ -175,21 +167,6 @@ def test_random_places_follow_the_seed_and_the_prompt(toy):
     assert len({place(seed, "a") for seed in range(8)}) > 3
 
 
-def test_before_answer_without_an_answer_is_the_end(toy):
-    prompt = ma.Prompt(PROMPT.question)
-    sequence = ma.MeaninglessTokens(count=4, place="before_answer").apply(prompt, toy)
-    assert sequence.inserted.nonzero().flatten().tolist() == list(
-        range(len(sequence) - 4, len(sequence))
-    )
-
-
-@pytest.mark.parametrize(("text", "count"), [("?", 55), ("he", 10), ("/", 1), ("apples ?", 9)])
-def test_count_counts_tokens(toy, text, count):
-    filler = ma.MeaninglessTokens(text, count=count).filler(PROMPT, toy)
-    assert len(filler) == count
-    assert toy.tokenizer.decode(filler).split(" ")[0] == text.split(" ")[0]
-
-
 CONTROLS = [
     ma.MeaninglessTokens("/", 21),
     ma.MeaninglessTokens("?", 20, separator=""),
@@ -202,9 +179,7 @@ CONTROLS = [
 
 
 @pytest.mark.parametrize("condition", CONTROLS, ids=lambda c: type(c).__name__)
-@pytest.mark.parametrize(
-    "place", ["before_question", "start", "after_question", "before_answer", "random"]
-)
+@pytest.mark.parametrize("place", ["before_question", "after_question", "random"])
 def test_every_condition_inserts_exactly_count_tokens(toy, condition, place):
     condition = dataclasses.replace(condition, place=place)
     baseline, made = tokenize(PROMPT, toy), condition.apply(PROMPT, toy, seed=1)
@@ -384,15 +359,6 @@ def test_a_filler_of_another_length_than_its_count(toy):
     )
 
 
-def test_an_insertion_that_is_no_dataclass():
-    class Dots(ma.conditions.Insertion):
-        def __init__(self, count):
-            self.count = count
-
-    with pytest.raises(ma.MechattnError, match="Dots is no dataclass: write @dataclass"):
-        Dots(3)
-
-
 class InDigits:
     """Cuts a text into characters, as tokenizers cut numbers, and a number's digits with it."""
 
@@ -416,13 +382,6 @@ def test_counting_ends_in_a_whole_number_on_a_line_of_its_own(toy, count, place)
     assert text.count("\n") <= len(following) + 1, "no further number would have fitted"
     assert text.startswith("\n")
     assert text.endswith("\n") == (place != "after_question"), "there the template follows"
-
-
-def test_counting_without_room_for_a_number(toy):
-    with pytest.raises(
-        ma.MechattnError, match="counting needs room for a number and its line breaks"
-    ):
-        ma.conditions.Counting(1).apply(PROMPT, toy)
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -461,12 +420,6 @@ def test_in_a_chat_they_are_in_the_users_turn_on_lines_of_their_own(toy, conditi
     assert after.replace(" ", "") == "</s>[assistant]"
 
 
-@pytest.mark.parametrize("times", [0, -1, True])
-def test_a_question_repeated_no_times(times):
-    with pytest.raises(OptionError, match="give a whole number, at least 1"):
-        ma.conditions.RepeatQuestion(times)
-
-
 def test_inserting_into_a_sequence_keeps_what_a_condition_said_of_it(toy, prompts):
     slash = ma.MeaninglessTokens("/", 3)
     for condition in (slash.masked(), slash.unshifted()):
@@ -485,7 +438,7 @@ LINES = [dataclasses.replace(condition, own_line=True) for condition in CONTROLS
 
 
 @pytest.mark.parametrize("condition", LINES, ids=lambda c: type(c).__name__)
-@pytest.mark.parametrize("place", ["before_question", "start", "after_question", "before_answer"])
+@pytest.mark.parametrize("place", ["before_question", "after_question"])
 def test_a_line_of_its_own_is_one_of_the_inserted_tokens(toy, condition, place):
     condition = dataclasses.replace(condition, place=place)
     made = condition.apply(PROMPT, toy, seed=1)
@@ -554,15 +507,3 @@ def test_sentences_that_cannot_be_whole_are_told(toy):
         ma.RandomSentence(3, cut=False).apply(PROMPT, toy)
     with pytest.raises(OptionError, match="a line of its own takes at least two tokens"):
         ma.MeaninglessTokens("/", 1, own_line=True)
-
-
-def test_the_nearest_count_includes_the_line(toy):
-    """Two tokens for each "/": an even number, and one for the line break."""
-
-    class TwoEach(InDigits):
-        def __call__(self, text, add_special_tokens=False):
-            return {"input_ids": [ord(c) for c in text.replace(" ", "")] * 2}
-
-    model = SimpleNamespace(tokenizer=TwoEach(), cfg=toy.cfg)
-    assert ma.MeaninglessTokens("/", 54, own_line=True).fitted(model).count == 55
-    assert ma.MeaninglessTokens("/", 54).fitted(model).count == 54

@@ -98,7 +98,7 @@ def test_shipped_recall_questions_are_those_of_the_generator():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"limit": 513}, "512 questions 'word-problems' with seed=0: limit=513 is more"),
+        ({"limit": 513}, "limit=513: the package has 512 questions 'word-problems' with seed=0"),
         ({"seed": 11, "limit": 201}, "200 questions 'word-problems' with seed=11"),
         ({"seed": 7}, "seed=7: .* 'word-problems' has the seeds 0, 1, 11, 977"),
         ({"split": "train"}, "split='train': .* are all of the split .test."),
