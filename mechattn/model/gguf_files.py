@@ -90,6 +90,7 @@ def gguf_place(name: str, gguf_file: str, revision: str | None) -> str:
         raise ModelError(
             f"there is no directory {name!r}, and models on the hub are named owner/name"
         )
+
     from huggingface_hub import hf_hub_download
 
     try:
@@ -123,6 +124,7 @@ def gguf_header(path: str) -> GgufFile:
         raise ModelError(
             f'{path} is a GGUF file, which needs the package gguf: pip install "mechattn[gguf]"'
         )
+
     if not os.path.isfile(path):
         raise ModelError(f"there is no file {path}")
     if _PART.search(path):
@@ -130,6 +132,7 @@ def gguf_header(path: str) -> GgufFile:
             f"{path} is a part of a split model, and transformers reads whole files: join the parts"
             " with llama.cpp's llama-gguf-split --merge"
         )
+
     about = os.stat(path)
     return _read_header(path, about.st_size, about.st_mtime_ns)
 
@@ -147,6 +150,7 @@ def _read_header(path: str, size: int, changed: int) -> GgufFile:
                 f"{path} is no GGUF file, or is damaged or cut off ({type(error).__name__}). Copy or"
                 " download it again"
             ) from error
+
     types: Counter[str] = Counter()
     for tensor in reader.tensors:
         types[tensor.tensor_type.name] += int(tensor.n_elements)
@@ -206,6 +210,7 @@ def _quick_reader() -> Callable[[str], Any]:
                 items = list(values.reshape(-1, 1))
             else:
                 return super()._get_field_parts(offset, value_type)
+
             types = [GGUFValueType.ARRAY, item_type][: 2 if items else 1]
             return end - offset, [kind, count, *items], list(range(2, 2 + len(items))), types
 
@@ -258,15 +263,9 @@ def as_plain(model: Any) -> Any:
     return model
 
 
-@lru_cache(maxsize=8)
-def _digest(path: str, size: int, changed: int) -> str:
+def _sha256(path: str) -> str:
     content = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             content.update(block)
     return content.hexdigest()
-
-
-def _sha256(path: str) -> str:
-    about = os.stat(path)
-    return _digest(path, about.st_size, about.st_mtime_ns)

@@ -31,6 +31,7 @@ def unwrapped_model(model: Any) -> Any:
             f"a {type(model).__name__} has adapters beside its weights: merge them, and pass "
             "model.merge_and_unload()"
         )
+
     if not hasattr(model, "config"):
         raise ModelError(f"a {type(model).__name__} is not a transformers model: it has no config")
     refuse_other_kinds(type(model).__name__, model.config)
@@ -38,6 +39,7 @@ def unwrapped_model(model: Any) -> Any:
         module._compiled_call_impl = (
             None  # of model.compile(), which would compile our hooks as well
         )
+
     return model
 
 
@@ -58,6 +60,7 @@ def refuse_other_kinds(class_name: str, config: Any) -> None:
         kind = "a classifier, which predicts no tokens"
     elif class_name in modeling_auto.MODEL_MAPPING_NAMES.values():
         kind = "a model without its head, which predicts no tokens"
+
     if kind:
         raise ModelError(f"a {class_name} is {kind}; {_CAUSAL}")
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mechattn.errors import ModelError
 from mechattn.functional.head_outputs import Factor, output_factor
@@ -141,36 +139,25 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
         raise ModelError(
             f"layer {layer} of {name} has no W_O by head ({quantised or error})"
         ) from None
+
     is_by_head = w_o.ndim == 3 and len(w_o) == model.cfg.n_heads
     if not is_by_head or not w_o.is_floating_point():
         raise ModelError(
             f"layer {layer} of {name} has no W_O by head: {w_o.dtype} {list(w_o.shape)} is not"
             " [head, d_head, d_model]"
         )
+
     # Granite: what reaches the residual stream.
     factor = float(getattr(config_of(model), "residual_multiplier", None) or 1.0)
     return w_o if factor == 1 else w_o * factor
 
 
-# Alive as long as an analysis holds them, so that those of one run share a layer's factor. Its
-# weights live as long, so that their address isn't used again for others meanwhile.
-_factors: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
-_weights_of_factors: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
-
-
 def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
-    """:func:`mechattn.functional.head_outputs.output_factor` of a layer's W_O, made once for all
-    analyses of a run.
+    """:func:`mechattn.functional.head_outputs.output_factor` of a layer's W_O.
 
     A QR decomposition costs about as much as ten tokens in a forward pass.
     """
-    key = (w_o.data_ptr(), w_o._version, w_o.dtype, w_o.shape, w_o.stride())
-    factor = _factors.get(key)
-    if factor is None:
-        factor = output_factor(wide(w_o))
-        _factors[key] = factor
-        _weights_of_factors[factor] = w_o
-    return factor
+    return output_factor(wide(w_o))
 
 
 def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:

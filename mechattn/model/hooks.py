@@ -51,6 +51,7 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
             f"{model.cfg.model_name} has no layer with attention (or none whose hook_pattern"
             " TransformerLens fires), so there is no attention to analyse"
         )
+
     if layers is None:
         return with_attention
 
@@ -68,6 +69,7 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
                 f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers"
                 f" {existing}"
             )
+
     return sorted({int(layer) for layer in chosen})
 
 
@@ -125,6 +127,7 @@ def check_pattern(
             f"layer {layer}: a query sees a masked token, so masking at hook_attn_scores has no"
             ' effect here; use engine="streaming" if the model can be streamed'
         )
+
     length = pattern.shape[-1]
     visible = visible_keys(torch.arange(length, device=pattern.device), length, window)
     stray_mass = (strongest * real[:, :, None]).masked_fill(visible, 0.0).max()
@@ -173,6 +176,7 @@ def forward_with_patterns(
     values: dict[int, Tensor] = {}
     existing_hooks = model.hook_dict
     fwd_hooks: Hooks = []
+
     for layer, edge_mask in (edge_masks or {}).items():
         hide = partial(_hide, _unseen(edge_mask)[:, None])
         fwd_hooks.append((f"blocks.{layer}.attn.hook_attn_scores", hide))
@@ -233,11 +237,13 @@ def forward_to(
         # separates them.
         options.setdefault("attention_mask", torch.ones_like(tokens))
         options["position_ids"] = position_ids
+
     options |= keeping_nothing(model)
     if last < model.cfg.n_layers - 1:
         options["stop_at_layer"] = last + 1
     elif "logits_to_keep" in _options_taken(model):
         options |= keeping_one(config_of(model))
+
     with torch.no_grad(), norms_once(model):
         if fwd_hooks or "stop_at_layer" in options:
             model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
@@ -317,6 +323,7 @@ def norms_once(model: Any) -> Iterator[None]:
     owners = [model, *model.blocks]
     for block in model.blocks:
         owners += block.children()
+
     with ExitStack() as stack:
         for owner in owners:
             for norm in owner.children():

@@ -33,8 +33,6 @@ from mechattn.model.given_objects import (
 )
 from mechattn.model.hooked import (
     alone,
-    boots,
-    count_boot,
     facts_of,
     making,
     remember,
@@ -85,9 +83,7 @@ def load_model(
             CPU and for GGUF files.
         device: The device; by default TransformerLens's choice.
         verify: Compare the hooked model with the model itself (``verify_model``) and refuse it if
-            they differ. An already verified model is verified again if another model has been made
-            since, because booting one can change shared classes. With False the model stays
-            unverified, and its results record this.
+            they differ. With False the model stays unverified, and its results record this.
         gguf_file: The name of a GGUF file in the directory, or in the hub's repository.
         **options: Other options of ``TransformerBridge.boot_transformers``, such as ``n_ctx``,
             ``revision`` or ``trust_remote_code`` (which runs the checkpoint's own code).
@@ -107,6 +103,7 @@ def load_model(
                 "a hooked model is used unchanged; set tokenizer, dtype and device where it is made"
             )
         return verified(model, verify)
+
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
     check_device(device)
@@ -116,6 +113,7 @@ def load_model(
                 "gguf_file=…: name the directory or the hub's repository that holds the file"
             )
         model = gguf_place(str(model), gguf_file, options.get("revision"))
+
     if isinstance(model, torch.nn.Module):
         model = unwrapped_model(model)
         with making, as_trusted(checkpoint.is_of_own_code(model)):
@@ -130,6 +128,7 @@ def load_model(
             f"{model!r:.60} is not a model: give a name, a directory, a transformers model or a"
             " hooked model"
         )
+
     return verified(hooked, verify)
 
 
@@ -162,8 +161,7 @@ def as_hooked(model: Any) -> Any:
 
 @alone
 def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **options: Any) -> Report:
-    """Verify a hooked model against the model itself: a table of checks, with both figures and the
-    tolerance.
+    """Verify a hooked model against the model itself: a table of checks, with their tolerances.
 
     Args:
         model: Anything that ``load_model`` accepts.
@@ -183,18 +181,14 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     """
     if length < AT_LOADING:
         raise OptionError(f"length={length}: a probe has at least {AT_LOADING} tokens")
-    met_before = facts_of(model)
-    to_verify = met_before is None or met_before.to_verify
     hooked = load_model(model, verify=False, **options)
     facts = known_facts(hooked)
-    facts.to_verify = to_verify  # a model that is verified here is verified again later, as before
     if native is not None:
         facts = replace(facts, native=native.eval(), why_not_native="")
     facts.streaming = tried(check_streaming, hooked)
     facts.fused = None
     report = tried(check_model, hooked, facts, length)
     facts.report = replace(report, checks=(*report.checks, facts.streaming))
-    facts.boots = boots()
     facts.state = state_of(hooked)
     remember(hooked, facts)
     return facts.report
@@ -218,6 +212,7 @@ def unloaded(model: Any) -> UnloadedModel:
         raise ModelError(
             f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)"
         )
+
     settings = getattr(known_facts(hooked).native, "generation_config", None)
     end = checkpoint.end_tokens(settings, hooked.tokenizer)
     return UnloadedModel(hooked.tokenizer, hooked.cfg, end, hooked)
@@ -246,9 +241,11 @@ def _from_name(
     is_toy = name.startswith(checkpoint.PREFIX)
     place = checkpoint.model_place(name)
     remote = {"trust_remote_code": False}
+
     for option in ("revision", "trust_remote_code"):
         if option in options:
             remote[option] = options[option]
+
     config = checkpoint.config_of_place(place, **remote)
     if dtype == "auto":
         on_cpu = torch.device(device or get_device()).type == "cpu"
@@ -256,10 +253,12 @@ def _from_name(
         dtype = torch.float32
         if isinstance(stored, torch.dtype) and not (is_toy or on_cpu):
             dtype = stored
+
     if tokenizer is None and is_toy:
         tokenizer = checkpoint.load_tokenizer(name)
     elif tokenizer is None:
         tokenizer = checkpoint.tokenizer_of(place, **remote)
+
     refuse_other_kinds("".join(getattr(config, "architectures", None) or [])[:80], config)
 
     loads_itself = is_gguf(place) or is_multimodal(config)
@@ -275,6 +274,7 @@ def _from_name(
         hooked = _from_object(hf_model, tokenizer, "auto", device, options, name)
         known_facts(hooked).gguf = gguf_header(place).provenance()
         return hooked
+
     hf_model = multimodal_model(place, config, dtype=dtype, **placing, **remote)
     return _from_object(hf_model, tokenizer, "auto", device, options, name)
 
@@ -291,6 +291,7 @@ def _from_object(
         raise ModelError(
             "a model object has no tokenizer; pass one to load_model(model, tokenizer=…)"
         )
+
     gguf = gguf_of(hf_model)
     name = name or getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
     hf_model = text_model_of(as_plain(hf_model))
@@ -301,6 +302,7 @@ def _from_object(
             "the dtype and devices of a quantised or dispatched model cannot be changed; set them"
             " where it is made"
         )
+
     if not placed:
         hf_model = moved(hf_model, device, None if dtype == "auto" else dtype)
     warn_of_rounded_frequencies(hf_model)
@@ -316,7 +318,6 @@ def _from_object(
 def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
-    count_boot()
     try:
         with classes_left_alone():
             # TransformerLens looks for a tokenizer if given none, so a model without one is given a
@@ -330,6 +331,7 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
         raise ModelError(
             f"TransformerLens cannot load {shown!r} as a hooked model: {reason(error)}"
         ) from error
+
     # The given object itself: the public setter would make a copy that always prepends BOS.
     bridge._tokenizer = tokenizer
     bridge.cfg.default_prepend_bos = checkpoint.prepends_bos(tokenizer)
@@ -355,6 +357,7 @@ def classes_left_alone() -> Iterator[None]:
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # which transformers shows even for a toy of one megabyte
     processor.from_pretrained = staticmethod(_no_processor)
+
     try:
         yield
     finally:

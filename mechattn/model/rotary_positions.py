@@ -14,7 +14,7 @@ from mechattn.errors import ModelError
 from mechattn.functional.attention import Attention, Fused, Rows, widened
 from mechattn.functional.budget import NO_ROTATION, Rotation
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, ModelFacts, facts_of, original_of
+from mechattn.model.hooked import HookedModel, original_of
 from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.positions import boundary_of
 from mechattn.model.several_devices import device_of
@@ -32,26 +32,15 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, R
     ones. None does if positions are learned, because they change the hidden states. ALiBi leaves
     queries and keys alone: it is a rotation by no angle.
 
-    What was found is kept on the model until its frequencies change: trying costs as much as a
-    short prompt.
+    Trying costs as much as a short prompt.
     """
-    frequencies = _frequencies(model)
-    facts = facts_of(model) or ModelFacts()
-    key = (*layers, *frequencies)
-    if key not in facts.rotations:
-        facts.rotations[key] = _tried_rotations(model, layers, list(frequencies.values()))
-    return facts.rotations[key]
-
-
-def _tried_rotations(
-    model: HookedModel, layers: Sequence[int], frequencies: Sequence[Tensor]
-) -> tuple[dict[int, Rotation], str]:
     reason = why_not(model)
     if reason:
         return {}, reason
     boundary = boundary_of(model)
     if boundary is not None and boundary.kind == "longrope":
         return {}, "its rotary frequencies depend on the length of the text (LongRoPE)"
+    frequencies = _frequencies(model)
     # Some models with ALiBi take no position ids.
     if not frequencies and _have_biases(_attentions(model, layers, rows=1)):
         return dict.fromkeys(layers, NO_ROTATION), ""
@@ -62,16 +51,19 @@ def _tried_rotations(
     positions = torch.arange(_PROBE, device=device_of(model))
     shift = min(_FAR, longest - _PROBE)
     position_ids = torch.stack([positions, positions + shift])
+
     try:
         attentions = _attentions(model, layers, rows=2, position_ids=position_ids)
     except (TypeError, ValueError, IndexError):
         return {}, "it takes no position ids, so its tokens cannot be moved to other positions"
+
     if _have_biases(attentions):
         return dict.fromkeys(layers, NO_ROTATION), ""
 
     d_head = attentions[layers[0]].q.shape[-1]
     candidates = list(_candidates(frequencies, d_head))
     rotations: dict[int, Rotation] = {}
+
     for layer in layers:
         errors = _errors(candidates, attentions[layer], position_ids)
         if errors.min() <= _tolerance(model):
@@ -108,14 +100,14 @@ def _attentions(
     return attention_of_layer
 
 
-def _frequencies(model: HookedModel) -> dict[Any, Tensor]:
-    """The different rotary frequencies in the model's buffers, on the CPU, by their numbers."""
+def _frequencies(model: HookedModel) -> list[Tensor]:
+    """The different rotary frequencies in the model's buffers, on the CPU."""
     frequencies = {}
     owner: Any = original_of(model) or model
     for name, buffer in owner.named_buffers():
         if name.endswith("inv_freq"):
             frequencies[tuple(buffer.tolist())] = buffer.detach().cpu().clone()
-    return frequencies
+    return list(frequencies.values())
 
 
 def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]:

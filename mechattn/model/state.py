@@ -46,6 +46,7 @@ def state_of(model: HookedModel) -> State:
     modules = modules_of(model)
     parameters: dict[int, tuple[str, Tensor]] = {}  # each once, by the first of its names
     hooks = {}
+
     for name, module in modules.items():
         for own_name, values in module._parameters.items():
             if values is not None:

@@ -95,6 +95,7 @@ def load_prompts(
             f'source={source!r}: give "gsm8k", "word-problems", "recall", the path of a .jsonl'
             " file, or a dataset on the hub"
         )
+
     source = os.fspath(source)
     if limit is not None:
         check_counts(limit=limit)
@@ -103,6 +104,7 @@ def load_prompts(
         rows = _shipped(source, split, limit, seed)
     else:
         rows = _stored(source, split, limit)
+
     if not rows:
         raise PromptError(f"{source} contains no prompts")
     if source == WORD_PROBLEMS:
@@ -126,6 +128,7 @@ def load_prompts(
         if with_answer or other_answer:
             prompt = replace(prompt, answer=row.text("answer", answer or "answer"))
         prompts.append(prompt)
+
     return prompts
 
 
@@ -136,12 +139,14 @@ def _shipped(source: str, split: str, limit: int | None, seed: int) -> list[dict
             f"split={split!r}: the questions that come with the package are all of the split "
             f'"test"; {_MORE[source]}'
         )
+
     questions_by_seed = _shipped_questions(source)
     if seed not in questions_by_seed:
         raise OptionError(
             f"seed={seed}: of the questions that come with the package, {source!r} has the seeds "
             f"{', '.join(map(str, questions_by_seed))}; {_MORE[source]}"
         )
+
     questions = questions_by_seed[seed]
     limit = limit or _WITHOUT_LIMIT
     if limit > len(questions):
@@ -149,6 +154,7 @@ def _shipped(source: str, split: str, limit: int | None, seed: int) -> list[dict
             f"limit={limit}: the package has {len(questions)} questions {source!r} with"
             f" seed={seed} ({_MORE[source]})"
         )
+
     return questions[:limit]
 
 
@@ -273,6 +279,7 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
         raise PromptError(
             f"no prompts at {name!r}: did you mean {near[0]!r}? (The hub was not queried.)"
         )
+
     import datasets
 
     try:
@@ -287,6 +294,7 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
             f'no prompts at {name!r}: it is not "gsm8k" or "word-problems", not a file here, and'
             f" loading it from the hub failed ({type(error).__name__}: {reason})"
         ) from error
+
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
     return [dict(row) for row in rows]
@@ -331,6 +339,7 @@ def repeated_random(
             f"span={span!r}, times={times!r}: give a shortest and a longest span, and at least two"
             " repetitions"
         )
+
     bos = own_bos(model)
     prompts = []
     for index in range(limit):
@@ -339,6 +348,7 @@ def repeated_random(
         if bos is not None:
             tokens = [bos, *tokens]
         prompts.append(Prompt(tokens=tuple(tokens), id=str(index)))
+
     return prompts
 
 
@@ -353,6 +363,7 @@ def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[in
         drawn |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
         if len(drawn) >= count:
             return list(drawn)[:count]
+
     raise OptionError(
         f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter"
         " span"

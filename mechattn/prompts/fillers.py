@@ -88,6 +88,7 @@ def nearest_count(
                 return len(repeated(tokenizer, text, separator, near - lines)) + lines
             except ConditionError:
                 continue
+
     raise ConditionError(
         f"no whole number of {text!r} gives about {count} tokens with this tokenizer; give another"
         " text or count"
@@ -209,6 +210,7 @@ def position(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int) -
             f"{prompt.where} has only one question token: place={place!r} needs a boundary"
             " between two"
         )
+
     if place == "middle":
         return question[len(question) // 2]
     return random.Random(f"place {seed} {prompt.id}").choice(question[1:])

@@ -76,12 +76,14 @@ class Prompt:
             raise PromptError(
                 f"prompt {self.id} has group={self.group!r}; give the name of its group, or None"
             )
+
         for name in (str(self.id), self.group or ""):
             if plain(name) != name:
                 raise PromptError(
                     f"prompt {self.id} has an id or a group with characters that cannot be"
                     f" printed: {name!r}"
                 )
+
         if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
             raise PromptError(
                 f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid"
@@ -115,25 +117,24 @@ class Prompt:
 def as_prompts(prompts: Any) -> list[Prompt]:
     """Convert a text, texts, prompts, or token ids [batch pos] to prompts.
 
-    Token ids come as a tensor, as an array, or as what a tokenizer returned: "input_ids" with its
-    "attention_mask", whose padding is left out.
+    Token ids come as a tensor or as an array.
 
     Raises:
         PromptError: Something else was given, there is no prompt, or two have the same id.
     """
     if isinstance(prompts, (str, Prompt)):
         prompts = [prompts]
-    if isinstance(prompts, Mapping):
-        return _from_encoding(prompts)
     if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OU":
         prompts = prompts.tolist()  # of texts
     if isinstance(prompts, (Tensor, np.ndarray)):
         return _from_tokens(torch.as_tensor(prompts))
     is_table = hasattr(prompts, "columns") or hasattr(prompts, "column_names")
-    if is_table or isinstance(prompts, (bytes, Set)) or not isinstance(prompts, Iterable):
+    is_unordered = isinstance(prompts, (bytes, Mapping, Set))
+    if is_table or is_unordered or not isinstance(prompts, Iterable):
         raise PromptError(
-            f"the prompts are of type {type(prompts).__name__}; give a text, a list of texts or "
-            "prompts, or a tensor of token ids (load_prompts reads files and data sets)"
+            f"the prompts are of type {type(prompts).__name__}; give a text, a list of texts or"
+            " prompts, or a tensor of token ids, such as a tokenizer's input_ids (load_prompts"
+            " reads files and data sets)"
         )
 
     named = [_named(index, prompt) for index, prompt in enumerate(prompts)]
@@ -151,6 +152,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     for prompt in named:
         group = prompt.group or f"prompt {prompt.id} alone"
         grouped.append(replace(prompt, group=group))
+
     return grouped
 
 
@@ -163,38 +165,13 @@ def _named(index: int, prompt: object) -> Prompt:
             f"prompt {index} is of type {type(prompt).__name__}; give a text, a Prompt, or a tensor"
             " of token ids"
         )
+
     if prompt.endswith((".jsonl", ".json", ".csv", ".parquet")) and " " not in prompt:
         raise PromptError(
             f"prompt {index} is {prompt!r}, the name of a file: load_prompts({prompt!r}) reads its "
             "prompts"
         )
     return Prompt(prompt, id=str(index))
-
-
-def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
-    """What a tokenizer returned: one sequence, or several with their padding."""
-    if "input_ids" not in encoding:
-        raise PromptError(
-            f"the prompts are a {type(encoding).__name__} without input_ids; give a list of texts,"
-            " prompts, or what a tokenizer returns (with input_ids)"
-        )
-    rows = _rows(encoding["input_ids"])
-    masks = [[1] * len(row) for row in rows]
-    if "attention_mask" in encoding:
-        masks = _rows(encoding["attention_mask"])
-    prompts = []
-    for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-        tokens = tuple(token for token, is_read in zip(row, mask, strict=True) if is_read)
-        prompts.append(Prompt(tokens=tokens, id=str(index)))
-    return prompts
-
-
-def _rows(numbers: Any) -> list[list[int]]:
-    """One row of whole numbers or several, from a tensor, an array or lists, as lists."""
-    rows = numbers.tolist() if hasattr(numbers, "tolist") else [*numbers]
-    if rows and isinstance(rows[0], Integral):
-        return [rows]
-    return [row.tolist() if hasattr(row, "tolist") else [*row] for row in rows]
 
 
 def _from_tokens(tokens: Tensor) -> list[Prompt]:
@@ -224,6 +201,7 @@ def warn_of_likeness(prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         template = _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip()
         templates[template or " ".join(map(str, prompt.tokens))] += 1
+
     if len(templates) > len(prompts) / 2:
         return ""
 

@@ -509,7 +509,6 @@ def test_config_files(tmp_path, change, message):
             lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]),
             "RandomTokens has no option 'text' to vary",
         ),
-        (lambda: ma.sweep(ma.conditions.RandomTokens()), "give an option to vary"),
         (lambda: ma.sweep(ma.conditions.RandomTokens(), count=[10, -1]), "count=-1"),
     ],
 )

@@ -62,5 +62,5 @@ def test_a_figure_that_is_no_number_fails():
 
 
 def test_what_compares_no_numbers_prints_none():
-    assert rows_of(Check("bos", "passed"))[0][5] == ""
+    assert rows_of(Check("config", "passed"))[0][5] == ""
     assert compare("values", {}, 1e-3, "hooks", "").outcome == "not checked"

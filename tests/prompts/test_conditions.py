@@ -29,6 +29,13 @@ def text_of(model, sequence, segment):
     return model.tokenizer.decode(sequence.tokens[sequence.of_segment(segment)])
 
 
+def chatting(toy, template):
+    """The toy with a chat template."""
+    tokenizer = copy.deepcopy(toy.tokenizer)
+    tokenizer.chat_template = template
+    return SimpleNamespace(tokenizer=tokenizer, cfg=toy.cfg)
+
+
 def test_plain_segments(toy):
     sequence = tokenize(PROMPT, toy)
     assert runs(sequence) == ["first", "system", "template", "question", "template", "answer"]
@@ -56,9 +63,9 @@ def test_tokens_are_those_of_the_whole_text(toy):
 
 @pytest.mark.parametrize("opening", ["", "<bos>"])
 def test_chat_template_with_and_without_bos_gives_it_once(toy, opening):
-    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
-    model.tokenizer.chat_template = (
-        opening + "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+    model = chatting(
+        toy,
+        opening + "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] ",
     )
     prompt = ma.Prompt(PROMPT.question, system=PROMPT.system, template="chat")
     sequence = tokenize(prompt, model)
@@ -70,10 +77,10 @@ def test_chat_template_with_and_without_bos_gives_it_once(toy, opening):
 
 
 def test_a_chat_template_without_system_role_opens_the_users_turn(toy):
-    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
-    model.tokenizer.chat_template = (
+    model = chatting(
+        toy,
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "<u>{{ m.content }}</u>{% endfor %}"
+        "<u>{{ m.content }}</u>{% endfor %}",
     )
     sequence = tokenize(ma.Prompt(PROMPT.question, system=PROMPT.system, template="chat"), model)
     assert text_of(model, sequence, "system") == PROMPT.system
@@ -81,10 +88,7 @@ def test_a_chat_template_without_system_role_opens_the_users_turn(toy):
 
 
 def test_words_of_the_question_in_the_template_are_not_the_question(toy):
-    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
-    model.tokenizer.chat_template = (
-        "Tom is here.\n{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}"
-    )
+    model = chatting(toy, "Tom is here.\n{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}")
     sequence = tokenize(ma.Prompt("Tom", template="chat"), model)
     text = model.tokenizer.decode(
         sequence.tokens[: int(sequence.of_segment("question").nonzero()[0])]
@@ -114,43 +118,20 @@ def test_filler_before_a_question_that_comes_first(toy, place):
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        ("start", ["first", "inserted", "system", "template", "question", "template", "answer"]),
-        (
-            "before_question",
-            ["first", "system", "template", "inserted", "question", "template", "answer"],
-        ),
-        (
-            "after_question",
-            ["first", "system", "template", "question", "inserted", "template", "answer"],
-        ),
-        (
-            "before_answer",
-            ["first", "system", "template", "question", "template", "inserted", "answer"],
-        ),
-        (
-            "random",
-            [
-                "first",
-                "system",
-                "template",
-                "question",
-                "inserted",
-                "question",
-                "template",
-                "answer",
-            ],
-        ),
+        ("start", "first inserted system template question template answer"),
+        ("before_question", "first system template inserted question template answer"),
+        ("after_question", "first system template question inserted template answer"),
+        ("before_answer", "first system template question template inserted answer"),
+        ("random", "first system template question inserted question template answer"),
     ],
 )
 def test_places(toy, place, expected):
     sequence = ma.MeaninglessTokens("/", count=7, place=place).apply(PROMPT, toy)
     baseline = tokenize(PROMPT, toy)
-    assert runs(sequence) == expected
+    assert runs(sequence) == expected.split()
     assert int(sequence.inserted.sum()) == 7
-    assert set(toy.tokenizer.convert_ids_to_tokens(sequence.tokens[sequence.inserted])) == {
-        "/",
-        "Ġ/",
-    }
+    filler = toy.tokenizer.convert_ids_to_tokens(sequence.tokens[sequence.inserted])
+    assert set(filler) == {"/", "Ġ/"}
     assert sequence.tokens[~sequence.inserted].tolist() == baseline.tokens.tolist()
     assert sequence.origin[~sequence.inserted].tolist() == list(range(len(baseline)))
 
@@ -212,18 +193,6 @@ def test_another_draw_is_another_sentence(toy):
     for kind in (ma.RandomSentence, ma.conditions.RandomTokens, ma.conditions.ShuffledSentence):
         drawn = {tuple(_filler(kind(20, draw=n).apply(PROMPT, toy))) for n in (0, 1, 2)}
         assert len(drawn) == 3
-
-
-def test_a_tokenizer_that_merges_still_gives_the_count(toy):
-    """A token for sixteen slashes, as Llama 3 has it: 55 tokens take more than 55 repetitions."""
-
-    class Merging:
-        def __call__(self, text, add_special_tokens):
-            whole, rest = divmod(len(text), 16)
-            return {"input_ids": [9] * whole + [8] * rest}
-
-    model = SimpleNamespace(tokenizer=Merging(), cfg=toy.cfg)
-    assert len(ma.MeaninglessTokens("/", 55, separator="").filler(PROMPT, model)) == 55
 
 
 def test_random_tokens_are_ordinary(toy):
@@ -404,16 +373,14 @@ def test_the_question_is_repeated_token_by_token(toy, times):
     ids=lambda c: type(c).__name__,
 )
 def test_in_a_chat_they_are_in_the_users_turn_on_lines_of_their_own(toy, condition):
-    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
-    model.tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}[assistant] "
+    model = chatting(
+        toy, "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}[assistant] "
     )
     sequence = condition.apply(ma.Prompt(PROMPT.question, template="chat"), model)
-    at = sequence.inserted.nonzero().flatten()
-    before, filler, after = (
-        model.tokenizer.decode(sequence.tokens[some])
-        for some in (slice(0, at[0]), slice(at[0], at[-1] + 1), slice(at[-1] + 1, None))
-    )
+    first, *_, last = sequence.inserted.nonzero().flatten().tolist()
+    before = model.tokenizer.decode(sequence.tokens[:first])
+    filler = model.tokenizer.decode(sequence.tokens[first : last + 1])
+    after = model.tokenizer.decode(sequence.tokens[last + 1 :])
     assert before.endswith(PROMPT.question)
     assert filler.startswith("\n")
     assert not filler.endswith("\n")
@@ -447,13 +414,6 @@ def test_a_line_of_its_own_is_one_of_the_inserted_tokens(toy, condition, place):
     assert text.count("\n") == 1
     assert text.startswith("\n") == (place == "after_question")
     assert text.endswith("\n") == (place != "after_question")
-
-
-def test_the_papers_form_ends_where_the_question_begins(toy):
-    """The default, with which the published figures were made."""
-    for condition in CONTROLS[:-1]:
-        text = toy.tokenizer.decode(_filler(condition.apply(PROMPT, toy)))
-        assert "\n" not in text
 
 
 class MergesFullStops(InDigits):

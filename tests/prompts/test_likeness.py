@@ -110,15 +110,3 @@ def test_a_result_says_it_of_its_prompts_and_of_parts_of_them(toy):
     varied = ma.run(toy, ma.load_prompts("word-problems", limit=4), conditions)
     assert not alike_words(varied)
     assert "alike" not in ma.render.caption(ma.render.changes(varied))
-
-
-def test_every_chunk_of_a_job_says_it_of_all_prompts(tmp_path):
-    """Chunks are merged, which needs the same words in each; a copy run at once says the same."""
-    slash = {"slash": ma.MeaninglessTokens(count=5)}
-    job = ma.Job("toy:llama", COPIES, slash, chunk=2, verify=False)
-    with pytest.warns(UserWarning, match="6 prompts follow one template"):
-        made = ma.run_job(job, tmp_path / "r.zarr")
-    assert (
-        made.provenance["prompts"]["alike"]
-        == ma.run("toy:llama", COPIES, slash).provenance["prompts"]["alike"]
-    )

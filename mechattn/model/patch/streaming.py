@@ -96,6 +96,7 @@ class _Layer:
             fused = fused_attention(attention)
             see(fused)
             return fused.out
+
         return attention_by_rows(attention, see, self.block)
 
 
@@ -171,6 +172,7 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
 
     for name in (NAME, NAME_WITH_MASK):
         AttentionInterface.register(name, _attention_function)
+
     AttentionMaskInterface.register(NAME, flash_attention_mask)  # it needs masks only for padding
     AttentionMaskInterface.register(
         NAME_WITH_MASK, lambda *_, **__: torch.zeros(1, 1, 1, 1, dtype=torch.bool)
@@ -272,6 +274,7 @@ def _fused(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContext
             q = q.clamp(-limit, limit)
             k = k.clamp(-limit, limit)
             v = v.clamp(-limit, limit)
+
         q, k, v, batch, length, width = attention._reshape_qkv_to_heads(q, k, v, heads, kv_heads)
 
         rotation = kwargs.get("position_embeddings")

@@ -1,4 +1,4 @@
-"""Compares a hooked model with the model itself: logits, kernel, config, layers, batches, BOS."""
+"""Compares a hooked model with the model itself: logits, kernel, config, layers, batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.model import hooks
-from mechattn.model.checkpoint import prepends_bos
 from mechattn.model.hooked import HookedModel, ModelFacts, config_of, original_of
 from mechattn.model.positions import boundary_of
 from mechattn.model.several_devices import device_of
@@ -52,7 +51,6 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         check_config(model, facts.native),
         *check_layers(ProbedHooks(model, hook_values, dtype, tokens.shape[1])),
         _neighbours(model, tokens, logits, dtype),
-        _bos(model),
     ]
     architecture = getattr(model.cfg, "architecture", None)
     if not architecture:
@@ -88,6 +86,7 @@ def _forward(model: HookedModel, tokens: Int[Tensor, "1 pos"]) -> tuple[dict[str
         logits = model.run_with_hooks(
             tokens.to(device_of(model)), fwd_hooks=fwd_hooks, return_type="logits", **options
         )
+
     return values, logits[0].float().cpu()
 
 
@@ -111,30 +110,27 @@ def _neighbours(
         limit = min(limit, boundary.at)
     longer = max(min(length + length // 2, limit), length)
 
-    real = torch.ones(2, longer, dtype=torch.long, device=device)
-    real[0, length:] = 0
     row = tokens.repeat(1, 2)[:, :longer]
     batch = torch.cat([row, row.flip(1)]).to(device)
+    real = torch.ones(2, longer, dtype=torch.long, device=device)
+    real[0, length:] = 0
     options: dict[str, Any] = {"attention_mask": real, **hooks.keeping_nothing(model)}
 
-    first_position = 0  # of the longer row
+    detail = f"logits of the probe padded beside a row of {longer} tokens"
     forward = (original_of(model) or model).forward
     if "position_ids" in inspect.signature(forward).parameters:
-        first_position = limit - longer
-        starts = torch.tensor([[0], [first_position]], device=device)
+        first = limit - longer  # of the longer row's positions
+        starts = torch.tensor([[0], [first]], device=device)
         options["position_ids"] = torch.arange(longer, device=device) + starts
+        detail += f" at positions {first:,} to {limit - 1:,}"
+
+    detail += " against those alone"
+    if boundary is not None:
+        detail += f"; {boundary}: no batch holds both"
 
     with torch.no_grad():
         logits = model(batch, return_type="logits", **options)[0, :length].float().cpu()
 
-    positions = ""
-    if first_position:
-        positions = f" at positions {first_position:,} to {first_position + longer - 1:,}"
-    detail = (
-        f"logits of the probe padded beside a row of {longer} tokens{positions} against those alone"
-    )
-    if boundary is not None:
-        detail += f"; {boundary}: no batch holds both"
     remedy = (
         "its logits depend on padding or on the batch in a way that mechattn does not know, so"
         " conditions cannot be compared; please report it"
@@ -148,23 +144,3 @@ def _positions_of(model: HookedModel) -> int:
     in_config = getattr(config_of(model), "max_position_embeddings", None)
     numbers = [int(number) for number in (in_config, model.cfg.n_ctx) if number]
     return min(numbers, default=1)
-
-
-def _bos(model: HookedModel) -> Check:
-    """Check that TransformerLens prepends a BOS token exactly where the tokenizer does."""
-    tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        return Check("bos", "not checked", detail="the model has no tokenizer")
-
-    hooked = bool(getattr(model.cfg, "default_prepend_bos", False))
-    detail = f"cfg.default_prepend_bos={hooked}"
-    if hooked and tokenizer.bos_token_id is None:
-        remedy = "set model.cfg.default_prepend_bos = False"
-        return Check("bos", "failed", detail=f"{detail}, and there is no such token", remedy=remedy)
-
-    expected = prepends_bos(tokenizer)
-    if hooked == expected:
-        return Check("bos", "passed", detail=f"{detail}, as the tokenizer does")
-    habit = "starts" if expected else "does not start"
-    detail += f", though the tokenizer itself {habit} a text with BOS"
-    return Check("bos", "limited", detail=detail, remedy="set it as intended; it is recorded")

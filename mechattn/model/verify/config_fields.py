@@ -112,6 +112,7 @@ def unknown_fields(config: Any) -> dict[str, str]:
             is_off = value is None or value is False or value in ("", [], {}, ())
         if not is_off:
             meanings[name] = meaning
+
     return meanings
 
 

@@ -1,5 +1,4 @@
-"""Checks that the hooks of each layer fit together: rows and scores of the pattern, values, heads,
-residual.
+"""Checks that the hooks of each layer fit together: rows of the pattern, values, heads, residual.
 
 z is pattern · v, but some models clip or norm the values, or gate or norm the result.
 """
@@ -36,7 +35,6 @@ GATE_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 # The hooks of a layer that the checks read.
 READ_HOOKS = {
-    "attn.hook_attn_scores",
     "attn.hook_pattern",
     "attn.hook_v",
     "attn.hook_z",
@@ -86,7 +84,6 @@ def check_layers(probe: ProbedHooks) -> list[Check]:
     """All checks of this file."""
     return [
         _rows(probe),
-        _scores(probe),
         _values(probe),
         _heads(probe),
         _residual(probe),
@@ -109,6 +106,7 @@ def _rows(probe: ProbedHooks) -> Check:
     has_sinks = hooks.has_sinks(probe.model)
     pairs = {}
     windows_beyond_probe = []
+
     for layer, pattern in probe.each_layer("attn.hook_pattern"):
         window = hooks.attention_window(probe.model, layer)
         if window is not None and window >= length:
@@ -128,6 +126,7 @@ def _rows(probe: ProbedHooks) -> Check:
             f" (the probe of {length} tokens does not reach the window of"
             f" {min(windows_beyond_probe)}; verify_model(length=…))"
         )
+
     tolerance = max(10 * PROBABILITY[probe.dtype], 1e-4)
     remedy = (
         "hook_pattern shows no probabilities, or has another mask than the model;"
@@ -136,27 +135,13 @@ def _rows(probe: ProbedHooks) -> Check:
     return compare("rows", pairs, tolerance, detail, remedy, scale=1.0)
 
 
-def _scores(probe: ProbedHooks) -> Check:
-    pairs = {}
-    for layer, pattern in probe.each_layer("attn.hook_pattern"):
-        scores = probe.of_layer(layer, "attn.hook_attn_scores")
-        if scores is not None and scores.shape == pattern.shape:
-            row_sums = pattern[0].sum(-1, keepdim=True)  # below 1 where a sink takes the rest
-            pairs[layer] = (scores[0].softmax(-1) * row_sums, pattern[0])
-
-    detail = "softmax of hook_attn_scores against the pattern"
-    check = compare("scores", pairs, PROBABILITY[probe.dtype], detail, "", scale=1.0)
-    return limited(
-        check, "hook_attn_scores does not hold the scores; analyses read queries and keys instead"
-    )
-
-
 @torch.no_grad()
 def _values(probe: ProbedHooks) -> Check:
     """Check that pattern · v is z or, if not, that a gate or a norm after it gives z."""
     tolerance = TOLERANCE[probe.dtype][1]
     pairs: dict[int, Pair] = {}
     steps = []
+
     for layer, pattern in probe.each_layer("attn.hook_pattern"):
         stored_v = probe.of_layer(layer, "attn.hook_v")
         stored_z = probe.of_layer(layer, "attn.hook_z")

@@ -1,5 +1,4 @@
-"""A verification: its probe, its tolerances, and its report, with one line per check, both figures
-and a remedy."""
+"""A verification: its probe, its tolerances, and its report, with one line per check."""
 
 from __future__ import annotations
 
