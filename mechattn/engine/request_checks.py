@@ -14,7 +14,6 @@ from mechattn.interventions.intervention import ChecksSequences
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
-from mechattn.model.verified_models import verify_again
 from mechattn.prompts.conditions import Baseline, Condition, check_name
 from mechattn.prompts.counterparts import with_changes
 from mechattn.prompts.prompt import Prompt
@@ -189,7 +188,6 @@ def checked_sequences(
     for prompt, sequences in zip(prompts, of_prompts, strict=True):
         _check_sequences(prompt, sequences, analyses, model)
     check_interventions(model, [prompt.id for prompt in prompts], of_prompts)
-    verify_again(model)
     check_variants(model, of_prompts)
     return of_prompts
 

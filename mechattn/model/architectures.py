@@ -149,6 +149,7 @@ def mend(model: Any) -> tuple[str, ...]:
             cfg.positional_embedding_type = "none"
     else:
         return ()
+
     return (_MENDED[fault],)
 
 

@@ -91,7 +91,7 @@ def test_percentiles_that_are_taken():
         ("arm", "intervention='arm': give an intervention such as ARM"),
         (
             ma.interventions.ARM,
-            "intervention=ARM: give an instance, such as ARM\\(\\), with brackets",
+            r"intervention=<class .*ARM\(\) \(with brackets\)",
         ),
     ],
 )
