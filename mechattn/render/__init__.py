@@ -8,9 +8,7 @@ from mechattn.render.activation_figures import update_by_position as update_by_p
 from mechattn.render.activation_figures import update_histogram as update_histogram
 from mechattn.render.activation_figures import update_map as update_map
 from mechattn.render.answer_figures import accuracy as accuracy
-from mechattn.render.answer_figures import accuracy_map as accuracy_map
 from mechattn.render.answer_figures import by_samples as by_samples
-from mechattn.render.answer_figures import diversity as diversity
 from mechattn.render.answer_figures import dose_curves as dose_curves
 from mechattn.render.answer_figures import while_answering as while_answering
 from mechattn.render.attention_figures import received_attention as received_attention

@@ -19,11 +19,9 @@ def test_a_job_names_its_model(toy, prompts, tmp_path):
     assert ma.Job(tmp_path, prompts).model == str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "options", [{"chunk": 0}, {"chunk": True}, {"threads": 0}, {"threads": 100_000}, {"chunk": 2.5}]
-)
+@pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": True}, {"threads": 0}, {"chunk": 2.5}])
 def test_options_of_a_job(options, prompts):
-    with pytest.raises(OptionError, match=r"give (a whole number, at least 1$|at most 1,024)"):
+    with pytest.raises(OptionError, match=r"give a whole number, at least 1$"):
         ma.Job("toy:llama", prompts, **options)
 
 
