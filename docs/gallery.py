@@ -282,7 +282,7 @@ some = [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
 few = ma.run(model, prompts, {"slash": slash}, some, keep="prompts")
 
 # %%
-ma.browse(few, live=False)
+ma.browse(few)
 
 # %% [markdown]
 # ## For a paper
