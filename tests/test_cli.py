@@ -96,19 +96,41 @@ def test_every_public_name_is_there():
         ma.runn
 
 
-def test_figures_of_two_models_are_on_one_page(tmp_path, here):
-    names = ("toy:llama", "toy:falcon")
-    models = [word for name in names for word in ("--model", name)]
-    done = here(
-        "figures", *models, "--prompts", "word-problems", "--out", tmp_path / "out", "--limit", 6
-    )
+@pytest.fixture
+def of_heads(tokenizer, tmp_path):
+    """Makes a checkpoint with so many heads and layers, in a folder that is named after its heads."""
+
+    def make(heads, layers):
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=4 * heads,
+            intermediate_size=16,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=4,
+            max_position_embeddings=256,
+            initializer_range=0.3,
+        )
+        folder = tmp_path / f"heads-{heads}"
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def test_figures_of_two_models_with_any_number_of_heads_are_on_one_page(of_heads, tmp_path, here):
+    models = ["--model", of_heads(1, layers=1), "--model", of_heads(14, layers=2)]
+    out = tmp_path / "out"
+    done = here("figures", *models, "--prompts", "word-problems", "--out", out, "--limit", 6)
     assert done.returncode == 0, done.stderr
-    assert "index.html" in done.stdout
-    text = (tmp_path / "out" / "index.html").read_text()
+    assert f"Open {out / 'index.html'} in a browser" in done.stdout
+    text = (out / "index.html").read_text()
     assert "6 prompts of word-problems, as plain text, after “" in text
-    for name in names:
-        assert f"{name} (toy, " in text
-        result = ma.load_result(tmp_path / "out" / f"{name.replace(':', '-')}.zarr")
+    for heads in (1, 14):
+        assert f"heads-{heads} (" in text
+        result = ma.load_result(out / f"heads-{heads}.zarr")
         assert result["received_attention"].sizes["prompt"] == 6
         assert result.provenance["model"]["verified"]
 
@@ -175,26 +197,6 @@ def test_run_takes_another_system_prompt_and_template(chatting, tmp_path, here):
     assert "<system>Be brief.\n<user>" in read_by(ma.load_result(tmp_path / "r.zarr"))
 
 
-@pytest.mark.parametrize(("heads", "layers"), [(1, 1), (14, 2)])
-def test_figures_of_any_number_of_heads(heads, layers, tokenizer, tmp_path, here):
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=4 * heads,
-        intermediate_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=4,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    asked = ("--model", tmp_path / "model", "--prompts", "word-problems", "--limit", 8)
-    done = here("figures", *asked, "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-
-
 def test_verify_prints_the_report_and_fails_where_a_model_does(here):
     done = here("verify", "toy:llama")
     assert done.returncode == 0, done.stderr
@@ -205,12 +207,12 @@ def test_verify_prints_the_report_and_fails_where_a_model_does(here):
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """Ctrl-C, once, when the third chunk has been computed."""
+    """Ctrl-C, once, when the second chunk has been computed."""
     parts, pressed = Local.parts, []
 
     def held_up(self, job, chunks):
         for number, part in enumerate(parts(self, job, chunks)):
-            if number == 2 and not pressed:
+            if number == 1 and not pressed:
                 pressed.append(number)
                 signal.raise_signal(signal.SIGINT)
             yield part
@@ -226,24 +228,24 @@ def test_shards_merge_and_ctrl_c_ends_with_a_sentence(tmp_path, here, interrupte
     """In two shards, one of them interrupted and continued; then merged."""
     config = tmp_path / "config.toml"
     config.write_text(
-        'model = "toy:llama"\nverify = false\nlayers = [0]\nchunk = 1\n[prompts]\nsource = "word-problems"\nlimit = 8\n'
+        'model = "toy:llama"\nverify = false\nlayers = [0]\nchunk = 1\n[prompts]\nsource = "word-problems"\nlimit = 4\n'
         '[output]\nresult = "r.zarr"\n'
     )
     run = here("run", config, "--shard", "1/2")
     assert run.returncode == 130
     assert re.search(
-        r"mechattn: stopped; 2 of 4 chunks are done and kept in .*; rerun the command to resume",
+        r"mechattn: stopped; 1 of 2 chunks are done and kept in .*; rerun the command to resume",
         run.stderr,
     )
     assert "Traceback" not in run.stderr
-    assert len(list(tmp_path.glob("r-1-of-2.zarr.parts/*.zarr"))) == 2
+    assert len(list(tmp_path.glob("r-1-of-2.zarr.parts/*.zarr"))) == 1
     for shard in ("1/2", "2/2"):
         done = here("run", config, "--shard", shard)
         assert done.returncode == 0, done.stderr
     done = here("merge", "whole.zarr", "r-2-of-2.zarr", "r-1-of-2.zarr")
     assert done.returncode == 0, done.stderr
     assert ma.load_result(tmp_path / "whole.zarr")["sequences"].prompt.values.tolist() == [
-        str(i) for i in range(8)
+        str(i) for i in range(4)
     ]
     again = here("merge", "all.zarr", "r-1-of-2.zarr", "r-1-of-2.zarr")
     assert again.returncode == 2
@@ -285,17 +287,17 @@ def test_figures_of_a_file_have_the_text_of_the_file_alone(tmp_path, here, monke
     file = tmp_path / "my.jsonl"
     rows = [{"question": text, "reply": "Answer: 3", "answer": "3"} for text in QUESTIONS]
     file.write_text("\n".join(map(json.dumps, rows)))
-    figures = partial(here, "figures", "--prompts", file, "--model", "toy:llama")
-    done = figures("--out", tmp_path / "plain")
-    assert "toy:llama: 6 prompts with and without 55 inserted tokens." in done.stderr
-    assert f"Open {tmp_path / 'plain' / 'index.html'} in a browser" in done.stdout
-    tokens = ma.load_result(tmp_path / "plain" / "toy-llama.zarr")["sequences"].first_prompt_text
-    assert "".join(tokens.sel(condition="baseline").values.tolist()) == f"<bos>{QUESTIONS[0]}\n"
-
     monkeypatch.setattr("mechattn.commands.figures.run", read_and_stopped)
+    figures = partial(here, "figures", "--prompts", file, "--model", "toy:llama", "--out", tmp_path)
+
+    plain = figures().stderr
+    assert "toy:llama: 6 prompts with and without 55 inserted tokens." in plain
+    inserted = " ".join(55 * "/")
+    assert f"mechattn: <bos>{inserted}{QUESTIONS[0]}\n" in plain
+
     asked = ["--system", "Be brief.", "--answer-field", "reply", "--separator", "", "--count", 4]
-    done = figures("--out", tmp_path / "asked", *asked, "--place", "before_answer")
-    assert f"mechattn: <bos>Be brief.\n{QUESTIONS[0]}\n////Answer: 3\n" in done.stderr
+    more = figures(*asked, "--place", "before_answer").stderr
+    assert f"mechattn: <bos>Be brief.\n{QUESTIONS[0]}\n////Answer: 3\n" in more
 
 
 @pytest.mark.parametrize(

@@ -165,10 +165,9 @@ def test_a_file_that_is_something_else(result, folder, how):
 
 def test_force_means_it(result, folder):  # negative control
     before = listed(folder)
-    for name in ("thesis.tex", "index.html"):
-        result.page(name, heads=[0], force=True)
-        View("<p>seen</p>", script=None).save(name)  # it is ours now
-        result.page(name, heads=[0])
+    View("<p>seen</p>", script=None).save("thesis.tex", force=True)
+    View("<p>again</p>", script=None).save("thesis.tex")  # it is ours now
+    result.page("index.html", heads=[0], force=True)
     invoked("report", "ours.zarr", "--out", "report.html", "--force")
     configured("run", page="answers.jsonl", options=["--force"])
     assert set(untouched(before, folder)) == {
@@ -179,39 +178,41 @@ def test_force_means_it(result, folder):  # negative control
     }
 
 
-def test_what_somebody_has_where_chunks_are_kept_stays(folder):
+def small_job(prompts):
+    return ma.Job("toy:llama", prompts, options=ma.RunOptions(layers=0), verify=False)
+
+
+def test_what_somebody_has_where_chunks_are_kept_stays(folder, prompts):
     before = listed(folder)
     for name in ("new.zarr", "other.zarr"):
-        configured("run", result=name)
+        ma.run_job(small_job(prompts[:1]), name)
     assert untouched(before, folder) == {}
     assert sorted(os.listdir("new.zarr.parts")) == ["draft.new", "photos.zip", "thesis.tex"]
 
 
-@pytest.mark.parametrize("name", ["free.zarr", "ours.zarr", "dangling.zarr"])
-def test_a_place_that_is_free_among_them(folder, name):
-    """Written, replaced and written anew; what lies beside it stays, backups and copies of the same name too."""
+def test_a_place_that_is_free_among_them(folder):
+    """Written, replaced, written anew and written through a link; what lies beside it stays, copies of the same name too."""
     before = {
         path: content
         for path, content in listed(folder).items()
         if not path.startswith("ours.zarr")
     }
-    had, made = set(os.listdir(folder)), {"config.toml", "all.zarr", "free.html", name}
-    configured("run", result=name)
-    configured("run", result=name, options=["--fresh"])
-    assert ma.load_result(name)["sequences"].sizes["prompt"] == 3
-    invoked("merge", "all.zarr", name)
-    if name == "free.zarr":  # what these write has the same place whatever the name
-        made.add("free.jsonl")
-        configured("evaluate", result=name)
-        configured("evaluate", result=name)
-        invoked("report", name, "--out", "free.html")
-        invoked("show", name)
+    had = set(os.listdir(folder))
+    configured("run", result="free.zarr")
+    configured("run", result="free.zarr", options=["--fresh"])
+    configured("run", result="ours.zarr")
+    for name in ("free.zarr", "ours.zarr"):
+        assert ma.load_result(name)["sequences"].sizes["prompt"] == 3
+    invoked("merge", "dangling.zarr", "free.zarr")
+    invoked("merge", "all.zarr", "dangling.zarr")
+    configured("evaluate")
+    configured("evaluate")
+    invoked("report", "free.zarr", "--out", "free.html")
+    invoked("show", "free.zarr")
     assert untouched(before, folder) == {}
+    made = {"config.toml", "free.zarr", "free.html", "free.jsonl", "all.zarr"}
     assert set(os.listdir(folder)) == had | made
-    assert sorted(os.listdir("archive")) == [
-        "data.zarr",
-        *(["gone.zarr"] if name == "dangling.zarr" else []),
-    ]
+    assert sorted(os.listdir("archive")) == ["data.zarr", "gone.zarr"]
 
 
 def test_what_somebody_adds_while_it_runs(folder, prompts):
@@ -223,11 +224,7 @@ def test_what_somebody_adds_while_it_runs(folder, prompts):
             Path("free.zarr.parts/notes.txt").write_text("mine")
             yield from Local().parts(job, chunks)
 
-    ma.run_job(
-        ma.Job("toy:llama", prompts[:2], options=ma.RunOptions(layers=0), verify=False),
-        "free.zarr",
-        executor=Adds(),
-    )
+    ma.run_job(small_job(prompts[:1]), "free.zarr", executor=Adds())
     assert os.listdir("free.zarr.parts") == ["notes.txt"]
 
 

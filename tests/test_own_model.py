@@ -43,17 +43,22 @@ def write(folder, sections, **top):
     return path
 
 
-def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys):
-    page = make_figures(figures_config(tmp_path / "out", [halving], "word-problems", 6, 1, [0, 1]))
+def test_figures_take_the_nearest_count_and_say_so(halving, tmp_path, capsys, monkeypatch):
+    """The control is as long."""
+    conditions_run = {}
+
+    def instead_of_a_run(model, prompts, conditions, *_, **__):
+        conditions_run.update(conditions)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mechattn.commands.figures.run", instead_of_a_run)
+    with pytest.raises(KeyboardInterrupt):
+        make_figures(figures_config(tmp_path / "out", [halving], "word-problems", 6, 1, [0, 1]))
     assert "cannot make 55 tokens of '/'; 56 are inserted" in capsys.readouterr().err
-    assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "slash") == {56}
-    assert inserted(ma.load_result(tmp_path / "out" / "ckpt.zarr"), "sentence") == {56}, (
-        "the control is as long"
-    )
-    assert (
-        "56 “/” (slash), or as many tokens of random sentences (sentence), before the question."
-        in page.read_text(encoding="utf-8")
-    )
+    assert {name: condition.count for name, condition in conditions_run.items()} == {
+        "slash": 56,
+        "sentence": 56,
+    }
 
 
 def test_figures_of_a_text_a_count_and_a_place_of_ones_own(checkpoint, tmp_path):

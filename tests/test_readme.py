@@ -39,39 +39,49 @@ def assert_same_words_and_numbers(quoted, printed):
         assert apart <= most, f"the README says {here}, the code {there}: {quoted}"
 
 
-@pytest.fixture(scope="module")
-def pasted(tmp_path_factory, smollm2):
-    """All blocks in one process, as a reader pastes them, one after another: what each printed, showed and wrote."""
-    scope, done = {}, []
-    blocks = re.findall(r"```py(?:thon)?\n(.*?)```", README, re.DOTALL)
-    assert blocks
+def pasted(code, folder):
+    """What a block of Python printed, showed and wrote, in a folder of its own."""
+    figures = []
+    printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("pasted"))
-        for code in blocks:
-            shown, printed = [], io.StringIO()
-            patch.setattr(
-                plotly.io, "show", lambda figure, *args, shown=shown, **kwargs: shown.append(figure)
-            )
-            with redirect_stdout(printed):
-                exec(compile(code, "README.md", "exec"), scope)
-            done.append(
-                (
-                    printed.getvalue(),
-                    shown,
-                    {path.name for path in Path().iterdir()},
-                )
-            )
-    return done
+        patch.chdir(folder)
+        patch.setattr(plotly.io, "show", lambda figure, *args, **kwargs: figures.append(figure))
+        with redirect_stdout(printed):
+            exec(compile(code, "README.md", "exec"), {})
+    return printed.getvalue(), figures, {path.name for path in folder.iterdir()}
 
 
-def test_all_blocks_run_in_order_and_the_ten_lines_print_the_verdict(pasted):
-    printed, shown, written = pasted[0]
-    assert README.index("```py") == README.index("```python\n"), "they are the first block"
-    assert len(shown) == 1
-    assert written == {"pattern.html", "smollm2.zarr"}
+WRITTEN = {"pattern.html", "smollm2.zarr"}
+
+
+def test_the_ten_lines_run(tmp_path):
+    """On a toy, which reads plain text and tells no number of the README."""
+    code = block("python")
+    for real, toy in [
+        ("real:smollm2", "toy:llama"),
+        ("limit=16", "limit=6"),
+        ('"chat"', '"plain"'),
+    ]:
+        assert real in code
+        code = code.replace(real, toy)
+    printed, figures, written = pasted(code, tmp_path)
+    assert printed.startswith("With “slash”, attention received by the question changes by ")
+    assert len(figures) == 1
+    assert written == WRITTEN
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("smollm2")
+def test_the_ten_lines_print_the_verdict(tmp_path):
+    printed, figures, written = pasted(block("python"), tmp_path)
+    assert len(figures) == 1
+    assert written == WRITTEN
     verdict = re.search(r"It prints:\n\n> (.*?)\n\n", README, re.DOTALL)[1]
     assert_same_words_and_numbers([verdict.replace("\n> ", " ")], [" ".join(printed.splitlines())])
-    assert written <= pasted[-1][2], "all later blocks ran in order too"
+
+
+def test_no_other_block_needs_to_run():
+    assert len(re.findall("```py", README)) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""Each tutorial runs as a script, and the numbers of its conclusion are among those that it prints."""
+"""The numbers of a tutorial's conclusion are among those that it printed when the site was built."""
 
 import html
 import re
-import runpy
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import need
 
 ROOT = Path(__file__).parents[1]
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -46,35 +47,30 @@ def unsupported(source: str, printed: str) -> list[float]:
     ]
 
 
-def printed_in_the_site(name: str) -> str | None:
-    """What a tutorial printed while the site was built; None unless that was after the last change of any code."""
-    page = ROOT / "site" / "tutorials" / f"{name}.html"
-    code = [TUTORIALS / f"{name}.py", *(ROOT / "mechattn").rglob("*.py")]
-    if not page.is_file() or page.stat().st_mtime < max(path.stat().st_mtime for path in code):
-        return None
+@pytest.fixture(scope="module")
+def pages(site):
+    """The tutorials' pages, built after the last change of any code."""
+    folder = site / "tutorials"
+    code = [*TUTORIALS.glob("*.py"), *(ROOT / "mechattn").rglob("*.py")]
+    oldest = min(page.stat().st_mtime for page in folder.glob("*.html"))
+    is_new = oldest > max(path.stat().st_mtime for path in code)
+    need("site", is_new, "the code has changed since `make docs`")
+    return folder
+
+
+def printed_on(page: Path) -> str:
+    """What the cells of a tutorial printed, as its page shows it."""
     text = page.read_text(encoding="utf-8")
-    found = re.findall(
+    outputs = re.findall(
         r'<div class="[^"]*jp-RenderedText[^>]*>\s*<pre>(.*?)</pre>', text, re.DOTALL
     )
-    return html.unescape(re.sub("<[^>]+>", "", "\n".join(found)))
+    return html.unescape(re.sub("<[^>]+>", "", "\n".join(outputs)))
 
 
-SHORT = "focus"  # one of them in each run of the tests, all of them in make test-all
-NAMES = sorted(path.stem for path in TUTORIALS.glob("*.py"))
-
-
-@pytest.mark.parametrize(
-    "name", [n if n == SHORT else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
-)
-def test_a_conclusion_has_the_numbers_that_are_printed(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    printed, source = (
-        printed_in_the_site(name),
-        (TUTORIALS / f"{name}.py").read_text(encoding="utf-8"),
-    )
-    if printed is None:  # the site is not there, or of an older state
-        runpy.run_path(str(TUTORIALS / f"{name}.py"))
-        printed = capsys.readouterr().out
+@pytest.mark.parametrize("name", sorted(path.stem for path in TUTORIALS.glob("*.py")))
+def test_a_conclusion_has_the_numbers_that_are_printed(name, pages):
+    source = (TUTORIALS / f"{name}.py").read_text(encoding="utf-8")
+    printed = printed_on(pages / f"{name}.html")
     assert len(numbers(printed)) > 5
     assert not unsupported(source, printed), printed
 

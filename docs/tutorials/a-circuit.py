@@ -27,14 +27,10 @@ for name, weight in native.named_parameters():
 
 def batch(size=64):
     """Spans of 8 to 24 different tokens, repeated to 48 tokens; the first copy cannot be foreseen."""
-    tokens, foreseen = (
-        torch.zeros(size, 48, dtype=torch.long),
-        torch.ones(size, 48, dtype=torch.bool),
-    )
-    for row, span in enumerate(torch.randint(8, 25, (size,)).tolist()):
-        tokens[row] = torch.randperm(48)[:span].repeat(48 // span + 1)[:48]
-        foreseen[row, : span + 1] = False
-    return tokens, foreseen[:, 1:]
+    places = torch.arange(48)
+    spans = torch.randint(8, 25, (size, 1))
+    shuffled = torch.rand(size, 48).argsort(1)
+    return shuffled.gather(1, places % spans), (places > spans)[:, 1:]
 
 
 optimizer = torch.optim.AdamW(

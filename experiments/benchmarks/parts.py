@@ -31,6 +31,7 @@ WAYS = (LIMIT, OURS + "streaming", OURS + "fused", "transformers, output_attenti
 LENGTHS = [(2048, 1), (8192, 1), (2048, 8), (8192, 8), (32768, 1), (32768, 8)]  # tokens, sequences
 SMALL = [(64, 1), (128, 4)]
 ROUNDS, ENOUGH = 9, 6.0  # at most so many rounds, and seconds of them, for a column
+FEW_ROUNDS = 2  # with --small
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,12 @@ def peak(run: Callable[[], Any]) -> float:
 
 def tests(cells: Cells, device: str, small: bool) -> None:
     """The tests marked ``gpu``, of this device; with ``small`` those that take seconds."""
-    chosen = "test_column_sums or toy:llama" if small else "not cpu-" if device != "cpu" else "cpu"
+    if small:
+        chosen = f"test_column_sums and {device}"
+    elif device == "cpu":
+        chosen = "cpu"
+    else:
+        chosen = "not cpu-"
     command = [
         sys.executable,
         "-m",
@@ -107,15 +113,22 @@ def tests(cells: Cells, device: str, small: bool) -> None:
 def received(shape: str, kv_heads: int, cells: Cells, device: str, small: bool) -> None:
     """Time and peak memory of each way, as ratios to the flash forward, column by column."""
     columns = SMALL if small else LENGTHS
+    most_rounds = FEW_ROUNDS if small else ROUNDS
     longest = max(length for length, _ in columns)
     bridge = hooked("toy:llama" if small else shape, kv_heads, longest, device, dtype_on(device))
     ways = runners(bridge, nnsight=not small)
     spent: dict[str, float] = {}  # seconds of a run for each token and key, at the last column
     for length, sequences in columns:
-        _column(cells, ways, batch_of(length, device, sequences), spent)
+        _column(cells, ways, batch_of(length, device, sequences), spent, most_rounds)
 
 
-def _column(cells: Cells, ways: dict[str, Callable], batch: Batch, spent: dict[str, float]) -> None:
+def _column(
+    cells: Cells,
+    ways: dict[str, Callable],
+    batch: Batch,
+    spent: dict[str, float],
+    most_rounds: int,
+) -> None:
     """Each way once, with its peak memory; then all that fit in turn, as often as there is time."""
     (sequences, length), sizes, fit = batch.tokens.shape, {}, {}
     column, work = f"{length:,} × {sequences}", sequences * length * length
@@ -136,16 +149,18 @@ def _column(cells: Cells, ways: dict[str, Callable], batch: Batch, spent: dict[s
             cells.put(name, column, "absent")
         else:
             cells.tried(name, column, partial(first, name), 2 * spent.get(name, 0) * work)
-    taken = _rounds(cells, fit, batch)
+    taken = _rounds(cells, fit, batch, most_rounds)
     for name in fit if taken.get(LIMIT) else ():
         cells.put(name, column, _cell(name, length, taken, sizes))
 
 
-def _rounds(cells: Cells, fit: dict[str, Callable], batch: Batch) -> dict[str, list[float]]:
+def _rounds(
+    cells: Cells, fit: dict[str, Callable], batch: Batch, most_rounds: int
+) -> dict[str, list[float]]:
     """Seconds of each way, in rounds that go forwards and backwards in turn."""
     taken: dict[str, list[float]] = {name: [] for name in fit}
     began, longest = time.perf_counter(), 0.0
-    for number in range(ROUNDS):
+    for number in range(most_rounds):
         round_began = time.perf_counter()
         if number and (round_began - began > ENOUGH or longest > cells.left()):
             break

@@ -1,11 +1,9 @@
 """Models on several devices, offloaded to memory and disk, and quantised: the numbers of the model as it was."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload, dispatch_model
+from accelerate import cpu_offload
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
@@ -27,11 +25,9 @@ CONDITIONS = {
         intervention=ma.interventions.AttentionKnockout("question", "first", layers=(0, 3))
     ),
 }
-UNDEFINED = {"toy:llama": ma.analyses.ScoreDecomposition}  # under RoPE
-
-
-def every(name):
-    return [make() for make in ANALYSES if make is not UNDEFINED.get(name)]
+EVERY = [
+    make() for make in ANALYSES if make is not ma.analyses.ScoreDecomposition
+]  # undefined under RoPE
 
 
 def parts(model, first, second, home="cpu"):
@@ -47,20 +43,6 @@ def parts(model, first, second, home="cpu"):
     return {"model.embed_tokens": home, "model.rotary_emb": home, **layers, **ends}
 
 
-def half_on_disk(model, folder):
-    return dispatch_model(
-        model, parts(model, "cpu", "disk"), main_device="cpu", offload_dir=folder, force_hooks=True
-    )
-
-
-OFFLOADED: dict[str, Callable] = {
-    "memory": lambda model, folder: cpu_offload(model, execution_device="cpu"),
-    "half on disk": half_on_disk,
-}
-# Where a weight comes from is tried for the numbers; what is done with it is the same for both.
-HALF_ON_DISK = pytest.mark.parametrize("offloaded", ["half on disk"], indirect=True, scope="module")
-
-
 @pytest.fixture(scope="module")
 def whole(tokenizer):
     return ma.load_model(plain("toy:llama", torch.float32), tokenizer=tokenizer)
@@ -68,18 +50,15 @@ def whole(tokenizer):
 
 @pytest.fixture(scope="module")
 def measured(whole):
-    return ma.run(whole, PROBLEMS, CONDITIONS, every("toy:llama"), keep="prompts")
+    return ma.run(whole, PROBLEMS, CONDITIONS, EVERY, keep="prompts")
 
 
-@pytest.fixture(scope="module", params=OFFLOADED)
-def offloaded(request, tokenizer, tmp_path_factory):
-    made = OFFLOADED[request.param](
-        plain("toy:llama", torch.float32), tmp_path_factory.mktemp("offloaded")
-    )
-    assert sum(parameter.is_meta for parameter in made.parameters()) > 10, (
-        "most weights are elsewhere"
-    )
-    return ma.load_model(made, tokenizer=tokenizer)
+@pytest.fixture(scope="module")
+def offloaded(tokenizer):
+    """A model whose weights all lie elsewhere, and are brought for each call of a module (test_a_name_takes_a_device_map: a disk)."""
+    native = cpu_offload(plain("toy:llama", torch.float32), execution_device="cpu")
+    assert all(parameter.is_meta for parameter in native.parameters())
+    return ma.load_model(native, tokenizer=tokenizer)
 
 
 def assert_same(result, expected):
@@ -123,7 +102,7 @@ def test_offloaded_numbers_are_the_models_own_to_the_bit(offloaded, measured):
     assert outcomes["logits"] == outcomes["kernel"] == outcomes["heads"] == "passed", (
         "against its own attention"
     )
-    result = ma.run(offloaded, PROBLEMS, CONDITIONS, every("toy:llama"), keep="prompts")
+    result = ma.run(offloaded, PROBLEMS, CONDITIONS, EVERY, keep="prompts")
     assert_same(result, measured)
     about, expected = (each.provenance["model"] for each in (result, measured))
     assert about["weights_hash"] == expected["weights_hash"]
@@ -133,12 +112,11 @@ def test_offloaded_numbers_are_the_models_own_to_the_bit(offloaded, measured):
 def test_the_comparison_would_notice_another_order(whole, measured):  # negative control
     with pytest.raises(AssertionError, match="received"):
         assert_same(
-            ma.run(whole, PROBLEMS[::-1], CONDITIONS, every("toy:llama"), keep="prompts"),
+            ma.run(whole, PROBLEMS[::-1], CONDITIONS, EVERY, keep="prompts"),
             measured,
         )
 
 
-@HALF_ON_DISK
 @pytest.mark.parametrize("engine", ["fused", "hooks"])
 def test_each_engine_takes_an_offloaded_model(engine, offloaded, whole):
     options = {"conditions": CONDITIONS, "engine": engine}
@@ -156,7 +134,6 @@ def acted_on(whole):
     return prompts, effects, answers(whole), recorded(whole)
 
 
-@HALF_ON_DISK
 def test_an_offloaded_model_is_patched_answers_and_is_acted_on(offloaded, acted_on):
     prompts, effects, answered, acted = acted_on
     for at, effect in effects.items():
@@ -183,7 +160,7 @@ def test_two_devices_that_are_imitated(tokenizer, whole, measured):
             dispatched(model, parts(model, FIRST, SECOND, home=FIRST)), tokenizer=tokenizer
         )
         lies = {where(parameter) for parameter in made.original_model.parameters()}
-        result = ma.run(made, PROBLEMS, CONDITIONS, every("toy:llama"), keep="prompts")
+        result = ma.run(made, PROBLEMS, CONDITIONS, EVERY, keep="prompts")
         through_hooks = ma.run(made, PROBLEMS, CONDITIONS, engine="hooks")
         fused = ma.run(made, PROBLEMS, engine="fused")
     assert lies == {FIRST, SECOND}
