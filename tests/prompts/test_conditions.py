@@ -159,6 +159,15 @@ CONTROLS = [
 ]
 
 
+def controls_with(option):
+    """The controls that have this option."""
+    return [
+        condition
+        for condition in CONTROLS
+        if option in {field.name for field in dataclasses.fields(condition)}
+    ]
+
+
 @pytest.mark.parametrize("condition", CONTROLS, ids=lambda c: type(c).__name__)
 @pytest.mark.parametrize("place", ["before_question", "after_question", "random"])
 def test_every_condition_inserts_exactly_count_tokens(toy, condition, place):
@@ -171,7 +180,7 @@ def test_every_condition_inserts_exactly_count_tokens(toy, condition, place):
     assert int(where[-1] - where[0]) == condition.count - 1, "one run"
 
 
-@pytest.mark.parametrize("condition", CONTROLS[3:6], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("condition", controls_with("draw"), ids=lambda c: type(c).__name__)
 def test_controls_are_drawn_for_each_prompt_and_seed(toy, condition):
     other = dataclasses.replace(PROMPT, id="b")
     drawn = {
@@ -401,7 +410,7 @@ def test_inserting_into_a_sequence_keeps_what_a_condition_said_of_it(toy, prompt
             assert not longer.edge_mask.keys[~kept].any()
 
 
-LINES = [dataclasses.replace(condition, own_line=True) for condition in CONTROLS[:-1]]
+LINES = [dataclasses.replace(condition, own_line=True) for condition in controls_with("own_line")]
 
 
 @pytest.mark.parametrize("condition", LINES, ids=lambda c: type(c).__name__)
