@@ -231,30 +231,15 @@ dose = ma.run(solver, problems, counts)
 ma.render.dose_curves(counted.accuracy(), dose)
 
 # %% [markdown]
-# Which combination of two options gives the most right answers?
-
-# %%
-grid = ma.sweep(slash, count=[10, 55], place=["start", "before_question"])
-placed = ma.evaluate(solver, prompts, grid, new_tokens=60)
-ma.render.accuracy_map(placed.accuracy(), "count", "place", "toy:qwen2")
-
-# %% [markdown]
 # How much do several sampled answers to each problem gain?
 
 # %%
 sampled = ma.evaluate(
     solver, prompts[:8], {"slash": slash}, samples=4, temperature=1.5, new_tokens=60
 )
-measures = {"pass@k": sampled.pass_at_k([1, 2, 4]), "best of k": sampled.best_of([1, 2, 4])}
 
 # %%
-ma.render.by_samples(measures, "toy:qwen2")
-
-# %% [markdown]
-# How different are these answers from each other?
-
-# %%
-ma.render.diversity({"toy:qwen2": sampled.diversity()})
+ma.render.by_samples({"pass@k": sampled.pass_at_k([1, 2, 4])}, "toy:qwen2")
 
 # %% [markdown]
 # Does the model look elsewhere while it writes a wrong answer?
@@ -297,7 +282,7 @@ some = [ma.ReceivedAttention(), ma.analyses.AttentionFocus()]
 few = ma.run(model, prompts, {"slash": slash}, some, keep="prompts")
 
 # %%
-ma.browse(few, live=False)
+ma.browse(few)
 
 # %% [markdown]
 # ## For a paper

@@ -49,7 +49,6 @@ def analyses(model: object) -> list[object]:
         kinds.AttentionSinks(),
     ]
     made += [
-        kinds.AttentionSpread(),
         kinds.BlockUpdates(),
         kinds.DirectLogits(),
         kinds.HeadUpdates(),

@@ -16,7 +16,6 @@ from .engine.run import run as run
 from .engine.run import run_random as run_random
 from .errors import MechattnError as MechattnError
 from .evaluation.answer_file import load_evaluation as load_evaluation
-from .evaluation.answer_units import trend as trend
 from .evaluation.evaluate import baseline_noise as baseline_noise
 from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.evaluation import Evaluation as Evaluation

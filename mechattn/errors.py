@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from types import FrameType
 from typing import Any, get_args
 
 from mechattn.markup import shown
@@ -69,11 +70,16 @@ class Interrupted(MechattnError):
     """The work was interrupted; finished parts are kept, and the message says how to resume."""
 
 
-def check_counts(least: int = 1, **counts: Any) -> None:
-    """Refuse anything but whole numbers that are large enough, by the names of their arguments."""
+def check_counts(least: int = 1, most: int | None = None, **counts: Any) -> None:
+    """Refuse anything but whole numbers from ``least`` to ``most``, by the names of their
+    arguments."""
+    limits = f"at least {least}"
+    if most is not None:
+        limits += f" and at most {most:,}"
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise OptionError(f"{name}={value!r}: give a whole number, at least {least}")
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < least or (most is not None and value > most):
+            raise OptionError(f"{name}={value!r}: give a whole number, {limits}")
 
 
 def check_choice(known: Any, **given: Any) -> None:
@@ -87,9 +93,14 @@ def check_choice(known: Any, **given: Any) -> None:
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line that called mechattn, however many of our own calls lie between."""
-    frame, level = sys._getframe(1), 2
-    while (above := frame.f_back) and str(frame.f_globals.get("__name__")).partition(".")[
-        0
-    ] in _OURS:
-        frame, level = above, level + 1
+    frame = sys._getframe(1)
+    level = 2
+    while frame.f_back is not None and _is_ours(frame):
+        frame = frame.f_back
+        level += 1
     warnings.warn(shown(message), category, stacklevel=level)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package in _OURS

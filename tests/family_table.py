@@ -25,7 +25,6 @@ _PROMPTS = (
 )
 _CONDITIONS = {"slash": MeaninglessTokens("/", 12)}
 _MANY = 5  # families: a reason shared by at least this many is given once
-_MINOR = ("hooks", "bos")
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,7 @@ def families(names: Iterable[str] = tuple(FAMILIES)) -> Iterator[Family]:
             continue
         report = verify_model(model)
         has = f"{len(attention_layers(model))} of {model.cfg.n_layers}"
-        limits = tuple(
-            f"{name}: {why}" for name, why in report.limited.items() if name not in _MINOR
-        )
+        limits = tuple(f"{name}: {why}" for name, why in report.limited.items())
         yield Family(name, report.architecture, has, _verified(report), limits, _outcomes(model))
 
 

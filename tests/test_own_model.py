@@ -105,9 +105,7 @@ def test_a_device_and_a_dtype_in_a_config(checkpoint, tmp_path):
     about = ma.load_result(tmp_path / "r.zarr").provenance["model"]
     assert (about["device"], about["dtype"]) == ("cpu", "bfloat16")
     shutil.rmtree(tmp_path / "r.zarr")
-    with pytest.raises(
-        MechattnError, match=r"device='cuda:77' is not on this machine \(cuda devices here:"
-    ):
+    with pytest.raises(MechattnError, match=r"device='cuda:77' is not on this machine \("):
         run_from_config(write(tmp_path, "", model=str(checkpoint), device="cuda:77"))
 
 

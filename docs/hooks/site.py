@@ -71,11 +71,11 @@ def on_page_markdown(markdown, page, config, files):
     """Fill in what a page takes from the code: rooms, figures, headings of the API."""
     if page.file.src_uri == "gallery.py":  # figures need the width
         page.meta["hide"] = ["toc"]
-    if "<!-- figures -->" in markdown:
-        from mechattn.render.figure_declaration import FIGURES
-
-        entries = [f"::: {one.draw.__module__}.{name}" for name, one in FIGURES.items()]
-        markdown = markdown.replace("<!-- figures -->", "\n\n".join(entries))
+    for name, members in (("figures", _figures), ("conditions", _conditions)):
+        marker = f"<!-- {name} -->"
+        if marker in markdown:
+            entries = [f"::: {member.__module__}.{member.__name__}" for member in members()]
+            markdown = markdown.replace(marker, "\n\n".join(entries))
     if page.file.src_uri.startswith("api/"):
         typed = partial(_typed, page=page.file.src_uri)
         markdown = re.sub(r"^::: (\S+)$", typed, markdown, flags=re.MULTILINE)
@@ -147,6 +147,20 @@ def _typed(entry: re.Match, page: str) -> str:
     if page == "api/protocols.md":  # methods are a level below the table of contents
         options["heading_level"] = 3
     return f"{entry[0]}\n    options: {json.dumps(options)}"
+
+
+def _figures() -> list:
+    """The functions that draw figures, as they are declared."""
+    from mechattn.render.figure_declaration import FIGURES
+
+    return [declared.draw for declared in FIGURES.values()]
+
+
+def _conditions() -> list:
+    """What ``ma.conditions`` offers."""
+    from mechattn import conditions
+
+    return [member for name, member in vars(conditions).items() if not name.startswith("_")]
 
 
 def _rooms() -> str:

@@ -33,7 +33,7 @@ LlamaForCausalLM(config).save_pretrained(folder)
 # ## Load and verify
 #
 # `load_model` verifies what it loads: logits against the model's own attention, patterns, masks, heads' outputs,
-# padding. The report shows what was compared, both figures and the tolerance ([a verified
+# padding. The report shows what was compared and the tolerance ([a verified
 # model](../concepts/verification.md)).
 
 # %%

@@ -87,14 +87,9 @@ def main(names: list[str]) -> None:
         "text": ma.render.accuracy(tables["text"]),
         "parts": ma.render.accuracy(tables["parts"]),
     }
-    for name, table in tables["arm"].items():
-        drawn[f"arm-{file_name(name)}"] = ma.render.accuracy_map(table, "p1", "c", name)
     for name, made in found["samples"].items():
-        measures = {"pass@k": made.pass_at_k([1, 2, 4, 8]), "best of k": made.best_of([1, 2, 4, 8])}
-        drawn[f"samples-{file_name(name)}"] = ma.render.by_samples(measures, name)
-    drawn["diversity"] = ma.render.diversity(
-        {name: made.diversity() for name, made in found["samples"].items()}
-    )
+        table = made.pass_at_k([1, 2, 4, 8])
+        drawn[f"samples-{file_name(name)}"] = ma.render.by_samples({"pass@k": table}, name)
     for name, table in noise.items():
         print(f"{name}: the baseline again\n{table.round(3).to_string(index=False)}")
     for figure, made in drawn.items():
@@ -107,13 +102,8 @@ def main(names: list[str]) -> None:
             f"p = {best['p']:.2f}"
         )
     for name, evaluation in found["parts"].items():
-        paths = {c: c for c in evaluation.conditions if c not in ("baseline", "slash")}
-        table = evaluation.mediation("slash", paths)
-        total, low, high = (100 * table.attrs[end] for end in ("total", "low", "high"))
-        print(
-            f"{name}: the tokens change accuracy by {total:+.1f} points [{low:+.1f}, {high:+.1f}]"
-        )
-        print(table.drop(columns="condition").round(3).to_string(index=False))
+        table = evaluation.comparisons()
+        print(f"{name}: the whole and its parts\n{table.round(3).to_string(index=False)}")
 
 
 if __name__ == "__main__":

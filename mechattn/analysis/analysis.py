@@ -4,7 +4,7 @@ reduces it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -12,14 +12,21 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.errors import OptionError
-from mechattn.functional.attention import AnyRows, Fused
+from mechattn.functional.attention import AnyRows
+from mechattn.functional.fused import Fused
 from mechattn.functional.received import segment_mean, visible_keys
 from mechattn.model.head_parts import split_heads
 from mechattn.model.hooked import HookedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch, Pairs, TokenSequence
 
-Sums = dict[str, Tensor]
+Sums = dict[str, Tensor]  # of one layer, by name, batch first
+Values = dict[str, Tensor]  # of each quantity, likewise
+Quantities = Mapping[str, "Quantity"]
+Window = int | None  # the largest number of keys that a query of a layer sees; None for all
+Coords = Mapping[str, Sequence[object]]  # labels of an analysis's own dimensions
+Layers = Sequence[int]
+Prompts = Sequence[Prompt]
 _UNDEFINED = " is undefined"  # with the name of a number: where it is
 
 
@@ -49,7 +56,7 @@ class AttentionRows:
     queries: slice
     keys: slice
     batch: Batch
-    window: int | None
+    window: Window
     v: Float[Tensor, "batch kv_head pos d_head"] | None = None
     attention: AnyRows | None = None
     null: bool = False
@@ -69,7 +76,7 @@ class WholeAttention:
     layer: int
     fused: Fused
     batch: Batch
-    window: int | None
+    window: Window
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ class PairedRows:
     queries: slice
     keys: slice
     batch: Batch
-    window: int | None
+    window: Window
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ class Captures:
     layer: int
     tensors: Mapping[str, Tensor]
     batch: Batch
-    window: int | None
+    window: Window
 
     def by_head(self, name: str, heads: int) -> Float[Tensor, "batch pos {heads} d_head"]:
         """The tensor at a hook, split by head; some bridges concatenate the heads or split them
@@ -184,6 +191,29 @@ class Quantity:
     no_null: str = ""
 
 
+def means_of(quantities: Quantities, members: str = "queries") -> dict[str, Quantity]:
+    """The means of some quantities over the members of a segment."""
+    return {
+        name: replace(
+            quantity, description=f"{quantity.description}, mean over the {members} of the segment"
+        )
+        for name, quantity in quantities.items()
+    }
+
+
+def of_each(quantities: Quantities, member: str = "query") -> dict[str, Quantity]:
+    """The same quantities of each member, by its position, as ``…_at``."""
+    return {
+        f"{name}_at": replace(
+            quantity,
+            dims=(*quantity.dims[:-1], "key"),
+            description=f"{quantity.description}, of each {member}",
+            compared="ratio",
+        )
+        for name, quantity in quantities.items()
+    }
+
+
 @runtime_checkable
 class Analysis(Protocol):
     """Reduces attention to values per prompt: ``start`` once per layer, then each block, then
@@ -207,7 +237,7 @@ class Analysis(Protocol):
     def options(self) -> Mapping[str, Any]: ...
 
     @property
-    def quantities(self) -> Mapping[str, Quantity]: ...
+    def quantities(self) -> Quantities: ...
 
     def problem(self, sequence: TokenSequence) -> str | None:
         """One sentence on why this sequence cannot be measured, or None; called before the first
@@ -216,7 +246,7 @@ class Analysis(Protocol):
     def start(self, batch: Batch, heads: int) -> Sums:
         """Return empty sums for one layer, batch first, on the batch's device."""
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Compute each quantity, batch first, from a layer's sums over all query rows."""
 
 
@@ -312,14 +342,12 @@ class Calibrates(Protocol):
     """An analysis that inspects the model before the run: to set a threshold, prepare weights, or
     refuse the model."""
 
-    def calibrated(
-        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
-    ) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Return the calibrated analysis, given the layers and prompts to be measured."""
 
 
 def seen_keys(
-    batch: Batch, queries: Int[Tensor, " query"], window: int | None
+    batch: Batch, queries: Int[Tensor, " query"], window: Window
 ) -> Bool[Tensor, "batch query pos"]:
     """Which positions some queries of each sequence can see: all before them, except for windows
     and cut edges."""
@@ -358,16 +386,15 @@ class QueryAnalysis(AnalysisBase):
         raise NotImplementedError(f"{type(self).__name__} does not define of_queries(rows)")
 
     @property
-    def quantities(self) -> Mapping[str, Quantity]:
+    def quantities(self) -> Quantities:
         """Means over the queries of each segment."""
-        quantities = {}
-        for name, (units, about) in self.numbers.items():
-            mean = f"{about}, mean over the queries of the segment"
-            quantities[name] = Quantity(("head", "segment"), units, mean)
-            if self.each_query:
-                own = f"{about}, of each query"
-                quantities[f"{name}_at"] = Quantity(("head", "key"), units, own)
-        return quantities
+        numbers = {
+            name: Quantity(("head", "segment"), units, description)
+            for name, (units, description) in self.numbers.items()
+        }
+        if not self.each_query:
+            return means_of(numbers)
+        return means_of(numbers) | of_each(numbers)
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zeros, and nothing undefined."""
@@ -385,28 +412,28 @@ class QueryAnalysis(AnalysisBase):
                 f" {list(self.numbers)}"
             )
         for name, number in numbers.items():
-            if isinstance(number, tuple) and len(number) == 2:
+            is_defined = None
+            if isinstance(number, tuple):
                 number, is_defined = number
-                self._check_shape(name, number, rows)
                 self._check_shape(name, is_defined, rows)
+            self._check_shape(name, number, rows)
+            if is_defined is not None:
                 undefined = ~is_defined.bool()
                 sums[name + _UNDEFINED][..., rows.queries] = undefined
                 number = number.masked_fill(undefined, 0)
-            else:
-                self._check_shape(name, number, rows)
             sums[name][..., rows.queries] = number.to(sums[name].dtype)
 
     def _check_shape(self, name: str, number: object, rows: AttentionRows) -> None:
-        expected = rows.pattern.shape[:3]
-        if isinstance(number, Tensor) and number.shape == expected:
-            return
-        actual = list(number.shape) if isinstance(number, Tensor) else type(number).__name__
-        raise OptionError(
-            f"{self.name}: of_queries gives {name!r} as {actual}, not as [batch, head, query] = "
-            f"{list(expected)}: reduce rows.pattern [batch head query key] over its keys"
-        )
+        """Refuse a number that would be spread over all queries, heads or prompts."""
+        expected = list(rows.pattern.shape[:3])
+        shape = list(getattr(number, "shape", ()))
+        if shape != expected:
+            raise OptionError(
+                f"{self.name}: of_queries gives {name!r} with the shape {shape}, not"
+                f" [batch, head, query] = {expected}: reduce rows.pattern over its keys"
+            )
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries of each segment for which a number is defined."""
         padding = ~batch.real[:, None]
         values = {}

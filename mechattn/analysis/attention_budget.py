@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -14,16 +14,24 @@ from mechattn.analysis.analysis import (
     Analysis,
     AnalysisBase,
     AttentionRows,
+    Coords,
+    Layers,
+    Prompts,
+    Quantities,
     Quantity,
     Sums,
+    Values,
+    Window,
 )
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.functional import budget as fn
 from mechattn.functional.attention import Attention
 from mechattn.model.hooked import HookedModel
 from mechattn.model.rotary_positions import rotations_of
-from mechattn.prompts.prompt import Prompt
-from mechattn.prompts.token_sequences import Batch, TokenSequence
+from mechattn.prompts.token_sequences import Batch, TokenSequence, pairs_of
+
+RowIndex = Int[Tensor, " row"]  # of a batch
+BySegment = Float[Tensor, "batch head segment"]
 
 CAUSES = ("distance", "mass", "hidden states")
 _INSERTED = SEGMENTS.index("inserted")
@@ -60,7 +68,7 @@ class AttentionBudget(AnalysisBase):
     why_unknown: str = field(default="", repr=False, compare=False)
 
     @property
-    def coords(self) -> Mapping[str, Sequence[object]]:
+    def coords(self) -> Coords:
         """The causes, in their order."""
         return {"cause": list(CAUSES)}
 
@@ -70,33 +78,30 @@ class AttentionBudget(AnalysisBase):
         return {"one_cause": self.why_unknown}
 
     @property
-    def quantities(self) -> Mapping[str, Quantity]:
+    def quantities(self) -> Quantities:
         """Attention by segment, and its change: as a whole, by cause, and split without an
         order."""
-        dims = ("head", "segment")
-        of_question = "attention of a question's query to the segment"
-        about = {
-            "change": f"{of_question}, minus that in the baseline",
-            "dilution": (
-                "-M A: M the attention to inserted tokens, A that to the segment in the baseline"
-            ),
-            "rerouting": "change + M A: what dilution leaves",
-        }
-        mean = ", mean over the question's queries"
-        differences = {
-            name: Quantity(dims, "probability", said + mean, "difference", "it is a difference")
-            for name, said in about.items()
-        }
+        attention = Quantity(
+            ("head", "segment"),
+            "probability",
+            "attention to the segment, mean over the question's queries",
+            "difference",
+        )
+        change = replace(
+            attention,
+            description=f"{attention.description}, minus that in the baseline",
+            no_null="it is a difference",
+        )
+        dilution = "-M A: M the attention to inserted tokens, A that to the segment in the baseline"
+        causes = "the change by cause: positions, inserted keys, changed queries and keys"
         return {
-            "attention": Quantity(dims, "probability", of_question + mean, "difference"),
-            **differences,
-            "by_cause": Quantity(
-                (*dims, "cause"),
-                "probability",
-                "the change by cause: positions, inserted keys, changed queries and keys",
-                "difference",
-                "it is a difference",
+            "attention": attention,
+            "change": change,
+            "dilution": replace(
+                change, description=f"{dilution}, mean over the question's queries"
             ),
+            "rerouting": replace(change, description="change + M A: what dilution leaves"),
+            "by_cause": replace(change, dims=(*change.dims, "cause"), description=causes),
         }
 
     def problem(self, sequence: TokenSequence) -> str | None:
@@ -108,9 +113,7 @@ class AttentionBudget(AnalysisBase):
             " could be divided"
         )
 
-    def calibrated(
-        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
-    ) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Find how each layer rotates its queries and keys."""
         rotations, why_unknown = rotations_of(model, layers)
         return replace(self, rotations=rotations, why_unknown=why_unknown)
@@ -133,27 +136,33 @@ class AttentionBudget(AnalysisBase):
     def _without_causes(self, attention: Attention, layer: int, batch: Batch) -> Sums:
         """The question's attention had the hidden states not changed, with and without the inserted
         keys."""
+        longer = _longer_rows(batch)
         shape = (len(batch.rows), attention.q.shape[1], len(SEGMENTS))
         moved = torch.zeros(shape, device=attention.q.device)
         moved_original = torch.zeros_like(moved)
         is_unchanged = torch.zeros_like(moved)
-        longer = _longer_rows(batch)
         if len(longer):
             rotation = self.rotations.get(layer, fn.NO_ROTATION)
-            baseline = _baseline_rows(batch)[longer]
-            turns = _turns(batch, rotation)
             queries = _question_span_of_longer(batch)
             before = fn.before_hidden_states(
-                attention, longer, baseline, batch.origin[longer], rotation, turns, queries
+                attention,
+                longer,
+                _baseline_rows(batch)[longer],
+                batch.origin[longer],
+                rotation,
+                _turns(batch, rotation),
+                queries,
             )
             if layer == 0:  # whose hidden states are embeddings
                 is_unchanged += fn.is_unchanged(before, attention.of(longer))
             masses = fn.segment_masses(before, _members(batch)[longer], queries)
             weights = _question_weights(batch)[longer, :, queries]
-            moved[longer] = fn.mean_over_queries(masses, weights).to(moved.dtype)
-            moved_original[longer] = fn.mean_among_original(
+            with_all_keys = fn.mean_over_queries(masses, weights)
+            with_original_keys = fn.mean_among_original(
                 masses, weights, _INSERTED, sinks=attention.sinks is not None
-            ).to(moved.dtype)
+            )
+            moved[longer] = with_all_keys.to(moved.dtype)
+            moved_original[longer] = with_original_keys.to(moved.dtype)
         return {
             "moved": moved,
             "moved_original": moved_original,
@@ -161,7 +170,7 @@ class AttentionBudget(AnalysisBase):
             "is_unchanged": is_unchanged,
         }
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the question's queries, and their differences from the baseline of the same
         prompt."""
         baseline = _baseline_rows(batch)
@@ -192,9 +201,9 @@ class AttentionBudget(AnalysisBase):
     def _by_cause(
         self,
         sums: Sums,
-        attention: Float[Tensor, "batch head segment"],
-        change: Float[Tensor, "batch head segment"],
-        baseline: Int[Tensor, " batch"],
+        attention: BySegment,
+        change: BySegment,
+        baseline: RowIndex,
     ) -> Float[Tensor, "batch head segment cause"]:
         """The change by cause; NaN if no queries and keys were shown."""
         if "moved" not in sums:
@@ -242,17 +251,13 @@ def _question_weights(batch: Batch) -> Float[Tensor, "batch 1 pos"]:
 
 
 @lru_cache(maxsize=4)
-def _baseline_rows(batch: Batch) -> Int[Tensor, " batch"]:
+def _baseline_rows(batch: Batch) -> RowIndex:
     """The row of each sequence's baseline."""
-    row_of_prompt = {
-        prompt: row for row, (prompt, name) in enumerate(batch.rows) if name == BASELINE
-    }
-    rows = [row_of_prompt[prompt] for prompt, _ in batch.rows]
-    return torch.tensor(rows, device=batch.tokens.device)
+    return pairs_of(batch, BASELINE).baseline
 
 
 @lru_cache(maxsize=4)
-def _longer_rows(batch: Batch) -> Int[Tensor, " row"]:
+def _longer_rows(batch: Batch) -> RowIndex:
     """The rows that are not a baseline."""
     rows = [row for row, (_, condition) in enumerate(batch.rows) if condition != BASELINE]
     return torch.tensor(rows, dtype=torch.long, device=batch.tokens.device)
@@ -274,7 +279,7 @@ def _turns(batch: Batch, rotation: fn.Rotation) -> fn.Turns:
     baseline = _baseline_rows(batch)[longer]
     position_ids = batch.position_ids
     if position_ids is None:
-        places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        position_ids = places.expand_as(batch.tokens)
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        position_ids = positions.expand_as(batch.tokens)
     old = position_ids[baseline].gather(1, batch.origin[longer].clamp(min=0))
     return rotation.turns(old, position_ids[longer], torch.float32)

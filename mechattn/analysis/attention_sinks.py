@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
@@ -17,8 +17,13 @@ from mechattn.analysis.analysis import (
     AnalysisBase,
     AttentionRows,
     Captures,
+    Layers,
+    Prompts,
+    Quantities,
     Quantity,
     Sums,
+    Values,
+    Window,
     zeros,
 )
 from mechattn.errors import ModelError, OptionError, check_counts
@@ -26,28 +31,60 @@ from mechattn.functional import received as fn
 from mechattn.functional.head_outputs import effective_rank, spectrum, update_norm
 from mechattn.model.head_parts import output_factor_of, output_weights
 from mechattn.model.hooked import HookedModel
-from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch, TokenSequence, inserted_span
 
-_PER_HEAD = {
-    "first_alpha": ("probability", "mean attention to the first token of the queries that can see it"),
-    "first_sink": ("share", "1 if the first token is a sink: its mean attention is above the threshold"),
+# (units, description). What may be 0 in the baseline is compared by its difference.
+_OF_PATTERNS = {
+    "first_alpha": (
+        "probability",
+        "mean attention to the first token of the queries that can see it",
+    ),
+    "strongest_alpha": (
+        "probability",
+        "the largest mean attention of a key, among those that enough queries see",
+    ),
+}
+_OF_PATTERNS_FROM_ZERO = {
+    "first_sink": (
+        "share",
+        "1 if the first token is a sink: its mean attention is above the threshold",
+    ),
     "sinks": ("keys", "the number of sinks, among keys that enough queries see"),
-    "strongest_alpha": ("probability", "the largest mean attention of a key, among those that enough queries see"),
-    "strongest_position": ("position", "the position of that key"),
     "inserted_alpha": ("probability", "the largest mean attention of an inserted token"),
     "inserted_sink": ("share", "1 if an inserted token is a sink"),
-    "span_mass": ("probability", "attention to all inserted tokens, mean over the original queries after them"),
-    "span_sink": ("share", "1 if the inserted tokens together are a sink: that mass is above the threshold"),
-    "value_drain": ("ratio", "|v| of the first token / mean |v| of all: small if the sink contributes little"),
-    "strongest_value_ratio": ("ratio", "|v| of the key with the largest mean attention / mean |v| of all"),
-    "inserted_value_ratio": ("ratio", "mean |v| of the inserted tokens / mean |v| of the others"),
-    "first_norm_share": ("share", "share of sum A |v W_O| of the first token (norm-based; before interventions on z)"),
-    "first_output_share": ("ratio", "mean A |v W_O| of the first token / mean |z W_O|: near 1 if it is broadcast"),
-    "output_rank": ("dimensions", "effective rank of z over the tokens (exp entropy of its singular values' shares)"),
+    "span_mass": (
+        "probability",
+        "attention to all inserted tokens, mean over the original queries after them",
+    ),
+    "span_sink": (
+        "share",
+        "1 if the inserted tokens together are a sink: that mass is above the threshold",
+    ),
+}
+_OF_VALUES = {
+    "value_drain": (
+        "ratio",
+        "|v| of the first token / mean |v| of all: small if the sink contributes little",
+    ),
+    "strongest_value_ratio": (
+        "ratio",
+        "|v| of the key with the largest mean attention / mean |v| of all",
+    ),
+    "first_norm_share": (
+        "share",
+        "share of sum A |v W_O| of the first token (norm-based; before interventions on z)",
+    ),
+    "first_output_share": (
+        "ratio",
+        "mean A |v W_O| of the first token / mean |z W_O|: near 1 if it is broadcast",
+    ),
+    "output_rank": (
+        "dimensions",
+        "effective rank of z over the tokens (exp entropy of its singular values' shares)",
+    ),
     "output_ratio": ("ratio", "mean |z W_O| / its mean over the heads of the layer"),
     "inactive": ("share", "1 if that ratio is below the bound"),
-}  # fmt: skip
+}
 _PER_LAYER = {
     "massive_count": ("entries", "entries of resid_post with |h| above both bounds"),
     "massive_ratio": ("ratio", "largest |h| of resid_post / median |h|"),
@@ -63,19 +100,12 @@ _PER_KEY = {
         "probability",
         "vertical score: mean attention that the key gets from queries at least `gap` later",
     ),
+}
+_VALUES_PER_KEY = {
     "value_norm": ("value norm", "|v|"),
     "output_value_norm": ("residual norm", "|v W_O|"),
 }
-_OF_VALUES = (
-    "value_drain", "inserted_value_ratio", "first_norm_share", "strongest_value_ratio", "value_norm",
-    "output_value_norm", "first_output_share", "output_rank", "output_ratio", "inactive",
-)  # fmt: skip
-_NO_NULL = {
-    "strongest_position": "uniform attention has no largest key",
-    **dict.fromkeys(_OF_VALUES, "it depends on the values"),
-    **dict.fromkeys(_PER_LAYER, "it is not made of attention"),
-}
-_INSERTED = ("inserted_alpha", "inserted_sink", "span_mass", "span_sink", "inserted_value_ratio")
+_NO_NULL = "it depends on the values"
 
 
 @dataclass(frozen=True)
@@ -112,39 +142,34 @@ class AttentionSinks(AnalysisBase):
     factors: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        threshold = self.threshold
-        if not _is_number(threshold) or not 0 < threshold < 1:
+        if not 0 < self.threshold < 1:
+            raise OptionError(f"threshold={self.threshold!r}: give a number between 0 and 1")
+        if not 0 < self.inactive_below < float("inf"):
+            raise OptionError(f"inactive_below={self.inactive_below!r}: give a number above 0")
+        if len(self.massive) != 2:
             raise OptionError(
-                f"threshold={threshold!r}: give a number above 0, below 1, such as 0.3"
-            )
-        inactive_below = self.inactive_below
-        if not _is_number(inactive_below) or not 0 < inactive_below < float("inf"):
-            raise OptionError(f"inactive_below={inactive_below!r}: give a number above 0")
-        bounds = self.massive if isinstance(self.massive, (tuple, list)) else ()
-        if len(bounds) != 2 or not all(isinstance(bound, (int, float)) for bound in bounds):
-            raise OptionError(
-                f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median, such as"
-                " (100, 1000)"
+                f"massive={self.massive!r}: give two numbers, of |h| and of |h| / median"
             )
         check_counts(least_queries=self.least_queries, gap=self.gap)
 
     @property
-    def quantities(self) -> Mapping[str, Quantity]:
+    def quantities(self) -> Quantities:
         """Per head, per layer and per key."""
-        # These may be 0, so conditions are compared by their difference.
-        units_with_zero = ("share", "keys", "position")
-        quantities = {}
-        for name, (units, about) in _PER_HEAD.items():
-            may_be_zero = units in units_with_zero or name in _INSERTED
-            compared: Any = "difference" if may_be_zero else "ratio"
-            no_null = _NO_NULL.get(name, "")
-            quantities[name] = Quantity(("head",), units, about, compared, no_null)
-        for name, (units, about) in _PER_LAYER.items():
-            quantities[name] = Quantity((), units, about, "difference", _NO_NULL[name])
-        for name, (units, about) in _PER_KEY.items():
-            no_null = _NO_NULL.get(name, "")
-            quantities[name] = Quantity(("head", "key"), units, about, no_null=no_null)
-        return quantities
+        by_head = ("head",)
+        by_key = ("head", "key")
+        no_attention = "it is not made of attention"
+        position = "the position of the key with the largest mean attention"
+        return {
+            **_quantities(_OF_PATTERNS, by_head),
+            **_quantities(_OF_PATTERNS_FROM_ZERO, by_head, "difference"),
+            "strongest_position": Quantity(
+                by_head, "position", position, "difference", "uniform attention has no largest key"
+            ),
+            **_quantities(_OF_VALUES, by_head, no_null=_NO_NULL),
+            **_quantities(_PER_LAYER, (), "difference", no_attention),
+            **_quantities(_PER_KEY, by_key),
+            **_quantities(_VALUES_PER_KEY, by_key, no_null=_NO_NULL),
+        }
 
     @property
     def captures(self) -> Sequence[str]:
@@ -160,17 +185,14 @@ class AttentionSinks(AnalysisBase):
             " (least_queries=…)"
         )
 
-    def calibrated(
-        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
-    ) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Prepare the factors of each layer's W_O."""
         factors = {layer: output_factor_of(output_weights(model, layer)) for layer in layers}
         return replace(self, factors=factors)
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Empty sums."""
-        sums = zeros(batch, heads, "columns", "columns_after")
-        return sums | zeros(batch, heads, "near", last=(self.gap,))
+        return zeros(batch, heads, "columns", "columns_after", "near")
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add column sums over all queries, over those after the insertion, and over those near the
@@ -186,9 +208,10 @@ class AttentionSinks(AnalysisBase):
                 )
             norms = fn.value_norms(rows.v, self.factors[rows.layer])
             sums["value_norm"], sums["output_value_norm"] = norms
-        sums["columns"][..., keys] += fn.column_sums(pattern, rows.batch.real[:, queries])
-        near = fn.near_band(pattern, self.gap, queries.start, keys.start)
-        sums["near"][:, :, queries] = near
+        real = rows.batch.real[:, queries]
+        sums["columns"][..., keys] += fn.column_sums(pattern, real)
+        near = sums["near"][..., keys]
+        fn.add_near_sums(near, pattern, real, queries.start, keys.start, self.gap)
         span_start, span_end = inserted_span(rows.batch)
         if span_end and queries.stop > span_start:
             counted = rows.batch.after_inserted[:, queries]
@@ -208,57 +231,65 @@ class AttentionSinks(AnalysisBase):
         above, above_ratio = map(float, self.massive)
         sums |= fn.massive(stream, real, above, above_ratio)
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """α and what follows from it (the null has only these), and the rest."""
+        seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
+        values = self._of_keys(sums, batch, seeing)
         mass_of_span = (sums["columns_after"] * batch.inserted[:, None]).sum(-1)
         queries_after = batch.after_inserted.sum(-1)[:, None].float()
-        span_mass = mass_of_span / queries_after
-        values = self._of_keys(sums, batch, window)
-        values["span_mass"] = span_mass
-        values["span_sink"] = _above(span_mass, self.threshold)
-        values |= self._vertical(sums, batch, window)
+        values["span_mass"] = mass_of_span / queries_after
+        values["span_sink"] = _above(values["span_mass"], self.threshold)
+
+        distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
+        from_afar = sums["columns"] - sums["near"]
+        vertical = from_afar / distant.clamp(min=1)[:, None]
+        has_distant = batch.real & (distant > 0)
+        values["vertical"] = vertical.masked_fill(~has_distant[:, None], torch.nan)
         if "value_norm" not in sums:
             return values
 
         values |= self._of_values(sums, batch, values["strongest_position"])
-        for name in _PER_LAYER:
-            values[name] = batch.lengths.float() if name == "length" else sums[name]
+        values["length"] = batch.lengths.float()
+        for name in ("massive_count", "massive_ratio", "massive_position"):
+            values[name] = sums[name]
         padding = ~batch.real[:, None]
-        for name in ("value_norm", "output_value_norm"):
+        for name in _VALUES_PER_KEY:
             values[name] = sums[name].masked_fill(padding, torch.nan)
         return values
 
-    def _of_keys(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def _of_keys(self, sums: Sums, batch: Batch, seeing: Float[Tensor, "batch key"]) -> Values:
         """α of every key, which keys are sinks, and the strongest inserted key."""
-        seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
         alpha = fn.received_attention(sums["columns"], seeing * batch.real)
-        is_seen = (seeing >= self.least_queries) & batch.real
-        alpha_of_seen = alpha.masked_fill(~is_seen[:, None], -1.0)
+        enough_see = (seeing >= self.least_queries) & batch.real
+        alpha_of_seen = alpha.masked_fill(~enough_see[:, None], -1.0)
         strongest, position = alpha_of_seen.max(-1)
-        none_is_seen = ~is_seen.any(-1)[:, None]  # such as in a narrower window
         count = (alpha_of_seen > self.threshold).sum(-1).float()
+        values = {
+            "strongest_alpha": strongest,
+            "strongest_position": position.float(),
+            "sinks": count,
+        }
+        none_is_seen = ~enough_see.any(-1)[:, None]  # such as in a narrower window
+        values = {
+            name: value.masked_fill(none_is_seen, torch.nan) for name, value in values.items()
+        }
+
         of_inserted = alpha_of_seen.masked_fill(~batch.inserted[:, None], -1.0).amax(-1)
         of_inserted = of_inserted.masked_fill(of_inserted < 0, torch.nan)
-        return {
-            "alpha": alpha,
-            "first_alpha": alpha[..., 0],
-            "first_sink": _above(alpha[..., 0], self.threshold),
-            "sinks": count.masked_fill(none_is_seen, torch.nan),
-            "strongest_alpha": strongest.masked_fill(none_is_seen, torch.nan),
-            "strongest_position": position.float().masked_fill(none_is_seen, torch.nan),
-            "inserted_alpha": of_inserted,
-            "inserted_sink": _above(of_inserted, self.threshold),
-        }
+        values["alpha"] = alpha
+        values["first_alpha"] = alpha[..., 0]
+        values["first_sink"] = _above(alpha[..., 0], self.threshold)
+        values["inserted_alpha"] = of_inserted
+        values["inserted_sink"] = _above(of_inserted, self.threshold)
+        return values
 
     def _of_values(
         self, sums: Sums, batch: Batch, strongest: Float[Tensor, "batch head"]
-    ) -> dict[str, Tensor]:
+    ) -> Values:
         """The contributions of the inserted tokens, the first token and the strongest sink;
         inactive heads."""
         norms = sums["value_norm"]
         mean_norm = _mean(norms, batch.real)
-        inserted_norm = _mean(norms, batch.inserted)
-        other_norm = _mean(norms, batch.real & ~batch.inserted)
         index = strongest.nan_to_num(0.0).long()[..., None]
         strongest_norm = norms.gather(-1, index)[..., 0].masked_fill(strongest.isnan(), torch.nan)
 
@@ -268,7 +299,6 @@ class AttentionSinks(AnalysisBase):
         written = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
         of_first = written[..., 0]
         return {
-            "inserted_value_ratio": inserted_norm / other_norm,
             "value_drain": norms[..., 0] / mean_norm,
             "strongest_value_ratio": strongest_norm / mean_norm,
             "first_norm_share": of_first / written.sum(-1),
@@ -278,18 +308,17 @@ class AttentionSinks(AnalysisBase):
             "inactive": (ratio < self.inactive_below).float(),
         }
 
-    def _vertical(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """Attention from distant queries to each key."""
-        seeing = fn.seeing_queries(batch.real, window, include_self=True, edge_mask=batch.edge_mask)
-        distant = seeing - fn.near_queries(batch.real, self.gap, window, batch.edge_mask)
-        is_seen = batch.real & (distant > 0)
-        near = fn.near_sums(sums["near"], batch.real)
-        score = (sums["columns"] - near) / distant.clamp(min=1)[:, None]
-        return {"vertical": score.masked_fill(~is_seen[:, None], torch.nan)}
 
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _quantities(
+    table: Mapping[str, tuple[str, str]],
+    dims: tuple[str, ...],
+    compared: Literal["ratio", "difference"] = "ratio",
+    no_null: str = "",
+) -> dict[str, Quantity]:
+    return {
+        name: Quantity(dims, units, description, compared, no_null)
+        for name, (units, description) in table.items()
+    }
 
 
 def _mean(

@@ -17,8 +17,15 @@ from mechattn.analysis.analysis import (
     AnalysisBase,
     AttentionRows,
     Captures,
+    Layers,
+    Prompts,
+    Quantities,
     Quantity,
     Sums,
+    Values,
+    Window,
+    means_of,
+    of_each,
     seen_keys,
     zeros,
 )
@@ -31,7 +38,6 @@ from mechattn.model.head_parts import output_weights, split_heads, wide
 from mechattn.model.hooked import HookedModel, limit_of
 from mechattn.model.unembedding import FrozenNorm, frozen_norm, unembedding
 from mechattn.model.verify.layer_checks import GATES, gate_function
-from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch
 
 _Z = "attn.hook_z"
@@ -48,9 +54,7 @@ class _Logits(AnalysisBase):
     # Of each layer, the FrozenNorm after its attention.
     norms: Any = field(default=None, repr=False, compare=False)
 
-    def calibrated(
-        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
-    ) -> Any:
+    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Any:
         """Prepare W_O, the norms after attention and the unembedding; ModelError if a path to the
         logits is unknown."""
         weights = {layer: output_weights(model, layer) for layer in layers}
@@ -86,16 +90,15 @@ class DirectLogits(_Logits):
     per_query: bool = False
 
     @property
-    def quantities(self) -> Mapping[str, Quantity]:
+    def quantities(self) -> Quantities:
         """The contribution of each head."""
-        about = f"{_ABOUT} (before any cap), above the mean over the vocabulary"
-        mean = f"{about}, mean over the tokens of the segment"
-        by_segment = Quantity(("head", "segment"), "logits", mean, "difference")
-        quantities = {"next_token_logit": by_segment}
-        if self.per_query:
-            by_token = Quantity(("head", "key"), "logits", f"{about}, of each token")
-            quantities["next_token_logit_at"] = by_token
-        return quantities
+        described = f"{_ABOUT} (before any cap), above the mean over the vocabulary"
+        of_token = {
+            "next_token_logit": Quantity(("head", "segment"), "logits", described, "difference")
+        }
+        if not self.per_query:
+            return means_of(of_token, "tokens")
+        return means_of(of_token, "tokens") | of_each(of_token, "token")
 
     @property
     def captures(self) -> Sequence[str]:
@@ -116,7 +119,7 @@ class DirectLogits(_Logits):
         scale = norm.scale(captures.tensors[POST]).to(w_o.dtype)
         sums["product"] = update_product(z, w_o, norm.toward(toward)) / scale[:, None]
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments; the last token has no next token."""
         is_last = ~_has_next(batch)[:, None]
         per_token = (sums["product"] / sums["scale"]).masked_fill(is_last, torch.nan)
@@ -170,20 +173,17 @@ class SegmentLogits(_Logits):
     gate: Any = field(default=None, repr=False, compare=False)  # hook and function of a gate on z
 
     @property
-    def quantities(self) -> Mapping[str, Quantity]:
+    def quantities(self) -> Quantities:
         """From the queries of a segment to the keys of each."""
-        dims = ("head", "segment", "to_segment")
-        about = f"{_ABOUT}, read from the keys of to_segment"
-        mean = "mean over the queries of the segment"
-        no_null = "it depends on the values"
-        return {
-            "next_token_logit_from": Quantity(
-                dims, "logits", f"{about}, {mean}", "difference", no_null
-            ),
-            "next_token_logit_per_key": Quantity(
-                dims, "logits", f"{about}, per key seen, {mean}", "difference", no_null
-            ),
-        }
+        read = Quantity(
+            ("head", "segment", "to_segment"),
+            "logits",
+            f"{_ABOUT}, read from the keys of to_segment",
+            "difference",
+            "it depends on the values",
+        )
+        per_key = replace(read, description=f"{read.description}, per key seen")
+        return means_of({"next_token_logit_from": read, "next_token_logit_per_key": per_key})
 
     @property
     def captures(self) -> Sequence[str]:
@@ -194,9 +194,7 @@ class SegmentLogits(_Logits):
             captures.append(self.gate[0])
         return captures
 
-    def calibrated(
-        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
-    ) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Prepare W_O of the layers, the norms after attention, the gates of their outputs, and the
         unembedding.
 
@@ -235,32 +233,33 @@ class SegmentLogits(_Logits):
                 f"layer {rows.layer} has no hook_v per head, so a key's contribution cannot be"
                 " measured"
             )
-        w_o = wide(self.weights[rows.layer])
-        norm = self.norms.get(rows.layer)
-        next_tokens = rows.batch.tokens.roll(-1, 1)[:, rows.queries]
-        toward = self.reads.direction(next_tokens).to(w_o.dtype)
-        if norm is not None:
-            toward = norm.toward(toward)
-        # What a value vector has to be multiplied with: W_O u[q].
-        direction = einsum(
-            toward, w_o, "batch query d_model, head d_head d_model -> batch head query d_head"
-        )
-        values = for_each_head(rows.v[:, :, rows.keys].to(w_o.dtype), len(w_o))
-        members = rows.batch.members()[..., rows.keys].to(w_o.dtype)
+        directions = self._directions(rows)
+        heads = directions.shape[1]
+        values = for_each_head(rows.v[:, :, rows.keys].to(directions.dtype), heads)
+        members = rows.batch.members()[:, None, :, rows.keys].to(directions.dtype)
         if self.gate is None:
-            of_keys = rows.pattern * (direction @ values.mT)
-            sums["read"][:, :, rows.queries] = of_keys @ members.mT[:, None]
+            of_keys = rows.pattern * (directions @ values.mT)
+            sums["read"][:, :, rows.queries] = of_keys @ members.mT
             return
 
         # The gate of each channel comes later, so the mix of each segment is kept until then.
-        of_segments = rearrange(members, "batch segment key -> batch 1 segment key 1")
-        masked = of_segments * values[:, :, None]
-        mixed = rows.pattern.to(w_o.dtype)[:, :, None] @ masked
+        values_of_segments = members[..., None] * values[:, :, None]
+        mixed = rows.pattern.to(values.dtype)[:, :, None] @ values_of_segments
+        products = mixed * directions[:, :, None]
         if "mixed" not in sums:
             sums["mixed"] = mixed.new_zeros(*sums["read"].shape, mixed.shape[-1])
-        products = mixed * direction[:, :, None]
-        sums["mixed"][:, :, rows.queries] = rearrange(
-            products, "batch head segment query d_head -> batch head query segment d_head"
+        sums["mixed"][:, :, rows.queries] = products.transpose(2, 3)
+
+    def _directions(self, rows: AttentionRows) -> Float[Tensor, "batch head query d_head"]:
+        """What a value vector has to be multiplied with: ``W_O u[q]`` of each query."""
+        w_o = wide(self.weights[rows.layer])
+        next_tokens = rows.batch.tokens.roll(-1, 1)[:, rows.queries]
+        toward = self.reads.direction(next_tokens).to(w_o.dtype)
+        norm = self.norms.get(rows.layer)
+        if norm is not None:
+            toward = norm.toward(toward)
+        return einsum(
+            toward, w_o, "batch query d_model, head d_head d_model -> batch head query d_head"
         )
 
     def add_captures(self, sums: Sums, captures: Captures) -> None:
@@ -276,29 +275,29 @@ class SegmentLogits(_Logits):
         if norm is not None:
             sums["post"] = norm.scale(captures.tensors[POST])[:, None]
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries of each segment that have a next token."""
         scale = sums["scale"]
         if "post" in sums:
             scale = scale * sums["post"]
         read = sums["read"] / scale[..., None]
-        queries = (batch.members() & _has_next(batch)[:, None]).to(read.dtype)[:, None]
+        has_next = _has_next(batch)[:, None]
+        queries = (batch.members() & has_next).to(read.dtype)[:, None]
         count = queries.sum(-1)[..., None]
         seen = _keys_seen(batch, window).to(read.dtype)[:, None]
         per_key = torch.where(seen > 0, read / seen.clamp(min=1), 0.0)
         # Queries of the segment that see a key of to_segment.
         count_seeing = queries @ (seen > 0).to(read.dtype)
-        is_empty = (count == 0) | (count_seeing == 0)
-        mean = queries @ read / count
-        mean_per_key = queries @ per_key / count_seeing
-        return {
-            "next_token_logit_from": mean.masked_fill(is_empty, torch.nan),
-            "next_token_logit_per_key": mean_per_key.masked_fill(is_empty, torch.nan),
+
+        means = {
+            "next_token_logit_from": queries @ read / count,
+            "next_token_logit_per_key": queries @ per_key / count_seeing,
         }
+        is_empty = (count == 0) | (count_seeing == 0)
+        return {name: mean.masked_fill(is_empty, torch.nan) for name, mean in means.items()}
 
 
-def _keys_seen(batch: Batch, window: int | None) -> Float[Tensor, "batch query segment"]:
+def _keys_seen(batch: Batch, window: Window) -> Float[Tensor, "batch query segment"]:
     """The number of keys of each segment that each query sees."""
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    members = rearrange(batch.members().float(), "batch segment key -> batch key segment")
-    return seen_keys(batch, positions, window).float() @ members
+    return seen_keys(batch, positions, window).float() @ batch.members().float().mT

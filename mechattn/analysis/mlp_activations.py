@@ -4,17 +4,29 @@ conditions."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.analysis.analysis import Activations, Analysis, AnalysisBase, Quantity, Sums
+from mechattn.analysis.analysis import (
+    Activations,
+    Analysis,
+    AnalysisBase,
+    Coords,
+    Layers,
+    Prompts,
+    Quantities,
+    Quantity,
+    Sums,
+    Values,
+    Window,
+    means_of,
+)
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice, warn
 from mechattn.functional import activations as fn
@@ -30,16 +42,45 @@ from mechattn.prompts.token_sequences import Batch, TokenSequence
 from mechattn.prompts.tokenization import TOKEN_CLASSES, vocabulary_classes
 
 Rule = Literal["quantile", "mad", "absolute"]
-_NONE = -1.0  # stands for an undefined number, as sums must be finite
-_METRICS = ("near_zero", "saturated", "l1", "l2", "gini", "variance", "kurtosis", "token_change")
-_OF_CHANGES = {
-    "change_product": (
-        "sum over the question's tokens of <change, change in the other condition>, from the"
-        " baseline"
+_UNDEFINED = -1.0  # stands for an undefined number, as sums must be finite
+_NEAR_ZERO = "share of channels with |act| <= threshold"
+_DIMS = ("segment",)
+_PER_TOKEN = {
+    "near_zero": Quantity(_DIMS, "share", _NEAR_ZERO),
+    "saturated": Quantity(
+        _DIMS,
+        "share",
+        f"{_NEAR_ZERO} that lie left of the nonlinearity's minimum: switched off",
     ),
-    "change_within": (
+    "l1": Quantity(_DIMS, "activation", "sum of |act| over the channels"),
+    "l2": Quantity(_DIMS, "activation", "root of the sum of act^2 over the channels"),
+    "gini": Quantity(_DIMS, "share", "Gini coefficient of |act| over the channels"),
+    "variance": Quantity(_DIMS, "activation squared", "variance of act over the channels"),
+    "kurtosis": Quantity(_DIMS, "ratio", "kurtosis of act over the channels; 3 if normal"),
+    "token_change": Quantity(
+        _DIMS, "share", "|act - act in the baseline| / |act in the baseline|", "difference"
+    ),
+}
+_OF_QUESTIONS = {
+    "near_zero_by_token_class": Quantity(
+        ("token_class",), "share", f"{_NEAR_ZERO}, mean over the question's tokens of the class"
+    ),
+    "histogram": Quantity(
+        ("bin",), "share", "share of the question's activations in [bin, next bin)"
+    ),
+    "change_product": Quantity(
+        ("other_condition",),
+        "activation squared",
+        "sum over the question's tokens of <change, change in the other condition>, from the"
+        " baseline",
+        "difference",
+    ),
+    "change_within": Quantity(
+        ("other_condition",),
+        "activation squared",
         "sum of squared changes of the question's tokens, over the entries that the other condition"
-        " changes"
+        " changes",
+        "difference",
     ),
 }
 _CALIBRATION = 16  # prompts
@@ -90,19 +131,12 @@ class MlpActivations(AnalysisBase):
 
     def __post_init__(self) -> None:
         check_choice(Rule, rule=self.rule)
-        expected = "a number above 0"
-        largest = float("inf")
-        if self.rule == "quantile":
-            expected = "a quantile, between 0 and 1"
-            largest = 1
-        is_number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
-        if not is_number or not 0 < self.value < largest:
-            raise OptionError(f"value={self.value!r}: the rule {self.rule!r} takes {expected}")
-        if self.calibration is not None and not self.calibration and self.rule != "absolute":
-            raise OptionError(
-                "calibration=(): give at least one prompt, or omit it to use generated word"
-                " problems"
-            )
+        if self.rule == "quantile" and not 0 < self.value < 1:
+            raise OptionError(f"value={self.value!r}: give a quantile, between 0 and 1")
+        if not self.value > 0:
+            raise OptionError(f"value={self.value!r}: give a number above 0")
+        if self.calibration == () and self.rule != "absolute":
+            raise OptionError("calibration=(): give at least one prompt, or leave it out")
         if len(self.edges) < 2 or list(self.edges) != sorted(set(self.edges)):
             raise OptionError("edges: give at least two numbers in increasing order")
 
@@ -122,51 +156,22 @@ class MlpActivations(AnalysisBase):
         return options
 
     @property
-    def coords(self) -> Mapping[str, Sequence[object]]:
+    def coords(self) -> Coords:
         """Labels of the bins (their left edge) and of the token classes."""
         return {"bin": [float("-inf"), *self.edges], "token_class": list(TOKEN_CLASSES)}
 
     @property
-    def quantities(self) -> Mapping[str, Quantity]:
+    def quantities(self) -> Quantities:
         """For each segment, token class or bin."""
-        near = "share of channels with |act| <= threshold"
-        per_segment = {
-            "near_zero": ("share", near),
-            "saturated": (
-                "share",
-                f"{near} that lie left of the nonlinearity's minimum: switched off",
-            ),
-            "l1": ("activation", "sum of |act| over the channels"),
-            "l2": ("activation", "root of the sum of act^2 over the channels"),
-            "gini": ("share", "Gini coefficient of |act| over the channels"),
-            "variance": ("activation squared", "variance of act over the channels"),
-            "kurtosis": ("ratio", "kurtosis of act over the channels; 3 if normal"),
-        }
-        mean = ", mean over the tokens of the segment"
-        quantities = {}
-        for name, (units, about) in per_segment.items():
-            quantities[f"{name}_by_segment"] = Quantity(("segment",), units, about + mean)
-        change = "|act - act in the baseline| / |act in the baseline|" + mean
-        quantities["token_change_by_segment"] = Quantity(
-            ("segment",), "share", change, "difference"
-        )
-        of_class = f"{near}, mean over the question's tokens of the class"
-        quantities["near_zero_by_token_class"] = Quantity(("token_class",), "share", of_class)
-        in_bin = "share of the question's activations in [bin, next bin)"
-        quantities["histogram"] = Quantity(("bin",), "share", in_bin)
-        for name, about in _OF_CHANGES.items():
-            quantities[name] = Quantity(
-                ("other_condition",), "activation squared", about, "difference"
-            )
-        return quantities
+        means = means_of(_PER_TOKEN, "tokens")
+        by_segment = {f"{name}_by_segment": quantity for name, quantity in means.items()}
+        return by_segment | _OF_QUESTIONS
 
     def problem(self, sequence: TokenSequence) -> str | None:
         """A sequence without question tokens cannot be measured."""
         return None if sequence.of_segment("question").any() else "has no question tokens"
 
-    def calibrated(
-        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
-    ) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Set the thresholds of the layers and the class of every token.
 
         Warns where the calibration prompts are among the measured ones.
@@ -180,7 +185,7 @@ class MlpActivations(AnalysisBase):
         return replace(self, classes=classes, thresholds=thresholds)
 
     def _thresholds(
-        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
+        self, model: HookedModel, layers: Layers, measured: Prompts
     ) -> dict[int, float]:
         """The median over calibration prompts, of each layer."""
         prompts = self._calibration(model)
@@ -226,7 +231,7 @@ class MlpActivations(AnalysisBase):
         """Empty sums."""
         rows, length = batch.tokens.shape
         device = batch.tokens.device
-        sums = {name: torch.full((rows, length), _NONE, device=device) for name in _METRICS}
+        sums = {name: torch.full((rows, length), _UNDEFINED, device=device) for name in _PER_TOKEN}
         sums["histogram"] = torch.zeros(rows, len(self.edges) + 1, device=device)
         rows_of_prompts = Counter(prompt for prompt, _ in batch.rows)
         conditions = max(rows_of_prompts.values())
@@ -239,8 +244,7 @@ class MlpActivations(AnalysisBase):
         conditions."""
         for row, length in enumerate(activations.batch.lengths.tolist()):
             self._add_sequence(sums, activations, row, length)
-        for changes in _changes(activations):
-            _add_changes(sums, changes)
+        _add_changes(sums, activations)
 
     def _add_sequence(self, sums: Sums, activations: Activations, row: int, length: int) -> None:
         threshold = (self.thresholds or {})[activations.layer]
@@ -252,9 +256,9 @@ class MlpActivations(AnalysisBase):
             "saturated": fn.saturated_share(post, pre, threshold, activations.minimum),
             "l1": post.abs().sum(-1),
             "l2": post.norm(dim=-1),
-            "gini": torch.where(post.any(-1), fn.gini(post), _NONE),
+            "gini": torch.where(post.any(-1), fn.gini(post), _UNDEFINED),
             "variance": variance,
-            "kurtosis": torch.where(variance > 0, fn.kurtosis(post), _NONE),
+            "kurtosis": torch.where(variance > 0, fn.kurtosis(post), _UNDEFINED),
         }
         for name, value in numbers.items():
             sums[name][row, :length] = value
@@ -263,20 +267,20 @@ class MlpActivations(AnalysisBase):
         counts = fn.counts_between(post[is_question], edges)
         sums["histogram"][row] = counts / counts.sum()
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments and classes."""
-        per_token = torch.stack([sums[name] for name in _METRICS], 1)
-        per_token = per_token.masked_fill(per_token == _NONE, torch.nan)
+        per_token = torch.stack([sums[name] for name in _PER_TOKEN], 1)
+        per_token = per_token.masked_fill(per_token == _UNDEFINED, torch.nan)
         by_segment = segment_mean(per_token, batch.members()).unbind(1)
         values = {}
-        for name, value in zip(_METRICS, by_segment, strict=True):
+        for name, value in zip(_PER_TOKEN, by_segment, strict=True):
             values[f"{name}_by_segment"] = value
 
-        token_classes = self.classes.to(batch.tokens.device)[batch.tokens]
-        numbers = torch.arange(len(TOKEN_CLASSES), device=token_classes.device)
-        members = token_classes[:, None] == numbers[:, None]
-        members &= batch.of_segment("question")[:, None]
-        near_zero = per_token[:, :1]  # the first of the metrics
+        classes = self.classes.to(batch.tokens.device)
+        class_numbers = torch.arange(len(TOKEN_CLASSES), device=classes.device)
+        is_of_class = classes[batch.tokens][:, None] == class_numbers[:, None]
+        members = is_of_class & batch.of_segment("question")[:, None]
+        near_zero = per_token[:, :1]  # the first of the names
         values["near_zero_by_token_class"] = segment_mean(near_zero, members).squeeze(1)
         values["histogram"] = sums["histogram"]
         values["change_product"] = sums["product"]
@@ -284,44 +288,25 @@ class MlpActivations(AnalysisBase):
         return values
 
 
-@dataclass(frozen=True)
-class _TokenChanges:
-    """How some original tokens of a prompt change from the baseline, in each of its conditions."""
-
-    rows: list[int]  # of the batch: the prompt's conditions
-    places: Int[Tensor, "row token"]  # where the tokens are in each row
-    change: Float[Tensor, "row token channel"]
-    norm: Float[Tensor, " token"]  # of the activations in the baseline
-    is_question: Bool[Tensor, " token"]
-
-
-def _add_changes(sums: Sums, changes: _TokenChanges) -> None:
-    size = changes.change.norm(dim=-1)
-    relative = torch.where(changes.norm > 0, size / changes.norm, _NONE)
-    for row, places, value in zip(changes.rows, changes.places, relative, strict=True):
-        sums["token_change"][row, places] = value
-    is_large = size > _LEAST * changes.norm
-    of_question = (changes.change * is_large[..., None])[:, changes.is_question].double()
-    flat = rearrange(of_question, "row token d_mlp -> row (token d_mlp)")
-    sums["product"][changes.rows] += flat @ flat.T
-    sums["within"][changes.rows] += flat.square() @ (flat != 0).double().T
-
-
-def _changes(activations: Activations) -> Iterator[_TokenChanges]:
-    """The changes of some original tokens of a prompt at a time."""
+def _add_changes(sums: Sums, activations: Activations) -> None:
+    """Keep how much each original token changes from the baseline, and add the products of the
+    changes in each two conditions of a prompt."""
     pairs = activations.pairs
     for baseline in pairs.baseline.unique().tolist():
-        rows = (pairs.baseline == baseline).nonzero().flatten().tolist()
+        rows = (pairs.baseline == baseline).nonzero()[:, 0]
         originals = int(pairs.original[baseline].sum())
         for start in range(0, originals, _TOKENS):
             tokens = slice(start, min(start + _TOKENS, originals))
             before = activations.post[baseline, tokens].float()
             places = pairs.place[rows, tokens]
-            after = torch.stack(
-                [
-                    activations.post[row, row_places].float()
-                    for row, row_places in zip(rows, places, strict=True)
-                ]
-            )
+            change = activations.post[rows[:, None], places].float() - before
+            norm = before.norm(dim=-1)
+            size = change.norm(dim=-1)
+            relative = torch.where(norm > 0, size / norm, _UNDEFINED)
+            sums["token_change"][rows[:, None], places] = relative
+
             is_question = pairs.segment[baseline, tokens] == SEGMENTS.index("question")
-            yield _TokenChanges(rows, places, after - before, before.norm(dim=-1), is_question)
+            large_changes = change * (size > _LEAST * norm)[..., None]
+            of_question = large_changes[:, is_question].double().flatten(1)
+            sums["product"][rows] += of_question @ of_question.T
+            sums["within"][rows] += of_question.square() @ (of_question != 0).double().T

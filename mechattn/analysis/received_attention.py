@@ -9,27 +9,39 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechattn.analysis.analysis import (
     AnalysisBase,
     AttentionRows,
+    Quantities,
     Quantity,
     Sums,
+    Values,
     WholeAttention,
+    Window,
+    means_of,
     zeros,
 )
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.errors import OptionError, check_choice
+from mechattn.errors import check_choice, check_counts
 from mechattn.functional import received as fn
 from mechattn.functional.attention import for_each_head
 from mechattn.functional.budget import masses_of_rows
 from mechattn.prompts.token_sequences import Batch, Pairs, TokenSequence, pad_right, pairs_of
 
 Queries = Literal["original", "all", "question", "answer"]
+KeyWeights = Float[Tensor, "batch key segment"]  # of each key in a segment's mean
 DILUTION = "_dilution"  # after a quantity's name: its dilution null
+_DIMS = ("head", "segment")
+_BY_SEGMENT = {
+    "received_by_segment": "received attention, mean over the keys of the segment",
+    "mass_by_segment": (
+        "attention of a counted query to all keys of the segment together, mean over the counted"
+        " queries"
+    ),
+}
 # Of keys: each segment by two sets of weights, and the inserted tokens.
 _GROUPS = 2 * len(SEGMENTS) + 1
 
@@ -64,28 +76,22 @@ class ReceivedAttention(AnalysisBase):
         check_choice(Queries, queries=self.queries)
 
     @property
-    def quantities(self) -> Mapping[str, Quantity]:
+    def quantities(self) -> Quantities:
         """Received attention per key and per segment, the mass of each segment, and the dilution
         null of both."""
         per_key = (
             "mean attention that the key receives from the counted queries after it that can see it"
         )
-        per_segment = "received attention, mean over the keys of the segment"
-        mass = (
-            "attention of a counted query to all keys of the segment together, mean over the"
-            " counted queries"
-        )
-        by_segment = {"received_by_segment": per_segment, "mass_by_segment": mass}
         quantities = {"received": Quantity(("head", "key"), "probability", per_key)}
-        for name, description in by_segment.items():
-            quantities[name] = Quantity(("head", "segment"), "probability", description)
-        if self.queries == "all":  # inserted queries have no row in the baseline
-            return quantities
-        for name, description in by_segment.items():
-            diluted = f"{description}, if the original tokens kept their attention to each other"
-            quantities[name + DILUTION] = Quantity(
-                ("head", "segment"), "probability", diluted, no_null="it is a null"
-            )
+        for name, description in _BY_SEGMENT.items():
+            quantities[name] = Quantity(_DIMS, "probability", description)
+            if self.queries != "all":  # inserted queries have no row in the baseline
+                quantities[name + DILUTION] = Quantity(
+                    _DIMS,
+                    "probability",
+                    f"{description}, if the original tokens kept their attention to each other",
+                    no_null="it is a null",
+                )
         return quantities
 
     def problem(self, sequence: TokenSequence) -> str | None:
@@ -94,9 +100,9 @@ class ReceivedAttention(AnalysisBase):
             return (
                 f"has no {self.queries} tokens, the only ones that queries={self.queries!r} counts"
             )
-        first = 1 if self.skip_first else 0
+        first_query = int(self.skip_first) + int(not self.include_self)
         counted = _counted(self.queries, pad_right([sequence], [(0, "")], 0))[0]
-        if not counted[first + (0 if self.include_self else 1) :].any():
+        if not counted[first_query:].any():
             return "has no key before a counted query, so no attention is received"
         return None
 
@@ -129,7 +135,7 @@ class ReceivedAttention(AnalysisBase):
             by_query = whole.fused.query_sums(groups.mT)
             sums["by_query"].add_(by_query.permute(0, 3, 1, 2))
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """The means: per key over the queries that see it, per segment over its keys, mass over the
         counted queries."""
         columns = sums["columns"]
@@ -159,31 +165,29 @@ def _counted(queries: Queries, batch: Batch) -> Bool[Tensor, "batch query"]:
 
 @lru_cache(maxsize=4)
 def _weights(
-    analysis: ReceivedAttention, batch: Batch, window: int | None
-) -> tuple[
-    Float[Tensor, "batch 1 key"],
-    Float[Tensor, "batch key segment"],
-    Float[Tensor, "batch key segment"],
-]:
+    analysis: ReceivedAttention, batch: Batch, window: Window
+) -> tuple[Float[Tensor, "batch 1 key"], KeyWeights, KeyWeights]:
     """The factors that turn sums over counted queries into the three means; NaN where there is
     nothing to average."""
     counted = _counted(analysis.queries, batch)
-    seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
     looked_at = batch.real.clone()
     if analysis.skip_first:
         looked_at[:, 0] = False
+
+    seeing = fn.seeing_queries(counted, window, analysis.include_self, batch.edge_mask)
     per_key = fn.received_attention(torch.ones_like(seeing)[:, None], seeing)
     per_key = per_key.masked_fill(~looked_at[:, None], torch.nan)
+
     keys = batch.members() & looked_at[:, None]
-    seen = keys & ~per_key.isnan()
-    by_segment = seen * per_key.nan_to_num() / seen.sum(-1, keepdim=True)
+    seen_keys = keys & ~per_key.isnan()
+    by_segment = seen_keys * per_key.nan_to_num() / seen_keys.sum(-1, keepdim=True)
     mass = keys / keys.any(-1, keepdim=True) / counted.sum(-1)[:, None, None]
     return per_key, by_segment.mT, mass.mT
 
 
 @lru_cache(maxsize=4)
 def _key_groups(
-    analysis: ReceivedAttention, batch: Batch, window: int | None
+    analysis: ReceivedAttention, batch: Batch, window: Window
 ) -> Float[Tensor, "batch group key"]:
     """Groups of keys: by their weights in received attention by segment, in mass, and the inserted
     tokens."""
@@ -206,27 +210,29 @@ def _diluted(
     analysis: ReceivedAttention,
     sums: Sums,
     batch: Batch,
-    window: int | None,
+    window: Window,
     measured: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
+) -> Values:
     """The dilution nulls: the baseline's rows of the same queries, times ``1 − M[q]``."""
     pairs, comparable = _pairs(batch)
     baseline = pairs.baseline
     originals = pairs.place.shape[1]
-    left = 1 - sums["by_query"][:, -1]  # of each query's attention, by the inserted tokens
-    counts = pairs.original & _counted(analysis.queries, batch).gather(1, pairs.place)
-    place = pairs.place[:, None].expand(-1, left.shape[1], -1)
-    left = left.gather(2, place) * counts[:, None]  # by the position in the baseline
 
-    rows = sums["by_query"][baseline, :-1, :, :originals]
-    received, mass = torch.einsum("bhq,bghq->bhg", left, rows).chunk(2, -1)
+    # What the inserted tokens leave of each query's attention, by the position in the baseline.
+    left = 1 - sums["by_query"][:, -1]
+    place = pairs.place[:, None].expand(-1, left.shape[1], -1)
+    counted = pairs.original & _counted(analysis.queries, batch).gather(1, pairs.place)
+    left = left.gather(2, place) * counted[:, None]
+
+    baseline_rows = sums["by_query"][baseline, :-1, :, :originals]
+    received, mass = torch.einsum("bhq,bghq->bhg", left, baseline_rows).chunk(2, -1)
     if not analysis.include_self:
         own = left * sums["own"][baseline, :, :originals]
         weights = _key_groups(analysis, batch, window)[baseline, : len(SEGMENTS), :originals]
         received = received - own @ weights.mT
-    diluted = {"received_by_segment": received, "mass_by_segment": mass}
+
     values = {}
-    for name, value in diluted.items():
+    for name, value in (("received_by_segment", received), ("mass_by_segment", mass)):
         unknown = measured[name][baseline].isnan() | ~comparable[:, None, None]
         values[name + DILUTION] = value.masked_fill(unknown, torch.nan)
     return values
@@ -248,21 +254,17 @@ class SegmentFlow(AnalysisBase):
     predicting: bool = False
 
     @property
-    def quantities(self) -> Mapping[str, Quantity]:
+    def quantities(self) -> Quantities:
         """The flow of attention, and the flow of values."""
         dims = ("head", "segment", "to_segment")
-        flow = (
-            "attention of a query of the segment to all keys of to_segment together, mean over the"
-            " queries"
+        flow = "attention of a query of the segment to all keys of to_segment together"
+        by_value = "sum over keys of to_segment of A |v|, divided by the sum over all keys"
+        return means_of(
+            {
+                "flow": Quantity(dims, "probability", flow),
+                "value_flow": Quantity(dims, "share", by_value, no_null="it depends on the values"),
+            }
         )
-        by_value = (
-            "sum over keys of to_segment of A |v|, divided by the sum over all keys, mean over the"
-            " queries"
-        )
-        return {
-            "flow": Quantity(dims, "probability", flow),
-            "value_flow": Quantity(dims, "share", by_value, no_null="it depends on the values"),
-        }
 
     def start(self, batch: Batch, heads: int) -> Sums:
         """Zero flow."""
@@ -273,24 +275,23 @@ class SegmentFlow(AnalysisBase):
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add the flow of these queries."""
         pattern = rows.pattern
-        queries = self._queries(rows.batch)[..., rows.queries].to(pattern.dtype)
-        members = rows.batch.members()[..., rows.keys].to(pattern.dtype)
-        of_queries = rearrange(queries, "batch segment query -> batch 1 segment query")
-        of_keys = rearrange(members, "batch segment key -> batch 1 key segment")
+        queries = self._queries(rows.batch)[:, None, :, rows.queries].to(pattern.dtype)
+        keys = rows.batch.members()[:, None, :, rows.keys].to(pattern.dtype).mT
         if rows.v is None:
-            sums["flow"] += of_queries @ (pattern @ of_keys)
+            sums["flow"] += queries @ (pattern @ keys)
             return
+
         norms = rows.v[:, :, rows.keys].to(pattern.dtype).norm(dim=-1)
         norms = for_each_head(norms, pattern.shape[1]).unsqueeze(-1)
         # One product for both: reading the pattern costs more than a few columns.
-        columns = torch.cat([of_keys.expand(*norms.shape[:3], -1), norms * of_keys], -1)
+        columns = torch.cat([keys.expand(*norms.shape[:3], -1), norms * keys], -1)
         flow, by_value = (pattern @ columns).chunk(2, -1)
-        sums["flow"] += of_queries @ flow
         # Every key that is seen is in one segment, so the segments add up to all keys.
         total = by_value.sum(-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
-        sums["value_flow"] += of_queries @ (by_value / total)
+        sums["flow"] += queries @ flow
+        sums["value_flow"] += queries @ (by_value / total)
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over the queries; NaN for a segment without tokens."""
         queries = self._queries(batch).sum(-1)
         has_keys = batch.members().any(-1)
@@ -325,14 +326,10 @@ class AttentionMap(AnalysisBase):
     max_tokens: int = 256
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_tokens, int) or not 2 <= self.max_tokens <= 1024:
-            raise OptionError(
-                f"max_tokens={self.max_tokens}: give a number from 2 to 1,024, the sizes at which a"
-                " map is readable"
-            )
+        check_counts(2, max_tokens=self.max_tokens)
 
     @property
-    def quantities(self) -> Mapping[str, Quantity]:
+    def quantities(self) -> Quantities:
         """The map."""
         return {
             "pattern": Quantity(
@@ -359,7 +356,7 @@ class AttentionMap(AnalysisBase):
         """Copy this block of rows to its place in the map."""
         sums["pattern"][:, :, rows.queries, rows.keys] = rows.pattern
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """The maps, NaN where there is no token."""
         lengths = batch.lengths.to(sums["pattern"].device)
         inside = torch.arange(self.max_tokens, device=lengths.device) < lengths[:, None]

@@ -1,8 +1,8 @@
-"""What each head, the attention block and the MLP of each layer add to the residual stream."""
+"""What each head adds to the residual stream."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -16,53 +16,87 @@ from mechattn.analysis.analysis import (
     AnalysisBase,
     AttentionRows,
     Captures,
+    Coords,
+    Layers,
+    Prompts,
+    Quantities,
     Quantity,
     Sums,
+    Values,
+    Window,
+    means_of,
+    of_each,
 )
 from mechattn.analysis.direct_logits import POST, norms_after
 from mechattn.errors import ModelError
 from mechattn.functional import head_outputs as fn
 from mechattn.functional.attention import constant, for_each_head
 from mechattn.functional.focus import top_two
-from mechattn.functional.received import segment_mean, segment_means
+from mechattn.functional.received import segment_means
 from mechattn.model.head_parts import output_factor_of, output_weights, wide
 from mechattn.model.hooked import HookedModel
 from mechattn.model.unembedding import FrozenNorm
-from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import Batch
 
-Stream = Float[Tensor, "batch pos d_model"]
-_MAGNITUDES = tuple(
-    round(10 ** (i / 4 - 4), 6) for i in range(25)
-)  # 0.0001 to 100, four bins a decade
+# The edges of bins: 0.0001 to 100, four bins a decade; −1 to 1.
+_MAGNITUDES = tuple(round(10 ** (i / 4 - 4), 6) for i in range(25))
 _ORIENTATIONS = tuple(round(i / 20 - 1, 2) for i in range(41))
-_UNITS = {
-    "magnitude": ("ratio", "|update| / |resid_pre|"),
-    "orientation": ("cosine", "cosine of update and resid_pre"),
-    "parallel": ("ratio", "part of the update along resid_pre, signed, / |resid_pre|"),
-    "orthogonal": ("ratio", "|part of the update across resid_pre| / |resid_pre|"),
-    "update_norm": ("residual norm", "|update|"),
-}
-_SIGNED = ("orientation", "parallel")  # may be 0, so conditions are compared by their difference
-_PER_QUERY = ("magnitude", "orientation")
-_COUNTS = {
-    "magnitude_counts": (
-        ("head", "magnitude_bin"),
-        "original tokens with a magnitude in the bin",
-    ),
-    "orientation_counts": (
-        ("head", "orientation_bin"),
-        "original tokens with an orientation in the bin",
-    ),
-    "joint_counts": (
-        ("magnitude_bin", "orientation_bin"),
-        "original tokens with a magnitude and orientation in the bins, all heads",
-    ),
-}
 _NO_NULL = "it depends on the values"
 BEFORE_NORM = "_before_norm"  # ends the names of what enters a norm after attention
 _AFTER = ", after the norm that follows attention (its scale is shared by the heads)"
 _BEFORE = ", before the norm that follows attention, so not what reaches the residual stream"
+_DIMS = ("head", "segment")
+_DIRECTIONS = {
+    "magnitude": Quantity(_DIMS, "ratio", "|update| / |resid_pre|", no_null=_NO_NULL),
+    # May be 0, so conditions are compared by their difference.
+    "orientation": Quantity(
+        _DIMS, "cosine", "cosine of update and resid_pre", "difference", _NO_NULL
+    ),
+}
+_COMPONENTS = {
+    "parallel": Quantity(
+        _DIMS,
+        "ratio",
+        "part of the update along resid_pre, signed, / |resid_pre|",
+        "difference",
+        _NO_NULL,
+    ),
+    "orthogonal": Quantity(
+        _DIMS,
+        "ratio",
+        "|part of the update across resid_pre| / |resid_pre|",
+        no_null=_NO_NULL,
+    ),
+    "update_norm": Quantity(_DIMS, "residual norm", "|update|", no_null=_NO_NULL),
+}
+_COUNTS = {
+    "magnitude_counts": Quantity(
+        ("head", "magnitude_bin"),
+        "tokens",
+        "original tokens with a magnitude in the bin",
+        no_null=_NO_NULL,
+    ),
+    "orientation_counts": Quantity(
+        ("head", "orientation_bin"),
+        "tokens",
+        "original tokens with an orientation in the bin",
+        no_null=_NO_NULL,
+    ),
+    "joint_counts": Quantity(
+        ("magnitude_bin", "orientation_bin"),
+        "tokens",
+        "original tokens with a magnitude and orientation in the bins, all heads",
+        no_null=_NO_NULL,
+    ),
+}
+
+
+def _with_words(quantities: Quantities, words: str) -> Quantities:
+    """The quantities with these words behind their description."""
+    return {
+        name: replace(quantity, description=quantity.description + words)
+        for name, quantity in quantities.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -96,7 +130,7 @@ class _Updates(AnalysisBase):
     prefix: ClassVar[str] = ""
 
     @property
-    def coords(self) -> Mapping[str, Sequence[object]]:
+    def coords(self) -> Coords:
         """Labels of the bins: their lower edges."""
         return {
             "magnitude_bin": [0.0, *_MAGNITUDES],
@@ -110,29 +144,21 @@ class _Updates(AnalysisBase):
         return any(layer.norm is not None for layer in (self.weights or {}).values())
 
     @property
-    def quantities(self) -> Mapping[str, Quantity]:
+    def quantities(self) -> Quantities:
         """Means over the tokens of each segment, counts in bins, each token's own with
         ``per_query``.
 
         In a model with a norm after attention all of these are after it, and the means are also
         given before it.
         """
-        quantities = {}
-        after = _AFTER if self._normed else ""
-        for name, (units, about) in _UNITS.items():
-            compared: Any = "difference" if name in _SIGNED else "ratio"
-            mean = f"{about}, mean over the tokens of the segment"
-            dims = ("head", "segment")
-            quantities[name] = Quantity(dims, units, mean + after, compared, _NO_NULL)
-            if self._normed:
-                before = Quantity(dims, units, mean + _BEFORE, compared, _NO_NULL)
-                quantities[name + BEFORE_NORM] = before
-        for name, (bins, about) in _COUNTS.items():
-            quantities[name] = Quantity(bins, "tokens", about + after, no_null=_NO_NULL)
-        for name in _PER_QUERY if self.per_query else ():
-            units, about = _UNITS[name]
-            described = f"{about}, of each token{after}"
-            quantities[f"{name}_at"] = Quantity(("head", "key"), units, described, no_null=_NO_NULL)
+        means = means_of(_DIRECTIONS | _COMPONENTS, "tokens")
+        quantities = means | _COUNTS
+        if self.per_query:
+            quantities |= of_each(_DIRECTIONS, "token")
+        if self._normed:
+            quantities = dict(_with_words(quantities, _AFTER))
+            for name, quantity in _with_words(means, _BEFORE).items():
+                quantities[name + BEFORE_NORM] = quantity
         return {self.prefix + name: quantity for name, quantity in quantities.items()}
 
     @property
@@ -142,9 +168,7 @@ class _Updates(AnalysisBase):
         hooks = ("hook_resid_pre", "attn.hook_z")
         return (*hooks, POST) if self._normed else hooks
 
-    def calibrated(
-        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
-    ) -> Analysis:
+    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
         """Prepare W_O of the layers, its factors and the norms after attention.
 
         Raises:
@@ -180,19 +204,19 @@ class _Updates(AnalysisBase):
         sums["product"] = fn.update_product(z, w_o, weights.norm.toward(stream)) / scale
         return sums
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         """Means over segments, and counts."""
         stream = sums["stream"]
         per_token = _per_token(sums["norm"], sums["product"], stream)
         means = dict(per_token)
         if "norm" + BEFORE_NORM in sums:
-            norm, product = (sums[name + BEFORE_NORM] for name in ("norm", "product"))
-            before = _per_token(norm, product, stream)
+            norm = sums["norm" + BEFORE_NORM]
+            before = _per_token(norm, sums["product" + BEFORE_NORM], stream)
             means |= {name + BEFORE_NORM: value for name, value in before.items()}
-        members = batch.members()
-        values = segment_means(means, members)
+        values = segment_means(means, batch.members())
 
-        magnitude, orientation = (per_token[name] for name in _PER_QUERY)
+        magnitude = per_token["magnitude"]
+        orientation = per_token["orientation"]
         sizes = constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
         cosines = constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
         original = batch.origin >= 0
@@ -201,15 +225,16 @@ class _Updates(AnalysisBase):
         values["joint_counts"] = fn.counts_in_pairs_of_bins(
             magnitude, orientation, (sizes, cosines), original
         )
-        padding = ~batch.real[:, None]
-        for name in _PER_QUERY if self.per_query else ():
-            values[f"{name}_at"] = per_token[name].masked_fill(padding, torch.nan)
+        if self.per_query:
+            padding = ~batch.real[:, None]
+            for name in _DIRECTIONS:
+                values[f"{name}_at"] = per_token[name].masked_fill(padding, torch.nan)
         return {self.prefix + name: value for name, value in values.items()}
 
 
 def _per_token(
     norm: fn.PerPart, product: fn.PerPart, stream: Float[Tensor, " batch #part pos"]
-) -> dict[str, Tensor]:
+) -> Values:
     """The quantities of each token, from ``‖Δ‖``, ``⟨r, Δ⟩`` and ``‖r‖``."""
     orientation = fn.orientation(product, norm, stream)
     magnitude = norm / stream
@@ -287,132 +312,3 @@ class TopTargetUpdates(_Updates):
     def add_captures(self, sums: Sums, captures: Captures) -> None:
         """Norms and products for each token."""
         sums |= self.measured(sums.pop("read"), captures)
-
-
-BLOCKS = ("attention", "mlp")
-_BLOCKS_PER_QUERY = ("block_magnitude", "block_orientation")
-_AROUND = ("hook_resid_pre", "hook_resid_post")
-_MIDDLE = "hook_resid_mid"
-_OUTS = ("hook_attn_out", "hook_mlp_out")
-_OF_BLOCKS = {
-    "block_magnitude": ("ratio", "|update of the block| / |residual stream before it|"),
-    "block_orientation": (
-        "cosine",
-        "cosine of the block's update and the residual stream before it",
-    ),
-    "block_norm": ("residual norm", "|update of the block|"),
-    "stream_norm": ("residual norm", "|residual stream before the block|"),
-}
-
-
-@dataclass(frozen=True)
-class BlockUpdates(AnalysisBase):
-    """Measure the magnitude and orientation of the updates by the attention block and the MLP of
-    each layer.
-
-    ``Δ = resid_mid − resid_pre`` and ``Δ = resid_post − resid_mid``, including any norm after the
-    block. In a layer with parallel attention and MLP, both are compared with resid_pre. A
-    multiplier of block outputs (Granite's residual multiplier) is part of Δ. Means over the tokens
-    of each segment.
-
-    Args:
-        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
-    """
-
-    name = "block_updates"
-    per_query: bool = False
-    sequential: bool = True
-    outs: tuple[str, str] = field(
-        default=_OUTS, repr=False, compare=False
-    )  # the hooks of the blocks' outputs
-    factor: float = field(
-        default=1.0, repr=False, compare=False
-    )  # multiplies what these hooks hold
-
-    @property
-    def coords(self) -> Mapping[str, Sequence[object]]:
-        """The two blocks of a layer."""
-        return {"block": list(BLOCKS)}
-
-    @property
-    def quantities(self) -> Mapping[str, Quantity]:
-        """Quantities of each block."""
-        quantities = {}
-        for name, (units, about) in _OF_BLOCKS.items():
-            compared: Any = "difference" if units == "cosine" else "ratio"
-            mean = f"{about}, mean over the tokens of the segment"
-            quantities[name] = Quantity(("block", "segment"), units, mean, compared)
-        if self.per_query:
-            for name in _BLOCKS_PER_QUERY:
-                units, about = _OF_BLOCKS[name]
-                own = f"{about}, of each token"
-                quantities[f"{name}_at"] = Quantity(("block", "key"), units, own)
-        return quantities
-
-    @property
-    def captures(self) -> Sequence[str]:
-        """The residual stream around both blocks, and the output of each."""
-        middle = (_MIDDLE,) if self.sequential else ()
-        return (*_AROUND, *middle, *self.outs)
-
-    def calibrated(
-        self, model: HookedModel, layers: Sequence[int], measured: Sequence[Prompt]
-    ) -> Analysis:
-        """Find out whether attention and MLP run in parallel, and which hooks give their outputs.
-
-        Raises:
-            ModelError: A layer has no hooks that give the outputs of its blocks.
-        """
-        hooks = model.hook_dict
-        sequential = all(f"blocks.{layer}.{_MIDDLE}" in hooks for layer in layers)
-        # A block that scales its update fires hook_attn_out only for functions that TransformerLens
-        # has added.
-        factor = getattr(model.blocks[layers[0]], "residual_contribution_scale", None)
-        outs = _OUTS if factor is None else ("attn.hook_out", "mlp.hook_out")
-        for layer in layers:
-            for name in (*_AROUND, *outs):
-                if f"blocks.{layer}.{name}" not in hooks:
-                    raise ModelError(
-                        f"layer {layer} of {model.cfg.model_name} has no {name}, so the outputs of"
-                        " its blocks cannot be separated"
-                    )
-        if factor is None:
-            factor = 1.0
-        return replace(self, sequential=sequential, outs=outs, factor=factor)
-
-    def add_captures(self, sums: Sums, captures: Captures) -> None:
-        """Norms and products for each token."""
-        before, after = (captures.tensors[name].float() for name in _AROUND)
-        attention, mlp = (captures.tensors[name].float() * self.factor for name in self.outs)
-        streams = torch.stack([before, before], 1)
-        if self.sequential:
-            middle = captures.tensors[_MIDDLE].float()
-            streams = torch.stack([before, middle], 1)
-            attention = _added(before, attention, middle)
-            mlp = _added(middle, mlp, after)
-        updates = torch.stack([attention, mlp], 1)
-        sums["stream"] = streams.norm(dim=-1)
-        sums["norm"] = updates.norm(dim=-1)
-        sums["product"] = torch.linalg.vecdot(streams, updates)
-
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
-        """Means over segments."""
-        per_token = {
-            "block_magnitude": sums["norm"] / sums["stream"],
-            "block_orientation": fn.orientation(sums["product"], sums["norm"], sums["stream"]),
-            "block_norm": sums["norm"],
-            "stream_norm": sums["stream"],
-        }
-        values = {name: segment_mean(value, batch.members()) for name, value in per_token.items()}
-        if self.per_query:
-            padding = ~batch.real[:, None]
-            for name in _BLOCKS_PER_QUERY:
-                values[f"{name}_at"] = per_token[name].masked_fill(padding, torch.nan)
-        return values
-
-
-def _added(before: Stream, out: Stream, after: Stream) -> Stream:
-    """The block's output from its hook where that is the update (a difference of large numbers
-    loses digits); otherwise (BLOOM adds the residual first) the difference."""
-    change = after - before
-    return torch.where((change - out).norm() < 0.05 * change.norm(), out, change)

@@ -16,7 +16,8 @@ from mechattn.markup import plain
 from mechattn.model.hooked import HookedModel
 from mechattn.model.load import check_device, dtype_named, load_model
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.page import About, lead_sections, prompt_section, write_page
+from mechattn.pages.page import About, lead_sections, write_page
+from mechattn.pages.sections import prompt_section
 from mechattn.pages.subtitle import PLACES
 from mechattn.prompts.conditions import Condition, MeaninglessTokens, RandomSentence
 from mechattn.prompts.prompt import Prompt

@@ -17,12 +17,10 @@ from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.quantities import head_quantities, kept, segment_of, variable_of
 from mechattn.contrast.table import CHANGE, LOGS
 from mechattn.errors import MemoryOptionError, OptionError
-from mechattn.pages.first_screen import ShownModel, flat, verdict_sentences
+from mechattn.pages.first_screen import ShownModel, verdict_sentences
 from mechattn.pages.lead_figures import Shown
-from mechattn.pages.page import (
-    heads_options,
-    results_page,
-)
+from mechattn.pages.page import results_page
+from mechattn.pages.provenance_words import flat
 from mechattn.render.figure_declaration import FIGURES, check_heads
 from mechattn.render.html_views import check_page_place
 from mechattn.results.arrays import TEXT
@@ -82,25 +80,22 @@ def report(
             check_heads(heads, int(result.provenance["model"]["heads"]))
 
     missing: list[str] = []
-    figures = figures_of(results[0], layer, heads, top)
+    figures = figures_of(results[0], layer)
     results_page(results, out, figures, command, missing, force, Shown(layer, heads, top))
     return missing
 
 
-def figures_of(
-    result: Result, layer: int | None, heads: Sequence[int] | None = None, top: int = 3
-) -> Figures:
+def figures_of(result: Result, layer: int | None = None) -> Figures:
     """The figures of a result that do not lead its page, in the order of the analyses."""
     if layer is None:
         layer = int(result.provenance["measured_layers"][0])
-    selection = {"layer": layer} | heads_options(result, heads, top)
     analysis_names = [analysis_class().name for analysis_class in ANALYSES]
 
     figures = []
     for figure in FIGURES.values():
         if figure.draw.__name__ in LEADING:
             continue
-        for dataset, options in figure.shown(result, selection):
+        for dataset, options in figure.shown(result, {"layer": layer}):
             rank = len(analysis_names)
             if dataset in analysis_names:
                 rank = analysis_names.index(dataset)

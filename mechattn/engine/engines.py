@@ -39,14 +39,18 @@ def chosen_forward(
         return forward_through_hooks, "asked for"
 
     analyses = list(analyses)
-    for name in _captures(analyses):
-        if not fires_while_streamed(name):
-            if engine != "auto":
-                raise OptionError(
-                    f"an analysis captures {name!r}, which doesn't fire while attention is"
-                    ' streamed; choose engine="hooks" or "auto"'
-                )
-            return forward_through_hooks, f"not streamed: {name} fires only with hooks"
+    captures = []
+    for analysis in analyses:
+        if isinstance(analysis, protocols.CaptureAnalysis):
+            captures += analysis.captures
+    hidden = [name for name in captures if not fires_while_streamed(name)]
+    if hidden and engine == "auto":
+        return forward_through_hooks, f"not streamed: {hidden[0]} fires only with hooks"
+    if hidden:
+        raise OptionError(
+            f"an analysis captures {hidden[0]!r}, which doesn't fire while attention is streamed;"
+            ' choose engine="hooks" or "auto"'
+        )
 
     facts = facts_of(model) or ModelFacts()
     if facts.streaming is None:
@@ -60,16 +64,6 @@ def chosen_forward(
             )
         return forward_through_hooks, f"not streamed: {check.detail}"
     return _fused_or_in_blocks(model, facts, engine, analyses)
-
-
-def _captures(analyses: Sequence[Analysis]) -> list[str]:
-    """The names of the hooks that analyses read."""
-    return [
-        name
-        for analysis in analyses
-        if isinstance(analysis, protocols.CaptureAnalysis)
-        for name in analysis.captures
-    ]
 
 
 def _fused_or_in_blocks(

@@ -9,10 +9,15 @@ from itertools import starmap
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mechattn.analysis import analysis as protocols
-from mechattn.analysis.analysis import Analysis, Quantity, Sums
+from mechattn.analysis.analysis import (
+    Analysis,
+    Quantity,
+    Sums,
+    Values,
+    Window,
+)
 from mechattn.analysis.received_attention import DILUTION
 from mechattn.engine.engines import OF_ROWS
 from mechattn.engine.pairing import paired_layer
@@ -34,8 +39,6 @@ NULL_DESCRIPTIONS = {
         " (ALiBi, sinks)"
     ),
 }
-
-Values = dict[str, Tensor]
 
 
 def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
@@ -88,7 +91,7 @@ class Nulls:
             for analysis in self.analyses
         ]
 
-    def of(self, number: int, layer: int, window: int | None) -> Values:
+    def of(self, number: int, layer: int, window: Window) -> Values:
         """The nulls of all quantities of an analysis, for one layer."""
         if not self._has_nulls[number]:
             return {}
@@ -98,7 +101,7 @@ class Nulls:
             values = values | self._values(BLIND, layer, window)[number]
         return values
 
-    def _values(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
+    def _values(self, kind: str, layer: int, window: Window) -> dict[int, Values]:
         """The values of every analysis, cached by what determines them."""
         layer_of_sinks = None  # which differ by layer
         if kind == BLIND and layer in self.blind.sinks:
@@ -108,7 +111,7 @@ class Nulls:
             self._cache[key] = self._measured(kind, layer, window)
         return self._cache[key]
 
-    def _measured(self, kind: str, layer: int, window: int | None) -> dict[int, Values]:
+    def _measured(self, kind: str, layer: int, window: Window) -> dict[int, Values]:
         attention = self._blind_attention(kind, layer, window)
         paired = None
         if self.pairs is not None:
@@ -145,7 +148,7 @@ class Nulls:
             for number, of_analysis in sums.items()
         }
 
-    def _blind_attention(self, kind: str, layer: int, window: int | None) -> Attention:
+    def _blind_attention(self, kind: str, layer: int, window: Window) -> Attention:
         """The attention of queries that are 0, in one head for all where these are equal."""
         batch, length = self.batch.tokens.shape
         heads = self.blind.heads if kind == BLIND else 1
@@ -157,9 +160,7 @@ class Nulls:
         return Attention(q, k, v, 1.0, bias, window, None, edge_mask, sinks)
 
 
-def _null_values(
-    analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: int | None
-) -> Values:
+def _null_values(analysis: Analysis, sums: Sums, kind: str, batch: Batch, window: Window) -> Values:
     """The nulls, named after their quantities; without a head dimension if all heads are equal."""
     with _saying_no_null(analysis):
         values = analysis.values(sums, batch, window)

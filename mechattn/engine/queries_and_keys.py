@@ -3,23 +3,22 @@ matrix in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechattn.errors import OptionError
-from mechattn.functional import focus
+from mechattn.errors import OptionError, check_counts
 from mechattn.functional import received as fn
-from mechattn.functional.attention import Attention, Rows, attention_by_rows, widened
+from mechattn.functional.attention import Attention, Marked, Rows, attention_by_rows, widened
+from mechattn.functional.focus import entropy
 
-Statistic = Literal[
-    "received", "mass", "entropy", "self_mass", "first_mass", "previous_mass", "largest", "target", "concentration",
-    "distance", "half_mass_keys", "output",
-]  # fmt: skip
+Queries = Float[Tensor, "batch head pos d_head"]
+Keys = Float[Tensor, "batch kv_head pos d_head"]
+Values = Float[Tensor, "batch kv_head pos d_value"]
+PerHead = Float[Tensor, " head"]
 
 
 @dataclass(frozen=True)
@@ -41,45 +40,40 @@ class AttentionScores:
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
-    alibi: Float[Tensor, " head"] | None = None
-    sinks: Float[Tensor, " head"] | None = None
+    alibi: PerHead | None = None
+    sinks: PerHead | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise OptionError(
-                f"window={self.window!r}: give a number of keys, at least 1, or None for all"
-            )
+        if self.window is not None:
+            check_counts(window=self.window)
         if self.softcap is not None and not self.softcap > 0:
             raise OptionError(f"softcap={self.softcap!r}: give a bound above 0, or None")
 
-    def attention(
-        self,
-        q: Float[Tensor, "batch head pos d_head"],
-        k: Float[Tensor, "batch kv_head pos d_head"],
-        v: Float[Tensor, "batch kv_head pos d_value"],
-    ) -> Attention:
+    def attention(self, q: Queries, k: Keys, v: Values) -> Attention:
         """The attention of these queries, keys and values, as the row kernel takes it."""
-        length, d_head = q.shape[2:]
         dtype = widened(q)
+        scale = self.scale
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
         bias = None
         if self.alibi is not None:
-            positions = torch.arange(length, device=q.device, dtype=dtype)
+            positions = torch.arange(q.shape[2], device=q.device, dtype=dtype)
             bias = (self.alibi.to(dtype)[:, None] * positions)[None]
-        sinks = None if self.sinks is None else self.sinks.to(dtype)
-        scale = d_head**-0.5 if self.scale is None else float(self.scale)
-        return Attention(q, k, v, scale, bias, self.window, self.softcap, None, sinks)
+        sinks = self.sinks
+        if sinks is not None:
+            sinks = sinks.to(dtype)
+        return Attention(q, k, v, scale, bias, self.window, self.softcap, sinks=sinks)
 
 
 def measure(
-    q: Float[Tensor, "batch head pos d_head"],
-    k: Float[Tensor, "batch kv_head pos d_head"],
-    v: Float[Tensor, "batch kv_head pos d_value"] | None = None,
+    q: Queries,
+    k: Keys,
+    v: Values | None = None,
     *,
     scores: AttentionScores = AttentionScores(),
-    lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
-    counted: Bool[Tensor, "batch pos"] | None = None,
-    segments: Mapping[str, Bool[Tensor, "batch pos"]] | None = None,
-    statistics: Sequence[Statistic] = ("received", "entropy"),
+    lengths: Sequence[int] | None = None,
+    counted: Marked | None = None,
+    segments: Mapping[str, Marked] | None = None,
 ) -> dict[str, Tensor]:
     """Compute statistics of causal attention from queries and keys as they enter the softmax (after
     RoPE and norms).
@@ -90,172 +84,89 @@ def measure(
     Args:
         q: Queries.
         k: Keys; head h reads key-value head ``h // (head / kv_head)``.
-        v: Values, needed only for "output".
+        v: Values; with them, "output" is computed too.
         scores: The scale, window, soft cap, ALiBi slopes and sinks of the scores; plain ``q·k /
             √d_head`` by default.
         lengths: The number of positions of each sequence without the padding on its right; all by
             default.
         counted: The queries that count in "received"; all by default.
-        segments: For "mass": the keys of each segment, by name.
-        statistics: The statistics to compute:
-
-            - "received" [batch head key]: mean of ``A[q, k]`` over counted ``q > k`` that can see
-              k.
-            - "mass" [batch head query segment]: attention to all keys of each of the ``segments``,
-              in their order.
-            - "entropy" [batch head query], in nats. With the same shape: "self_mass", "first_mass",
-              "previous_mass"; "largest" probability, its position "target", and its lead
-              "concentration" over the second largest; mean "distance" in positions;
-              "half_mass_keys", the fewest keys that hold half.
-            - "output" [batch head pos d_value]: ``Σ_k A[q, k] v[k]``, to compare with the kernel
-              that ran.
+        segments: The keys of each segment, by name; with them, "mass" is computed too.
 
     Returns:
-        The statistics by name; NaN at padding, where a query has no token before it
-        ("previous_mass"), and at keys that no counted query sees. For the null, uniform attention,
-        call ``measure(torch.zeros_like(q), k, …)``.
+        The statistics by name, NaN at padding:
+
+        - "received" [batch head key]: mean of ``A[q, k]`` over counted ``q > k`` that can see k;
+          NaN at a key that no counted query sees.
+        - "entropy" [batch head query], in nats; "largest", the largest probability of each query,
+          and "target", the position of its key.
+        - "mass" [batch head query segment]: attention to all keys of each of the ``segments``, in
+          their order.
+        - "output" [batch head pos d_value]: ``Σ_k A[q, k] v[k]``, to compare with the kernel that
+          ran.
+
+        For the null, uniform attention, call ``measure(torch.zeros_like(q), k, …)``.
 
     Raises:
-        OptionError: A shape, a statistic or an option is not allowed.
+        OptionError: The shapes do not fit together.
     """
-    _check_shapes(q, k, v, scores, {"counted": counted, **(segments or {})})
-    real = _real(q, lengths)
-    _check_statistics(statistics, v, segments)
-    is_counted = real if counted is None else real & counted
-    members = torch.stack([*(segments or {"": real}).values()], -1)
-    dtype = widened(q)
-    column_sums = torch.zeros(*q.shape[:3], device=q.device, dtype=dtype)
+    _check_shapes(q, k, v)
+    is_real = _not_padding(q, lengths)
+    is_counted = is_real if counted is None else is_real & counted
+    members = torch.stack([*segments.values()], -1) if segments else None
+
+    column_sums = torch.zeros(q.shape[:3], device=q.device, dtype=widened(q))
     self_attention = torch.zeros_like(column_sums)
-    by_query = [name for name in statistics if name not in ("received", "output")]
-    blocks: dict[str, list[Tensor]] = {name: [] for name in by_query}
+    blocks: list[dict[str, Tensor]] = []
 
     def see(rows: Rows) -> None:
-        if "received" in statistics:
-            column_sums[..., rows.keys] += fn.column_sums(rows.pattern, is_counted[:, rows.queries])
-            self_attention[..., rows.queries] += fn.self_attention(
-                rows.pattern, rows.queries.start, rows.keys.start
-            )
-        of_block = _largest_of(rows) if OF_LARGEST & set(by_query) else {}
-        for name in by_query:
-            if name == "mass":
-                value = rows.pattern @ members[:, None, rows.keys].to(rows.pattern)
-            elif name in of_block:
-                value = of_block[name]
-            else:
-                value = OF_ROWS[name](rows).clone()
-            blocks[name].append(value)
+        pattern = rows.pattern
+        counted_rows = is_counted[:, rows.queries]
+        own = fn.self_attention(pattern, rows.queries.start, rows.keys.start)
+        column_sums[..., rows.keys] += fn.column_sums(pattern, counted_rows)
+        self_attention[..., rows.queries] = own * counted_rows[:, None]
 
-    if v is None:
-        v = torch.zeros_like(k[..., :1])
+        largest, index = pattern.max(-1)
+        target = (index + rows.keys.start).to(pattern.dtype)
+        of_block = {"entropy": entropy(pattern), "largest": largest, "target": target}
+        if members is not None:
+            of_block["mass"] = pattern @ members[:, None, rows.keys].to(pattern.dtype)
+        blocks.append(of_block)
+
+    values = k[..., :0] if v is None else v
     with torch.no_grad():
-        output = attention_by_rows(scores.attention(q, k, v), see)
+        output = attention_by_rows(scores.attention(q, k, values), see)
 
-    values = {name: torch.cat(of_name, 2).to(dtype) for name, of_name in blocks.items()}
-    if "output" in statistics:
-        values["output"] = output
-    if "received" in statistics:
-        attended = column_sums - self_attention * is_counted[:, None]
-        seeing = fn.seeing_queries(is_counted, scores.window)
-        values["received"] = fn.received_attention(attended, seeing)
+    seeing = fn.seeing_queries(is_counted, scores.window)
+    statistics = {"received": fn.received_attention(column_sums - self_attention, seeing)}
+    for name in blocks[0]:
+        statistics[name] = torch.cat([of_block[name] for of_block in blocks], 2)
+    if v is not None:
+        statistics["output"] = output
 
-    for name, value in values.items():
-        is_padding = ~real.view(len(real), 1, -1, *[1] * (value.ndim - 3))
-        values[name] = value.masked_fill(is_padding, torch.nan)
-    if "previous_mass" in values:
-        values["previous_mass"][..., 0] = torch.nan
-    return {name: values[name] for name in statistics}
-
-
-OF_LARGEST = {"largest", "target", "concentration"}
+    for name, statistic in statistics.items():
+        is_padding = ~is_real[:, None]
+        if statistic.ndim == 4:
+            is_padding = is_padding[..., None]
+        statistics[name] = statistic.masked_fill(is_padding, torch.nan)
+    return statistics
 
 
-def _largest_of(rows: Rows) -> dict[str, Tensor]:
-    """Each query's largest probability, its position, and its lead over the second largest."""
-    largest, second, index = focus.top_two(rows.pattern)
-    return {
-        "largest": largest,
-        "target": index + rows.keys.start,
-        "concentration": largest - second.clamp(min=0),
-    }
+def _not_padding(q: Queries, lengths: Sequence[int] | None) -> Bool[Tensor, "batch pos"]:
+    batch, _, length, _ = q.shape
+    if lengths is None:
+        lengths = [length] * batch
+    counts = torch.as_tensor(lengths, device=q.device)
+    if counts.shape != (batch,) or (counts < 1).any() or (counts > length).any():
+        raise OptionError(f"lengths={lengths!r}: give {batch} numbers of positions, 1 to {length}")
+    return torch.arange(length, device=q.device) < counts[:, None]
 
 
-OF_ROWS: dict[str, Callable[[Rows], Tensor]] = {
-    "entropy": lambda rows: focus.entropy(rows.pattern),
-    "self_mass": lambda rows: fn.self_attention(rows.pattern, rows.queries.start, rows.keys.start),
-    "first_mass": lambda rows: rows.pattern[..., 0] * (rows.keys.start == 0),
-    "previous_mass": lambda rows: focus.looking_back(
-        rows.pattern, 1, rows.queries.start, rows.keys.start
-    )[0],
-    "distance": lambda rows: focus.mean_distance(rows.pattern, rows.queries.start, rows.keys.start),
-    "half_mass_keys": lambda rows: focus.half_mass_keys(rows.pattern),
-}
-
-
-def _real(q: Tensor, lengths: Any) -> Bool[Tensor, "batch pos"]:
-    """The positions that are not padding, from checked lengths."""
-    batch, _, longest, _ = q.shape
-    counts = torch.full((batch,), longest) if lengths is None else torch.as_tensor(lengths)
-    is_one_a_sequence = tuple(counts.shape) == (batch,) and not counts.is_floating_point()
-    if not is_one_a_sequence or int(counts.min()) < 1 or int(counts.max()) > longest:
+def _check_shapes(q: Queries, k: Keys, v: Values | None) -> None:
+    fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
+    v_fits = v is None or v.shape[:3] == k.shape[:3]
+    if not fits or not v_fits:
+        shapes = [list(tensor.shape) for tensor in (q, k, v) if tensor is not None]
         raise OptionError(
-            f"lengths={lengths!r}: give a whole number from 1 to {longest} for each of {batch}"
-            " sequences"
+            f"q, k (and v) have the shapes {shapes}: give [batch, head, pos, d_head], alike but for"
+            " the number of heads, where that of k and v divides that of q"
         )
-    return torch.arange(longest, device=q.device) < counts.to(q.device)[:, None]
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    return type(value).__name__
-
-
-def _check_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    scores: AttentionScores,
-    masks: Mapping[str, Tensor | None],
-) -> None:
-    for name, array in (("q", q), ("k", k), ("v", k if v is None else v)):
-        if not isinstance(array, Tensor) or array.ndim != 4 or not array.is_floating_point():
-            raise OptionError(
-                f"{name} is {_kind(array)}; give floating-point numbers [batch, head, pos, d_head]"
-            )
-    batch, heads, length, _ = q.shape
-    kv_heads = k.shape[1]
-    others_agree = k.shape[0] == batch and k.shape[2:] == q.shape[2:]
-    if not others_agree or not kv_heads or heads % kv_heads:
-        raise OptionError(
-            f"q is {tuple(q.shape)} and k {tuple(k.shape)}; give [batch, head, pos, d_head] for"
-            " both, with equal numbers of positions, and a number of heads of k that divides that"
-            " of q"
-        )
-    if v is not None and v.shape[:3] != k.shape[:3]:
-        raise OptionError(
-            f"v is {tuple(v.shape)} and k {tuple(k.shape)}; only the last axis may differ"
-        )
-    for name, numbers in (("alibi", scores.alibi), ("sinks", scores.sinks)):
-        if numbers is not None and tuple(numbers.shape) != (heads,):
-            raise OptionError(
-                f"{name} is {_kind(numbers)}; give one number for each of {heads} heads"
-            )
-    for name, mask in masks.items():
-        if mask is None:
-            continue
-        if tuple(mask.shape) != (batch, length) or mask.dtype != torch.bool:
-            raise OptionError(f"{name} is {_kind(mask)}; give torch.bool ({batch}, {length})")
-
-
-def _check_statistics(
-    statistics: Any, v: Tensor | None, segments: Mapping[str, Tensor] | None
-) -> None:
-    known = get_args(Statistic)
-    if isinstance(statistics, str) or not statistics or not set(statistics) <= set(known):
-        raise OptionError(
-            f"statistics={statistics!r}: give a list of {', '.join(map(repr, known))}"
-        )
-    if "mass" in statistics and not segments:
-        raise OptionError('"mass" needs segments={name: mask of its keys, torch.bool [batch, pos]}')
-    if "output" in statistics and v is None:
-        raise OptionError('"output" needs the values v')

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from mechattn.analysis.affine_shift import split_rows
 from mechattn.analysis.analysis import (
     Analysis,
     AnalysisBase,
     Captures,
     PairAnalysis,
     PairedRows,
+    Quantities,
     Quantity,
     Sums,
+    Values,
+    Window,
 )
 from mechattn.axes import BASELINE, SEGMENTS
-from mechattn.engine.batch_pass import LayerValues, measure_batch
+from mechattn.engine.analysis_checks import check_captures
+from mechattn.engine.batch_pass import measure_batch
 from mechattn.engine.engines import chosen_forward
+from mechattn.engine.pending_sums import LayerValues
 from mechattn.engine.request_checks import (
-    check_captures,
+    AnyPrompts,
+    ChosenLayers,
     check_side,
     checked_sequences,
     with_baseline,
 )
 from mechattn.errors import ModelError, OptionError, check_choice
-from mechattn.functional import head_outputs as fn
-from mechattn.interventions.ablation import HeadMeans
+from mechattn.interventions.ablation import HeadMeans, Z
 from mechattn.interventions.recorded import Affine, AffineAttention, KeysValues
 from mechattn.model import hooks
 from mechattn.model.head_parts import is_latent
@@ -46,7 +51,7 @@ from mechattn.prompts.token_sequences import Batch, pad_right
 @alone
 def record_affine(
     model: Any,
-    prompts: Prompt | str | Tensor | Sequence[Prompt | str],
+    prompts: AnyPrompts,
     condition: Condition,
     *,
     layers: Iterable[int] | int = 0,
@@ -123,7 +128,7 @@ class _AffineParts(AnalysisBase):
     """An analysis that keeps λ and Σσ of every query."""
 
     name = "affine_parts"
-    quantities: Mapping[str, Quantity] = {
+    quantities: ClassVar[Quantities] = {
         "scale": Quantity(
             ("head", "key"), "probability", "lambda of each query", no_null="recorded"
         ),
@@ -133,31 +138,23 @@ class _AffineParts(AnalysisBase):
     }
 
     def add_pairs(self, sums: Sums, rows: PairedRows) -> None:
-        parts = fn.split(
-            rows.pattern,
-            rows.v,
-            rows.batch.inserted[:, rows.keys],
-            rows.aligned,
-            rows.v_aligned,
-            rows.baseline,
-            rows.v_baseline,
-        )
+        parts = split_rows(rows)
         blocks = {"scale": parts.scale, "shift": parts.shift}
         for name, block in blocks.items():
             sums[name] = torch.cat([sums[name], block], 2) if name in sums else block
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         return dict(sums)
 
 
 @alone
 def record_keys_values(
     model: Any,
-    prompts: Prompt | str | Tensor | Sequence[Prompt | str],
+    prompts: AnyPrompts,
     condition: Condition,
     *,
     segment: str = "inserted",
-    layers: Iterable[int] | int | None = None,
+    layers: ChosenLayers = None,
     seed: int = 0,
 ) -> KeysValues:
     """Record keys and values of one segment's tokens under a condition, for :class:`KVPatch`.
@@ -203,7 +200,7 @@ class _KeysValues(AnalysisBase):
 
     name = "keys_values"
     captures = ("attn.hook_k", "attn.hook_v")
-    quantities: Mapping[str, Quantity] = {
+    quantities: ClassVar[Quantities] = {
         part: Quantity(("key", "width"), "value norm", "as projected", no_null="recorded")
         for part in ("k", "v")
     }
@@ -212,16 +209,16 @@ class _KeysValues(AnalysisBase):
         for part, name in zip(("k", "v"), self.captures, strict=True):
             sums[part] = captures.tensors[name].flatten(2)
 
-    def values(self, sums: Sums, batch: Batch, window: int | None) -> dict[str, Tensor]:
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
         return {part: value.clone() for part, value in sums.items()}
 
 
 @alone
 def head_means(
     model: Any,
-    prompts: Prompt | str | Tensor | Sequence[Prompt | str],
+    prompts: AnyPrompts,
     *,
-    layers: Iterable[int] | int | None = None,
+    layers: ChosenLayers = None,
 ) -> HeadMeans:
     """Record each head's mean output (before W_O) over all tokens of some prompts, for mean
     ablation.
@@ -236,20 +233,17 @@ def head_means(
     chosen = hooks.chosen_layers(model, layers)
     sums: dict[int, Tensor] = {}
 
-    def look(
-        layer: int, z: Float[Tensor, "batch pos head d_head"]
-    ) -> Float[Tensor, "batch pos head d_head"]:
+    def add_up(layer: int, z: Z) -> Z:
         total = z.detach().double().sum((0, 1))
-        sums[layer] = sums[layer] + total if layer in sums else total
+        sums[layer] = sums.get(layer, 0) + total
         return z
 
     sequences = [Baseline().apply(prompt, model) for prompt in prompts]
     for prompt, sequence in zip(prompts, sequences, strict=True):
         check_side(prompt, {BASELINE: sequence}, model)
-    with changing_z(model, {layer: partial(look, layer) for layer in chosen}):
+    with changing_z(model, {layer: partial(add_up, layer) for layer in chosen}):
         for sequence in sequences:
             hooks.forward_to(model, sequence.tokens[None].to(device_of(model)), max(chosen), [])
-    tokens = sum(map(len, sequences))
-    return HeadMeans(
-        {layer: (total / tokens).float() for layer, total in sums.items()}, len(prompts)
-    )
+    tokens = sum(len(sequence) for sequence in sequences)
+    means = {layer: (total / tokens).float() for layer, total in sums.items()}
+    return HeadMeans(means, len(prompts))

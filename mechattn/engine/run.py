@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from mechattn.analysis.analysis import Analysis, Calibrates
 from mechattn.axes import BASELINE
 from mechattn.engine import request_checks as checks
-from mechattn.engine.batch_pass import LayerValues, measure_batch
+from mechattn.engine.analysis_checks import check_captures, with_names
+from mechattn.engine.batch_pass import measure_batch
 from mechattn.engine.batching import Cost, batch_plan, in_halves
 from mechattn.engine.description import condition_data, model_data
 from mechattn.engine.engines import (
@@ -24,19 +24,24 @@ from mechattn.engine.engines import (
     chosen_forward,
     forward_through_hooks,
 )
-from mechattn.engine.labelled_datasets import Collector, Keep, sequences_dataset
+from mechattn.engine.labelled_datasets import Collector, Keep
+from mechattn.engine.pending_sums import LayerValues
+from mechattn.engine.request_checks import AnyPrompts, ChosenLayers, Conditions
+from mechattn.engine.sequences_dataset import sequences_dataset
 from mechattn.errors import check_choice, check_counts
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel, alone
 from mechattn.model.load import as_hooked
 from mechattn.model.scores import BlindScores, blind_scores
 from mechattn.model.weights import Kind, check_draw, random_weights
-from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt, as_prompts, warn_of_likeness
 from mechattn.prompts.token_sequences import Batch, TokenSequence, pad_right
 from mechattn.results import provenance
 from mechattn.results.result import MEMORY, Result, memory_bytes
 from mechattn.stats.random_effects import FEWEST_DRAWS
+
+Analyses = Sequence[Analysis] | Analysis | None
+Sequences = list[dict[str, TokenSequence]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class RunOptions:
         OptionError: An option cannot be used with any model.
     """
 
-    layers: Iterable[int] | int | None = None
+    layers: ChosenLayers = None
     seed: int = 0
     keep: Keep = "moments"
     memory: str = MEMORY
@@ -64,11 +69,11 @@ class RunOptions:
 @alone
 def run(
     model: Any,
-    prompts: Prompt | str | Tensor | Sequence[Prompt | str],
-    conditions: Mapping[str, Condition] | None = None,
-    analyses: Sequence[Analysis] | Analysis | None = None,
+    prompts: AnyPrompts,
+    conditions: Conditions | None = None,
+    analyses: Analyses = None,
     *,
-    layers: Iterable[int] | int | None = None,
+    layers: ChosenLayers = None,
     seed: int = 0,
     keep: Keep = "moments",
     memory: str = MEMORY,
@@ -105,15 +110,12 @@ def run(
     return plan.calibrated(prompts).result(prompts, sequences, range(len(prompts)))
 
 
-Sequences = list[dict[str, TokenSequence]]
-
-
 @dataclass(frozen=True)
 class Plan:
     """The arguments of ``run``, checked as far as possible without prompts."""
 
     model: HookedModel
-    conditions: Mapping[str, Condition]
+    conditions: Conditions
     analyses: Sequence[Analysis]
     layers: list[int]
     options: RunOptions
@@ -137,7 +139,7 @@ class Plan:
             if isinstance(analysis, Calibrates):
                 analysis = analysis.calibrated(self.model, self.layers, prompts)
             analyses.append(analysis)
-        checks.check_captures(self.model, analyses, self.layers)
+        check_captures(self.model, analyses, self.layers)
         forward, reason = chosen_forward(self.model, self.options.engine, analyses)
         plan = replace(self, analyses=analyses)
         return Run(plan, forward, reason, blind_scores(self.model), alike)
@@ -260,8 +262,8 @@ class Run:
 
 def make_plan(
     model: Any,
-    conditions: Mapping[str, Condition] | None = None,
-    analyses: Sequence[Analysis] | Analysis | None = None,
+    conditions: Conditions | None = None,
+    analyses: Analyses = None,
     options: RunOptions = RunOptions(),
     *,
     paths: bool = False,
@@ -272,7 +274,7 @@ def make_plan(
     return Plan(
         model,
         checks.with_baseline(conditions),
-        checks.with_names(analyses),
+        with_names(analyses),
         hooks.chosen_layers(model, options.layers),
         options,
         paths,
@@ -281,9 +283,9 @@ def make_plan(
 
 def run_random(
     model: Any,
-    prompts: Prompt | str | Tensor | Sequence[Prompt | str],
-    conditions: Mapping[str, Condition] | None = None,
-    analyses: Sequence[Analysis] | Analysis | None = None,
+    prompts: AnyPrompts,
+    conditions: Conditions | None = None,
+    analyses: Analyses = None,
     *,
     draws: int = 20,
     kind: Kind = "initialised",

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -122,8 +124,7 @@ def evaluate(
     if "probe" in file.about:
         about["probe"] = file.about["probe"]
     ordered = sorted(requested, key=lambda key: list(named).index(key[1]))
-    # A server that takes only text may leave problems out.
-    return Evaluation(tuple(file.answers[key] for key in ordered if key in file.answers), about)
+    return Evaluation(tuple(file.answers[key] for key in ordered), about)
 
 
 @alone
@@ -173,30 +174,36 @@ def baseline_noise(
     if dtype == "float32":
         other_dtype = "bfloat16"
 
-    first = evaluate(model, prompts, batch=batch, **options)
     twin = load_model(
         copy.deepcopy(generate.native_of(model)),
         tokenizer=model.tokenizer,
         dtype=getattr(torch, other_dtype),
         verify=False,
     )
+    answered = partial(evaluate, prompts=prompts, **options)
+    first = answered(model, batch=batch)
     repetitions = {
         f"{dtype}, batch {batch}": first,
-        f"{dtype}, batch {other_batch}": evaluate(model, prompts, batch=other_batch, **options),
-        f"{other_dtype}, batch {batch}": evaluate(twin, prompts, batch=batch, **options),
+        f"{dtype}, batch {other_batch}": answered(model, batch=other_batch),
+        f"{other_dtype}, batch {batch}": answered(twin, batch=batch),
     }
-    rows: list[dict[str, Any]] = []
+
+    rows = []
     for name, repetition in repetitions.items():
         right = repetition.right(BASELINE)
-        row: dict[str, Any] = {"repetition": name, "accuracy": float(right.mean())}
         comparison = repetition.compare(BASELINE, other=first)
-        for figure in ("difference", "low", "high", "p", "n"):
-            row[figure] = comparison[figure]
-        row["flipped"] = float((right != first.right(BASELINE)).mean())
+        figures = {figure: comparison[figure] for figure in ("difference", "low", "high", "p", "n")}
         pairs = zip(repetition.answers, first.answers, strict=True)
         changed_texts = [answer.text != first_answer.text for answer, first_answer in pairs]
-        row["texts"] = sum(changed_texts) / len(changed_texts)
-        rows.append(row)
+        rows.append(
+            {
+                "repetition": name,
+                "accuracy": float(right.mean()),
+                **figures,
+                "flipped": float((right != first.right(BASELINE)).mean()),
+                "texts": float(np.mean(changed_texts)),
+            }
+        )
     return pd.DataFrame(rows)
 
 

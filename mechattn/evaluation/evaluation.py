@@ -1,9 +1,9 @@
-"""Evaluations: accuracy with intervals, paired comparisons, pass@k, diversity, mediation."""
+"""Evaluations: accuracy with intervals, paired comparisons, pass@k, and whose answers others follow."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,23 @@ import pandas as pd
 
 from mechattn.axes import BASELINE
 from mechattn.errors import OptionError, OutputError, check_counts
-from mechattn.evaluation.answer_units import compared, follows, mediation, units_of
+from mechattn.evaluation.followed_answers import follows
 from mechattn.evaluation.graded_answers import GradedAnswer, as_lines, cautions, is_replaceable
 from mechattn.prompts.prompt import Prompt
-from mechattn.stats.accuracy import best_of_k, distinct_ngrams, pass_at_k, share_interval
-from mechattn.stats.paired import false_discovery
-from mechattn.stats.units import Unit, Units
+from mechattn.stats.accuracy import (
+    deviation,
+    paired_accuracy,
+    pass_at_k,
+    share_difference,
+    share_interval,
+)
+from mechattn.stats.intervals import FEWEST
+from mechattn.stats.paired import false_discovery, paired
+from mechattn.stats.resolution import detectable_size
+from mechattn.stats.units import Unit, Units, check_unit
 from mechattn.store.atomic_writes import check_writable, write_whole
+
+_NEGLIGIBLE = 1.1  # in a variance: a factor of 1.05 in the width of an interval
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,7 +80,16 @@ class Evaluation:
         if condition not in self.conditions:
             have = ", ".join(map(repr, self.conditions))
             raise OptionError(f"there is no condition {condition!r}; the evaluation has {have}")
-        return self._each(condition, lambda answer: answer.right).astype(bool)
+        right = {(answer.prompt, answer.sample): answer.right for answer in self._under(condition)}
+        keys = [(prompt, sample) for prompt in self._problems() for sample in range(self.samples)]
+        missing = [key for key in keys if key not in right]
+        if missing:
+            raise OptionError(
+                f"{len(missing)} answers of {condition!r} are missing, as after an interrupted run,"
+                " or one of fewer problems: call evaluate with out=… and all its problems and"
+                " conditions"
+            )
+        return np.array([right[key] for key in keys]).reshape(-1, self.samples)
 
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
         """Accuracy of each condition with Wilson's interval; for several samples, a score interval
@@ -86,12 +105,11 @@ class Evaluation:
         (answers that hit the limit), tokens (mean length). ``table.attrs["cautions"]`` says what to
         know before reading it.
         """
-        units = units_of(self, unit)
+        units = self._units(unit)
         names = self.conditions
-        table = self._intervals(
-            [({"condition": name}, self.right(name).mean(1)) for name in names], level, unit
-        )
-        table = table.rename(columns={"estimate": "accuracy"})
+        shares = [({"condition": name}, self.right(name).mean(1)) for name in names]
+        table = _intervals(shares, units, level).rename(columns={"estimate": "accuracy"})
+
         answers = [self._under(name) for name in names]
         table["n"] = units.n
         table["unread"] = [sum(a.answer is None for a in rows) for rows in answers]
@@ -127,7 +145,35 @@ class Evaluation:
             OptionError: There is no such condition, the problems differ, or there are too few
                 groups.
         """
-        return compared(self, condition, to, other or self, unit)
+        other = other or self
+        if self._problems() != other._problems():
+            raise OptionError(
+                "the two evaluations have different problems, but a comparison is by problem"
+            )
+        first = self.right(condition)
+        # A file may hold the problems in another order.
+        second = other._restricted_to(list(self._problems())).right(to)
+
+        units = self._units(unit)
+        is_single_answer = first.shape[1] == second.shape[1] == 1
+        if units.of is None and is_single_answer:
+            return asdict(paired_accuracy(first[:, 0], second[:, 0]))
+
+        differences = units.means(first.mean(1) - second.mean(1))
+        test = paired(differences, bootstrap_ends=False)
+        interval = share_difference(differences)
+        figures: dict[str, float] = {
+            "difference": float(test.difference),
+            "low": float(interval.low),
+            "high": float(interval.high),
+            "p": float(test.p_flip),
+        }
+        if is_single_answer:
+            figures["only_first"] = int((first & ~second).sum())
+            figures["only_second"] = int((~first & second).sum())
+        figures["n"] = test.n
+        figures["detectable"] = deviation(differences) * detectable_size(len(differences))
+        return figures
 
     def comparisons(self, to: str = BASELINE, *, unit: Unit = "auto") -> pd.DataFrame:
         """Compare every other condition with one, as one family of tests: the rows of
@@ -184,8 +230,8 @@ class Evaluation:
                 " problems"
             )
         choosing_places, reported_places = units.halves()
-        choosing = self._of([problems[place] for place in choosing_places])
-        reported = self._of([problems[place] for place in reported_places])
+        choosing = self._restricted_to([problems[place] for place in choosing_places])
+        reported = self._restricted_to([problems[place] for place in reported_places])
         chosen = max(sorted(names), key=lambda name: choosing.right(name).mean())
         return {
             "condition": chosen,
@@ -206,128 +252,16 @@ class Evaluation:
         Raises:
             OptionError: k is larger than the number of samples.
         """
-        return self._by_samples(
-            k, lambda name, k: pass_at_k(self.right(name).sum(1), self.samples, k), level, unit
-        )
-
-    def best_of(
-        self, k: int | Sequence[int], level: float = 0.95, *, unit: Unit = "auto"
-    ) -> pd.DataFrame:
-        """The probability that the likeliest of k answers is right, by condition and k, with an
-        interval.
-
-        The likeliest answer has the highest mean log-probability of its tokens
-        (``GradedAnswer.logprob``), which needs no reference; ``pass_at_k`` is the same with a
-        perfect judge. ``unit`` as for :meth:`accuracy`.
-
-        Raises:
-            OptionError: k is larger than the number of samples, or the answers have no
-                log-probabilities.
-        """
-
-        def values(name: str, k: int) -> np.ndarray:
-            score = self._each(name, lambda answer: answer.logprob)
-            if np.isnan(score).any():
-                raise OptionError(
-                    "some answers have no log-probabilities: they come from a server that reports"
-                    " none"
-                )
-            return best_of_k(self.right(name), score, k)
-
-        return self._by_samples(k, values, level, unit)
-
-    def diversity(self, n: int = 2, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
-        """The fraction of distinct n-grams among all n-grams of a question's answers, with an
-        interval over questions.
-
-        ``unit`` as for :meth:`accuracy`.
-        """
-        check_counts(n=n)
-        rows = []
-        for name in self.conditions:
-            tokens_by_prompt: dict[str, list[tuple[int, ...]]] = {}
-            for answer in self._under(name):
-                tokens_by_prompt.setdefault(answer.prompt, []).append(answer.tokens)
-            shares = [
-                distinct_ngrams(tokens_by_prompt[prompt], n)
-                for prompt in self._problems()
-                if prompt in tokens_by_prompt
-            ]
-            rows.append(({"condition": name, "n": n}, np.array(shares)))
-        return self._intervals(rows, level, unit)
-
-    def _each(self, condition: str, value: Callable[[GradedAnswer], float]) -> np.ndarray:
-        """Apply a function to each answer of a condition [problem, sample]."""
-        values = {(a.prompt, a.sample): value(a) for a in self._under(condition)}
-        rows = []
-        missing = 0
-        for prompt in self._problems():
-            row = [values.get((prompt, sample)) for sample in range(self.samples)]
-            missing += row.count(None)
-            rows.append(row)
-        if missing:
-            raise OptionError(
-                f"{missing} answers of {condition!r} are missing, as after an interrupted run, or one of"
-                " fewer problems: call evaluate with out=… and all its problems and conditions"
-            )
-        return np.array(rows, dtype=float)
-
-    def _by_samples(
-        self,
-        k: int | Sequence[int],
-        values: Callable[[str, int], np.ndarray],
-        level: float,
-        unit: Unit,
-    ) -> pd.DataFrame:
-        counts: list[Any] = [k] if isinstance(k, (int, float, str)) else list(k)
+        counts: list[Any] = [k] if np.ndim(k) == 0 else list(k)  # type: ignore[arg-type]
         for count in counts:
             check_counts(k=count)
-        rows = []
+        shares = []
         for name in self.conditions:
+            right_counts = self.right(name).sum(1)
             for count in counts:
-                rows.append(({"condition": name, "k": count}, values(name, count)))
-        return self._intervals(rows, level, unit)
-
-    def _intervals(
-        self, rows: Iterable[tuple[dict[str, Any], np.ndarray]], level: float, unit: Unit
-    ) -> pd.DataFrame:
-        """A row for each array of values over problems, with an interval within 0 and 1."""
-        units = units_of(self, unit)
-        table = []
-        for labels, values in rows:
-            interval = share_interval(units.means(values), level)._asdict()
-            ends = {name: float(value) for name, value in interval.items()}
-            table.append({**labels, **ends})
-        return pd.DataFrame(table)
-
-    def mediation(
-        self,
-        total: str,
-        through: Mapping[str, str],
-        *,
-        resamples: int = 9999,
-        seed: int = 0,
-        level: float = 0.95,
-        unit: Unit = "auto",
-    ) -> pd.DataFrame:
-        """The fraction of a condition's change in accuracy that other conditions produce without
-        it.
-
-        ``share = (accuracy[part] − accuracy[baseline]) / (accuracy[total] − accuracy[baseline])``,
-        with percentile bootstrap intervals over problems. Shares need not add up to 1. They are NaN
-        if the interval of the total change contains 0, since the ratio is then undefined. Intervals
-        of changes are those of :meth:`compare`.
-
-        Args:
-            total: The condition whose change is explained, such as "slash".
-            through: For each path, a condition that uses only this path, such as {"scale": "scale
-                alone"}.
-            resamples: The number of bootstrap samples.
-            seed: The seed of the bootstrap.
-            level: The level of the intervals.
-            unit: As for :meth:`compare`.
-        """
-        return mediation(self, total, through, resamples, seed, level, unit)
+                values = pass_at_k(right_counts, self.samples, count)
+                shares.append(({"condition": name, "k": count}, values))
+        return _intervals(shares, self._units(unit), level)
 
     def follows(
         self,
@@ -405,7 +339,20 @@ class Evaluation:
         text = as_lines([{"provenance": self.provenance}, *map(asdict, self.answers)])
         write_whole(path, lambda new: new.write_text(text, encoding="utf-8"))
 
-    def _of(self, problems: Sequence[str]) -> Evaluation:
+    def _units(self, unit: Unit) -> Units:
+        """The problems, or their groups, in the order of ``right``."""
+        check_unit(unit)
+        problems = list(self._problems())
+        groups = self.provenance.get("groups", {})
+        if unit == "prompt" or not groups:
+            return Units(len(problems))
+        units = Units.grouped([groups.get(problem, problem) for problem in problems])
+        if units.inflation <= _NEGLIGIBLE:
+            return Units(len(problems))
+        units.refuse_below(FEWEST)
+        return units
+
+    def _restricted_to(self, problems: Sequence[str]) -> Evaluation:
         """The evaluation of some problems only, in their order."""
         places = {prompt: place for place, prompt in enumerate(problems)}
         answers = [answer for answer in self.answers if answer.prompt in places]
@@ -416,7 +363,20 @@ class Evaluation:
         return [answer for answer in self.answers if answer.condition == condition]
 
     def _problems(self) -> dict[str, str]:
-        return {a.prompt: a.solution for a in self.answers}
+        """The reference of each problem, by its id."""
+        return {answer.prompt: answer.solution for answer in self.answers}
+
+
+def _intervals(
+    shares: Iterable[tuple[dict[str, Any], np.ndarray]], units: Units, level: float
+) -> pd.DataFrame:
+    """A row for each array of shares over problems: its labels, and an interval within 0 and 1."""
+    rows = []
+    for labels, values in shares:
+        interval = share_interval(units.means(values), level)
+        ends = {name: float(value) for name, value in interval._asdict().items()}
+        rows.append({**labels, **ends})
+    return pd.DataFrame(rows)
 
 
 def _hash(name: str) -> bytes:

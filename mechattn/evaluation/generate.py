@@ -118,10 +118,6 @@ def answers(
     return [answers_by_number[number] for number in range(len(requests))]
 
 
-def _nothing(tokens: int) -> None:
-    """The tokens are not counted."""
-
-
 @dataclass
 class Generation:
     """Answers that are being generated, some of them at a time.
@@ -144,7 +140,7 @@ class Generation:
     end: frozenset[int]
     temperature: float = 0.0
     seed: int = 0
-    count_tokens: Callable[[int], None] = _nothing
+    count_tokens: Callable[[int], None] | None = None
     rows: GeneratingRows = field(init=False)
     waiting: deque[int] = field(init=False)
 
@@ -196,7 +192,8 @@ class Generation:
             row.logprobs.append(logprob)
             row.is_ended = token in self.end or len(row.tokens) == self.new_tokens
             written += 1
-        self.count_tokens(written)
+        if self.count_tokens is not None:
+            self.count_tokens(written)
 
     def chosen(
         self, rows: Sequence[GeneratingRow], logits: Float[Tensor, "row token"]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from mechattn.prompts.token_sequences import PADDING, TokenSequence
 
@@ -22,51 +24,39 @@ class PaddedPrompts:
     """
 
     def __init__(self, sequences: Sequence[TokenSequence], device: torch.device) -> None:
+        def padded(rows: list[Tensor], value: int) -> Tensor:
+            return pad_sequence(rows, True, value, padding_side="left").to(device)
+
         self.longest = max(len(sequence) for sequence in sequences)
-        self.real: Bool[Tensor, "row pos"] = self._padded(
-            [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences], False, device
+        # Which positions are tokens, and not padding.
+        self.real: Bool[Tensor, "row pos"] = padded(
+            [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences], False
         )
-        self.tokens: Int[Tensor, "row pos"] = self._padded(
-            [sequence.tokens for sequence in sequences], 0, device
-        )
-        self.position_ids: Int[Tensor, "row pos"] = self._padded(
-            [sequence.position_ids for sequence in sequences], 0, device
-        )
-        self.segments: Int[Tensor, "row pos"] = self._padded(
-            [sequence.segment for sequence in sequences], PADDING, device
-        )
+        self.tokens: Int[Tensor, "row pos"] = padded([s.tokens for s in sequences], 0)
+        self.position_ids: Int[Tensor, "row pos"] = padded([s.position_ids for s in sequences], 0)
+        self.segments: Int[Tensor, "row pos"] = padded([s.segment for s in sequences], PADDING)
         # The index in the baseline sequence; negative for inserted tokens and padding.
-        self.origin: Int[Tensor, "row pos"] = self._padded(
-            [_origin(sequence) for sequence in sequences], -1 - self.longest, device
+        self.origin: Int[Tensor, "row pos"] = padded(
+            [_origin(sequence) for sequence in sequences], -1 - self.longest
         )
 
         # Edges that are cut: these queries don't see these keys.
         self.blind_queries: Bool[Tensor, "row pos"] = torch.zeros_like(self.real)
         self.unseen_keys: Bool[Tensor, "row pos"] = torch.zeros_like(self.real)
         self.hidden_from_answers: Bool[Tensor, "row pos"] = torch.zeros_like(self.real)
+        self.has_cut_edges = False
         for row, sequence in enumerate(sequences):
-            if sequence.edge_mask is None:
-                continue
-            start = self.longest - len(sequence)
-            self.blind_queries[row, start:] = sequence.edge_mask.queries
-            self.unseen_keys[row, start:] = sequence.edge_mask.keys
-            if sequence.edge_mask.later:
-                self.hidden_from_answers[row, start:] = sequence.edge_mask.keys
-        self.has_cut_edges = any(sequence.edge_mask is not None for sequence in sequences)
+            edge_mask = sequence.edge_mask
+            if edge_mask is not None:
+                start = self.longest - len(sequence)
+                self.blind_queries[row, start:] = edge_mask.queries
+                self.unseen_keys[row, start:] = edge_mask.keys
+                self.hidden_from_answers[row, start:] = edge_mask.keys & edge_mask.later
+                self.has_cut_edges = True
         # Position ids with gaps need a mask: without one, transformers takes them for several
         # sequences that are packed into one row.
-        self.needs_mask = not self.real.all() or any(
-            sequence.keeps_positions for sequence in sequences
-        )
-
-    def _padded(
-        self, parts: Sequence[Shaped[Tensor, " _"]], value: int, device: torch.device
-    ) -> Shaped[Tensor, "row pos"]:
-        rows = []
-        for values in parts:
-            padding = values.new_full((self.longest - len(values),), value)
-            rows.append(torch.cat([padding, values]))
-        return torch.stack(rows).to(device)
+        keeps_positions = any(sequence.keeps_positions for sequence in sequences)
+        self.needs_mask = keeps_positions or not self.real.all()
 
     @property
     def mask(self) -> Tensor | None:
@@ -176,12 +166,13 @@ class GeneratingRows:
             self.hides_keys = bool(self.hidden.any())
             self.needs_mask = prompts.needs_mask
             return
+
         length = max(self.real.shape[1], prompts.longest)
         for layer, new_layer in zip(self.cache.layers, cache.layers, strict=True):
             if layer.is_initialized:
                 kept_length = _set_length(layer, length)
-                layer.keys = _joined(layer.keys, new_layer.keys, kept_length, 2)
-                layer.values = _joined(layer.values, new_layer.values, kept_length, 2)
+                layer.keys = _joined(layer.keys, new_layer.keys, kept_length)
+                layer.values = _joined(layer.values, new_layer.values, kept_length)
         self.real = _joined(self.real, prompts.real, length)
         self.hidden = _joined(self.hidden, prompts.hidden_from_answers, length)
         self.hides_keys = bool(self.hidden.any())
@@ -196,13 +187,14 @@ class GeneratingRows:
             return
         if len(open_places) == len(self.rows) or not self.can_change:
             return
+
         self.rows = [self.rows[place] for place in open_places]
         length = max(row.length for row in self.rows)
         for layer in self.cache.layers:
             if layer.is_initialized:
                 kept_length = _set_length(layer, length)
-                layer.keys = _fitted(layer.keys, kept_length, 2)[open_places]
-                layer.values = _fitted(layer.values, kept_length, 2)[open_places]
+                layer.keys = _fitted(layer.keys, kept_length)[open_places]
+                layer.values = _fitted(layer.values, kept_length)[open_places]
         self.real = _fitted(self.real[open_places], length)
         self.hidden = _fitted(self.hidden[open_places], length)
 
@@ -213,13 +205,16 @@ class GeneratingRows:
         """
         last_tokens = [row.tokens[-1] for row in self.rows]
         position_ids = [row.last_position_id + len(row.tokens) for row in self.rows]
-        self.real = torch.nn.functional.pad(self.real, (0, 1), value=True)
-        self.hidden = torch.nn.functional.pad(self.hidden, (0, 1), value=False)
+
+        # The token itself is seen by all later ones.
+        self.real = pad(self.real, (0, 1), value=True)
+        self.hidden = pad(self.hidden, (0, 1), value=False)
         mask = None
         if self.hides_keys:
             mask = (self.real & ~self.hidden)[:, None, None]
         elif self.needs_mask:
             mask = self.real.long()
+
         output = self.model(
             input_ids=torch.tensor(last_tokens, device=self.device)[:, None],
             attention_mask=mask,
@@ -240,18 +235,16 @@ def _set_length(layer: Any, length: int) -> int:
     return min(length, layer.sliding_window - 1)
 
 
-def _fitted(values: Shaped[Tensor, ...], length: int, axis: int = 1) -> Shaped[Tensor, ...]:
-    """The last positions on an axis, or zeros before them where there are fewer."""
-    lacking = length - values.shape[axis]
-    if lacking <= 0:
-        return values.narrow(axis, -lacking, length)
-    padding = list(values.shape)
-    padding[axis] = lacking
-    return torch.cat([values.new_zeros(padding), values], axis)
+def _fitted(values: Shaped[Tensor, ...], length: int) -> Shaped[Tensor, ...]:
+    """The last positions of masks [row pos], or of keys or values [row head pos d_head]; zeros
+    before them where there are fewer."""
+    if values.ndim == 2:
+        return pad(values, (length - values.shape[1], 0))
+    return pad(values, (0, 0, length - values.shape[2], 0))
 
 
 def _joined(
-    rows: Shaped[Tensor, ...], new_rows: Shaped[Tensor, ...], length: int, axis: int = 1
+    rows: Shaped[Tensor, ...], new_rows: Shaped[Tensor, ...], length: int
 ) -> Shaped[Tensor, ...]:
-    """Rows and new rows, all of this length on an axis."""
-    return torch.cat([_fitted(rows, length, axis), _fitted(new_rows, length, axis)])
+    """Rows and new rows, all of this length."""
+    return torch.cat([_fitted(rows, length), _fitted(new_rows, length)])

@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 
 Grader = Literal["auto", "number", "math"]
 
@@ -83,10 +83,7 @@ class Grade:
 
 def check_grader(grader: str) -> None:
     """Refuse a grader that doesn't exist, or whose package is not installed."""
-    if grader not in get_args(Grader):
-        raise OptionError(
-            f"grader={grader!r}: choose one of {', '.join(map(repr, get_args(Grader)))}"
-        )
+    check_choice(Grader, grader=grader)
     if grader == "math":
         _math_verify()
 

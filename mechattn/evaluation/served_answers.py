@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
 
-from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError, warn
+from mechattn.errors import OptionError, PromptError, PromptTooLong, ServerError
 from mechattn.evaluation import server_probe
 from mechattn.evaluation.answer_file import Kept, Key
 from mechattn.evaluation.generate import Answer, Request, Sampling, until_end
@@ -22,14 +21,13 @@ from mechattn.evaluation.server_completions import (
     Connection,
     connected,
 )
-from mechattn.evaluation.server_probe import NotTheModel, Probe, Question
+from mechattn.evaluation.server_probe import Question
 from mechattn.model.checkpoint import UnloadedModel
 from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence
 
 Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and the sequence
-Sent = Mapping[Question, "list[int] | str"]
-_LEFT_OUT = 0.1  # of the texts, at most, which would be read as other tokens
+_EVERY = 256  # answers, after which a server is probed again
 _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 
 
@@ -58,141 +56,88 @@ def served_answers(
         check_room(requested.values(), sampling.new_tokens, connection.longest, "the server")
         server_probe.check_tokenizer(connection)
         sent = _sent(connection, requests)
-        requests = {question: requests[question] for question in sent}
-        todo = [key for key in todo if key[:2] in sent]
-        probe = _probe(connection, requests, sent, len(todo), sampling, file.about.get("probe"))
+
+        before = file.about.get("probe", {})
+        probe = server_probe.begun(connection, requests, sent, sampling, before)
         file.note("probe", probe.about)
         with AnswerBar(len(todo), len(file.answers)) as bar:
-            for stretch in server_probe.stretches(todo):
-                completion_requests = (
-                    (key, _completion_request(key, requests, sent, sampling)) for key in stretch
-                )
-                for key, completion in connection.completions(completion_requests):
+            for start in range(0, len(todo), _EVERY):
+                keys = todo[start : start + _EVERY]
+                asked = ((key, _sampled(sent[key[:2]], key, sampling)) for key in keys)
+                for key, completion in connection.completions(asked):
                     answer, text = _answer(completion, model)
                     bar.add_tokens(len(answer.tokens))
                     bar.add_answer()
                     yield key, answer, text
                 reason = probe.again()
                 if reason is not None:
-                    file.note("probe", probe.about, without=stretch)
+                    file.note("probe", probe.about, without=keys)
                     raise server.error(
-                        f"no longer serves the model, {reason}. Its {len(stretch)} answers since it"
+                        f"no longer serves the model, {reason}. Its {len(keys)} answers since it"
                         " last did are dropped; serve the model, and call evaluate again with the"
                         " same arguments"
                     )
         file.note("probe", probe.about)
 
 
-def _completion_request(
-    key: Key, requests: Mapping[Question, Request], sent: Sent, sampling: Sampling
-) -> CompletionRequest:
-    prompt, name, sample = key
-    # The same under each condition, as without a server; 31 bits, which every server takes.
-    digest = hashlib.sha256(f"{sampling.seed} {sample} {prompt}".encode(errors="backslashreplace"))
-    return CompletionRequest(
-        prompt=sent[prompt, name],
-        length=len(requests[prompt, name].sequence),
+def _sampled(request: CompletionRequest, key: Key, sampling: Sampling) -> CompletionRequest:
+    """The request of an answer, whose seed is the same under each condition."""
+    prompt, _, sample = key
+    seed = crc32(f"{sampling.seed} {sample} {prompt}".encode(errors="backslashreplace"))
+    return replace(
+        request,
         new_tokens=sampling.new_tokens,
         temperature=sampling.temperature,
-        seed=int.from_bytes(digest.digest()[:4], "big") >> 1,
+        seed=seed >> 1,  # 31 bits, which every server takes
     )
 
 
 def _answer(completion: Completion, model: UnloadedModel) -> tuple[Answer, str]:
     """The answer of a completion, and its text."""
+    is_stopped = completion.finish_reason == "stop"
     logprobs = torch.tensor(completion.logprobs or [torch.nan], dtype=torch.float64)
     if completion.ids is None:
         tokens = model.tokenizer(completion.text, add_special_tokens=False)["input_ids"]
-        answer = Answer(tuple(tokens), completion.stopped, float(logprobs.mean()))
-        return answer, completion.text
+        return Answer(tuple(tokens), is_stopped, float(logprobs.mean())), completion.text
     answer = until_end(completion.ids, logprobs, model.end)
     text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-    return replace(answer, finished=answer.finished or completion.stopped), text
+    return replace(answer, finished=answer.finished or is_stopped), text
 
 
-def _probe(
-    connection: Connection,
-    requests: Mapping[Question, Request],
-    sent: Sent,
-    answer_count: int,
-    sampling: Sampling,
-    before: Mapping[str, Any] | None,
-) -> Probe:
-    """A server that serves the model, as it did ``before`` if a run is resumed."""
-
-    def probed(names: Sequence[Question], tokens: int, first_texts: Sequence[str] = ()) -> Probe:
-        questions = {name: requests[name] for name in names}
-        return server_probe.probed(
-            connection, questions, sent, tokens, sampling.temperature, first_texts
-        )
-
-    first = before or {"texts": []}
-    first_texts = {(prompt, name): text for prompt, name, text in first["texts"]}
-    first_questions = [question for question in first_texts if question in requests]
-    if first_questions:
-        texts = [first_texts[question] for question in first_questions]
-        probe = probed(first_questions, first["tokens"], texts)
-        probe.about["texts"] = first["texts"]
-        probe.about["rounds"] = first["rounds"] + probe.about["rounds"]
-        return probe
-
-    questions = random.Random(sampling.seed).sample([*requests], len(requests))
-    count, tokens = server_probe.probe_size(answer_count, sampling.new_tokens)
-    # A few short answers can clear a server; only the whole probe can refuse one.
-    try:
-        probe = probed(questions[:count], tokens)
-    except NotTheModel:
-        probe = probed(questions[: server_probe.ANSWERS], server_probe.TOKENS)
-    if connection.server.verify and not probe.has_weights:
-        name = connection.reader.cfg.model_name
-        warn(
-            f"the server at {connection.server.address} has the tokenizer of {name} and repeats its"
-            " own answers. Without the weights here nothing more can be told: a fine-tuned,"
-            " quantised or differently sized model with this tokenizer would not be noticed. To"
-            " compare the model itself, give evaluate a loaded one, ma.load_model(…), or a config"
-            " weights = true in [evaluation.server]"
-        )
-    return probe
-
-
-def _sent(connection: Connection, requests: Mapping[Question, Request]) -> Sent:
+def _sent(
+    connection: Connection, requests: Mapping[Question, Request]
+) -> dict[Question, CompletionRequest]:
     """What the server gets: token ids if it takes them, or else texts that give the same ids.
 
-    A problem without such a text is left out under every condition, so that conditions are compared
-    on the same problems.
-
     Raises:
-        PromptError: More than a tenth of the texts would be read as other tokens.
+        PromptError: A text would be read as other tokens.
     """
-    all_ids = {question: request.sequence.tokens.tolist() for question, request in requests.items()}
-    first_ids = next(iter(all_ids.values()))
+    with_ids = {}
+    for question, request in requests.items():
+        ids = request.sequence.tokens.tolist()
+        with_ids[question] = CompletionRequest(ids, len(ids), new_tokens=1)
     try:
-        connection.completion(CompletionRequest(first_ids, len(first_ids), 1))
-        return all_ids
+        connection.completion(next(iter(with_ids.values())))
+        return with_ids
     except ServerError as error:
         if error.status not in (400, 422):  # it has taken texts, so these are bad input to it
             raise
-    tokenizer = connection.reader.tokenizer
-    texts = {question: text_of(tokenizer, ids) for question, ids in all_ids.items()}
-    refused = [question for question, text in texts.items() if text is None]
-    lacking = {prompt for prompt, _ in refused}
+
+    with_texts = {}
+    for question, with_id in with_ids.items():
+        text = text_of(connection.reader.tokenizer, requests[question].sequence.tokens.tolist())
+        if text is not None:
+            with_texts[question] = replace(with_id, prompt=text)
+    refused = [question for question in with_ids if question not in with_texts]
     if refused:
         prompt, name = refused[0]
-        names = ", ".join(sorted({repr(name) for _, name in refused}))
-        message = (
+        raise PromptError(
             f"the server takes only text, and the text of prompt {prompt} with the condition"
-            f" {name!r} would be read as other tokens. So would {len(refused)} of {len(all_ids)} in"
-            f" all, under {names}."
+            f" {name!r} would be read as other tokens, as would {len(refused)} of {len(with_ids)}"
+            " in all. Omit them, or serve the model with an engine that takes token ids, such as"
+            " vLLM or SGLang"
         )
-        if len(refused) > _LEFT_OUT * len(all_ids):
-            raise PromptError(
-                f"{message} Omit them, or serve the model with an engine that takes token ids, such"
-                " as vLLM or SGLang"
-            )
-        warn(f"{message} These problems are left out under every condition")
-    return {
-        question: text for question, text in texts.items() if text and question[0] not in lacking
-    }
+    return with_texts
 
 
 def text_of(tokenizer: Any, ids: list[int]) -> str | None:
@@ -208,22 +153,13 @@ def check_servable(sequences: Sequence[Mapping[str, TokenSequence]]) -> None:
     """Refuse conditions that act inside the model, which a server does not allow."""
     for by_condition in sequences:
         for name, sequence in by_condition.items():
-            if sequence.interventions:
-                kind = type(sequence.interventions[0]).__name__
-                reason = f"intervenes ({kind}), which needs hooks inside the model"
-            elif sequence.edge_mask is not None:
-                reason = (
-                    "hides tokens from others (.masked() or AttentionKnockout), and a server takes"
-                    " no mask"
+            is_masked = sequence.edge_mask is not None
+            if sequence.interventions or is_masked or sequence.keeps_positions:
+                raise OptionError(
+                    f"{name!r} acts inside the model (an intervention, .masked() or .unshifted()),"
+                    " and a server takes tokens and nothing else. Omit the condition, or evaluate"
+                    " it here, without server=…"
                 )
-            elif sequence.keeps_positions:
-                reason = "keeps positions (.unshifted()), and a server counts them itself"
-            else:
-                continue
-            raise OptionError(
-                f"{name!r} {reason}: a server takes tokens and nothing else. Omit the condition, or"
-                " evaluate it here, without server=…"
-            )
 
 
 def check_room(items: Iterable[Todo], new_tokens: int, longest: int, who: str) -> None:

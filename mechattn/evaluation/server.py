@@ -6,7 +6,8 @@ import os
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
-from urllib.parse import urlsplit
+
+from pydantic import HttpUrl, TypeAdapter, ValidationError
 
 from mechattn.errors import OptionError, ServerError
 
@@ -41,9 +42,20 @@ class Server:
             raise OptionError(
                 'requests to a server need the package openai: pip install "mechattn[server]"'
             )
-        _check_address(self.address)
-        if self.model is not None and not str(self.model).strip():
-            raise OptionError(f"model={self.model!r}: give the model's name on the server")
+        if re.search("[@?#]", str(self.address)):
+            raise OptionError(
+                "the address of the server contains a user, a password or a query: give only the "
+                "address, put the key into an environment variable, and name the variable: "
+                'key="SERVER_KEY"'
+            )
+        try:
+            TypeAdapter(HttpUrl).validate_python(self.address)
+        except ValidationError:
+            raise OptionError(
+                f'address={self.address!r}: give an address such as "http://host:8000/v1"'
+            ) from None
+        if self.model == "":
+            raise OptionError("model='': give the model's name on the server")
         is_number = isinstance(self.timeout, (int, float))
         if not is_number or not 0 < self.timeout < float("inf"):
             raise OptionError(f"timeout={self.timeout!r}: give a number of seconds")
@@ -53,7 +65,6 @@ class Server:
                 "key is not the name of an environment variable with a key in it, printable ASCII"
                 ' without spaces: export SERVER_KEY=…, then key="SERVER_KEY"'
             )
-        object.__setattr__(self, "address", self.address.rstrip("/"))
 
     @property
     def secret(self) -> str:
@@ -69,19 +80,3 @@ class Server:
     def error(self, complaint: str) -> ServerError:
         """An error about this server."""
         return ServerError(f"the server at {self.address} {self.without_key(complaint)}")
-
-
-def _check_address(address: str) -> None:
-    if re.search("[@?#]", str(address)):
-        raise OptionError(
-            "the address of the server contains a user, a password or a query: give only the "
-            "address, put the key into an environment variable, and name the variable: "
-            'key="SERVER_KEY"'
-        )
-    try:
-        parts = urlsplit(address)
-        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except (ValueError, TypeError, AttributeError):
-        is_usable = False
-    if not is_usable:
-        raise OptionError(f'address={address!r}: give an address such as "http://host:8000/v1"')

@@ -3,14 +3,15 @@ replies bounded and checked."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.pool import ThreadPool
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
+
+from pydantic import AliasPath, BaseModel, Field, FiniteFloat, ValidationError
 
 from mechattn.errors import ServerError
 from mechattn.evaluation.server import Server
@@ -27,17 +28,7 @@ _BYTES_A_TOKEN = 2**10  # vLLM writes about 180: text, id, log-probability, alte
 _PLAIN = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logprobs": 1}
 _BESIDE_OPENAI = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
 _SENT_HEADERS = {"host", "connection", "content-length", "content-type", "accept", "user-agent"}
-_HINTS = {
-    401: (
-        ". It needs a key: put it into an environment variable, and name the variable:"
-        ' key="SERVER_KEY"'
-    ),
-    404: '. Is the address right ("http://host:8000/v1"), and does it have the model?',
-    **dict.fromkeys(
-        range(300, 400),
-        ". Prompts and key go only to the address that you give: give the other one",
-    ),
-}
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True)
@@ -56,19 +47,57 @@ class CompletionRequest:
     prompt_logprobs: int | None = None
 
 
-@dataclass(frozen=True)
-class Completion:
-    """A server's completion; what a server does not tell is None or empty.
+def _reported(name: str, *place: str | int) -> Any:
+    """What a server may report at this place of its reply."""
+    return Field(None, validation_alias=AliasPath(name, *place))
 
-    ``stopped``: the model ended it; ``read``: the number of tokens of the prompt.
+
+class _Token(BaseModel, strict=True):
+    logprob: FiniteFloat
+    id: TokenId | None = None
+
+
+class Completion(BaseModel, strict=True):
+    """A server's completion; what a server does not report is None.
+
+    ``finish_reason`` is "stop" if the model ended it; ``read`` is the number of tokens of the
+    prompt.
     """
 
-    text: str
-    stopped: bool
-    read: int | None
-    ids: list[int] | None
-    logprobs: list[float]
-    prompt_logprobs: list[float]
+    text: str = Field(validation_alias=AliasPath("choices", 0, "text"))
+    finish_reason: Literal["stop", "length"] = Field(
+        validation_alias=AliasPath("choices", 0, "finish_reason")
+    )
+    read: int | None = _reported("usage", "prompt_tokens")
+    ids: list[TokenId] | None = _reported("choices", 0, "token_ids")
+    logprobs: list[FiniteFloat | None] | None = _reported(
+        "choices", 0, "logprobs", "token_logprobs"
+    )
+    # As llama.cpp reports both.
+    content: list[_Token] | None = _reported("choices", 0, "logprobs", "content")
+    # As vLLM reports them: None for the first token, then {"its id": {"logprob": …}}.
+    prompt: list[dict[str, _Token] | None] | None = _reported("choices", 0, "prompt_logprobs")
+
+    def model_post_init(self, context: Any) -> None:
+        """One form for what servers report in two."""
+        if self.content:
+            self.ids = [token.id for token in self.content if token.id is not None]
+            self.logprobs = [token.logprob for token in self.content]
+
+    @property
+    def prompt_logprobs(self) -> list[float]:
+        """The log-probability of each token of the prompt after the first."""
+        entries = [entry for entry in self.prompt or () if entry]
+        return [next(iter(entry.values())).logprob for entry in entries]
+
+
+class _ListedModel(BaseModel):
+    id: str
+    max_model_len: int | None = None
+
+
+class _ListedModels(BaseModel):
+    data: list[_ListedModel]
 
 
 @dataclass(frozen=True)
@@ -92,7 +121,7 @@ class Connection:
         in progress."""
         failures: list[Exception] = []
 
-        def finished(item: tuple[Name, CompletionRequest]) -> tuple[Name, Completion] | None:
+        def completed(item: tuple[Name, CompletionRequest]) -> tuple[Name, Completion] | None:
             name, request = item
             if failures:
                 return None
@@ -104,7 +133,7 @@ class Connection:
 
         # Its threads are daemons: after Ctrl-C nobody waits for a slow server.
         with ThreadPool(self.at_once) as pool:
-            for outcome in pool.imap_unordered(finished, requests):
+            for outcome in pool.imap_unordered(completed, requests):
                 if outcome is not None:
                     yield outcome
         if failures:
@@ -124,8 +153,34 @@ class Connection:
             body |= _BESIDE_OPENAI
             body["stop_token_ids"] = sorted(self.reader.end)
             body["prompt_logprobs"] = request.prompt_logprobs
-        reply = _replied(self.server, partial(self.client.post, "/completions", body=body))
-        return _read(reply, request, self)
+        content = _replied(self.server, partial(self.client.post, "/completions", body=body))
+        try:
+            completion = Completion.model_validate_json(content)
+        except ValidationError:
+            reply = content.decode()[:_LONGEST_REASON]
+            raise self.server.error(
+                f"gives no finished completion but {reply}; is the address right, such as"
+                ' "http://host:8000/v1"?'
+            ) from None
+        self._check(completion, request)
+        return completion
+
+    def _check(self, completion: Completion, request: CompletionRequest) -> None:
+        """Refuse the completion of another prompt than was sent."""
+        if request.length is None:
+            return
+        if completion.read is None and self.server.verify:
+            raise self.server.error(
+                "does not say how many tokens it has read (usage.prompt_tokens), so a prompt that"
+                " it changes or cuts short would not be noticed. With verify=False its answers are"
+                " accepted, and that nothing was counted is recorded with them"
+            )
+        if completion.read not in (None, request.length):
+            raise self.server.error(
+                f"has read {completion.read} tokens of a prompt that has {request.length}: it adds"
+                " a BOS token or a template, cuts prompts short, or has another tokenizer, so its"
+                " answers are not to this prompt"
+            )
 
 
 @contextmanager
@@ -139,9 +194,7 @@ def connected(
             names = ", ".join(map(repr, limits))[:_LONGEST_REASON]
             raise server.error(f"has more models than one, or lists none ({names}): give model=…")
         model = server.model or next(iter(limits))
-        longest = reader.cfg.n_ctx
-        if isinstance(limits.get(model), int):
-            longest = min(longest, limits[model])
+        longest = min(reader.cfg.n_ctx, limits.get(model) or reader.cfg.n_ctx)
         yield Connection(server, client, reader, model, longest, at_once)
 
 
@@ -165,7 +218,7 @@ def _client(server: Server, most: int) -> Any:
             content += piece
             if len(content) > most:
                 # An error of the client's own is neither retried nor taken for a lost connection.
-                raise openai.OpenAIError(f"replies with more than {most:,} bytes, too many")
+                raise openai.OpenAIError(f"its reply has more than {most:,} bytes")
         stream.close()
         text = server.without_key(content.decode("utf-8", "replace"))
         response.stream = httpx2.ByteStream(text.encode())
@@ -187,42 +240,33 @@ def _client(server: Server, most: int) -> Any:
     )
 
 
-def _replied(server: Server, ask: Callable[..., Any]) -> Any:
-    """The JSON that a server replies; errors of the client in words."""
+def _replied(server: Server, ask: Callable[..., Any]) -> bytes:
+    """What a server replies; errors of the client in words."""
     import httpx2
     import openai
 
     try:
-        content = ask(cast_to=httpx2.Response).content
-        return json.loads(content)
-    except openai.APIConnectionError as error:
-        cause = f"{type(error.__cause__).__name__}: {error.__cause__}"[:_LONGEST_REASON]
-        raise server.error(
-            f"cannot be reached, closed the connection or gives no answer in time ({cause}). Send"
-            f" fewer requests at a time (batch=…), or allow more than timeout={server.timeout:g}"
-            " seconds"
-        ) from None
+        return bytes(ask(cast_to=httpx2.Response).content)
     except openai.APIStatusError as error:
-        reason = error.response.headers.get("location") or error.response.text
-        reason = " ".join(reason.split())[:_LONGEST_REASON]
         status = error.status_code
-        refusal = server.error(f"answers {status}: {reason}{_HINTS.get(status, '')}")
+        reason = " ".join(error.response.text.split())[:_LONGEST_REASON]
+        refusal = server.error(
+            f'answers {status}: {reason}. Check its address (such as "http://host:8000/v1"), the'
+            " name of the model, and its key, which is read from an environment variable that you"
+            ' name (key="SERVER_KEY")'
+        )
         refusal.status = status
         raise refusal from None
     except openai.OpenAIError as error:
-        raise server.error(str(error)) from None
-    except (ValueError, RecursionError):
-        raise _unreadable(server, content.decode()) from None
+        cause = str(error.__cause__ or error)[:_LONGEST_REASON]
+        raise server.error(
+            f"cannot be reached, closed the connection or gives no answer that can be read in time"
+            f" ({cause}). Send fewer requests at a time (batch=…), or allow more than"
+            f" timeout={server.timeout:g} seconds"
+        ) from None
 
 
-def _unreadable(server: Server, reply: Any) -> ServerError:
-    return server.error(
-        f"gives no finished completion but {str(reply)[:_LONGEST_REASON]}; is the address right,"
-        ' such as "http://host:8000/v1"?'
-    )
-
-
-def _models(client: Any, server: Server) -> dict[str, Any]:
+def _models(client: Any, server: Server) -> dict[str, int | None]:
     """The models that a server lists, and how many tokens each takes.
 
     None from a server without a list: `transformers serve` lists its cache, and fails if there is
@@ -230,76 +274,12 @@ def _models(client: Any, server: Server) -> dict[str, Any]:
     """
     client = client.with_options(timeout=min(_HELLO, server.timeout), max_retries=1)
     try:
-        listed = _replied(server, partial(client.get, "/models"))
-        return {str(entry["id"]): entry.get("max_model_len") for entry in listed["data"]}
+        content = _replied(server, partial(client.get, "/models"))
+        models = _ListedModels.model_validate_json(content).data
     except ServerError as error:
         if error.status < 400 or error.status in (401, 403):
             raise
-    except (KeyError, TypeError, AttributeError):
-        pass
-    return {}
-
-
-def _read(reply: Any, request: CompletionRequest, connection: Connection) -> Completion:
-    """Read a reply.
-
-    Raises:
-        ServerError: It is no completion, or another model's, or the model has not read what was
-            sent.
-    """
-    server = connection.server
-    try:
-        completion = _parsed(reply, request.prompt[1:])
-        connection.reader.tokenizer.decode(completion.ids or [])  # fails if they are none
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise _unreadable(server, reply) from None
-
-    model = str(reply.get("model") or connection.model)
-    if not f"{model}@".startswith(f"{connection.model}@"):  # a revision may follow the name
-        raise server.error(
-            f"answers as {model[:200]!r}, but {connection.model!r} was asked for. If that is the"
-            f" model, give its name: model={model[:200]!r}"
-        )
-    if request.length is None:
-        return completion
-    if completion.read is None and server.verify:
-        raise server.error(
-            "does not say how many tokens it has read (usage.prompt_tokens), so a prompt that it"
-            " changes or cuts short would not be noticed. With verify=False its answers are"
-            " accepted, and that nothing was counted is recorded with them"
-        )
-    if completion.read not in (None, request.length):
-        raise server.error(
-            f"has read {completion.read} tokens of a prompt that has {request.length}: it adds a BOS token or"
-            " a template, cuts prompts short, or has another tokenizer, so its answers are not to"
-            " this prompt"
-        )
-    return completion
-
-
-def _parsed(reply: Any, tokens: list[int] | str) -> Completion:
-    """The parts of a reply; ``tokens`` are those of the prompt after the first."""
-    (choice,) = reply["choices"]
-    choice["text"].encode()  # fails if it is none that can be written
-    read = (reply.get("usage") or {}).get("prompt_tokens")
-    if read is not None:
-        read = int(read)
-    ids = choice.get("token_ids")
-    logprobs = choice.get("logprobs") or {}
-    token_logprobs = logprobs.get("token_logprobs") or ()
-    if "content" in logprobs:  # as llama.cpp tells both
-        ids = [entry["id"] for entry in logprobs["content"]]
-        token_logprobs = [entry["logprob"] for entry in logprobs["content"]]
-    # As vLLM tells them: None for the first token, then {"its id": {"logprob": …}}.
-    entries = (choice.get("prompt_logprobs") or [None])[1:]
-    prompt_logprobs = [
-        float(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens, strict=False)
-    ]
-    return Completion(
-        text=choice["text"],
-        stopped={"stop": True, "length": False}[choice["finish_reason"]],
-        read=read,
-        ids=ids,
-        logprobs=[float(logprob) for logprob in token_logprobs if logprob is not None],
-        prompt_logprobs=prompt_logprobs,
-    )
+        return {}
+    except ValidationError:
+        return {}
+    return {model.id: model.max_model_len for model in models}

@@ -2,22 +2,21 @@
 the rest.
 
 Answers and log-probabilities are compared with those of the local model, where its weights are
-loaded, and otherwise with a second run of the server itself, which tells no more than that it stays
-the same.
+loaded, and otherwise with the server's own first answers, which tells no more than that it stays the
+same.
 """
 
 from __future__ import annotations
 
-import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from mechattn.errors import ModelError, ServerError
-from mechattn.evaluation.generate import Request, answers, native_of
-from mechattn.evaluation.progress import AnswerBar
+from mechattn.errors import ModelError, warn
+from mechattn.evaluation.generate import Request, Sampling, answers, native_of
 from mechattn.evaluation.server_completions import Completion, CompletionRequest, Connection
 from mechattn.model.checkpoint import UnloadedModel
 from mechattn.model.hooked import alone
@@ -26,25 +25,18 @@ from mechattn.model.weights import weights_hash
 from mechattn.results.provenance import name_of
 from mechattn.stats.intervals import wilson_interval
 
-T = TypeVar("T")
 Question = tuple[str, str]  # a prompt's id and the name of a condition
-# The largest probe, and the share of a run's tokens that all probes together may cost.
 ANSWERS = 16
 TOKENS = 32
-SHARE = 0.1
-_FEWEST_ANSWERS = 2
-_FEWEST_TOKENS = 4
 # The least share of answers that are the local model's: on the toys bfloat16 has 1, and noise of
 # 30 % of the weights' spread 0.75 at most.
 ALIKE = 0.9
-# The same against the server itself at first, and how many fewer may be alike later.
+# The same against the server's own first answers.
 ITSELF = 0.6
-WORSE = 0.2
 # The largest mean difference of log-probabilities in nats: on the toys bfloat16 gives 0.005, 8 bits
 # 0.016, 4 bits 0.35.
 LOGPROB = 0.05
 _TIE = 0.5  # nats between the two likeliest tokens: rounding may exchange them
-_EVERY = 256  # answers, after which a server is probed again
 _HOT = 2.0  # a temperature at which no two answers are equal
 
 # Words, code, digits and letters of which each tokenizer makes other numbers of tokens.
@@ -54,11 +46,6 @@ _TEXTS = [
     "Zürich, naïve café, 東京, 12,345.67 €; Größenordnung, непонятно.",
 ]
 _MOST_ADDED = 3  # tokens that a server may put around a text, such as a BOS
-_UNEVEN = 1  # tokens by which these may differ from text to text
-
-
-class NotTheModel(ServerError):
-    """A probe finds another model, or one that does not sample."""
 
 
 def check_tokenizer(connection: Connection) -> None:
@@ -68,37 +55,20 @@ def check_tokenizer(connection: Connection) -> None:
         ServerError: The numbers are those of another tokenizer.
     """
     reader = connection.reader
-    completions = _asked(connection, [CompletionRequest(text, None, 1) for text in _TEXTS])
-    counts = [completion.read for completion in completions if completion.read is not None]
-    if not connection.server.verify or not counts:
-        return
     texts_ids = reader.tokenizer(_TEXTS, add_special_tokens=False)["input_ids"]
     local_counts = [len(ids) for ids in texts_ids]
-    added = [count - local for count, local in zip(counts, local_counts, strict=True)]
-    if min(added) < 0 or max(added) > min(_MOST_ADDED, min(added) + _UNEVEN):
+    requests = [(text, CompletionRequest(text, None, 1)) for text in _TEXTS]
+    completions = dict(connection.completions(requests))
+    counts = [completions[text].read for text in _TEXTS]
+    if not connection.server.verify or None in counts:
+        return
+    added = [(count or 0) - local for count, local in zip(counts, local_counts, strict=True)]
+    if min(added) < 0 or max(added) > _MOST_ADDED:
+        name = reader.cfg.model_name
         raise connection.server.error(
             f"has another tokenizer, so it is another model: it reads three texts as {counts}"
-            f" tokens, and {reader.cfg.model_name} as {local_counts}. Serve"
-            f" {reader.cfg.model_name}, or name the model that is served"
+            f" tokens, and {name} as {local_counts}. Serve {name}, or name the model that is served"
         )
-
-
-def probe_size(answer_count: int, new_tokens: int) -> tuple[int, int]:
-    """How many answers of how many tokens a round asks for: all rounds of the largest probe cost at
-    most a tenth of the tokens that the run may generate.
-
-    Twice as many tokens as answers. A run of a few tokens gets the smallest probe.
-    """
-    # At first up to three: the answers, the same again, and whether the server samples.
-    rounds = 3 + len(stretches(range(answer_count)))
-    tokens_a_round = int(SHARE * answer_count * new_tokens / rounds)
-    tokens = min(TOKENS, max(_FEWEST_TOKENS, math.isqrt(2 * tokens_a_round)))
-    return min(ANSWERS, max(_FEWEST_ANSWERS, tokens_a_round // tokens)), tokens
-
-
-def stretches(todo: Sequence[T]) -> list[Sequence[T]]:
-    """What is asked for between two probes."""
-    return [todo[start : start + _EVERY] for start in range(0, len(todo), _EVERY)]
 
 
 @dataclass(frozen=True)
@@ -107,14 +77,12 @@ class Reference:
 
     Args:
         text: The answer.
-        logprobs: The log-probability of each of its tokens.
-        prompt_logprobs: The same of the prompt's tokens after the first.
+        prompt_logprobs: The log-probability of each of the prompt's tokens after the first.
         steps: Of the local model's answer, the text after each token.
         gaps: How much likelier each token was than the second likeliest, in nats.
     """
 
     text: str
-    logprobs: Sequence[float]
     prompt_logprobs: Sequence[float]
     steps: Sequence[str] = ()
     gaps: Sequence[float] = ()
@@ -128,148 +96,125 @@ class Reference:
         equal_steps = sum(text.startswith(step) for step in self.steps)
         return equal_steps > 0 and self.gaps[equal_steps - 1] < _TIE
 
-    def differences(self, completion: Completion) -> list[float]:
-        """How far log-probabilities of the prompt, or else of the same answer, are apart.
-
-        Those of prompts tell more: greedy answers are certain whatever the weights' precision.
-        """
-        pairs = zip(self.prompt_logprobs, completion.prompt_logprobs, strict=False)
-        if not completion.prompt_logprobs and completion.text == self.text:
-            pairs = zip(self.logprobs, completion.logprobs, strict=False)
-        return [abs(own - theirs) for own, theirs in pairs]
-
 
 @dataclass(frozen=True)
 class Probe:
-    """Questions to a server, the answers with which its own are compared, and the findings."""
+    """Questions to a server, the answers with which its own are compared, and the figures.
+
+    ``least`` is the share of its answers that must be alike.
+    """
 
     connection: Connection
-    requests: Sequence[CompletionRequest]
-    references: Sequence[Reference]
+    requests: Mapping[Question, CompletionRequest]
+    references: Mapping[Question, Reference]
+    least: float
     about: dict[str, Any]
 
-    def compared(self, completions: Sequence[Completion], least: float) -> str | None:
+    def again(self) -> str | None:
+        """Ask the questions again; why the server is refused, if so."""
+        return self.compared(dict(self.connection.completions(self.requests.items())))
+
+    def compared(self, completions: Mapping[Question, Completion]) -> str | None:
         """Compare answers with the references, and record the figures; why the server is refused,
         if so: fewer answers are alike, or log-probabilities are too far apart."""
+        count = len(completions)
         alike = 0
         differences = []
-        for reference, completion in zip(self.references, completions, strict=True):
+        for question, reference in self.references.items():
+            completion = completions[question]
             alike += reference.agrees(completion.text)
-            differences += reference.differences(completion)
-        low, high = wilson_interval(alike, len(completions))
-        share = alike / len(completions)
-        figures = {"alike": share, "alike_low": low, "alike_high": high}
+            pairs = zip(reference.prompt_logprobs, completion.prompt_logprobs, strict=False)
+            differences += [abs(own - theirs) for own, theirs in pairs]
+        low, high = wilson_interval(alike, count)
+        figures = {"alike": alike / count, "alike_low": low, "alike_high": high}
         difference = 0.0
         if differences:
             difference = sum(differences) / len(differences)
             figures["logprob_difference"] = difference
         self.about["rounds"].append(figures)
-        is_good = share >= least and difference <= LOGPROB
+
+        is_good = alike >= self.least * count and difference <= LOGPROB
         if is_good or not self.connection.server.verify:
             return None
         return (
-            f"against {self.about['against']}: {100 * share:.0f} % [{100 * low:.0f},"
-            f" {100 * high:.0f}] of {len(completions)} greedy answers are alike, log-probabilities"
-            f" are {difference:.3f} nats apart (at least {100 * least:.0f} %, at most"
-            f" {LOGPROB} nats)"
+            f"against {self.about['against']}: {100 * alike / count:.0f} % [{100 * low:.0f},"
+            f" {100 * high:.0f}] of {count} greedy answers are alike, log-probabilities are"
+            f" {difference:.3f} nats apart (at least {100 * self.least:.0f} %, at most {LOGPROB}"
+            " nats)"
         )
 
-    def again(self) -> str | None:
-        """Ask again after some answers; why the server is refused, if so."""
-        least = self.about["rounds"][0]["alike"] - WORSE
-        if self.has_weights:
-            least = ALIKE
-        return self.compared(_asked(self.connection, self.requests), least)
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether the references are the local model's, and not the server's own."""
-        return bool(self.references[0].steps)
-
-
-def _asked(connection: Connection, requests: Sequence[CompletionRequest]) -> list[Completion]:
-    """The completions in the order of the requests, with a bar."""
-    completions = {}
-    with AnswerBar(len(requests), title="comparing the server with the model") as bar:
-        for number, completion in connection.completions(enumerate(requests)):
-            completions[number] = completion
-            bar.add_answer()
-    return [completions[number] for number in range(len(requests))]
-
-
-def probed(
+def begun(
     connection: Connection,
-    questions: Mapping[Question, Request],
-    sent: Mapping[Question, list[int] | str],
-    tokens: int,
-    temperature: float,
-    first_texts: Sequence[str],
+    requests: Mapping[Question, Request],
+    sent: Mapping[Question, CompletionRequest],
+    sampling: Sampling,
+    before: Mapping[str, Any],
 ) -> Probe:
-    """Ask a server some questions.
+    """Ask a server the first questions, and compare its answers with the model's.
 
     Args:
         connection: The connection.
-        questions: The request of each question to the local model.
+        requests: What is asked for.
         sent: What the server gets in its place.
-        tokens: The length of the answers, where there is room.
-        temperature: That of the run.
-        first_texts: The server's answers when the run began, if it is resumed.
+        sampling: That of the run; its seed draws the questions.
+        before: What is known of the server's probe, if the run is resumed.
 
     Raises:
-        NotTheModel: It is not, or no longer the model of the run that is resumed.
+        ServerError: It is not the model, or no longer that of the run that is resumed.
     """
-    lengths = [len(request.sequence) for request in questions.values()]
-    new_tokens = min(tokens, connection.longest - max(lengths))
-    requests = [
-        CompletionRequest(sent[question], length, new_tokens, prompt_logprobs=0)
-        for question, length in zip(questions, lengths, strict=True)
-    ]
-    completions = _asked(connection, requests)
-    texts = [completion.text for completion in completions]
-    about: dict[str, Any] = {
-        "model": name_of(connection.model),
-        "sent": {str: "text", list: "token ids"}[type(requests[0].prompt)],
-        "counted": all(completion.read is not None for completion in completions),
-        "texts": [[*question, text] for question, text in zip(questions, texts, strict=True)],
-        "tokens": tokens,
-        "rounds": [],
+    first_texts = {(prompt, name): text for prompt, name, text in before.get("texts", ())}
+    questions = [question for question in first_texts if question in requests]
+    is_resumed = bool(questions)
+    if not is_resumed:
+        drawn = random.Random(sampling.seed)
+        questions = drawn.sample([*requests], min(ANSWERS, len(requests)))
+    longest = max(len(requests[question].sequence) for question in questions)
+    new_tokens = min(TOKENS, connection.longest - longest)
+    asked = {
+        question: replace(sent[question], new_tokens=new_tokens, prompt_logprobs=0)
+        for question in questions
     }
+    completions = dict(connection.completions(asked.items()))
+    texts = [[*question, completions[question].text] for question in questions]
+    about = {
+        "model": name_of(connection.model),
+        "sent": {str: "text", list: "token ids"}[type(asked[questions[0]].prompt)],
+        "counted": all(completion.read is not None for completion in completions.values()),
+        "texts": before["texts"] if is_resumed else texts,
+        "against": "its answers when this run began",
+        "rounds": list(before.get("rounds", ())),
+    }
+
     native = _native(connection.reader)
-    if native is not None:
+    if native is None:
+        least = ITSELF
+        references = {
+            question: Reference(
+                first_texts.get(question, completion.text), completion.prompt_logprobs
+            )
+            for question, completion in completions.items()
+        }
+        _warn_of_other_weights(connection)
+    else:
         least = ALIKE
         dtype = str(next(native.parameters()).dtype).removeprefix("torch.")
         weights = weights_hash(connection.reader.loaded)
         about["against"] = f"the model here ({dtype}, weights {weights})"
-        references = _local_references(native, connection.reader, questions, new_tokens)
-    else:
-        least = ITSELF
-        about["against"] = "its answers when this run began"
-        references = [
-            Reference(text, completion.logprobs, completion.prompt_logprobs)
-            for text, completion in zip(first_texts or texts, completions, strict=True)
-        ]
-        if not first_texts:
-            about["against"] = "a second run of itself"
-            completions = _asked(connection, requests)
+        local_requests = {question: requests[question] for question in questions}
+        references = _local_references(native, connection.reader, local_requests, new_tokens)
+    probe = Probe(connection, asked, references, least, about)
 
-    probe = Probe(connection, requests, references, about)
-    reason = probe.compared(completions, least)
-    address = connection.server.address
-    if reason is not None:
-        raise NotTheModel(
-            f"the server at {address} is not the model, {reason}. Is it quantised, another"
-            " revision, or does it change the prompt? With verify=False its answers are accepted,"
-            " and these figures are recorded"
-        )
-    if temperature > 0:
-        hot_requests = [replace(request, temperature=_HOT) for request in requests]
-        hot_texts = [completion.text for completion in _asked(connection, hot_requests)]
-        if hot_texts == texts:
-            raise NotTheModel(
-                f"the server at {address} does not sample: {len(texts)} answers at temperature"
-                f" {_HOT:g} are the greedy ones. `transformers serve` samples only if"
-                " generation_config.json of the checkpoint says do_sample = true"
+    if native is not None or is_resumed:
+        reason = probe.compared(completions)
+        if reason is not None:
+            raise connection.server.error(
+                f"is not the model, {reason}. Is it quantised, another revision, or does it change"
+                " the prompt? With verify=False its answers are accepted, and these figures are"
+                " recorded"
             )
+    if sampling.temperature > 0:
+        _check_samples(connection, asked, completions)
     return probe
 
 
@@ -283,16 +228,48 @@ def _native(model: UnloadedModel) -> Any | None:
         return None
 
 
+def _warn_of_other_weights(connection: Connection) -> None:
+    """Say what cannot be told without the weights."""
+    if connection.server.verify:
+        warn(
+            f"the server at {connection.server.address} has the tokenizer of"
+            f" {connection.reader.cfg.model_name}. Without the weights here nothing more can be"
+            " told than whether it stays the same: a fine-tuned, quantised or differently sized"
+            " model with this tokenizer would not be noticed. To compare the model itself, give"
+            " evaluate a loaded one, ma.load_model(…), or a config weights = true in"
+            " [evaluation.server]"
+        )
+
+
+def _check_samples(
+    connection: Connection,
+    asked: Mapping[Question, CompletionRequest],
+    greedy: Mapping[Question, Completion],
+) -> None:
+    """Refuse a server that gives greedy answers at any temperature."""
+    hot_requests = [
+        (question, replace(request, temperature=_HOT)) for question, request in asked.items()
+    ]
+    hot = dict(connection.completions(hot_requests))
+    if all(hot[question].text == greedy[question].text for question in asked):
+        raise connection.server.error(
+            f"does not sample: {len(hot)} answers at temperature {_HOT:g} are the greedy ones."
+            " `transformers serve` samples only if generation_config.json of the checkpoint says"
+            " do_sample = true"
+        )
+
+
 def _local_references(
-    native: Any, model: UnloadedModel, questions: Mapping[Question, Request], new_tokens: int
-) -> list[Reference]:
+    native: Any, reader: UnloadedModel, requests: Mapping[Question, Request], new_tokens: int
+) -> dict[Question, Reference]:
     """The local model's answers."""
-    references = []
-    requests = list(questions.values())
-    local_answers = answers(native, requests, new_tokens, model.end)
-    for request, answer in zip(requests, local_answers, strict=True):
+    local_answers = answers(native, list(requests.values()), new_tokens, reader.end)
+    references = {}
+    for (question, request), answer in zip(requests.items(), local_answers, strict=True):
         prompt_ids = request.sequence.tokens.tolist()
-        references.append(reference_of(native, model.tokenizer, prompt_ids, list(answer.tokens)))
+        references[question] = reference_of(
+            native, reader.tokenizer, prompt_ids, list(answer.tokens)
+        )
     return references
 
 
@@ -302,9 +279,9 @@ def reference_of(native: Any, tokenizer: Any, prompt: list[int], answer: list[in
     """The local model's answer, with its log-probabilities in one pass."""
     tokens = torch.tensor([prompt + answer], device=device_of(native))
     logprobs = native(input_ids=tokens).logits[0].double().log_softmax(-1)
-    of_tokens = logprobs[:-1].gather(-1, tokens[0, 1:, None])[:, 0].tolist()
+    of_tokens = logprobs[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
     split = len(prompt) - 1
     gaps = -logprobs[split:].topk(2).values.diff()[:, 0]
     starts = [answer[:length] for length in range(len(answer) + 1)]
     steps = [step.rstrip("�") for step in tokenizer.batch_decode(starts, skip_special_tokens=True)]
-    return Reference(steps[-1], of_tokens[split:], of_tokens[:split], steps, gaps.tolist())
+    return Reference(steps[-1], of_tokens[:split].tolist(), steps, gaps.tolist())

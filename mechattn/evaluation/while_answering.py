@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,18 +15,17 @@ from mechattn.analysis.received_attention import SegmentFlow
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.engine.request_checks import with_baseline
 from mechattn.engine.run import run
-from mechattn.errors import OptionError
-from mechattn.evaluation.answer_units import units_of
+from mechattn.errors import OptionError, check_choice
 from mechattn.evaluation.evaluation import Evaluation
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
-from mechattn.results.result import Result
 from mechattn.stats.intervals import FEWEST, t_interval
 from mechattn.stats.paired import paired
 from mechattn.stats.units import Units
 
 _CALIPER = 0.15  # of the longer answer's tokens, but at least 2
+_TESTED = ("difference", "null", "beyond", "beyond_low", "beyond_high", "p_beyond", "q_beyond")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,23 +34,16 @@ class WhileAnswering:
     it.
 
     Args:
-        flow: By condition, the mean attention of an answer's tokens [prompt layer head segment];
-            NaN if it is empty.
-        uniform: The same for uniform attention.
-        right: By condition, whether each answer is right [prompt].
-        tokens: By condition, the length of each answer in tokens [prompt].
-        layers: The layers.
+        data: ``flow``, the mean attention of an answer's tokens [condition prompt layer head
+            segment], NaN if it is empty; ``uniform``, the same for uniform attention; ``right``,
+            whether each answer is right [condition prompt]; ``tokens``, its length.
         units: The problems, or their groups.
         about: The model.
         predicting: Whether the queries are those that predict the answers' tokens, not those that
             read them.
     """
 
-    flow: Mapping[str, np.ndarray]
-    uniform: Mapping[str, np.ndarray]
-    right: Mapping[str, np.ndarray]
-    tokens: Mapping[str, np.ndarray]
-    layers: tuple[int, ...]
+    data: xr.Dataset
     units: Units
     about: str
     predicting: bool = False
@@ -60,7 +51,7 @@ class WhileAnswering:
     @property
     def conditions(self) -> list[str]:
         """The conditions."""
-        return list(self.flow)
+        return [str(name) for name in self.data.condition.values]
 
     @property
     def queries(self) -> str:
@@ -90,39 +81,16 @@ class WhileAnswering:
         """
         rows = []
         for name in self.conditions:
-            flow = self._to(self.flow[name], to).mean((1, 2))
-            uniform = self._to(self.uniform[name], to).mean((1, 2))
-            is_measured = ~np.isnan(flow)
+            answers = self._answers(name, to).mean(("layer", "head"))
             row: dict[str, Any] = {"condition": name}
-            for kind, is_of_kind in (("right", self.right[name]), ("wrong", ~self.right[name])):
-                places = np.flatnonzero(is_of_kind & is_measured)
-                figures = self._of_kind(flow[places], places, level)
-                figures["uniform"] = np.nan
-                figures["tokens"] = np.nan
-                if len(places):
-                    figures["uniform"] = float(uniform[places].mean())
-                    figures["tokens"] = float(self.tokens[name][places].mean())
-                figures["n"] = len(places)
-                row[kind] = figures.pop("mean")
-                row |= {f"{kind}_{figure}": value for figure, value in figures.items()}
-            matched = self._matched(name, flow[:, None], uniform[:, None], level)
-            row |= {column: values[0] for column, values in matched.items()}
+            for kind in ("right", "wrong"):
+                row |= self._of_kind(kind, answers, level)
+            for column, values in self._matched(answers, level).items():
+                row[column] = values[0]
             rows.append(row)
         table = pd.DataFrame(rows)
         table.attrs = {"unit": self.units.unit}
         return table
-
-    def _of_kind(self, flow: np.ndarray, places: np.ndarray, level: float) -> dict[str, Any]:
-        """The mean attention of some answers with its t interval; NaN where there are too few."""
-        figures = {"mean": np.nan, "low": np.nan, "high": np.nan}
-        values = self._units(places).means(flow)
-        if len(values):
-            figures["mean"] = float(values.mean())
-        if len(values) >= FEWEST:
-            interval = t_interval(values[:, None], level)
-            figures["low"] = float(interval.low[0])
-            figures["high"] = float(interval.high[0])
-        return figures
 
     def heads(self, condition: str, to: str = "question", level: float = 0.95) -> pd.DataFrame:
         """Right minus wrong over pairs of answers of similar length, for each head; ``q_beyond`` is
@@ -131,18 +99,9 @@ class WhileAnswering:
         Raises:
             OptionError: There is no such condition or segment, or there are too few pairs.
         """
-        if condition not in self.conditions:
-            have = ", ".join(map(repr, self.conditions))
-            raise OptionError(f"there is no condition {condition!r}; the conditions are {have}")
-        flow = self._to(self.flow[condition], to)
-        uniform = self._to(self.uniform[condition], to)
-        prompt_count, layer_count, head_count = flow.shape
-        matched = self._matched(
-            condition,
-            flow.reshape(prompt_count, -1),
-            uniform.reshape(prompt_count, -1),
-            level,
-        )
+        check_choice(self.conditions, condition=condition)
+        answers = self._answers(condition, to).stack(cell=("layer", "head"))
+        matched = self._matched(answers, level)
         if np.isnan(matched["beyond"]).all():
             within = ""
             if self.units.of is not None:
@@ -152,37 +111,51 @@ class WhileAnswering:
                 f" length under {condition!r}: at least {FEWEST} are needed{within}; evaluate more"
                 " problems"
             )
-        columns = {
-            "layer": np.repeat(self.layers, head_count),
-            "head": np.tile(np.arange(head_count), layer_count),
-            **matched,
-        }
+        columns = {"layer": answers.layer.values, "head": answers["head"].values, **matched}
         return pd.DataFrame(columns).sort_values("q_beyond", kind="stable", ignore_index=True)
 
-    def _to(self, flow: np.ndarray, to: str) -> np.ndarray:
-        if to not in SEGMENTS:
-            raise OptionError(f"to={to!r}: choose one of {', '.join(map(repr, SEGMENTS))}")
-        return flow[..., SEGMENTS.index(to)]
+    def _answers(self, condition: str, to: str) -> xr.Dataset:
+        """The answers under a condition, their attention being that to one segment."""
+        check_choice(SEGMENTS, to=to)
+        return self.data.sel(condition=condition, segment=to)
 
-    def _matched(
-        self, name: str, flow: np.ndarray, uniform: np.ndarray, level: float
-    ) -> dict[str, np.ndarray]:
+    def _of_kind(self, kind: str, answers: xr.Dataset, level: float) -> dict[str, Any]:
+        """The mean attention of right or of wrong answers, its t interval, their number and
+        length; NaN where there are too few."""
+        is_of_kind = answers.right == (kind == "right")
+        places = np.flatnonzero(is_of_kind & answers.flow.notnull())
+        chosen = answers.isel(prompt=places)
+        values = self._units(places).means(chosen.flow.values)
+        names = [kind, *(f"{kind}_{end}" for end in ("low", "high", "uniform", "tokens"))]
+        figures: dict[str, Any] = dict.fromkeys(names, np.nan)
+        figures[f"{kind}_n"] = len(places)
+        if len(places):
+            figures[kind] = float(values.mean())
+            figures[f"{kind}_uniform"] = float(chosen.uniform.mean())
+            figures[f"{kind}_tokens"] = float(chosen.tokens.mean())
+        if len(values) >= FEWEST:
+            interval = t_interval(values[:, None], level)
+            figures[f"{kind}_low"] = float(interval.low[0])
+            figures[f"{kind}_high"] = float(interval.high[0])
+        return figures
+
+    def _matched(self, answers: xr.Dataset, level: float) -> dict[str, np.ndarray]:
         """Right minus wrong, over pairs of about the same length [cell]."""
+        count = answers.sizes["prompt"]
+        flow = answers.flow.values.reshape(count, -1)
+        uniform = answers.uniform.values.reshape(count, -1)
+        right = answers.right.values
         is_measured = ~np.isnan(flow).any(1)
-        right = self.right[name]
         pairs = matched_pairs(
-            self.tokens[name], right & is_measured, ~right & is_measured, self.units.of
+            answers.tokens.values, right & is_measured, ~right & is_measured, self.units.of
         )
         right_places = pairs[:, 0]
         wrong_places = pairs[:, 1]
+        pair_counts = np.full(flow.shape[1], len(pairs))
         units = self._units(right_places)
-        cell_count = flow.shape[1]
-        names = ("difference", "null", "beyond", "beyond_low", "beyond_high")
-        pair_counts = np.full(cell_count, len(pairs))
         if units.n < FEWEST:
-            missing = np.full(cell_count, np.nan)
-            columns = dict.fromkeys((*names, "p_beyond", "q_beyond"), missing)
-            return {**columns, "pairs": pair_counts}
+            missing = np.full(flow.shape[1], np.nan)
+            return {**dict.fromkeys(_TESTED, missing), "pairs": pair_counts}
 
         test = paired(
             units.means(flow[right_places] - flow[wrong_places]),
@@ -190,11 +163,8 @@ class WhileAnswering:
             level,
             bootstrap_ends=False,
         )
-        columns = {name: getattr(test, name) for name in names}
-        columns["p_beyond"] = test.p
-        columns["q_beyond"] = test.q
-        columns["pairs"] = pair_counts
-        return columns
+        columns = {name: getattr(test, name.removesuffix("_beyond")) for name in _TESTED}
+        return {**columns, "pairs": pair_counts}
 
     def _units(self, places: np.ndarray) -> Units:
         """The units of some prompts, by their places."""
@@ -283,77 +253,50 @@ def while_answering(
         raise OptionError(
             f"the condition {lacking[0]!r} was not evaluated; the evaluation has {have}"
         )
-    unknown = {prompt.id for prompt in prompts} - {answer.prompt for answer in evaluation.answers}
+    ids = [prompt.id for prompt in prompts]
+    unknown = set(ids) - {answer.prompt for answer in evaluation.answers}
     if unknown:
         raise OptionError(
             f"prompt {min(unknown)} was not evaluated; give the prompts of the evaluation"
         )
-    measure = partial(run, model, analyses=SegmentFlow(predicting), layers=layers, seed=seed)
-    measurements = {
-        name: _measured(measure, evaluation, prompts, name, condition)
-        for name, condition in named.items()
-    }
-    by_field: dict[str, dict[str, np.ndarray]] = {}
-    for field in ("flow", "uniform", "right", "tokens"):
-        by_field[field] = {name: getattr(values, field) for name, values in measurements.items()}
+
+    measured = []
+    for name, condition in named.items():
+        answers = {
+            answer.prompt: answer
+            for answer in evaluation.answers
+            if answer.condition == name and answer.sample == 0
+        }
+        written = [prompt for prompt in prompts if answers[prompt.id].tokens]
+        if not written:
+            raise OptionError(
+                f"no answer under {name!r} has any token, so there is nothing to measure"
+            )
+        analysed = {} if name == BASELINE else {name: condition}  # every run has the baseline
+        result = run(
+            model,
+            evaluation.answered(written, name),
+            analysed,
+            SegmentFlow(predicting),
+            layers=layers,
+            seed=seed,
+        )
+        data = result["segment_flow"].sel(condition=name, segment="answer", drop=True)
+        flow = xr.Dataset(
+            {"flow": data.flow, "uniform": data.flow_uniform.broadcast_like(data.flow)}
+        )
+        flow = flow.astype(np.float64).rename(to_segment="segment")
+        flow = flow.transpose("prompt", "layer", "head", "segment")
+        # A segment that all prompts lack stays NaN; one that a single prompt lacks receives 0.
+        is_absent = flow.isnull().all(("prompt", "layer", "head"))
+        flow = flow.fillna(0).where(~is_absent).reindex(prompt=ids)
+        flow["right"] = ("prompt", [answers[prompt_id].right for prompt_id in ids])
+        flow["tokens"] = ("prompt", [len(answers[prompt_id].tokens) for prompt_id in ids])
+        measured.append(flow.drop_attrs())
+    names = pd.Index(list(named), name="condition")
     return WhileAnswering(
-        **by_field,
-        layers=measurements[BASELINE].layers,
-        units=units_of(evaluation._of([prompt.id for prompt in prompts]), "auto"),
+        data=xr.concat(measured, names),
+        units=evaluation._restricted_to(ids)._units("auto"),
         about=str(model.cfg.model_name),
         predicting=predicting,
     )
-
-
-class _Measurement(NamedTuple):
-    """One condition: flow and null [prompt layer head segment], right and tokens [prompt]."""
-
-    flow: np.ndarray
-    uniform: np.ndarray
-    right: np.ndarray
-    tokens: np.ndarray
-    layers: tuple[int, ...]
-
-
-def _measured(
-    measure: Callable[..., Result],
-    evaluation: Evaluation,
-    prompts: Sequence[Prompt],
-    name: str,
-    condition: Condition,
-) -> _Measurement:
-    answers = {
-        answer.prompt: answer
-        for answer in evaluation.answers
-        if answer.condition == name and answer.sample == 0
-    }
-    right = np.array([answers[prompt.id].right for prompt in prompts])
-    tokens = np.array([len(answers[prompt.id].tokens) for prompt in prompts])
-    written = [prompt for prompt in prompts if answers[prompt.id].tokens]
-    if not written:
-        raise OptionError(f"no answer under {name!r} has any token, so there is nothing to measure")
-
-    conditions = {name: condition}
-    if name == BASELINE:
-        conditions = {}  # every run has it
-    result = measure(evaluation.answered(written, name), conditions)
-    data = result["segment_flow"].sel(condition=name, segment="answer")
-    uniform = data.flow_uniform.broadcast_like(data.flow)
-    layers = tuple(int(layer) for layer in data.layer.values)
-    return _Measurement(
-        _of_all_prompts(data.flow, tokens > 0),
-        _of_all_prompts(uniform, tokens > 0),
-        right,
-        tokens,
-        layers,
-    )
-
-
-def _of_all_prompts(flow: xr.DataArray, is_written: np.ndarray) -> np.ndarray:
-    """Flow of each prompt [prompt layer head segment], NaN where it has no answer."""
-    values = flow.transpose("prompt", "layer", "head", "to_segment").values.astype(np.float64)
-    # A segment that all prompts lack stays NaN; one that a single prompt lacks receives 0 there.
-    is_absent = np.isnan(values).all((0, 1, 2))
-    all_values = np.full((len(is_written), *values.shape[1:]), np.nan)
-    all_values[is_written] = np.where(is_absent, np.nan, np.nan_to_num(values))
-    return all_values

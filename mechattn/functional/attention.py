@@ -1,26 +1,30 @@
-"""Causal attention in blocks of rows, or as sums from a fused kernel; its scores in parts."""
+"""Causal attention in blocks of query rows, or single rows of it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from einops import einsum, rearrange, repeat
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 Pattern = Float[Tensor, "batch head query key"]  # attention probabilities, or scores
 Tokens = Int[Tensor, "batch pos"]
 Marked = Bool[Tensor, "batch pos"]  # some tokens of each sequence
+Queries = Int[Tensor, "batch query"]  # positions of some queries of each sequence
+Sequences = Int[Tensor, " chosen"]  # some sequences of a batch
+Vectors = Float[Tensor, "batch head query d_head"]
 BLOCK = 64  # rows; 32 and 128 are slower on a CPU
 # An accelerator waits for its orders where a block is small: at most 128 MiB of scores, and so many
 # rows.
 _SCORES_OF_BLOCK = 2**25
 _LARGEST_BLOCK = 1024
-_APART = "batch kv_head (group query) last -> batch (kv_head group) query last"  # of grouped heads
+# Heads that share keys, as rows of one product, and apart again.
+_TOGETHER = "batch (kv_head group) query last -> batch kv_head (group query) last"
+_APART = "batch kv_head (group query) last -> batch (kv_head group) query last"
 _MASKED = -1e30  # finite, so adding it to a score cannot give NaN
 
 
@@ -43,9 +47,7 @@ class EdgeMask:
     layers: tuple[int, ...] | None = None
     later: bool = True  # for one sequence: whether tokens generated after it are blind too
 
-    def unseen(
-        self, queries: Int[Tensor, "batch query"], keys: slice
-    ) -> Bool[Tensor, "batch query key"]:
+    def unseen(self, queries: Queries, keys: slice) -> Bool[Tensor, "batch query key"]:
         """The keys at these positions that each of the queries doesn't see."""
         positions = torch.arange(self.keys.shape[1], device=queries.device)[keys]
         cut = self.queries.gather(1, queries).unsqueeze(2) & self.keys[:, keys].unsqueeze(1)
@@ -55,7 +57,7 @@ class EdgeMask:
         """The same on a device."""
         return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
 
-    def of(self, sequences: Int[Tensor, " chosen"]) -> EdgeMask:
+    def of(self, sequences: Sequences) -> EdgeMask:
         """The same for some sequences of the batch."""
         return EdgeMask(self.queries[sequences], self.keys[sequences])
 
@@ -90,7 +92,7 @@ class Attention:
         windowed = self.window is not None and self.window < self.q.shape[2]
         return self.softcap is None and self.edge_mask is None and not windowed
 
-    def of(self, sequences: Int[Tensor, " chosen"]) -> Attention:
+    def of(self, sequences: Sequences) -> Attention:
         """The same for some sequences of the batch."""
         bias = self.bias
         if bias is not None and len(bias) > 1:
@@ -107,23 +109,18 @@ class Attention:
             edge_mask=edge_mask,
         )
 
-    def rows(
-        self, queries: Int[Tensor, "batch query"], keys: int
-    ) -> Float[Tensor, "batch head query {keys}"]:
+    def rows(self, queries: Queries, keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys, all that they
         can see.
         """
         wide = widened(self.q)
         index = queries[:, None, :, None].expand(-1, self.q.shape[1], -1, self.q.shape[3])
         chosen = self.q.gather(2, index).to(wide) * self.scale
-        chosen = rearrange(
-            chosen,
-            "batch (kv_head group) query d -> batch kv_head (group query) d",
-            kv_head=self.k.shape[1],
-        )
-        transposed = self.k[:, :, :keys].to(wide).transpose(2, 3)
-        scores = rearrange(chosen @ transposed, _APART, query=queries.shape[1])
+        grouped = rearrange(chosen, _TOGETHER, kv_head=self.k.shape[1])
+        seen_keys = self.k[:, :, :keys].to(wide)
+        scores = rearrange(grouped @ seen_keys.mT, _APART, query=queries.shape[1])
         _cap_and_bias(self, scores, slice(0, keys))
+
         distance = queries[:, :, None] - torch.arange(keys, device=queries.device)
         unseen = distance < 0
         if self.window is not None:
@@ -131,6 +128,7 @@ class Attention:
         if self.edge_mask is not None:
             unseen |= self.edge_mask.unseen(queries, slice(0, keys))
         scores = scores.masked_fill(unseen[:, None], _MASKED)
+
         pattern = scores.softmax(-1)
         if self.sinks is None:
             return pattern
@@ -144,13 +142,11 @@ class PatternRows:
     pattern: Float[Tensor, "batch head pos pos"]
     v: Float[Tensor, "batch kv_head pos d_value"]
 
-    def of(self, sequences: Int[Tensor, " chosen"]) -> PatternRows:
+    def of(self, sequences: Sequences) -> PatternRows:
         """The same for some sequences of the batch."""
         return PatternRows(self.pattern[sequences], self.v[sequences])
 
-    def rows(
-        self, queries: Int[Tensor, "batch query"], keys: int
-    ) -> Float[Tensor, "batch head query {keys}"]:
+    def rows(self, queries: Queries, keys: int) -> Float[Tensor, "batch head query {keys}"]:
         """Probabilities of any queries of each sequence over the first ``keys`` keys."""
         index = queries[:, None, :, None].expand(-1, self.pattern.shape[1], -1, keys)
         return self.pattern[..., :keys].gather(2, index)
@@ -171,12 +167,10 @@ class Rows:
     attention: AnyRows | None = None  # has other rows and the values; None if not requested
 
 
-def mix(
-    pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"]
-) -> Float[Tensor, "batch head query d_head"]:
+def mix(pattern: Pattern, v: Float[Tensor, "batch kv_head key d_head"]) -> Vectors:
     """``Σ_k A[q, k] v[k]``; head h reads key-value head ``h // (head / kv_head)``."""
-    together = "batch (kv_head group) query key -> batch kv_head (group query) key"
-    mixed = rearrange(pattern, together, kv_head=v.shape[1]) @ v.to(pattern.dtype)
+    grouped = rearrange(pattern, _TOGETHER, kv_head=v.shape[1])
+    mixed = grouped @ v.to(pattern.dtype)
     return rearrange(mixed, _APART, query=pattern.shape[2])
 
 
@@ -193,72 +187,112 @@ def attention_by_rows(
     Values may have no dimensions, for rows alone. A block has :func:`rows_of_block` rows if no other
     number is given.
     """
-    # The inner loop of every run. Plain torch, because one buffer has three shapes and must not be
-    # copied.
     q = attention.q
-    window = attention.window
-    wide = widened(q)
-    batch, heads, length, width = q.shape
-    kv_heads = attention.k.shape[1]
-    groups = heads // kv_heads
-    n = batch * kv_heads
-    queries = q.reshape(n, groups, length, width)
-    keys = attention.k.reshape(n, length, width).transpose(1, 2).to(wide).contiguous()
+    batch, heads, length, _ = q.shape
     d_value = attention.v.shape[-1]
-    values = attention.v.reshape(n, length, d_value).to(wide)
-    if queries_of is None:
-        queries_of = slice(0, length)
     if block is None:
         block = rows_of_block(batch * heads * length, q.device)
+    if queries_of is None:
+        queries_of = slice(0, length)
 
+    kernel = _BlockKernel(attention, block)
     # In the layout that the model needs, to avoid a copy.
     out = q.new_empty(batch, length, heads, d_value)
-    most_keys = length
-    if window:
-        most_keys = min(length, window + block)
-    buffer = keys.new_empty(n * groups * min(block, length) * most_keys)
-    future = _future(block, wide, q.device)
     for start in range(queries_of.start, queries_of.stop, block):
-        end = min(start + block, queries_of.stop)
-        rows = end - start
-        first_key = 0
-        if window:
-            first_key = max(0, start - window + 1)
-        seen_keys = slice(first_key, end)
-        count = end - first_key
+        queries = slice(start, min(start + block, queries_of.stop))
+        keys = kernel.keys_before(queries)
+        pattern = kernel.pattern(queries, keys)
+        if d_value:
+            out[:, queries] = kernel.output(pattern, keys)
+        if see is not None:
+            see(Rows(pattern, queries, keys, attention))
+    return out.transpose(1, 2)
 
-        # The heads of a group are stacked as rows of one product, so their shared keys are read
-        # once and not repeated.
-        scores = buffer[: n * groups * rows * count].view(n, groups * rows, count)
-        by_head = scores.view(batch, heads, rows, count)
-        scaled = queries[:, :, start:end].to(wide) * attention.scale
-        torch.bmm(scaled.reshape(n, groups * rows, width), keys[:, :, seen_keys], out=scores)
-        _cap_and_bias(attention, by_head, seen_keys)
 
-        # All other keys are before the block: no mask needed.
-        by_head[..., start - first_key :] += future[:rows, :rows]
-        positions = torch.arange(start, end, device=q.device)
-        if window and end > window:
-            early_keys = torch.arange(first_key, min(first_key + rows, end), device=q.device)
-            outside = early_keys <= positions[:, None] - window
-            by_head[..., : len(early_keys)].masked_fill_(outside, _MASKED)
-        if attention.edge_mask is not None:
-            unseen = attention.edge_mask.unseen(positions.expand(batch, -1), seen_keys)
-            by_head.masked_fill_(unseen[:, None], _MASKED)
+class _BlockKernel:
+    """The inner loop of every run: the pattern of a block of queries, in a buffer for all blocks.
+
+    Plain torch, because one buffer has several shapes and must not be copied. The heads of a group
+    are stacked as rows of one product, so the keys that they share are read once and not repeated.
+    """
+
+    def __init__(self, attention: Attention, block: int) -> None:
+        q = attention.q
+        batch, heads, length, d_head = q.shape
+        kv_heads = attention.k.shape[1]
+        wide = widened(q)
+        self.attention = attention
+        self.groups = heads // kv_heads
+        stacks = batch * kv_heads
+        self.queries = q.reshape(stacks, self.groups, length, d_head)
+        keys = attention.k.reshape(stacks, length, d_head).transpose(1, 2)
+        self.keys = keys.to(wide).contiguous()
+        self.values = attention.v.reshape(stacks, length, attention.v.shape[-1]).to(wide)
+
+        most_keys = length
+        if attention.window:
+            most_keys = min(length, attention.window + block)
+        size = batch * heads * min(block, length) * most_keys
+        self.buffer = self.keys.new_empty(size)
+        self.future = _future(block, wide, q.device)
+
+    def keys_before(self, queries: slice) -> slice:
+        """The keys up to the last query, without those that no query of the block sees."""
+        window = self.attention.window
+        if not window:
+            return slice(0, queries.stop)
+        return slice(max(0, queries.start - window + 1), queries.stop)
+
+    def pattern(self, queries: slice, keys: slice) -> Pattern:
+        """Attention probabilities, in the buffer, which the next block overwrites."""
+        attention = self.attention
+        stacks, _, _, d_head = self.queries.shape
+        rows = self.groups * (queries.stop - queries.start)
+        count = keys.stop - keys.start
+        stacked = self.buffer[: stacks * rows * count].view(stacks, rows, count)
+        by_head = stacked.view(*attention.q.shape[:2], -1, count)
+
+        scaled = self.queries[:, :, queries].to(stacked.dtype) * attention.scale
+        torch.bmm(scaled.reshape(stacks, rows, d_head), self.keys[:, :, keys], out=stacked)
+        _cap_and_bias(attention, by_head, keys)
+        self._mask(by_head, queries, keys)
 
         # A sink takes its share of a row but has no value. The softmax overwrites the scores.
-        left = None
+        left_by_sinks = None
         if attention.sinks is not None:
-            left = _left_by_sinks(by_head, attention.sinks)
-        pattern = torch.softmax(scores, -1, out=scores)
-        if left is not None:
-            by_head.mul_(left)
-        if d_value:
-            mixed = torch.bmm(pattern, values[:, seen_keys])
-            out[:, start:end] = mixed.view(batch, heads, rows, d_value).transpose(1, 2)
-        if see is not None:
-            see(Rows(by_head, slice(start, end), seen_keys, attention))
-    return out.transpose(1, 2)
+            left_by_sinks = _left_by_sinks(by_head, attention.sinks)
+        torch.softmax(stacked, -1, out=stacked)
+        if left_by_sinks is not None:
+            by_head.mul_(left_by_sinks)
+        return by_head
+
+    def _mask(self, scores: Pattern, queries: slice, keys: slice) -> None:
+        """Hide the keys that a query doesn't see, in place."""
+        window = self.attention.window
+        edge_mask = self.attention.edge_mask
+        rows = queries.stop - queries.start
+        # All other keys are before the block: no mask needed.
+        scores[..., queries.start - keys.start :] += self.future[:rows, :rows]
+        if edge_mask is None and (not window or queries.stop <= window):
+            return
+
+        positions = torch.arange(queries.start, queries.stop, device=scores.device)
+        if window and queries.stop > window:
+            # Only so many keys at the start may be outside the window of a later query.
+            last_early_key = min(keys.start + rows, keys.stop)
+            early_keys = torch.arange(keys.start, last_early_key, device=scores.device)
+            outside = early_keys <= positions[:, None] - window
+            scores[..., : len(early_keys)].masked_fill_(outside, _MASKED)
+        if edge_mask is not None:
+            unseen = edge_mask.unseen(positions.expand(len(scores), -1), keys)
+            scores.masked_fill_(unseen[:, None], _MASKED)
+
+    def output(self, pattern: Pattern, keys: slice) -> Float[Tensor, "batch query head d_value"]:
+        """What the block's queries read from the values of these keys."""
+        batch, heads, rows, count = pattern.shape
+        stacked = pattern.view(len(self.values), -1, count)
+        mixed = torch.bmm(stacked, self.values[:, keys])
+        return mixed.view(batch, heads, rows, -1).transpose(1, 2)
 
 
 def rows_of_block(scores_of_row: int, device: torch.device) -> int:
@@ -310,213 +344,3 @@ def for_each_head(
     return repeat(
         x, "batch kv_head pos ... -> batch (kv_head group) pos ...", group=heads // x.shape[1]
     )
-
-
-def alibi_slopes(heads: int) -> Float[Tensor, " head"]:
-    """The slope of each head: ``base^(h + 1)``, ``base = 2^(−8 / P)``, for the P heads of the
-    largest power of two.
-
-    The other heads get the odd powers of ``2^(−4 / P)``. Source: Press et al., arXiv:2108.12409,
-    and its code.
-    """
-    power = 2 ** int(math.log2(heads))
-    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
-    slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(heads - power)]
-    return torch.tensor(slopes, dtype=torch.float64).float()
-
-
-def mpt_slopes(heads: int, largest: float = 8.0) -> Float[Tensor, " head"]:
-    """The slopes of MPT: those of the next power of two P, ``2^(−largest (h + 1) / P)``, with the
-    odd ones first.
-    """
-    power = 2 ** math.ceil(math.log2(heads))
-    slopes = 2.0 ** -(torch.arange(1, power + 1, dtype=torch.float64) * largest / power)
-    if power > heads:
-        slopes = torch.cat([slopes[1::2], slopes[::2]])[:heads]
-    return slopes.float()
-
-
-def score_parts(
-    q: Float[Tensor, "batch head query d_head"],
-    k: Float[Tensor, "batch kv_head key d_head"],
-    b_q: Float[Tensor, "head d_head"],
-    b_k: Float[Tensor, "kv_head d_head"],
-    scale: float,
-) -> tuple[Pattern, Float[Tensor, "batch head 1 key"], Float[Tensor, "batch head query 1"]]:
-    """Content, bias, and the rest, which depends only on the query; they add up to
-    ``scale · q · k``.
-
-    ``content = (q − b_Q)·(k − b_K)``, ``bias = b_Q·(k − b_K)``, ``rest = q·b_K``, each times the
-    scale. The rest drops out of the softmax. The split is that of raw weights: folding a LayerNorm
-    changes it.
-    """
-    keys = for_each_head(k - b_k[:, None], q.shape[1]).contiguous()
-    keys = rearrange(keys, "batch head key d_head -> batch head d_head key")
-    content = scale * (q - b_q[:, None]) @ keys
-    bias = scale * (b_q[None, :, None] @ keys)
-    b_k = for_each_head(b_k[None, :, None], q.shape[1])[0, :, 0]
-    rest = scale * einsum(q, b_k, "batch head query d_head, head d_head -> batch head query")
-    return content, bias, rest[..., None]
-
-
-def centred(
-    part: Float[Tensor, "#batch head #query key"], visible: Bool[Tensor, "#batch 1 query key"]
-) -> Pattern:
-    """A part minus its mean over the keys that the query sees, which the softmax ignores."""
-    part = part.expand(*part.shape[:2], *visible.shape[2:])
-    count = visible.sum(-1, keepdim=True).clamp(min=1)
-    return part - (part * visible).sum(-1, keepdim=True) / count
-
-
-def ranked_target(
-    scores: Pattern, visible: Bool[Tensor, "#batch 1 query key"], rank: int
-) -> Int[Tensor, "batch head query"]:
-    """The key with the largest score (rank 0), the second largest (1) … of each query [batch head
-    query].
-    """
-    hidden = scores.masked_fill(~visible, -torch.inf)
-    if rank == 0:
-        return hidden.argmax(-1)
-    return hidden.topk(min(rank + 1, hidden.shape[-1]), -1).indices[..., -1]
-
-
-_MULTIPLE = 8  # kernels need a last axis that is a multiple of this
-_HALF = (torch.float16, torch.bfloat16)
-_NOTHING = -200.0  # stands for log 0; small enough for float16 even after division by the scale
-
-
-@dataclass(frozen=True)
-class Fused:
-    """A layer's attention from a fused kernel, and the sums over queries that can be computed from
-    it.
-    """
-
-    out: Float[Tensor, "batch head pos d_value"]  # ``Σ_k A[q, k] v[k]``
-    # ``log Σ_k exp(score[q, k])``, including a learned sink; float32 at least
-    lse: Float[Tensor, "batch head pos"]
-    own: Float[Tensor, "batch head pos"]  # ``A[q, q]``
-    q: Float[Tensor, "batch head pos d"]  # queries, with one more coordinate if there is ALiBi
-    k: Float[Tensor, "batch head pos d"]  # keys for each query head, likewise
-    scale: float  # the factor of the scores
-
-    def column_sums(
-        self, weights: Float[Tensor, "batch pos group"]
-    ) -> Float[Tensor, "batch head pos group"]:
-        """``Σ_q A[q, k] w[q, group]`` over the queries q ≥ k, for groups of queries.
-
-        ``A[q, k] = exp(scale · q·k − lse[q])``, so in a causal call with time reversed, keys
-        ``[k, 1]`` as queries and queries ``[q, −lse / scale]`` as keys, the log-sum-exp of key k is
-        ``log Σ_{q ≥ k} A[q, k]``. With values w, the output is the mean of w under these weights,
-        for many groups in one call. In half precision that mean would keep only 8 or 11 bits, so
-        each group gets its own call, with ``log w`` added to its queries.
-        """
-        reversed_weights = weights.flip(1)[:, None].expand(-1, self.q.shape[1], -1, -1)
-        sums = []
-        if self.q.dtype in _HALF:
-            for weight in reversed_weights.unbind(-1):
-                log_weight = weight.log().clamp(min=_NOTHING)
-                _, lse = self._reversed_call(log_weight, weight[..., None])
-                sums.append(lse.exp())
-            return torch.stack(sums, -1).flip(2)
-        # As many groups in a call as there are dimensions.
-        for values in reversed_weights.split(self.q.shape[-1], -1):
-            mean, lse = self._reversed_call(None, values)
-            sums.append(mean * lse.exp()[..., None])
-        return torch.cat(sums, -1).flip(2)
-
-    def query_sums(
-        self, weights: Float[Tensor, "batch pos group"]
-    ) -> Float[Tensor, "batch head pos group"]:
-        """``Σ_k A[q, k] w[k, group]`` of each query, for groups of keys.
-
-        One more causal call, with these weights as values. In half precision its output would keep
-        only 8 or 11 bits, so the call is in float32.
-        """
-        dtype = torch.float32 if self.q.dtype in _HALF else self.q.dtype
-        values = weights.to(dtype)[:, None].expand(-1, self.q.shape[1], -1, -1)
-        mean, lse = _kernel(self.q.to(dtype), self.k.to(dtype), values, self.scale)
-        without_sink = (lse - self.lse).exp()
-        return mean * without_sink[..., None]
-
-    def _reversed_call(
-        self,
-        log_weight: Float[Tensor, "batch head pos"] | None,
-        values: Float[Tensor, "batch head pos group"],
-    ) -> tuple[Float[Tensor, "batch head pos group"], Float[Tensor, "batch head pos"]]:
-        """The causal call with time reversed; arguments and results are in the usual order."""
-        added = -self.lse.flip(2)
-        if log_weight is not None:
-            added = log_weight + added
-        extra = _in_parts(added / self.scale, self.q.dtype)
-        queries_as_keys = torch.cat([self.q.flip(2), extra], -1)
-        keys_as_queries = torch.cat([self.k.flip(2), torch.ones_like(extra)], -1)
-        return _kernel(keys_as_queries, queries_as_keys, values.to(self.q.dtype), self.scale)
-
-
-def fused_attention(attention: Attention) -> Fused:
-    """The output and the log-sum-exp of one causal call of the kernel for this device and dtype.
-
-    Statistics that need a row's maximum (the strongest target, the smallest set of keys) or its
-    logarithms cannot be computed this way; they are computed in rows
-    (:func:`mechattn.functional.attention.attention_by_rows`).
-
-    Source: Own derivation: the second call's weights are a softmax over queries.
-    """
-    q = attention.q
-    k = for_each_head(attention.k, q.shape[1])
-    v = for_each_head(attention.v, q.shape[1])
-    scale = attention.scale
-    if attention.bias is not None:  # score = scale · [q, 1]·[k, b / scale]
-        extra = _in_parts((attention.bias / scale).expand(len(q), -1, -1), q.dtype)
-        q = torch.cat([q, torch.ones_like(extra)], -1)
-        k = torch.cat([k, extra], -1)
-    out, lse = _kernel(q, k, v, scale)
-    if attention.sinks is not None:
-        lse_of_keys = lse
-        lse = torch.logaddexp(lse, attention.sinks.to(lse.dtype)[:, None])
-        left = (lse_of_keys - lse).exp()
-        out = out * left[..., None].to(out.dtype)
-    own = ((q.to(lse.dtype) * k.to(lse.dtype)).sum(-1) * scale - lse).exp()
-    return Fused(out, lse, own, q, k, scale)
-
-
-def _in_parts(number: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor, "*any part"]:
-    """Numbers as a sum of parts in ``dtype``: three in half precision, since 8 or 11 bits alone
-    would change A.
-    """
-    if dtype not in _HALF:
-        return number.to(dtype)[..., None]
-    summands = []
-    remainder = number.float()
-    for _ in range(3):
-        summand = remainder.to(dtype)
-        summands.append(summand)
-        remainder = remainder - summand.float()
-    return torch.stack(summands, -1)
-
-
-def _kernel(
-    q: Float[Tensor, "batch head pos d"],
-    k: Float[Tensor, "batch head pos d"],
-    v: Float[Tensor, "batch head pos d_v"],
-    scale: float,
-) -> tuple[Float[Tensor, "batch head pos d_v"], Float[Tensor, "batch head pos"]]:
-    """Causal attention and its log-sum-exp: flash attention, or on a GPU in float32 the
-    memory-efficient kernel.
-    """
-    length = q.shape[2]
-    d_v = v.shape[-1]
-    width = -(-max(q.shape[-1], d_v) // _MULTIPLE) * _MULTIPLE
-    q = torch.nn.functional.pad(q, (0, width - q.shape[-1]))
-    k = torch.nn.functional.pad(k, (0, width - k.shape[-1]))
-    v = torch.nn.functional.pad(v, (0, width - d_v))
-    aten = torch.ops.aten
-    if q.device.type != "cuda":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-    elif q.dtype in _HALF:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
-    else:
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, True, scale=scale
-        )
-    return out[..., :d_v], lse[..., :length]

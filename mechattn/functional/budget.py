@@ -12,6 +12,8 @@ from torch import Tensor
 from mechattn.functional.attention import Attention, Pattern, Rows, attention_by_rows, widened
 
 Masses = Float[Tensor, "batch segment head query"]  # attention of each query to each segment
+Means = Float[Tensor, "batch head segment"]
+Vectors = Float[Tensor, "batch head pos d_head"]
 Members = Float[Tensor, "batch segment key"]  # 1 where a key belongs to a segment
 Turns = tuple[Float[Tensor, "batch 1 pos pair"], Float[Tensor, "batch 1 pos pair"]]  # cos and sin
 
@@ -35,28 +37,26 @@ class Rotation:
         # The model rounds each angle to float32. Rounding likewise gives its own angles, and not
         # only nearly them.
         frequencies = self.frequencies.float().to(old.device)
-        angles = [ids[:, None, :, None].float() * frequencies for ids in (old, new)]
-        difference = angles[1].double() - angles[0].double()
+        old_angles = old[:, None, :, None].float() * frequencies
+        new_angles = new[:, None, :, None].float() * frequencies
+        difference = new_angles.double() - old_angles.double()
         return difference.cos().to(dtype), difference.sin().to(dtype)
 
-    def moved(
-        self, x: Float[Tensor, "batch head pos d_head"], turns: Turns
-    ) -> Float[Tensor, "batch head pos d_head"]:
+    def moved(self, x: Vectors, turns: Turns) -> Vectors:
         """Rotated queries or keys at other positions: ``R(new) x = R(new − old) R(old) x``."""
         cos, sin = turns
         pairs = len(self.frequencies)
-        beyond = self.first + 2 * pairs
         moved = x.clone()
-        rotated = moved[..., self.first : beyond]
+        rotated = moved[..., self.first : self.first + 2 * pairs]
         if self.adjacent:
-            one, other = rotated.unflatten(-1, (pairs, 2)).unbind(-1)
+            first, second = rotated.unflatten(-1, (pairs, 2)).unbind(-1)
         else:
-            one, other = rotated.unflatten(-1, (2, pairs)).unbind(-2)
-        turned = one * cos - other * sin
+            first, second = rotated.unflatten(-1, (2, pairs)).unbind(-2)
         # Both are parts of the copy, which is changed in place: other tensors would cost as much as
         # the rotation.
-        other.mul_(cos).addcmul_(one, sin)
-        one.copy_(turned)
+        turned = first * cos - second * sin
+        second.mul_(cos).addcmul_(first, sin)
+        first.copy_(turned)
         return moved
 
 
@@ -92,20 +92,21 @@ def before_hidden_states(
     wide = widened(attention.q)
     # Without values: rows alone are asked for.
     own = replace(attention, v=attention.k[..., :0]).of(longer)
+    cos, sin = turns
 
-    def of_baseline(x: Tensor, positions: slice) -> Tensor:
+    def of_baseline(x: Vectors, positions: slice) -> Vectors:
         index = origin[:, None, positions, None].clamp(min=0)
-        original = x[baseline].gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])).to(wide)
-        cos, sin = turns
-        return rotation.moved(original, (cos[:, :, positions], sin[:, :, positions]))
+        original = x[baseline].gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+        own_turns = (cos[:, :, positions], sin[:, :, positions])
+        return rotation.moved(original.to(wide), own_turns)
 
     is_original = (origin >= 0)[:, None, :, None]
     q = own.q.to(wide, copy=True)
-    own_queries = q[:, :, queries]
     q[:, :, queries] = torch.where(
-        is_original[:, :, queries], of_baseline(attention.q, queries), own_queries
+        is_original[:, :, queries], of_baseline(attention.q, queries), q[:, :, queries]
     )
-    k = torch.where(is_original, of_baseline(attention.k, slice(None)), own.k.to(wide))
+    k_of_baseline = of_baseline(attention.k, slice(None))
+    k = torch.where(is_original, k_of_baseline, own.k.to(wide))
     return replace(own, q=q, k=k)
 
 
@@ -116,9 +117,9 @@ def is_unchanged(before: Attention, after: Attention) -> Bool[Tensor, ""]:
     this rounding must not appear as a change.
     """
     are_equal = []
-    for x, own in ((before.q, after.q), (before.k, after.k)):
-        rounding = 8 * torch.finfo(own.dtype).eps * own.abs().max()
-        are_equal.append((x - own).abs().max() <= rounding)
+    for x_before, x_after in ((before.q, after.q), (before.k, after.k)):
+        rounding = 8 * torch.finfo(x_after.dtype).eps * x_after.abs().max()
+        are_equal.append((x_before - x_after).abs().max() <= rounding)
     return are_equal[0] & are_equal[1]
 
 
@@ -141,9 +142,7 @@ def segment_masses(attention: Attention, members: Members, queries: slice) -> Ma
     return torch.cat(blocks, -1)
 
 
-def mean_over_queries(
-    masses: Masses, weights: Float[Tensor, " batch #head query"]
-) -> Float[Tensor, "batch head segment"]:
+def mean_over_queries(masses: Masses, weights: Float[Tensor, " batch #head query"]) -> Means:
     """The mean of each query's masses, weighted; the weights of a sequence add up to 1."""
     weights = weights.to(masses.dtype).expand(-1, masses.shape[2], -1)
     return torch.einsum("bshq,bhq->bhs", masses, weights)
@@ -151,7 +150,7 @@ def mean_over_queries(
 
 def mean_among_original(
     masses: Masses, weights: Float[Tensor, "batch 1 query"], inserted: int, sinks: bool
-) -> Float[Tensor, "batch head segment"]:
+) -> Means:
     """The mean of what a softmax over the original keys alone would give: ``A_s / (1 −
     A_inserted)``, 0 for inserted.
 
@@ -161,9 +160,9 @@ def mean_among_original(
         inserted: The index of the segment of inserted tokens.
         sinks: Whether learned sinks take part of each row, so that its masses do not add up to 1.
     """
-    to_inserted = masses[:, inserted]
-    left = 1 - to_inserted
-    if not sinks:
+    if sinks:
+        left = 1 - masses[:, inserted]
+    else:
         # This sum is exact however little is left; 1 − A_inserted would lose digits.
         left = masses[:, :inserted].sum(1) + masses[:, inserted + 1 :].sum(1)
     tiny = torch.finfo(masses.dtype).tiny

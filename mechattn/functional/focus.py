@@ -2,53 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from einops import einsum, rearrange
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.functional.attention import Marked, Pattern, Tokens, constant, widened
+from mechattn.functional.attention import Marked, Pattern, Tokens
 
 Squares = Float[Tensor, "*batch query key"]
 PerQuery = Float[Tensor, "*batch query"]
+KeyOfQuery = Int[Tensor, "*batch query"]
 PerHead = Float[Tensor, "batch head query"]
-Places = Int[Tensor, " place"]
+Place = Int[Tensor, " place"]
+Places = tuple[Place, Place, Place]  # row of the batch, query, key
 _CHUNK = 32  # keys
 # Elements; beyond this the logarithms leave the CPU's cache, which is four times as slow.
 _PIECE = 2**18
 
 
-def top_two(pattern: Squares) -> tuple[PerQuery, PerQuery, Int[Tensor, "*batch query"]]:
+def top_two(pattern: Squares) -> tuple[PerQuery, PerQuery, KeyOfQuery]:
     """The largest and the second largest probability of each query, and the index of the largest.
 
     ``p(1), p(2), argmax``; ties by index. With a single key the second is −1, which is meaningless.
     The pattern is modified temporarily and restored, as two maxima cost half as much as a sort.
     """
-    # A maximum without an index is vectorised, ten times as fast as one with its index: so use
-    # chunks first.
-    chunks = pattern.shape[-1] // _CHUNK
-    if chunks < 2:
-        first, argmax = pattern.max(-1)
-    else:
-        in_chunks = chunks * _CHUNK
-        chunked = rearrange(
-            pattern[..., :in_chunks], "... (chunk key) -> ... chunk key", key=_CHUNK
-        )
-        first, best_chunk = chunked.amax(-1).max(-1)
-        start = best_chunk * _CHUNK
-        keys = start.unsqueeze(-1) + torch.arange(_CHUNK, device=pattern.device)
-        argmax = start + pattern.gather(-1, keys).argmax(-1)
-        if in_chunks < pattern.shape[-1]:
-            last, last_argmax = pattern[..., in_chunks:].max(-1)
-            argmax = torch.where(last > first, last_argmax + in_chunks, argmax)
-            first = torch.maximum(first, last)
+    largest, argmax = _largest(pattern)
     index = argmax.unsqueeze(-1)
     pattern.scatter_(-1, index, -1.0)
     second = pattern.amax(-1)
-    pattern.scatter_(-1, index, first.unsqueeze(-1))
-    return first, second, argmax
+    pattern.scatter_(-1, index, largest.unsqueeze(-1))
+    return largest, second, argmax
+
+
+def _largest(pattern: Squares) -> tuple[PerQuery, KeyOfQuery]:
+    """The largest probability of each query and its first index.
+
+    A maximum without an index is vectorised, ten times as fast as one with its index: so the best
+    chunk of keys is looked for first.
+    """
+    chunks = pattern.shape[-1] // _CHUNK
+    if chunks < 2:
+        return pattern.max(-1)
+
+    in_chunks = chunks * _CHUNK
+    chunked = pattern[..., :in_chunks].unflatten(-1, (chunks, _CHUNK))
+    largest, best_chunk = chunked.amax(-1).max(-1)
+    first_key = best_chunk * _CHUNK
+    keys = first_key.unsqueeze(-1) + torch.arange(_CHUNK, device=pattern.device)
+    argmax = first_key + pattern.gather(-1, keys).argmax(-1)
+    if in_chunks == pattern.shape[-1]:
+        return largest, argmax
+
+    largest_of_rest, argmax_of_rest = pattern[..., in_chunks:].max(-1)
+    is_in_rest = largest_of_rest > largest
+    argmax = torch.where(is_in_rest, argmax_of_rest + in_chunks, argmax)
+    return torch.maximum(largest, largest_of_rest), argmax
 
 
 def entropy(pattern: Squares) -> PerQuery:
@@ -83,7 +91,7 @@ def looking_back(
     return torch.nn.functional.pad(diagonal, (missing, 0)), keys
 
 
-def half_mass_keys(pattern: Squares) -> Int[Tensor, "*batch query"]:
+def half_mass_keys(pattern: Squares) -> KeyOfQuery:
     """The size of the smallest set of keys that holds half of a query's attention to keys.
 
     ``min n: p(1) + … + p(n) ≥ Σ p / 2``, with probabilities in descending order (a learned sink
@@ -114,20 +122,9 @@ def repeats_of(
     return same & (key < query[:, None]) & (key >= after)
 
 
-def masked_mass(pattern: Pattern, chosen: Bool[Tensor, "batch query key"]) -> PerHead:
-    """Each query's attention to some keys, computed with a mask over all keys: for a GPU, to avoid
-    a sync."""
-    return einsum(
-        pattern,
-        chosen.to(pattern.dtype),
-        "batch head query key, batch query key -> batch head query",
-    )
-
-
-def looked_up_mass(pattern: Pattern, chosen: tuple[Places, Places, Places]) -> PerHead:
-    """The same, by looking up only these keys (row, query, key): for a CPU, as there are few of
-    them in a text."""
-    row, query, key = chosen
+def looked_up_mass(pattern: Pattern, places: Places) -> PerHead:
+    """Each query's attention to some keys, of which there are few in a text."""
+    row, query, key = places
     mass = pattern.new_zeros(pattern.shape[0], pattern.shape[2], pattern.shape[1])
     mass.index_put_((row, query), pattern[row, :, query, key], accumulate=True)
     return mass.transpose(1, 2)
@@ -142,38 +139,3 @@ def has_repeat(tokens: Tokens, after: int = 0) -> Marked:
     start = torch.where(is_new, places, 0).cummax(-1).values
     first = torch.empty_like(order).scatter_(-1, order, order.gather(-1, start))
     return first + after < places
-
-
-def band_edges(bands: int) -> tuple[int, ...]:
-    """The first distance of each band, and the end of the last: 0, 1, 2, 4, 8, …."""
-    return (0, *(2**n for n in range(bands)))
-
-
-def band_mass(
-    pattern: Squares, bands: int, first_query: int = 0, first_key: int = 0
-) -> Float[Tensor, "*batch query {bands}"]:
-    """Attention to the token itself, and to the keys t to 2t − 1 positions back, for t = 1, 2, 4,
-    ….
-
-    ``M[q, t] = Σ_{t ≤ q − k < 2t} A[q, k]``.
-    """
-    queries = first_query + torch.arange(pattern.shape[-2], device=pattern.device)
-    edges = constant(band_edges(bands), pattern.device)
-    up_to = torch.nn.functional.pad(pattern.cumsum(-1, dtype=widened(pattern)), (1, 0))
-    ends: Int[Tensor, "query edge"] = queries[:, None] - edges + 1 - first_key
-    ends = ends.clamp(0, pattern.shape[-1])
-    up_to_ends = up_to.gather(-1, ends.expand(*pattern.shape[:-1], len(edges)))
-    return (up_to_ends[..., :-1] - up_to_ends[..., 1:]).to(pattern.dtype)
-
-
-def near_best(pattern: Squares, shares: Sequence[float]) -> Float[Tensor, "*batch query share"]:
-    """How many keys get at least this fraction of the best key's attention.
-
-    ``N = #{k : A[q, k] ≥ share · max A[q]}``
-
-    In scores these are the keys at most ``g = −log share`` below the best,
-    ``#{k : max s − s[k] ≤ g}``.
-    """
-    best = pattern.amax(-1, keepdim=True)
-    counts = [(pattern >= share * best).sum(-1) for share in shares]
-    return torch.stack(counts, -1).to(widened(pattern))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechattn.functional.attention import Marked, mix
@@ -15,7 +15,11 @@ Outputs = Float[Tensor, "batch head query d_head"]  # of each head, before W_O
 Aligned = Float[Tensor, "batch head query original"]  # attention to the original keys
 Weights = Float[Tensor, "head d_head d_model"]  # W_O
 PerPart = Float[Tensor, "batch part pos"]  # of heads, or other parts of a layer
+PerQuery = Float[Tensor, "batch head query"]
+PerHead = Float[Tensor, "batch head pos"]
+Z = Float[Tensor, "batch pos head d_head"]
 Edges = Float[Tensor, " edge"]
+Bins = Int[Tensor, "batch part pos"]
 Factor = Float[Tensor, "head rank d_head"]  # see output_factor
 
 
@@ -29,19 +33,17 @@ def output_factor(w_o: Weights) -> Factor:
     return torch.linalg.qr(w_o.mT, mode="r").R
 
 
-def update_norm(
-    z: Float[Tensor, "batch pos head d_head"], factor: Factor
-) -> Float[Tensor, "batch head pos"]:
+def update_norm(z: Z, factor: Factor) -> PerHead:
     """``‖Δ‖`` of each head's update ``Δ = z W_O[h]``, from :func:`output_factor`."""
     by_head = rearrange(z, "batch pos head d_head -> batch head pos d_head")
     return (by_head @ factor.mT).norm(dim=-1)
 
 
 def update_product(
-    z: Float[Tensor, "batch pos head d_head"],
+    z: Z,
     w_o: Weights,
     direction: Float[Tensor, "batch pos d_model"],
-) -> Float[Tensor, "batch head pos"]:
+) -> PerHead:
     """``⟨direction, Δ⟩ = z · (W_O[h] direction)`` of each head's update; no [pos, head, d_model] is
     built.
     """
@@ -67,7 +69,7 @@ def counts_in_bins(
 
     Bin i holds ``edges[i − 1] ≤ value < edges[i]``. Counts of several prompts can be added.
     """
-    bins = torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
+    bins = _bins(value, edges)
     weight = (counted[:, None] & ~value.isnan()).to(value.dtype)
     counts = value.new_zeros((*value.shape[:-1], len(edges) + 1))
     return counts.scatter_add_(-1, bins, weight.expand(value.shape))
@@ -79,13 +81,16 @@ def counts_in_pairs_of_bins(
     """The same for two values at once, over all parts together."""
     first_edges, second_edges = edges
     second_bins = len(second_edges) + 1
-    first_bin = torch.bucketize(first.nan_to_num().contiguous(), first_edges, right=True)
-    second_bin = torch.bucketize(second.nan_to_num().contiguous(), second_edges, right=True)
-    both_bins = (first_bin * second_bins + second_bin).flatten(1)
-    weight = (counted[:, None] & ~first.isnan() & ~second.isnan()).to(first.dtype).flatten(1)
+    pair = _bins(first, first_edges) * second_bins + _bins(second, second_edges)
+    is_counted = counted[:, None] & ~first.isnan() & ~second.isnan()
     counts = first.new_zeros((len(first), (len(first_edges) + 1) * second_bins))
-    counts.scatter_add_(1, both_bins, weight)
+    counts.scatter_add_(1, pair.flatten(1), is_counted.to(first.dtype).flatten(1))
     return rearrange(counts, "batch (bin bin2) -> batch bin bin2", bin2=second_bins)
+
+
+def _bins(value: PerPart, edges: Float[Tensor, " any_edge"]) -> Bins:
+    """The bin of each value, whatever it is where the value is unknown."""
+    return torch.bucketize(value.nan_to_num().contiguous(), edges, right=True)
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class Split:
     output: Outputs  # the output with the inserted tokens, before W_O
     before: Outputs  # the output of the same query without them
     # What is left to the original keys: λ in arXiv:2510.01032, ``1 − Σ_{m inserted} A'[q, m]``
-    scale: Float[Tensor, "batch head query"]
+    scale: PerQuery
     shift: Outputs  # Σσ there, ``Σ_{m inserted} A'[q, m] v'[m]``
     # ``Σ_{k original} (A'[q, k] − λ A[q, k]) v[k]``: attention among the original keys has changed
     rerouting: Outputs
@@ -143,9 +148,7 @@ def split(
     )
 
 
-def total_variation(
-    aligned: Aligned, baseline: Aligned, scale: Float[Tensor, "batch head query"]
-) -> Float[Tensor, "batch head query"]:
+def total_variation(aligned: Aligned, baseline: Aligned, scale: PerQuery) -> PerQuery:
     """``½ Σ_k |A'[q, k] / λ − A[q, k]|`` over the original keys: 0 if attention among them is only
     diluted.
     """
@@ -154,7 +157,7 @@ def total_variation(
 
 def question_ratio(
     aligned: Aligned, baseline: Aligned, question: Bool[Tensor, "batch original"]
-) -> Float[Tensor, "batch head query"]:
+) -> PerQuery:
     """``ρ_Q[q] = Σ_{k in question} A'[q, k] / Σ_{k in question} A[q, k]``; NaN where the baseline
     has none there.
 

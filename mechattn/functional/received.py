@@ -13,7 +13,12 @@ from torch import Tensor
 from mechattn.functional.attention import EdgeMask, Marked, Pattern, for_each_head
 
 PerKey = Float[Tensor, "batch head key"]
-Counted = Bool[Tensor, "batch query"]
+PerQuery = Float[Tensor, "batch head query"]
+Counted = Bool[Tensor, "batch query"]  # the queries that count
+CountOfKey = Float[Tensor, "batch key"]  # of queries
+Members = Bool[Tensor, "batch segment key"]  # the keys of each segment
+PerSegment = Float[Tensor, "batch head segment"]
+OfSequence = Float[Tensor, " batch"]
 
 
 def visible_keys(
@@ -39,9 +44,7 @@ def column_sums(pattern: Pattern, counted: Counted) -> PerKey:
     return (counted[:, None, None, :].to(pattern.dtype) @ pattern).squeeze(-2)
 
 
-def self_attention(
-    pattern: Pattern, first_query: int = 0, first_key: int = 0
-) -> Float[Tensor, "batch head query"]:
+def self_attention(pattern: Pattern, first_query: int = 0, first_key: int = 0) -> PerQuery:
     """``A[q, q]`` of each query; a view. The pattern's first row and first key are at these
     positions.
     """
@@ -50,17 +53,18 @@ def self_attention(
 
 def _sums_over_seeing(
     weight: Shaped[Tensor, "batch query"], window: int | None, include_self: bool
-) -> Float[Tensor, "batch key"]:
+) -> CountOfKey:
     """For each key the sum of the weights of the queries that can see it, from one cumulative
     sum."""
     length = weight.shape[-1]
-    from_here_on = weight.double().flip(-1).cumsum(-1).flip(-1)
-    from_here_on = torch.nn.functional.pad(from_here_on, (0, length + 1))
-    first = int(not include_self)
+    sums_from = weight.double().flip(-1).cumsum(-1).flip(-1)
+    sums_from = torch.nn.functional.pad(sums_from, (0, length + 1))
+    # Of key k, the first query that sees it is k + first, and the first that doesn't k + end.
+    first = 0 if include_self else 1
     end = length
     if window is not None:
         end = min(max(window, first), length)
-    return from_here_on[:, first : first + length] - from_here_on[:, end : end + length]
+    return sums_from[:, first : first + length] - sums_from[:, end : end + length]
 
 
 def visible_counts(
@@ -82,7 +86,7 @@ def seeing_queries(
     window: int | None = None,
     include_self: bool = False,
     edge_mask: EdgeMask | None = None,
-) -> Float[Tensor, "batch key"]:
+) -> CountOfKey:
     """The number of counted queries that can see each key: the denominator of
     :func:`received_attention`.
     """
@@ -95,7 +99,7 @@ def seeing_queries(
     return sums.round().float()
 
 
-def received_attention(sums: PerKey, queries: Float[Tensor, "batch key"]) -> PerKey:
+def received_attention(sums: PerKey, queries: CountOfKey) -> PerKey:
     """Mean attention that each key receives from the counted queries after it.
 
     ``received[k] = mean of A[q, k] over counted q > k that can see k``
@@ -106,9 +110,7 @@ def received_attention(sums: PerKey, queries: Float[Tensor, "batch key"]) -> Per
     return nan_without_queries[:, None] * sums / queries.clamp(min=1)[:, None]
 
 
-def segment_mean(
-    received: PerKey, member: Bool[Tensor, "batch segment key"]
-) -> Float[Tensor, "batch head segment"]:
+def segment_mean(received: PerKey, member: Members) -> PerSegment:
     """Mean of a per-key quantity over the keys of each segment, keys with NaN left out; NaN for an
     empty segment.
     """
@@ -117,9 +119,7 @@ def segment_mean(
     return (received.nan_to_num() @ segments) / (counted @ segments)
 
 
-def segment_means(
-    quantities: Mapping[str, PerKey], member: Bool[Tensor, "batch segment key"]
-) -> dict[str, Float[Tensor, "batch head segment"]]:
+def segment_means(quantities: Mapping[str, PerKey], member: Members) -> dict[str, PerSegment]:
     """:func:`segment_mean` of several quantities in one product, which costs as much as one of
     them."""
     heads = next(iter(quantities.values())).shape[1]
@@ -128,36 +128,26 @@ def segment_means(
     return dict(zip(quantities, means, strict=True))
 
 
-def near_band(
-    pattern: Pattern, gap: int, first_query: int = 0, first_key: int = 0
-) -> Float[Tensor, "batch head query {gap}"]:
-    """``A[q, q − back]`` of each query for ``back`` from 0 to ``gap − 1``; 0 if that key is not in
-    this block."""
-    device = pattern.device
-    queries = first_query - first_key + torch.arange(pattern.shape[2], device=device)
-    index = queries[:, None] - torch.arange(gap, device=device)
-    band = pattern.gather(-1, index.clamp(min=0).expand(*pattern.shape[:3], gap))
-    return band.masked_fill(index < 0, 0.0)
+def add_near_sums(
+    near: PerKey, pattern: Pattern, counted: Counted, first_query: int, first_key: int, gap: int
+) -> None:
+    """Add the attention that each key of a block gets from the counted queries less than ``gap``
+    positions later, its own included.
 
-
-def near_sums(band: Float[Tensor, "batch head pos gap"], counted: Counted) -> PerKey:
-    """Attention that each key gets from the counted queries less than ``gap`` positions later, its
-    own included.
-
-    ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]``, from :func:`near_band` of all queries;
+    ``near[k] = Σ_{k ≤ q < k + gap} counted[q] · A[q, k]`` after all blocks of query rows;
     :func:`column_sums` minus this is the attention from further away.
     """
-    length = band.shape[2]
-    weighted = band * counted[:, None, :, None].to(band.dtype)
-    near = torch.zeros_like(band[..., 0])
-    for back in range(min(band.shape[-1], length)):
-        near[..., : length - back] += weighted[..., back:, back]
-    return near
+    for back in range(gap):
+        offset = first_query - first_key - back  # the key of the first row, so far back
+        diagonal = pattern.diagonal(offset, -2, -1)
+        rows = max(0, -offset) + torch.arange(diagonal.shape[-1], device=pattern.device)
+        keys = slice(max(0, offset), max(0, offset) + len(rows))
+        near[..., keys] += diagonal * counted[:, None, rows].to(pattern.dtype)
 
 
 def near_queries(
     real: Marked, gap: int, window: int | None = None, edge_mask: EdgeMask | None = None
-) -> Float[Tensor, "batch key"]:
+) -> CountOfKey:
     """The number of real queries less than ``gap`` positions later that see each key, its own
     included.
     """
@@ -176,22 +166,22 @@ def value_norms(
 ) -> tuple[PerKey, PerKey]:
     """``‖v[k]‖`` and ``‖v[k] W_O‖`` for every query head, the latter from
     ``output_factor(W_O)``."""
+    heads = len(factor)
     v = v.to(factor.dtype)
-    kv_heads = v.shape[1]
-    of_group = rearrange(
-        factor, "(kv_head group) rank d_head -> kv_head d_head (group rank)", kv_head=kv_heads
+    factor_of_group = rearrange(
+        factor, "(kv_head group) rank d_head -> kv_head d_head (group rank)", kv_head=v.shape[1]
     )
     written = rearrange(
-        v @ of_group,
+        v @ factor_of_group,
         "batch kv_head key (group rank) -> batch (kv_head group) key rank",
-        group=len(factor) // kv_heads,
+        group=heads // v.shape[1],
     )
-    return for_each_head(v.norm(dim=-1), len(factor)), written.norm(dim=-1)
+    return for_each_head(v.norm(dim=-1), heads), written.norm(dim=-1)
 
 
 def massive(
     stream: Float[Tensor, "batch pos d_model"], real: Marked, least: float, ratio: float
-) -> dict[str, Float[Tensor, " batch"]]:
+) -> dict[str, OfSequence]:
     """Massive activations: entries with ``|h| > least`` and ``|h| > ratio · median |h|`` of their
     sequence.
 
@@ -210,7 +200,7 @@ def massive(
     }
 
 
-def _medians(size: Float[Tensor, "batch pos d_model"], real: Marked) -> Float[Tensor, " batch"]:
+def _medians(size: Float[Tensor, "batch pos d_model"], real: Marked) -> OfSequence:
     """The median of each sequence's entries, the lower of the two in the middle."""
     if size.device.type != "cpu":  # without waiting for it
         unknown = size.masked_fill(~real[:, :, None], torch.nan)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -15,9 +14,11 @@ from torch import Tensor
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError
 from mechattn.functional.attention import EdgeMask
-from mechattn.interventions.intervention import Target, digest, on
+from mechattn.interventions.intervention import Acting, CurrentTarget, digest, on
 from mechattn.model.patch.keys_values_z import changing_z, check_layers, heads_of
 from mechattn.prompts.token_sequences import TokenSequence
+
+Z = Float[Tensor, "batch pos head d_head"]  # each head's output before W_O
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,9 @@ class HeadAblation:
     means: HeadMeans | None = None
 
     def __post_init__(self) -> None:
-        is_sequence = isinstance(self.heads, (tuple, list))
-        if not is_sequence or not all(_is_layer_and_head(pair) for pair in self.heads):
+        if not all(isinstance(pair, (tuple, list)) for pair in self.heads):
             raise OptionError(
-                f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as "
-                "HeadAblation(((1, 4),))"
+                f"heads={self.heads!r}: give a tuple of (layer, head) pairs, such as ((1, 4),)"
             )
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
@@ -76,12 +75,10 @@ class HeadAblation:
                     f"the means cover layers {sorted(self.means.by_layer)}, not layer {layer}"
                 )
 
-    def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
+    def acting(self, model: Any, target: CurrentTarget) -> Acting:
         """Replace the output of these heads."""
 
-        def ablate(
-            layer: int, z: Float[Tensor, "batch pos head d_head"]
-        ) -> Float[Tensor, "batch pos head d_head"]:
+        def ablate(layer: int, z: Z) -> Z:
             z = z.clone()
             rows = target().rows.to(z.device)
             for layer_of_head, head in self.heads:
@@ -97,12 +94,6 @@ class HeadAblation:
         return changing_z(model, {layer: partial(ablate, layer) for layer in layers})
 
     on = on
-
-
-def _is_layer_and_head(pair: Any) -> bool:
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        return False
-    return all(type(number) is int for number in pair)
 
 
 _ORIGINAL = tuple(name for name in SEGMENTS if name != "inserted")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from mechattn.errors import OptionError, check_choice
 from mechattn.functional import activations as fn
-from mechattn.interventions.intervention import Target, as_layers, on
+from mechattn.interventions.intervention import Acting, CurrentTarget, as_layers, on
 from mechattn.model.hooked import config_of
 from mechattn.model.patch.nonlinearities import Activity, at_nonlinearity, plain_nonlinearity
 
+Activations = Float[Tensor, "row pos d_mlp"]
 _WIDTH_OF_QWEN_7B = 3584
 _ENTRIES = 2**22  # at a time, because the random number of each takes 8 bytes
 
@@ -64,22 +64,18 @@ class ARM:
         check_choice(fn.Scope, scope=self.scope)
         if self.control is not None:
             check_choice(fn.Control, control=self.control)
-        if not _is_number(self.c) or self.c < 0 or (self.form == "gemma" and self.c > 1):
-            expected = "a factor, 0 or more"
-            if self.form == "gemma":
-                expected = "a share, 0 to 1"
-            raise OptionError(f"c={self.c!r}: give {expected}")
-        if not (_is_number(self.p1) and 0 <= self.p1 <= 100):
-            raise OptionError(f"p1={self.p1!r}: give a percentile, 0 to 100, such as 99.5")
-        if 0 < self.p1 <= 1:
+        if not 0 <= self.c < inf:
+            raise OptionError(f"c={self.c!r}: give a factor, 0 or more")
+        if self.form == "gemma" and self.c > 1:
+            raise OptionError(f"c={self.c!r}: give a share, 0 to 1")
+        if not 0 <= self.p1 <= 100 or 0 < self.p1 <= 1:
             raise OptionError(
-                f"p1={self.p1!r}: give a percentile such as {100 * self.p1:g}, not a fraction"
+                f"p1={self.p1!r}: give a percentile, 0 or above 1 and up to 100, such as 99.5; no"
+                " fraction"
             )
-        if not _is_number(self.strength):
-            raise OptionError(
-                f"strength={self.strength!r}: give a number; 1 applies the whole change"
-            )
-        if not self.which or not all(_is_layer(layer) for layer in self.which):
+        if not isfinite(self.strength):
+            raise OptionError(f"strength={self.strength!r}: give a number; 1 applies all")
+        if not self.which or min(self.which) < 0:
             raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")
 
     @classmethod
@@ -116,7 +112,7 @@ class ARM:
         for layer in self.which:
             plain_nonlinearity(model, layer)
 
-    def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
+    def acting(self, model: Any, target: CurrentTarget) -> Acting:
         """Move the activations of these tokens."""
 
         def move(layer: int, pre: Activity, post: Activity) -> Activity | None:
@@ -141,12 +137,12 @@ class ARM:
 
     def _moved(
         self,
-        x: Float[Tensor, "row pos d_mlp"],
+        x: Activations,
         layer: int,
         prompts: Sequence[str],
         positions: Int[Tensor, "row pos"],
-    ) -> Float[Tensor, "row pos d_mlp"]:
-        def uniform(purpose: str) -> Float[Tensor, "row pos d_mlp"]:
+    ) -> Activations:
+        def uniform(purpose: str) -> Activations:
             keys = fn.token_keys(self.seed, prompts, positions, layer, purpose)
             return fn.keyed_uniform(keys, x.shape[-1])
 
@@ -161,11 +157,3 @@ class ARM:
         return (x.to(wide) + change).to(x.dtype)
 
     on = on
-
-
-def _is_layer(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)

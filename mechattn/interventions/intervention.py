@@ -30,6 +30,10 @@ class Target:
     segments: Int[Tensor, "row pos"] | None = None
 
 
+CurrentTarget = Callable[[], Target]  # of the forward pass that is running
+Acting = AbstractContextManager[None]
+
+
 def digest(tensors: Iterable[Tensor]) -> str:
     """A short hash of some tensors, for the recorded description of an intervention."""
     sha256 = hashlib.sha256()
@@ -54,7 +58,7 @@ class Intervention(Protocol):
         """Refuse a model, or prompts, that it cannot act on; called before the first forward
         pass."""
 
-    def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
+    def acting(self, model: Any, target: CurrentTarget) -> Acting:
         """Act on the tokens that ``target()`` returns at each forward pass."""
 
 

@@ -6,8 +6,8 @@ That is the affine map of inserted tokens, or their keys and values.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mechattn.axes import SEGMENTS
 from mechattn.errors import OptionError, check_choice
-from mechattn.interventions.intervention import Target, as_layers, digest, on
+from mechattn.interventions.intervention import Acting, CurrentTarget, as_layers, digest, on
 from mechattn.model.hooks import attention_layers, blocks_of
 from mechattn.model.patch.keys_values_z import (
     Part,
@@ -31,6 +31,9 @@ from mechattn.model.patch.keys_values_z import (
 from mechattn.prompts.token_sequences import TokenSequence
 
 Parts = Literal["both", "scale", "shift"]
+Z = Float[Tensor, "batch pos head d_head"]  # each head's output before W_O
+OfTokens = Float[Tensor, "pos head d_head"]  # the same of one sequence
+Positions = Int[Tensor, " pos"]
 
 
 @dataclass(frozen=True)
@@ -82,32 +85,21 @@ class AffineAttention:
     def check(self, model: Any, prompts: Sequence[str]) -> None:
         """Refuse layers that don't exist and prompts that were not recorded."""
         check_layers(model, self.which)
-        heads = heads_of(model)
-        if self.recorded is None:
-            if isinstance(self.scale, Tensor) and self.scale.shape != (heads,):
-                raise OptionError(
-                    f"scale has the shape {tuple(self.scale.shape)}; give a number, or {heads} "
-                    "numbers"
-                )
-            if self.shift is not None and self.shift.shape[0] != heads:
-                raise OptionError(
-                    f"shift has the shape {tuple(self.shift.shape)}; give [head d_head], with "
-                    f"{heads} heads"
-                )
+        if self.recorded is not None:
+            missing = [prompt for prompt in prompts if prompt not in self.recorded]
+            _refuse_unrecorded(missing, prompts, "AffineAttention", "record_affine")
             return
-        _refuse_unrecorded(
-            [prompt for prompt in prompts if prompt not in self.recorded],
-            prompts,
-            "an AffineAttention from record_affine acts only on the prompts that it was"
-            " recorded on",
-        )
+        heads = heads_of(model)
+        for name, tensor in (("scale", self.scale), ("shift", self.shift)):
+            if isinstance(tensor, Tensor) and tensor.shape[:1] != (heads,):
+                raise OptionError(
+                    f"{name} has the shape {tuple(tensor.shape)}; give it for each of {heads} heads"
+                )
 
-    def acting(self, model: Any, target: Callable[[], Target]) -> AbstractContextManager[None]:
+    def acting(self, model: Any, target: CurrentTarget) -> Acting:
         """Scale and shift the output of these tokens."""
 
-        def affine(
-            layer: int, z: Float[Tensor, "batch pos head d_head"]
-        ) -> Float[Tensor, "batch pos head d_head"]:
+        def affine(layer: int, z: Z) -> Z:
             z = z.clone()
             tokens = target()
             positions = tokens.positions.to(z.device)
@@ -117,18 +109,12 @@ class AffineAttention:
 
         return changing_z(model, {layer: partial(affine, layer) for layer in self.which})
 
-    def _applied(
-        self,
-        z: Float[Tensor, "pos head d_head"],
-        layer: int,
-        prompt: str,
-        positions: Int[Tensor, " pos"],
-    ) -> Float[Tensor, "pos head d_head"]:
+    def _applied(self, z: OfTokens, layer: int, prompt: str, positions: Positions) -> OfTokens:
         """The output of one sequence; tokens that were not recorded, such as generated ones, do not
         change.
         """
-        original = positions >= 0
         z = z.to(torch.promote_types(z.dtype, torch.float32))
+        original = positions >= 0
         if self.recorded is None:
             scale = torch.as_tensor(self.scale, device=z.device, dtype=z.dtype)[..., None]
             shift = torch.zeros((), device=z.device)
@@ -137,13 +123,7 @@ class AffineAttention:
         else:
             affine = self.recorded[prompt][layer]
             length = affine.scale.shape[1]
-            count = int(original.sum())
-            reads_the_prompt = bool((positions == 0).any())  # not only tokens after it
-            if reads_the_prompt and count != length:
-                raise OptionError(
-                    f"prompt {prompt!r} has {count} tokens here but had {length} when recorded, "
-                    "so it is another prompt"
-                )
+            self._check_length(prompt, positions, length)
             original &= positions < length
             places = positions.clamp(0, length - 1)
             scale = rearrange(affine.scale.to(z)[:, places], "head pos -> pos head 1")
@@ -155,6 +135,15 @@ class AffineAttention:
         if self.parts != "scale":
             changed = changed + shift
         return torch.where(original[:, None, None], changed, z)
+
+    def _check_length(self, prompt: str, positions: Positions, length: int) -> None:
+        """Refuse another prompt than the recorded one, unless only tokens after it are read."""
+        count = int((positions >= 0).sum())
+        if (positions == 0).any() and count != length:
+            raise OptionError(
+                f"prompt {prompt!r} has {count} tokens here but had {length} when recorded, "
+                "so it is another prompt"
+            )
 
     def __repr__(self) -> str:
         tensors = [torch.as_tensor(self.scale)]
@@ -250,18 +239,12 @@ class KVPatch:
         layers: The layers, from 0; all recorded ones by default.
     """
 
-    segment: str = "inserted"
-    from_: KeysValues | None = None
+    segment: str
+    from_: KeysValues
     layers: int | tuple[int, ...] | None = None
     reads_first: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_choice(SEGMENTS, segment=self.segment)
-        if not isinstance(self.from_, KeysValues):
-            raise OptionError(
-                f"from_={self.from_!r}: give the result of ma.record_keys_values(model, prompts, "
-                "condition), optionally with .from_other_prompts()"
-            )
         if self.from_.segment != self.segment:
             raise OptionError(
                 f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}"
@@ -273,16 +256,10 @@ class KVPatch:
             )
 
     @property
-    def recorded(self) -> KeysValues:
-        """The recorded keys and values."""
-        assert self.from_ is not None  # otherwise __post_init__ would have refused it
-        return self.from_
-
-    @property
     def which(self) -> tuple[int, ...]:
         """The layers."""
         if self.layers is None:
-            return self.recorded.layers
+            return self.from_.layers
         return as_layers(self.layers)
 
     def check(self, model: Any, prompts: Sequence[str]) -> None:
@@ -297,21 +274,15 @@ class KVPatch:
                 f"{model.cfg.n_layers} layers; the other layers pass on these tokens' content "
                 "whatever their keys and values are"
             )
-        _refuse_unrecorded(
-            [
-                prompt
-                for prompt in prompts
-                if self.recorded.source_of(prompt) not in self.recorded.of
-            ],
-            prompts,
-            "a KVPatch acts only on the prompts that record_keys_values recorded",
-        )
+        sources = {prompt: self.from_.source_of(prompt) for prompt in prompts}
+        missing = [prompt for prompt, source in sources.items() if source not in self.from_.of]
+        _refuse_unrecorded(missing, prompts, "KVPatch", "record_keys_values")
 
     def check_sequence(self, prompt: str, sequence: TokenSequence) -> None:
         """Refuse a sequence whose segment has another length than the recorded one."""
         count = int(sequence.of_segment(self.segment).sum())
-        source = self.recorded.source_of(prompt)
-        recorded_count = len(self.recorded.of[source][self.which[0]]["k"])
+        source = self.from_.source_of(prompt)
+        recorded_count = len(self.from_.of[source][self.which[0]]["k"])
         if recorded_count != count:
             raise OptionError(
                 f"prompt {prompt} has {count} {self.segment} tokens, but {recorded_count} were "
@@ -319,7 +290,7 @@ class KVPatch:
             )
 
     @contextmanager
-    def acting(self, model: Any, target: Callable[[], Target]) -> Iterator[None]:
+    def acting(self, model: Any, target: CurrentTarget) -> Iterator[None]:
         """Exchange keys and values of these tokens, and keep their own outputs as in the first
         pass.
         """
@@ -339,15 +310,14 @@ class KVPatch:
 
         def exchange(layer: int, part: Part, own: Float[Tensor, "batch pos width"]) -> Tensor:
             mask = in_segment(own)
-            if layer not in first_outputs or not mask.any():
+            is_first_pass = layer not in first_outputs
+            if is_first_pass or not mask.any():
                 return own
-            recorded = []
-            for prompt in target().prompts:
-                source = self.recorded.source_of(prompt)
-                recorded.append(self.recorded.of[source][layer][part])
-            return own.masked_scatter(mask[..., None], torch.cat(recorded).to(own))
+            sources = [self.from_.source_of(prompt) for prompt in target().prompts]
+            recorded = torch.cat([self.from_.of[source][layer][part] for source in sources])
+            return own.masked_scatter(mask[..., None], recorded.to(own))
 
-        def keep(layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Tensor:
+        def keep(layer: int, z: Z) -> Tensor:
             mask = in_segment(z)
             if not mask.any():
                 return z
@@ -361,12 +331,15 @@ class KVPatch:
             yield
 
     def __repr__(self) -> str:
-        return f"KVPatch({self.segment!r}, from_={self.recorded!r}, layers={self.which})"
+        return f"KVPatch({self.segment!r}, from_={self.from_!r}, layers={self.which})"
 
     on = on
 
 
-def _refuse_unrecorded(missing: list[str], prompts: Sequence[str], reason: str) -> None:
+def _refuse_unrecorded(
+    missing: Sequence[str], prompts: Sequence[str], intervention: str, recorder: str
+) -> None:
+    reason = f"a {intervention} acts only on the prompts that {recorder} recorded"
     if missing:
         raise OptionError(f"prompt {missing[0]!r} was not recorded: {reason}")
     if not prompts:

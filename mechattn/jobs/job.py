@@ -14,7 +14,7 @@ import torch
 
 from mechattn.analysis.analysis import Analysis
 from mechattn.engine.run import Plan, Run, RunOptions, make_plan
-from mechattn.errors import ModelError, OptionError, check_choice, check_counts
+from mechattn.errors import ModelError, check_choice, check_counts
 from mechattn.model.checkpoint import tokenizer_named, unloaded_tokenizer
 from mechattn.model.load import dtype_named, load_model
 from mechattn.model.weights import stored_hash
@@ -26,7 +26,6 @@ from mechattn.results.provenance import identity
 from mechattn.results.result import Result, in_half_the_space
 
 CHUNK = 64  # prompts
-MOST_THREADS = 1024  # with many more, such as 100,000, the process ends with a segmentation fault
 _BEGINNING = 64  # tokens
 Values = Literal["float32", "float16"]
 
@@ -87,11 +86,6 @@ class Job:
                 " tokenizer) and give the directory, or use ma.run"
             )
         check_counts(chunk=self.chunk, threads=1 if self.threads is None else self.threads)
-        if self.threads is not None and self.threads > MOST_THREADS:
-            raise OptionError(
-                f"threads={self.threads}: give at most {MOST_THREADS:,}; more than there are cores "
-                "is slower"
-            )
         check_choice(Values, values=self.values)
         object.__setattr__(self, "prompts", tuple(as_prompts(self.prompts)))
 

@@ -31,7 +31,6 @@ from mechattn.store.writing import check_result_place, save_result
 
 Shard = tuple[int, int]
 WHOLE: Shard = (1, 1)
-LARGE = 2**30  # bytes of a result, from which on its size is said
 CHUNK_NAME = re.compile(r"[0-9]{5,}\.zarr")
 UNFINISHED_NAME = re.compile(r"\.[0-9]{5,}\.zarr\.mechattn-[a-z0-9_]{8}")
 
@@ -251,22 +250,9 @@ def _compute_missing(
             )
             if finished:  # a model on the hub may have changed since
                 check_same_run(next(iter(finished.values())), result)
-            else:
-                _say_size(chunk_store, result)
-
             save_result(result, chunk_store.path(chunk))
             finished[chunk] = open_result(chunk_store.path(chunk))
             bar.update()
-
-
-def _say_size(chunk_store: KeptChunks, result: Result) -> None:
-    """Say how large a large result will be, as far as its first chunk tells."""
-    size = len(chunk_store.chunks) * sum(dataset.nbytes for dataset in result.datasets.values())
-    if size >= LARGE:
-        say(
-            f"the result will have about {size / 2**30:,.1f} GiB, and its chunks in"
-            f" {chunk_store.folder} as much until they are merged"
-        )
 
 
 def _is_stored(job: Job, path: str | Path, chunks: list[int]) -> bool:

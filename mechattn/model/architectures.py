@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.functional.attention import mpt_slopes
+from mechattn.functional.scores import mpt_slopes
 from mechattn.model.hooked import config_of, original_of
 
 Fault = Literal["alibi counted twice", "rotated in float32", "an empty rotary embedding"]
@@ -149,6 +149,7 @@ def mend(model: Any) -> tuple[str, ...]:
             cfg.positional_embedding_type = "none"
     else:
         return ()
+
     return (_MENDED[fault],)
 
 

@@ -1,13 +1,12 @@
 """Checkpoints and toys before their weights are read: place, configuration, tokenizer, ends of
 answers; and trust.
 
-A checkpoint neither runs its own code nor is read as a pickle, unless the user allows it. No single
-option does this. TransformerLens does not forward an option about pickles, and for some
-architectures it imports the checkpoint's code whatever ``trust_remote_code`` says; transformers
-asks on standard input if the option is left open. So we wrap the functions of transformers that
-read pickles and import code, once and permanently. The wrappers check what is being loaded, but
-only in the thread and the ``with`` block of one of our loads; other code that loads a model in this
-process is not affected.
+A checkpoint does not run its own code unless the user allows it. No option does this: for some
+architectures TransformerLens imports the checkpoint's code whatever ``trust_remote_code`` says, and
+transformers asks on standard input if the option is left open. So we wrap the functions of
+transformers that ask and that import code, once and permanently. The wrappers act only in the
+thread and the ``with`` block of one of our loads; other code that loads a model in this process is
+not affected.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from functools import cache, wraps
 from pathlib import Path
 from string import ascii_lowercase
 from threading import Lock
-from typing import Any, Literal
+from typing import Any
 
 from mechattn.errors import ModelError, warn
 from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.model.gguf_files import as_transformers_names, gguf_header, is_gguf, read_once
-from mechattn.model.packaged import REAL, packaged_file, real_names
+from mechattn.model.packaged import REAL, SMOLLM2, packaged_file
 
 PREFIX = "toy:"
 RELAY = (  # different from the others: it recalls, and passes what it recalls through filler
@@ -37,7 +36,6 @@ NO_LIMIT = 2**31
 _TOYS = Path(__file__).parent.parent / "toys"
 _LONGEST_REASON = 300  # characters: some errors list every architecture
 _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "spiece.*")
-_LAYERS, _WIDTH = 10_000, 2**31 - 1  # far beyond any model; a config may contain anything
 
 
 def toy_names() -> list[str]:
@@ -72,6 +70,7 @@ def model_place(name: str) -> str:
         place = str(toy_folder(name))
     elif name.startswith(REAL):
         place = packaged_file(name)
+
     if is_gguf(place):
         gguf_header(place)
         return place
@@ -84,6 +83,7 @@ def model_place(name: str) -> str:
         raise ModelError(
             f"there is no model {name!r}: it is {kind}, and models on the hub are named owner/name"
         )
+
     # A bare name may be an alias in TransformerLens ("gpt2", "neox"), which would hide the
     # directory.
     if os.path.isdir(place) and not os.path.dirname(place):
@@ -97,12 +97,6 @@ _OTHER_FOLDERS = {  # files in a directory without a config.json, and what it is
         "(PeftModel.from_pretrained(base, folder).merge_and_unload()), and load what that gives"
     ),
     "*.gguf": "holds a GGUF file: name it with gguf_file=…",
-    "consolidated*": (
-        "holds weights in Meta's or Mistral's format: convert them with transformers' script"
-    ),
-    "checkpoint-*/config.json": (
-        "holds the checkpoints of a training: name one of its folders checkpoint-…"
-    ),
     "*": "has no config.json, so it is not a checkpoint; save one with save_pretrained",
 }
 
@@ -115,27 +109,12 @@ def _without_config(folder: Path) -> str:
     return _OTHER_FOLDERS["*"]
 
 
-def check_weights_are_whole(place: str) -> None:
-    """Refuse a directory that holds parts of the weights without the index that says what is where.
-
-    Raises:
-        ModelError: Names the index.
-    """
-    shards = sorted(path.name for path in Path(place).glob("model-*-of-*.safetensors"))
-    whole = [*Path(place).glob("model.safetensors*"), *Path(place).glob("pytorch_model*")]
-    if shards and not whole:
-        raise ModelError(
-            f"the directory {place} holds parts of the weights ({shards[0]} …) without "
-            "model.safetensors.index.json, which says what is where; copy it there"
-        )
-
-
 def tokenizer_named(name: str) -> Any:
     """The tokenizer of a model, without the model."""
     if name.startswith(PREFIX):
         return load_tokenizer(name)
     place = model_place(name)
-    with asked_once(place), as_trusted(trust_remote_code=None, pickled_weights=False):
+    with asked_once(place), as_trusted(None):
         tokenizer = tokenizer_of(place, trust_remote_code=False)
     if tokenizer is None:
         raise ModelError(f"{name} has no tokenizer; save one there with save_pretrained")
@@ -151,6 +130,7 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
         next(Path(place).glob(kind), None) for kind in _TOKENIZER_FILES
     ):
         return None
+
     folder, file = as_transformers_names(place)
     try:
         with read_once():
@@ -161,6 +141,7 @@ def tokenizer_of(place: str, **remote: Any) -> Any:
             f"{place} has no tokenizer that can be loaded ({reason(error)}); pass one to"
             " load_model(…, tokenizer=…)"
         ) from error
+
     _warn_of_other_ids(tokenizer, Path(place))
     return tokenizer
 
@@ -188,11 +169,8 @@ def _warn_of_other_ids(tokenizer: Any, folder: Path) -> None:
         if token_ids != expected:
             warn(
                 f"{type(tokenizer).__name__}, which transformers loads for {folder.name}, reads"
-                f" {text!r} as "
-                f"{len(token_ids)} tokens {token_ids[:6]} …, and its tokenizer.json as"
-                f" {len(expected)}: "
-                f"{expected[:6]} …; to use the file, pass tokenizer=PreTrainedTokenizerFast"
-                f'(tokenizer_file="tokenizer.json")'
+                f" {text!r} as other tokens than its tokenizer.json; to use the file, pass"
+                ' tokenizer=PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")'
             )
             return
 
@@ -222,65 +200,41 @@ def prepends_bos(tokenizer: Any) -> bool:
 
 
 def config_of_place(place: str, **remote: Any) -> Any:
-    """The config of a checkpoint, whose sizes are checked, as it may be anyone's file."""
+    """The config of a checkpoint."""
     from transformers import AutoConfig
 
-    if is_gguf(place):
-        return _config_of_gguf(place)
-    try:
-        config = AutoConfig.from_pretrained(place, **remote)
-    except Exception as error:
-        refuse_own_code(error, place)
-        if Path(place).is_dir():
-            raise ModelError(
-                f"transformers cannot read {place}/config.json: {reason(error)}"
-            ) from error
-        raise ModelError(
-            f"there is no model {place!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not"
-            f" {', '.join(real_names())}, not a checkpoint directory here, and loading it from the"
-            f" hub failed ({reason(error)})"
-        ) from error
-    _check_sizes(config, place)
-    return config
-
-
-def _config_of_gguf(place: str) -> Any:
-    """The config that transformers makes of a GGUF file's header, with the class of the model."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    architecture = gguf_header(place).architecture
     folder, file = as_transformers_names(place)
     try:
         with read_once():
-            config = AutoConfig.from_pretrained(folder, **file)
+            config = AutoConfig.from_pretrained(folder, **file, **remote)
     except Exception as error:
+        refuse_own_code(error, place)
+        if os.path.exists(place):
+            raise ModelError(
+                f"transformers cannot read the configuration of {place}: {reason(error)}"
+            ) from error
         raise ModelError(
-            f"transformers cannot read {place}, whose architecture is {architecture!r}:"
-            f" {reason(error)}"
+            f"there is no model {place!r}: not a toy ({', '.join((*toy_names(), RELAY))}), not"
+            f" {SMOLLM2}, not a checkpoint directory here, and loading it from the"
+            f" hub failed ({reason(error)})"
         ) from error
+
+    if is_gguf(place):
+        config.architectures = [_class_of_gguf(place, config)]
+    return config
+
+
+def _class_of_gguf(place: str, config: Any) -> str:
+    """The class of the model in a GGUF file, whose header does not name it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if model_class is None:
         raise ModelError(
             f"{place} is not of a language model that answers token by token: its architecture is"
-            f" {architecture!r}"
+            f" {gguf_header(place).architecture!r}"
         )
-    config.architectures = [model_class]
-    _check_sizes(config, place)
-    return config
-
-
-def _check_sizes(config: Any, place: str) -> None:
-    """Refuse sizes that no model has."""
-    text = config.get_text_config(decoder=True)
-    largest = {"num_hidden_layers": _LAYERS, "hidden_size": _WIDTH, "vocab_size": _WIDTH}
-    for name, most in largest.items():
-        size = getattr(text, name, None)
-        if isinstance(size, int) and not 1 <= size <= most:
-            raise ModelError(
-                f"the config of {place} has {name} = {size:.3g}, but models have 1 to {most:,}: is"
-                " the file damaged?"
-            )
+    return model_class
 
 
 def text_config(name: str) -> Any:
@@ -355,37 +309,23 @@ def reason(error: Exception) -> str:
     return kind
 
 
-Forbidden = Literal["code", "pickles"]
-_Permission = frozenset[Forbidden] | None  # None outside our loads
-_forbidden: ContextVar[_Permission] = ContextVar("forbidden", default=None)
 _lock = Lock()
+
+# Whether a checkpoint's own code may run; None outside our loads.
+_own_code_allowed: ContextVar[bool | None] = ContextVar("own_code_allowed", default=None)
 
 
 @contextmanager
-def as_trusted(
-    trust_remote_code: bool | None, pickled_weights: bool, name: str = ""
-) -> Iterator[None]:
-    """Inside a ``with`` block, this thread treats a checkpoint as the user allowed, without asking
-    on the terminal."""
+def as_trusted(trust_remote_code: bool | None) -> Iterator[None]:
+    """Inside a ``with`` block, this thread runs a checkpoint's own code only if the user allowed
+    it, without asking on the terminal."""
     with _lock:
         _wrap_once()
-    forbidden: set[Forbidden] = set()
-    if trust_remote_code is not True:
-        forbidden.add("code")
-    if not pickled_weights:
-        forbidden.add("pickles")
-    before = _forbidden.set(frozenset(forbidden))
+    before = _own_code_allowed.set(trust_remote_code is True)
     try:
         yield
-    except ModelError as error:
-        if pickled_weights or "safetensors" not in str(error):
-            raise
-        raise ModelError(
-            f"{error}. Without safetensors {name} is a pickle, which can run code when it is read:"
-            " convert it with save_pretrained, or give pickled_weights=True if you trust it"
-        ) from error
     finally:
-        _forbidden.reset(before)
+        _own_code_allowed.reset(before)
 
 
 def is_of_own_code(model: Any) -> bool:
@@ -405,53 +345,34 @@ def refuse_own_code(error: Exception, name: str) -> None:
 
 @cache
 def _wrap_once() -> None:
-    from transformers import PreTrainedModel, dynamic_module_utils
+    from transformers import dynamic_module_utils
     from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
 
-    def around(function: Callable[..., Any], guard: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def guarded(*arguments: Any, **options: Any) -> Any:
-            return guard(function, _forbidden.get(), *arguments, **options)
-
-        return guarded
-
-    loads: Any = PreTrainedModel.__dict__["from_pretrained"].__func__
-    PreTrainedModel.from_pretrained = classmethod(around(loads, _without_pickles))  # type: ignore[method-assign,assignment]
+    importing: Any = dynamic_module_utils
     for name in ("get_cached_module_file", "get_class_in_module"):  # copies the code and runs it
-        function = getattr(dynamic_module_utils, name)
-        setattr(dynamic_module_utils, name, around(function, _without_code))
+        setattr(importing, name, _without_code(getattr(importing, name)))
     asking: list[Any] = [dynamic_module_utils, auto_factory, configuration_auto, tokenization_auto]
     for module in asking:
-        module.resolve_trust_remote_code = around(
-            module.resolve_trust_remote_code, _without_a_question
-        )
+        module.resolve_trust_remote_code = _without_a_question(module.resolve_trust_remote_code)
 
 
-def _without_pickles(
-    load: Callable[..., Any], forbidden: _Permission, *arguments: Any, **options: Any
-) -> Any:
-    if forbidden is not None and "pickles" in forbidden:
-        options["use_safetensors"] = True
-    return load(*arguments, **options)
+def _without_code(load: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load)
+    def guarded(*arguments: Any, **options: Any) -> Any:
+        if _own_code_allowed.get() is False:
+            raise ModelError(
+                "the checkpoint has its own code, which is run only with trust_remote_code=True"
+            )
+        return load(*arguments, **options)
+
+    return guarded
 
 
-def _without_code(
-    load: Callable[..., Any], forbidden: _Permission, *arguments: Any, **options: Any
-) -> Any:
-    if forbidden is not None and "code" in forbidden:
-        raise ModelError(
-            "the checkpoint has its own code, which is run only with trust_remote_code=True"
-        )
-    return load(*arguments, **options)
+def _without_a_question(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(resolve)
+    def guarded(trust: bool | None, *arguments: Any, **options: Any) -> Any:
+        if trust is None:
+            trust = _own_code_allowed.get()
+        return resolve(trust, *arguments, **options)
 
-
-def _without_a_question(
-    resolve: Callable[..., Any],
-    forbidden: _Permission,
-    trust: bool | None,
-    *arguments: Any,
-    **options: Any,
-) -> Any:
-    if trust is None and forbidden is not None:
-        trust = "code" not in forbidden
-    return resolve(trust, *arguments, **options)
+    return guarded

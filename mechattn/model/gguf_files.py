@@ -23,7 +23,6 @@ from mechattn.errors import ModelError, OptionError
 from mechattn.hub_access import asked_once, may_be_on_hub
 
 SUFFIX = ".gguf"
-_MAGIC = b"GGUF"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _BLOCK = 2**22  # bytes
 _FEW = 0.01  # of the weights: the bits of fewer are not worth a word
@@ -91,6 +90,7 @@ def gguf_place(name: str, gguf_file: str, revision: str | None) -> str:
         raise ModelError(
             f"there is no directory {name!r}, and models on the hub are named owner/name"
         )
+
     from huggingface_hub import hf_hub_download
 
     try:
@@ -124,19 +124,15 @@ def gguf_header(path: str) -> GgufFile:
         raise ModelError(
             f'{path} is a GGUF file, which needs the package gguf: pip install "mechattn[gguf]"'
         )
+
     if not os.path.isfile(path):
         raise ModelError(f"there is no file {path}")
-    if part := _PART.search(path):
+    if _PART.search(path):
         raise ModelError(
-            f"{path} is part {int(part[1])} of {int(part[2])} of a split model, and transformers"
-            " reads whole files: join the parts with llama.cpp's llama-gguf-split --merge"
+            f"{path} is a part of a split model, and transformers reads whole files: join the parts"
+            " with llama.cpp's llama-gguf-split --merge"
         )
-    with open(path, "rb") as file:
-        start = file.read(len(_MAGIC))
-    if start != _MAGIC:
-        raise ModelError(
-            f"{path} is not a GGUF file: it starts with {start!r}, where {_MAGIC!r} is expected"
-        )
+
     about = os.stat(path)
     return _read_header(path, about.st_size, about.st_mtime_ns)
 
@@ -151,10 +147,10 @@ def _read_header(path: str, size: int, changed: int) -> GgufFile:
             architecture = reader.fields["general.architecture"].contents()
         except Exception as error:  # of numpy, about shapes and sizes
             raise ModelError(
-                f"{path} is damaged or cut off: its {size:,} bytes end before what its header"
-                f" names, or the header itself is broken ({type(error).__name__}). Copy or download"
-                " it again"
+                f"{path} is no GGUF file, or is damaged or cut off ({type(error).__name__}). Copy or"
+                " download it again"
             ) from error
+
     types: Counter[str] = Counter()
     for tensor in reader.tensors:
         types[tensor.tensor_type.name] += int(tensor.n_elements)
@@ -214,6 +210,7 @@ def _quick_reader() -> Callable[[str], Any]:
                 items = list(values.reshape(-1, 1))
             else:
                 return super()._get_field_parts(offset, value_type)
+
             types = [GGUFValueType.ARRAY, item_type][: 2 if items else 1]
             return end - offset, [kind, count, *items], list(range(2, 2 + len(items))), types
 
@@ -261,23 +258,14 @@ def as_plain(model: Any) -> Any:
         return model
     model.is_quantized = False
     model.hf_quantizer = None
-    for config in {
-        id(each): each for each in (model.config, model.config.get_text_config())
-    }.values():
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
+    for config in (model.config, model.config.get_text_config()):
+        vars(config).pop("quantization_config", None)
     return model
 
 
-@lru_cache(maxsize=8)
-def _digest(path: str, size: int, changed: int) -> str:
+def _sha256(path: str) -> str:
     content = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             content.update(block)
     return content.hexdigest()
-
-
-def _sha256(path: str) -> str:
-    about = os.stat(path)
-    return _digest(path, about.st_size, about.st_mtime_ns)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ def unwrapped_model(model: Any) -> Any:
             f"a {type(model).__name__} has adapters beside its weights: merge them, and pass "
             "model.merge_and_unload()"
         )
+
     if not hasattr(model, "config"):
         raise ModelError(f"a {type(model).__name__} is not a transformers model: it has no config")
     refuse_other_kinds(type(model).__name__, model.config)
@@ -40,6 +39,7 @@ def unwrapped_model(model: Any) -> Any:
         module._compiled_call_impl = (
             None  # of model.compile(), which would compile our hooks as well
         )
+
     return model
 
 
@@ -60,26 +60,9 @@ def refuse_other_kinds(class_name: str, config: Any) -> None:
         kind = "a classifier, which predicts no tokens"
     elif class_name in modeling_auto.MODEL_MAPPING_NAMES.values():
         kind = "a model without its head, which predicts no tokens"
+
     if kind:
         raise ModelError(f"a {class_name} is {kind}; {_CAUSAL}")
-
-
-@contextmanager
-def configs_restored(model: Any) -> Iterator[None]:
-    """If the ``with`` block raises, the configurations of a model are as they were."""
-    configs = {
-        id(module.config): module.config
-        for module in model.modules()
-        if hasattr(getattr(module, "config", None), "__dict__")
-    }
-    before = [(config, dict(vars(config))) for config in configs.values()]
-    try:
-        yield
-    except BaseException:
-        for config, attributes in before:
-            vars(config).clear()
-            vars(config).update(attributes)
-        raise
 
 
 def moved(hf_model: Any, device: Any, dtype: torch.dtype | None) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mechattn.errors import ModelError
 from mechattn.functional.head_outputs import Factor, output_factor
@@ -23,7 +21,8 @@ def as_mixed(
 ) -> Float[Tensor, "*batch kv_head d_head"]:
     """The values that the pattern mixes, from hook_v, after which the model may clip or norm
     them."""
-    limit, norm = clip_of(model, layer), norm_of_values(model, layer)
+    limit = clip_of(model, layer)
+    norm = norm_of_values(model, layer)
     if limit is not None:
         v = v.clamp(-limit, limit)
     return v if norm is None else norm(v)
@@ -33,31 +32,32 @@ def clip_of(model: HookedModel, layer: int) -> float | None:
     """The bound at which a layer clips queries, keys and values after their hooks (some OLMo, MPT);
     usually None."""
     module = attention_module(model, layer)
-    limit = getattr(module, "clip_qkv", None) or getattr(
-        getattr(module, "config", None), "clip_qkv", None
-    )
+    config = getattr(module, "config", None)
+    limit = getattr(module, "clip_qkv", None) or getattr(config, "clip_qkv", None)
     return float(limit) if limit else None
 
 
 def norm_before_output(model: HookedModel, layer: int) -> str | None:
     """The name of a norm over all heads between the mixed values and W_O (BitNet); None in most
     models."""
-    return next((name for name, _ in norms_of_output(model, layer)), None)
+    for name, _ in norms_of_output(model, layer):
+        return name
+    return None
 
 
 def norms_of_output(model: HookedModel, layer: int) -> Iterator[tuple[str, nn.Module]]:
     """The norms over all heads between the mixed values and W_O, by name."""
     module = attention_module(model, layer)
+    if module is None:
+        return
     width = int(model.cfg.n_heads) * int(model.cfg.d_head)
-    for name, child in [] if module is None else module.named_children():
+    for name, child in module.named_children():
+        if name.startswith(("q", "k", "v")):  # norms of queries, keys and values
+            continue
         norm = unwrapped(child)
         weight = getattr(norm, "weight", None)
-        normed = (
-            "norm" in type(norm).__name__.lower() and weight is not None and weight.numel() == width
-        )
-        if normed and not name.startswith(
-            ("q", "k", "v")
-        ):  # those are norms of queries, keys and values
+        is_norm = "norm" in type(norm).__name__.lower()
+        if is_norm and weight is not None and weight.numel() == width:
             yield name, norm
 
 
@@ -120,57 +120,44 @@ def output_projection(model: HookedModel, layer: int) -> Float[Tensor, "head d_h
 def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head d_model"]:
     """W_O of each head, in the model's dtype to avoid a second copy of all layers; see
     :func:`wide`."""
-    packed = getattr(original_of(model), "is_quantized", False)
-    quantised = "its weights are quantised: load it unquantised" if packed else ""
-    if why := limit_of(model, "heads"):
+    name = model.cfg.model_name
+    is_quantised = getattr(original_of(model), "is_quantized", False)
+    quantised = "its weights are quantised: load it unquantised" if is_quantised else ""
+    limit = limit_of(model, "heads")
+    if limit:
+        raise ModelError(f"{name}: {quantised or limit}; so heads have no separate updates")
+    norm = norm_before_output(model, layer)
+    if norm:
         raise ModelError(
-            f"{model.cfg.model_name}: {quantised or why}; so heads have no separate updates"
+            f"{name} norms all heads together before W_O ({norm}, layer {layer}), so each head's"
+            " update depends on all others: heads have no separate updates"
         )
-    if norm := norm_before_output(model, layer):
-        raise ModelError(
-            f"{model.cfg.model_name} norms all heads together before W_O ({norm}, layer {layer}),"
-            " so each head's update depends on all others: heads have no separate updates"
-        )
+
     try:
         w_o = output_projection(model, layer)
     except Exception as error:  # an adapter that does not declare its output weights
         raise ModelError(
-            f"layer {layer} of {model.cfg.model_name} has no W_O by head ({quantised or error})"
+            f"layer {layer} of {name} has no W_O by head ({quantised or error})"
         ) from None
-    if not w_o.is_floating_point():
+
+    is_by_head = w_o.ndim == 3 and len(w_o) == model.cfg.n_heads
+    if not is_by_head or not w_o.is_floating_point():
         raise ModelError(
-            f"layer {layer} of {model.cfg.model_name} has no W_O by head (it is stored as"
-            f" {w_o.dtype})"
+            f"layer {layer} of {name} has no W_O by head: {w_o.dtype} {list(w_o.shape)} is not"
+            " [head, d_head, d_model]"
         )
-    if w_o.ndim != 3 or len(w_o) != model.cfg.n_heads:
-        raise ModelError(
-            f"layer {layer} of {model.cfg.model_name}: W_O {list(w_o.shape)} is not [head, d_head,"
-            " d_model], so heads have no separate updates"
-        )
+
     # Granite: what reaches the residual stream.
     factor = float(getattr(config_of(model), "residual_multiplier", None) or 1.0)
     return w_o if factor == 1 else w_o * factor
 
 
-# Alive as long as an analysis holds them, so that those of one run share a layer's factor. Its
-# weights live as long, so that their address isn't used again for others meanwhile.
-_factors: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
-_weights_of_factors: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
-
-
 def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
-    """:func:`mechattn.functional.head_outputs.output_factor` of a layer's W_O, made once for all
-    analyses of a run.
+    """:func:`mechattn.functional.head_outputs.output_factor` of a layer's W_O.
 
     A QR decomposition costs about as much as ten tokens in a forward pass.
     """
-    key = (w_o.data_ptr(), w_o._version, w_o.dtype, w_o.shape, w_o.stride())
-    factor = _factors.get(key)
-    if factor is None:
-        factor = output_factor(wide(w_o))
-        _factors[key] = factor
-        _weights_of_factors[factor] = w_o
-    return factor
+    return output_factor(wide(w_o))
 
 
 def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
@@ -182,14 +169,16 @@ def score_biases(
     model: HookedModel, layer: int
 ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "kv_head d_head"]]:
     """b_Q and b_K of each head; zeros if the model has none."""
+    b_q = _bias(model, layer, "b_Q", int(model.cfg.n_heads))
+    b_k = _bias(model, layer, "b_K", kv_heads_of(model))
+    return b_q, b_k
 
-    def bias(name: str, heads: int) -> Float[Tensor, "head d_head"]:
-        with weights_here(attention := model.blocks[layer].attn):
-            projection = getattr(attention, name, None)
-        if projection is None:
-            return torch.zeros(heads, int(model.cfg.d_head), device=device_of(attention))
-        return rearrange(
-            projection.detach().flatten(), "(head d_head) -> head d_head", head=heads
-        ).float()
 
-    return bias("b_Q", int(model.cfg.n_heads)), bias("b_K", kv_heads_of(model))
+def _bias(model: HookedModel, layer: int, name: str, heads: int) -> Float[Tensor, "{heads} d_head"]:
+    attention = model.blocks[layer].attn
+    with weights_here(attention):
+        bias = getattr(attention, name, None)
+    if bias is None:
+        return torch.zeros(heads, int(model.cfg.d_head), device=device_of(attention))
+    by_head = "(head d_head) -> head d_head"
+    return rearrange(bias.detach().flatten(), by_head, head=heads).float()

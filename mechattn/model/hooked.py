@@ -3,16 +3,15 @@ at a time holds."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
-from threading import Lock, RLock, local
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mechattn.errors import warn
@@ -106,7 +105,6 @@ def attribute_set(thing: Any, name: str, value: Any) -> Iterator[None]:
 
 
 _NAME = "_mechattn"
-_boots = 0
 
 
 @dataclass
@@ -123,15 +121,10 @@ class ModelFacts:
     why_not_native: str = ""
     mended: tuple[str, ...] = ()  # a sentence for each correction
     to_verify: bool = True  # False if the user turned verification off
-    probe_logits: Tensor | None = None  # the native logits when the model was loaded
     report: Report | None = None  # the last verification
-    boots: int = -1  # how many models the process had made at that time
     # Whether row blocks, and sums of a fused kernel, give the hooks' numbers; None if not tried yet.
     streaming: Check | None = None
     fused: Check | None = None
-    # By layers and rotary frequencies: how the layers rotate queries and keys, and why that is
-    # unknown.
-    rotations: dict[Any, Any] = field(default_factory=dict)
     hashed: tuple[object, str] | None = None  # what was hashed of the weights, and the last hash
     state: State | None = None  # of the model when it was last verified
     gguf: Mapping[str, Any] | None = None  # the file, if the weights come from a GGUF file
@@ -159,18 +152,6 @@ def remember(model: Any, what: ModelFacts) -> ModelFacts:
     return what
 
 
-def count_boot() -> None:
-    """Count a model that was made; booting one can change classes that others use (TransformerLens
-    issue 1795)."""
-    global _boots
-    _boots += 1
-
-
-def boots() -> int:
-    """The number of models made in this process."""
-    return _boots
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 making = RLock()  # of any model, as transformers and accelerate modify torch while they make one
 _LONG = 10.0  # seconds of waiting before a warning
@@ -178,7 +159,6 @@ _locks = (
     WeakIdKeyDictionary()
 )  # by the configuration and the first parameter, so no lock is pickled or copied
 _finding = Lock()
-_measured = local()  # .models: those that this thread is measuring
 
 
 def alone(function: Function) -> Function:
@@ -200,15 +180,13 @@ def measuring(model: Any) -> Iterator[None]:
     A hooked model is in eval mode, where dropout is off, and then as it was. Gradients can be
     taken, numbers without a dtype are float32, and no other dtype is chosen for operations.
     """
-    measured = vars(_measured).setdefault("models", set())
-    is_outermost = id(model) not in measured
     training = []
-    if is_outermost and hasattr(model, "cfg") and isinstance(model, nn.Module):
+    if hasattr(model, "cfg") and isinstance(model, nn.Module):
         training = [module for module in modules_of(model).values() if module.training]
     dtype = torch.get_default_dtype()
-    measured.add(id(model))
     for module in training:
         module.training = False
+
     try:
         torch.set_default_dtype(torch.float32)
         with ExitStack() as stack:
@@ -224,8 +202,6 @@ def measuring(model: Any) -> Iterator[None]:
         torch.set_default_dtype(dtype)
         for module in training:
             module.training = True
-        if is_outermost:
-            measured.discard(id(model))
 
 
 def holding(model: Any) -> ExitStack:
@@ -250,18 +226,8 @@ def _locks_of(model: Any) -> list[Any]:
     threads block."""
     if not isinstance(model, nn.Module):
         return []
-    shared = (config_of(model) or getattr(model, "config", None), next(model.parameters(), None))
+    config = config_of(model) or getattr(model, "config", None)
+    first_parameter = next(model.parameters(), None)
+    owners = [owner for owner in (config, first_parameter) if owner is not None]
     with _finding:
-        return [
-            _locks.setdefault(owner, RLock()) for owner in shared if type(owner).__weakrefoffset__
-        ]
-
-
-def _forget() -> None:
-    """In a forked process, drop locks that are held by threads of its parent."""
-    global _locks, _finding
-    _locks, _finding = WeakIdKeyDictionary(), Lock()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
+        return [_locks.setdefault(owner, RLock()) for owner in owners]

@@ -27,6 +27,7 @@ from mechattn.model.several_devices import weights_here
 _COMPUTED_TWICE = (  # the transformers norm, and the values of its two hooks
     "_hf_autograd_forward_with_hooks"
 )
+_NO_MASS = 1e-6  # attention up to this is rounding
 Hooks = list[tuple[str, Callable]]  # functions, each with the name of the hook where it is called
 SeePattern = Callable[[int, Pattern, Float[Tensor, "batch kv_head pos d_head"] | None], None]
 
@@ -44,28 +45,31 @@ def attention_layers(model: HookedModel) -> list[int]:
 
 def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> list[int]:
     """The layers to measure, checked; by default all that have attention."""
-    have = attention_layers(model)
-    if not have:
+    with_attention = attention_layers(model)
+    if not with_attention:
         raise ModelError(
             f"{model.cfg.model_name} has no layer with attention (or none whose hook_pattern"
-            " TransformerLens fires), so there is no attention to analyse; choose a model with"
-            " attention layers"
+            " TransformerLens fires), so there is no attention to analyse"
         )
+
     if layers is None:
-        return have
+        return with_attention
+
     chosen = list(layers) if isinstance(layers, Iterable) else [layers]
-    if any(isinstance(layer, bool) or not isinstance(layer, Integral) for layer in chosen):
-        raise OptionError(f"layers={layers!r}: give whole numbers, or omit it for all layers")
-    for layer in chosen:
-        if layer not in have:
-            all_between = have == list(range(have[0], have[-1] + 1))
-            said = f"{have[0]} to {have[-1]}" if all_between else ", ".join(map(str, have))
-            raise OptionError(
-                f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers"
-                f" {said}"
-            )
     if not chosen:
         raise OptionError("layers=[] selects no layers; omit it for all layers")
+    for layer in chosen:
+        if isinstance(layer, bool) or not isinstance(layer, Integral):
+            raise OptionError(f"layers={layers!r}: give whole numbers, or omit it for all layers")
+        if layer not in with_attention:
+            first, last = with_attention[0], with_attention[-1]
+            are_all = with_attention == list(range(first, last + 1))
+            existing = f"{first} to {last}" if are_all else ", ".join(map(str, with_attention))
+            raise OptionError(
+                f"layer {layer} is out of range: {model.cfg.model_name} has attention in layers"
+                f" {existing}"
+            )
+
     return sorted({int(layer) for layer in chosen})
 
 
@@ -73,14 +77,18 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
     """The largest number of keys that a query of this layer can see, including its own; None for
     full attention."""
     config = config_of(model)
-    source, names = (
-        (model.cfg, ("attn_types", "window_size"))
-        if config is None
-        else (config, particulars_of(model).layer_kinds)
-    )
-    kinds, window = (getattr(source, name, None) for name in names)
+    if config is None:
+        source = model.cfg
+        name_of_kinds, name_of_window = ("attn_types", "window_size")
+    else:
+        source = config
+        name_of_kinds, name_of_window = particulars_of(model).layer_kinds
+
+    kinds = getattr(source, name_of_kinds, None)
+    window = getattr(source, name_of_window, None)
     if kinds is None:
-        return int(window) if window and getattr(config, "use_sliding_window", True) else None
+        is_used = getattr(config, "use_sliding_window", True)
+        return int(window) if window and is_used else None
     if kinds[layer] in ("full_attention", "global"):
         return None
     if kinds[layer] in ("sliding_attention", "local") and window:
@@ -102,28 +110,32 @@ def check_pattern(
     see."""
     real = real.to(pattern.device)
     sums = pattern.float().sum(-1).masked_fill(~real[:, None], 1.0)
-    bad = ~((sums < 1.01) & (sums > (-0.01 if has_sinks(model) else 0.99)))
-    if bad.any():
-        row, head, query = bad.nonzero()[0].tolist()
+    least = -0.01 if has_sinks(model) else 0.99
+    is_bad = ~((sums < 1.01) & (sums > least))  # NaN is bad, too
+    if is_bad.any():
+        row, head, query = is_bad.nonzero()[0].tolist()
         raise RowError(
             f"layer {layer}, head {head}: the attention of query {query} sums to"
             f" {float(sums[row, head, query]):.4f}, not to 1; the model gives NaN or infinity there"
             " (try another dtype), or its hook shows no probabilities",
             row,
         )
-    length = pattern.shape[-1]
-    unseen = ~visible_keys(torch.arange(length, device=pattern.device), length, window)
-    stray = (pattern.amax(1) * real[:, :, None]).masked_fill(~unseen, 0.0)
-    if edge_mask is not None and float((pattern.amax(1) * _unseen(edge_mask)).max()) > 1e-6:
+
+    strongest = pattern.amax(1)  # of the heads
+    if edge_mask is not None and (strongest * _unseen(edge_mask)).max() > _NO_MASS:
         raise ModelError(
             f"layer {layer}: a query sees a masked token, so masking at hook_attn_scores has no"
             ' effect here; use engine="streaming" if the model can be streamed'
         )
-    if stray.max() > 1e-6:
+
+    length = pattern.shape[-1]
+    visible = visible_keys(torch.arange(length, device=pattern.device), length, window)
+    stray_mass = (strongest * real[:, :, None]).masked_fill(visible, 0.0).max()
+    if stray_mass > _NO_MASS:
+        mask = "full causal attention" if window is None else f"a window of {window}"
         raise ModelError(
-            f"layer {layer}: a query gives {float(stray.max()):.2g} to a key that it should not see"
-            f" ({'full causal attention' if window is None else f'a window of {window}'}); the mask"
-            " is not the model's"
+            f"layer {layer}: a query gives {float(stray_mass):.2g} to a key that it should not see"
+            f" ({mask}); the mask is not the model's"
         )
 
 
@@ -145,9 +157,8 @@ def has_sinks(model: HookedModel) -> bool:
 
 def count_parameters(model: Any) -> int:
     """Number of distinct parameters; a tied embedding counts once."""
-    return sum(
-        p.numel() for p in {id(p): p for p in (original_of(model) or model).parameters()}.values()
-    )
+    owner = original_of(model) or model
+    return sum(parameter.numel() for parameter in owner.parameters())
 
 
 def forward_with_patterns(
@@ -163,43 +174,42 @@ def forward_with_patterns(
     """A forward pass up to the last of the layers; calls ``see(layer, pattern, v)`` with each
     pattern."""
     values: dict[int, Tensor] = {}
-    named = model.hook_dict
+    existing_hooks = model.hook_dict
+    fwd_hooks: Hooks = []
 
-    def hook(layer: int) -> Hooks:
-        def keep(v: Float[Tensor, ...], hook: Any) -> None:
-            values[layer] = v.detach()
+    for layer, edge_mask in (edge_masks or {}).items():
+        hide = partial(_hide, _unseen(edge_mask)[:, None])
+        fwd_hooks.append((f"blocks.{layer}.attn.hook_attn_scores", hide))
 
-        def reduce(pattern: Pattern, hook: Any) -> None:
-            if (v := values.pop(layer, None)) is not None:
-                v = positions_first(model, layer, v)
-                fits = (
-                    v.ndim == 4
-                    and v.shape[1] == pattern.shape[-1]
-                    and pattern.shape[1] % v.shape[2] == 0
-                )
-                by_head = "batch pos kv_head d_head -> batch kv_head pos d_head"
-                v = (
-                    rearrange(as_mixed(model, layer, v), by_head) if fits else None
-                )  # None if of another layout
-            see(layer, pattern.detach(), v)
+    def keep_values(v: Float[Tensor, ...], hook: Any, layer: int) -> None:
+        values[layer] = v.detach()
 
-        name = f"blocks.{layer}.attn.hook_v"
-        return [*([(name, keep)] if name in named else []), (pattern_hook(layer), reduce)]
+    def show_pattern(pattern: Pattern, hook: Any, layer: int) -> None:
+        v = values.pop(layer, None)
+        see(layer, pattern.detach(), None if v is None else _by_kv_head(model, layer, v, pattern))
 
-    cutting = [
-        (f"blocks.{layer}.attn.hook_attn_scores", partial(_hide, _unseen(edge_mask)[:, None]))
-        for layer, edge_mask in (edge_masks or {}).items()
-    ]
-    mask = {} if bool(real.all()) else {"attention_mask": real.long()}
-    looking = [pair for layer in layers for pair in hook(layer)]
-    forward_to(
-        model,
-        tokens,
-        max(layers) if last is None else last,
-        [*cutting, *looking],
-        position_ids,
-        **mask,
-    )
+    for layer in layers:
+        hook_v = f"blocks.{layer}.attn.hook_v"
+        if hook_v in existing_hooks:
+            fwd_hooks.append((hook_v, partial(keep_values, layer=layer)))
+        fwd_hooks.append((pattern_hook(layer), partial(show_pattern, layer=layer)))
+
+    options = {} if bool(real.all()) else {"attention_mask": real.long()}
+    if last is None:
+        last = max(layers)
+    forward_to(model, tokens, last, fwd_hooks, position_ids, **options)
+
+
+def _by_kv_head(
+    model: HookedModel, layer: int, v: Float[Tensor, ...], pattern: Pattern
+) -> Float[Tensor, "batch kv_head pos d_head"] | None:
+    """The values that the pattern mixes; None if hook_v has another layout."""
+    v = positions_first(model, layer, v)
+    _, heads, _, keys = pattern.shape
+    if v.ndim != 4 or v.shape[1] != keys or heads % v.shape[2]:
+        return None
+    v = as_mixed(model, layer, v)
+    return rearrange(v, "batch pos kv_head d_head -> batch kv_head pos d_head")
 
 
 def _unseen(edge_mask: EdgeMask) -> Bool[Tensor, "batch query key"]:
@@ -225,14 +235,15 @@ def forward_to(
     if position_ids is not None:
         # Without a mask, transformers treats position ids with gaps as several packed sequences and
         # separates them.
-        options = (
-            {"attention_mask": torch.ones_like(tokens)} | options | {"position_ids": position_ids}
-        )
+        options.setdefault("attention_mask", torch.ones_like(tokens))
+        options["position_ids"] = position_ids
+
     options |= keeping_nothing(model)
     if last < model.cfg.n_layers - 1:
         options["stop_at_layer"] = last + 1
     elif "logits_to_keep" in _options_taken(model):
         options |= keeping_one(config_of(model))
+
     with torch.no_grad(), norms_once(model):
         if fwd_hooks or "stop_at_layer" in options:
             model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type=None, **options)
@@ -245,14 +256,14 @@ def logits_and_values(
 ) -> tuple[Float[Tensor, "... pos d_vocab"], dict[str, Tensor]]:
     """The logits of a pass, and the values at the hooks of these names."""
     activations: dict[str, Tensor] = {}
+
+    def keep(value: Tensor, hook: Any, name: str) -> None:
+        activations[name] = value.detach()
+
+    fwd_hooks = [(name, partial(keep, name=name)) for name in names]
+    options = keeping_nothing(model)
     with torch.no_grad():
-        keep = [
-            (name, lambda value, hook, name=name: activations.update({name: value.detach()}))
-            for name in names
-        ]
-        logits = model.run_with_hooks(
-            tokens, fwd_hooks=keep, return_type="logits", **keeping_nothing(model)
-        )
+        logits = model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type="logits", **options)
     return logits, activations
 
 
@@ -309,23 +320,23 @@ def norms_once(model: Any) -> Iterator[None]:
     same numbers."""
     # Those of the model, its blocks and their parts; deeper ones are not searched for, to save
     # time.
-    modules = [model, *model.blocks, *(part for block in model.blocks for part in block.children())]
-    norms = [
-        module
-        for part in modules
-        for module in part.children()
-        if hasattr(type(module), _COMPUTED_TWICE)
-    ]
+    owners = [model, *model.blocks]
+    for block in model.blocks:
+        owners += block.children()
+
     with ExitStack() as stack:
-        for norm in norms:
-            once = partial(_once, norm, getattr(norm, _COMPUTED_TWICE))
-            stack.enter_context(attribute_set(norm, _COMPUTED_TWICE, once))
+        for owner in owners:
+            for norm in owner.children():
+                if hasattr(type(norm), _COMPUTED_TWICE):
+                    once = partial(_once, norm, getattr(norm, _COMPUTED_TWICE))
+                    stack.enter_context(attribute_set(norm, _COMPUTED_TWICE, once))
         yield
 
 
 def _once(
     norm: Any, twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
 ) -> Float[Tensor, "*batch channel"]:
-    points = (norm.hook_scale, norm.hook_normalized)
-    watched = any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks for p in points)
-    return twice(x) if watched else norm.original_component(x).to(x.dtype)
+    for point in (norm.hook_scale, norm.hook_normalized):
+        if point._forward_hooks or point._forward_pre_hooks or point._backward_hooks:
+            return twice(x)
+    return norm.original_component(x).to(x.dtype)

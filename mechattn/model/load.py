@@ -26,17 +26,13 @@ from mechattn.model.gguf_files import (
     read_once,
 )
 from mechattn.model.given_objects import (
-    configs_restored,
     moved,
     refuse_other_kinds,
     unwrapped_model,
     warn_of_rounded_frequencies,
 )
 from mechattn.model.hooked import (
-    ModelFacts,
     alone,
-    boots,
-    count_boot,
     facts_of,
     making,
     remember,
@@ -64,7 +60,6 @@ def load_model(
     dtype: Dtype = "auto",
     device: str | torch.device | None = None,
     verify: bool = True,
-    pickled_weights: bool = False,
     gguf_file: str | None = None,
     **options: Any,
 ) -> Any:
@@ -88,11 +83,7 @@ def load_model(
             CPU and for GGUF files.
         device: The device; by default TransformerLens's choice.
         verify: Compare the hooked model with the model itself (``verify_model``) and refuse it if
-            they differ. An already verified model is verified again if another model has been made
-            since, because booting one can change shared classes. With False the model stays
-            unverified, and its results record this.
-        pickled_weights: Also load a checkpoint without safetensors. A pickle can run code, so use
-            this only for sources that you trust.
+            they differ. With False the model stays unverified, and its results record this.
         gguf_file: The name of a GGUF file in the directory, or in the hub's repository.
         **options: Other options of ``TransformerBridge.boot_transformers``, such as ``n_ctx``,
             ``revision`` or ``trust_remote_code`` (which runs the checkpoint's own code).
@@ -112,6 +103,7 @@ def load_model(
                 "a hooked model is used unchanged; set tokenizer, dtype and device where it is made"
             )
         return verified(model, verify)
+
     if not isinstance(dtype, torch.dtype) and dtype != "auto":
         raise OptionError(f'dtype={dtype!r}: give a torch dtype such as torch.bfloat16, or "auto"')
     check_device(device)
@@ -121,53 +113,34 @@ def load_model(
                 "gguf_file=…: name the directory or the hub's repository that holds the file"
             )
         model = gguf_place(str(model), gguf_file, options.get("revision"))
+
     if isinstance(model, torch.nn.Module):
         model = unwrapped_model(model)
-        with (
-            making,
-            as_trusted(trust_remote_code=checkpoint.is_of_own_code(model), pickled_weights=True),
-            configs_restored(model),
-        ):
+        with making, as_trusted(checkpoint.is_of_own_code(model)):
             hooked = _from_object(model, tokenizer, dtype, device, options)
-            # Verified inside the block: a model that is refused keeps its own configuration.
-            return verified(hooked, verify)
     elif isinstance(model, (str, Path)):
         own_code = options.get("trust_remote_code")
         place = checkpoint.model_place(str(model))
-        with (
-            making,
-            as_trusted(own_code, pickled_weights, name=str(model)),
-            asked_once(place),
-            read_once(),
-        ):
+        with making, as_trusted(own_code), asked_once(place), read_once():
             hooked = _from_name(str(model), tokenizer, dtype, device, options)
     else:
         raise ModelError(
             f"{model!r:.60} is not a model: give a name, a directory, a transformers model or a"
             " hooked model"
         )
+
     return verified(hooked, verify)
 
 
 def check_device(device: str | torch.device | None) -> None:
     """Refuse a device that is invalid or absent, before a model is read for it."""
-    if device is None:
-        return
     try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError):
+        torch.zeros(1, device=device).item()  # which a device without numbers ("meta") refuses
+    except (AssertionError, RuntimeError, TypeError) as error:
         raise OptionError(
-            f'device={device!r} is not a torch device: give "cpu", "cuda", "cuda:1" or "mps"'
+            f"device={str(device)!r} is not on this machine ({reason(error)}); give a torch device"
+            ' such as "cpu", "cuda", "cuda:1" or "mps"'
         ) from None
-    kind = place.type
-    number = place.index or 0
-    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    count = counts.get(kind)
-    if kind == "meta" or (count is not None and number >= count):
-        devices = ", ".join(f"{kind}:{index}" for index in range(count or 0)) or "none"
-        raise OptionError(
-            f"device={str(device)!r} is not on this machine ({kind} devices here: {devices})"
-        )
 
 
 @alone
@@ -188,8 +161,7 @@ def as_hooked(model: Any) -> Any:
 
 @alone
 def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **options: Any) -> Report:
-    """Verify a hooked model against the model itself: a table of checks, with both figures and the
-    tolerance.
+    """Verify a hooked model against the model itself: a table of checks, with their tolerances.
 
     Args:
         model: Anything that ``load_model`` accepts.
@@ -209,18 +181,14 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
     """
     if length < AT_LOADING:
         raise OptionError(f"length={length}: a probe has at least {AT_LOADING} tokens")
-    met_before = facts_of(model)
-    to_verify = met_before is None or met_before.to_verify
     hooked = load_model(model, verify=False, **options)
     facts = known_facts(hooked)
-    facts.to_verify = to_verify  # a model that is verified here is verified again later, as before
     if native is not None:
-        facts = replace(facts, native=native.eval(), why_not_native="", probe_logits=None)
+        facts = replace(facts, native=native.eval(), why_not_native="")
     facts.streaming = tried(check_streaming, hooked)
     facts.fused = None
     report = tried(check_model, hooked, facts, length)
     facts.report = replace(report, checks=(*report.checks, facts.streaming))
-    facts.boots = boots()
     facts.state = state_of(hooked)
     remember(hooked, facts)
     return facts.report
@@ -229,37 +197,40 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
 def dtype_named(name: str) -> Dtype:
     """The dtype with a name such as "bfloat16", for configs and the command line."""
     check_choice(("auto", "float32", "bfloat16", "float16"), dtype=name)
-    return getattr(torch, name, "auto")
+    return "auto" if name == "auto" else getattr(torch, name)
 
 
 def unloaded(model: Any) -> UnloadedModel:
     """A model without its weights; if the given model is loaded, it is included."""
-    from transformers import GenerationConfig
-
     if isinstance(model, (str, Path)):
-        name = str(model)
-        longest = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
-        longest = longest if isinstance(longest, int) else checkpoint.NO_LIMIT
-        try:
-            settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
-        except OSError:  # there are none, as in a GGUF file, whose tokenizer has the end
-            settings = None
-        return checkpoint.unloaded_tokenizer(
-            checkpoint.tokenizer_named(name), name, longest, settings
-        )
+        return _unloaded_checkpoint(str(model))
     if callable(getattr(model, "decode", None)) and hasattr(model, "eos_token_id"):
-        return checkpoint.unloaded_tokenizer(
-            model, str(getattr(model, "name_or_path", "") or type(model).__name__)
-        )
+        name = getattr(model, "name_or_path", "") or type(model).__name__
+        return checkpoint.unloaded_tokenizer(model, str(name))
     hooked = load_model(model)
     if getattr(hooked, "tokenizer", None) is None:
         raise ModelError(
             f"{hooked.cfg.model_name} has no tokenizer; pass one to load_model(model, tokenizer=…)"
         )
-    settings = getattr((facts_of(hooked) or ModelFacts()).native, "generation_config", None)
-    return UnloadedModel(
-        hooked.tokenizer, hooked.cfg, checkpoint.end_tokens(settings, hooked.tokenizer), hooked
-    )
+
+    settings = getattr(known_facts(hooked).native, "generation_config", None)
+    end = checkpoint.end_tokens(settings, hooked.tokenizer)
+    return UnloadedModel(hooked.tokenizer, hooked.cfg, end, hooked)
+
+
+def _unloaded_checkpoint(name: str) -> UnloadedModel:
+    """The tokenizer, context length and generation settings of a checkpoint."""
+    from transformers import GenerationConfig
+
+    longest = getattr(checkpoint.text_config(name), "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        longest = checkpoint.NO_LIMIT
+    try:
+        settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
+    except OSError:  # there are none, as in a GGUF file, whose tokenizer has the end
+        settings = None
+    tokenizer = checkpoint.tokenizer_named(name)
+    return checkpoint.unloaded_tokenizer(tokenizer, name, longest, settings)
 
 
 def _from_name(
@@ -269,41 +240,43 @@ def _from_name(
 
     is_toy = name.startswith(checkpoint.PREFIX)
     place = checkpoint.model_place(name)
-    remote = {"trust_remote_code": False} | {
-        k: options[k] for k in ("revision", "trust_remote_code") if k in options
-    }
+    remote = {"trust_remote_code": False}
+
+    for option in ("revision", "trust_remote_code"):
+        if option in options:
+            remote[option] = options[option]
+
     config = checkpoint.config_of_place(place, **remote)
-    checkpoint.check_weights_are_whole(place)
     if dtype == "auto":
         on_cpu = torch.device(device or get_device()).type == "cpu"
         stored = getattr(config, "dtype", None)
         dtype = torch.float32
         if isinstance(stored, torch.dtype) and not (is_toy or on_cpu):
             dtype = stored
-    if tokenizer is None:
-        tokenizer = (
-            checkpoint.load_tokenizer(name) if is_toy else checkpoint.tokenizer_of(place, **remote)
-        )
+
+    if tokenizer is None and is_toy:
+        tokenizer = checkpoint.load_tokenizer(name)
+    elif tokenizer is None:
+        tokenizer = checkpoint.tokenizer_of(place, **remote)
+
     refuse_other_kinds("".join(getattr(config, "architectures", None) or [])[:80], config)
-    multimodal = not is_gguf(place) and is_multimodal(config)
-    if not is_gguf(place) and not multimodal:
+
+    loads_itself = is_gguf(place) or is_multimodal(config)
+    if not loads_itself:
         return _boot(place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options)
 
     placing = {option: options.pop(option) for option in _PLACING if option in options}
     if device is None and not placing:
         device = get_device()
-    if multimodal:
-        hf_model = multimodal_model(place, config, dtype=dtype, **placing, **remote)
-        if hf_model is None:
-            return _boot(
-                place, tokenizer=tokenizer, dtype=dtype, device=device, shown=name, **options
-            )
-        return _from_object(hf_model, tokenizer, "auto", device, options, name)
-    with classes_left_alone():
-        hf_model = load_dequantised(place, config, dtype, **placing)
-    hooked = _from_object(hf_model, tokenizer, "auto", device, options, name)
-    known_facts(hooked).gguf = gguf_header(place).provenance()
-    return hooked
+    if is_gguf(place):
+        with classes_left_alone():
+            hf_model = load_dequantised(place, config, dtype, **placing)
+        hooked = _from_object(hf_model, tokenizer, "auto", device, options, name)
+        known_facts(hooked).gguf = gguf_header(place).provenance()
+        return hooked
+
+    hf_model = multimodal_model(place, config, dtype=dtype, **placing, **remote)
+    return _from_object(hf_model, tokenizer, "auto", device, options, name)
 
 
 def _from_object(
@@ -318,6 +291,7 @@ def _from_object(
         raise ModelError(
             "a model object has no tokenizer; pass one to load_model(model, tokenizer=…)"
         )
+
     gguf = gguf_of(hf_model)
     name = name or getattr(hf_model.config, "_name_or_path", "") or type(hf_model).__name__
     hf_model = text_model_of(as_plain(hf_model))
@@ -328,6 +302,7 @@ def _from_object(
             "the dtype and devices of a quantised or dispatched model cannot be changed; set them"
             " where it is made"
         )
+
     if not placed:
         hf_model = moved(hf_model, device, None if dtype == "auto" else dtype)
     warn_of_rounded_frequencies(hf_model)
@@ -343,7 +318,6 @@ def _from_object(
 def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
-    count_boot()
     try:
         with classes_left_alone():
             # TransformerLens looks for a tokenizer if given none, so a model without one is given a
@@ -357,6 +331,7 @@ def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
         raise ModelError(
             f"TransformerLens cannot load {shown!r} as a hooked model: {reason(error)}"
         ) from error
+
     # The given object itself: the public setter would make a copy that always prepends BOS.
     bridge._tokenizer = tokenizer
     bridge.cfg.default_prepend_bos = checkpoint.prepends_bos(tokenizer)
@@ -382,6 +357,7 @@ def classes_left_alone() -> Iterator[None]:
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # which transformers shows even for a toy of one megabyte
     processor.from_pretrained = staticmethod(_no_processor)
+
     try:
         yield
     finally:

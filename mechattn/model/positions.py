@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mechattn.errors import ModelError
 from mechattn.functional.attention import Pattern
@@ -21,9 +20,6 @@ from mechattn.model.several_devices import device_of
 PROBE_LENGTH = 6  # tokens on which position ids are tried
 ROUNDING = 1e-3
 ROUNDING_IN_HALF_PRECISION = 0.1
-
-_aten = torch.ops.aten
-TABLE_LOOKUPS = (_aten.embedding, _aten.gather, _aten.index, _aten.index_select, _aten.take)
 
 
 @dataclass(frozen=True)
@@ -102,33 +98,33 @@ def takes_position_ids(model: HookedModel) -> bool:
 
 
 def takes_negative_ids(model: HookedModel) -> bool:
-    """Whether attention depends only on differences of position ids, so that negative ids work like
-    any others."""
+    """Whether attention depends only on differences of position ids, and none of them is looked up,
+    so that negative ids work like any others.
+
+    Negative ids themselves are not tried: a table that is read at one on a GPU makes all later
+    calls of the process fail.
+    """
+    has_computed_rotations = any(
+        name.endswith("inv_freq") for name, _ in original_of(model).named_buffers()
+    )
+    if not has_computed_rotations:
+        return False
     ids = torch.arange(2 * PROBE_LENGTH, device=device_of(model))
-    shifted = [ids, ids + PROBE_LENGTH, ids - PROBE_LENGTH]
     first_layer = hooks.attention_layers(model)[0]
-    last_layer = int(model.cfg.n_layers) - 1
     try:
-        with _NoNegativeRow():
-            pattern, *other_patterns = _patterns_at(model, first_layer, shifted, last_layer)
-    except (_NegativeRow, TypeError, ValueError, IndexError, RuntimeError):
+        pattern, shifted = _patterns_at(model, first_layer, [ids, ids + PROBE_LENGTH])
+    except (TypeError, ValueError):
         return False
 
     is_full_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)
     rounding = ROUNDING if is_full_precision else ROUNDING_IN_HALF_PRECISION
-    return all(
-        float((other_pattern - pattern).abs().max()) <= rounding for other_pattern in other_patterns
-    )
+    return float((shifted - pattern).abs().max()) <= rounding
 
 
 def _patterns_at(
-    model: HookedModel,
-    layer: int,
-    position_ids: Sequence[Int[Tensor, " pos"]],
-    last: int | None = None,
+    model: HookedModel, layer: int, position_ids: Sequence[Int[Tensor, " pos"]]
 ) -> list[Float[Tensor, "1 head query key"]]:
-    """A layer's pattern of the same few tokens at each of these positions, from a pass up to the
-    layer ``last``."""
+    """A layer's pattern of the same few tokens at each of these positions."""
     tokens = torch.arange(5, 5 + len(position_ids[0]), device=position_ids[0].device)[None]
     real = torch.ones_like(tokens)
     patterns: list[Tensor] = []
@@ -137,30 +133,5 @@ def _patterns_at(
         patterns.append(pattern.float())
 
     for ids in position_ids:
-        hooks.forward_with_patterns(
-            model, tokens, real, [layer], see, position_ids=ids[None], last=last
-        )
+        hooks.forward_with_patterns(model, tokens, real, [layer], see, position_ids=ids[None])
     return patterns
-
-
-class _NegativeRow(Exception):
-    """A table was read at a negative index."""
-
-
-class _NoNegativeRow(TorchDispatchMode):
-    """Prevent reading a table at a negative index, which on a GPU would make all later calls of the
-    process fail."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in TABLE_LOOKUPS:
-            for argument in args[1:]:
-                indices = argument if isinstance(argument, (list, tuple)) else [argument]
-                if any(_has_negative(index) for index in indices):
-                    raise _NegativeRow
-        return func(*args, **(kwargs or {}))
-
-
-def _has_negative(index: Any) -> bool:
-    if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
-        return False
-    return bool((index < 0).any())

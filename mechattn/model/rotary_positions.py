@@ -11,10 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import Attention, Fused, Rows, widened
+from mechattn.functional.attention import Attention, Rows, widened
 from mechattn.functional.budget import NO_ROTATION, Rotation
+from mechattn.functional.fused import Fused
 from mechattn.model import hooks
-from mechattn.model.hooked import HookedModel, ModelFacts, facts_of, original_of
+from mechattn.model.hooked import HookedModel, original_of
 from mechattn.model.patch.streaming import streaming, why_not
 from mechattn.model.positions import boundary_of
 from mechattn.model.several_devices import device_of
@@ -32,46 +33,43 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, R
     ones. None does if positions are learned, because they change the hidden states. ALiBi leaves
     queries and keys alone: it is a rotation by no angle.
 
-    What was found is kept on the model until its frequencies change: trying costs as much as a
-    short prompt.
+    Trying costs as much as a short prompt.
     """
-    frequencies = _frequencies(model)
-    facts = facts_of(model) or ModelFacts()
-    key = (*layers, *frequencies)
-    if key not in facts.rotations:
-        facts.rotations[key] = _tried_rotations(model, layers, [*frequencies.values()])
-    return facts.rotations[key]
-
-
-def _tried_rotations(
-    model: HookedModel, layers: Sequence[int], frequencies: Sequence[Tensor]
-) -> tuple[dict[int, Rotation], str]:
-    if reason := why_not(model):
+    reason = why_not(model)
+    if reason:
         return {}, reason
     boundary = boundary_of(model)
     if boundary is not None and boundary.kind == "longrope":
         return {}, "its rotary frequencies depend on the length of the text (LongRoPE)"
+    frequencies = _frequencies(model)
     # Some models with ALiBi take no position ids.
     if not frequencies and _have_biases(_attentions(model, layers, rows=1)):
         return dict.fromkeys(layers, NO_ROTATION), ""
 
-    longest = int(model.cfg.n_ctx) if boundary is None else min(int(model.cfg.n_ctx), boundary.at)
-    places = torch.arange(_PROBE, device=device_of(model))
-    position_ids = torch.stack([places, places + min(_FAR, longest - _PROBE)])
+    longest = int(model.cfg.n_ctx)
+    if boundary is not None:
+        longest = min(longest, boundary.at)
+    positions = torch.arange(_PROBE, device=device_of(model))
+    shift = min(_FAR, longest - _PROBE)
+    position_ids = torch.stack([positions, positions + shift])
+
     try:
         attentions = _attentions(model, layers, rows=2, position_ids=position_ids)
     except (TypeError, ValueError, IndexError):
         return {}, "it takes no position ids, so its tokens cannot be moved to other positions"
+
     if _have_biases(attentions):
         return dict.fromkeys(layers, NO_ROTATION), ""
-    candidates = list(_candidates(frequencies, attentions[layers[0]].q.shape[-1]))
-    device = position_ids.device
-    errors = [_errors(candidates, attentions[layer], position_ids).to(device) for layer in layers]
+
+    d_head = attentions[layers[0]].q.shape[-1]
+    candidates = list(_candidates(frequencies, d_head))
     rotations: dict[int, Rotation] = {}
-    for layer, of_layer in zip(layers, torch.stack(errors).tolist(), strict=True):
-        least = min(of_layer)
-        if least <= _tolerance(model):
-            rotations[layer] = candidates[of_layer.index(least)]
+
+    for layer in layers:
+        errors = _errors(candidates, attentions[layer], position_ids)
+        if errors.min() <= _tolerance(model):
+            rotations[layer] = candidates[int(errors.argmin())]
+
     # A model that ignores position ids looks as if it had no positions.
     if all(rotation is NO_ROTATION for rotation in rotations.values()):
         return {}, "its positions are learned, or none of its rotary frequencies moves its queries"
@@ -103,14 +101,14 @@ def _attentions(
     return attention_of_layer
 
 
-def _frequencies(model: HookedModel) -> dict[Any, Tensor]:
-    """The different rotary frequencies in the model's buffers, on the CPU, by their numbers."""
+def _frequencies(model: HookedModel) -> list[Tensor]:
+    """The different rotary frequencies in the model's buffers, on the CPU."""
     frequencies = {}
     owner: Any = original_of(model) or model
     for name, buffer in owner.named_buffers():
         if name.endswith("inv_freq"):
             frequencies[tuple(buffer.tolist())] = buffer.detach().cpu().clone()
-    return frequencies
+    return list(frequencies.values())
 
 
 def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]:
@@ -129,17 +127,25 @@ def _errors(
 ) -> Float[Tensor, " candidate"]:
     """How far the first row, rotated, is from the second: the largest difference relative to the
     largest number."""
-    errors = []
-    for rotation in candidates:
-        of_parts = []
-        for x in (attention.q, attention.k):
-            wide = x.to(widened(x))
-            ids = position_ids.to(x.device)
-            turned = rotation.moved(wide[:1], rotation.turns(ids[:1], ids[1:], wide.dtype))
-            size = wide.abs().max().clamp(min=torch.finfo(wide.dtype).tiny)  # all may be 0
-            of_parts.append((turned - wide[1:]).abs().max() / size)
-        errors.append(torch.stack(of_parts).max())
-    return torch.stack(errors)
+    return torch.stack(
+        [
+            torch.maximum(
+                _error(rotation, attention.q, position_ids),
+                _error(rotation, attention.k, position_ids),
+            )
+            for rotation in candidates
+        ]
+    )
+
+
+def _error(
+    rotation: Rotation, x: Float[Tensor, "2 head pos d_head"], position_ids: Int[Tensor, "2 pos"]
+) -> Float[Tensor, ""]:
+    x = x.to(widened(x))
+    ids = position_ids.to(x.device)
+    turns = rotation.turns(ids[:1], ids[1:], x.dtype)
+    largest = x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)  # all may be 0
+    return (rotation.moved(x[:1], turns) - x[1:]).abs().max() / largest
 
 
 def _tolerance(model: HookedModel) -> float:

@@ -12,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechattn.errors import ModelError
-from mechattn.functional.attention import Pattern, alibi_slopes, score_parts
+from mechattn.functional.attention import Pattern
 from mechattn.functional.received import visible_keys
+from mechattn.functional.scores import alibi_slopes, score_parts
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of, score_biases
@@ -141,6 +142,7 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
             " BLOOM, MPT) and for models without position terms in their scores (GPT-2, OPT,"
             " GPT-Neo)"
         )
+
     for layer in layers:
         limit = clip_of(model, layer)
         if limit:
@@ -152,6 +154,7 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     slopes = _slopes(model)
     rounded = particulars_of(model).alibi_in_bfloat16
     scores = {}
+
     for layer in layers:
         b_q, b_k = score_biases(model, layer)
         scale = score_scale(model, layer, b_q.shape[-1])
@@ -161,12 +164,14 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     is_full_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)
     rounding = ROUNDING if is_full_precision else ROUNDING_IN_HALF_PRECISION
     sum_of_parts = "scale · q·k" if slopes is None else "scale · q·k + ALiBi"
+
     for layer, error in _errors(model, scores).items():
         if error > rounding:
             raise ModelError(
                 f"{name}, layer {layer}: softmax of {sum_of_parts} is not the pattern (largest"
                 f" difference {error:.2g}), so the parts of its scores are unknown"
             )
+
     return scores
 
 
@@ -178,6 +183,7 @@ def _errors(model: HookedModel, scores: Mapping[int, Scores]) -> dict[int, float
         for layer in scores
     }
     names = [name for names_of_layer in hook_names.values() for name in names_of_layer]
+
     for name in names:
         if name not in model.hook_dict:
             raise ModelError(
@@ -196,4 +202,5 @@ def _errors(model: HookedModel, scores: Mapping[int, Scores]) -> dict[int, float
         visible = visible_keys(queries, tokens.shape[1], window)
         computed = total.masked_fill(~visible, -torch.inf).softmax(-1)
         errors[layer] = float((computed - pattern).abs().max())
+
     return errors

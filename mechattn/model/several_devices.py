@@ -72,6 +72,7 @@ def dispatched_like(twin: Any, model: Any) -> Any:
                 if getattr(hook, "offload", False) and hasattr(hook.weights_map, "dataset")
             )
             add_hook_to_module(module, _copied(of_all, name))
+
     return twin
 
 

@@ -19,14 +19,17 @@ def is_multimodal(config: Any) -> bool:
     return getattr(config, "text_config", None) is not None and any(other_inputs)
 
 
-def multimodal_model(place: str, config: Any, **options: Any) -> Any | None:
-    """A multimodal checkpoint, loaded by its class; None if its class is not one of
-    transformers."""
+def multimodal_model(place: str, config: Any, **options: Any) -> Any:
+    """A multimodal checkpoint, loaded by its class."""
     import transformers
 
     architecture, *_ = config.architectures or [""]
     model_class = getattr(transformers, architecture, None)
-    return None if model_class is None else model_class.from_pretrained(place, **options)
+    if model_class is None:
+        raise ModelError(
+            f"{place} is multimodal, and transformers has no class {architecture!r} for it"
+        )
+    return model_class.from_pretrained(place, **options)
 
 
 def text_model_of(model: Any) -> Any:
@@ -49,13 +52,16 @@ def text_model_of(model: Any) -> Any:
             f"{name} is multimodal, and its text model is loaded by itself, which is not possible "
             "with device_map; load it onto one device"
         )
+
     text = _built(model, text_class)
     tokens = torch.arange(1, 1 + _PROBE, device=model.device)[None]
     model.eval()
     text.eval()
+
     with torch.no_grad():
         expected = model(input_ids=tokens, use_cache=False).logits.float()
         logits = text(input_ids=tokens, use_cache=False).logits.float()
+
     difference = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     if not difference <= _TOLERANCE:
         raise ModelError(
@@ -63,6 +69,7 @@ def text_model_of(model: Any) -> Any:
             f" other logits ({float(difference):.2g} of their root mean square apart), so it is not"
             " measured"
         )
+
     return text
 
 
@@ -84,8 +91,10 @@ def _built(model: Any, text_class: Any) -> Any:
     config = model.config.text_config
     config._commit_hash = getattr(model.config, "_commit_hash", None)
     config._name_or_path = getattr(model.config, "_name_or_path", "")
+
     with init_empty_weights(include_buffers=False):
         text = text_class(config)
+
     decoder = model.get_decoder().state_dict(keep_vars=True)
     weights = {f"{text.base_model_prefix}.{name}": values for name, values in decoder.items()}
     weights["lm_head.weight"] = model.get_output_embeddings().weight
@@ -97,5 +106,6 @@ def _built(model: Any, text_class: Any) -> Any:
             f"{type(model).__name__} is multimodal, and its text model by itself "
             f"({text_class.__name__}) lacks the parameter {absent[0]}"
         )
+
     text.generation_config = model.generation_config
     return text.to(model.device)

@@ -71,6 +71,7 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     def normed(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         return wide(norm(x.to(dtype)[None])[0])
 
+    # Random vectors of very different sizes.
     ones = torch.ones(int(model.cfg.d_model), device=device)
     generator = torch.Generator().manual_seed(0)
     sizes = torch.logspace(-1, 2, _TRIED)[:, None]
@@ -85,7 +86,9 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
     of_signs, bias, of_ones = normed(torch.stack([signs, 0 * signs, ones]))
     eps = _eps_of(norm, model)
     gamma = (of_signs - bias) * signs * (1 + eps) ** 0.5
+    # A norm that subtracts the mean makes 0 of equal numbers.
     centres = bool((of_ones - bias).abs().max() < 1e-2 * gamma.abs().max())
+
     frozen = FrozenNorm(gamma, centres, eps)
     expected = frozen.of_part(x) / frozen.scale(x)[:, None] + bias
     error = float((output - expected).norm())
@@ -94,6 +97,7 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
             f"{model.cfg.model_name}: {name} is not a norm of the form γ · x / σ, so the"
             " contribution of a part of its input is undefined"
         )
+
     return frozen
 
 
@@ -148,25 +152,33 @@ def unembedding(model: HookedModel) -> Unembedding:
             w_u = getattr(model, "W_U", None)
         except Exception as error:  # TransformerLens refuses a quantised W_U
             raise ModelError(f"{model.cfg.model_name}: W_U cannot be read ({error})") from None
+
     if norm is None or w_u is None:
         raise ModelError(
             f"{model.cfg.model_name} has no ln_final or no W_U, so contributions to its logits are"
             " unknown"
         )
+
     w_u = w_u.detach()
     frozen = frozen_norm(model, norm, "its final norm")
     frozen = replace(frozen, gamma=frozen.gamma.to(w_u.device))
-    config = config_of(model)  # of a bridge; a HookedTransformer has its cap in cfg
-    if config is None:
+
+    factor_of = particulars_of(model).logit_factor
+    factor = 1.0
+    if factor_of is not None:
+        factor = float(factor_of(config_of(model)))
+    to_logits = Unembedding(w_u, wide(w_u).mean(1), frozen, factor, _logit_cap(model))
+    _check_direct(model, to_logits)
+    return to_logits
+
+
+def _logit_cap(model: HookedModel) -> float | None:
+    config = config_of(model)
+    if config is None:  # a HookedTransformer
         cap = getattr(model.cfg, "output_logits_soft_cap", None)
     else:
         cap = getattr(config, "final_logit_softcapping", None)
-    cap = float(cap) if cap and cap > 0 else None
-    factor_of = particulars_of(model).logit_factor
-    factor = 1.0 if factor_of is None else float(factor_of(config))
-    to_logits = Unembedding(w_u, wide(w_u).mean(1), frozen, factor, cap)
-    _check_direct(model, to_logits)
-    return to_logits
+    return float(cap) if cap and cap > 0 else None
 
 
 def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
@@ -176,14 +188,18 @@ def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
     limit = limit_of(model, "residual")
     if limit:
         raise ModelError(f"{name}: {limit}; so updates do not reach its logits unchanged")
+
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     tokens = torch.arange(5, 13, device=device_of(model))[None]
     all_logits, values = logits_and_values(model, tokens, [last])
     logits = to_logits.uncapped(wide(all_logits[0]).to(tokens.device))
-    expected = (logits - logits.mean(-1, keepdim=True))[:, tokens[0]]
+    centred_logits = logits - logits.mean(-1, keepdim=True)
+    expected = centred_logits[:, tokens[0]]
+
     stream = wide(values[last]).to(tokens.device)
     directions = to_logits.direction(tokens)[0]
     computed = (directions @ stream[0].T / to_logits.scale(stream)[0]).T
+
     difference = computed - expected
     error = (difference - difference.mean(0)).norm()  # a bias adds the same at every token
     spread = (expected - expected.mean(0)).norm()

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from mechattn.errors import MechattnError, ModelError
 from mechattn.model.architectures import mend
 from mechattn.model.checkpoint import reason
-from mechattn.model.hooked import HookedModel, ModelFacts, alone, boots, facts_of, making, remember
+from mechattn.model.hooked import HookedModel, ModelFacts, facts_of, making, remember
 from mechattn.model.several_devices import WRAPPED, device_of, dispatched_like
-from mechattn.model.state import is_same, refuse_changes, state_of
+from mechattn.model.state import refuse_changes, state_of
 from mechattn.model.verify.checks import check_model
 from mechattn.model.verify.verification import ANOTHER_VERSION, AT_LOADING
 
@@ -26,17 +26,9 @@ def verified(model: Any, verify: bool) -> Any:
         return model
     if facts.verified and facts.state is not None:
         notice_changes(model, facts)
-    verify_again(model)
-    return model
-
-
-@alone
-def verify_again(model: Any) -> None:
-    """Verify a model again if another one was made since, as making one changes classes that all
-    share."""
-    facts = known_facts(model)
-    if facts.to_verify and (facts.report is None or facts.boots < boots()):
+    elif facts.report is None and facts.to_verify:
         _verify(model, facts)
+    return model
 
 
 def known_facts(model: Any) -> ModelFacts:
@@ -61,8 +53,8 @@ def _verify(model: Any, facts: ModelFacts) -> None:
             f"{model.cfg.model_name} has hooks at {hooked} that change its "
             f"values; remove them, or give an intervention instead. {error}"
         ) from error
+
     facts.report = report
-    facts.boots = boots()
     facts.state = state
 
 
@@ -71,7 +63,7 @@ def _take_as_it_is(model: Any, facts: ModelFacts) -> None:
     if facts.report is None:
         facts.to_verify = False
         return
-    if facts.state is None or is_same(facts.state, state_of(model)):
+    if facts.state is None or facts.state == state_of(model):
         return
     with making:
         facts.native, facts.why_not_native = _native_twin(model)
@@ -83,7 +75,7 @@ def notice_changes(model: Any, facts: ModelFacts) -> None:
     """Refuse a changed model; verify it again if it was moved, or has other hooks."""
     before = facts.state
     assert before is not None, "asked of a verified model only"
-    now = state_of(model, before)
+    now = state_of(model)
     refuse_changes(model, before, now)
     is_moved = before["device"] != now["device"]
     if is_moved:
@@ -121,6 +113,7 @@ def _native_twin(bridge: Any) -> tuple[Any | None, str]:
                 " are gone"
             ),
         )
+
     if getattr(hooked, "is_quantized", False):
         return None, "its weights are quantised, and a second model cannot share them"
     try:
@@ -138,8 +131,10 @@ def _rebuilt(hooked: Any) -> Any:
     config = copy.deepcopy(hooked.config)
     config._attn_implementation_internal = None  # the class chooses again: SDPA if it has it
     config.output_attentions = False
+
     with init_empty_weights(include_buffers=False):
         twin = type(hooked)(config)
+
     wanted = set(twin.state_dict())
     named = [
         *hooked.named_buffers(remove_duplicate=False),
@@ -158,7 +153,9 @@ def _rebuilt(hooked: Any) -> Any:
         name for name, tensor in twin.named_parameters() if tensor.is_meta and name not in shared
     ]:
         raise LookupError(f"the hooked model has no parameter named {without[0]}")
+
     device = device_of(hooked)
     for name, buffer in twin.named_buffers():
         buffer.data = shared[name].data if name in shared else buffer.data.to(device)
+
     return dispatched_like(twin, hooked).eval()

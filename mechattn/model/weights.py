@@ -56,8 +56,10 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
             f"the weights of {hooked.cfg.model_name} cannot be redrawn: {facts.why_not_native}."
             " Give an unquantised model by its name, its directory, or as a transformers model"
         )
+
     with making:
         native = _drawn(facts.native, kind, seed)
+
     drawn = load_model(native, tokenizer=hooked.tokenizer)
     drawn.cfg.model_name = f"{hooked.cfg.model_name}, random weights ({kind}, seed {seed})"
     drawn.cfg.default_prepend_bos = hooked.cfg.default_prepend_bos
@@ -82,15 +84,20 @@ def _drawn(native: Any, kind: Kind, seed: int) -> Any:
     with torch.random.fork_rng():  # the random state of the process and of every GPU is restored
         torch.manual_seed(seed)
         drawn = type(native)(config)
+
     drawn.generation_config = getattr(native, "generation_config", None)
     drawn = drawn.to(device=device_of(native), dtype=next(native.parameters()).dtype)
-    if kind == "shuffled":
-        generator = torch.Generator().manual_seed(seed)
-        drawn.load_state_dict(native.state_dict())
-        with torch.no_grad():
-            for _, values in sorted(drawn.named_parameters()):  # a tied parameter occurs once
-                order = torch.randperm(values.numel(), generator=generator)
-                values.copy_(values.flatten()[order.to(values.device)].view_as(values))
+    if kind == "initialised":
+        return drawn
+
+    generator = torch.Generator().manual_seed(seed)
+    drawn.load_state_dict(native.state_dict())
+    with torch.no_grad():
+        for _, values in sorted(drawn.named_parameters()):  # a tied parameter occurs once
+            order = torch.randperm(values.numel(), generator=generator)
+            shuffled = values.flatten()[order.to(values.device)]
+            values.copy_(shuffled.view_as(values))
+
     return drawn
 
 
@@ -108,18 +115,25 @@ def weights_hash(model: Any) -> str:
     source = model if facts.native is None else facts.native
     stored = source.state_dict()
     tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
-    # A tensor made in inference mode does not count how often it was written to.
+
+    # Whether the last hash still holds.
     state = []
     for values in tensors.values():
+        # A tensor made in inference mode does not count how often it was written to.
         version = 0 if values.is_inference() else values._version
         state.append((values.data_ptr(), version, _sample(values, _FEW)))
-    if facts.hashed is None or facts.hashed[0] != state:
-        digest = hashlib.sha256()
-        for name, values in tensors.items():
-            digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
-            digest.update(_sample(unoffloaded(source, name, values), _WHOLE))
-        facts.hashed = (state, digest.hexdigest()[:16])
-    return facts.hashed[1]
+
+    if facts.hashed is not None and facts.hashed[0] == state:
+        return facts.hashed[1]
+
+    digest = hashlib.sha256()
+    for name, values in tensors.items():
+        digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
+        digest.update(_sample(unoffloaded(source, name, values), _WHOLE))
+
+    hexadecimal = digest.hexdigest()[:16]
+    facts.hashed = (state, hexadecimal)
+    return hexadecimal
 
 
 def stored_hash(name: str) -> str | None:
@@ -133,11 +147,12 @@ def stored_hash(name: str) -> str | None:
             files = [place]
         else:
             return None
+
         digest = hashlib.sha256()
         for path in sorted(files):
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode("utf-8", "surrogateescape"))
-            step = max(_STRETCH, -(-size // _STRETCHES))
+            step = max(_STRETCH, -(-size // _STRETCHES))  # rounded up
             with open(path, "rb") as stored:
                 for start in range(0, size, step):
                     stored.seek(start)
@@ -156,9 +171,11 @@ def revision(model: Any) -> str | None:
 
 
 def _sample(values: Float[Tensor, ...], most: int) -> bytes:
+    """The bytes of at most this many numbers of a tensor, evenly spaced."""
     if values.is_meta:  # offloaded: not read again each time
         return b"meta"
     flat = values.detach().reshape(-1)
-    if len(flat) > most:
-        flat = flat[:: -(-len(flat) // most)]
-    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if len(flat) else b""
+    if not len(flat):
+        return b""
+    step = max(1, -(-len(flat) // most))  # rounded up
+    return flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()

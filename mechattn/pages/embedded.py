@@ -54,12 +54,6 @@ def packed(values: np.ndarray, kind: Kind = "f4") -> Packed:
     return {"shape": list(numbers.shape), "kind": kind, "data": data}
 
 
-def unpacked(array: Packed) -> np.ndarray:
-    """The numbers of an array that :func:`packed` has stored in single precision."""
-    content = base64.b64decode(array["data"])
-    return np.frombuffer(content, dtype="<f4").reshape(array["shape"])
-
-
 def squeezed(text: str) -> str:
     """Compress text with gzip and base64, which a browser reads offline; equal texts stay equal."""
     content = gzip.compress(text.encode("utf-8"), 6, mtime=0)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
 
 import numpy as np
 
-from mechattn.analysis import ANALYSES
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast, Verdict
 from mechattn.contrast.first_token import first_token_words
-from mechattn.engine.labelled_datasets import lacking
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.render.budget_figures import budget_sentences, own_attention_words
-from mechattn.render.words import largest_layer_words, model_caption, percent, percent_words, stated
+from mechattn.render.words import (
+    heads_that_change,
+    largest_layer_words,
+    model_caption,
+    numbered,
+    percent,
+    percent_words,
+    stated,
+)
 from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
@@ -31,15 +34,31 @@ VERDICT_COLUMNS = (
     "heads that fall and rise by more than 5 %",
     "prompts",
 )
-RECEIVES = "each token of the question receives on average"
-SINGLE = (
-    "the attention that a token of the question receives from all tokens after it changes on"
-    " average by"
-)
-PERCENT_SIGN = "\u00a0%"
+SENTENCES = {
+    "one model": (
+        "With “{condition}”, the attention that a token of the question receives from all tokens"
+        " after it changes on average by {amount}{unsure}."
+    ),
+    "less": (
+        "With “{condition}”, each token of the question receives on average {amount} less"
+        " attention than without it, in {models} models."
+    ),
+    "more": (
+        "With “{condition}”, each token of the question receives on average {amount} more"
+        " attention than without it, in {models} models."
+    ),
+    "unclear": (
+        "With “{condition}”, the attention that each token of the question receives on average"
+        " changes by {amount}, in {models} models{unsure}."
+    ),
+    "control": (
+        "Comparing “{condition}” with “{control}”, which is as long, instead of with no insertion:"
+        " {amount}."
+    ),
+}
+UNSURE = ", which cannot be distinguished from 0"
 TICK_STEPS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 MOST_TICKS = 6
-Direction = Literal["less", "more", "unclear"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +83,7 @@ class ShownModel:
             return verdicts
         for condition in self.result.conditions[1:]:
             try:
-                with explained([self.result]):
-                    verdicts[condition] = self.result.verdict(condition)
+                verdicts[condition] = self.result.verdict(condition)
             except MemoryOptionError:
                 raise
             # Too few prompts for an interval, or a prompt without a question.
@@ -76,11 +94,11 @@ class ShownModel:
     @cached_property
     def against(self) -> tuple[str, Interval] | None:
         """The matched control of the first condition, and the change from it; None without one."""
-        if not self.verdicts:
+        condition = self.result.shown_condition()
+        if not isinstance(self.verdicts.get(condition), Verdict):
             return None
-        condition, verdict = next(iter(self.verdicts.items()))
         control = matched_control(self.result, condition)
-        if control is None or not isinstance(verdict, Verdict):
+        if control is None:
             return None
         change, _ = Contrast(self.result, condition, to=control).overall()
         return control, change
@@ -96,39 +114,53 @@ class ShownModel:
 
 @dataclass(frozen=True)
 class Change:
-    """A row of the picture: a model, a condition, and the verdict or why there is none.
-
-    For the first condition of a model, ``against`` has its matched control and the change from it.
-    """
+    """A row of the picture: a model, a condition, and the verdict or why there is none."""
 
     model: str
     condition: str
     verdict: Verdict | None
     problem: str = ""
-    against: tuple[str, Interval] | None = None
 
-
-@dataclass(frozen=True)
-class Mark:
-    """A row as drawn, lengths in percent of the axis; no model if it is that of the row above."""
-
-    model: str
-    condition: str
-    low: float = 0.0  # where the interval starts
-    length: float = 0.0  # of the interval
-    point: float = 0.0
-    words: str = ""
-    problem: str = ""
+    @property
+    def words(self) -> str:
+        """The change with its interval."""
+        return percent_words(self.verdict.change) if self.verdict else self.problem
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Points with whiskers on one axis, with labels, where 0 is, and all of it in one sentence."""
+    """Points with whiskers on an axis from ``start`` to ``end``, with a label at each step."""
 
-    rows: Sequence[Mark]
-    ticks: Sequence[tuple[float, str]]
-    zero: float
-    says: str
+    rows: Sequence[Change]
+    start: float
+    end: float
+    step: float
+
+    def place(self, value: float | np.ndarray) -> float:
+        """Where a change stands, in percent of the axis."""
+        share = float(value - self.start) / (self.end - self.start)
+        return round(100 * share, 3)
+
+    def length(self, interval: Interval) -> float:
+        """The length of a whisker, in percent of the axis."""
+        return round(self.place(interval.high) - self.place(interval.low), 3)
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """The places of the labels, and their words."""
+        ticks = []
+        for value in np.arange(self.start, self.end + self.step / 2, self.step):
+            is_zero = abs(value) <= self.step / 2
+            label = "0" if is_zero else percent(value).replace(".0", "")
+            ticks.append((self.place(value), label))
+        return ticks
+
+    @property
+    def says(self) -> str:
+        """All of it in words."""
+        return "; ".join(
+            f"{row.model}, {row.condition}: {row.words}" for row in self.rows if row.verdict
+        )
 
 
 def changes(models: Sequence[ShownModel]) -> list[Change]:
@@ -136,97 +168,106 @@ def changes(models: Sequence[ShownModel]) -> list[Change]:
     rows = []
     names = captions([model.result for model in models])
     for name, model in zip(names, models, strict=True):
-        against = model.against
         for condition, verdict in model.verdicts.items():
             if isinstance(verdict, Verdict):
-                rows.append(Change(name, condition, verdict, against=against))
+                rows.append(Change(name, condition, verdict))
             else:
                 rows.append(Change(name, condition, None, f"no verdict, since {verdict}"))
-            against = None  # only the first condition has one
     return rows
+
+
+def captions(results: Sequence[Result]) -> list[str]:
+    """The caption of each result: its model, numbered if several results have the same model."""
+    return numbered([model_caption(result) for result in results])
 
 
 def picture(rows: Sequence[Change]) -> Picture | None:
     """Draw the rows on one axis; None if there is nothing to draw."""
-    verdicts = [row.verdict for row in rows if row.verdict is not None]
-    if not verdicts:
+    intervals = [row.verdict.change for row in rows if row.verdict is not None]
+    if not intervals:
         return None
 
-    changes = [verdict.change for verdict in verdicts]
-    lowest = min(0.0, *(float(change.low) for change in changes))
-    highest = max(0.0, *(float(change.high) for change in changes))
+    lowest = min(0.0, *(float(interval.low) for interval in intervals))
+    highest = max(0.0, *(float(interval.high) for interval in intervals))
     fitting_steps = [step for step in TICK_STEPS if (highest - lowest) / step <= MOST_TICKS]
     step = min(fitting_steps, default=TICK_STEPS[-1])
-    start = np.floor(lowest / step) * step
-    end = max(np.ceil(highest / step) * step, start + step)
-
-    def position(value: float | np.ndarray) -> float:
-        return round(float(100 * (value - start) / (end - start)), 3)
-
-    marks = []
-    model_above = ""
-    for row in rows:
-        model = row.model if row.model != model_above else ""
-        model_above = row.model
-        if row.verdict is None:
-            marks.append(Mark(model, row.condition, problem=row.problem))
-            continue
-        change = row.verdict.change
-        mark = Mark(
-            model,
-            row.condition,
-            low=position(change.low),
-            length=round(position(change.high) - position(change.low), 3),
-            point=position(change.estimate),
-            words=percent_words(change),
-        )
-        marks.append(mark)
-
-    ticks = []
-    for value in np.arange(start, end + step / 2, step):
-        is_zero = abs(value) <= step / 2
-        label = "0" if is_zero else percent(value).replace(".0", "")
-        ticks.append((position(value), label))
-
-    said = [
-        f"{row.model}, {row.condition}: {percent_words(row.verdict.change)}"
-        for row in rows
-        if row.verdict is not None
-    ]
-    return Picture(marks, ticks, position(0.0), "; ".join(said))
+    start = float(np.floor(lowest / step) * step)
+    end = float(np.ceil(highest / step) * step)
+    return Picture(rows, start, max(end, start + step), step)
 
 
-def sentence(rows: Sequence[Change], in_layers: str = "") -> str:
-    """Describe the picture in words.
-
-    It says how attention changes with the first condition, then ``in_layers``, then how that
-    differs from a control of the same length.
-    """
-    verdicts: dict[str, list[Verdict]] = {}
-    for row in rows:
-        if row.verdict is not None:
-            verdicts.setdefault(row.condition, []).append(row.verdict)
-    if not verdicts:
+def sentence(rows: Sequence[Change]) -> str:
+    """The picture in words: how attention changes with the first condition."""
+    measured = [row for row in rows if row.verdict is not None]
+    if not measured:
         return f"{rows[0].model}: {rows[0].problem}." if rows else ""
 
-    condition = next(iter(verdicts))
-    beside = _against_words(rows)
-    amount = Amount.of(verdicts[condition])
-    if amount.models == 1:
-        (verdict,) = verdicts[condition]
-        change = f"{SINGLE} {percent_words(verdict.change)}{_unsure_words(amount)}"
-        return f"With “{condition}”, {change}.{in_layers}{beside}"
+    condition = measured[0].condition
+    intervals = [
+        row.verdict.change
+        for row in measured
+        if row.verdict is not None and row.condition == condition
+    ]
+    unsure_models = sum(bool(change.low <= 0 <= change.high) for change in intervals)
+    unsure = UNSURE if unsure_models else ""
+    if len(intervals) == 1:
+        amount = percent_words(intervals[0])
+        return SENTENCES["one model"].format(condition=condition, amount=amount, unsure=unsure)
 
-    models = f", in {amount.models} models"
-    changes = {
-        "less": f"{RECEIVES} {amount.words} less attention than without it{models}",
-        "more": f"{RECEIVES} {amount.words} more attention than without it{models}",
-        "unclear": (
-            f"the attention that {RECEIVES} changes by {amount.words}{models}"
-            f"{_unsure_words(amount)}"
-        ),
-    }
-    return f"With “{condition}”, {changes[amount.direction]}.{in_layers}{beside}"
+    if unsure_models:
+        unsure += f" in {unsure_models} of them"
+    direction = _direction(intervals)
+    amount = _range_words(intervals)
+    if direction != "unclear":  # then the sentence says the sign
+        amount = amount.replace("−", "").replace("+", "")
+    return SENTENCES[direction].format(
+        condition=condition, amount=amount, models=len(intervals), unsure=unsure
+    )
+
+
+def _direction(intervals: Sequence[Interval]) -> str:
+    """Whether all intervals are on one side of 0."""
+    if all(change.high < 0 for change in intervals):
+        return "less"
+    if all(change.low > 0 for change in intervals):
+        return "more"
+    return "unclear"
+
+
+def _range_words(intervals: Sequence[Interval]) -> str:
+    """The smallest change and the largest, whatever their signs."""
+    estimates = sorted((float(change.estimate) for change in intervals), key=abs)
+    smallest, *larger = dict.fromkeys(map(percent, estimates))
+    if not larger:
+        return smallest
+    number = smallest.removesuffix("\u00a0%")
+    return f"{number} to {larger[-1]}"
+
+
+def control_sentence(models: Sequence[ShownModel]) -> str:
+    """How the first condition differs from its matched control; empty if no model has one."""
+    controls = [model.against for model in models if model.against is not None]
+    if not controls:
+        return ""
+    control, first_change = controls[0]
+    (condition, *_) = [model.result.shown_condition() for model in models if model.against]
+    amount = percent_words(first_change)
+    if len(controls) > 1:
+        amount = _counted_directions([change for _, change in controls])
+    return SENTENCES["control"].format(condition=condition, control=control, amount=amount)
+
+
+def _counted_directions(intervals: Sequence[Interval]) -> str:
+    """The range of changes, and in how many models they are clear."""
+    rises = sum(bool(change.low > 0) for change in intervals)
+    falls = sum(bool(change.high < 0) for change in intervals)
+    unclear = len(intervals) - rises - falls
+    counts = {"more": rises, "less": falls, "no clear difference": unclear}
+    count_words = ", ".join(f"{name} in {count}" for name, count in counts.items() if count)
+    estimates = [float(change.estimate) for change in intervals]
+    low = percent(min(estimates))
+    high = percent(max(estimates))
+    return f"{low} to {high} ({count_words} of {len(intervals)} models)"
 
 
 def layer_sentence(models: Sequence[ShownModel]) -> str:
@@ -238,7 +279,21 @@ def layer_sentence(models: Sequence[ShownModel]) -> str:
     if not isinstance(model.verdicts.get(condition), Verdict):
         return ""
     words = largest_layer_words(model.result, condition, "question")
-    return f" {words}." if words else ""
+    return f"{words}." if words else ""
+
+
+def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
+    """The answer of a page, the most important sentence first."""
+    received_sentences = [
+        sentence(changes(models)),
+        layer_sentence(models),
+        control_sentence(models),
+    ]
+    received = " ".join(filter(None, received_sentences))
+    own_attention = own_attention_sentences(models)
+    if own_attention and received:
+        received = f"Received attention is another measure. {received}"
+    return [*own_attention, *filter(None, more_of_the_answer(models)), *filter(None, [received])]
 
 
 def own_attention_sentences(models: Sequence[ShownModel]) -> list[str]:
@@ -273,78 +328,6 @@ def more_of_the_answer(models: Sequence[ShownModel]) -> list[str]:
     return sentences
 
 
-@dataclass(frozen=True)
-class Amount:
-    """How much attention to the question changes with a condition, in one or several models.
-
-    Args:
-        direction: Whether every interval is on one side of 0.
-        words: The smallest and the largest change, with signs if the direction is unclear.
-        models: How many models there are.
-        unsure: In how many of them the interval contains 0.
-    """
-
-    direction: Direction
-    words: str
-    models: int
-    unsure: int
-
-    @classmethod
-    def of(cls, verdicts: Sequence[Verdict]) -> Amount:
-        """The amount by the verdicts of the models on one condition."""
-        changes = [verdict.change for verdict in verdicts]
-        direction: Direction = "unclear"
-        if all(change.high < 0 for change in changes):
-            direction = "less"
-        elif all(change.low > 0 for change in changes):
-            direction = "more"
-
-        estimates = sorted((float(change.estimate) for change in changes), key=abs)
-        smallest, *larger = dict.fromkeys(map(percent, estimates))
-        words = smallest
-        if larger:
-            words = f"{smallest.removesuffix(PERCENT_SIGN)} to {larger[-1]}"
-        if direction != "unclear":  # then the direction says the sign
-            words = words.replace("−", "").replace("+", "")
-
-        unsure = sum(bool(change.low <= 0 <= change.high) for change in changes)
-        return cls(direction, words, len(changes), unsure)
-
-
-def _unsure_words(amount: Amount) -> str:
-    """Whether, or in how many models, no change can be told."""
-    if not amount.unsure:
-        return ""
-    models = f" in {amount.unsure} of them" if amount.models > 1 else ""
-    return f", which cannot be distinguished from 0{models}"
-
-
-def _against_words(rows: Sequence[Change]) -> str:
-    """How the first condition differs from its matched control, in one model or several."""
-    changes = []
-    relation = ""
-    for row in rows:
-        if row.against is not None:
-            control, change = row.against
-            changes.append(change)
-            relation = relation or f"“{row.condition}” with “{control}”"
-    if not changes:
-        return ""
-
-    words = percent_words(changes[0])
-    if len(changes) > 1:
-        rises = sum(bool(change.low > 0) for change in changes)
-        falls = sum(bool(change.high < 0) for change in changes)
-        unclear = len(changes) - rises - falls
-        counts = {"more": rises, "less": falls, "no clear difference": unclear}
-        count_words = ", ".join(f"{name} in {count}" for name, count in counts.items() if count)
-        estimates = [float(change.estimate) for change in changes]
-        low = percent(min(estimates))
-        high = percent(max(estimates))
-        words = f"{low} to {high} ({count_words} of {len(changes)} models)"
-    return f" Comparing {relation}, which is as long, instead of with no insertion: {words}."
-
-
 def verdict_sentences(model: ShownModel) -> list[str]:
     """One sentence per condition; controls are reported with what they match."""
     result = model.result
@@ -352,18 +335,13 @@ def verdict_sentences(model: ShownModel) -> list[str]:
     if model.without_verdict:
         return [f"{caption}: {model.without_verdict}."]
 
-    verdicts = {
-        condition: verdict
-        for condition, verdict in model.verdicts.items()
-        if isinstance(verdict, Verdict)
-    }
     sentences = []
-    for condition, verdict in verdicts.items():
+    for condition, verdict in model.verdicts.items():
         control = matched_control(result, condition)
         compared = None
-        if control is not None and control in verdicts:
+        if control in model.verdicts:
             change, _ = Contrast(result, condition, to=control).overall()
-            compared = (control, verdicts[control], change)
+            compared = (control, model.verdicts[control], change)
         words = stated(result, condition, verdict, "question", compared)
         sentences.append(f"{caption}: {words}")
     return sentences
@@ -374,98 +352,18 @@ def verdict_rows(model: ShownModel) -> list[tuple[str, ...]]:
     caption = model_caption(model.result)
     if model.without_verdict:
         return [(caption, "", model.without_verdict, "", "", "")]
-    return [
-        (
+
+    rows = []
+    for condition, verdict in model.verdicts.items():
+        assert isinstance(verdict, Verdict)
+        falls, rises = heads_that_change(verdict)
+        row = (
             caption,
             condition,
             percent_words(verdict.change),
             f"{percent(verdict.null.estimate)} ({verdict.null_kind})",
-            _falls_and_rises(verdict),
+            f"{falls} and {rises} of {verdict.falls.size}",
             str(verdict.n),
         )
-        for condition, verdict in model.verdicts.items()
-        if isinstance(verdict, Verdict)
-    ]
-
-
-def _falls_and_rises(verdict: Verdict) -> str:
-    """How many heads are marked as falling, and how many as rising."""
-    is_marked = verdict.marked
-    if is_marked is None:
-        is_marked = np.ones_like(verdict.falls)
-    falls = int((verdict.falls & is_marked).sum())
-    rises = int((verdict.rises & is_marked).sum())
-    return f"{falls} and {rises} of {verdict.falls.size}"
-
-
-def captions(results: Sequence[Result]) -> list[str]:
-    """The caption of each result: its model, numbered if several results have the same model."""
-    names = [model_caption(result) for result in results]
-    counts = Counter(names)
-    numbers: Counter[str] = Counter()
-    numbered = []
-    for name in names:
-        numbers[name] += 1
-        numbered.append(f"{name}, result {numbers[name]}" if counts[name] > 1 else name)
-    return numbered
-
-
-def strip_words(result: Result) -> str:
-    """One line of provenance."""
-    provenance = result.provenance
-    model = provenance["model"]
-    prompts = provenance["prompts"]
-    versions = provenance["versions"]
-    words = [
-        model_caption(result),
-        f"{model['dtype']} on {model['device']}",
-        "verified" if model["verified"] else "not verified",
-        f"{prompts['count']} prompts ({prompts['hash']})",
-        f"seed {provenance['seed']}",
-        f"engine {provenance['engine']}",
-        f"mechattn {versions['mechattn']}",
-        f"transformer-lens {versions['transformer-lens']}",
-        f"torch {versions['torch']}",
-        time_words(result),
-    ]
-    return " · ".join(words)
-
-
-def time_words(result: Result) -> str:
-    """When the numbers were computed; a range if several runs were merged."""
-    time = result.provenance["time"]
-    return time if isinstance(time, str) else " to ".join(time)
-
-
-@contextmanager
-def explained(results: Sequence[Result]) -> Iterator[None]:
-    """Explain errors that missing quantities of a stored result cause; others are bugs of ours."""
-    try:
-        yield
-    except OptionError:
-        raise
-    except Exception as error:
-        for result in results:
-            for analysis_class in ANALYSES:
-                analysis = analysis_class()
-                if analysis.name not in result.datasets:
-                    continue
-                missing = lacking(result[analysis.name], analysis)
-                if missing:
-                    raise OptionError(
-                        f"{analysis.name} lacks {', '.join(missing[:4])}: the result was stored "
-                        "by another version, or changed since"
-                    ) from error
-        raise
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Flatten nested values into table rows."""
-    rows: list[tuple[str, str]] = []
-    for name, value in values.items():
-        label = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            rows += flat(value, f"{label} ")
-        else:
-            rows.append((label, str(value)))
+        rows.append(row)
     return rows

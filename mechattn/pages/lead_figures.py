@@ -51,53 +51,55 @@ def lead_figures(result: Result, lines: Shown) -> list[Drawing]:
     """
     figures: list[Drawing] = []
     condition = result.shown_condition()
-    control = None if condition == BASELINE else matched_control(result, condition)
-    compared = [name for name in (condition, control) if name not in (None, BASELINE)]
+    compares = condition != BASELINE
+    control = matched_control(result, condition) if compares else None
     if "attention_budget" in result.datasets:
+        compared = [condition] if compares else []
+        if control is not None:
+            compared.append(control)
         figures.append((attention_budget, {"conditions": compared}))
     if "received_attention" not in result.datasets:
         return figures
-    layer, head_options = shown_heads(result, condition, lines)
-    options = {"layer": layer, "condition": condition} | head_options
-    figures.append((received_attention, options))
-    if condition == BASELINE:
+
+    layer, heads, top = shown_heads(result, condition, lines)
+    options: dict[str, Any] = {"layer": layer, "condition": condition}
+    chosen = {"top": top, "by": "difference"} if heads is None else {"heads": heads}
+    figures.append((received_attention, options | chosen))
+    if not compares:
         return figures
 
+    first_head = None if heads is None else heads[0]
     if control is not None:
-        options = {"layer": layer, "conditions": (condition, control)}
-        if "heads" in head_options:
-            options["heads"] = head_options["heads"][0]
-        figures.append((received_by_model, options))
+        of_control = {"layer": layer, "conditions": (condition, control), "heads": first_head}
+        figures.append((received_by_model, of_control))
 
-    measured = [int(number) for number in result["received_attention"].layer.values]
-    first_layers = measured[:FIRST_LAYERS]
+    measured_layers = [int(number) for number in result["received_attention"].layer.values]
+    first_layers = measured_layers[:FIRST_LAYERS]
     if len(first_layers) > 1:
-        options = {"layer": first_layers, "condition": condition} | head_options
-        if "heads" in head_options:
-            options["heads"] = head_options["heads"][:1]
-        else:
-            options["top"] = 1
-        figures.append((received_attention, options))
+        chosen = {"top": 1, "by": "difference"} if heads is None else {"heads": [first_head]}
+        figures.append((received_attention, options | {"layer": first_layers} | chosen))
     return figures
 
 
-def shown_heads(result: Result, condition: str, lines: Shown) -> tuple[int, dict[str, Any]]:
-    """The layer of the lines, and the options of ``received_attention`` that select its heads."""
-    count = int(result.provenance["model"]["heads"])
+def shown_heads(
+    result: Result, condition: str, lines: Shown
+) -> tuple[int, list[int] | None, int | None]:
+    """The layer of the lines, and their heads, or how many heads of it to choose."""
+    head_count = int(result.provenance["model"]["heads"])
     dataset = result["received_attention"]
     first_measured = int(dataset.layer.values[0])
     layer = first_measured if lines.layer is None else lines.layer
     if lines.heads is not None:
-        heads, _ = listed_or_chosen(lines.heads, None)
-        return layer, {"heads": check_heads(heads, count, layer)}
-    listed_or_chosen(None, lines.top)
+        listed, _ = listed_or_chosen(lines.heads, None)
+        return layer, check_heads(listed, head_count, layer), None
 
+    listed_or_chosen(None, lines.top)
+    top = min(lines.top, head_count)
     units = units_of(result, dataset.sizes["prompt"])
-    top = min(lines.top, count)
     if "received_per_prompt" not in dataset or units.n < 2 * FEWEST:
         # Nothing to choose by: single prompts were not kept, or there are too few for two halves.
-        return layer, {"heads": list(range(top))}
+        return layer, list(range(top)), None
     if lines.layer is None:
         choosing, _ = units.halves()
         ((layer, _),) = choose_heads(result, None, 1, condition, choosing, "difference")
-    return layer, {"top": top, "by": "difference"}
+    return layer, None, top

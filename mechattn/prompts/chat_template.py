@@ -7,7 +7,6 @@ for the question "assistant".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -35,10 +34,12 @@ def chat_text(prompt: Prompt, tokenizer: Any) -> tuple[str, list[Span]]:
     text = _rendered(prompt, tokenizer, prompt.system, prompt.question)
     system_slot = _SYSTEM_SLOT if prompt.system else ""
     outline = _rendered(prompt, tokenizer, system_slot, _QUESTION_SLOT)
+
     for system, question in product(_trimmed(prompt.system), _trimmed(prompt.question)):
         filled, spans = _filled(outline, system, question)
         if filled == text:
             return text, spans
+
     raise PromptError(
         f"the chat template changes the texts of {prompt.where}, so their tokens cannot be found; "
         'use template="plain"'
@@ -74,41 +75,29 @@ def _filled(outline: str, system: str, question: str) -> tuple[str, list[Span]]:
             literal = rest if end < 0 else rest[:end]
             text += literal
             rest = rest.removeprefix(literal)
+
     return text, system_spans[:1] + question_spans[-1:]
 
 
 def _rendered(prompt: Prompt, tokenizer: Any, system: str, question: str) -> str:
     """The template with these texts; the system text opens the user's turn if there is no such
     role."""
-    messages = [{"role": "user", "content": question}]
+    conversations = [[{"role": "user", "content": question}]]
     if system:
-        messages.insert(0, {"role": "system", "content": system})
-    try:
-        return _applied(tokenizer, messages, prompt.template_options)
-    except (
-        Exception
-    ) as error:  # a template is a program from the checkpoint and may fail in any way
-        if not system:
-            raise _failure(prompt, error) from error
+        own_turn = {"role": "system", "content": system}
+        opening = {"role": "user", "content": f"{system}\n\n{question}"}
+        conversations = [[own_turn, *conversations[0]], [opening]]
 
-    opening = [{"role": "user", "content": f"{system}\n\n{question}"}]
-    try:
-        return _applied(tokenizer, opening, prompt.template_options)
-    except Exception as error:
-        raise _failure(prompt, error) from error
-
-
-def _applied(
-    tokenizer: Any, messages: list[dict[str, str]], template_options: Mapping[str, Any]
-) -> str:
-    text: str = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **template_options
-    )
-    return text
-
-
-def _failure(prompt: Prompt, error: Exception) -> ModelError:
-    return ModelError(
+    failure = None
+    for messages in conversations:
+        try:
+            text: str = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **prompt.template_options
+            )
+            return text
+        except Exception as error:  # a template is a program and may fail in any way
+            failure = error
+    raise ModelError(
         f"the chat template of this tokenizer fails on prompt {prompt.id} "
-        f'({type(error).__name__}: {error}); use template="plain"'
-    )
+        f'({type(failure).__name__}: {failure}); use template="plain"'
+    ) from failure

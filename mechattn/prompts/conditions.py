@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, is_dataclass, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from mechattn.errors import ConditionError, OptionError, check_choice, check_counts
@@ -11,7 +12,7 @@ from mechattn.functional.attention import EdgeMask
 from mechattn.markup import fields_table, plain
 from mechattn.prompts import fillers
 from mechattn.prompts.fillers import Place, behind, check_run, position
-from mechattn.prompts.prompt import HALVES, MOST, Prompt
+from mechattn.prompts.prompt import MOST, Prompt
 from mechattn.prompts.token_sequences import TokenSequence, insert
 from mechattn.prompts.tokenization import TokenizedModel, require_tokenizer, tokenize
 
@@ -35,7 +36,7 @@ def check_name(name: object) -> None:
     """Refuse a name that cannot be shown unchanged in a table, a file or a terminal."""
     if not isinstance(name, str) or not name.strip():
         raise OptionError(f'the condition {name!r} needs a name, such as "slash"')
-    if plain(name) != name or not {"\n", "\t"}.isdisjoint(name):
+    if plain(name) != name or "\n" in name or "\t" in name:
         raise OptionError(f"the condition {name!r} has a control character in its name; remove it")
 
 
@@ -106,7 +107,7 @@ class Variant:
         return replace(self, interventions=(*self.interventions, *_several(intervention)))
 
 
-class Insertion:
+class Insertion(ABC):
     """Base class of conditions that insert tokens into the prompt, the built-in ones and your own.
 
     A subclass is a frozen dataclass with the fields ``count`` and ``place``, and any others that
@@ -126,22 +127,13 @@ class Insertion:
     own_line: bool = False
     _repr_html_ = fields_table
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        if not is_dataclass(cls):
-            raise ConditionError(
-                f"{cls.__name__} is no dataclass: write @dataclass(frozen=True) above the class"
-            )
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         # A subclass may give its own count.
         check_run(self.count, self.place, self.own_line)  # type: ignore[arg-type]
 
+    @abstractmethod
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
         """Return the token ids to insert into this prompt."""
-        raise ConditionError(
-            f"{type(self).__name__} has no filler: define filler(self, prompt, model, seed=0)"
-        )
 
     def apply(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> TokenSequence:
         """Return the prompt's tokens with the filler's token ids inserted.
@@ -221,17 +213,8 @@ class MeaninglessTokens(Insertion):
     own_line: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str):
-            raise OptionError(
-                f"text={self.text!r}, count={self.count!r}: give a text and a whole number of"
-                " tokens"
-            )
-        if not self.text:
-            raise OptionError('text="": give the text to repeat, such as "/"')
-        if HALVES.search(self.text + str(self.separator)):
-            raise OptionError(
-                f"text={self.text!r} holds half of a surrogate pair, which is not valid text"
-            )
+        if not isinstance(self.text, str) or not self.text:
+            raise OptionError(f'text={self.text!r}: give the text to repeat, such as "/"')
         super().__post_init__()
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
@@ -245,13 +228,10 @@ class MeaninglessTokens(Insertion):
         Raises:
             ConditionError: No count within ten of ``count`` can be reached.
         """
-        tokenizer = require_tokenizer(model)
-        return replace(
-            self,
-            count=fillers.nearest_count(
-                tokenizer, self.text, self.separator, self.count, self.own_line
-            ),
+        count = fillers.nearest_count(
+            require_tokenizer(model), self.text, self.separator, self.count, self.own_line
         )
+        return replace(self, count=count)
 
 
 @dataclass(frozen=True)
@@ -271,14 +251,12 @@ class Text(Insertion):
     after: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str) or not self.text or HALVES.search(self.text):
+        if not isinstance(self.text, str) or not self.text:
             raise OptionError(
                 f'text={self.text!r}: give the text to insert, such as " Take your time."'
             )
-        if self.after is not None and (not isinstance(self.after, str) or not self.after):
-            raise OptionError(
-                f"after={self.after!r}: give a text that every prompt contains, or omit it"
-            )
+        if self.after == "":
+            raise OptionError("after='': give a text that every prompt contains, or omit it")
         if self.after is not None and self.place is not None:
             raise OptionError(
                 f"place={self.place!r} and after={self.after!r}: give only one of the two"
@@ -312,7 +290,7 @@ class RepeatedWord(Insertion):
     own_line: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.word, str) or not self.word.strip() or HALVES.search(self.word):
+        if not isinstance(self.word, str) or not self.word.strip():
             raise OptionError(f'word={self.word!r}: give a word, such as "he"')
         super().__post_init__()
 
@@ -420,9 +398,10 @@ class Counting(Insertion):
         """Return the tokens of the numbers and line breaks."""
         tokenizer = require_tokenizer(model)
         line = fillers.line_break(tokenizer)
-        after = line * (self.place != "after_question")
-        numbers = fillers.counted(tokenizer, self.count - len(line + after))
-        return [*line * (self.count - len(numbers + after)), *numbers, *after]
+        after = [] if self.place == "after_question" else line
+        numbers = fillers.counted(tokenizer, self.count - len(line) - len(after))
+        further_lines = self.count - len(numbers) - len(after)
+        return [*line * further_lines, *numbers, *after]
 
 
 @dataclass(frozen=True)
@@ -443,9 +422,7 @@ class RepeatQuestion(Insertion):
     place: Place = "after_question"
 
     def __post_init__(self) -> None:
-        check_counts(times=self.times)
-        if self.times > MOST:
-            raise OptionError(f"times={self.times}: give at most {MOST:,}")
+        check_counts(times=self.times, most=MOST)
         check_choice(Place, place=self.place)
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
@@ -453,7 +430,8 @@ class RepeatQuestion(Insertion):
         sequence = tokenize(prompt, model)
         question = sequence.tokens[sequence.of_part("question")].tolist()
         line = [] if prompt.tokens else fillers.line_break(require_tokenizer(model))
-        return (line + question) * self.times + line * (self.place != "after_question")
+        after = [] if self.place == "after_question" else line
+        return [*(line + question) * self.times, *after]
 
 
 def _several(interventions: Any) -> tuple[Any, ...]:
@@ -463,18 +441,14 @@ def _several(interventions: Any) -> tuple[Any, ...]:
 def _intervened(sequence: TokenSequence, interventions: tuple[Any, ...]) -> TokenSequence:
     """Apply interventions that mark the sequence; the others are kept for the forward pass."""
     for intervention in interventions:
-        if isinstance(intervention, type):
-            raise OptionError(
-                f"intervention={intervention.__name__}: give an instance, such as ARM(), with"
-                " brackets"
-            )
-        if isinstance(intervention, Marks):
+        is_class = isinstance(intervention, type)
+        if isinstance(intervention, Marks) and not is_class:
             sequence = intervention.marked(sequence)
-        elif callable(getattr(intervention, "acting", None)):
+        elif callable(getattr(intervention, "acting", None)) and not is_class:
             sequence = replace(sequence, interventions=(*sequence.interventions, intervention))
         else:
             raise OptionError(
-                f"intervention={intervention!r}: give an intervention such as ARM(), or several as"
-                " a tuple"
+                f"intervention={intervention!r}: give an intervention such as ARM() (with"
+                " brackets), or several as a tuple"
             )
     return sequence

@@ -54,6 +54,7 @@ class Counterpart:
             other_prompt = replace(prompt, question=version)
         else:
             other_prompt = replace(prompt, tokens=tuple(version))
+
         own = tokenize(prompt, model)
         other = tokenize(other_prompt, model)
 
@@ -62,6 +63,7 @@ class Counterpart:
                 f"both versions of {prompt.where} have the same tokens, so nothing could have an"
                 " effect"
             )
+
         own_answer = own.tokens[own.of_segment("answer")]
         other_answer = other.tokens[other.of_segment("answer")]
         if not own_answer.equal(other_answer):
@@ -69,6 +71,7 @@ class Counterpart:
                 f"the answer of {prompt.where} becomes other tokens after its other version; begin"
                 ' the answer where a token begins, such as with a space (template="joined")'
             )
+
         return _paired(own, other, self.from_the_end)
 
     def under(self, intervention: Any) -> Variant:
@@ -147,6 +150,7 @@ def with_changes(sequences: Mapping[str, TokenSequence], baseline: str) -> dict[
             in_this = torch.zeros_like(in_all)
             in_this[sequence.origin[is_same]] = True
             in_all &= in_this
+
     if in_all.all():
         return dict(sequences)
 
@@ -155,4 +159,5 @@ def with_changes(sequences: Mapping[str, TokenSequence], baseline: str) -> dict[
         changed = ~sequence.inserted & ~in_all[sequence.origin.clamp(min=0)]
         segment = sequence.segment.masked_fill(changed, SEGMENTS.index("changed"))
         marked[name] = replace(sequence, segment=segment)
+
     return marked

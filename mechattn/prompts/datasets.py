@@ -7,28 +7,25 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from mechattn.errors import OptionError, PromptError, check_choice, check_counts
 from mechattn.hub_access import asked_once, may_be_on_hub
 from mechattn.prompts.fillers import random_tokens
-from mechattn.prompts.prompt import HALVES, MOST, Prompt, Template
+from mechattn.prompts.prompt import MOST, Prompt, Template
 from mechattn.prompts.tokenization import TokenizedModel, own_bos
 
 WORD_PROBLEMS = "word-problems"
 RECALL = "recall"
 GSM8K = "gsm8k"
-REPEATED = "repeated-random"
 SYSTEM = (  # of the word problems
     "Solve the problem step by step. End with the word Answer and the number."
 )
-_FIELDS = ("answer", "group", "counterpart", "other_answer")
 _SHIPPED_FILES = {
     GSM8K: "gsm8k.jsonl",
     WORD_PROBLEMS: "word_problems.jsonl",
@@ -41,7 +38,8 @@ _MORE = {  # where there are more questions than those that come with the packag
     RECALL: _MORE_TOY_QUESTIONS,
 }
 _WITHOUT_LIMIT = 64  # questions of the package
-_LONGEST = 4 * 2**20  # bytes per line: more than a million tokens
+_SHOWN_FIELDS = 12  # in a message
+_MOST_ROUNDS = 200  # of draws
 
 
 def load_prompts(
@@ -54,7 +52,10 @@ def load_prompts(
     with_answer: bool = False,
     split: str = "test",
     seed: int = 0,
-    **fields: str | None,
+    answer: str | None = None,
+    group: str | None = None,
+    counterpart: str | None = None,
+    other_answer: str | None = None,
 ) -> list[Prompt]:
     """Load prompts that come with the package, a .jsonl file or a dataset on the hub.
 
@@ -76,13 +77,13 @@ def load_prompts(
         seed: Which questions that come with the package: 512 word problems have seed 0, 128 others
             seed 1, and 200 others seed 11; 256 recall questions have seed 0, and so do GSM8K's. No
             toy was trained on any of them.
-        fields: The other fields. ``answer``: the one with the answer, if there is one ("answer" by
-            default). ``group``: the one with what prompts share, such as their template
-            (``Prompt.group``); statistics treat such groups as the unit. No group by default for a
-            file or dataset; word problems use their template. ``counterpart``: the one with the
-            question's other version, for ``Counterpart()``. ``other_answer``: the one with the
-            answer that this version calls for, for ``metric="logit_diff"``; the model then reads the
-            answer.
+        answer: The field with the answer; by default "solution" or "answer", if there is one.
+        group: The field with what prompts share, such as their template (``Prompt.group``);
+            statistics treat such groups as the unit. No group by default for a file or dataset;
+            word problems use their template.
+        counterpart: The field with the question's other version, for ``Counterpart()``.
+        other_answer: The field with the answer that this version calls for, for
+            ``metric="logit_diff"``; the model then reads the answer.
 
     Raises:
         PromptError: The source, field or prompt doesn't exist.
@@ -94,97 +95,67 @@ def load_prompts(
             f'source={source!r}: give "gsm8k", "word-problems", "recall", the path of a .jsonl'
             " file, or a dataset on the hub"
         )
+
     source = os.fspath(source)
-    _check_options(source, limit, fields)
-    answer_field, group_field = fields.get("answer", "answer") or "", fields.get("group")
-    counterpart, other = (fields.get(name) for name in ("counterpart", "other_answer"))
-    with_answer = with_answer or bool(other)
+    if limit is not None:
+        check_counts(limit=limit)
+
     if source in _SHIPPED_FILES:
-        rows = _shipped(source, split, limit, seed, field, answer_field)
+        rows = _shipped(source, split, limit, seed)
     else:
         rows = _stored(source, split, limit)
+
+    if not rows:
+        raise PromptError(f"{source} contains no prompts")
     if source == WORD_PROBLEMS:
-        group_field = group_field or "template"
+        group = group or "template"
         if system is None:
             system = SYSTEM
+
     prompts = []
-    for index, row in enumerate(rows):
-        text = _text(row, field, source, index)
-        answer = (
-            _text(row, answer_field, source, index, "answer")
-            if with_answer
-            else row.get(answer_field)
+    for index, values in enumerate(rows):
+        row = _Row(values, f"prompt {index} of {source}")
+        prompt = Prompt(
+            question=row.text("field", field),
+            system=system or "",
+            template=template,
+            id=str(index),
+            group=row.group(group),
+            solution=row.solution(answer),
+            counterpart=row.text("counterpart", counterpart),
+            other_answer=row.text("other_answer", other_answer),
         )
-        prompts.append(
-            Prompt(
-                question=text,
-                system=system or "",
-                answer=str(answer) if with_answer else "",
-                template=template,
-                id=str(index),
-                group=None if group_field is None else _group(row, group_field, source, index),
-                solution=_solution(row, fields, source, index),
-                counterpart=(
-                    _text(row, counterpart, source, index, "counterpart") if counterpart else ""
-                ),
-                other_answer=_text(row, other, source, index, "other_answer") if other else "",
-            )
-        )
-    if not prompts:
-        raise PromptError(f"{source} contains no prompts")
+        if with_answer or other_answer:
+            prompt = replace(prompt, answer=row.text("answer", answer or "answer"))
+        prompts.append(prompt)
+
     return prompts
 
 
-def _check_options(source: str, limit: Any, fields: dict[str, Any]) -> None:
-    if unknown := [name for name in fields if name not in _FIELDS]:
-        raise OptionError(
-            f"{unknown[0]}=…: load_prompts has no such option; the fields are field,"
-            f" {', '.join(_FIELDS)}"
-        )
-    if source == REPEATED:
-        raise OptionError(
-            "random tokens have no field, text or answer, and are drawn from the vocabulary of a"
-            " model: ma.repeated_random(model)"
-        )
-    if limit is not None:
-        check_limit(limit, generated=False)
-
-
-def check_limit(limit: Any, generated: bool = True) -> None:
-    """Refuse a number of prompts that is none, or more than are generated."""
-    check_counts(limit=limit)
-    if generated and limit > MOST:
-        raise OptionError(f"limit={limit}: at most {MOST:,} prompts are generated")
-
-
-def _shipped(
-    source: str, split: str, limit: int | None, seed: int, field: str, answer_field: str
-) -> list[dict[str, Any]]:
-    """Questions that come with the package as rows, with the question and the answer under these
-    names."""
+def _shipped(source: str, split: str, limit: int | None, seed: int) -> list[dict[str, Any]]:
+    """Questions that come with the package as rows."""
     if split != "test":
         raise OptionError(
             f"split={split!r}: the questions that come with the package are all of the split "
             f'"test"; {_MORE[source]}'
         )
+
     questions_by_seed = _shipped_questions(source)
     if seed not in questions_by_seed:
         raise OptionError(
             f"seed={seed}: of the questions that come with the package, {source!r} has the seeds "
             f"{', '.join(map(str, questions_by_seed))}; {_MORE[source]}"
         )
+
     questions = questions_by_seed[seed]
     limit = limit or _WITHOUT_LIMIT
     if limit > len(questions):
         raise OptionError(
-            f"the package has {len(questions)} questions {source!r} with seed={seed}: "
-            f"limit={limit} is more; give at most that many ({_MORE[source]})"
+            f"limit={limit}: the package has {len(questions)} questions {source!r} with"
+            f" seed={seed} ({_MORE[source]})"
         )
-    rows = []
-    for question in questions[:limit]:
-        named = {field: question["question"], answer_field: question["answer"]}
-        rows.append({**question, **named})
-    return rows
+
+    return questions[:limit]
 
 
 @cache
@@ -200,7 +171,8 @@ def _shipped_questions(source: str) -> dict[int, list[dict[str, Any]]]:
 
 def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
     """The rows of a file here or of a dataset on the hub."""
-    if (kind := Path(source).suffix) in (".csv", ".parquet"):
+    kind = Path(source).suffix
+    if kind in (".csv", ".parquet"):
         raise PromptError(
             f"{source} is a table; give a .jsonl file, one JSON object a line: "
             f'pandas.read_{kind[1:]}({source!r}).to_json("prompts.jsonl", orient="records",'
@@ -213,58 +185,56 @@ def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
     return _hub(name, subset or None, split, limit)
 
 
-def _text(row: dict[str, Any], field: str, source: str, index: int, option: str = "field") -> str:
-    text = _field(row, field, source, index, option)
-    if not isinstance(text, str) or not text.strip():
-        raise PromptError(
-            f"prompt {index} of {source} has no text in field {field!r}: {_short(text)}"
-        )
-    if HALVES.search(text):
-        raise PromptError(
-            f"prompt {index} of {source} holds half of a surrogate pair (\\ud800 …), which is not"
-            " valid text"
-        )
-    return text
+@dataclass(frozen=True)
+class _Row:
+    """The fields of one prompt in a file or data set."""
 
+    values: dict[str, Any]
+    where: str  # for messages
 
-def _solution(
-    row: dict[str, Any], fields: dict[str, str | None], source: str, index: int
-) -> str | None:
-    """The reference answer: the field that ``answer=`` names, or else "solution" or "answer"."""
-    name = fields.get("answer") or ("solution" if "solution" in row else "answer")
-    solution = row.get(name)
-    if solution is None:
-        return None
-    if isinstance(solution, bool) or not isinstance(solution, (str, int, float)):
-        raise PromptError(
-            f"prompt {index} of {source} has an answer of type {type(solution).__name__} in field "
-            f"{name!r}: {_short(solution)}; give one text or number, as for GSM8K"
-        )
-    return str(solution)
+    def text(self, option: str, field: str | None) -> str:
+        """The text in a field, which an option of ``load_prompts`` names; empty without a name."""
+        if field is None:
+            return ""
+        text = self._value(option, field)
+        if not isinstance(text, str) or not text.strip():
+            raise PromptError(f"{self.where} has no text in field {field!r}: {_short(text)}")
+        return text
 
+    def group(self, field: str | None) -> str | None:
+        """The name of its group."""
+        if field is None:
+            return None
+        group = self._value("group", field)
+        if isinstance(group, bool) or not isinstance(group, (str, int)) or not str(group).strip():
+            raise PromptError(
+                f"{self.where} has no group in field {field!r}: {_short(group)}; give a text or"
+                " whole number"
+            )
+        return str(group)
 
-def _group(row: dict[str, Any], field: str, source: str, index: int) -> str:
-    group = _field(row, field, source, index, "group")
-    if isinstance(group, bool) or not isinstance(group, (str, int)) or not str(group).strip():
-        raise PromptError(
-            f"prompt {index} of {source} has no group in field {field!r}: {_short(group)}; give a"
-            " text or whole number"
-        )
-    return str(group)
+    def solution(self, field: str | None) -> str | None:
+        """The reference answer, if there is one."""
+        if field is None:
+            field = "solution" if "solution" in self.values else "answer"
+        solution = self.values.get(field)
+        if solution is None:
+            return None
+        if isinstance(solution, bool) or not isinstance(solution, (str, int, float)):
+            raise PromptError(
+                f"{self.where} has an answer of type {type(solution).__name__} in field {field!r}:"
+                f" {_short(solution)}; give one text or number, as for GSM8K"
+            )
+        return str(solution)
 
-
-def _field(row: dict[str, Any], field: str, source: str, index: int, option: str) -> Any:
-    if field not in row:
-        names = [_short(name) for name in row]
-        have = (
-            ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-            or "none"
-        )
-        raise PromptError(
-            f"prompt {index} of {source} has no field {field!r}; its fields are {have}. Name the"
-            f" field with {option}=…"
-        )
-    return row[field]
+    def _value(self, option: str, field: str) -> Any:
+        if field not in self.values:
+            names = ", ".join(map(_short, list(self.values)[:_SHOWN_FIELDS])) or "none"
+            raise PromptError(
+                f"{self.where} has no field {field!r}; its fields are {names}. Name the field with"
+                f" {option}=…"
+            )
+        return self.values[field]
 
 
 def _short(value: object) -> str:
@@ -276,65 +246,58 @@ def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
     if not os.path.isfile(path):  # it returns False for a name that is too long, where Path raises
         raise PromptError(f"there is no file of prompts at {path}")
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(_lines(path), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise PromptError(f"line {number} of {path} is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise PromptError(f"line {number} of {path} is not a JSON object with named fields")
-            rows.append(row)
-        if len(rows) == limit:
-            break
+    try:
+        with open(path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    rows.append(_parsed(line, f"line {number} of {path}"))
+                if len(rows) == limit:
+                    break
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror or error}") from None
     return rows
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """The lines of a file, with a limit on the length of each."""
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
-        with open(path, "rb") as lines:
-            for number in count(1):
-                line = lines.readline(_LONGEST + 1)
-                if not line:
-                    return
-                if len(line) > _LONGEST:
-                    raise PromptError(
-                        f"line {number} of {path} is longer than {_LONGEST // 2**20} MiB, too long"
-                        " for one prompt: is this a .jsonl file?"
-                    )
-                yield line.decode("utf-8").removeprefix("\ufeff")
+        row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise PromptError(
-            f"line {number} of {path} is not UTF-8 text ({error.reason} at byte {error.start});"
-            " save the file as UTF-8"
+            f"{where} is not UTF-8 text ({error.reason} at byte {error.start}); save the file as"
+            " UTF-8"
         ) from None
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise PromptError(f"{where} is not a JSON object with named fields")
+    return row
 
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
-    if "/" not in name and (near := get_close_matches(name, list(_SHIPPED_FILES), 1, 0.7)):
+    near = get_close_matches(name, list(_SHIPPED_FILES), 1, 0.7)
+    if "/" not in name and near:
         raise PromptError(
             f"no prompts at {name!r}: did you mean {near[0]!r}? (The hub was not queried.)"
         )
+
     import datasets
 
     try:
         with asked_once(name):
-            if subset is None and len(subsets := datasets.get_dataset_config_names(name)) > 1:
+            if subset is None:
+                subsets = datasets.get_dataset_config_names(name)
                 subset = "main" if "main" in subsets else subsets[0]
             rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:
+        reason = str(error).partition("\n")[0]
         raise PromptError(
             f'no prompts at {name!r}: it is not "gsm8k" or "word-problems", not a file here, and'
-            " loading it from "
-            f"the hub failed ({type(error).__name__}:"
-            f" {str(error).splitlines()[0] if str(error) else 'no reason given'})"
+            f" loading it from the hub failed ({type(error).__name__}: {reason})"
         ) from error
-    return [
-        dict(row) for row in (rows if limit is None else rows.select(range(min(limit, len(rows)))))
-    ]
+
+    if limit is not None:
+        rows = rows.select(range(min(limit, len(rows))))
+    return [dict(row) for row in rows]
 
 
 SHORTEST, LONGEST = 25, 50
@@ -369,22 +332,24 @@ def repeated_random(
     Source:
         Olsson et al. 2022, "In-context learning and induction heads": prefix matching.
     """
-    check_limit(limit)
+    check_counts(most=MOST, limit=limit)
     shortest, longest = span
     if not 1 <= shortest <= longest or times < 2:
         raise OptionError(
             f"span={span!r}, times={times!r}: give a shortest and a longest span, and at least two"
             " repetitions"
         )
+
     bos = own_bos(model)
-    problems = []
+    prompts = []
     for index in range(limit):
         draw = random.Random(f"repeated {seed} {index}")
-        tokens = _distinct(model, draw.randint(shortest, longest), draw)
-        problems.append(
-            Prompt(tokens=(*([] if bos is None else [bos]), *tokens * times), id=str(index))
-        )
-    return problems
+        tokens = _distinct(model, draw.randint(shortest, longest), draw) * times
+        if bos is not None:
+            tokens = [bos, *tokens]
+        prompts.append(Prompt(tokens=tuple(tokens), id=str(index)))
+
+    return prompts
 
 
 def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
@@ -393,10 +358,12 @@ def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[in
         return draw.sample(range(size), count)
     drawn: dict[int, None] = {}
     # Draws are with replacement, so a small vocabulary needs several rounds.
-    for _ in range(200 if size >= count else 0):
+    rounds = _MOST_ROUNDS if size >= count else 0
+    for _ in range(rounds):
         drawn |= dict.fromkeys(random_tokens(model.tokenizer, size, count, draw))
         if len(drawn) >= count:
             return list(drawn)[:count]
+
     raise OptionError(
         f"a span of {count} different tokens needs a larger vocabulary than {size}; give a shorter"
         " span"

@@ -88,6 +88,7 @@ def nearest_count(
                 return len(repeated(tokenizer, text, separator, near - lines)) + lines
             except ConditionError:
                 continue
+
     raise ConditionError(
         f"no whole number of {text!r} gives about {count} tokens with this tokenizer; give another"
         " text or count"
@@ -181,11 +182,10 @@ def _noun_phrase(draw: random.Random) -> list[str]:
 
 
 def check_run(count: int, place: str, own_line: bool) -> None:
-    check_counts(count=count)
+    """Refuse a number of tokens or a place that cannot be inserted."""
+    check_counts(most=MOST, count=count)
     if own_line and count == 1:
         raise OptionError("count=1: a line of its own takes at least two tokens, one for its break")
-    if count > MOST:
-        raise OptionError(f"count={count}: insert at most {MOST:,} tokens")
     check_choice(Place, place=place)
 
 
@@ -210,6 +210,7 @@ def position(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int) -
             f"{prompt.where} has only one question token: place={place!r} needs a boundary"
             " between two"
         )
+
     if place == "middle":
         return question[len(question) // 2]
     return random.Random(f"place {seed} {prompt.id}").choice(question[1:])

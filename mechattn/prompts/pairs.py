@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mechattn.errors import PromptError, check_choice
-from mechattn.prompts.datasets import LONGEST, SHORTEST, check_limit, repeated_random
-from mechattn.prompts.prompt import Prompt
+from mechattn.errors import PromptError, check_choice, check_counts
+from mechattn.prompts.datasets import LONGEST, SHORTEST, repeated_random
+from mechattn.prompts.prompt import MOST, Prompt
 from mechattn.prompts.tokenization import TokenizedModel, own_bos, require_tokenizer
 
 _SOURCES = ("ioi", "greater-than", "capitals", "repeated-random")
@@ -151,6 +151,14 @@ _THINGS = ("book", "drink", "letter", "ball", "key", "ring", "basket", "ticket")
 _EVENTS = ("war", "journey", "strike", "voyage", "project", "dispute", "reign", "trial")
 _FEWEST_WORDS = 6
 
+# By source: the texts with gaps, and the words that fill them in both versions.
+_TEMPLATES = {"ioi": _SCENES, "greater-than": _SPANS, "capitals": _CAPITALS_ASKED}
+_WORDS = {
+    "ioi": [f" {name}" for name in _NAMES],
+    "greater-than": [f"{number:02}" for number in range(12, 88)],
+    "capitals": [f" {country}" for country in _CAPITALS],
+}
+
 
 def pairs(
     model: TokenizedModel,
@@ -196,7 +204,7 @@ def pairs(
         arXiv:2211.00593 (ioi), arXiv:2305.00586 (greater-than); the templates are ours.
     """
     check_choice(_SOURCES, source=source)
-    check_limit(limit)
+    check_counts(most=MOST, limit=limit)
     if source == "repeated-random":
         draws = [random.Random(f"{source} {seed} {index}") for index in range(limit)]
         if same_length:
@@ -219,36 +227,28 @@ def pairs(
         lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
         usual = Counter(lengths).most_common(1)[0][0]
         drawn = [prompt for prompt, length in zip(drawn, lengths, strict=True) if length == usual]
-    prompts = [replace(prompt, id=str(index)) for index, prompt in enumerate(drawn[:limit])]
-    _check_lengths(tokenizer, prompts)
-    return prompts
+
+    return [replace(prompt, id=str(index)) for index, prompt in enumerate(drawn[:limit])]
 
 
 def _texts(tokenizer: Any, source: str, count: int, seed: int) -> list[dict[str, Any]]:
     """The texts of this number of pairs; each template comes once before any comes again."""
-    texts = []
-    if source == "ioi":
-        names = _of_usual_length(tokenizer, [f" {name}" for name in _NAMES])
-        templates = _in_turn(_SCENES, f"{source} {seed}")
-    elif source == "greater-than":
-        numbers = _of_usual_length(tokenizer, [f"{number:02}" for number in range(12, 88)])
-        templates = _in_turn(_SPANS, f"{source} {seed}")
-    else:
-        templates = _in_turn(_CAPITALS_ASKED, f"{source} {seed}")
-        usual = _of_usual_length(tokenizer, [f" {country}" for country in _CAPITALS])
-        countries = [country.strip() for country in usual]
-        random.Random(f"{source} {seed}").shuffle(countries)
-        count = min(count, len(countries))
+    templates = _in_turn(_TEMPLATES[source], f"{source} {seed}")
+    words = _of_usual_length(tokenizer, _WORDS[source])
+    if source == "capitals":  # each country once
+        random.Random(f"{source} {seed}").shuffle(words)
+        count = min(count, len(words))
 
+    texts = []
     for index in range(count):
         draw = random.Random(f"{source} {seed} {index}")
         template = templates[index % len(templates)]
         if source == "ioi":
-            fields = _indirect_object(draw, template, names)
+            fields = _indirect_object(draw, template, words)
         elif source == "greater-than":
-            fields = _greater_than(draw, template, numbers)
+            fields = _greater_than(draw, template, words)
         else:
-            fields = _capital(draw, template, countries, countries[index])
+            fields = _capital(draw, template, words, words[index])
         texts.append({**fields, "group": template})
     return texts
 
@@ -287,15 +287,14 @@ def _greater_than(draw: random.Random, template: str, numbers: Sequence[str]) ->
     }
 
 
-def _capital(
-    draw: random.Random, template: str, countries: Sequence[str], country: str
-) -> dict[str, Any]:
-    other = draw.choice([name for name in countries if name != country])
+def _capital(draw: random.Random, template: str, words: Sequence[str], word: str) -> dict[str, Any]:
+    other_word = draw.choice([other for other in words if other != word])
+    country, other_country = word.strip(), other_word.strip()
     return {
         "question": template.format(country=country),
-        "counterpart": template.format(country=other),
+        "counterpart": template.format(country=other_country),
         "answer": f" {_CAPITALS[country]}",
-        "other_answer": f" {_CAPITALS[other]}",
+        "other_answer": f" {_CAPITALS[other_country]}",
     }
 
 
@@ -318,6 +317,7 @@ def _shuffled(model: TokenizedModel, prompt: Prompt, draw: random.Random) -> Pro
     while other_answer is None or other_answer == answer:
         other_order = draw.sample(span, len(span))
         other_answer = _successor(other_order, last_token)
+
     return Prompt(
         tokens=(*bos, *span, *span[:cut]),
         counterpart=(*bos, *other_order, *span[:cut]),
@@ -346,17 +346,3 @@ def _of_usual_length(tokenizer: Any, words: Sequence[str]) -> list[str]:
             f" tokens: {rest}"
         )
     return usual
-
-
-def _check_lengths(tokenizer: Any, prompts: Sequence[Prompt]) -> None:
-    """Refuse versions of other lengths, which a tokenizer that looks at neighbouring words could
-    make.
-    """
-    for prompt in prompts:
-        size = len(tokenizer(prompt.question)["input_ids"])
-        other_size = len(tokenizer(prompt.counterpart)["input_ids"])
-        if size != other_size:
-            raise PromptError(
-                f"the versions of prompt {prompt.id} are {size} and {other_size} tokens: "
-                f'"{prompt.question}" and "{prompt.counterpart}"'
-            )

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from numbers import Integral
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ MOST = 1_000_000  # generated prompts, inserted tokens, samples: far beyond any 
 HALVES = re.compile(
     "[\ud800-\udfff]"
 )  # halves of surrogate pairs, which neither tokenizers nor files accept
+_EXCERPT = 40  # characters of a text in a message
 _FEWEST = 4  # prompts; with fewer, intervals are wide in any case
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _NAME = re.compile(r"\b[A-Z]\w*")
@@ -49,9 +51,6 @@ class Prompt:
         other_answer: The answer that the other version calls for, for the metric "logit_diff": a text
             or token ids.
         template_options: Options of the chat template, such as ``{"enable_thinking": False}``.
-        split_special_tokens: Read control tokens that the question or the system text spells out,
-            such as "<eos>", as ordinary text; without it they are control tokens, and a warning
-            names them.
     """
 
     question: str = ""
@@ -68,43 +67,37 @@ class Prompt:
     counterpart: str | tuple[int, ...] = ""
     other_answer: str | tuple[int, ...] = ""
     template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    split_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         check_choice(Template, template=self.template)
         if not self.question.strip() and not self.tokens:
             raise PromptError(f"prompt {self.id} has an empty question; give every prompt a text")
-        if plain(str(self.id)) != str(self.id):
-            raise PromptError(
-                f"the id {self.id!r} contains control characters; give every prompt a printable id"
-            )
         if self.group is not None and (not isinstance(self.group, str) or not self.group.strip()):
             raise PromptError(
                 f"prompt {self.id} has group={self.group!r}; give the name of its group, or None"
             )
-        if self.group is not None and (
-            plain(self.group) != self.group or HALVES.search(self.group)
-        ):
-            raise PromptError(
-                f"the group {self.group!r} of prompt {self.id} contains characters that cannot be"
-                " printed"
-            )
+
+        for name in (str(self.id), self.group or ""):
+            if plain(name) != name:
+                raise PromptError(
+                    f"prompt {self.id} has an id or a group with characters that cannot be"
+                    f" printed: {name!r}"
+                )
+
         if any(HALVES.search(text) for text in (self.system, self.question, self.answer) if text):
             raise PromptError(
                 f"prompt {self.id} holds half of a surrogate pair (\\ud800 …), which is not valid"
                 " text"
             )
-        further = [one for one in (self.counterpart, self.other_answer) if not isinstance(one, str)]
-        for token in (
-            *self.tokens,
-            *self.answer_tokens,
-            *(token for one in further for token in one),
-        ):
-            if (
-                isinstance(token, bool)
-                or not isinstance(token, Integral)
-                or not -(2**63) <= token < 2**63
-            ):
+
+        versions = [
+            version
+            for version in (self.counterpart, self.other_answer)
+            if not isinstance(version, str)
+        ]
+        for token in chain(self.tokens, self.answer_tokens, *versions):
+            is_whole = isinstance(token, Integral) and not isinstance(token, bool)
+            if not is_whole or not -(2**63) <= token < 2**63:
                 raise PromptError(
                     f"prompt {self.id} holds the token id {token!r:.40}; give whole numbers"
                 )
@@ -113,7 +106,7 @@ class Prompt:
     def excerpt(self) -> str:
         """The beginning of the question, for use in messages."""
         text = " ".join(self.question.split()) or f"{len(self.tokens)} token ids"
-        return text if len(text) <= 40 else text[:39] + "…"
+        return text if len(text) <= _EXCERPT else text[: _EXCERPT - 1] + "…"
 
     @property
     def where(self) -> str:
@@ -124,48 +117,46 @@ class Prompt:
 def as_prompts(prompts: Any) -> list[Prompt]:
     """Convert a text, texts, prompts, or token ids [batch pos] to prompts.
 
-    Token ids come as a tensor, as an array, or as what a tokenizer returned: "input_ids" with its
-    "attention_mask", whose padding is left out.
+    Token ids come as a tensor or as an array.
 
     Raises:
         PromptError: Something else was given, there is no prompt, or two have the same id.
     """
     if isinstance(prompts, (str, Prompt)):
         prompts = [prompts]
-    if isinstance(prompts, Mapping):
-        return _from_encoding(prompts)
     if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OU":
         prompts = prompts.tolist()  # of texts
     if isinstance(prompts, (Tensor, np.ndarray)):
         return _from_tokens(torch.as_tensor(prompts))
     is_table = hasattr(prompts, "columns") or hasattr(prompts, "column_names")
-    if is_table or isinstance(prompts, (bytes, Set)) or not isinstance(prompts, Iterable):
+    is_unordered = isinstance(prompts, (bytes, Mapping, Set))
+    if is_table or is_unordered or not isinstance(prompts, Iterable):
         raise PromptError(
-            f"the prompts are of type {type(prompts).__name__}; give a text, a list of texts or "
-            "prompts, or a tensor of token ids (load_prompts reads files and data sets)"
+            f"the prompts are of type {type(prompts).__name__}; give a text, a list of texts or"
+            " prompts, or a tensor of token ids, such as a tokenizer's input_ids (load_prompts"
+            " reads files and data sets)"
         )
 
-    numbered = [_numbered(index, prompt) for index, prompt in enumerate(prompts)]
-    if not numbered:
+    named = [_named(index, prompt) for index, prompt in enumerate(prompts)]
+    if not named:
         raise PromptError("there are no prompts; give at least one")
-    if all(prompt.id == Prompt.id for prompt in numbered):  # none was named
-        numbered = [replace(prompt, id=str(index)) for index, prompt in enumerate(numbered)]
-    counts = Counter(prompt.id for prompt in numbered)
-    repeated = [name for name, count in counts.items() if count > 1]
-    if repeated:
-        raise PromptError(
-            f"several prompts have the id {min(repeated)!r}; give every prompt its own"
-        )
-    if not any(prompt.group for prompt in numbered):
-        return numbered
-    alone = [replace(prompt, group=f"prompt {prompt.id} alone") for prompt in numbered]
-    return [
-        prompt if prompt.group else ungrouped
-        for prompt, ungrouped in zip(numbered, alone, strict=True)
-    ]
+    if all(prompt.id == Prompt.id for prompt in named):  # none was named
+        named = [replace(prompt, id=str(index)) for index, prompt in enumerate(named)]
+    name, count = Counter(prompt.id for prompt in named).most_common(1)[0]
+    if count > 1:
+        raise PromptError(f"several prompts have the id {name!r}; give every prompt its own")
+
+    if not any(prompt.group for prompt in named):
+        return named
+    grouped = []
+    for prompt in named:
+        group = prompt.group or f"prompt {prompt.id} alone"
+        grouped.append(replace(prompt, group=group))
+
+    return grouped
 
 
-def _numbered(index: int, prompt: object) -> Prompt:
+def _named(index: int, prompt: object) -> Prompt:
     """One of several prompts; a text is named after its place."""
     if isinstance(prompt, Prompt):
         return prompt
@@ -174,42 +165,13 @@ def _numbered(index: int, prompt: object) -> Prompt:
             f"prompt {index} is of type {type(prompt).__name__}; give a text, a Prompt, or a tensor"
             " of token ids"
         )
-    if prompt.endswith((".jsonl", ".json", ".csv", ".parquet")) and not prompt.count(" "):
+
+    if prompt.endswith((".jsonl", ".json", ".csv", ".parquet")) and " " not in prompt:
         raise PromptError(
             f"prompt {index} is {prompt!r}, the name of a file: load_prompts({prompt!r}) reads its "
             "prompts"
         )
     return Prompt(prompt, id=str(index))
-
-
-def _from_encoding(encoding: Mapping[str, Any]) -> list[Prompt]:
-    """What a tokenizer returned: one sequence, or several with their padding."""
-    if "input_ids" not in encoding:
-        raise PromptError(
-            f"the prompts are a {type(encoding).__name__} with {_listed(encoding)}; give a list of "
-            "texts, prompts, or what a tokenizer returns (with input_ids)"
-        )
-    rows = _rows(encoding["input_ids"])
-    masks = [[1] * len(row) for row in rows]
-    if "attention_mask" in encoding:
-        masks = _rows(encoding["attention_mask"])
-    prompts = []
-    for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-        tokens = tuple(token for token, is_read in zip(row, mask, strict=True) if is_read)
-        prompts.append(Prompt(tokens=tokens, id=str(index)))
-    return prompts
-
-
-def _rows(numbers: Any) -> list[list[int]]:
-    """One row of whole numbers or several, from a tensor, an array or lists, as lists."""
-    rows = numbers.tolist() if hasattr(numbers, "tolist") else [*numbers]
-    if rows and isinstance(rows[0], Integral):
-        return [rows]
-    return [row.tolist() if hasattr(row, "tolist") else [*row] for row in rows]
-
-
-def _listed(names: Iterable[object]) -> str:
-    return ", ".join(map(repr, names)) or "nothing"
 
 
 def _from_tokens(tokens: Tensor) -> list[Prompt]:
@@ -225,44 +187,35 @@ def _from_tokens(tokens: Tensor) -> list[Prompt]:
 
 
 def warn_of_likeness(prompts: Sequence[Prompt]) -> str:
-    """Warn if at least half of the prompts repeat another one, apart from numbers and names; what
-    was said, or ""."""
-    if said := _likeness(prompts):
-        warn(
-            f"{said}. Use more varied prompts, or give their groups: Prompt(group=…),"
-            " load_prompts(group=…)"
-        )
-    return said
+    """Warn if at least half of the prompts repeat another one, apart from numbers and names.
 
-
-def _likeness(prompts: Sequence[Prompt]) -> str:
-    """How at least half of the prompts repeat another one, apart from numbers and names; empty if
-    they do not."""
+    Returns:
+        The first sentence of the warning; empty if there was none.
+    """
     groups = {prompt.group for prompt in prompts if prompt.group is not None}
-    if len(prompts) < _FEWEST or 0 < len(groups) < len(prompts):
+    has_groups = 0 < len(groups) < len(prompts)  # which the statistics take as units
+    if len(prompts) < _FEWEST or has_groups:
         return ""
-    read = [prompt.question.strip() or " ".join(map(str, prompt.tokens)) for prompt in prompts]
-    texts = Counter(read)
-    nameless = [_NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip() for prompt in prompts]
-    shapes = Counter(shape or text for shape, text in zip(nameless, read, strict=True))
-    if len(texts) <= len(prompts) / 2:
-        few = "the same" if len(texts) == 1 else f"{len(texts)} different ones"
-        said, many = f"{len(prompts)} prompts are {few} ({_most(texts)})", len(prompts) / len(texts)
-    elif len(shapes) <= len(prompts) / 2:
-        few = "one template" if len(shapes) == 1 else f"{len(shapes)} templates"
-        said = (
-            f"{len(prompts)} prompts follow {few}, apart from numbers and names ({_most(shapes)})"
-        )
-        many = len(prompts) / len(shapes)
-    else:
+
+    templates: Counter[str] = Counter()
+    for prompt in prompts:
+        template = _NAME.sub("@", _NUMBER.sub("#", prompt.question)).strip()
+        templates[template or " ".join(map(str, prompt.tokens))] += 1
+
+    if len(templates) > len(prompts) / 2:
         return ""
-    return (
-        f"{said}: intervals and tests assume independent prompts, so intervals are up to"
-        f" {many**0.5:.1f} times too narrow"
+
+    usual, count = templates.most_common(1)[0]
+    excerpt = usual if len(usual) <= _EXCERPT else usual[: _EXCERPT - 1] + "…"
+    number = "one template" if len(templates) == 1 else f"{len(templates)} templates"
+    too_narrow = (len(prompts) / len(templates)) ** 0.5
+    likeness = (
+        f"{len(prompts)} prompts follow {number}, apart from numbers and names"
+        f' ("{excerpt}" {count} times): intervals and tests assume independent prompts, so'
+        f" intervals are up to {too_narrow:.1f} times too narrow"
     )
-
-
-def _most(counted: Counter[str]) -> str:
-    text, count = counted.most_common(1)[0]
-    excerpt = text if len(text) <= 40 else text[:39] + "…"
-    return f'"{excerpt}" {count} times'
+    warn(
+        f"{likeness}. Use more varied prompts, or give their groups: Prompt(group=…),"
+        " load_prompts(group=…)"
+    )
+    return likeness

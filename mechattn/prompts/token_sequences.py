@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ INSERTED = -1
 _NO_CHARACTER = "\ufffd"  # which decoders give for bytes that are no whole character
 _TOKENS_IN_REPR = 99
 _CHARACTERS_IN_REPR = 40
-_MOST_PARTS = 8  # tokens of a character, or of a few that merges have drawn together
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,18 @@ class TokenSequence:
         return len(self.tokens)
 
     def __repr__(self) -> str:
-        counts = {name: int(self.of_segment(name).sum()) for name in SEGMENTS}
-        segments = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-        return f"TokenSequence({self._counts_in_words()}; {segments}{self._beginning()})"
+        segments = []
+        for name in SEGMENTS:
+            count = int(self.of_segment(name).sum())
+            if count:
+                segments.append(f"{name} {count}")
+        words = f"{self._counts_in_words()}; {', '.join(segments)}"
+        if self.decode is None:
+            return f"TokenSequence({words})"
+
+        text = self.decode(self.tokens[:_TOKENS_IN_REPR].tolist())
+        end = " …" if len(text) > _CHARACTERS_IN_REPR else ""
+        return f"TokenSequence({words}: {text[:_CHARACTERS_IN_REPR]!r}{end})"
 
     @property
     def inserted(self) -> Bool[Tensor, " pos"]:
@@ -73,13 +81,15 @@ class TokenSequence:
         With the ids of the baseline, an inserted token has the id just before that of the next
         token; ids may be negative.
         """
-        ids = torch.arange(len(self))
-        if self.keeps_positions:
-            following = len(self) - int(self.inserted.sum())
-            for position in reversed(range(len(self))):
-                following = following - 1 if self.inserted[position] else int(self.origin[position])
-                ids[position] = following
-        return ids
+        if not self.keeps_positions:
+            return torch.arange(len(self))
+
+        ids = []
+        following = len(self) - int(self.inserted.sum())
+        for origin in reversed(self.origin.tolist()):
+            following = following - 1 if origin == INSERTED else origin
+            ids.append(following)
+        return torch.tensor(ids[::-1])
 
     def of_segment(self, name: str) -> Bool[Tensor, " pos"]:
         """Which positions belong to the segment ``name``."""
@@ -109,39 +119,17 @@ class TokenSequence:
         changed = int(self.of_segment("changed").sum())
         return f"{len(self)} tokens, {inserted} without a partner, {changed} changed"
 
-    def _beginning(self) -> str:
-        """The first characters of the text, for a repr of one line."""
-        if self.decode is None:
-            return ""
-        text = self.decode(self.tokens[:_TOKENS_IN_REPR].tolist())
-        if not text:
-            return ""
-        if len(text) <= _CHARACTERS_IN_REPR:
-            return f": {text!r}"
-        return f": {text[:_CHARACTERS_IN_REPR]!r} …"
-
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[str]:
-    """The text of each token; where several share a character, the character and which part: "你
-    2/3"."""
+    """The text of each token; a token that is only a part of a character has its number instead."""
     # A long text repeats its tokens, and a tokenizer takes 20 µs for each.
-    text_of = cache(lambda *ids: decode(list(ids)))
-    texts: list[str] = []
-    while len(texts) < len(token_ids):
-        start = len(texts)
-        following = token_ids[start : start + _MOST_PARTS]
-        for count, token_id in enumerate(following, 1):
-            text = text_of(*following[:count])
-            # A token of whole characters completes nothing, so the search ends there.
-            if _NO_CHARACTER not in text or _NO_CHARACTER not in text_of(token_id):
-                break
+    texts = {}
+    for token_id in set(token_ids):
+        text = decode([token_id])
         if _NO_CHARACTER in text:
-            # Bytes that are no character, or the replacement character itself.
-            texts.append(f"{text_of(following[0])} (token {following[0]})")
-            continue
-        pieces = [f"{text} {number}/{count}" for number in range(1, count + 1)]
-        texts += pieces if count > 1 else [text]
-    return texts
+            text = f"{text} (token {token_id})"
+        texts[token_id] = text
+    return [texts[token_id] for token_id in token_ids]
 
 
 def baseline_sequence(
@@ -152,12 +140,13 @@ def baseline_sequence(
 
     The first of ``segments`` may be "bos", which is no segment: its only token is always the first.
     """
-    codes = torch.tensor(
-        [SEGMENTS.index(name) for name in ("first", *segments[1:])], dtype=torch.long
-    )
-    token_ids = torch.tensor(list(tokens), dtype=torch.long)
+    codes = [SEGMENTS.index(name) for name in ("first", *segments[1:])]
     return TokenSequence(
-        token_ids, torch.arange(len(tokens)), codes, decode=decode, first_part=segments[0]
+        tokens=torch.tensor(list(tokens), dtype=torch.long),
+        origin=torch.arange(len(tokens)),
+        segment=torch.tensor(codes, dtype=torch.long),
+        decode=decode,
+        first_part=segments[0],
     )
 
 
@@ -168,28 +157,35 @@ def insert(sequence: TokenSequence, filler: Sequence[int], at: int) -> TokenSequ
         raise ConditionError(
             f"at={at!r}: give a position from 0 to {len(sequence)}, the end of this sequence"
         )
+
     if isinstance(filler, str) or not all(isinstance(token, int) for token in filler):
         raise ConditionError(
             f"filler={filler!r}: give token ids; tokenizer(text, add_special_tokens=False) makes"
             " them"
         )
 
+    count = len(filler)
+    new_tokens = torch.tensor(list(filler), dtype=torch.long)
+    inserted = torch.full((count,), INSERTED)
+    inserted_segment = torch.full((count,), SEGMENTS.index("inserted"))
+
     def spliced(
         old: Shaped[Tensor, " old"], new: Shaped[Tensor, " new"]
     ) -> Shaped[Tensor, " longer"]:
         return torch.cat([old[:at], new, old[at:]])
 
-    count = len(filler)
     edge_mask = sequence.edge_mask
     if edge_mask is not None:
         uncut = torch.zeros(count, dtype=torch.bool)
         queries = spliced(edge_mask.queries, uncut)
-        edge_mask = replace(edge_mask, queries=queries, keys=spliced(edge_mask.keys, uncut))
+        keys = spliced(edge_mask.keys, uncut)
+        edge_mask = replace(edge_mask, queries=queries, keys=keys)
+
     return replace(
         sequence,
-        tokens=spliced(sequence.tokens, torch.tensor(list(filler), dtype=torch.long)),
-        origin=spliced(sequence.origin, torch.full((count,), INSERTED)),
-        segment=spliced(sequence.segment, torch.full((count,), SEGMENTS.index("inserted"))),
+        tokens=spliced(sequence.tokens, new_tokens),
+        origin=spliced(sequence.origin, inserted),
+        segment=spliced(sequence.segment, inserted_segment),
         edge_mask=edge_mask,
     )
 
@@ -236,10 +232,8 @@ class Batch:
 
     def members(self) -> Bool[Tensor, "batch segment pos"]:
         """Membership of every position in every segment, in the order of ``SEGMENTS``."""
-        return (
-            self.segment[:, None, :]
-            == torch.arange(len(SEGMENTS), device=self.segment.device)[:, None]
-        )
+        segments = torch.arange(len(SEGMENTS), device=self.segment.device)
+        return self.segment[:, None, :] == segments[:, None]
 
     def masked_in(self, layer: int) -> tuple[bool, ...]:
         """Which rows have edges cut in a layer; empty if there is nothing to cut."""
@@ -292,25 +286,27 @@ def pad_right(
     """Put sequences into one batch, padded on the right."""
     padded = partial(pad_sequence, batch_first=True)
     edge_mask = None
-    if any(s.edge_mask for s in sequences):
-        masks = [s.edge_mask or _no_edges(len(s)) for s in sequences]
+    layers: list[tuple[int, ...] | None] = [None] * len(sequences)
+    if any(sequence.edge_mask for sequence in sequences):
+        masks = [sequence.edge_mask or _no_edges(len(sequence)) for sequence in sequences]
         queries = padded([mask.queries for mask in masks])
         keys = padded([mask.keys for mask in masks])
         edge_mask = EdgeMask(queries, keys)
+        layers = [mask.layers for mask in masks]
 
     position_ids = None
-    if any(s.keeps_positions for s in sequences):
-        position_ids = padded([s.position_ids for s in sequences])
+    if any(sequence.keeps_positions for sequence in sequences):
+        position_ids = padded([sequence.position_ids for sequence in sequences])
     return Batch(
-        tokens=padded([s.tokens for s in sequences], padding_value=pad_token),
-        origin=padded([s.origin for s in sequences], padding_value=PADDING),
-        segment=padded([s.segment for s in sequences], padding_value=PADDING),
-        lengths=torch.tensor([len(s) for s in sequences]),
+        tokens=padded([sequence.tokens for sequence in sequences], padding_value=pad_token),
+        origin=padded([sequence.origin for sequence in sequences], padding_value=PADDING),
+        segment=padded([sequence.segment for sequence in sequences], padding_value=PADDING),
+        lengths=torch.tensor([len(sequence) for sequence in sequences]),
         rows=tuple(rows),
         edge_mask=edge_mask,
-        edge_mask_layers=tuple(s.edge_mask.layers if s.edge_mask else None for s in sequences),
+        edge_mask_layers=tuple(layers),
         position_ids=position_ids,
-        interventions=tuple(s.interventions for s in sequences),
+        interventions=tuple(sequence.interventions for sequence in sequences),
     )
 
 
@@ -334,14 +330,17 @@ class Pairs:
 
 def pairs_of(batch: Batch, baseline: str) -> Pairs:
     """The pairs of a batch that holds all conditions of its prompts."""
-    row_of_baseline = {
-        prompt: row for row, (prompt, condition) in enumerate(batch.rows) if condition == baseline
-    }
+    row_of_baseline = {}
+    for row, (prompt, condition) in enumerate(batch.rows):
+        if condition == baseline:
+            row_of_baseline[prompt] = row
+
     baseline_rows = torch.tensor([row_of_baseline[prompt] for prompt, _ in batch.rows])
 
     origin = batch.origin.cpu()
     is_original = origin >= 0
-    place = torch.zeros(len(batch.rows), int(is_original.sum(-1).max()), dtype=torch.long)
+    longest = int(is_original.sum(-1).max())
+    place = torch.zeros(len(batch.rows), longest, dtype=torch.long)
     original = torch.zeros_like(place, dtype=torch.bool)
     pair, position = is_original.nonzero(as_tuple=True)
     place[pair, origin[pair, position]] = position

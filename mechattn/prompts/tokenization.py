@@ -46,6 +46,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
             [question.first_part, *later_segments, *answer_segments],
             question.decode,
         )
+
     if prompt.tokens:
         return _of_token_ids(prompt, model)
 
@@ -57,6 +58,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
             text += prompt.answer
     else:
         text, spans = _plain(prompt)
+
     tokens, segments = _tokens_in_spans(prompt, tokenizer, text, spans)
 
     bos = own_bos(model)
@@ -66,6 +68,7 @@ def tokenize(prompt: Prompt, model: TokenizedModel) -> TokenSequence:
         else:
             tokens.insert(0, bos)
             segments.insert(0, "bos")
+
     return baseline_sequence(tokens, segments, tokenizer.decode)
 
 
@@ -113,6 +116,7 @@ def _refuse_other_bos(prompt: Prompt, model: TokenizedModel, bos: int | None) ->
             f"the token ids of prompt {prompt.id} begin with {first}, but this model reads text "
             f"after a BOS token ({bos}); put it first, or set model.cfg.default_prepend_bos = False"
         )
+
     own = getattr(model.tokenizer, "bos_token_id", None)
     if bos is None and own is not None and first == own and not _opens_chats(model.tokenizer):
         raise PromptError(
@@ -138,6 +142,7 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
         is_padded = (pad, pad) in (prompt.tokens[:2], prompt.tokens[-2:])
     else:
         is_padded = pad in (prompt.tokens[0], prompt.tokens[-1])
+
     if is_padded:
         raise PromptError(
             f"prompt {prompt.id} begins or ends with the padding token {pad}, which would count as "
@@ -171,22 +176,24 @@ def _tokens_in_spans(
             " of each token; load the fast one (AutoTokenizer with use_fast=True), or give token"
             " ids as prompts"
         )
+
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     control_tokens = _control_tokens(tokenizer)
-    token_ids: list[int] = []
     segments: list[str] = []
+
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         characters = text[start:end]
         blank = len(characters) - len(characters.lstrip())
         first = start if blank == len(characters) else start + blank
         segment = next((name for name, low, high in spans if low <= first < high), "template")
         if token in control_tokens and segment in ("system", "question"):
-            pieces = _as_written(prompt, tokenizer, token, characters)
-        else:
-            pieces = [token]
-        token_ids += pieces
-        segments += [segment] * len(pieces)
-    return token_ids, segments
+            warn(
+                f"{prompt.where} contains {characters!r}, which this tokenizer reads as a control"
+                " token; write it in another way if it is text"
+            )
+        segments.append(segment)
+
+    return encoded["input_ids"], segments
 
 
 @lru_cache(maxsize=8)
@@ -195,25 +202,6 @@ def _control_tokens(tokenizer: Any) -> frozenset[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     marked = {token for token, described in added.items() if described.special}
     return frozenset(marked | set(getattr(tokenizer, "all_special_ids", ())))
-
-
-def _as_written(prompt: Prompt, tokenizer: Any, token: int, characters: str) -> list[int]:
-    """A control token that a prompt's own text spells out: itself with a warning, or its
-    letters."""
-    if not prompt.split_special_tokens:
-        warn(
-            f"{prompt.where} contains {characters!r}, which this tokenizer reads as a control"
-            " token; Prompt(…, split_special_tokens=True) has it read as text"
-        )
-        return [token]
-    letters = tokenizer(characters, add_special_tokens=False, split_special_tokens=True)
-    pieces: list[int] = letters["input_ids"]
-    if tokenizer.decode(pieces).strip() != characters.strip():
-        raise PromptError(
-            f"{prompt.where} contains {characters!r}, which this tokenizer cannot read as text; "
-            "write it in another way"
-        )
-    return pieces
 
 
 def token_class(text: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from mechattn.contrast.means import choose_heads
-from mechattn.pages.page import Section, drawn_section
+from mechattn.pages.sections import Section, drawn_section
 from mechattn.render.attention_figures import received_attention, received_by_model
 from mechattn.render.words import model_caption
 from mechattn.results.result import Result, units_of

@@ -4,13 +4,8 @@ from mechattn.render.activation_figures import activation_histogram as activatio
 from mechattn.render.activation_figures import activation_metrics as activation_metrics
 from mechattn.render.activation_figures import agreement as agreement
 from mechattn.render.activation_figures import near_zero_by_class as near_zero_by_class
-from mechattn.render.activation_figures import update_by_position as update_by_position
-from mechattn.render.activation_figures import update_histogram as update_histogram
-from mechattn.render.activation_figures import update_map as update_map
 from mechattn.render.answer_figures import accuracy as accuracy
-from mechattn.render.answer_figures import accuracy_map as accuracy_map
 from mechattn.render.answer_figures import by_samples as by_samples
-from mechattn.render.answer_figures import diversity as diversity
 from mechattn.render.answer_figures import dose_curves as dose_curves
 from mechattn.render.answer_figures import while_answering as while_answering
 from mechattn.render.attention_figures import received_attention as received_attention
@@ -32,6 +27,9 @@ from mechattn.render.patching_figures import patching_map as patching_map
 from mechattn.render.print_size import caption as caption
 from mechattn.render.print_size import for_paper as for_paper
 from mechattn.render.print_size import write_image as write_image
+from mechattn.render.update_figures import update_by_position as update_by_position
+from mechattn.render.update_figures import update_histogram as update_histogram
+from mechattn.render.update_figures import update_map as update_map
 from mechattn.render.words import verdict_words as verdict_words
 
 

@@ -1,5 +1,5 @@
-"""Figures of answers: accuracy by condition or option, samples, diversity, and attention while
-right or wrong.
+"""Figures of answers: accuracy by condition or option, samples, and attention while right or
+wrong.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import model_caption, quantity_words, says
 from mechattn.render.words import said as said_by
 from mechattn.results.result import Result
-from mechattn.stats.trend import Trend
 
 if TYPE_CHECKING:
     from mechattn.evaluation.while_answering import WhileAnswering
 
 _HOVER = "%{customdata}: %{y:.1f} %<extra></extra>"
-_LEAST_REACH = 10  # points of accuracy: the least range of a map's colours
 
 
 @declare("evaluation")
@@ -55,7 +53,16 @@ def accuracy(tables: Mapping[str, pd.DataFrame], over: str = "") -> go.Figure:
     }
     if over:
         for (model, rows), colour in zip(rows_of_model.items(), cycle(COLOURS)):
-            _points(figure, x, rows, model, colour, mode="lines+markers", customdata=names)
+            draw.points(
+                figure,
+                x,
+                _percents(rows),
+                model,
+                colour,
+                mode="lines+markers",
+                customdata=names,
+                hovertemplate=_HOVER,
+            )
     else:
         series = [(model, _percents(rows)) for model, rows in rows_of_model.items()]
         draw.side_by_side(figure, names, series, COLOURS, hovertemplate=_HOVER)
@@ -86,60 +93,11 @@ def _swept_options(names: Sequence[str], over: str) -> tuple[list[Any], list[str
 
 
 @declare("evaluation")
-def accuracy_map(table: pd.DataFrame, across: str, down: str, model: str = "") -> go.Figure:
-    """Map accuracy over two swept options; don't report the best cell on the same problems.
-
-    ``Evaluation.best`` chooses on one half of the problems and reports the other half.
-
-    Args:
-        table: The table of ``Evaluation.accuracy()``, with conditions named after both options.
-        across: The option on the horizontal axis.
-        down: The option on the vertical axis.
-        model: The model's name in the figure.
-
-    Raises:
-        OptionError: No condition is named after both options.
-    """
-    cells = {}
-    for name, value in zip(table.condition, table.accuracy, strict=True):
-        options = dict(part.split("=", 1) for part in name.split(", ") if "=" in part)
-        if across in options and down in options:
-            cells[options[down], options[across]] = 100 * value
-    if not cells:
-        raise OptionError(f"no condition is named {across}=…, {down}=…; sweep over both")
-    rows = list(dict.fromkeys(row for row, _ in cells))
-    columns = list(dict.fromkeys(column for _, column in cells))
-    z = [[cells.get((row, column), np.nan) for column in columns] for row in rows]
-    base = 100 * float(table.set_index("condition").accuracy[BASELINE])
-    # Differences due to chance get no colour.
-    reach = max(_LEAST_REACH, float(np.nanmax(np.abs(np.array(z) - base))))
-    ticks = [tick for tick in (base - reach, base, base + reach) if 0 <= tick <= 100]
-    figure = draw.panels()
-    figure.add_heatmap(
-        z=z,
-        x=columns,
-        y=rows,
-        colorscale=draw.DIVERGING,
-        zmin=base - reach,
-        zmax=base + reach,
-        colorbar=dict(title="%", tickvals=ticks, tickformat=".0f"),
-        texttemplate="%{z:.1f}",
-    )
-    about = f"n = {_n([table])}; {base:.1f} % in the baseline, pale; orange is better"
-    figure.update_xaxes(title_text=across, type="category")
-    figure.update_yaxes(title_text=down, type="category")
-    draw.title(figure, f"{model}: accuracy" if model else "accuracy", about, 420)
-    return figure
-
-
-@declare("evaluation")
 def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure:
-    """Plot pass@k, or the accuracy of the best of k, over k: one colour per condition, one panel
-    per table.
+    """Plot pass@k over k: one colour per condition, one panel per table.
 
     Args:
-        tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` or ``best_of`` for each measure, by
-            its name here.
+        tables: The table of ``Evaluation.pass_at_k([1, 2, …])`` for each panel, by its title.
         model: The model's name in the figure.
 
     Raises:
@@ -170,25 +128,6 @@ def by_samples(tables: Mapping[str, pd.DataFrame], model: str = "") -> go.Figure
     if model:
         heading = f"{model}: {heading}"
     draw.title(figure, heading, "bars: 95 % intervals over problems", 460)
-    return figure
-
-
-@declare("evaluation")
-def diversity(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """Plot the diversity of the answers to one question by condition, one colour per model.
-
-    Args:
-        tables: The table of ``Evaluation.diversity()`` for each model, by its name in the figure.
-    """
-    names = _conditions(tables)
-    figure = draw.panels()
-    for (model, table), colour in zip(tables.items(), cycle(COLOURS), strict=False):
-        rows = table.set_index("condition").reindex(names)
-        _points(figure, names, rows, model, colour, "estimate", customdata=names)
-    n = int(next(iter(tables.values())).n.iloc[0])
-    figure.update_yaxes(title_text=f"distinct {n}-grams (% of all)")
-    note = "of all answers to one question; bars: 95 % intervals over questions"
-    draw.title(figure, "diversity of answers", note, 420)
     return figure
 
 
@@ -285,7 +224,6 @@ def dose_curves(
     segment: str = "question",
     *,
     layer: int | None = None,
-    trends: Mapping[str, Trend] | None = None,
 ) -> go.Figure:
     """Plot right answers over a swept option, and below them the change of attention, on a shared
     axis.
@@ -301,7 +239,6 @@ def dose_curves(
         quantity: A positive quantity of the result.
         segment: The segment of the quantity.
         layer: One layer; the mean over all by default.
-        trends: Results of ``ma.trend`` by their description; stated in the caption.
 
     Raises:
         OptionError: No condition is named after the option, or the evaluation and the result have
@@ -328,13 +265,7 @@ def dose_curves(
         note += f"; dotted: {nulls[0]}"
     heading = f"{model_caption(result)}: answers and attention by {over}"
     draw.title(figure, heading, note, 640, top=150)
-    if not trends:
-        return says(figure, said_by(lower))
-    trend_words = []
-    for what, trend in trends.items():
-        ends = f"[{trend.low:+.2f}, {trend.high:+.2f}]"
-        trend_words.append(f"{what}: ρ = {trend.rho:+.2f} {ends}, p = {trend.p:.2g}")
-    return says(figure, f"Trends within prompts. {'; '.join(trend_words)}.", said_by(lower))
+    return says(figure, said_by(lower))
 
 
 def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
@@ -345,13 +276,6 @@ def _conditions(tables: Mapping[str, pd.DataFrame]) -> list[str]:
 
 def _percents(rows: pd.DataFrame, estimate: str = "accuracy") -> list[pd.Series]:
     return [100 * rows[column] for column in (estimate, "low", "high")]
-
-
-def _points(
-    figure: go.Figure, x: Any, rows: pd.DataFrame, name: str, colour: str, estimate: str = "accuracy", **style: Any
-) -> None:  # fmt: skip
-    """An estimate of a table's rows, with its interval, in percent."""
-    draw.points(figure, x, _percents(rows, estimate), name, colour, hovertemplate=_HOVER, **style)
 
 
 def _n(tables: Sequence[pd.DataFrame]) -> str:

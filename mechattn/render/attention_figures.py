@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
@@ -13,7 +13,7 @@ from mechattn.axes import BASELINE, head_named
 from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.means import Positions, at_positions, choose_heads
 from mechattn.contrast.null_by_position import dilution_at_positions, uniform_at_positions
-from mechattn.contrast.quantities import Null, check_layer, values_of
+from mechattn.contrast.quantities import Null, check_condition, check_layer, values_of
 from mechattn.contrast.table import Ranking, Selection
 from mechattn.errors import OptionError
 from mechattn.render import draw
@@ -39,6 +39,27 @@ DOTTED_WORDS = {
 }
 
 
+class _Panel(NamedTuple):
+    result: Result
+    layer: int
+    head: int
+    prompts: np.ndarray  # those that are shown
+
+
+class _Line(NamedTuple):
+    quantity: str
+    condition: str
+    label: str
+    colour: str
+
+
+class _NullLine(NamedTuple):
+    positions: np.ndarray
+    values: np.ndarray
+    label: str
+    colour: str
+
+
 @declare(NAME, report=[{}])
 def received_attention(
     result: Result,
@@ -49,7 +70,6 @@ def received_attention(
     top: int | None = None,
     by: Ranking = "difference",
     null: Null | None = None,
-    one_based: bool = False,
 ) -> go.Figure:
     """Plot received attention of some heads without (blue) and with (orange) the inserted tokens.
 
@@ -73,64 +93,38 @@ def received_attention(
         condition: The condition in orange; by default the first that isn't the baseline, where
             there is one.
         null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
-        one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
         OptionError: There is no such layer, head, condition or null, or heads cannot be chosen.
     """
-    dataset = result[NAME]
     condition = result.shown_condition(condition)
     is_alone = condition == BASELINE
-    null_kind = _null_kind(result, [condition], null)
-    layers: list[Any] = [layer]
-    if isinstance(layer, (list, tuple, range, np.ndarray)):
-        layers = list(layer)
-    if not layers:
-        raise OptionError("layer=[] is empty; give at least one layer, or None for heads of any")
-    for number in layers:
-        if number is not None:
-            check_layer(number, dataset)
-
+    null_kind = _null_kind([result], [condition], null)
+    layers = _layers(result[NAME], layer)
     listed, top = listed_or_chosen(heads, top)
-    prompts = np.arange(dataset.sizes["prompt"])
-    choosing = prompts
-    choice = "chosen by hand"
     if top is None:
         Selection(None, None, None if by == "difference" else by)  # refuses what compare refuses
+        panels = _listed_panels(result, layers, listed)
+        choice = "chosen by hand"
     else:
         Selection("half", top, by)
-        units = units_of(result, len(prompts))
-        units.refuse_below(2 * FEWEST, " for two halves", instead="")
-        choosing, prompts = units.halves()
+        panels = _chosen_panels(result, layers, top, condition, by)
         largest = "changes" if by == "difference" else "changes relative to the null"
         if is_alone:
             largest = "distances from uniform attention"
         choice = f"with the largest {largest} in the other half of the prompts"
 
-    heads_of_layer: dict[int, list[int]] = {}
-    for number in layers:
-        if top is None:
-            named_heads = _listed(listed, number, dataset)
-        else:
-            named_heads = choose_heads(result, number, top, condition, choosing, by)
-        for head_layer, head in named_heads:
-            heads_of_layer.setdefault(head_layer, []).append(head)
-    panels = []
-    for head_layer, layer_heads in heads_of_layer.items():
-        for head in layer_heads:
-            title = f"Layer {head_layer + one_based} head {head + one_based}"
-            panels.append(_Panel(result, head_layer, head, title, prompts))
-
     baseline_words = "baseline" if is_alone else f"without {condition}"
-    baseline_line = _Line("received_by_origin", BASELINE, baseline_words, WITHOUT)
-    aligned_line = _Line("received_by_origin", condition, f"with {condition}", WITH)
-    rows = [[baseline_line]]
+    rows = [[_Line("received_by_origin", BASELINE, baseline_words, WITHOUT)]]
     if not is_alone:
-        rows = [[baseline_line, aligned_line], [aligned_line._replace(quantity="received")]]
-    figure = _by_position(panels, rows, null_kind)
-
-    span = _inserted_span(result, condition)
+        rows[0].append(_Line("received_by_origin", condition, f"with {condition}", WITH))
+        rows.append([_Line("received", condition, f"with {condition}", WITH)])
+    titles = [f"Layer {panel.layer} head {panel.head}" for panel in panels]
+    figure = _by_position(panels, titles, rows, null_kind)
+    span = inserted_span(result, condition)
     _shade(figure, span, 2, "all")
+
+    prompts = panels[0].prompts
     small_print = [
         f"mean over {len(prompts)} prompts, pointwise 95 % bands{band_words(result)}",
         DOTTED_WORDS[null_kind],
@@ -145,15 +139,62 @@ def received_attention(
     heading = f"{model_caption(result)}: received attention"
     draw.title(figure, heading, "; ".join(small_print), 400 if is_alone else 640, 125)
     sentences = []
-    for head_layer, layer_heads in heads_of_layer.items():
-        sentence = _in_words(
-            result, condition, head_layer, layer_heads, prompts, null_kind, one_based
-        )
-        sentences.append(sentence)
+    for number in dict.fromkeys(panel.layer for panel in panels):
+        layer_heads = [panel.head for panel in panels if panel.layer == number]
+        sentences.append(_in_words(result, condition, number, layer_heads, prompts, null_kind))
     return says(figure, *sentences)
 
 
-def _null_kind(result: Result, conditions: Sequence[str], null: Null | None) -> Null:
+def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[int] | list[None]:
+    """The layers of a figure, all of which were measured; None is for heads of any."""
+    if layer is None:
+        return [None]
+    layers = list(layer) if isinstance(layer, (list, tuple, range, np.ndarray)) else [layer]
+    if not layers:
+        raise OptionError("layer=[] is empty; give at least one layer, or None for heads of any")
+    for number in layers:
+        check_layer(number, dataset)
+    return layers
+
+
+def _listed_panels(
+    result: Result, layers: Sequence[int | None], heads: Sequence[int | str]
+) -> list[_Panel]:
+    """A panel for each listed head of each layer; of any layer, they have to be named."""
+    dataset = result[NAME]
+    head_count = dataset.sizes["head"]
+    prompts = np.arange(dataset.sizes["prompt"])
+    panels = []
+    for layer in layers:
+        named_heads = [(layer, head) for head in heads]
+        if layer is None:
+            named_heads = [head_named(head) or (None, head) for head in heads]
+        if not named_heads or None in dict(named_heads):
+            raise OptionError(
+                f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]'
+            )
+        for head_layer, head in named_heads:
+            check_layer(head_layer, dataset)
+            (number,) = check_heads([head], head_count, head_layer)
+            panels.append(_Panel(result, head_layer, number, prompts))
+    return panels
+
+
+def _chosen_panels(
+    result: Result, layers: Sequence[int | None], top: int, condition: str, by: Ranking
+) -> list[_Panel]:
+    """Panels of the heads that change most on one half of the prompts, which show the other."""
+    units = units_of(result, result[NAME].sizes["prompt"])
+    units.refuse_below(2 * FEWEST, " for two halves", instead="")
+    choosing, prompts = units.halves()
+    panels = []
+    for layer in layers:
+        for head_layer, head in choose_heads(result, layer, top, condition, choosing, by):
+            panels.append(_Panel(result, head_layer, head, prompts))
+    return panels
+
+
+def _null_kind(results: Sequence[Result], conditions: Sequence[str], null: Null | None) -> Null:
     """The null that lines by position show: that of the comparison of every condition, where it is
     known by position.
     """
@@ -162,11 +203,15 @@ def _null_kind(result: Result, conditions: Sequence[str], null: Null | None) -> 
             f'null={null!r}: lines by position show "dilution" or "uniform"; result.compare has'
             " others"
         )
-    changed = [name for name in conditions if name != BASELINE]
-    if null == "dilution":
-        for name in changed:  # refuses where there is none
-            values_of(result, name, "received", "question", "dilution")
-    return common_null([Contrast(result, name, null=null) for name in changed])
+    contrasts = []
+    for result in results:
+        for name in conditions:
+            if name == BASELINE:
+                continue
+            if null == "dilution":
+                values_of(result, name, "received", "question", null)  # refuses where it has none
+            contrasts.append(Contrast(result, name, null=null))
+    return common_null(contrasts)
 
 
 def common_null(contrasts: Sequence[Contrast]) -> Null:
@@ -178,26 +223,6 @@ def common_null(contrasts: Sequence[Contrast]) -> Null:
     return "uniform"
 
 
-def _listed(
-    heads: Sequence[int | str], layer: int | None, dataset: xr.Dataset
-) -> list[tuple[int, int]]:
-    """The listed heads with their layers; of any layer, they have to be named."""
-    head_count = dataset.sizes["head"]
-    if layer is not None:
-        return [(layer, head) for head in check_heads(heads, head_count, layer)]
-
-    named = [head_named(head) for head in heads]
-    pairs = [pair for pair in named if pair is not None]
-    if len(pairs) < len(heads) or not pairs:
-        raise OptionError(
-            f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]'
-        )
-    for layer_number in {pair[0] for pair in pairs}:
-        check_layer(layer_number, dataset)
-        check_heads([head for of_layer, head in pairs if of_layer == layer_number], head_count)
-    return pairs
-
-
 def _in_words(
     result: Result,
     condition: str,
@@ -205,34 +230,32 @@ def _in_words(
     heads: Sequence[int],
     prompts: np.ndarray,
     null_kind: Null,
-    one_based: bool,
 ) -> str:
     """The sentence on a layer; empty if there is no change to report."""
-    listed = ", ".join(str(head + one_based) for head in heads)
-    head_words = f"heads {listed} (mean)" if len(heads) > 1 else f"head {listed}"
-    start = f"Attention received by the question's tokens in layer {layer + one_based} {head_words}"
+    head_words = f"head {heads[0]}"
+    if len(heads) > 1:
+        head_words = f"heads {', '.join(map(str, heads))} (mean)"
+    start = f"Attention received by the question's tokens in layer {layer} {head_words}"
     if condition != BASELINE:
-        change = change_words(
-            result, condition, layer=layer, heads=heads, prompts=prompts, null=null_kind
-        )
+        change = change_words(result, condition, layer, heads, prompts, null_kind)
         if not change:
             return ""
         return f"{start} with “{condition}”: {change}, {len(prompts)} prompts."
 
     baseline = result[NAME].sel(condition=BASELINE, layer=layer, segment="question")
     baseline = baseline.isel(prompt=prompts)
-    mean = mean_words(result, baseline.received_by_segment.sel(head=list(heads)))
+    mean = mean_words(result, baseline.received_by_segment.sel(head=heads))
     uniform = float(baseline.received_by_segment_uniform.mean())
     return f"{start}: {mean}, {len(prompts)} prompts; uniform attention would give {uniform:.3g}."
 
 
-def _inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
+def inserted_span(result: Result, condition: str) -> tuple[int, int] | None:
     """The first and last inserted position, if these are the same in all prompts."""
     inserted = result["sequences"].origin.sel(condition=condition).values == -1
     if not inserted.any() or (inserted != inserted[0]).any():
         return None
-    where = np.flatnonzero(inserted[0])
-    return int(where[0]), int(where[-1])
+    positions = np.flatnonzero(inserted[0])
+    return int(positions[0]), int(positions[-1])
 
 
 def _shade(figure: go.Figure, span: tuple[int, int] | None, row: int, column: int | str) -> None:
@@ -243,28 +266,6 @@ def _shade(figure: go.Figure, span: tuple[int, int] | None, row: int, column: in
     figure.add_vrect(*ends, row=row, col=column, fillcolor=SHADE, line_width=0, layer="below")
 
 
-class _Panel(NamedTuple):
-    result: Result
-    layer: int
-    head: int
-    title: str
-    prompts: np.ndarray  # those that are shown
-
-
-class _Line(NamedTuple):
-    quantity: str
-    condition: str
-    label: str
-    colour: str
-
-
-class _NullLine(NamedTuple):
-    positions: np.ndarray
-    values: np.ndarray
-    label: str
-    colour: str
-
-
 @declare(NAME, compares=True)
 def received_by_model(
     results: Sequence[Result] | Result,
@@ -273,7 +274,6 @@ def received_by_model(
     conditions: tuple[str, str] = ("slash", "sentence"),
     *,
     null: Null | None = None,
-    one_based: bool = False,
 ) -> go.Figure:
     """Plot received attention by position of the sequence under two conditions, for one head per
     model.
@@ -290,46 +290,42 @@ def received_by_model(
             figure then shows the other half.
         conditions: The two conditions, the first in orange and the second in green.
         null: "dilution" or "uniform", as for :class:`mechattn.Contrast`.
-        one_based: Count layers and heads from 1 in the titles, as the paper does.
 
     Raises:
         OptionError: There is no such layer, head, condition or null, the numbers of heads and
             models differ, or a head cannot be chosen.
     """
     results = several(results)
+    head_of_model: list[int | None] = [None] * len(results)
     if heads is not None:
-        heads = [heads] * len(results) if isinstance(heads, int) else list(heads)
-        if len(heads) != len(results):
-            raise OptionError(
-                f"heads={heads} for {len(results)} models: give one head per model, or one for all"
-            )
-
-    panels = []
-    null_kinds = set()
-    for number, result in enumerate(results):
+        head_of_model = [heads] * len(results) if isinstance(heads, int) else list(heads)
+    if len(head_of_model) != len(results):
+        raise OptionError(
+            f"heads={heads} for {len(results)} models: give one head per model, or one for all"
+        )
+    for result in results:
         check_layer(layer, result[NAME])
         for name in conditions:
-            if name != BASELINE:
-                result.condition(name)  # refuses a name that the result does not have
-        null_kinds.add(_null_kind(result, conditions, null))
-        prompts = np.arange(result[NAME].sizes["prompt"])
-        if heads is None:
-            choosing, prompts = units_of(result, len(prompts)).halves()
-            chosen = choose_heads(result, layer, 1, conditions[0], choosing, "difference")
-            head = chosen[0][1]
-        else:
-            (head,) = check_heads([heads[number]], result[NAME].sizes["head"], layer)
-        title = f"{model_caption(result)}<br>layer {layer + one_based} head {head + one_based}"
-        panels.append(_Panel(result, layer, head, title, prompts))
+            check_condition(result, name)
+    null_kind = _null_kind(results, conditions, null)
 
-    null_kind: Null = "dilution" if null_kinds == {"dilution"} else "uniform"
+    panels = []
+    for result, head in zip(results, head_of_model, strict=True):
+        if head is None:
+            panels += _chosen_panels(result, [layer], 1, conditions[0], "difference")
+        else:
+            panels += _listed_panels(result, [layer], [head])
     lines = [
         _Line("received", name, name, colour)
         for name, colour in zip(conditions, (WITH, THIRD), strict=False)
     ]
-    figure = _by_position(panels, [lines], null_kind)
+    titles = [
+        f"{model_caption(panel.result)}<br>layer {panel.layer} head {panel.head}"
+        for panel in panels
+    ]
+    figure = _by_position(panels, titles, [lines], null_kind)
     for column, result in enumerate(results, 1):
-        for span in {_inserted_span(result, name) for name in conditions}:
+        for span in {inserted_span(result, name) for name in conditions}:
             _shade(figure, span, 1, column)
 
     counts = ", ".join(sorted({str(len(panel.prompts)) for panel in panels}))
@@ -341,30 +337,35 @@ def received_by_model(
         small_print.append("the head with the largest change in the other half of the prompts")
     heading = f"{' and '.join(conditions)}: received attention"
     draw.title(figure, heading, "; ".join(small_print), 450, 150)
-    sentences = []
-    for panel in panels:
-        place = panel.title.replace("<br>", ", ")
+    sentences = ["Change of the attention received by the question's tokens."]
+    for panel, title in zip(panels, titles, strict=True):
+        place = title.replace("<br>", ", ")
         for name in conditions:
-            change = change_words(
-                panel.result, name, layer, [panel.head], panel.prompts, null=null_kind
-            )
+            change = change_words(panel.result, name, layer, [panel.head], panel.prompts, null_kind)
             if change:
                 sentences.append(f"{place}, “{name}”: {change}.")
-    return says(figure, "Change of the attention received by the question's tokens.", *sentences)
+    return says(figure, *sentences)
 
 
-def _by_position(panels: list[_Panel], rows: list[list[_Line]], null_kind: Null) -> go.Figure:
+def _by_position(
+    panels: Sequence[_Panel],
+    titles: Sequence[str],
+    rows: Sequence[Sequence[_Line]],
+    null_kind: Null,
+) -> go.Figure:
     """A column for each head, with rows of lines over positions, their bands and their null."""
-    titles = [panel.title for panel in panels] + [""] * len(panels) * (len(rows) - 1)
-    figure = draw.panels(titles, len(rows), vertical_spacing=0.16, horizontal_spacing=0.06)
-    in_legend: set[str] = set()
+    below = [""] * len(panels) * (len(rows) - 1)
+    figure = draw.panels(
+        [*titles, *below], len(rows), vertical_spacing=0.16, horizontal_spacing=0.06
+    )
     for column, panel in enumerate(panels, 1):
         for row, lines in enumerate(rows, 1):
-            positions = _lines_of_panel(figure, panel, lines, null_kind, column, row, in_legend)
-            _cut_first_token(figure, positions, lines, column, row)
+            means_of_lines = _lines_of_panel(figure, panel, lines, null_kind, column, row)
+            _cut_first_token(figure, means_of_lines, lines, column, row)
     for row, lines in enumerate(rows, 1):
-        is_whole = lines[0].quantity == "received"
-        words = "position in the sequence" if is_whole else "original token position"
+        words = "original token position"
+        if lines[0].quantity == "received":
+            words = "position in the sequence"
         figure.update_xaxes(title_text=words, row=row)
     figure.update_yaxes(title_text="attention received<br>(probability)", col=1)
     return figure.update_layout(hovermode="x unified")
@@ -373,89 +374,93 @@ def _by_position(panels: list[_Panel], rows: list[list[_Line]], null_kind: Null)
 def _lines_of_panel(
     figure: go.Figure,
     panel: _Panel,
-    lines: list[_Line],
+    lines: Sequence[_Line],
     null_kind: Null,
     column: int,
     row: int,
-    in_legend: set[str],
 ) -> list[Positions]:
     """Draw the lines of one panel with their bands, and what the null would give."""
-    place = {"column": column, "row": row}
-    positions = []
+    means_of_lines = []
     nulls = []
     for line in lines:
         cell = {"condition": line.condition, "layer": panel.layer, "head": panel.head}
         means = at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
-        is_new = line.label not in in_legend
-        draw.line_and_band(figure, means, line.label, line.colour, legend=is_new, **place)
-        in_legend.add(line.label)
-        positions.append(means)
-        null = _null_line(panel, line, null_kind, means)
-        if null is not None:
-            nulls.append(null)
+        draw.line_and_band(figure, means, line.label, line.colour, column=column, row=row)
+        means_of_lines.append(means)
+        null_values = _null_values(panel, line, null_kind)
+        if null_values is not None:
+            label = f"{null_kind}, {line.label}"
+            nulls.append(_NullLine(means.at, null_values[means.at], label, line.colour))
 
-    first, *others = nulls
-    same_null = all(np.array_equal(first.positions, null.positions) for null in others)
-    same_null = same_null and all(np.allclose(first.values, null.values) for null in others)
-    if others and null_kind == "uniform" and same_null:  # one line would hide the others
-        nulls = [first._replace(label="uniform attention", colour=WITHOUT)]
+    if null_kind == "uniform" and len(nulls) > 1 and _are_same(nulls):
+        # One line would hide the others.
+        nulls = [nulls[0]._replace(label="uniform attention", colour=WITHOUT)]
     for null in nulls:
-        is_new = null.label not in in_legend
         draw.dotted(
             figure,
             null.positions,
             null.values,
             null.label,
             null.colour,
-            **place,
+            column=column,
+            row=row,
             legendgroup=null.label,
             hovertemplate="%{y:.4f}",
-            showlegend=is_new,
         )
-        in_legend.add(null.label)
-    return positions
+    return means_of_lines
 
 
-def _null_line(panel: _Panel, line: _Line, null_kind: Null, means: Positions) -> _NullLine | None:
-    """The null beside a line; the baseline is what dilution is made of, so it has none."""
+def _null_values(panel: _Panel, line: _Line, null_kind: Null) -> np.ndarray | None:
+    """The null beside a line, by position; the baseline is what dilution is made of, so it has
+    none."""
     if null_kind == "uniform":
         cell = {"condition": line.condition, "layer": panel.layer}
-        values = uniform_at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
-        return _NullLine(means.at, values[means.at], f"uniform, {line.label}", line.colour)
+        return uniform_at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
     if line.condition == BASELINE:
         return None
-    values = dilution_at_positions(
+    return dilution_at_positions(
         panel.result, line.quantity, line.condition, panel.layer, panel.head, panel.prompts
     )
-    return _NullLine(means.at, values[means.at], f"dilution, {line.label}", line.colour)
+
+
+def _are_same(nulls: Sequence[_NullLine]) -> bool:
+    """Whether the lines lie on each other."""
+    first = nulls[0]
+    return all(
+        np.array_equal(first.positions, null.positions) and np.allclose(first.values, null.values)
+        for null in nulls
+    )
 
 
 def _cut_first_token(
-    figure: go.Figure, positions: list[Positions], lines: list[_Line], column: int, row: int
+    figure: go.Figure,
+    means_of_lines: Sequence[Positions],
+    lines: Sequence[_Line],
+    column: int,
+    row: int,
 ) -> None:
     """End the vertical axis at the largest value but the first token's, and write that one beside
     its place.
 
     The first token is the sink of most models: it gets a hundred times what any other gets.
     """
-    after_first = []
-    first_values = []
-    for means, line in zip(positions, lines, strict=True):
+    top = 0.0
+    for means in means_of_lines:
         upper = np.where(np.isfinite(means.high), means.high, means.mean)
-        is_first = means.at == 0
-        after_first += upper[~is_first].tolist()
-        first_values += [(float(value), line) for value in means.mean[is_first]]
-    top = 1.08 * max(after_first, default=0.0)
+        top = max(top, 1.08 * upper[means.at > 0].max(initial=0.0))
     if top <= 0:
         return
     figure.update_yaxes(range=[0, top], row=row, col=column)
-    beyond = [(value, line) for value, line in first_values if value > top]
+    beyond = []
+    for means, line in zip(means_of_lines, lines, strict=True):
+        for value in means.mean[means.at == 0]:
+            if value > top:
+                beyond.append(f"{value:.2g} {line.label}")
     if beyond:
-        values = [f"{value:.2g} {line.label}" for value, line in beyond]
         figure.add_annotation(
             x=0,
             y=top,
-            text="<br>".join(["↑ first token:", *values]),
+            text="<br>".join(["↑ first token:", *beyond]),
             align="left",
             xanchor="left",
             yanchor="top",

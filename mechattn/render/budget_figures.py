@@ -5,6 +5,8 @@ changes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,6 +27,7 @@ from mechattn.render.draw import WITH, WITHOUT
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import count_words, model_caption, says
 from mechattn.results.result import Result
+from mechattn.stats.intervals import Interval
 
 PAYER_COLOURS = {
     "question": WITHOUT,
@@ -92,23 +95,13 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
     names = result.conditions[1:] if conditions is None else list(conditions)
     shown = [result.condition(name) for name in names]
     titles = ["without (baseline)", *(f"with {name}" for name in shown)]
-    rows = 2 if shown else 1
-    below = [
-        "mean over layers",
-        *(f"question to itself, {name}" for name in shown),
-    ]
-    figure = draw.panels(
-        titles + below * (rows - 1),
-        rows,
-        shared_yaxes=False,
-        vertical_spacing=0.24,
-        horizontal_spacing=0.055,
-    )
+    if shown:
+        titles += ["mean over layers", *(f"question to itself, {name}" for name in shown)]
+    figure = draw.panels(titles, 2 if shown else 1, vertical_spacing=0.24, horizontal_spacing=0.055)
     for column, condition in enumerate([BASELINE, *shown], 1):
         _stack(figure, result, condition, column)
     if shown:
-        tables = {name: budget_table(result, name) for name in shown}
-        _changes_by_payer(figure, tables)
+        _changes_by_payer(figure, {name: budget_table(result, name) for name in shown})
     for column, condition in enumerate(shown, 2):
         _causes(figure, result, condition, column)
 
@@ -142,57 +135,55 @@ def _cause_words(result: Result) -> dict[str, str]:
 
 def _stack(figure: go.Figure, result: Result, condition: str, column: int) -> None:
     """What the question attends to in each layer, one bar a layer."""
-    dataset = result[NAME]
-    layers = dataset.layer.values
+    attention = result[NAME].attention.sel(condition=condition)
     for payer in payers(result):
-        attention = dataset.attention.sel(condition=condition, segment=payer)
-        interval = by_layer(result, attention)
         words = PAYER_WORDS[payer]
-        figure.add_bar(
-            x=layers,
-            y=np.nan_to_num(interval.estimate),
+        _bars(
+            figure,
+            by_layer(result, attention.sel(segment=payer)),
+            attention.layer.values,
             name=words,
             legendgroup=payer,
-            showlegend=column == 1,
             marker=dict(color=PAYER_COLOURS[payer], line_width=0),
-            customdata=np.stack([interval.low, interval.high], -1),
-            meta=["low", "high"],
             hovertemplate=f"layer %{{x}}, {words}: {HOVER}",
             **draw.at(column, 1),
         )
+
+
+def _bars(figure: go.Figure, interval: Interval, layers: np.ndarray, **style: Any) -> None:
+    """A bar for each layer; its interval is shown on hover."""
+    figure.add_bar(
+        x=layers,
+        y=np.nan_to_num(interval.estimate),
+        customdata=np.stack([interval.low, interval.high], -1),
+        meta=["low", "high"],
+        **style,
+    )
 
 
 def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> None:
     """The change of what each payer gets over all layers, one mark for each condition."""
     draw.rule(figure, y=0, column=1, row=2)
     # Conditions differ by symbol: above and beside, a colour says who receives, or why.
-    symbols = ("circle", "diamond-open", "square", "triangle-up-open")
+    symbols = cycle(("circle", "diamond-open", "square", "triangle-up-open"))
     apart = 0.22
-    names: list[str] = []
-    for number, (condition, table) in enumerate(tables.items()):
-        names = [PAYER_WORDS[payer].replace(" ", "<br>") for payer in table.payer]
-        place = np.arange(len(table)) + apart * (number - (len(tables) - 1) / 2)
-        bars = dict(
-            type="data",
-            array=table.change_high - table.change,
-            arrayminus=table.change - table.change_low,
-            symmetric=False,
-            thickness=1.5,
-            width=4,
-        )
-        figure.add_scatter(
-            x=place,
-            y=table.change,
-            error_y=bars,
-            mode="markers",
-            name=condition,
+    for number, ((condition, table), symbol) in enumerate(zip(tables.items(), symbols)):
+        places = np.arange(len(table)) + apart * (number - (len(tables) - 1) / 2)
+        draw.points(
+            figure,
+            places,
+            (table.change, table.change_low, table.change_high),
+            condition,
+            "#444",
+            column=1,
+            row=2,
             legend=LOWER,
-            marker=dict(color="#444", size=8, symbol=symbols[number % len(symbols)]),
+            marker=dict(size=8, symbol=symbol),
             customdata=table.payer,
             meta=["payer"],
             hovertemplate="%{customdata}: %{y:.2f}<extra></extra>",
-            **draw.at(1, 2),
         )
+    names = [PAYER_WORDS[payer].replace(" ", "<br>") for payer in table.payer]
     ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names}
     figure.update_xaxes(tickfont_size=10, row=2, col=1, **ticks)
 
@@ -203,37 +194,31 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
     layers = dataset.layer.values
     words = _cause_words(result)
     for cause in known_causes(result, condition):
-        interval = by_layer(result, dataset.by_cause.sel(cause=cause))
-        figure.add_bar(
-            x=layers,
-            y=np.nan_to_num(interval.estimate),
+        _bars(
+            figure,
+            by_layer(result, dataset.by_cause.sel(cause=cause)),
+            layers,
             name=words[cause],
             legend=LOWER,
             legendgroup=cause,
-            showlegend=column == 2,
             marker=dict(color=CAUSE_COLOURS[cause], line_width=0, opacity=0.75),
-            customdata=np.stack([interval.low, interval.high], -1),
-            meta=["low", "high"],
             hovertemplate=f"layer %{{x}}, {cause}: {HOVER}",
             **draw.at(column, 2),
         )
-    total = by_layer(result, dataset.change)
     draw.points(
         figure,
         layers,
-        total,
+        by_layer(result, dataset.change),
         "all causes",
         "#000000",
-        None,
+        column=column,
+        row=2,
         mode="markers+lines",
         line=dict(width=1),
         marker=dict(size=4),
         legendgroup="total",
         legend=LOWER,
-        showlegend=column == 2,
         hovertemplate="layer %{x}, all causes: %{y:.2f}<extra></extra>",
-        row=2,
-        col=column,
     )
     draw.rule(figure, y=0, column=column, row=2)
 
@@ -246,15 +231,20 @@ def budget_rows(
     """
     shown = result.conditions[1:] if conditions is None else list(conditions)
     words = _cause_words(result)
-    causes = [cause for cause in CAUSES if any(cause in known_causes(result, c) for c in shown)]
+    known = {cause for condition in shown for cause in known_causes(result, condition)}
+    causes = [cause for cause in CAUSES if cause in known]
     columns = ["condition", "payer", "without", "with", "change (points of 100)"]
     columns += [f"by {words[cause]}" for cause in causes]
     rows = []
     for condition in shown:
         for _, payer in budget_table(result, condition).iterrows():
-            row = [condition, PAYER_WORDS[payer.payer]]
-            row += [_points(payer, "baseline", signed=False), _points(payer, "value", signed=False)]
-            row.append(_points(payer, "change"))
+            row = [
+                condition,
+                PAYER_WORDS[payer.payer],
+                _points(payer, "baseline", signed=False),
+                _points(payer, "value", signed=False),
+                _points(payer, "change"),
+            ]
             row += [_points(payer, cause) if cause in payer else "–" for cause in causes]
             rows.append(row)
     return columns, rows
@@ -270,30 +260,35 @@ def budget_words(result: Result, condition: str) -> str:
 def budget_sentences(result: Result, condition: str) -> list[str]:
     """The sentences of :func:`budget_words`, the most important first."""
     table = budget_table(result, condition).set_index("payer")
-    changes = {
-        payer: f"{PAYER_WORDS[payer]} {_points(table.loc[payer], 'change')}"
+    question = table.loc["question"]
+    takes = "inserted" in table.index and table.change["inserted"] > 0
+    # The question's own change has a sentence of its own beside what the inserted tokens take.
+    left_out = ("inserted", "question") if takes else ("inserted",)
+    changes = [
+        f"{PAYER_WORDS[payer]} {_points(table.loc[payer], 'change')}"
         for payer in reversed(table.index)
-        if payer != "inserted"
-    }
-    sentences = []
-    if "inserted" in table.index and table.change["inserted"] > 0:
+        if payer not in left_out
+    ]
+    words = {"condition": condition, "changes": ", ".join(changes)}
+    if takes:
         layer = busiest_layer(result, condition)
         of_layer = budget_table(result, condition, layer).set_index("payer")
-        taken = SENTENCES["taken"].format(
-            condition=condition,
-            inserted=_points(table.loc["inserted"], "value", signed=False),
-            most=f"{of_layer.value['inserted']:.1f}",
-            layer=layer,
-        )
-        changes.pop("question")  # has a sentence of its own
-        sentences += [taken, SENTENCES["paid"].format(changes=", ".join(changes.values()))]
+        sentences = [
+            SENTENCES["taken"].format(
+                condition=condition,
+                inserted=_points(table.loc["inserted"], "value", signed=False),
+                most=f"{of_layer.value['inserted']:.1f}",
+                layer=layer,
+            ),
+            SENTENCES["paid"].format(**words),
+        ]
     else:
-        joined = ", ".join(changes.values())
-        sentences.append(SENTENCES["not_inserted"].format(condition=condition, changes=joined))
-    words = _cause_words(result)
-    question = table.loc["question"]
+        sentences = [SENTENCES["not_inserted"].format(**words)]
+
+    cause_words = _cause_words(result)
     causes = [
-        f"{words[cause]} {_points(question, cause)}" for cause in known_causes(result, condition)
+        f"{cause_words[cause]} {_points(question, cause)}"
+        for cause in known_causes(result, condition)
     ]
     if causes:
         total = _points(question, "change")

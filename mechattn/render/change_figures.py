@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from mechattn.axes import BASELINE
-from mechattn.contrast.contrast import Contrast, Verdict
+from mechattn.axes import BASELINE, head_name
+from mechattn.contrast.contrast import Contrast
 from mechattn.contrast.quantities import NULLS, Null
 from mechattn.errors import OptionError
 from mechattn.render import draw
@@ -27,13 +27,16 @@ from mechattn.render.words import (
     count_words,
     heads_words,
     model_caption,
+    numbered,
     percent,
     quantity_words,
     says,
 )
 from mechattn.results.result import Result
-from mechattn.stats.intervals import Interval
 from mechattn.stats.paired import ROUNDING
+
+# The null of a condition among others; over an option it is a dotted line.
+NULL_MARK = dict(symbol="line-ew", size=18, line=dict(width=2, color=WITHOUT))
 
 
 @declare(compares=True, report=[{}])
@@ -67,14 +70,14 @@ def change_map(
     table = contrast.table(columns="all")
     if table.duplicated(["layer", "head"]).any():
         raise OptionError(f"{quantity!r} has more than one number per head, but a map needs one")
-    has_null = bool(table.null.notna().any())
-    predicts_change = has_null and table.attrs["null"] != "no difference"
-    if to != BASELINE:
-        predicts_change = predicts_change and bool((table.null.abs() > ROUNDING).any())
-    null_name = NULL_NAMES[contrast.null_used]
-    column = "beyond" if predicts_change else "difference"
-    shown_words = f"relative to {null_name}" if predicts_change else "change"
 
+    # Versus the baseline, a null of no change would be no other map.
+    is_beyond = bool(table.null.notna().any()) and table.attrs["null"] != "no difference"
+    if to != BASELINE:
+        is_beyond = is_beyond and bool((table.null.abs() > ROUNDING).any())
+    null_name = NULL_NAMES[contrast.null_used]
+    column = "beyond" if is_beyond else "difference"
+    number_name = f"relative to {null_name}" if is_beyond else "change"
     columns = {
         "shown": column,
         "change": "difference",
@@ -82,20 +85,18 @@ def change_map(
         "low": f"{column}_low",
         "high": f"{column}_high",
     }
-    hover = f"{shown_words} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
+    hover = f"{number_name} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
-    bar_words = f"change of {quantity_words(quantity, segment)}"
-    if predicts_change:
-        bar_words += f" beyond {null_name}"
-    bar_words += f" ({table.scale.iloc[0]})"
-    figure = draw.head_map(table, columns, shown_words, bar_words, hover)
+    quantity_name = quantity_words(quantity, segment)
+    beyond = f" beyond {null_name}" if is_beyond else ""
+    bar_words = f"change of {quantity_name}{beyond} ({table.scale.iloc[0]})"
+    figure = draw.head_map(table, columns, number_name, bar_words, hover)
 
     versus = "" if to == BASELINE else f" relative to “{to}”"
+    heading = f"{model_caption(result)}: {quantity_name}, change{versus}"
+    if is_beyond:
+        heading += f", {number_name}" if versus else f" {number_name}"
     small_print = _map_small_print(result, condition, table, column, versus)
-    what_changed = f"change{versus}"
-    if predicts_change:
-        what_changed += f", {shown_words}" if versus else f" {shown_words}"
-    heading = f"{model_caption(result)}: {quantity_words(quantity, segment)}, {what_changed}"
     draw.title(figure, heading, small_print, draw.map_height(table), top=110)
     return says(figure, _map_words(table, column, null_name, versus))
 
@@ -104,73 +105,64 @@ def _map_small_print(
     result: Result, condition: str, table: pd.DataFrame, column: str, versus: str
 ) -> str:
     """How many heads are significant, of how many prompts, and against what."""
+    about = table.attrs
     count = count_words(result)
-    if "resampled" in table.attrs:
-        count += f", tested by {table.attrs['resampled']}"
-    significant = int((table[f"q_{column}"] < 0.05).sum())
-    against = table.attrs["null"]
+    if "resampled" in about:
+        count += f", tested by {about['resampled']}"
+    against = about["null"]
     if column == "beyond":
         against = f"against {against}"
     elif table.null.notna().any():
         against += " predicts no difference"
     phrases = [
         f"“{condition}”{versus}",
-        f"{significant} of {len(table)} heads at q < 0.05",
+        f"{_significant(table, column)} at q < 0.05",
         f"n = {count}",
         against,
     ]
-    smallest_q = table.attrs["smallest_q"]
-    if smallest_q >= 0.05:
-        phrases.append(f"too few prompts for any head to reach it (q ≥ {smallest_q:.2g})")
-    if table.attrs["left_out"]:
-        phrases.append(f"{len(table.attrs['left_out'])} heads left out (no ratio)")
+    if about["smallest_q"] >= 0.05:
+        phrases.append(f"too few prompts for any head to reach it (q ≥ {about['smallest_q']:.2g})")
+    if about["left_out"]:
+        phrases.append(f"{len(about['left_out'])} heads left out (no ratio)")
     return "; ".join(phrases)
+
+
+def _significant(table: pd.DataFrame, column: str) -> str:
+    """How many heads have q < 0.05."""
+    return f"{int((table[f'q_{column}'] < 0.05).sum())} of {len(table)} heads"
 
 
 def _map_words(table: pd.DataFrame, column: str, null_name: str, versus: str) -> str:
     """The number of significant heads, and the head furthest from the null (without it: most
     changed).
     """
-    largest = table.iloc[int(np.nanargmax(table[column].abs()))]
+    furthest = table.iloc[int(np.nanargmax(table[column].abs()))]
     is_ratio = table.scale.iloc[0] == "log-ratio"
     if is_ratio:
-        names = ("change", "change_low", "change_high", "change_null")
-        change, low, high, null_change = (percent(largest[name]) for name in names)
+        names = ["change", "change_low", "change_high", "change_null"]
+        change, low, high, null_change = map(percent, furthest[names])
     else:
-        names = ("difference", "difference_low", "difference_high", "null")
-        change, low, high, null_change = (
-            f"{largest[name]:+.3f}".replace("-", "−") for name in names
-        )
-    head = f"L{largest.layer:.0f}H{largest['head']:.0f}: {change} [{low}, {high}]"
+        names = ["difference", "difference_low", "difference_high", "null"]
+        numbers = [f"{number:+.3f}".replace("-", "−") for number in furthest[names]]
+        change, low, high, null_change = numbers
+    head = f"{head_name(furthest.layer, furthest['head'])}: {change} [{low}, {high}]"
     picked = ""
     if len(table) > 1:
         picked = (
             f"; it was selected as the largest of {len(table)}, so its interval is too optimistic "
             '(select="half" avoids this)'
         )
-    significant = int((table[f"q_{column}"] < 0.05).sum())
-    count = f"{significant} of {len(table)} heads"
-    if column == "beyond":
-        times = f" ({np.exp(largest.beyond):.2f} × {null_name})" if is_ratio else ""
+    count = _significant(table, column)
+    if column == "difference":
+        null = "" if versus else f"; {table.attrs['null']}"
         return (
-            f"{count} differ from {null_name} at q < 0.05. The largest difference is in {head}, "
-            f"under {null_name} {null_change}{times}{picked}."
+            f"{count} changed{versus} at q < 0.05{null}. The largest change is in {head}{picked}."
         )
-    null = "" if versus else f"; {table.attrs['null']}"
-    return f"{count} changed{versus} at q < 0.05{null}. The largest change is in {head}{picked}."
-
-
-class _Change(NamedTuple):
-    """The relative change of a condition, that under its null, and which null that is."""
-
-    condition: str
-    change: Interval
-    null_change: Interval | None
-    null_kind: Null
-
-    @property
-    def words(self) -> str:
-        return f"{self.condition}: {beside_null(self.change, self.null_change, self.null_kind)}"
+    times = f" ({np.exp(furthest.beyond):.2f} × {null_name})" if is_ratio else ""
+    return (
+        f"{count} differ from {null_name} at q < 0.05. The largest difference is in {head}, "
+        f"under {null_name} {null_change}{times}{picked}."
+    )
 
 
 @declare(compares=True, report=[{}])
@@ -208,38 +200,40 @@ def changes(
         OptionError: There is no such condition, or none that is named after the option; or one
             inserts another number of tokens than ``to``.
     """
-    if conditions is None:
-        conditions = [name for name in result.conditions[1:] if name != to]
-        conditions = conditions or [result.condition()]
-    names = list(conditions)
+    names = list(conditions or [name for name in result.conditions[1:] if name != to])
+    if not names:
+        names = [result.condition()]
     lines = _swept(names, over) if over else {"": {name: name for name in names}}
     if null is None:
-        drawn = [
-            name for conditions_by_value in lines.values() for name in conditions_by_value.values()
-        ]
+        drawn = [name for line in lines.values() for name in line.values()]
         null = common_null([Contrast(result, name, to, quantity, segment) for name in drawn])
 
     figure = draw.panels()
     mode = "lines+markers" if over else "markers"
     sentences = []
-    for (line_words, conditions_by_value), colour in zip(lines.items(), cycle((WITH, *OTHERS))):
-        line_changes = []
-        for condition in conditions_by_value.values():
+    for (line_words, line), colour in zip(lines.items(), cycle((WITH, *OTHERS))):
+        ends = []
+        nulls = []
+        phrases = []
+        for condition in line.values():
             contrast = Contrast(result, condition, to, quantity, segment, null=null)
             change, null_change = contrast.overall(layer)
-            line_changes.append(_Change(condition, change, null_change, contrast.null_used))
+            ends.append(change)
+            if null_change is not None:
+                nulls.append(null_change.estimate)
+            phrases.append(f"{condition}: {beside_null(change, null_change, contrast.null_used)}")
+        if over:  # of a sweep the last
+            phrases = phrases[-1:]
+        sentences.append(f"{'; '.join(phrases)}.")
+        has_null = len(nulls) == len(ends)
 
-        x: list[int | str] = list(conditions_by_value)
-        ends: list[Sequence[Any]] = [change.change for change in line_changes]
-        null_ends = [change.null_change for change in line_changes]
-        null_y = [100 * float(end.estimate) for end in null_ends if end is not None]
-        has_null = len(null_y) == len(null_ends)
-        if over and all(value.lstrip("-").isdigit() for value in conditions_by_value):
-            x = [int(value) for value in conditions_by_value]
+        x: list[Any] = list(line)
+        if over and all(value.lstrip("-").isdigit() for value in line):
+            x = [int(value) for value in line]
             if to == BASELINE:  # nothing inserted, so nothing changed
                 x = [0, *x]
                 ends = [(0.0, 0.0, 0.0), *ends]
-                null_y = [0.0, *null_y]
+                nulls = [0.0, *nulls]
         draw.points(
             figure,
             x,
@@ -250,19 +244,19 @@ def changes(
             hovertemplate="%{x}: %{y:.1f} %<extra></extra>",
         )
         if has_null:
-            null_name = NULL_NAMES[line_changes[0].null_kind]
+            null_name = NULL_NAMES[contrast.null_used]
             if line_words and len(lines) > 1:
                 null_name += f", {line_words}"
-            hover = f"%{{x}}, {null_name}: %{{y:.1f}} %<extra></extra>"
-            if over:
-                draw.dotted(figure, x, null_y, null_name, colour, mode=mode, hovertemplate=hover)
-            else:
-                marker = dict(symbol="line-ew", size=18, line=dict(width=2, color=WITHOUT))
-                figure.add_scatter(
-                    x=x, y=null_y, mode=mode, name=null_name, marker=marker, hovertemplate=hover
-                )
-        told = line_changes[-1:] if over else line_changes  # of a sweep the last
-        sentences.append("; ".join(change.words for change in told) + ".")
+            draw.dotted(
+                figure,
+                x,
+                100 * np.array(nulls, dtype=np.float64),
+                null_name,
+                colour,
+                mode=mode,
+                hovertemplate=f"%{{x}}, {null_name}: %{{y:.1f}} %<extra></extra>",
+                marker={} if over else NULL_MARK,
+            )
 
     quantity_name = quantity_words(quantity, segment)
     if to != BASELINE:
@@ -324,26 +318,19 @@ def verdicts(
     """
     results = several(results)
     names = [result.condition(condition) for result in results]
+    pairs = list(zip(results, names, strict=True))
     if null is None:
-        null = common_null(
-            [
-                Contrast(result, name, segment=segment)
-                for result, name in zip(results, names, strict=True)
-            ]
-        )
-    verdict_list = [
-        result.verdict(name, segment, null=null)
-        for result, name in zip(results, names, strict=True)
-    ]
-
+        null = common_null([Contrast(result, name, segment=segment) for result, name in pairs])
+    verdict_list = [result.verdict(name, segment, null=null) for result, name in pairs]
     change = 100 * np.array([verdict.change for verdict in verdict_list], dtype=np.float64)
     null_change = 100 * np.array([verdict.null for verdict in verdict_list], dtype=np.float64)
-    rows = np.arange(len(verdict_list))
+
     figure = draw.panels()
+    rows = np.arange(len(verdict_list))
+    bar = dict(color=faint(WITH, 0.35), width=14)
     for row, value in enumerate(change[:, 0]):
-        line = dict(color=faint(WITH, 0.35), width=14)
         figure.add_scatter(
-            x=[0, value], y=[row, row], mode="lines", line=line, showlegend=False, hoverinfo="skip"
+            x=[0, value], y=[row, row], mode="lines", line=bar, showlegend=False, hoverinfo="skip"
         )
     draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True)
     figure.add_scatter(
@@ -354,24 +341,13 @@ def verdicts(
         marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3),
         hovertemplate=f"{NULLS[null]}: %{{x:.1f}} %<extra></extra>",
     )
-
+    draw.rule(figure, x=0)
     low = min(0, change.min(), null_change.min())
     high = max(0, change.max(), null_change.max())
     # Numbers stand above or below what they say, clear of the rule at 0.
-    for column, shift in ((change, 17), (null_change, -17)):
-        for row, value in enumerate(column[:, 0].round(3)):
-            anchor = "center"
-            if abs(value) < 0.2 * (high - low):
-                anchor = "left" if value > 0 else "right"
-            figure.add_annotation(
-                x=value,
-                y=row,
-                text=percent(value / 100),
-                xanchor=anchor,
-                yshift=shift,
-                showarrow=False,
-            )
-    draw.rule(figure, x=0)
+    near_zero = 0.2 * (high - low)
+    _number_notes(figure, change[:, 0], near_zero, 17)
+    _number_notes(figure, null_change[:, 0], near_zero, -17)
 
     heading = f"Change of {quantity_words('received', segment)}"
     if len(set(names)) == 1:
@@ -387,17 +363,28 @@ def verdicts(
     row_words = _rows(results, names)
     labels = [words.replace(" (", "<br>(", 1) for words in row_words]
     figure.update_yaxes(tickvals=rows, ticktext=labels, range=[len(verdict_list) - 0.5, -0.8])
-    sentences = [
-        _row_sentence(words, verdict)
-        for words, verdict in zip(row_words, verdict_list, strict=True)
-    ]
+
+    sentences = []
+    for words, verdict in zip(row_words, verdict_list, strict=True):
+        changed = beside_null(verdict.change, verdict.null, verdict.null_kind)
+        sentences.append(f"{words}: {changed}. {heads_words(verdict)}.")
     return says(figure, *sentences)
 
 
-def _row_sentence(words: str, verdict: Verdict) -> str:
-    """A row of the figure of verdicts in words."""
-    change = beside_null(verdict.change, verdict.null, verdict.null_kind)
-    return f"{words}: {change}. {heads_words(verdict)}."
+def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift: float) -> None:
+    """The number of each row, above or below its mark; those near 0 beside it."""
+    for row, value in enumerate(values.round(3)):
+        anchor = "center"
+        if abs(value) < near_zero:
+            anchor = "left" if value > 0 else "right"
+        figure.add_annotation(
+            x=value,
+            y=row,
+            text=percent(value / 100),
+            xanchor=anchor,
+            yshift=shift,
+            showarrow=False,
+        )
 
 
 def _inserted(result: Result, condition: str) -> str:
@@ -421,9 +408,4 @@ def _rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
     counts = [_inserted(result, name) for result, name in zip(results, conditions, strict=True)]
     if len(set(counts)) > 1:  # what takes more tokens takes more attention
         words = [f"{row}, {count}" for row, count in zip(words, counts, strict=True)]
-    numbered = []
-    for index, row in enumerate(words):
-        if words.count(row) > 1:
-            row = f"{row}, result {words[: index + 1].count(row)}"
-        numbered.append(row)
-    return numbered
+    return numbered(words)

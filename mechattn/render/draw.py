@@ -4,7 +4,7 @@ heads, titles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import unescape
 from itertools import cycle
 from textwrap import wrap
@@ -63,6 +63,11 @@ def of_conditions(names: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
+def positive(values: np.ndarray) -> np.ndarray:
+    """Replace zeros with NaN, which a logarithmic axis leaves out."""
+    return np.where(values > 0, values, np.nan)
+
+
 def within(ends: np.ndarray, units: str) -> np.ndarray:
     """The ends of intervals, none outside 0 and 1 where these are the bounds of the units."""
     if units in ("probability", "share"):
@@ -118,6 +123,7 @@ def points(
     name: str,
     colour: str,
     column: int | None = None,
+    row: int = 1,
     sideways: bool = False,
     **style: Any,
 ) -> None:
@@ -137,7 +143,7 @@ def points(
         axes = dict(x=middle, y=x, error_x=bars)
     marker = dict(color=colour, size=6) | style.pop("marker", {})
     style = {"mode": "markers"} | style
-    figure.add_scatter(**axes, name=name, **at(column), **style, marker=marker)
+    figure.add_scatter(**axes, name=name, **at(column, row), **style, marker=marker)
 
 
 def side_by_side(
@@ -166,7 +172,6 @@ def side_by_side(
             column,
             customdata=list(words),
             legendgroup=name,
-            showlegend=column in (None, 1),
             **style,
         )
     figure.update_xaxes(tickvals=list(range(len(words))), ticktext=list(words), **at(column))
@@ -180,7 +185,6 @@ def line_and_band(
     *,
     column: int,
     row: int = 1,
-    legend: bool = True,
 ) -> None:
     """The mean over prompts of a probability at each position, and its band."""
     low = within(means.low, "probability")
@@ -194,7 +198,6 @@ def line_and_band(
         y=means.mean,
         name=name,
         legendgroup=name,
-        showlegend=legend,
         mode="lines",
         line=dict(color=colour, width=1.6),
         customdata=np.stack([means.n, low, high], -1),
@@ -382,19 +385,17 @@ def take_heading(figure: go.Figure) -> str:
     return unescape(heading.replace("<br>", " "))
 
 
-def by_layer_slider(
-    figure: go.Figure, layers: Sequence[int], words: Callable[[int], str], height: int
-) -> None:
+def by_layer_slider(figure: go.Figure, titles: Mapping[int, str], height: int) -> None:
     """A slider that shows one trace, and its title, for each layer."""
     slider_steps = []
-    for number, (layer, trace) in enumerate(zip(layers, figure.data, strict=True)):
-        trace.visible = number == 0
-        visible = [other == number for other in range(len(layers))]
-        args = [{"visible": visible}, {"title.text": words(layer)}]
+    for number, (layer, layer_title) in enumerate(titles.items()):
+        figure.data[number].visible = number == 0
+        visible = [trace == number for trace in range(len(titles))]
+        args = [{"visible": visible}, {"title.text": layer_title}]
         slider_steps.append(dict(method="update", label=str(layer), args=args))
     slider = dict(steps=slider_steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
-    layout = LAYOUT | {"height": height, "title_text": words(layers[0]), "sliders": [slider]}
-    figure.update_layout(**layout)
+    first_title = next(iter(titles.values()))
+    figure.update_layout(**LAYOUT, height=height, title_text=first_title, sliders=[slider])
 
 
 def map_height(table: pd.DataFrame) -> int:

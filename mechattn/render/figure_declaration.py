@@ -21,7 +21,7 @@ from mechattn.results.result import Result
 Draw = TypeVar("Draw", bound=Callable)
 # Every "<" except in tags that our own titles and hovers use.
 _MARKUP = re.compile(r"<(?!(?:br|/?sup|/?extra)>)")
-_OURS = ("template", "meta")  # the template, and metadata that plotly doesn't draw
+_NOT_DRAWN = ("template", "meta", "type")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Declared:
         draw: The function.
         needs: The dataset that it shows, by its reading if a mapping; "" if the quantity decides.
         compares: Whether it needs a condition other than the baseline.
-        report: With which options a report shows it, besides layer, condition and heads.
+        report: With which options a report shows it, besides layer and condition.
     """
 
     draw: Callable
@@ -71,9 +71,7 @@ class Declared:
                 continue
             # A figure whose condition or layer is None by default chooses for each result.
             default = defaults[name]
-            is_needed = default is inspect.Parameter.empty or default in (0, BASELINE)
-            chooses_heads = name in ("heads", "top") and "top" in defaults
-            if is_needed or chooses_heads:
+            if default is inspect.Parameter.empty or default in (0, BASELINE):
                 selected[name] = value
         for extra in self.report:
             dataset = self.dataset(result, {**defaults, **extra})
@@ -114,7 +112,9 @@ def figure(
     def declared(draw: Draw) -> Draw:
         @functools.wraps(draw)
         def drawn(*args: Any, **options: Any) -> go.Figure:
-            return with_plain_names(draw(*args, **options))
+            figure = draw(*args, **options)
+            _one_legend_entry_each(figure)
+            return with_plain_names(figure)
 
         FIGURES[draw.__name__] = Declared(drawn, needs, compares, tuple(report))
         return cast(Draw, drawn)
@@ -122,46 +122,36 @@ def figure(
     return declared
 
 
+def _one_legend_entry_each(figure: go.Figure) -> None:
+    """Name each group in the legend once, however many panels show it."""
+    named_groups = set()
+    for trace in figure.data:
+        if trace.legendgroup and trace.showlegend is None:
+            trace.showlegend = trace.legendgroup not in named_groups
+            named_groups.add(trace.legendgroup)
+
+
 def with_plain_names(figure: go.Figure) -> go.Figure:
     """The figure with "<" escaped in its texts except in line breaks and small print: plotly makes
     ``<a …>`` a link.
     """
-    for node in (figure.layout, *figure.data):
-        _escape(node)
+    for element in (figure.layout, *figure.data):
+        for name, value in element.to_plotly_json().items():
+            if name not in _NOT_DRAWN:
+                element[name] = _escaped(value)
     return figure
 
 
-def _escape(node: Any) -> None:
-    for name in node.to_plotly_json():
-        value = node[name]
-        if name in _OURS:
-            continue
-        if hasattr(value, "to_plotly_json"):
-            _escape(value)
-            continue
-        if isinstance(value, tuple) and value and hasattr(value[0], "to_plotly_json"):
-            for child in value:
-                _escape(child)
-            continue
-        escaped = _escaped(value)
-        if escaped is not value:
-            node[name] = escaped
-
-
 def _escaped(value: Any) -> Any:
-    """The same object if there is nothing to escape."""
+    """A property with "<" escaped in all of its texts."""
     if isinstance(value, str):
-        return _MARKUP.sub("&lt;", value) if _MARKUP.search(value) else value
-    if isinstance(value, dict):  # the arguments of a slider's steps
-        escaped = {name: _escaped(item) for name, item in value.items()}
-        is_changed = any(escaped[name] is not value[name] for name in value)
-        return escaped if is_changed else value
-    if isinstance(value, np.ndarray) and value.dtype.kind not in "OUT":
-        return value
-    if isinstance(value, (list, tuple, np.ndarray)):
-        items = [_escaped(item) for item in value]
-        is_changed = any(new is not old for new, old in zip(items, value, strict=True))
-        return items if is_changed else value
+        return _MARKUP.sub("&lt;", value)
+    if isinstance(value, dict):
+        return {name: _escaped(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(item) for item in value]
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
+        return np.array([_escaped(item) for item in value], dtype=object)
     return value
 
 

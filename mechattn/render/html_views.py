@@ -13,15 +13,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from mechattn.axes import BASELINE, head_name, head_named
-from mechattn.errors import OptionError, OutputError
+from mechattn.contrast.quantities import check_condition, check_layer
+from mechattn.errors import OptionError, OutputError, check_choice
 from mechattn.markup import visible
-from mechattn.render.draw import FONT, WITH, WITHOUT
+from mechattn.render.draw import FONT, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import check_heads
 from mechattn.render.words import model_caption
 from mechattn.results.result import Result
@@ -63,25 +65,30 @@ def pattern(
         condition = result.condition(condition)
     condition = condition or BASELINE
     maps, tokens = _map(result, layer, heads, condition, prompt)
+    start = f"{model_caption(result)}, layer {layer}"
     if not difference:
-        caption = f"{model_caption(result)}, layer {layer}, condition “{condition}”"
-        return _heads_view(maps, tokens, layer, heads, caption)
+        return _heads_view(maps, tokens, layer, heads, f"{start}, condition “{condition}”")
+
     without, tokens = _map(result, layer, heads, BASELINE, prompt)
     origin = result["sequences"].origin.sel(condition=condition).isel(prompt=prompt).values
     original = np.flatnonzero(origin >= 0)
     change = maps[:, original][:, :, original] - without
     reach = float(np.nanmax(abs(change))) or 1.0
     caption = (
-        f"{model_caption(result)}, layer {layer}: attention between original tokens, “{condition}”"
+        f"{start}: attention between original tokens, “{condition}”"
         f" minus the baseline; orange: more, blue: less, at most {reach:.2f}"
     )
-    colours = {
-        "minValue": -reach,
-        "maxValue": reach,
-        "negativeColor": WITHOUT,
-        "positiveColor": WITH,
-    }
-    return _heads_view(change, tokens, layer, heads, caption, **colours)
+    return _heads_view(
+        change,
+        tokens,
+        layer,
+        heads,
+        caption,
+        minValue=-reach,
+        maxValue=reach,
+        negativeColor=WITHOUT,
+        positiveColor=WITH,
+    )
 
 
 def received_text(
@@ -110,26 +117,25 @@ def received_text(
     """
     condition = result.shown_condition(condition)
     dataset = result["received_attention"]
-    head_count = dataset.sizes["head"]
-    name = "received_per_prompt"
-    if name not in dataset and dataset.sizes["prompt"] > 1:
+    if "received_per_prompt" in dataset:
+        received = dataset.received_per_prompt
+    elif dataset.sizes["prompt"] == 1:
+        received = dataset.received.expand_dims("prompt")
+    else:
         raise OptionError(
             'the result has only means over prompts; run with keep="prompts" to see one prompt'
         )
-    _check("layer", layer, dataset.layer.values)
-    _check("prompt", prompt, range(dataset.sizes["prompt"]))
+    check_layer(layer, dataset)
+    check_choice(range(dataset.sizes["prompt"]), prompt=prompt)
+    head_count = dataset.sizes["head"]
     heads = check_heads(range(head_count) if heads is None else heads, head_count, layer)
-    received = dataset["received"]
-    if name in dataset:
-        received = dataset[name].isel(prompt=prompt)
-    received = received.sel(layer=layer).isel(head=heads).mean("head")
+    received = received.isel(prompt=prompt, head=heads).sel(layer=layer).mean("head")
 
     tokens = {}
     values = {}
-    for shown_condition in (BASELINE, condition):
-        tokens[shown_condition] = prompt_tokens(result, shown_condition, prompt)
-        length = len(tokens[shown_condition])
-        values[shown_condition] = received.sel(condition=shown_condition).values[:length]
+    for name in (BASELINE, condition):
+        tokens[name] = prompt_tokens(result, name, prompt)
+        values[name] = received.sel(condition=name).values[: len(tokens[name])]
     numbers = np.concatenate(list(values.values()))
     top = float(np.sort(numbers[np.isfinite(numbers)])[-2:].min())
 
@@ -139,9 +145,8 @@ def received_text(
     start = f"{model_caption(result)}, layer {layer}, mean of {head_words}"
     body = ""
     lines = 0
-    for shown_condition, texts in tokens.items():
-        caption = f"{start}: attention received, “{shown_condition}”"
-        body += _text(caption, texts, values[shown_condition], top)
+    for name, texts in tokens.items():
+        body += _text(f"{start}: attention received, “{name}”", texts, values[name], top)
         lines += len(texts) // 12 + 1
     return View(body, 130 + 24 * lines, None)
 
@@ -150,7 +155,6 @@ def _text(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -
     """Tokens with a background as strong as their value; our own HTML, as circuitsvis does not
     escape tokens.
     """
-    red, green, blue = (int(WITH[start : start + 2], 16) for start in (1, 3, 5))
     spans = []
     for token, value in zip(tokens, values, strict=True):
         strength = 0.0
@@ -161,7 +165,7 @@ def _text(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -
         ink = "#fff" if strength > 0.6 else "inherit"
         spans.append(
             f'<span title="{number}"'
-            f' style="background:rgba({red},{green},{blue},{strength:.2f});color:{ink};padding:2px'
+            f' style="background:{faint(WITH, round(strength, 2))};color:{ink};padding:2px'
             f' 1px;white-space:pre-wrap;unicode-bidi:isolate">{html.escape(visible(token))}</span>'
         )
     text = f'<p style="line-height:1.9;overflow-wrap:anywhere">{"".join(spans)}</p>'
@@ -173,22 +177,14 @@ def _map(
 ) -> tuple[np.ndarray, list[str]]:
     """The map [head, query, key] of one prompt, and its tokens."""
     dataset = result["attention_map"]
-    _check("layer", layer, dataset.layer.values)
-    _check("condition", condition, result.conditions)
-    _check("prompt", prompt, range(dataset.sizes["prompt"]))
+    check_layer(layer, dataset)
+    check_condition(result, condition)
+    check_choice(range(dataset.sizes["prompt"]), prompt=prompt)
     heads = check_heads(heads, dataset.sizes["head"], layer)
     maps = dataset.pattern.sel(layer=layer, condition=condition).isel(prompt=prompt, head=heads)
     tokens = prompt_tokens(result, condition, prompt)
     length = len(tokens)
     return maps.values[:, :length, :length], tokens
-
-
-def _check(name: str, value: object, choices: Any) -> None:
-    """Refuse a layer, condition or prompt that the result does not have."""
-    if value not in list(choices):
-        raise OptionError(
-            f"{name} {value!r} is not in this result; it has {', '.join(map(str, choices))}"
-        )
 
 
 def _heads_view(
@@ -200,15 +196,12 @@ def _heads_view(
     **colours: Any,
 ) -> View:
     """Maps [head, query, key], and the line of script with which circuitsvis draws them."""
-    attention = [
-        [[round(float(value), DIGITS) for value in row] for row in pattern] for pattern in maps
-    ]
     names = []
     for head in heads:
         head_layer, number = head_named(head) or (layer, int(head))
         names.append(head_name(head_layer, number))
     properties = {
-        "attention": attention,
+        "attention": np.round(maps.astype(np.float64), DIGITS).tolist(),
         "attentionHeadNames": names,
         "tokens": tokens,
         **colours,
@@ -273,19 +266,13 @@ class View:
             " opens offline)"
         )
 
-    def packed(self) -> str:
-        """Return a document that unpacks itself into the page, for a frame's ``srcdoc``."""
+    def _repr_html_(self) -> str:
         # Packed, so that a notebook with ten views takes 5 MB and not 15; the browser unpacks it,
         # without a request.
         packed = base64.b64encode(gzip.compress(self.page().encode("utf-8"), mtime=0)).decode()
-        return _UNPACKS.replace("PACKED", packed)
-
-    def _repr_html_(self) -> str:
-        source = html.escape(self.packed(), quote=True)
-        return (
-            f'<iframe srcdoc="{source}"'
-            f' style="width:100%;height:{self.height}px;border:0"></iframe>'
-        )
+        source = html.escape(_UNPACKS.replace("PACKED", packed), quote=True)
+        style = f"width:100%;height:{self.height}px;border:0"
+        return f'<iframe srcdoc="{source}" style="{style}"></iframe>'
 
 
 _UNPACKS = """<!doctype html><meta charset="utf-8"><script>
@@ -309,11 +296,8 @@ def view_script(script: Script = "circuitsvis") -> str:
 
         text = plotly.offline.get_plotlyjs()
     else:
-        import circuitsvis
-
-        text = (Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js").read_text(
-            encoding="utf-8"
-        )
+        built = files("circuitsvis") / "dist" / "cdn" / "iife.js"
+        text = built.read_text(encoding="utf-8")
     return text.replace("</script", "<\\/script")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 import xarray as xr
 
@@ -64,25 +65,18 @@ def heads_by_layer(
     Raises:
         OptionError: There is no such quantity, segment or condition, or the quantity has no heads.
     """
-    names = _names(result, conditions)
-    variable, null, null_kind = values_by_layer(result, quantity, segment, names)
-    if "head" not in variable.dims:
+    shown = _Shown.of(result, quantity, segment, conditions)
+    if "head" not in shown.variable.dims:
         raise OptionError(f"{quantity!r} has no heads; use by_layer")
-    figure = draw.panels(names, shared_yaxes=True, horizontal_spacing=0.04)
-    for column, (name, colour) in enumerate(draw.of_conditions(names), 1):
-        _strips(figure, result, variable.sel(condition=name), name, colour, column)
+    figure = draw.panels(shown.names, shared_yaxes=True, horizontal_spacing=0.04)
+    for column, (name, colour) in enumerate(draw.of_conditions(shown.names), 1):
+        _strips(figure, result, shown.variable.sel(condition=name), name, colour, column)
         draw.rule(figure, y=0, column=column)
-        if null is not None and _is_apart(name, null_kind):
-            _null_line(figure, result, null.sel(condition=name), null_kind, colour, column)
-    note = _note(
-        variable,
-        segment,
-        null,
-        null_kind,
-        f"n = {count_words(result)}; a point per head, sorted within each layer",
-    )
-    draw.title(figure, f"{model_caption(result)}: {_words(quantity)}, every head", note, 460)
-    return _with_axes(figure, result, quantity, variable, null, null_kind, names)
+        _null_line(figure, shown, name, colour, column)
+    heading = f"{model_caption(result)}: {_words(quantity)}, every head"
+    note = f"n = {count_words(result)}; a point per head, sorted within each layer"
+    draw.title(figure, heading, shown.small_print(note), 460)
+    return _with_axes(figure, shown)
 
 
 @declare(
@@ -107,24 +101,24 @@ def by_layer(
     Raises:
         OptionError: There is no such quantity, segment or condition.
     """
-    names = _names(result, conditions)
-    variable, null, null_kind = values_by_layer(result, quantity, segment, names)
-    names = [name for name in names if _has_values(result, variable.sel(condition=name))]
-    blocks: list[str | None] = [None]
+    shown = _Shown.of(result, quantity, segment, conditions)
+    variable = shown.variable
+    names = [name for name in shown.names if _has_values(result, variable.sel(condition=name))]
+    shown = replace(shown, names=names)
+    blocks = [""]
     if "block" in variable.dims:
         blocks = [str(block) for block in variable.block.values]
-    figure = draw.panels([block or "" for block in blocks], horizontal_spacing=0.08)
+    figure = draw.panels(blocks, horizontal_spacing=0.08)
     for column, block in enumerate(blocks, 1):
-        of_panel = variable if block is None else variable.sel(block=block)
+        of_panel = variable.sel(block=block) if block else variable
         for name, colour in draw.of_conditions(names):
             _line(figure, result, of_panel.sel(condition=name), name, colour, column)
-            if null is not None and _is_apart(name, null_kind):
-                _null_line(figure, result, null.sel(condition=name), null_kind, colour, column)
+            _null_line(figure, shown, name, colour, column)
     heads = "mean over heads; " if "head" in variable.dims else ""
-    counts = f"{heads}n = {count_words(result)}; bands: 95 % intervals"
-    note = _note(variable, segment, null, null_kind, counts)
-    draw.title(figure, f"{model_caption(result)}: {_words(quantity)} by layer", note, 440)
-    return _with_axes(figure, result, quantity, variable, null, null_kind, names)
+    note = f"{heads}n = {count_words(result)}; bands: 95 % intervals"
+    heading = f"{model_caption(result)}: {_words(quantity)} by layer"
+    draw.title(figure, heading, shown.small_print(note), 440)
+    return _with_axes(figure, shown)
 
 
 def _has_values(result: Result, values: xr.DataArray) -> bool:
@@ -154,33 +148,31 @@ def scale_by_layer(
     figure = draw.panels(["attention left to the original keys (λ)", "what λ · output + Σσ misses"])
     scale = dataset.scale.transpose("prompt", "layer", "head")
     head_means = np.sort(mean_over_prompts(result, scale).estimate, axis=1)
+    faint_line = dict(width=0.7, color=faint(WITH, 0.45))
     for head_line in head_means.T:
         figure.add_scatter(
             x=layers,
             y=head_line,
-            row=1,
-            col=1,
             mode="lines",
             showlegend=False,
             hoverinfo="skip",
-            line=dict(width=0.7, color=faint(WITH, 0.45)),
+            line=faint_line,
+            **draw.at(1),
         )
-    _bars(figure, result, dataset.scale, "λ, mean of the heads", WITH, 1)
-    of_uniform = dataset.scale_uniform.transpose("prompt", "layer")
-    uniform = mean_over_prompts(result, of_uniform).estimate
+    uniform = _over_heads(result, dataset.scale_uniform).estimate
+    for values, name, colour, column in (
+        (dataset.scale, "λ, mean of the heads", WITH, 1),
+        (dataset.relative_error, "relative output error", THIRD, 2),
+        (dataset.total_variation, "total variation", OTHERS[1], 2),
+    ):
+        line = dict(color=colour, width=2)
+        interval = _over_heads(result, values)
+        draw.points(figure, layers, interval, name, colour, column, mode="lines+markers", line=line)
     draw.dotted(figure, layers, uniform, "λ, uniform attention", WITHOUT, column=1)
-    _bars(figure, result, dataset.relative_error, "relative output error", THIRD, 2)
-    _bars(figure, result, dataset.total_variation, "total variation", OTHERS[1], 2)
     figure.update_xaxes(title_text="layer", **draw.steps(len(layers)))
     figure.update_yaxes(rangemode="tozero")
-    words = f"{condition}, {segment} queries, n = {count_words(result)}"
-    draw.title(
-        figure,
-        f"{model_caption(result)}: the affine reading",
-        f"{words}; bars: 95 % intervals",
-        470,
-        top=150,
-    )
+    note = f"{condition}, {segment} queries, n = {count_words(result)}; bars: 95 % intervals"
+    draw.title(figure, f"{model_caption(result)}: the affine reading", note, 470, top=150)
     return says(
         figure,
         f"Means over layers and heads with “{condition}”: λ = {mean_words(result, dataset.scale)},"
@@ -189,121 +181,105 @@ def scale_by_layer(
     )
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """What a figure by layer shows: a quantity of some conditions, with its null."""
+
+    result: Result
+    quantity: str
+    segment: str
+    names: Sequence[str]
+    variable: xr.DataArray
+    null: xr.DataArray | None
+    null_kind: Null
+
+    @classmethod
+    def of(
+        cls, result: Result, quantity: str, segment: str, conditions: Sequence[str] | None
+    ) -> _Shown:
+        """Refuses conditions and quantities that the result does not have."""
+        names = list(result.conditions if conditions is None else conditions)
+        if not names:
+            raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
+        for name in names:
+            check_condition(result, name)
+        return cls(
+            result, quantity, segment, names, *values_by_layer(result, quantity, segment, names)
+        )
+
+    def null_of(self, condition: str) -> xr.DataArray | None:
+        """The null of a condition, where it is another line: the baseline is its own dilution."""
+        if self.null is None or (condition == BASELINE and self.null_kind == "dilution"):
+            return None
+        return self.null.sel(condition=condition)
+
+    def small_print(self, note: str) -> str:
+        """The segment, what is shown, and the null or why there is none."""
+        phrases = [note]
+        if "segment" in self.variable.coords:
+            phrases.insert(0, f"{self.segment} tokens")
+        why = self.variable.attrs.get("no_null")
+        if self.null is not None:
+            phrases.append(f"dotted: {NULLS[self.null_kind]}")
+        elif why:
+            phrases.append(f"no null: {why}")
+        return "; ".join(phrases)
+
+
 def _over_heads(result: Result, values: xr.DataArray) -> Interval:
     """The mean over prompts, and over heads where there are any."""
     over = ["head"] if "head" in values.dims else []
-    return mean_over_prompts(result, values, over)
+    return mean_over_prompts(result, values.transpose("prompt", "layer", ...), over)
 
 
-def _bars(
-    figure: go.Figure,
-    result: Result,
-    values: xr.DataArray,
-    name: str,
-    colour: str,
-    column: int | None,
-) -> None:
-    """Means over prompts and heads, by layer, with t intervals."""
-    draw.points(
+def _null_line(figure: go.Figure, shown: _Shown, condition: str, colour: str, column: int) -> None:
+    """The value under the null in each layer, mean over heads, dotted."""
+    null = shown.null_of(condition)
+    if null is None:
+        return
+    name = NULL_NAMES[shown.null_kind]
+    draw.dotted(
         figure,
-        values.layer.values,
-        _over_heads(result, values),
+        null.layer.values,
+        _over_heads(shown.result, null).estimate,
         name,
         colour,
-        column,
-        mode="lines+markers",
-        line=dict(color=colour, width=2),
+        column=column,
+        showlegend=False,
+        hovertemplate=f"{name}: %{{y:.3f}}<extra></extra>",
     )
 
 
-def _is_apart(condition: str, null_kind: Null) -> bool:
-    """Whether the null of a condition is another line: the baseline is its own dilution."""
-    return condition != BASELINE or null_kind != "dilution"
-
-
-def _null_line(
-    figure: go.Figure,
-    result: Result,
-    null: xr.DataArray,
-    null_kind: Null,
-    colour: str,
-    column: int,
-) -> None:
-    """The value under the null in each layer, mean over heads, dotted."""
-    mean = _over_heads(result, null).estimate
-    name = NULL_NAMES[null_kind]
-    style: dict[str, Any] = dict(
-        showlegend=False, hovertemplate=f"{name}: %{{y:.3f}}<extra></extra>"
-    )
-    draw.dotted(figure, null.layer.values, mean, name, colour, column=column, **style)
-
-
-def _note(
-    variable: xr.DataArray,
-    segment: str,
-    null: xr.DataArray | None,
-    null_kind: Null,
-    words: str,
-) -> str:
-    """The small print: the segment, what is shown, and the null or why there is none."""
-    phrases = [words]
-    if "segment" in variable.coords:
-        phrases.insert(0, f"{segment} tokens")
-    why = variable.attrs.get("no_null")
-    if null is not None:
-        phrases.append(f"dotted: {NULLS[null_kind]}")
-    elif why:
-        phrases.append(f"no null: {why}")
-    return "; ".join(phrases)
-
-
-def _with_axes(
-    figure: go.Figure,
-    result: Result,
-    quantity: str,
-    variable: xr.DataArray,
-    null: xr.DataArray | None,
-    null_kind: Null,
-    names: Sequence[str],
-) -> go.Figure:
+def _with_axes(figure: go.Figure, shown: _Shown) -> go.Figure:
     """The figure with titles of its axes, and its sentence: the mean of each condition with its
     null.
     """
-
-    def beside(name: str) -> str:
-        if null is None or not _is_apart(name, null_kind):
-            return ""
-        mean = mean_words(result, null.sel(condition=name)).partition(" ")[0]
-        return f" ({NULL_NAMES[null_kind]}: {mean})"
-
-    phrases = []
-    for name in names:
-        mean = mean_words(result, variable.sel(condition=name))
-        phrases.append(f"{name} {mean}{beside(name)}")
-    over = " and ".join(f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition"))
-    what = str(variable.name).removesuffix("_by_segment")
+    variable = shown.variable
     units = variable.attrs["units"]
     figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
-    figure.update_yaxes(title_text=f"{_words(quantity)}<br>({units})", col=1)
-    return says(figure, f"{what} ({units}), mean over {over}: {'; '.join(phrases)}.")
+    figure.update_yaxes(title_text=f"{_words(shown.quantity)}<br>({units})", col=1)
+    phrases = []
+    for name in shown.names:
+        phrase = f"{name} {mean_words(shown.result, variable.sel(condition=name))}"
+        null = shown.null_of(name)
+        if null is not None:
+            mean = mean_words(shown.result, null).partition(" ")[0]
+            phrase += f" ({NULL_NAMES[shown.null_kind]}: {mean})"
+        phrases.append(phrase)
+    over = " and ".join(f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition"))
+    name = str(variable.name).removesuffix("_by_segment")
+    return says(figure, f"{name} ({units}), mean over {over}: {'; '.join(phrases)}.")
 
 
 def _line(
     figure: go.Figure, result: Result, values: xr.DataArray, words: str, colour: str, column: int
 ) -> None:
     """A line over layers with its band."""
-    mean, low, high = _over_heads(result, values.transpose("prompt", "layer", ...))
+    mean, low, high = _over_heads(result, values)
     layers = values.layer.values
     units = values.attrs["units"]
-    draw.ribbon(
-        figure,
-        layers,
-        draw.within(low, units),
-        draw.within(high, units),
-        colour,
-        column=column,
-        legendgroup=words,
-    )
+    band = (draw.within(low, units), draw.within(high, units))
+    draw.ribbon(figure, layers, *band, colour, column=column, legendgroup=words)
     hover = "layer %{x}: %{y:.3f} [%{customdata[0]:.3f}, %{customdata[1]:.3f}]"
     figure.add_scatter(
         x=layers,
@@ -311,26 +287,16 @@ def _line(
         customdata=np.stack([low, high], -1),
         name=words,
         legendgroup=words,
-        showlegend=column == 1,
         meta=["low", "high"],
         mode="lines+markers",
         line=dict(color=colour),
-        row=1,
-        col=column,
         hovertemplate=f"{hover}<extra>{words}</extra>",
+        **draw.at(column),
     )
 
 
-def _names(result: Result, conditions: Sequence[str] | None) -> list[str]:
-    names = list(result.conditions if conditions is None else conditions)
-    if not names:
-        raise OptionError("conditions=[] is empty; give at least one, or omit it for all")
-    for name in names:
-        check_condition(result, name)
-    return names
-
-
 def _words(quantity: str) -> str:
+    """A quantity in a title."""
     return _WORDS.get(quantity, quantity.replace("_", " "))
 
 
@@ -340,31 +306,29 @@ def _strips(
     """A point for each head beside its layer, the largest on the left."""
     mean, low, high = mean_over_prompts(result, values.transpose("prompt", "layer", "head"))
     layer_count, head_count = mean.shape
-    order = np.argsort(mean, axis=1)[:, ::-1]
-    rows = np.arange(layer_count)[:, None]
-    beside = np.zeros(1)
-    if head_count > 1:
-        beside = np.linspace(-0.3, 0.3, head_count)
-    layers = values.layer.values[:, None]
-    hover_numbers = [
-        np.broadcast_to(layers, order.shape),
-        values["head"].values[order],
-        low[rows, order],
-        high[rows, order],
-    ]
+    table = pd.DataFrame(
+        {
+            "layer": values.layer.values.repeat(head_count),
+            "head": np.tile(values["head"].values, layer_count),
+            "low": low.ravel(),
+            "high": high.ravel(),
+            "mean": mean.ravel(),
+        }
+    )
+    table = table.sort_values(["layer", "mean"], ascending=[True, False], kind="stable")
+    beside = np.linspace(-0.3, 0.3, head_count) if head_count > 1 else np.zeros(1)
     hover = (
         "L%{customdata[0]}H%{customdata[1]}: %{y:.3f} [%{customdata[2]:.3f}, %{customdata[3]:.3f}]"
     )
     figure.add_scatter(
-        x=(layers + beside).ravel(),
-        y=mean[rows, order].ravel(),
-        customdata=np.stack(hover_numbers, -1).reshape(-1, 4),
+        x=table.layer + np.tile(beside, layer_count),
+        y=table["mean"],
+        customdata=table[["layer", "head", "low", "high"]].to_numpy(),
         mode="markers",
         showlegend=False,
-        row=1,
-        col=column,
         name=name,
         meta=["layer", "head", "low", "high"],
         marker=dict(size=4, color=colour),
         hovertemplate=f"{hover}<extra></extra>",
+        **draw.at(column),
     )

@@ -8,12 +8,13 @@ import re
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
 from mechattn.axes import head_name
 from mechattn.errors import OptionError
 from mechattn.render import draw
-from mechattn.render.draw import GREY, THIRD, WITH
+from mechattn.render.draw import GREY, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import number_words, says
 from mechattn.stats.intervals import Interval
@@ -22,7 +23,13 @@ if TYPE_CHECKING:
     from mechattn.patching.circuit import Circuit
     from mechattn.patching.effects import Patching
 
-_CONTROL_WORDS = {"random": "random direction", "other_prompt": "from another prompt"}
+# What a map shows of a cell besides its effect.
+_HOVERED = {
+    "share": "; %{NUMBER:.1%} of the whole effect",
+    "random": "<br>random direction %{NUMBER:.3g}",
+    "other_prompt": "<br>from another prompt %{NUMBER:.3g}",
+}
+_CONTROL_MARK: dict[str, Any] = dict(size=7, line_width=1.6)
 _POINTS = 9  # of an arc
 _OF_LAYER = re.compile(r"L(\d+)(?:H(\d+)|MLP)")  # a head or an MLP
 _WIDEST = 7.0
@@ -52,49 +59,51 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         reader: [node for node in circuit.graph.read_by(reader) if node in drawn]
         for reader in table.reader
     }
-    used = sorted({*table.writer, *(node for nodes in read_by.values() for node in nodes)})
-    layers = sorted({int(match[1]) for match in map(_OF_LAYER.match, used) if match})
-    places = {name: _place(name, heads, layers) for name in used}
-    largest = table.effect.abs().max()
+    nodes = sorted({*table.writer, *(node for readers in read_by.values() for node in readers)})
+    matches = [_OF_LAYER.match(node) for node in nodes]
+    layers = sorted({int(match[1]) for match in matches if match})
+    places = {node: _place(node, heads, layers) for node in nodes}
+
     figure = draw.panels()
-    for color, verb in ((draw.WITHOUT, "lowers"), (draw.WITH, "raises")):
-        figure.add_scatter(
-            x=[None],
-            y=[None],
-            mode="lines",
-            line=dict(color=color, width=4),
-            name=f"the other output {verb} the metric",
-        )
+    for colour, verb in ((WITHOUT, "lowers"), (WITH, "raises")):
+        line = dict(color=colour, width=4)
+        name = f"the other output {verb} the metric"
+        figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=name)
+    largest = table.effect.abs().max()
     for row in table[::-1].itertuples():  # the largest on top
         for node in read_by[row.reader]:
-            figure.add_trace(_arc(row, places[row.writer], places[node], largest))
-
+            _arc(figure, row, places[row.writer], places[node], largest)
+    x, y = zip(*places.values(), strict=True)
     figure.add_scatter(
-        x=[x for x, _ in places.values()],
-        y=[y for _, y in places.values()],
+        x=x,
+        y=y,
         mode="markers+text",
-        text=[_BESIDE_THE_AXES.sub("", name) for name in places],
-        hovertext=list(places),
+        text=[_BESIDE_THE_AXES.sub("", node) for node in nodes],
+        hovertext=nodes,
         hoverinfo="text",
         textfont=dict(size=10),
         showlegend=False,
         marker=dict(size=26, color=draw.NEUTRAL, line=dict(width=1.5, color="#444")),
     )
-    no_grid = {"showgrid": False, "zeroline": False}
-    figure.update_xaxes(title_text="head", tickvals=list(range(heads)), **no_grid)
-    rows = len(layers)
     ticks = ["embedding", *map(str, layers), "logits"]
+    figure.update_xaxes(
+        title_text="head", tickvals=list(range(heads)), showgrid=False, zeroline=False
+    )
     figure.update_yaxes(
-        title_text="layer", tickvals=list(range(-1, rows + 1)), ticktext=ticks, showgrid=False
+        title_text="layer",
+        tickvals=list(range(-1, len(layers) + 1)),
+        ticktext=ticks,
+        showgrid=False,
     )
 
+    about = circuit.about
     note = (
-        f"{circuit.about['metric']}; {len(table)} of {int(circuit.graph.exists.sum())} edges, "
-        f"{circuit.about['method']}; ranked on {circuit.about['ranked_on']}"
+        f"{about['metric']}; {len(table)} of {int(circuit.graph.exists.sum())} edges, "
+        f"{about['method']}; ranked on {about['ranked_on']}"
     )
     carried = _faithfulness_words(circuit, size, q)
-    heading = f"{circuit.about['model']}: circuit"
-    draw.title(figure, heading, f"{note}. {carried}", 200 + 80 * (rows + 2), top=110)
+    height = 200 + 80 * len(ticks)
+    draw.title(figure, f"{about['model']}: circuit", f"{note}. {carried}", height, top=110)
     return says(figure, f"{len(table)} edges on a way from the embedding to the logits. {carried}")
 
 
@@ -115,34 +124,37 @@ def _faithfulness_words(circuit: Circuit, size: int | None, q: float | None) -> 
 
 
 def _arc(
-    row: Any, start: tuple[float, float], end: tuple[float, float], largest: float
-) -> go.Scatter:
+    figure: go.Figure,
+    edge: Any,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    largest: float,
+) -> None:
     """An edge, which enters a head where its queries, keys or values are."""
-    _, _, reader_input = row.reader.partition(".")
+    _, _, reader_input = edge.reader.partition(".")
     x0, y0 = start
     x1, y1 = end
     x1 += _ASIDE.get(reader_input, 0.0)
-    t = np.linspace(0, 1, _POINTS)
+    way = np.linspace(0, 1, _POINTS)
     side = 1 if x1 >= x0 else -1
-    bend = 0.35 * np.sin(np.pi * t) * side * min(1.0, (y1 - y0) / 2)
-    q = row.q_beyond_random if np.isnan(row.q_effect) else row.q_effect
-    effect = f"{row.effect:+.3g} [{row.effect_low:+.3g}, {row.effect_high:+.3g}]"
-    hover = [
-        f"{row.writer} → {row.reader}",
-        effect,
-        f"q = {q:.2g}",
-        f"random direction {row.random:+.3g}",
-    ]
-    return go.Scatter(
-        x=x0 + (x1 - x0) * t + bend,
-        y=y0 + (y1 - y0) * t,
+    bend = 0.35 * side * min(1.0, (y1 - y0) / 2) * np.sin(np.pi * way)
+    q = edge.q_beyond_random if np.isnan(edge.q_effect) else edge.q_effect
+    hover = (
+        f"{edge.writer} → {edge.reader}<br>"
+        f"{edge.effect:+.3g} [{edge.effect_low:+.3g}, {edge.effect_high:+.3g}]<br>"
+        f"q = {q:.2g}<br>random direction {edge.random:+.3g}"
+    )
+    line = dict(
+        color=WITH if edge.effect > 0 else WITHOUT,
+        width=max(1.0, _WIDEST * abs(edge.effect) / largest),
+    )
+    figure.add_scatter(
+        x=x0 + (x1 - x0) * way + bend,
+        y=y0 + (y1 - y0) * way,
         mode="lines",
-        hovertext="<br>".join(hover),
+        hovertext=hover,
         hoverinfo="text",
-        line=dict(
-            color=draw.WITH if row.effect > 0 else draw.WITHOUT,
-            width=max(1.0, _WIDEST * abs(row.effect) / largest),
-        ),
+        line=line,
         opacity=0.75,
         showlegend=False,
     )
@@ -181,23 +193,15 @@ def patching_map(patching: Patching) -> go.Figure:
     across = patching.labels[1]
     table = patching.table()
     has_share = bool(table.share.notna().all())
+    q_column = f"q_{table.attrs['tested']}"
+    columns = {"effect": "effect", "low": "effect_low", "high": "effect_high", "q": q_column}
     hover = (
         "effect %{z:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<br>q = %{customdata[2]:.2g}"
     )
-    if has_share:
-        hover += "; %{customdata[3]:.1%} of the whole effect"
-    q_column = f"q_{table.attrs['tested']}"
-    columns = {
-        "effect": "effect",
-        "low": "effect_low",
-        "high": "effect_high",
-        "q": q_column,
-        "share": "share",
-    }
-    for control, control_words in _CONTROL_WORDS.items():
-        if control in table:
-            hover += f"<br>{control_words} %{{customdata[{len(columns) - 1}]:.3g}}"
-            columns[control] = control
+    for column, form in _HOVERED.items():
+        if column in table and (has_share or column != "share"):
+            hover += form.replace("NUMBER", f"customdata[{len(columns) - 1}]")
+            columns[column] = column
     figure = draw.head_map(table, columns, "effect", _effect_on(patching), hover, across)
     about = patching.about
     note = (
@@ -210,14 +214,15 @@ def patching_map(patching: Patching) -> go.Figure:
     largest_row = int(np.nanargmax(table.effect.abs()))
     largest = table.iloc[largest_row]
     cell = table[patching.labels].to_dict("records")[largest_row]
-    ends = np.array([largest.effect, largest.effect_low, largest.effect_high])
+    ends = [np.asarray(largest[end]) for end in ("effect", "effect_low", "effect_high")]
     effect = number_words(Interval(*ends))
     if has_share:
         effect += f", {largest.share:.0%} of the whole effect"
     significant = int((table[q_column] < 0.05).sum())
     return says(
         figure,
-        f"{significant} of {len(table)} {across}s at q < 0.05. Largest: {_cell_words(cell)},"
+        f"{significant} of {len(table)} {across}s at q < 0.05."
+        f" Largest: {_cell_words(cell)},"
         f" {effect}; it was selected as the largest, so its interval is too optimistic"
         ' (table(select="half") avoids this).',
     )
@@ -245,67 +250,46 @@ def patching_effects(
     labels = [_cell_words(cell) for cell in table[patching.labels].to_dict("records")]
     rows = np.arange(len(table))
     # q_effect is NaN where no effect is below 0.
-    q = table[[name for name in table if str(name).startswith("q_")]].max(axis=1)
-    compared = "differs from 0"
-    if patching.controls:
-        compared += " and from each control"
+    q = table.filter(regex="^q_").max(axis=1)
     differs = (q < 0.05) & (table.effect_low * table.effect_high > 0)
+    compared = "from 0 and from each control" if patching.controls else "from 0"
     figure = draw.panels()
     for words, mask, fill in (
-        (f"{compared} (q < 0.05)", differs, WITH),
-        ("does not", ~differs, "white"),
+        (f"effect: differs {compared} (q < 0.05)", differs, WITH),
+        ("effect: does not", ~differs, "white"),
     ):
         draw.points(
             figure,
             rows[mask],
             table.loc[mask, ["effect", "effect_low", "effect_high"]].values.T,
-            f"effect: {words}",
+            words,
             WITH,
-            None,
             sideways=True,
             marker=dict(color=fill, line=dict(color=WITH, width=1.6), size=8),
             customdata=q[mask],
             hovertemplate="%{y}: %{x:+.3g}, q = %{customdata:.2g}",
         )
 
-    drawn_values = [0.0, *table.effect_low, *table.effect_high]
+    drawn_values = table[["effect_low", "effect_high"]].values.ravel()
+    low = drawn_values.min(initial=0.0)
+    high = drawn_values.max(initial=0.0)
     lower = rows - 0.36
-    mark: dict[str, Any] = dict(size=7, line_width=1.6)
     if "random" in table:
-        drawn_values += table.random.tolist()
+        low = min(low, table.random.min())
+        high = max(high, table.random.max())
         figure.add_scatter(
             x=table.random,
             y=lower,
             name="random direction of the same norm",
             mode="markers",
-            marker=mark | dict(symbol="x-thin-open", color=GREY),
+            marker=_CONTROL_MARK | dict(symbol="x-thin-open", color=GREY),
         )
     if "other_prompt" in table and table.other_prompt.notna().any():
-        # Those that are far off are at the edge, with their number.
-        reach = 0.5 * (max(drawn_values) - min(drawn_values))
-        left = min(drawn_values) - reach
-        right = max(drawn_values) + reach
-        control = table.other_prompt
-        is_left = control < left
-        is_right = control > right
-        clipped = control.clip(left, right)
-        drawn_values += clipped.dropna().tolist()
-        numbers = control.map(lambda x: f"{x:.3g}".replace("-", "−"))
-        symbol = np.select(
-            [is_left, is_right], ["triangle-left-open", "triangle-right-open"], "diamond-open"
-        )
-        figure.add_scatter(
-            x=clipped,
-            y=lower,
-            name="from another prompt",
-            mode="markers+text",
-            text=np.where(is_left | is_right, numbers, ""),
-            textposition=np.where(is_right, "middle left", "middle right"),
-            marker=mark | dict(symbol=symbol, color=THIRD),
-            customdata=control,
-            meta=["x"],
-            hovertemplate="%{y}: %{customdata:+.3g}",
-        )
+        reach = 0.5 * (high - low)
+        clipped = table.other_prompt.clip(low - reach, high + reach)
+        _other_prompts(figure, table.other_prompt, clipped, lower)
+        low = min(low, clipped.min())
+        high = max(high, clipped.max())
     draw.rule(figure, x=0)
 
     about = patching.about
@@ -315,29 +299,50 @@ def patching_effects(
         f" {number_words(patching.whole)}"
     )
     draw.title(figure, f"{about['model']}: patching effects", note, 190 + 30 * len(table), top=120)
-    low = min(drawn_values)
-    high = max(drawn_values)
     room = 0.05 * (high - low)
     figure.update_xaxes(title_text=_effect_on(patching), range=[low - room, high + room])
     figure.update_yaxes(
         tickvals=rows, ticktext=labels, zeroline=False, range=[-0.8, len(table) - 0.4]
     )
-    differ = compared.replace("differs", "differ")
-    sentence = f"{int(differs.sum())} of {len(table)} rows {differ} (q < 0.05)"
+    sentence = f"{int(differs.sum())} of {len(table)} rows differ {compared} (q < 0.05)"
     if table.attrs["skewed"]:
         sentence += f"; {table.attrs['skewed']}"
     return says(figure, f"{sentence}.")
 
 
+def _other_prompts(
+    figure: go.Figure, effects: pd.Series, clipped: pd.Series, places: np.ndarray
+) -> None:
+    """The effects of other prompts; those that are far off are at the edge, with their number."""
+    is_left = effects < clipped
+    is_right = effects > clipped
+    numbers = effects.map(lambda effect: f"{effect:.3g}".replace("-", "−"))
+    symbol = np.select(
+        [is_left, is_right], ["triangle-left-open", "triangle-right-open"], "diamond-open"
+    )
+    figure.add_scatter(
+        x=clipped,
+        y=places,
+        name="from another prompt",
+        mode="markers+text",
+        text=np.where(is_left | is_right, numbers, ""),
+        textposition=np.where(is_right, "middle left", "middle right"),
+        marker=_CONTROL_MARK | dict(symbol=symbol, color=THIRD),
+        customdata=effects,
+        meta=["x"],
+        hovertemplate="%{y}: %{customdata:+.3g}",
+    )
+
+
 def _cell_words(cell: dict[str, Any]) -> str:
     """What a row is: "L1H2", "layer 1", a set's name; then its segment or position."""
-    if {"layer", "head"} <= cell.keys():
-        words = [head_name(cell.pop("layer"), cell.pop("head"))]
-    elif "layer" in cell:
-        words = [f"layer {cell.pop('layer')}"]
-    else:
-        words = []
-    return ", ".join([*words, *map(str, cell.values())])
+    labels = dict(cell)
+    words = []
+    if "layer" in labels:
+        layer = labels.pop("layer")
+        head = labels.pop("head", None)
+        words.append(f"layer {layer}" if head is None else head_name(layer, head))
+    return ", ".join([*words, *map(str, labels.values())])
 
 
 def _effect_on(patching: Patching) -> str:

@@ -57,6 +57,21 @@ def model_caption(result: Result) -> str:
     return f"{model['name']} ({', '.join(details)})"
 
 
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names, with a number where a name stands for several results."""
+    numbered_names = []
+    for index, name in enumerate(names):
+        if names.count(name) > 1:
+            name = f"{name}, result {names[: index + 1].count(name)}"
+        numbered_names.append(name)
+    return numbered_names
+
+
+def model_sentence(result: Result, phrases: Sequence[str]) -> str:
+    """A sentence on a model, from phrases on its conditions."""
+    return f"{model_caption(result)}: {'; '.join(phrases)}."
+
+
 def says(figure: go.Figure, *sentences: str) -> go.Figure:
     """The figure with its sentence, which plotly keeps as ``layout.meta`` (see :func:`said`)."""
     return figure.update_layout(meta={"says": " ".join(filter(None, sentences))})
@@ -298,21 +313,22 @@ def _count_of(sizes: Mapping[Any, int], dim: str) -> str:
 
 def heads_words(verdict: Verdict) -> str:
     """How many heads fall and how many rise by more than the margin, and not by chance."""
-    size = verdict.falls.size
-    margin = LARGER_THAN["log-ratio"] if verdict.margin is None else verdict.margin
-    by_more = f"by more than {100 * margin:g}\u00a0% (q < 0.05)"
     if not verdict.findable:
         few = f"{verdict.n} {verdict.unit.partition(' ')[0]}"
         return f"With {few} no head could be shown to change (q < 0.05)"
-    large = np.ones(size, dtype=bool)
-    if verdict.marked is not None:
-        large = verdict.marked.reshape(-1)
-    falling = int((verdict.falls.reshape(-1) & large).sum())
-    rising = int((verdict.rises.reshape(-1) & large).sum())
-    heads = _count_of({"head": size}, "head")
+    margin = LARGER_THAN["log-ratio"] if verdict.margin is None else verdict.margin
+    by_more = f"by more than {100 * margin:g}\u00a0% (q < 0.05)"
+    heads = _count_of({"head": verdict.falls.size}, "head")
+    falling, rising = heads_that_change(verdict)
     if not falling and not rising:
         return f"Of {heads}, none changes {by_more}"
     return f"Of {heads}, {falling} fall and {rising} rise {by_more}"
+
+
+def heads_that_change(verdict: Verdict) -> tuple[int, int]:
+    """How many heads fall, and how many rise, by more than the margin and not by chance."""
+    is_large = True if verdict.marked is None else verdict.marked
+    return int((verdict.falls & is_large).sum()), int((verdict.rises & is_large).sum())
 
 
 def _part(result: Result, heads: Sequence[int] | None, prompts: np.ndarray | None) -> Result:

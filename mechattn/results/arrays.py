@@ -89,10 +89,11 @@ def _read_stacked(
     for array in arrays:
         stop = start + len(array)
         in_block = np.flatnonzero((rows >= start) & (rows < stop))
-        if len(in_block) and not _ends_before(array, spans):
+        if len(in_block):
             rows_of_array = rows[in_block] - start
             first = int(rows_of_array.min())
             last = int(rows_of_array.max())
+            # An array that is smaller than the stack gives fewer values, or none.
             values = array[(slice(first, last + 1), *spans)].values[rows_of_array - first]
             filled: Any = (in_block, *(slice(size) for size in values.shape[1:]))
             block[filled] = values
@@ -104,33 +105,36 @@ def _as_slice(index: int | slice) -> slice:
     return index if isinstance(index, slice) else slice(index, index + 1)
 
 
-def _ends_before(array: xr.Variable, spans: Sequence[slice]) -> bool:
-    """Whether an array, which may be smaller than the stack, ends before a block begins."""
-    begins = [span.indices(2**62)[0] for span in spans]
-    return any(begin >= size for begin, size in zip(begins, array.shape[1:], strict=True))
-
-
 def digest(datasets: Mapping[str, xr.Dataset]) -> str:
-    """A hash of every array, its name, dimensions and attributes."""
-    return _hashed(datasets, canonical)
-
-
-def numbers_digest(datasets: Mapping[str, xr.Dataset]) -> str:
     """A hash of every array with its name, dimensions and attributes; equal numbers have equal
     hashes."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        return _hashed(datasets, lambda values: canonical(values + values.dtype.type(0)))
+    content = hashlib.blake2b(digest_size=16)
+    for name, dataset in sorted(datasets.items()):
+        for label in sorted(dataset.variables, key=str):
+            variable = dataset.variables[label]
+            is_text = variable.dtype.kind in TEXT
+            dtype = "text" if is_text else variable.dtype.newbyteorder("<").str
+            attributes = plain_attributes(variable.attrs)
+            content.update(
+                _json([name, str(label), variable.dims, variable.shape, dtype, attributes])
+            )
+            if is_text:
+                content.update(_json([str(text) for text in variable.values.flat]))
+                continue
+            for block in blocks_of(variable):
+                content.update(canonical(block).data)
+        content.update(_json([name, plain_attributes(dataset.attrs)]))
+    return content.hexdigest()
 
 
 def canonical(values: np.ndarray) -> np.ndarray:
-    """Numbers in the form that is hashed, with a single NaN: CPUs differ in its sign, and Zarr may
-    not store it."""
+    """Numbers in the form that is hashed, with a single NaN and a single 0: CPUs differ in their
+    signs, and Zarr may not store that of NaN."""
     if values.dtype.kind == "f":
-        missing = np.isnan(values)  # signalling NaNs too
-        if missing.any():
-            values = np.where(missing, values.dtype.type(np.nan), values)
-    values = np.ascontiguousarray(values)
-    return values.astype(values.dtype.newbyteorder("<"), copy=False)
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            values = values + values.dtype.type(0)
+        values = np.where(np.isnan(values), values.dtype.type(np.nan), values)
+    return np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
 
 
 def blocks_of(variable: xr.Variable) -> Iterator[np.ndarray]:
@@ -149,31 +153,6 @@ def plain_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:
         str(name): value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
         for name, value in attributes.items()
     }
-
-
-def _hashed(datasets: Mapping[str, xr.Dataset], numbers: Callable[[np.ndarray], np.ndarray]) -> str:
-    content = hashlib.blake2b(digest_size=16)
-    for name, dataset in sorted(datasets.items()):
-        labels = sorted(dataset.variables, key=str)
-        for label in labels:
-            variable = dataset.variables[label]
-            is_text = variable.dtype.kind in TEXT
-            head = [
-                name,
-                str(label),
-                variable.dims,
-                variable.shape,
-                "text" if is_text else variable.dtype.newbyteorder("<").str,
-                plain_attributes(variable.attrs),
-            ]
-            content.update(_json(head))
-            if is_text:
-                content.update(json.dumps([str(text) for text in variable.values.flat]).encode())
-                continue
-            for block in blocks_of(variable):
-                content.update(numbers(block).data)
-        content.update(_json([name, plain_attributes(dataset.attrs)]))
-    return content.hexdigest()
 
 
 def _json(value: Any) -> bytes:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 from xarray.core import indexing
 
@@ -54,23 +54,25 @@ def merge_results(results: Sequence[Result]) -> Result:
             )
     if len(results) == 1:
         return results[0]
+
     results = sorted(results, key=lambda result: _places_and_ids(result)[0])
     places_and_ids = [pair for result in results for pair in _places_and_ids(result)]
-    provenance = reduce(_merged_provenance, map(_plain_provenance, results))
-    for result in results[1:]:
-        _check_datasets(results[0], result)
-    id_counts = Counter(prompt_id for _, prompt_id in places_and_ids)
-    repeated = [prompt_id for prompt_id, count in id_counts.items() if count > 1]
-    if repeated:
+    provenance = reduce(_merged_entries, map(_plain_provenance, results))
+    reduce(_merged_entries, map(_described, results))
+
+    ids = pd.Index([prompt_id for _, prompt_id in places_and_ids])
+    if ids.has_duplicates:
+        repeated = ids[ids.duplicated()]
         raise OptionError(
             f"prompt {repeated[0]} is in two of the results ({len(repeated)} such prompts in all); "
             "give each result different prompts, with different ids"
         )
+
     # Of each prompt of the whole run, its index when the results are put one after the other.
     order = np.array(sorted(range(len(places_and_ids)), key=places_and_ids.__getitem__))
-    datasets = {
-        name: _merged([result[name] for result in results], order) for name in results[0].datasets
-    }
+    datasets = {}
+    for name in results[0]:
+        datasets[name] = _merged([result[name] for result in results], order)
     return Result(datasets, provenance)
 
 
@@ -80,8 +82,8 @@ def check_same_run(result: Result, other: Result) -> None:
     Raises:
         OptionError: They don't belong together; the message says what differs.
     """
-    _merged_provenance(_plain_provenance(result), _plain_provenance(other))
-    _check_datasets(result, other)
+    _merged_entries(_plain_provenance(result), _plain_provenance(other))
+    _merged_entries(_described(result), _described(other))
 
 
 def is_part(part: Result, whole: Result) -> bool:
@@ -106,37 +108,21 @@ def _places_and_ids(result: Result) -> list[tuple[int, str]]:
     return list(zip(places, ids, strict=True))
 
 
-def _check_datasets(result: Result, other: Result) -> None:
-    """Check that variables, their meaning and, apart from prompts, their coordinates are the
-    same."""
-    _agree("the analyses", sorted(result.datasets), sorted(other.datasets))
-    for name, ours in result.datasets.items():
-        theirs = other[name]
-        _agree(f"the variables of {name}", sorted(map(str, ours)), sorted(map(str, theirs)))
-        _agree(f"the attributes of {name}", ours.attrs, theirs.attrs)
-        for variable in ours:
-            where = f"{name}.{variable}"
-            _agree(f"the dimensions of {where}", ours[variable].dims, theirs[variable].dims)
-            _agree(f"the attributes of {where}", ours[variable].attrs, theirs[variable].attrs)
-            if "prompt" in ours[variable].dims and ours[variable].dtype.kind == "f":
-                dtypes = [str(dataset[variable].dtype) for dataset in (ours, theirs)]
-                _agree(f"the type of {where}", *dtypes)
-        for dim in ours.dims:
+def _described(result: Result) -> dict[str, Any]:
+    """What the datasets of two parts of a run have in common: variables, their meaning and, apart
+    from prompts and the length of the longest, their coordinates."""
+    described: dict[str, Any] = {}
+    for name, dataset in result.datasets.items():
+        entries: dict[str, Any] = {"attributes": dataset.attrs}
+        for label, values in dataset.data_vars.items():
+            # Texts and whole numbers may be of other widths.
+            dtype = str(values.dtype) if values.dtype.kind == "f" else ""
+            entries[str(label)] = {"dims": values.dims, "type": dtype, "attributes": values.attrs}
+        for dim in dataset.dims:
             if dim != "prompt" and dim not in GROW:
-                _agree(f"{dim} of {name}", _labels(ours, dim), _labels(theirs, dim))
-
-
-def _labels(dataset: xr.Dataset, dim: Any) -> Any:
-    """The labels of a dimension, or its length if it has none."""
-    return dataset[dim].values.tolist() if dim in dataset.coords else dataset.sizes[dim]
-
-
-def _agree(what: str, ours: Any, theirs: Any) -> None:
-    if ours != theirs:
-        raise OptionError(
-            f"these results don't belong together: {what} is {ours!r} in one and {theirs!r} in "
-            "another"
-        )
+                entries[str(dim)] = dataset[dim].values.tolist()
+        described[name] = entries
+    return described
 
 
 def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
@@ -145,20 +131,20 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
     sizes = {dim: max(dataset.sizes[dim] for dataset in datasets) for dim in first.dims}
     arrays: dict[Any, Any] = {}
     for name in map(str, first):
-        if f"{name}_n" in first and f"{name}_variance" in first:
+        variables = [dataset[name].variable for dataset in datasets]
+        if "prompt" in first[name].dims:
+            arrays[name] = _in_prompt_order(variables, sizes, order)
+        elif f"{name}_n" in first and f"{name}_variance" in first:
             moments = _merged_moments(datasets, name)
             arrays[name] = moments.known_mean
             arrays[f"{name}_variance"] = moments.variance
             arrays[f"{name}_n"] = moments.n
-    for name in map(str, first):
-        if name not in arrays:
-            variables = [dataset[name].variable for dataset in datasets]
-            if "prompt" in first[name].dims:
-                arrays[name] = _in_prompt_order(variables, sizes, order)
-            elif name == FIRST_PROMPT_TEXT:
-                arrays[name] = _padded(variables[0], sizes)
-            else:
-                arrays[name] = _equal_in_all(name, variables, sizes)
+        elif name == FIRST_PROMPT_TEXT:
+            missing = sizes["pos"] - variables[0].sizes["pos"]
+            arrays[name] = np.pad(variables[0].values, [(0, 0), (0, missing)], constant_values="")
+        elif name not in arrays:
+            raise OptionError(f"{name} has no dimension prompt, so it cannot be merged")
+
     ids = [str(prompt_id) for dataset in datasets for prompt_id in dataset.prompt.values]
     coords: dict[Any, Any] = {"prompt": [ids[index] for index in order]}
     for dim in first.coords:
@@ -166,12 +152,13 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
             coords[dim] = np.arange(sizes[dim])
         elif dim != "prompt":
             coords[dim] = first[dim].values
+
     merged = {}
-    for name, array in arrays.items():
-        sources = [dataset[name].encoding.get(SOURCES, set()) for dataset in datasets]
+    for label, values in first.data_vars.items():
+        sources = [dataset[label].encoding.get(SOURCES, set()) for dataset in datasets]
         encoding = {SOURCES: set().union(*sources)}
-        merged[name] = (first[name].dims, array, first[name].attrs, encoding)
-    return xr.Dataset({name: merged[name] for name in first}, coords, first.attrs)
+        merged[label] = (values.dims, arrays[label], values.attrs, encoding)
+    return xr.Dataset(merged, coords, first.attrs)
 
 
 def _merged_moments(datasets: Sequence[xr.Dataset], name: str) -> Moments:
@@ -190,41 +177,13 @@ def _in_prompt_order(
     variables: Sequence[xr.Variable], sizes: Mapping[Any, int], order: np.ndarray
 ) -> Any:
     """Each prompt's own values, padded to the longest; read on demand if one of the arrays is."""
-    dims = variables[0].dims
-    is_in_memory = all(variable._in_memory for variable in variables)
-    if not is_in_memory and dims[0] == "prompt":
-        shape = (len(order), *(sizes[dim] for dim in dims[1:]))
-        fill = PADDING_BY_KIND[variables[0].dtype.kind]
-        return indexing.LazilyIndexedArray(stacked(variables, shape, order, fill))
-    other_sizes = {dim: size for dim, size in sizes.items() if dim != "prompt"}
-    padded = [_padded(variable, other_sizes) for variable in variables]
-    axis = dims.index("prompt")
-    return np.take(np.concatenate(padded, axis=axis), order, axis=axis)
-
-
-def _equal_in_all(
-    name: str, variables: Sequence[xr.Variable], sizes: Mapping[Any, int]
-) -> np.ndarray:
-    """An array without prompts, which must be the same in all results."""
-    first = _padded(variables[0], sizes)
-    for variable in variables[1:]:
-        if not np.array_equal(first, _padded(variable, sizes), equal_nan=True):
-            raise OptionError(
-                f"{name} has no dimension prompt, and differs between the results, so its value"
-                " for all prompts is unknown"
-            )
-    return first
-
-
-def _padded(variable: xr.Variable, sizes: Mapping[Any, int]) -> np.ndarray:
-    """The values of an array, as long as the longest."""
-    values = variable.values
-    missing = [(0, sizes.get(dim, size) - size) for dim, size in variable.sizes.items()]
-    if not any(after for _, after in missing):
-        return values
-    if values.dtype.kind in TEXT:
-        values = values.astype(np.dtypes.StringDType())
-    return np.pad(values, missing, constant_values=PADDING_BY_KIND[values.dtype.kind])
+    dims = variables[0].dims  # the prompts come first
+    shape = (len(order), *(sizes[dim] for dim in dims[1:]))
+    fill = PADDING_BY_KIND[variables[0].dtype.kind]
+    stack = stacked(variables, shape, order, fill)
+    if all(variable._in_memory for variable in variables):
+        return stack.read((slice(None),) * len(dims))
+    return indexing.LazilyIndexedArray(stack)
 
 
 def _plain_provenance(result: Result) -> dict[str, Any]:
@@ -232,10 +191,10 @@ def _plain_provenance(result: Result) -> dict[str, Any]:
     return dict(json.loads(json.dumps(result.provenance)))
 
 
-def _merged_provenance(
+def _merged_entries(
     ours: dict[str, Any], theirs: dict[str, Any], where: str = ""
 ) -> dict[str, Any]:
-    """The merged provenance: common entries, entries that may differ as lists, counts as sums."""
+    """The merged entries: common ones, those that may differ as lists, counts as sums."""
     merged: dict[str, Any] = {}
     for name in dict.fromkeys([*ours, *theirs]):
         path = f"{where}{name}"
@@ -246,9 +205,13 @@ def _merged_provenance(
         elif path in MAY_DIFFER:
             merged[name] = _collected(our_value, their_value)
         elif isinstance(our_value, dict) and isinstance(their_value, dict):
-            merged[name] = _merged_provenance(our_value, their_value, f"{path}.")
+            merged[name] = _merged_entries(our_value, their_value, f"{path}.")
         else:
-            _agree(path, our_value, their_value)
+            if our_value != their_value:
+                raise OptionError(
+                    f"these results don't belong together: {path} is {our_value!r} in one and"
+                    f" {their_value!r} in another"
+                )
             merged[name] = our_value
     return merged
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime, timezone
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,13 +108,13 @@ def file_names(models: Iterable[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     for model in models:
         last_part = model.rstrip("/").rsplit("/", 1)[-1]
-        name = "".join(c if c.isalnum() or c in "._-" else "-" for c in last_part)
-        for other_model, other_name in names.items():
-            if other_name.casefold() == name.casefold() and other_model != model:
-                raise OptionError(
-                    f"the models {other_model!r} and {model!r} would both write to files named "
-                    f"{name!r}: run them separately, or give their folders different names"
-                )
+        name = re.sub(r"[^\w.-]", "-", last_part)
+        same_name = [other for other in names if names[other].casefold() == name.casefold()]
+        if same_name and model not in names:
+            raise OptionError(
+                f"the models {same_name[0]!r} and {model!r} would both write to files named"
+                f" {name!r}: run them separately, or give their folders different names"
+            )
         names[model] = name
     return names
 
@@ -210,30 +210,29 @@ def identity(value: Any, within: tuple[int, ...] = ()) -> str:
         return repr(value)
     if id(value) in within:
         return "…"
-    within = (*within, id(value))
+    inner = partial(identity, within=(*within, id(value)))
 
-    if isinstance(value, (Mapping, tuple, list, Set)):
-        return _collection(value, within)
-    if inspect.isroutine(value):
-        return _function(value, within)
-    if isinstance(value, type):
-        return _named(value)
-    if hasattr(value, "__array__"):
-        return _array(value)
-    return _object(value, within)
-
-
-def _collection(values: Any, within: tuple[int, ...]) -> str:
-    if isinstance(values, Mapping):
-        items = [f"{identity(k, within)}: {identity(v, within)}" for k, v in values.items()]
+    if isinstance(value, Mapping):
+        items = [f"{inner(key)}: {inner(item)}" for key, item in value.items()]
         return f"{{{', '.join(items)}}}"
-
-    items = [identity(item, within) for item in values]
-    if isinstance(values, Set):
-        return f"{{{', '.join(sorted(items))}}}"
-    if isinstance(values, list):
-        return f"[{', '.join(items)}]"
-    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(inner, value)))}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(inner, value))}]"
+    if isinstance(value, tuple):
+        comma = "," if len(value) == 1 else ""
+        return f"({', '.join(map(inner, value))}{comma})"
+    if hasattr(value, "__array__") and not isinstance(value, type):
+        return _array(value)
+    if inspect.isfunction(value) or inspect.ismethod(value):
+        function = getattr(value, "__func__", value)
+        return f"{_named(function)}({', '.join(map(inner, _captured(value)))})"
+    if isinstance(value, type) or inspect.isroutine(value):
+        return _named(value)
+    if _writes_itself(value):
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    attributes = [f"{name}={inner(getattr(value, name))}" for name in _attributes_of(value)]
+    return f"{kind_of(value)}({', '.join(attributes)})"
 
 
 def _array(value: Any) -> str:
@@ -260,39 +259,32 @@ def is_ours(kind: Any) -> bool:
     return str(getattr(kind, "__module__", "")).partition(".")[0] == "mechattn"
 
 
-def _function(function: Any, within: tuple[int, ...]) -> str:
-    """A function, with everything it captures: its object, its defaults, its closure."""
-    inner = getattr(function, "__func__", function)
-    captured = [
-        getattr(function, "__self__", None),
-        *(getattr(inner, "__defaults__", None) or ()),
-        *(cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()),
-    ]
-    identities = [
-        identity(value, within)
-        for value in captured
-        if value is not None and not inspect.ismodule(value)
-    ]
-    return f"{_named(inner)}({', '.join(identities)})"
+def _captured(function: Any) -> list[Any]:
+    """What a function carries with it: its object, its defaults, its closure."""
+    captured = [cell.cell_contents for cell in function.__closure__ or ()]
+    captured += function.__defaults__ or ()
+    if inspect.ismethod(function):
+        captured.append(function.__self__)
+    return captured
 
 
-def _object(value: Any, within: tuple[int, ...]) -> str:
-    """A dataclass by its fields (only the given ones, if it is ours), any other object by all its
-    attributes."""
+def _attributes_of(value: Any) -> list[str]:
+    """The fields of a dataclass (only those that its repr shows, if it is ours), or all attributes
+    of any other object."""
     kind: Any = type(value)
     if is_dataclass(value):
-        writes_its_own = kind.__repr__.__globals__["__name__"] not in GENERATORS_OF_REPR
-        if is_ours(kind) and writes_its_own:
-            return repr(value)  # it contains a hash of its content
-        names = [field.name for field in fields(value) if field.repr or not is_ours(kind)]
-    else:
-        slots = [name for parent in kind.__mro__ for name in vars(parent).get("__slots__", ())]
-        names = [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
+        return [field.name for field in fields(value) if field.repr or not is_ours(kind)]
+    slots = [name for parent in kind.__mro__ for name in vars(parent).get("__slots__", ())]
+    return [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
 
-    if not names and kind.__repr__ is not object.__repr__:
-        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-    attributes = [f"{name}={identity(getattr(value, name), within)}" for name in names]
-    return f"{_named(kind)}({', '.join(attributes)})"
+
+def _writes_itself(value: Any) -> bool:
+    """Whether an object's own words say what it is: those of ours contain a hash of their content,
+    and what has no attributes, such as a torch.dtype, has nothing else."""
+    kind: Any = type(value)
+    if is_ours(kind) and is_dataclass(value):
+        return kind.__repr__.__globals__["__name__"] not in GENERATORS_OF_REPR
+    return kind.__repr__ is not object.__repr__ and not _attributes_of(value)
 
 
 @cache

@@ -142,9 +142,9 @@ class Result(Questions):
         Equal runs, stored or not, have the same digest. With another CPU or number of threads, the
         last digits differ.
         """
-        from mechattn.results.arrays import numbers_digest
+        from mechattn.results.arrays import digest
 
-        return numbers_digest(self.datasets)
+        return digest(self.datasets)
 
     def to_dataframe(self, name: str | None = None, quantity: str | None = None) -> pd.DataFrame:
         """Return a tidy table with one row per prompt, condition, layer, head and so on.
@@ -172,22 +172,16 @@ class Result(Questions):
     def _repr_html_(self) -> str:
         about = self.provenance
         model = about["model"]
-        prompts = self["sequences"].sizes["prompt"]
-        units = units_of(self, prompts)
         size = f"{model['layers']} layers × {model['heads']} heads"
         rows = [
             ("model", f"{model['name']}, {size}, {model['dtype']}"),
             ("verified", model["verified"]),
-            ("prompts", prompts),
+            ("prompts", self["sequences"].sizes["prompt"]),
         ]
-        if units.of is not None:
-            rows.append(("groups", units.n))
-        for name in self.conditions:
-            written = about["conditions"].get(name, {}).get("written", "")
-            rows.append((f"condition {name}", written))
+        for name, condition in about["conditions"].items():
+            rows.append((f"condition {name}", condition["written"]))
         for name in self._analyses():
             rows.append((name, ", ".join(map(str, self.datasets[name]))))
-        rows.append(("seed", about.get("seed", "")))
         return table(rows, "Result")
 
     def __repr__(self) -> str:

@@ -23,10 +23,6 @@ from filelock import FileLock, Timeout
 
 from mechattn.errors import OutputError
 
-LONGEST_NAME = 255  # bytes, on the file systems in use
-LONGEST_PATH = 4095
-# A NUL, and halves of surrogate pairs other than those that stand for bytes that are not UTF-8.
-NEVER_IN_A_NAME = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 FLUSHES_AT_ONCE = 16  # each may wait for the disk
 
 MARKER = "mechattn.json"  # says that a temporary folder is ours
@@ -39,48 +35,25 @@ def say(sentence: str) -> None:
     print(f"mechattn: {sentence}", file=sys.stderr, flush=True)
 
 
-def check_name(path: str | Path) -> None:
-    """Refuse names that no file system accepts, before trying."""
-    text = str(path)
-    if NEVER_IN_A_NAME.search(text):
-        raise OutputError(
-            f"{text!r:.80} contains a NUL or half of a surrogate pair, which no file name may; "
-            "remove it"
-        )
-
-    encoded = text.encode("utf-8", "surrogatepass")
-    longest_part = max(map(len, encoded.split(b"/")))
-    if len(encoded) > LONGEST_PATH or longest_part > LONGEST_NAME:
-        raise OutputError(
-            f'"{text[:40]}…" is too long: file systems allow {LONGEST_NAME} bytes for a name and '
-            f"{LONGEST_PATH:,} for a path"
-        )
-
-
 def check_writable(path: str | Path) -> None:
     """Check in advance that a file or folder can be written at this place."""
-    check_name(path)
-    path = Path(os.path.realpath(path))
-    if path.is_symlink():
-        raise OutputError(
-            f"{path} is a link that leads back to itself; choose another name, or delete the link"
-        )
-    for parent in path.parents:
-        if parent.suffix == ".zarr":
-            raise OutputError(
-                f"{path} is in {parent}, a folder for a stored result only; choose another place"
-            )
-
-    if path.suffix != ".zarr" and path.is_dir():
-        raise OutputError(f"{path} is a folder; name a file in it")
-
     try:
+        path = Path(os.path.realpath(path))
+        for parent in path.parents:
+            if parent.suffix == ".zarr":
+                raise OutputError(
+                    f"{path} is in {parent}, a folder for a stored result only; choose another place"
+                )
+        if path.suffix != ".zarr" and path.is_dir():
+            raise OutputError(f"{path} is a folder; name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryDirectory(prefix=_prefix(path), dir=path.parent):
             pass
-    except OSError as error:
-        reason = f"{error.strerror or error}; choose another place"
-        raise OutputError(f"nothing can be written to {path.parent}: {reason}") from None
+    except (OSError, ValueError) as error:  # a ValueError if no file can have this name
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(
+            f"nothing can be written to {str(path)!r:.300}: {reason}; choose another place"
+        ) from None
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -170,7 +143,7 @@ def sweep(path: Path) -> None:
 @contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
     """A folder next to a file or folder, locked and then deleted at the end of a ``with`` block."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.mechattn-", dir=path.parent))
+    folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
     try:
         (folder / MARKER).touch()
         with _locked(folder, seconds=0):
@@ -178,6 +151,11 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             _remove(folder, path)
+
+
+def _prefix(path: Path) -> str:
+    """How the names of its temporary folders begin."""
+    return f".{path.name}.mechattn-"
 
 
 def _new(folder: Path, path: Path) -> Path:
@@ -188,7 +166,7 @@ def _new(folder: Path, path: Path) -> Path:
 def _temporary_folders(path: Path) -> list[Path]:
     """The temporary folders of this file or folder, recognised by their names and what is in
     them."""
-    name = re.compile(re.escape(f".{path.name}.mechattn-") + "[a-z0-9_]{8}")
+    name = re.compile(re.escape(_prefix(path)) + "[a-z0-9_]{8}")
     ours = {MARKER, LOCK, OLD, _new(path.parent, path).name}
     folders = []
     with suppress(OSError):

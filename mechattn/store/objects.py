@@ -146,7 +146,12 @@ def place_of(path: str | Path) -> Place:
     text = str(path)
     for this_machine in ("file://", "local://"):
         text = text.removeprefix(this_machine)
-    return Place(text.rstrip("/") if "://" in text else Path(os.path.realpath(text)))
+    if "://" in text:
+        return Place(text.rstrip("/"))
+    try:
+        return Place(Path(os.path.realpath(text)))
+    except ValueError as error:
+        raise OutputError(f"{text!r} is no name of a file: {error}") from None
 
 
 class Listing(MemoryStore):

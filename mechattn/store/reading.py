@@ -22,7 +22,7 @@ from mechattn.markup import plain
 from mechattn.results.arrays import SOURCES, lazy_bytes, plain_attributes
 from mechattn.results.consistency import problem_of
 from mechattn.results.result import MEMORY, Result, memory_bytes
-from mechattn.store.atomic_writes import check_name, recover
+from mechattn.store.atomic_writes import recover
 from mechattn.store.objects import (
     ROOT,
     SCHEMA,
@@ -84,7 +84,6 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
 def open_result(path: str | Path, check: bool = False) -> Result:
     """Open a result, of which all but small arrays are read on demand; ``check`` reads every object
     once."""
-    check_name(path)
     place = place_of(path)
     if isinstance(place.path, Path):
         recover(place.path)

@@ -22,7 +22,7 @@ from mechattn.errors import OptionError, OutputError
 from mechattn.results.arrays import TEXT, lazy_sources
 from mechattn.results.merge import is_part, merge_results
 from mechattn.results.result import Result
-from mechattn.store.atomic_writes import check_name, check_writable, recover, write_whole
+from mechattn.store.atomic_writes import check_writable, recover, write_whole
 from mechattn.store.objects import ROOT, SCHEMA, Listing, Place, digest_of, place_of, root_content
 from mechattn.store.reading import load_result, open_result
 
@@ -33,7 +33,6 @@ CUT_DIMENSIONS = ("condition", "segment", "layer", "head", "original_key", "key"
 
 def check_result_place(path: str | Path, *, used: bool = False) -> None:
     """Check in advance that a result can be stored here, or ``used`` if there is one already."""
-    check_name(path)
     place = place_of(path)
     if Path(str(path)).suffix != ".zarr":
         raise OutputError(

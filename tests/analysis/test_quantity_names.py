@@ -7,7 +7,7 @@ import pytest
 
 import mechattn as ma
 from mechattn.analysis.analysis import AnalysisBase
-from mechattn.engine.request_checks import with_names
+from mechattn.engine.analysis_checks import with_names
 from mechattn.errors import OptionError
 
 

@@ -132,27 +132,15 @@ def test_without_of_queries(toy):
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("of_queries", "message"),
     [
-        (
-            lambda rows: {"x": rows.pattern.sum()},
-            r"'x' as \[\], not as \[batch, head, query\] = \[\d+, \d+, \d+\]",
-        ),
-        (
-            lambda rows: {"x": rows.pattern.sum(-1)[0]},
-            r"'x' as \[8, \d+\], not as \[batch, head, query\]",
-        ),
-        (lambda rows: {"x": rows.pattern.sum(-1)[:1]}, r"'x' as \[1, 8, \d+\], not as"),
-        (lambda rows: {"x": rows.pattern}, r"'x' as \[2, 8, \d+, \d+\], not as"),
-        (lambda rows: {"x": 1.0}, r"'x' as float, not as"),
-        (
-            lambda rows: {"y": rows.pattern.sum(-1)},
-            r"of_queries gives \['y'\], and numbers declares \['x'\]",
-        ),
-        (lambda rows: {}, r"of_queries gives \[\], and numbers declares \['x'\]"),
+        (lambda rows: {"x": rows.pattern.sum()}, r"'x' with the shape \[\], not \[batch, head"),
+        (lambda rows: {"x": rows.pattern.sum(-1)[:1]}, r"'x' with the shape \[1, 8, \d+\], not"),
+        (lambda rows: {"x": 1.0}, r"'x' with the shape \[\], not"),
+        (lambda rows: {"y": rows.pattern.sum(-1)}, r"gives \['y'\], and numbers declares \['x'\]"),
     ],
 )
-def test_numbers_that_are_not_one_for_each_query(toy, prompts, made, message):
+def test_numbers_that_are_not_one_for_each_query(toy, prompts, of_queries, message):
     """They would be spread over all queries, heads or prompts."""
 
     class Odd(ma.analyses.QueryAnalysis):
@@ -160,7 +148,7 @@ def test_numbers_that_are_not_one_for_each_query(toy, prompts, made, message):
         numbers = {"x": ("1", "something")}
 
         def of_queries(self, rows):
-            return made(rows)
+            return of_queries(rows)
 
     with pytest.raises(ma.MechattnError, match=f"odd: .*{message}"):
         ma.run(toy, prompts[:1], {"slash": ma.MeaninglessTokens("/", 7)}, Odd(), layers=0)

@@ -204,11 +204,6 @@ def test_answers_that_are_not_there(tmp_path):
         ma.load_prompts(str(path), with_answer=True)
     assert ma.load_prompts(str(path))[0].solution is None
     assert ma.load_prompts(str(path), answer="sol")[0].solution == "4"
-    with pytest.raises(
-        OptionError,
-        match=r"answer_field=…: load_prompts has no such option; .* field, answer, group",
-    ):
-        ma.load_prompts(str(path), answer_field="sol")
 
 
 def test_the_subset_of_a_dataset_follows_a_colon(monkeypatch):
@@ -514,7 +509,6 @@ def test_config_files(tmp_path, change, message):
             lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]),
             "RandomTokens has no option 'text' to vary",
         ),
-        (lambda: ma.sweep(ma.conditions.RandomTokens()), "give an option to vary"),
         (lambda: ma.sweep(ma.conditions.RandomTokens(), count=[10, -1]), "count=-1"),
     ],
 )
@@ -528,9 +522,9 @@ def test_conditions_that_cannot_be(make, message):
     [
         (lambda n: ma.load_prompts("word-problems", limit=n), "the package has 512 questions .word-problems. with seed=0"),
         (lambda n: ma.load_prompts("recall", limit=n), "the package has 256 questions .recall. with seed=0"),
-        (lambda n: ma.repeated_random(None, n), "at most 1,000,000 prompts are generated"),
-        (lambda n: ma.MeaninglessTokens("/", count=n), "insert at most 1,000,000 tokens"),
-        (lambda n: ma.RandomSentence(count=n), "insert at most 1,000,000 tokens"),
+        (lambda n: ma.repeated_random(None, n), "limit=.*at most 1,000,000"),
+        (lambda n: ma.MeaninglessTokens("/", count=n), "count=.*at most 1,000,000"),
+        (lambda n: ma.RandomSentence(count=n), "count=.*at most 1,000,000"),
         (lambda n: ma.conditions.RepeatQuestion(times=n), "times=.*at most 1,000,000"),
         (lambda n: ma.evaluate("toy:llama", "2 + 3?", samples=n), "samples=.*at most 1,000,000 answers"),
         (lambda n: ma.random_weights("toy:llama", seed=n), r"seed=.*at most 2\^63"),
@@ -575,7 +569,7 @@ def _inline(value):
 def test_what_is_no_analysis(no_forward, given):
     with pytest.raises(
         OptionError,
-        match=r"which is not an analysis; give an instance such as ma\.ReceivedAttention\(\)",
+        match=r"which is not an analysis \(.*\); give one such as ma\.ReceivedAttention\(\)",
     ):
         ma.run(no_forward, "Tom has 3 apples.", analyses=given)
 
@@ -607,11 +601,11 @@ def baseline_alone(toy):
     [
         (
             lambda toy, r: ma.run(toy, "a b c", {"s": ma.MeaninglessTokens}),
-            "'s' is the class MeaninglessTokens; give an instance",
+            "'s' is <class .*MeaninglessTokens.*>; give an instance",
         ),
         (lambda toy, r: ma.conditions.Text(""), "give the text to insert"),
-        (lambda toy, r: r.save("\ud83d.zarr"), "contains a NUL or half of a surrogate pair"),
-        (lambda toy, r: r.page("x" * 300 + ".html"), "is too long: file systems allow 255 bytes"),
+        (lambda toy, r: r.save("\ud83d.zarr"), "is no name of a file"),
+        (lambda toy, r: r.page("x" * 300 + ".html"), "File name too long"),
         (lambda toy, r: ma.conditions.Text("a", after=""), "after=''"),
         (
             lambda toy, r: ma.interventions.HeadAblation((1, 4)),
@@ -641,11 +635,6 @@ def baseline_alone(toy):
 def test_what_a_user_may_well_type(toy, baseline_alone, call, message):
     with pytest.raises(ma.MechattnError, match=message):
         call(toy, baseline_alone)
-
-
-def test_a_trend_of_nothing():
-    with pytest.raises(OptionError, match="measured is of type NoneType"):
-        ma.trend(None, ["a", "b", "c"])
 
 
 @pytest.mark.parametrize("token", [10**30, True, 1.5, "a"])

@@ -19,11 +19,9 @@ def test_a_job_names_its_model(toy, prompts, tmp_path):
     assert ma.Job(tmp_path, prompts).model == str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "options", [{"chunk": 0}, {"chunk": True}, {"threads": 0}, {"threads": 100_000}, {"chunk": 2.5}]
-)
+@pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": True}, {"threads": 0}, {"chunk": 2.5}])
 def test_options_of_a_job(options, prompts):
-    with pytest.raises(OptionError, match=r"give (a whole number, at least 1$|at most 1,024)"):
+    with pytest.raises(OptionError, match=r"give a whole number, at least 1$"):
         ma.Job("toy:llama", prompts, **options)
 
 
@@ -35,7 +33,7 @@ def test_executors_that_are_none(prompts, tmp_path):
         ma.run_job(job, tmp_path / "r.zarr", workers=2)
 
 
-def test_a_line_that_is_not_utf8_or_far_too_long_is_named(tmp_path):
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
     path = tmp_path / "p.jsonl"
     good = b'{"question": "Tom has 3 apples."}\n'
     path.write_bytes(good * 2 + '{"question": "é"}\n'.encode("latin-1") + good)
@@ -44,9 +42,6 @@ def test_a_line_that_is_not_utf8_or_far_too_long_is_named(tmp_path):
     ):
         ma.load_prompts(str(path))
     assert len(ma.load_prompts(str(path), limit=2)) == 2
-    path.write_bytes(good + b'{"question": "' + b"x" * 10_000_000 + b'"}\n' + good)
-    with pytest.raises(PromptError, match=r"line 2 of .*p\.jsonl is longer than 4 MiB"):
-        ma.load_prompts(str(path))
 
 
 def test_half_a_surrogate_pair_is_no_text(tmp_path):

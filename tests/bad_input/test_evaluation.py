@@ -65,22 +65,22 @@ ADDRESS = "http://127.0.0.1:9/v1"  # where nobody is
                 "server": ADDRESS,
                 "conditions": {"x": ma.Baseline(intervention=ma.interventions.ARM())},
             },
-            r"'x' intervenes \(ARM\), which needs",
+            "'x' acts inside the model",
         ),
         (
             {
                 "server": ADDRESS,
                 "conditions": {"x": SLASH.under(ma.interventions.AttentionKnockout())},
             },
-            r"'x' hides tokens .*takes no mask",
+            "'x' acts inside the model",
         ),
         (
             {"server": ADDRESS, "conditions": {"x": SLASH.masked()}},
-            r"'x' hides tokens from others \(\.masked\(\)",
+            "'x' acts inside the model",
         ),
         (
             {"server": ADDRESS, "conditions": {"x": SLASH.unshifted()}},
-            r"'x' keeps positions \(\.unshifted\(\)\)",
+            "'x' acts inside the model",
         ),
         (
             {"server": ADDRESS, "conditions": {"baseline": SLASH}},
@@ -147,7 +147,7 @@ def test_no_model_is_read_for_a_server(some, monkeypatch):
     )
     with pytest.raises(ModelError, match="there is no toy 'toy:lama'"):
         ma.evaluate("toy:lama", some, server=ADDRESS)
-    with pytest.raises(OptionError, match="intervenes"):
+    with pytest.raises(OptionError, match="acts inside the model"):
         ma.evaluate(
             "toy:llama",
             some,

@@ -18,19 +18,11 @@ PROMPT = "Tom has 3 apples."
         (lambda: ma.interventions.ARM(c=-0.1), "c=-0.1: give a factor, 0 or more"),
         (lambda: ma.interventions.ARM(c=1.2, form="gemma"), "c=1.2: give a share, 0 to 1"),
         (lambda: ma.interventions.ARM(c=float("nan")), "c=nan"),
-        (lambda: ma.interventions.ARM(c="much"), "c='much'"),
-        (lambda: ma.interventions.ARM(p1=101), "p1=101: give a percentile, 0 to 100"),
+        (lambda: ma.interventions.ARM(p1=101), "p1=101: give a percentile"),
         (lambda: ma.interventions.ARM(p1=-1), "p1=-1"),
         (lambda: ma.interventions.ARM(strength=float("inf")), "strength=inf"),
-        (
-            lambda: ma.interventions.ARM(p1=0.85),
-            "p1=0.85: give a percentile such as 85, not a fraction",
-        ),
-        (
-            lambda: ma.interventions.ARM(p1=0.995, form="gemma"),
-            "p1=0.995: give a percentile such as 99.5, not a fraction",
-        ),
-        (lambda: ma.interventions.ARM(p1=1), "p1=1: give a percentile such as 100, not a fraction"),
+        (lambda: ma.interventions.ARM(p1=0.995), "p1=0.995: give a percentile.* no fraction"),
+        (lambda: ma.interventions.ARM(p1=1), "p1=1: give a percentile, 0 or above 1"),
         (
             lambda: ma.interventions.ARM(form="published"),
             "form='published': choose one of 'paper', 'released_llama', 'released_qwen2', 'gemma'",
@@ -54,11 +46,11 @@ PROMPT = "Tom has 3 apples."
         ),
         (
             lambda: ma.analyses.MlpActivations("quantile", 25),
-            "value=25: the rule 'quantile' takes a quantile",
+            "value=25: give a quantile",
         ),
         (
             lambda: ma.analyses.MlpActivations("absolute", 0),
-            "value=0: the rule 'absolute' takes a number above 0",
+            "value=0: give a number above 0",
         ),
         (lambda: ma.analyses.MlpActivations(calibration=()), "give at least one prompt"),
         (lambda: ma.analyses.MlpActivations(edges=(1.0, 0.0)), "edges: give at least two numbers"),
@@ -83,8 +75,11 @@ def test_percentiles_that_are_taken():
             "layer 9 is out of range",
         ),
         (ma.interventions.AffineAttention(scale=0.5, layers=9), "layer 9 is out of range"),
-        (ma.interventions.AffineAttention(scale=torch.ones(3)), "give a number, or 8 numbers"),
-        (ma.interventions.AffineAttention(shift=torch.ones(3, 16)), r"give \[head d_head\]"),
+        (ma.interventions.AffineAttention(scale=torch.ones(3)), "scale has the shape .* 8 heads"),
+        (
+            ma.interventions.AffineAttention(shift=torch.ones(3, 16)),
+            "shift has the shape .* 8 heads",
+        ),
         (ma.interventions.AffineAttention(recorded={"other": {}}), "prompt '0' was not recorded"),
         (ma.interventions.HeadAblation(()), "ablates nothing"),
         (ma.interventions.HeadAblation(((0, 8),)), "head 8 is out of range"),
@@ -96,7 +91,7 @@ def test_percentiles_that_are_taken():
         ("arm", "intervention='arm': give an intervention such as ARM"),
         (
             ma.interventions.ARM,
-            "intervention=ARM: give an instance, such as ARM\\(\\), with brackets",
+            r"intervention=<class .*ARM\(\) \(with brackets\)",
         ),
     ],
 )
@@ -106,7 +101,7 @@ def test_before_the_model_runs(no_forward, intervention, message):
 
 
 def test_the_baseline_stays_the_baseline(no_forward):
-    with pytest.raises(OptionError, match='"baseline" intervenes'):
+    with pytest.raises(OptionError, match='"baseline" inserts tokens or intervenes'):
         ma.run(no_forward, PROMPT, {"baseline": ma.Baseline(intervention=ma.interventions.ARM())})
 
 

@@ -16,10 +16,6 @@ def recorded(toy):
 
 
 def test_options(recorded):
-    with pytest.raises(OptionError, match=r"give the result of ma.record_keys_values"):
-        ma.interventions.KVPatch("inserted")
-    with pytest.raises(OptionError, match=r"segment='filler': choose one of"):
-        ma.interventions.KVPatch("filler", recorded)
     with pytest.raises(OptionError, match=r"recorded at 'inserted' tokens, not at 'question'"):
         ma.interventions.KVPatch("question", recorded)
     with pytest.raises(OptionError, match=r"layers=1: the recorded layers are \[0\]"):

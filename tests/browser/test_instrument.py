@@ -411,7 +411,7 @@ def test_a_result_of_the_baseline_alone(opened, toy, prompts, tmp_path):
 
 
 def test_in_a_notebook_every_head_is_a_click_away(opened, result, tmp_path):
-    view = ma.browse(result, live=False)
+    view = ma.browse(result)
     (tmp_path / "notebook.html").write_text(
         f"<!doctype html><body>{view._repr_html_()}</body>", encoding="utf-8"
     )

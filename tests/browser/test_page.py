@@ -7,14 +7,9 @@ import pytest
 
 import mechattn as ma
 from mechattn.pages.first_screen import ShownModel
-from mechattn.pages.page import (
-    About,
-    drawn_section,
-    prompt_section,
-    results_page,
-    write_page,
-)
+from mechattn.pages.page import About, results_page, write_page
 from mechattn.pages.page import page as result_page
+from mechattn.pages.sections import drawn_section, prompt_section
 from mechattn.render.words import percent
 
 ALIGNED = "Layer 0 head 2, original token position"  # the panel by its title and its axis

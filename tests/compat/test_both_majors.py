@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
-from mechattn.analysis.attention_focus import ScoreDecomposition
+from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.functional import attention as rows
 from mechattn.model.checkpoint import load_tokenizer, toy_folder
 from mechattn.model.verify.streaming_checks import check_streaming

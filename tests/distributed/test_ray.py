@@ -13,7 +13,6 @@ import ray
 import mechattn as ma
 from mechattn.errors import OptionError, OutputError, PromptTooLong
 from mechattn.jobs.executors import Ray
-from mechattn.results.arrays import digest
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def job(prompts):
 
 @pytest.fixture(scope="module")
 def local(job, tmp_path_factory):
-    return digest(ma.run_job(job, tmp_path_factory.mktemp("local") / "r.zarr").datasets)
+    return ma.run_job(job, tmp_path_factory.mktemp("local") / "r.zarr").digest()
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def test_two_workers_write_a_large_result_and_one_is_killed(cluster, job, local,
     killed = []
     result = ma.run_job(job, tmp_path / "r.zarr", executor=Kills(killed))
     assert len(killed) == 1
-    assert digest(result.datasets) == local
+    assert result.digest() == local
     assert [path.name for path in tmp_path.iterdir()] == ["r.zarr"]
 
 

@@ -11,13 +11,20 @@ API = Path(__file__).parents[2] / "docs" / "api"
 
 
 def listed() -> list[str]:
-    """What the pages name, and the figures, which the site fills in from their declarations."""
+    """What the pages name, with the figures and conditions that the site fills in from the code."""
     pages = [path.read_text(encoding="utf-8") for path in sorted(API.glob("*.md"))]
-    assert [page.count("<!-- figures -->") for page in pages].count(1) == 1
-    figures = [f"{one.draw.__module__}.{name}" for name, one in FIGURES.items()]
-    return figures + [
-        name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)
-    ]
+    members = {
+        "figures": [figure.draw for figure in FIGURES.values()],
+        "conditions": [
+            condition for condition in vars(ma.conditions).values() if inspect.isclass(condition)
+        ],
+    }
+    filled_in = []
+    for marker, definitions in members.items():
+        assert [page.count(f"<!-- {marker} -->") for page in pages].count(1) == 1
+        filled_in += [f"{member.__module__}.{member.__name__}" for member in definitions]
+    written = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    return filled_in + written
 
 
 def public() -> list[str]:

@@ -66,7 +66,6 @@ def test_the_keys_of_a_section(title):
 @pytest.mark.parametrize(
     ("title", "what", "known"),
     [
-        ("[conditions.NAME]", "condition", CONDITIONS),
         ("[conditions.NAME]", "intervention", INTERVENTIONS),
         ("[[analyses]]", "analysis", ANALYSES),
         ("[[figures]]", "figure", FIGURES),
@@ -78,6 +77,21 @@ def test_the_options_of_a_kind(title, what, known):
         for row in rows(title, f"kind of {what}")
     }
     assert found == {kind: options(cls) for kind, cls in known.items()}
+
+
+def test_the_options_of_a_condition():
+    """They stand on the page of conditions, to which the page of config files sends its readers."""
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "conditions.md").read_text(
+        encoding="utf-8"
+    )
+    described = {
+        name: re.findall(r"\w+", names)
+        for name, names in re.findall(r"^\| `(\w+)\((.*?)\)` \|", page, re.MULTILINE)
+    }
+    elsewhere = {"Baseline", "Counterpart"}  # which insert nothing
+    assert described == {
+        name: options(kind) for name, kind in CONDITIONS.items() if name not in elsewhere
+    }
 
 
 def options(kind):

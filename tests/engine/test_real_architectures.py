@@ -21,16 +21,15 @@ def checkpoint(folder, kind, tokenizer):
     heads, kv_heads, d_head = SHAPES[kind]
     options = dict(
         vocab_size=len(tokenizer),
-        hidden_size=heads * d_head if kind == "qwen2" else 512,
+        hidden_size=512,
         intermediate_size=64,
         num_hidden_layers=3,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
+        head_dim=d_head,
         max_position_embeddings=512,
         initializer_range=0.06,
     )
-    if kind != "qwen2":
-        options["head_dim"] = d_head
     if kind == "gemma3_text":
         options |= {
             "sliding_window": 32,

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.engine import batch_pass as measure
 from mechattn.engine.batching import is_out_of_memory
+from mechattn.engine.pending_sums import PendingSums
+from mechattn.engine.placed_batch import PlacedBatch
 from mechattn.errors import ModelError
 
 CONDITIONS = {"slash": ma.MeaninglessTokens(count=5)}
@@ -17,8 +18,8 @@ ANALYSES = [ma.ReceivedAttention(), ma.analyses.AttentionFocus(), ma.analyses.Ml
 
 def full(rows, error, layer, monkeypatch):
     """Memory that holds no batch of more than some rows; it is full in the middle of a pass, after some layers."""
-    begin = measure._Pass.of
-    complete = measure._PendingSums.complete
+    begin = PlacedBatch.of
+    complete = PendingSums.complete
     sizes = []
 
     def begun(model, batch, *arguments):
@@ -26,12 +27,12 @@ def full(rows, error, layer, monkeypatch):
         return begin(model, batch, *arguments)
 
     def fails(self, number, layer_now, part):
-        if len(self.batch_pass.batch.rows) > rows and layer_now == layer:
+        if len(self.batch.placed.rows) > rows and layer_now == layer:
             raise error
         complete(self, number, layer_now, part)
 
-    monkeypatch.setattr(measure._Pass, "of", begun)
-    monkeypatch.setattr(measure._PendingSums, "complete", fails)
+    monkeypatch.setattr(PlacedBatch, "of", begun)
+    monkeypatch.setattr(PendingSums, "complete", fails)
     return sizes
 
 

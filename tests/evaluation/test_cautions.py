@@ -4,7 +4,7 @@ import pytest
 
 from mechattn.commands.main import _accuracies
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.graded_answers import GradedAnswer
+from tests.evaluation import by_hand
 
 
 def evaluation(**answers_by_condition):
@@ -12,18 +12,15 @@ def evaluation(**answers_by_condition):
     answers = []
     for condition, kinds in answers_by_condition.items():
         for number, kind in enumerate(kinds):
-            answer = GradedAnswer(
-                prompt=str(number),
-                condition=condition,
-                sample=0,
-                text="",
-                tokens=(5,),
-                answer=None if kind in ("unread", "cut off") else "7",
-                solution="7",
-                right=kind == "right",
-                finished=kind != "cut off",
+            answers.append(
+                by_hand.answer(
+                    number,
+                    condition,
+                    right=kind == "right",
+                    answer=None if kind in ("unread", "cut off") else "7",
+                    finished=kind != "cut off",
+                )
             )
-            answers.append(answer)
     return Evaluation(tuple(answers), {})
 
 

@@ -5,7 +5,7 @@ import pytest
 import mechattn as ma
 from mechattn.errors import OptionError
 from mechattn.evaluation.evaluation import Evaluation
-from mechattn.evaluation.graded_answers import GradedAnswer
+from tests.evaluation import by_hand
 
 
 def filler(count):
@@ -45,47 +45,37 @@ def test_the_toy_that_reads_past_filler_does_not(toy):
     assert found["kept"] > 0.5
 
 
-def test_shares_are_counted():
-    own, put = ["1", "2", "3", "1", None, "5"], ["2", "3", "7", "2", "9", "5"]
-    sources = dict(
-        zip("012345", "123450", strict=True)
-    )  # 3 and its source: unread; 5 gets what 0 said
+def finals(filler, other, samples=1):
+    """An evaluation by the final answers under two conditions."""
     answers = [
-        GradedAnswer(str(i), name, 0, "", (), answer, "1", False, True)
-        for name, given in (("filler", own), ("other", put))
-        for i, answer in enumerate(given)
+        by_hand.answer(number, condition, answer=final, sample=sample)
+        for condition, given in (("filler", filler), ("other", other))
+        for number, final in enumerate(given)
+        for sample in range(samples)
     ]
-    found = Evaluation(tuple(answers), {}).follows("other", sources, "filler")
-    assert (found["n"], found["alike"]) == (
-        4,
-        2,
-    )  # 3 and 4 are left out: their source's, or their own, was not read
+    return Evaluation(tuple(answers), {})
+
+
+def test_shares_are_counted():
+    sources = dict(zip("012345", "123450", strict=True))
+    evaluation = finals(["1", "2", "3", "1", None, "5"], ["2", "3", "7", "2", "9", "5"])
+    found = evaluation.follows("other", sources, "filler")
+    assert found["n"] == 4
+    assert found["alike"] == 2  # of 3 the source's answer was not read, of 4 its own
     assert found["followed"] == pytest.approx(2 / 4)  # 0 said 2, 1 said 3
     assert found["kept"] == pytest.approx(1 / 4)  # 5 still says 5
-    assert found["by_chance"] == pytest.approx((0 + 0 + 0 + 0) / 4)
+    assert found["by_chance"] == 0
     assert found["low"] < 0.5 < found["high"]
 
 
 def test_what_cannot_be_told():
-    def made(answers, samples=1):
-        return Evaluation(
-            tuple(
-                GradedAnswer(str(i), name, s, "", (), a, "1", False, True)
-                for name in ("filler", "other")
-                for s in range(samples)
-                for i, a in enumerate(answers)
-            ),
-            {},
-        )
-
     swapped = {"0": "1", "1": "0"}
-    with pytest.raises(OptionError, match="no prompt's answer differs from its source's"):
-        made(["1", "1"]).follows("other", swapped, "filler")
-    with pytest.raises(OptionError, match="2 answers per problem"):
-        made(["1", "2"], samples=2).follows("other", swapped, "filler")
-    with pytest.raises(
-        OptionError, match="the source of prompt 0 is not among the answered problems"
+    alike, distinct = ["1", "1"], ["1", "2"]
+    for evaluation, arguments, message in (
+        (finals(alike, alike), ("other", swapped), "no prompt's answer differs from its source's"),
+        (finals(distinct, distinct, 2), ("other", swapped), "2 answers per problem"),
+        (finals(distinct, distinct), ("other", {"0": "7"}), "the source of prompt 0 is not among"),
+        (finals(distinct, distinct), ("slash", swapped), "no condition 'slash'"),
     ):
-        made(["1", "2"]).follows("other", {"0": "7"}, "filler")
-    with pytest.raises(OptionError, match="no condition 'slash'"):
-        made(["1", "2"]).follows("other", swapped, "slash")
+        with pytest.raises(OptionError, match=message):
+            evaluation.follows(*arguments, "filler")

@@ -12,8 +12,9 @@ import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.commands.run_config import evaluate_from_config
 from mechattn.errors import OptionError
-from mechattn.evaluation import server_probe
+from mechattn.evaluation.evaluation import Evaluation
 from mechattn.stats.units import halves_of
+from tests.evaluation import by_hand
 from tests.served.stand_in import Engine, StandIn, running
 
 TEXT = """
@@ -91,7 +92,6 @@ def test_a_command_compares_a_server_with_the_weights_where_it_is_told_to(
 ):
     """Another model with the same tokenizer, which no comparison with itself would tell."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(server_probe, "SHARE", 1000)
     native = copy.deepcopy(toy._mechattn.native)
     torch.manual_seed(0)
     if change is not None:
@@ -123,57 +123,36 @@ def test_a_command_compares_a_server_with_the_weights_where_it_is_told_to(
 
 
 def test_the_best_of_many_is_reported_on_the_other_half():
-    from mechattn.evaluation.evaluation import Evaluation
-    from mechattn.evaluation.graded_answers import GradedAnswer
-
-    def rows(name, right):
-        return [
-            GradedAnswer(str(i), name, 0, "", (), None, "1", bool(r), True)
-            for i, r in enumerate(right)
-        ]
-
     in_order = sorted(range(20), key=lambda i: hashlib.sha256(str(i).encode()).hexdigest())
-    chosen_on = [in_order.index(i) in halves_of(20)[0] for i in range(20)]
-    answers = [
-        *rows("baseline", [1] * 20),
-        *rows("lucky", chosen_on),
-        *rows("other", [not c for c in chosen_on]),
-    ]
-    best = Evaluation(tuple(answers), {}).best()
+    choosing = halves_of(20)[0]
+    chosen_on = [in_order.index(number) in choosing for number in range(20)]
+    other = [not is_chosen_on for is_chosen_on in chosen_on]
+    best = by_hand.evaluation(baseline=[1] * 20, lucky=chosen_on, other=other).best()
     assert best["condition"] == "lucky"
     assert (best["chosen_on"], best["accuracy"], best["baseline"]) == (1.0, 0.0, 1.0)
     assert best["difference"] == -1
     with pytest.raises(OptionError, match="one condition other than the baseline"):
-        Evaluation(tuple(rows("baseline", [True] * 20)), {}).best()
+        by_hand.evaluation(baseline=[1] * 20).best()
 
 
 def test_the_best_of_a_file_is_that_of_the_object_in_memory(tmp_path):
     """A file has its answers in order of length, and conditions with ties come in another order."""
-    from mechattn.evaluation.evaluation import Evaluation
-    from mechattn.evaluation.graded_answers import GradedAnswer
-
     draw = random.Random(0)
-    alternating, differs = [], 0
-    for trial in range(40):
-        right = {
-            name: [draw.random() < 0.5 for _ in range(12)] for name in ("baseline", "b", "a", "c")
-        }
-        rows = [
-            GradedAnswer(str(i), name, 0, "", (), None, "1", made[i], True)
-            for name, made in right.items()
-            for i in range(12)
-        ]
-        memory = Evaluation(tuple(rows), {"conditions": dict.fromkeys(right, "")})
-        draw.shuffle(rows)
-        Evaluation(tuple(rows), memory.provenance).save(tmp_path / f"{trial}.jsonl")
-        loaded = ma.load_evaluation(tmp_path / f"{trial}.jsonl")
+    differs = 0
+    for trial in range(20):
+        right = {name: draw.choices([False, True], k=12) for name in ("baseline", "b", "a", "c")}
+        memory = by_hand.evaluation({"conditions": dict.fromkeys(right, "")}, **right)
+        path = tmp_path / f"{trial}.jsonl"
+        shuffled = draw.sample(memory.answers, len(memory.answers))
+        Evaluation(tuple(shuffled), memory.provenance).save(path)
+        loaded = ma.load_evaluation(path)
         assert loaded.best() == memory.best()
         assert loaded.conditions == memory.conditions == list(right)
-        alternating = [
-            max(right, key=lambda name: made.right(name)[halves_of(12)[0]].mean())
-            for made in (memory, loaded)
+        shares = [
+            {name: evaluation.right(name)[halves_of(12)[0]].mean() for name in right}
+            for evaluation in (memory, loaded)
         ]
-        differs += alternating[0] != alternating[1]
+        differs += shares[0] != shares[1]
     assert differs > 0  # negative control: halves by the order of answers differ between the two
 
 

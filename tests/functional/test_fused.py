@@ -1,12 +1,13 @@
 """Sums over queries from two calls of a fused kernel, against loops in float64."""
 
-import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from mechattn.functional.attention import Attention, EdgeMask, attention_by_rows, fused_attention
+from mechattn.functional.attention import Attention, EdgeMask, attention_by_rows
+from mechattn.functional.fused import fused_attention
 
 KINDS = ["plain", "ALiBi", "sinks", "both"]
 
@@ -29,30 +30,22 @@ def made(kind, length, dtype=torch.float32, seed=0):
 
 def by_hand(attention, weights):
     """Row by row: output, column sums of each group, and each query's attention to itself."""
-    q, k, v = (part.double() for part in (attention.q, attention.k, attention.v))
-    batch, heads, length, _ = q.shape
-    out = torch.zeros(batch, heads, length, v.shape[-1], dtype=torch.float64)
+    batch, heads, length, _ = attention.q.shape
+    out = torch.zeros(batch, heads, length, attention.v.shape[-1], dtype=torch.float64)
     columns = torch.zeros(batch, heads, length, weights.shape[-1], dtype=torch.float64)
     own = torch.zeros(batch, heads, length, dtype=torch.float64)
-    for b in range(batch):
-        for h in range(heads):
-            for query in range(length):
-                scores = [
-                    float(attention.scale * (q[b, h, query] @ k[b, h // 2, key]))
-                    for key in range(query + 1)
-                ]
-                if attention.bias is not None:
-                    scores = [s + float(attention.bias[0, h, key]) for key, s in enumerate(scores)]
-                most = max(scores)
-                left = (
-                    0.0 if attention.sinks is None else math.exp(float(attention.sinks[h]) - most)
-                )
-                total = sum(math.exp(s - most) for s in scores) + left
-                for key, s in enumerate(scores):
-                    probability = math.exp(s - most) / total
-                    out[b, h, query] += probability * v[b, h // 2, key]
-                    columns[b, h, key] += probability * weights[b, query].double()
-                own[b, h, query] = probability
+    for b, h, query in np.ndindex(batch, heads, length):
+        seen = slice(0, query + 1)
+        scores = attention.scale * (attention.k[b, h // 2, seen] @ attention.q[b, h, query])
+        if attention.bias is not None:
+            scores = scores + attention.bias[0, h, seen]
+        total = scores.exp().sum()
+        if attention.sinks is not None:
+            total = total + attention.sinks[h].exp()
+        row = scores.exp() / total
+        out[b, h, query] = row @ attention.v[b, h // 2, seen]
+        columns[b, h, seen] += row[:, None] * weights[b, query].double()
+        own[b, h, query] = row[query]
     return out, columns, own
 
 
@@ -111,7 +104,7 @@ def test_bfloat16_would_lose_the_log_sum_exp_without_its_parts(monkeypatch):
     attention, weights = made("plain", 300, torch.bfloat16)
     right = fused_attention(attention).column_sums(weights)
     monkeypatch.setattr(
-        "mechattn.functional.attention._in_parts", lambda number, dtype: number.to(dtype)[..., None]
+        "mechattn.functional.fused._in_parts", lambda number, dtype: number.to(dtype)[..., None]
     )
     wrong = fused_attention(attention).column_sums(weights)
     assert float((wrong - right).abs().max()) > 0.01 * float(right.max())

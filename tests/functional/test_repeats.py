@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformer_lens import head_detector
 
-from mechattn.functional.focus import has_repeat, looked_up_mass, masked_mass, repeats_of
+from mechattn.functional.focus import has_repeat, looked_up_mass, repeats_of
 
 LENGTH, HEADS = 23, 3
 PATTERNS = {
@@ -46,22 +46,6 @@ def test_the_places_are_those_of_transformer_lens(tokens, pattern, after):
         ), "control"
 
 
-@pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_loop(tokens, pattern, after):
-    got, has = repeated_mass(pattern, tokens, after), has_repeat(tokens, after)
-    for row in range(2):
-        for query in range(LENGTH):
-            places = [
-                p + after
-                for p in range(query)
-                if tokens[row, p] == tokens[row, query] and p + after < query
-            ]
-            assert has[row, query] == bool(places)
-            for head in range(HEADS):
-                expected = sum(pattern[row, head, query, place].item() for place in places)
-                assert got[row, head, query].item() == pytest.approx(expected, abs=1e-12)
-
-
 @pytest.mark.parametrize("after", [0, 1])
 def test_blocks_of_rows_are_the_whole(tokens, pattern, after):
     whole = repeated_mass(pattern, tokens, after)
@@ -76,17 +60,3 @@ def test_blocks_of_rows_are_the_whole(tokens, pattern, after):
             assert not torch.allclose(repeated_mass(block, tokens, after), got), (
                 "negative control: another place"
             )
-
-
-def test_both_ways_of_adding_up_are_the_same():
-    generator = torch.Generator().manual_seed(3)
-    pattern = torch.rand(3, 4, 7, 9, generator=generator, dtype=torch.float64)
-    there = torch.rand(3, 7, 9, generator=generator) < 0.3
-    torch.testing.assert_close(
-        masked_mass(pattern, there),
-        looked_up_mass(pattern, there.nonzero(as_tuple=True)),
-        atol=1e-12,
-        rtol=0,
-    )
-    others = (~there).nonzero(as_tuple=True)
-    assert not torch.allclose(masked_mass(pattern, there), looked_up_mass(pattern, others))

@@ -41,7 +41,7 @@ def in_blocks(q, k, v, scale, block=64, **options):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "length", "block"),
-    [(4, 4, 1, 64), (4, 2, 7, 2), (6, 1, 64, 64), (4, 2, 130, 64)],
+    [(4, 4, 1, 64), (4, 2, 7, 2), (6, 1, 130, 64)],
 )
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize("extra", [{"softcap": 3.0}, {"bias": True}])
@@ -99,18 +99,9 @@ def test_half_precision_is_computed_in_float32():
 def test_single_rows_are_rounded_as_blocks_are():
     """With a scale that is no power of two, a query that is scaled in bfloat16 would be rounded twice."""
     q, k, v = random_qkv(1, 4, 2, 90, 16, torch.bfloat16)
-    scale = 128**-0.5
-    blocks, _ = in_blocks(q, k, v, scale)
-    rows = Attention(q, k, v, scale).rows(torch.arange(90)[None], 90)
+    blocks, _ = in_blocks(q, k, v, 128**-0.5)
+    rows = Attention(q, k, v, 128**-0.5).rows(torch.arange(90)[None], 90)
     torch.testing.assert_close(rows.double(), blocks, atol=1e-6, rtol=0)
-    exact, _ = square(q.double(), k.double(), v.double(), scale)
-    torch.testing.assert_close(blocks, exact, atol=2e-6, rtol=0)
-
-
-def test_values_may_have_another_width():
-    q, k, v = random_qkv(2, 4, 2, 70, 8, d_value=5)
-    _, out = square(q, k, v, 0.3)
-    torch.testing.assert_close(attention_by_rows(Attention(q, k, v, 0.3)), out, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -144,23 +135,6 @@ def test_single_rows_are_rows_of_the_square(extra):
 
 
 @pytest.mark.parametrize("block", [3, 64])
-def test_hidden_keys_are_seen_by_hidden_queries_alone(block):
-    """As if the hidden tokens were not there, for the others; a hidden one sees those before it, and itself."""
-    q, k, v = random_qkv(1, 2, 2, 12, 8)
-    hidden = torch.zeros(1, 12, dtype=torch.bool)
-    hidden[0, 4:7] = True
-    got, out = in_blocks(q, k, v, 0.4, block=block, edge_mask=EdgeMask(~hidden, hidden))
-    kept = (~hidden[0]).nonzero().flatten()
-    without, expected = square(q[:, :, kept], k[:, :, kept], v[:, :, kept], 0.4)
-    torch.testing.assert_close(got[:, :, kept][..., kept], without, atol=1e-12, rtol=0)
-    torch.testing.assert_close(out[:, :, kept], expected, atol=1e-12, rtol=0)
-    assert got[:, :, kept][..., hidden[0]].abs().max() == 0
-    torch.testing.assert_close(
-        got[:, :, hidden[0]], square(q, k, v, 0.4)[0][:, :, hidden[0]], atol=1e-12, rtol=0
-    )
-
-
-@pytest.mark.parametrize("block", [3, 64])
 def test_cut_edges_against_the_square(block):
     """Blind queries among the keys that they don't see; a token sees itself whatever is cut."""
     q, k, v = random_qkv(2, 4, 2, 15, 8)
@@ -176,7 +150,7 @@ def test_cut_edges_against_the_square(block):
 
 
 def test_some_queries_have_the_rows_of_all():
-    q, k, v = random_qkv(2, 4, 2, 130, 8)
+    q, k, v = random_qkv(2, 4, 2, 130, 8, d_value=5)
     attention = Attention(q, k, v, 0.3, window=50)
     pattern, out = in_blocks(q, k, v, 0.3, window=50)
     some = torch.full_like(pattern, torch.nan)

@@ -7,7 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mechattn as ma
-from mechattn.functional.attention import Attention, attention_by_rows, fused_attention
+from mechattn.functional.attention import Attention, attention_by_rows
+from mechattn.functional.fused import fused_attention
 from tests.functional.test_fused import KINDS, made
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}

@@ -49,30 +49,6 @@ def test_on_a_model_it_is_the_function(name, shared):
     assert torch.equal(same, before), "the model was not put back"
 
 
-def test_zero_strength_gives_the_same_bits(toy, prompts):
-    def measured(condition):
-        analyses = [ma.analyses.MlpActivations(), ma.ReceivedAttention()]
-        return ma.run(toy, prompts[:2], {"x": condition}, analyses)
-
-    every = (0, 1, 2, 3)
-    one, nothing, something = (
-        measured(ma.Baseline(intervention=i))
-        for i in (
-            (),
-            ma.interventions.ARM(strength=0.0, layers=every),
-            ma.interventions.ARM(layers=every),
-        )
-    )
-    for name in ("mlp_activations", "received_attention"):
-        for quantity, values in one[name].data_vars.items():
-            np.testing.assert_array_equal(nothing[name][quantity], values, err_msg=quantity)
-    late = [
-        r["received_attention"].received_by_segment.sel(layer=3, condition="x")
-        for r in (one, something)
-    ]
-    assert float(abs(late[0] - late[1]).max()) > 0
-
-
 def test_batches_and_order_decide_nothing(toy, prompts):
     """One prompt a batch, or all of them, or in another order: the same numbers but for rounding."""
 

@@ -214,42 +214,34 @@ def _write(attention: Any, head: int, spec: Written, eye: Tensor) -> None:
 
 def _sequences(count: int, seed: int, step: int) -> list[Prompt]:
     """Different tokens and one of them again: the answer is the token a fixed number of steps after it."""
-    made = []
+    prompts = []
     for index in range(count):
         draw = random.Random(f"known circuit {seed} {index} {step}")
         own = draw.sample(range(SIZE - 1), 8)
         last = own[draw.randrange(1, 8 - step)]
+        answer = own[own.index(last) + step]
         other = own
-        while not 1 <= other.index(last) <= 7 - step or _after(other, last, step) == _after(
-            own, last, step
-        ):
+        wrong = answer
+        while wrong == answer:  # another order, in which another token follows
             other = draw.sample(own, 8)
-        made.append(
-            _pair(
-                index,
-                (*own, last),
-                (*other, last),
-                _after(own, last, step),
-                _after(other, last, step),
-            )
-        )
-    return made
-
-
-def _after(tokens: Sequence[int], one: int, step: int) -> int:
-    return tokens[list(tokens).index(one) + step]
+            place = other.index(last)
+            wrong = other[place + step] if 1 <= place <= 7 - step else answer
+        prompts.append(_pair(index, (*own, last), (*other, last), answer, wrong))
+    return prompts
 
 
 def _names(count: int, seed: int) -> list[Prompt]:
     """Two names, one of them again, and the end: the answer is the other; the counterpart repeats the other."""
-    made = []
+    prompts = []
     for index in range(count):
         draw = random.Random(f"known names {seed} {index}")
-        one, two = draw.sample(range(_NAMES), 2)
+        first, second = draw.sample(range(_NAMES), 2)
         start, between = draw.sample(range(_NAMES, _END), 2)
-        own, other = ((start, one, two, between, name, _END) for name in (two, one))
-        made.append(_pair(index, own, other, one, two))
-    return made
+        opening = (start, first, second, between)
+        own = (*opening, second, _END)
+        other = (*opening, first, _END)
+        prompts.append(_pair(index, own, other, first, second))
+    return prompts
 
 
 def _pair(
@@ -268,20 +260,24 @@ def scores_of(
     AUROC: the probability that a true one has a larger score than another; precision (and recall) of as many edges as
     there are true ones. A head's score is the largest of its edges'.
     """
-    model, pairs, steps = circuit.model(seed), circuit.prompts(prompts, seed), METHODS[method]
+    model = circuit.model(seed)
+    pairs = circuit.prompts(prompts, seed)
+    steps = METHODS[method]
     graph = graph_of(model)
     if steps is None:
         with showing_edges(model):
-            made, _ = pairs_of(model, pairs, Counterpart(), "logit_diff", "noising", 0)
-            found = np.mean(
-                [EdgePair(model, graph, pair, 2**31).exact(graph.edges) for pair in made], axis=0
-            )
+            runs, _ = pairs_of(model, pairs, Counterpart(), "logit_diff", "noising", 0)
+            effects = [EdgePair(model, graph, run, 2**31).exact(graph.edges) for run in runs]
+        mean_effect = np.mean(effects, axis=0)
     else:
         effect = edges(model, pairs, Counterpart(), steps=steps).effects.effect
-        found = effect.mean("prompt").values[graph.exists]
-    sizes = abs(found)
+        mean_effect = effect.mean("prompt").values[graph.exists]
+
+    sizes = abs(mean_effect)
     named = [(graph.writers[w], graph.readers[r]) for w, r in graph.edges]
     true = np.array([edge in circuit.true for edge in named])
+    precision = true[np.argsort(-sizes, kind="stable")[: true.sum()]].mean()
+
     heads = [writer for writer in graph.writers if "H" in writer]
     writers = np.array([writer for writer, _ in named])
     largest = np.array([sizes[writers == head].max() for head in heads])
@@ -289,7 +285,7 @@ def scores_of(
     return {
         "edges": auroc(sizes, true),
         "heads": auroc(largest, of_circuit),
-        "precision": float(true[np.argsort(-sizes, kind="stable")[: true.sum()]].mean()),
+        "precision": float(precision),
     }
 
 
@@ -302,27 +298,22 @@ def without(
     circuit: KnownCircuit, head: tuple[int, int], mean: bool, seed: int = 0, prompts: int = 16
 ) -> float:
     """How far the logit difference falls, as a fraction of itself, with a head's output set to 0 or to its mean."""
-    model, pairs = circuit.model(seed), circuit.prompts(2 * prompts, seed)
-    means = (
-        head_means(model, [Prompt(tokens=p.tokens, id=p.id) for p in pairs[prompts:]])
-        if mean
-        else None
-    )
-    tried = pairs[:prompts]
+    model = circuit.model(seed)
+    pairs = circuit.prompts(2 * prompts, seed)
+    means = None
+    if mean:
+        others = [Prompt(tokens=pair.tokens, id=pair.id) for pair in pairs[prompts:]]
+        means = head_means(model, others)
 
-    def difference() -> float:
-        with torch.no_grad():
-            logits = [model(torch.tensor([pair.tokens]))[0, -1] for pair in tried]
-        pairs_of_logits = zip(logits, tried, strict=True)
-        return float(
-            np.mean(
-                [
-                    float(x[p.answer_tokens[0]] - x[int(p.other_answer[0])])
-                    for x, p in pairs_of_logits
-                ]
-            )
-        )
+    def mean_logit_diff() -> float:
+        differences = []
+        for pair in pairs[:prompts]:
+            with torch.no_grad():
+                logits = model(torch.tensor([pair.tokens]))[0, -1]
+            answer, other_answer = pair.answer_tokens[0], int(pair.other_answer[0])
+            differences.append(float(logits[answer] - logits[other_answer]))
+        return float(np.mean(differences))
 
-    before = difference()
+    before = mean_logit_diff()
     with on(HeadAblation((head,), means), model):
-        return 1 - difference() / before
+        return 1 - mean_logit_diff() / before

@@ -7,8 +7,8 @@ import torch
 import mechattn as ma
 from mechattn.analysis import ANALYSES
 from mechattn.analysis.analysis import PairAnalysis, RowAnalysis
-from mechattn.analysis.attention_focus import ScoreDecomposition
 from mechattn.analysis.received_attention import AttentionMap
+from mechattn.analysis.score_decomposition import ScoreDecomposition
 from mechattn.engine import request_checks
 from tests.tiny_families import tiny_model
 
@@ -101,7 +101,7 @@ def measured(family, model, prompts):
         ma.analyses.AttentionFocus(half_mass=True, per_query=True),
         ma.analyses.AttentionSinks(least_queries=8),
     ]
-    analyses += [ma.analyses.AttentionSpread(bands=6), ma.analyses.AttentionBudget()]
+    analyses.append(ma.analyses.AttentionBudget())
     # A new analysis of rows belongs into the list above.
     assert {type(analysis) for analysis in analyses} | {
         AttentionMap,

@@ -3,14 +3,12 @@
 import warnings
 
 import pytest
-import transformers
 from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model import hooks
 from mechattn.model.verify.config_fields import KNOWN, REFUSED, unknown_fields
 from tests.tiny_families import tiny_model
 
@@ -66,18 +64,3 @@ def test_a_field_that_is_off_stops_nothing(tokenizer):
     assert unknown_fields(given.config) == {"attention_gap": "unknown effect on attention"}
     given.config.attention_gap = False
     assert unknown_fields(given.config) == {}
-
-
-def test_the_window_of_recurrent_gemma_is_read():
-    """It has another name there, and all layers that attend have it."""
-
-    class Model:
-        cfg = tokenizer = None
-        original_model = type(
-            "Original", (), {"config": transformers.RecurrentGemmaConfig(attention_window_size=7)}
-        )
-
-        def run_with_hooks(self, *inputs, fwd_hooks, **options):
-            """What a hooked model has."""
-
-    assert hooks.attention_window(Model(), 2) == 7

@@ -9,13 +9,21 @@ from mechattn.model.hooked import facts_of
 from mechattn.model.hooks import attention_layers, norms_once
 from mechattn.model.patch.streaming import fires_while_streamed, streaming
 from mechattn.model.positions import boundary_of, takes_negative_ids, takes_position_ids
-from mechattn.model.verify.checks import HOOKS_BY_FLAG
 from mechattn.model.verify.config_fields import unknown_fields
 from mechattn.model.verify.streaming_checks import check_fused, check_streaming
 from tests.model.test_positions import TABLE_FAMILIES
 from tests.model.test_streaming import state, windows
 
 TOKENS = torch.arange(5, 65)[None]
+# Input hooks that TransformerLens fires only if a flag of cfg is set.
+HOOKS_BY_FLAG = (
+    "hook_mlp_in",
+    "hook_attn_in",
+    "hook_q_input",
+    "hook_k_input",
+    "hook_v_input",
+    "hook_result",
+)
 NO_POSITION_IDS = ("BLOOM", "Mamba (no attention)")
 # What differs between families, once; tests/test_families.py loads, verifies and measures all of them.
 DIFFERENT = (

@@ -19,7 +19,7 @@ from mechattn.model.checkpoint import (
     text_config,
     tokenizer_named,
 )
-from mechattn.model.gguf_files import GgufFile, gguf_header, read_once
+from mechattn.model.gguf_files import read_once
 from mechattn.model.hooked import facts_of
 from mechattn.model.weights import stored_hash
 from mechattn.render.words import model_caption
@@ -148,14 +148,6 @@ def test_the_logits_are_those_of_the_dequantised_weights(llama, quantised):
     assert {p.dtype for p in hooked.parameters()} == {torch.float32}
 
 
-def test_it_is_verified_in_full(quantised):
-    hooked = ma.load_model(quantised)
-    facts = facts_of(hooked)
-    assert facts.report.passed
-    assert facts.report.not_checked == []
-    assert facts.native.config._attn_implementation == "sdpa"
-
-
 def test_config_and_tokenizer_come_from_the_file(llama, quantised):
     name = str(quantised)
     assert layers_and_heads(name) == (3, 4)
@@ -176,26 +168,6 @@ def test_the_result_names_the_file(quantised):
     layers = 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
     assert about["gguf"]["types"]["Q4_0"] == layers
     assert model_caption(result).endswith("parameters, 4-bit weights, dequantised)")
-
-
-def test_plain_floats_are_not_called_quantised(llama, tmp_path):
-    write_gguf(*llama, tmp_path / "plain.gguf")
-    header = gguf_header(str(tmp_path / "plain.gguf"))
-    assert header.words == ""
-    assert set(header.types) == {"F32"}
-
-
-def test_bits_in_words():
-    few = {"Q8_0": 1, "F32": 1}
-    told = [
-        GgufFile("model.gguf", "llama", types).words
-        for types in ({"Q4_1": 900, **few}, {"Q4_K": 500, "Q6_K": 400}, {"IQ2_XXS": 9, "Q5_0": 9, "Q8_0": 9})
-    ]  # fmt: skip
-    assert told == [
-        "4-bit weights, dequantised",
-        "4- and 6-bit weights, dequantised",
-        "2- to 8-bit weights, dequantised",
-    ]
 
 
 def test_a_model_that_transformers_made_of_a_file_is_verified_too(llama, quantised):
@@ -260,7 +232,7 @@ def test_a_file_that_cannot_be_read_is_refused(load, llama, quantised, tmp_path,
     cut = tmp_path / "cut.gguf"
     content = quantised.read_bytes()
     cut.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ModelError, match=r"cut.gguf is damaged or cut off.*download it again"):
+    with pytest.raises(ModelError, match=r"cut.gguf is .*damaged or cut off.*download it again"):
         load(str(cut))
     header = tmp_path / "header.gguf"
     header.write_bytes(content[:900])
@@ -268,13 +240,13 @@ def test_a_file_that_cannot_be_read_is_refused(load, llama, quantised, tmp_path,
         load(str(header))
     renamed = tmp_path / "renamed.gguf"
     renamed.write_text("Not a model.")
-    with pytest.raises(ModelError, match="not a GGUF file: it starts with b'Not '"):
+    with pytest.raises(ModelError, match=r"is no GGUF file, or is damaged"):
         load(str(renamed))
     with pytest.raises(ModelError, match=r"there is no file .*absent.gguf"):
         load(str(tmp_path / "absent.gguf"))
     part = tmp_path / "big-00001-of-00003.gguf"
     part.write_bytes(content)
-    with pytest.raises(ModelError, match=r"part 1 of 3 of a split model.*--merge"):
+    with pytest.raises(ModelError, match=r"a part of a split model.*--merge"):
         load(str(part))
     encoder = tmp_path / "encoder.gguf"
     write_gguf(*llama, encoder, architecture="bert")
@@ -289,8 +261,3 @@ def test_an_encoder_that_transformers_can_read_is_refused(llama, tmp_path):
     write_gguf(*llama, tmp_path / "t5.gguf", architecture="t5")
     with pytest.raises(ModelError, match=r"not of a language model.*'t5'"):
         layers_and_heads(str(tmp_path / "t5.gguf"))
-
-
-def test_a_hooked_model_takes_no_file(toy):
-    with pytest.raises(OptionError):
-        ma.load_model(toy, gguf_file="tiny.gguf")

@@ -124,24 +124,6 @@ def test_a_sliding_window_is_found_and_counted():
     assert dataset.received_uniform.sel(layer=0, key=6).item() == pytest.approx(0.25)
 
 
-def test_local_attention_by_other_names():
-    """GPT-Neo spells its windows in another way; a HookedTransformer has them in its own config."""
-    from types import SimpleNamespace
-
-    def model(cfg=None, **config):
-        inner = (
-            {"original_model": SimpleNamespace(config=SimpleNamespace(**config))} if config else {}
-        )
-        return SimpleNamespace(cfg=cfg, tokenizer=None, run_with_hooks=print, **inner)
-
-    neo = model(model_type="gpt_neo", attention_layers=["global", "local"], window_size=16)
-    assert [attention_window(neo, layer) for layer in (0, 1)] == [None, 16]
-    hooked = model(SimpleNamespace(attn_types=["local", "global"], window_size=8))
-    assert [attention_window(hooked, layer) for layer in (0, 1)] == [8, None]
-    with pytest.raises(ModelError, match="chunked_attention"):
-        attention_window(model(layer_types=["chunked_attention"], sliding_window=None), 0)
-
-
 def test_dtype_of_a_model_object_is_followed(checkpoint, native):
     hooked = ma.load_model(
         LlamaForCausalLM.from_pretrained(checkpoint), tokenizer=native[1], dtype=torch.bfloat16
@@ -162,16 +144,6 @@ def test_what_transformer_lens_takes_is_passed_on(checkpoint):
     torch.testing.assert_close(
         torch.tensor(first.values), torch.tensor(second.values), atol=1e-6, rtol=0, equal_nan=True
     )
-
-
-def test_a_model_that_was_placed_keeps_its_place(checkpoint, native):
-    from mechattn.errors import OptionError
-
-    model = LlamaForCausalLM.from_pretrained(checkpoint)
-    model.hf_device_map = {"": "cpu"}  # what dispatching leaves behind
-    with pytest.raises(OptionError, match="dtype and devices of a quantised or dispatched model"):
-        ma.load_model(model, tokenizer=native[1], dtype=torch.bfloat16)
-    assert ma.load_model(model, tokenizer=native[1])._mechattn.report.passed
 
 
 @pytest.mark.parametrize("how", ["object", "directory"])

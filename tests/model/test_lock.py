@@ -1,9 +1,7 @@
 """Two threads on one loaded model take turns, whatever they call; models that share nothing don't wait."""
 
 import copy
-import os
 import pickle
-import sys
 import threading
 
 import pytest
@@ -13,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mechattn as ma
 from mechattn.evaluation import server_probe as probe
 from mechattn.model import hooked as lock
-from mechattn.model import weights
 from mechattn.model.hooked import facts_of
 
 SLASH = ma.MeaninglessTokens("/", count=3)
@@ -81,7 +78,7 @@ def test_a_second_thread_waits_until_the_first_has_ended(toy, use, waited, monke
     model = toy
     use(model)  # what is found out once about a model is known from now on
     if use is USES["load_model"]:
-        facts_of(model).boots = -1  # verified again, as after another model was made
+        facts_of(model).report = None  # so that it is verified again
     handles = [
         each.register_forward_pre_hook(meet) for each in (model.blocks[0], facts_of(model).native)
     ]
@@ -150,57 +147,3 @@ def test_the_lock_is_free_after_an_error_and_taken_again_within(toy):
     with pytest.raises(KeyboardInterrupt):
         lock.alone(fails)(toy)
     assert not held_by_others(toy)
-
-
-class Noting:
-    """Notes whether the model that it is part of is held while it is copied."""
-
-    def __deepcopy__(self, memo):
-        memo.setdefault("held", held_by_others(self.model))
-        return memo["held"]
-
-
-def test_a_model_is_copied_while_nobody_changes_it(toy, monkeypatch):
-    native = facts_of(toy).native
-    native.noting = noting = Noting()
-    noting.model, copied = toy, []
-    monkeypatch.setattr(
-        "mechattn.evaluation.evaluate.load_model", lambda model, **_: copied.append(model) or toy
-    )
-    try:
-        ma.baseline_noise(toy, ASKED_TWO, new_tokens=1)
-    finally:
-        del native.noting
-    assert [one.noting for one in copied if hasattr(one, "noting")] == [True]
-
-
-def test_a_random_model_is_drawn_while_no_other_is_made(toy, monkeypatch):
-    drawn, seen = weights._drawn, []
-    monkeypatch.setattr(lock, "_locks_of", lambda model: [lock.making])
-    monkeypatch.setattr(
-        weights, "_drawn", lambda *given: seen.append(held_by_others(toy)) or drawn(*given)
-    )
-    weights.random_weights.__wrapped__(toy)
-    assert seen == [True], (
-        "transformers and accelerate modify torch while another thread makes a model"
-    )
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(toy):
-    taken, done = threading.Event(), threading.Event()
-
-    def hold():
-        with lock.holding(toy):
-            taken.set()
-            done.wait()
-
-    (thread := threading.Thread(target=hold)).start()
-    taken.wait()
-    assert (child := os.fork()) or os._exit(
-        not all(each.acquire(blocking=False) for each in lock._locks_of(toy))
-    )
-    done.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -7,7 +7,6 @@ import torch
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model import positions
 from mechattn.model.positions import (
     Boundary,
     boundary_of,
@@ -110,28 +109,3 @@ def test_only_tables_of_positions_take_no_negative_ids(family, dtype, tokenizer)
     model = ma.load_model(native_model, tokenizer=tokenizer, dtype=dtype, verify=False)
     assert takes_position_ids(model)
     assert takes_negative_ids(model) == (family not in {*TABLE_FAMILIES, *TABLES})
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_the_numbers_alone_show_a_table_too(name, tokenizer, monkeypatch):
-    """Not only that one is read: CodeGen's wraps around, the others raise."""
-    monkeypatch.setattr(positions, "TABLE_LOOKUPS", ())
-    assert not takes_negative_ids(
-        ma.load_model(unusual_model(name, len(tokenizer)), tokenizer=tokenizer)
-    )
-
-
-def test_a_table_is_found_before_it_is_read(tokenizer, monkeypatch):
-    """An index out of range on a GPU is the end of every later call there; so the attempt is not made."""
-    model = ma.load_model(unusual_model("GPT-J", len(tokenizer)), tokenizer=tokenizer)
-    read = []
-    gather = torch.gather
-    monkeypatch.setattr(
-        torch, "gather", lambda *a, **k: read.append(a[2].min().item()) or gather(*a, **k)
-    )
-    assert not takes_negative_ids(model)
-    assert read, "GPT-J gathers its sines"
-    with pytest.raises(positions._NegativeRow), positions._NoNegativeRow():
-        gather(torch.zeros(1, 3), 1, torch.tensor([[-1]]))
-    with positions._NoNegativeRow():
-        assert gather(torch.ones(1, 3), 1, torch.tensor([[2]])) == 1

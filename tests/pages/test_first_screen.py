@@ -12,11 +12,12 @@ from mechattn.pages.first_screen import (
     Change,
     ShownModel,
     changes,
+    control_sentence,
     own_attention_sentences,
     picture,
     sentence,
 )
-from mechattn.render.words import percent_words
+from mechattn.render.words import percent, percent_words
 from mechattn.stats.intervals import Interval
 
 
@@ -48,20 +49,17 @@ def test_marks_stand_at_their_numbers():
             change("b", "x", LESS, -0.5),
         ]
     )
-    assert [mark.model for mark in made.rows] == ["a", "", "b"]
     ends = [(at, float(words.replace("−", "-").replace("\u00a0%", ""))) for at, words in made.ticks]
     (left, low), (right, high) = ends[0], ends[-1]
 
     def place(value):
         return left + (right - left) * (100 * value - low) / (high - low)
 
-    first, second, _ = made.rows
-    assert first.point == pytest.approx(place(-0.2), abs=0.01)
-    assert (first.low, first.low + first.length) == pytest.approx(
-        (place(-0.22), place(-0.18)), abs=0.01
-    )
-    assert second.point == pytest.approx(place(0.1), abs=0.01)
-    assert made.zero == pytest.approx(place(0), abs=0.01)
+    first, _, _ = made.rows
+    for value in (-0.2, -0.22, 0.1, 0):
+        assert made.place(value) == pytest.approx(place(value), abs=0.01)
+    length = made.length(first.verdict.change)
+    assert length == pytest.approx(place(-0.18) - place(-0.22), abs=0.01)
     assert "b, x: −20.0\u00a0% [−22.0\u00a0%, −18.0\u00a0%]" in made.says
 
 
@@ -152,14 +150,19 @@ def controlled(toy, prompts):
 
 
 def test_the_first_condition_stands_against_its_control(controlled):
-    (row, other) = changes([ShownModel(controlled)])
-    control, found = row.against
-    assert (control, other.against) == ("sentence", None)
+    model = ShownModel(controlled)
+    control, found = model.against
+    assert control == "sentence"
     np.testing.assert_allclose(list(found), by_loop(controlled, "slash", "sentence"), rtol=1e-5)
     wrong = by_loop(controlled, "slash", "baseline")
     assert abs(wrong[0] - float(found.estimate)) > 1e-3, "the loop would notice another condition"
-    words = f"Comparing “slash” with “sentence”, which is as long, instead of with no insertion: {percent_words(found)}."
-    assert sentence([row, other]).endswith(words)
+    words = (
+        "Comparing “slash” with “sentence”, which is as long, instead of with no insertion:"
+        f" {percent_words(found)}"
+    )
+    assert control_sentence([model]) == f"{words}."
+    twice = f"{percent(found.estimate)} to {percent(found.estimate)}"
+    assert twice in control_sentence([model, model])
 
 
 def test_what_has_no_verdict_says_why():
@@ -167,5 +170,5 @@ def test_what_has_no_verdict_says_why():
     assert sentence([row]) == "a: no verdict, since there are 2 prompts."
     assert picture([row]) is None
     assert sentence([]) == ""
-    marks = picture([row, change("b", "slash", LESS, -0.5)]).rows
-    assert marks[0].problem.startswith("no verdict")
+    both = picture([row, change("b", "slash", LESS, -0.5)])
+    assert both.says.startswith("b, slash")

@@ -64,7 +64,7 @@ def measured(place):
 @pytest.fixture(scope="module")
 def expected(measured, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "page.html"
-    results_page([measured], path, figures_of(measured, None))
+    results_page([measured], path, figures_of(measured))
     return path.read_text(encoding="utf-8")
 
 

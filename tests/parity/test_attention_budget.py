@@ -103,8 +103,6 @@ def test_kept_positions_leave_no_distance(budgets):
 def test_rotations_are_found_again_when_the_frequencies_change():
     model = ma.load_model("toy:llama", verify=False)
     before, _ = rotations_of(model, [0])
-    again, _ = rotations_of(model, [0])
-    assert again[0] is before[0]
     for name, buffer in original_of(model).named_buffers():
         if name.endswith("inv_freq"):
             buffer.mul_(0.5)

@@ -29,6 +29,13 @@ def text_of(model, sequence, segment):
     return model.tokenizer.decode(sequence.tokens[sequence.of_segment(segment)])
 
 
+def chatting(toy, template):
+    """The toy with a chat template."""
+    tokenizer = copy.deepcopy(toy.tokenizer)
+    tokenizer.chat_template = template
+    return SimpleNamespace(tokenizer=tokenizer, cfg=toy.cfg)
+
+
 def test_plain_segments(toy):
     sequence = tokenize(PROMPT, toy)
     assert runs(sequence) == ["first", "system", "template", "question", "template", "answer"]
@@ -39,19 +46,11 @@ def test_plain_segments(toy):
 
 
 def test_a_sequence_is_shown_in_one_short_line(toy):
-    made = ma.MeaninglessTokens("/", 5).apply(ma.Prompt("Two and two?\n" * 9, system="Add."), toy)
-    counts = {
-        name: int(made.of_segment(name).sum())
-        for name in ("first", "template", "system", "inserted", "question")
-    }
-    said = f"TokenSequence({len(made)} tokens, 5 inserted; {', '.join(f'{name} {n}' for name, n in counts.items())}: "
-    assert repr(made) == f"{said}{toy.tokenizer.decode(made.tokens)[:40]!r} …)"
-    assert counts["inserted"] == 5
-    assert "\n" not in repr(made)
-    assert (
-        repr(baseline_sequence([1, 2], ["bos", "question"]))
-        == "TokenSequence(2 tokens, 0 inserted; first 1, question 1)"
-    )
+    prompt = ma.Prompt("Two and two?\n" * 9, system="Add.")
+    sequence = ma.MeaninglessTokens("/", 5).apply(prompt, toy)
+    beginning = toy.tokenizer.decode(sequence.tokens)[:40]
+    assert repr(sequence).endswith(f": {beginning!r} …)")
+    assert repr(sequence).startswith(f"TokenSequence({len(sequence)} tokens, 5 inserted; first 1, ")
     short = baseline_sequence([1, 2], ["bos", "question"], lambda ids: "ab")
     assert repr(short) == "TokenSequence(2 tokens, 0 inserted; first 1, question 1: 'ab')"
 
@@ -64,9 +63,9 @@ def test_tokens_are_those_of_the_whole_text(toy):
 
 @pytest.mark.parametrize("opening", ["", "<bos>"])
 def test_chat_template_with_and_without_bos_gives_it_once(toy, opening):
-    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
-    model.tokenizer.chat_template = (
-        opening + "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+    model = chatting(
+        toy,
+        opening + "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] ",
     )
     prompt = ma.Prompt(PROMPT.question, system=PROMPT.system, template="chat")
     sequence = tokenize(prompt, model)
@@ -78,10 +77,10 @@ def test_chat_template_with_and_without_bos_gives_it_once(toy, opening):
 
 
 def test_a_chat_template_without_system_role_opens_the_users_turn(toy):
-    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
-    model.tokenizer.chat_template = (
+    model = chatting(
+        toy,
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "<u>{{ m.content }}</u>{% endfor %}"
+        "<u>{{ m.content }}</u>{% endfor %}",
     )
     sequence = tokenize(ma.Prompt(PROMPT.question, system=PROMPT.system, template="chat"), model)
     assert text_of(model, sequence, "system") == PROMPT.system
@@ -89,10 +88,7 @@ def test_a_chat_template_without_system_role_opens_the_users_turn(toy):
 
 
 def test_words_of_the_question_in_the_template_are_not_the_question(toy):
-    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
-    model.tokenizer.chat_template = (
-        "Tom is here.\n{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}"
-    )
+    model = chatting(toy, "Tom is here.\n{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}")
     sequence = tokenize(ma.Prompt("Tom", template="chat"), model)
     text = model.tokenizer.decode(
         sequence.tokens[: int(sequence.of_segment("question").nonzero()[0])]
@@ -122,43 +118,20 @@ def test_filler_before_a_question_that_comes_first(toy, place):
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        ("start", ["first", "inserted", "system", "template", "question", "template", "answer"]),
-        (
-            "before_question",
-            ["first", "system", "template", "inserted", "question", "template", "answer"],
-        ),
-        (
-            "after_question",
-            ["first", "system", "template", "question", "inserted", "template", "answer"],
-        ),
-        (
-            "before_answer",
-            ["first", "system", "template", "question", "template", "inserted", "answer"],
-        ),
-        (
-            "random",
-            [
-                "first",
-                "system",
-                "template",
-                "question",
-                "inserted",
-                "question",
-                "template",
-                "answer",
-            ],
-        ),
+        ("start", "first inserted system template question template answer"),
+        ("before_question", "first system template inserted question template answer"),
+        ("after_question", "first system template question inserted template answer"),
+        ("before_answer", "first system template question template inserted answer"),
+        ("random", "first system template question inserted question template answer"),
     ],
 )
 def test_places(toy, place, expected):
     sequence = ma.MeaninglessTokens("/", count=7, place=place).apply(PROMPT, toy)
     baseline = tokenize(PROMPT, toy)
-    assert runs(sequence) == expected
+    assert runs(sequence) == expected.split()
     assert int(sequence.inserted.sum()) == 7
-    assert set(toy.tokenizer.convert_ids_to_tokens(sequence.tokens[sequence.inserted])) == {
-        "/",
-        "Ġ/",
-    }
+    filler = toy.tokenizer.convert_ids_to_tokens(sequence.tokens[sequence.inserted])
+    assert set(filler) == {"/", "Ġ/"}
     assert sequence.tokens[~sequence.inserted].tolist() == baseline.tokens.tolist()
     assert sequence.origin[~sequence.inserted].tolist() == list(range(len(baseline)))
 
@@ -175,21 +148,6 @@ def test_random_places_follow_the_seed_and_the_prompt(toy):
     assert len({place(seed, "a") for seed in range(8)}) > 3
 
 
-def test_before_answer_without_an_answer_is_the_end(toy):
-    prompt = ma.Prompt(PROMPT.question)
-    sequence = ma.MeaninglessTokens(count=4, place="before_answer").apply(prompt, toy)
-    assert sequence.inserted.nonzero().flatten().tolist() == list(
-        range(len(sequence) - 4, len(sequence))
-    )
-
-
-@pytest.mark.parametrize(("text", "count"), [("?", 55), ("he", 10), ("/", 1), ("apples ?", 9)])
-def test_count_counts_tokens(toy, text, count):
-    filler = ma.MeaninglessTokens(text, count=count).filler(PROMPT, toy)
-    assert len(filler) == count
-    assert toy.tokenizer.decode(filler).split(" ")[0] == text.split(" ")[0]
-
-
 CONTROLS = [
     ma.MeaninglessTokens("/", 21),
     ma.MeaninglessTokens("?", 20, separator=""),
@@ -201,10 +159,17 @@ CONTROLS = [
 ]
 
 
+def controls_with(option):
+    """The controls that have this option."""
+    return [
+        condition
+        for condition in CONTROLS
+        if option in {field.name for field in dataclasses.fields(condition)}
+    ]
+
+
 @pytest.mark.parametrize("condition", CONTROLS, ids=lambda c: type(c).__name__)
-@pytest.mark.parametrize(
-    "place", ["before_question", "start", "after_question", "before_answer", "random"]
-)
+@pytest.mark.parametrize("place", ["before_question", "after_question", "random"])
 def test_every_condition_inserts_exactly_count_tokens(toy, condition, place):
     condition = dataclasses.replace(condition, place=place)
     baseline, made = tokenize(PROMPT, toy), condition.apply(PROMPT, toy, seed=1)
@@ -215,7 +180,7 @@ def test_every_condition_inserts_exactly_count_tokens(toy, condition, place):
     assert int(where[-1] - where[0]) == condition.count - 1, "one run"
 
 
-@pytest.mark.parametrize("condition", CONTROLS[3:6], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("condition", controls_with("draw"), ids=lambda c: type(c).__name__)
 def test_controls_are_drawn_for_each_prompt_and_seed(toy, condition):
     other = dataclasses.replace(PROMPT, id="b")
     drawn = {
@@ -237,18 +202,6 @@ def test_another_draw_is_another_sentence(toy):
     for kind in (ma.RandomSentence, ma.conditions.RandomTokens, ma.conditions.ShuffledSentence):
         drawn = {tuple(_filler(kind(20, draw=n).apply(PROMPT, toy))) for n in (0, 1, 2)}
         assert len(drawn) == 3
-
-
-def test_a_tokenizer_that_merges_still_gives_the_count(toy):
-    """A token for sixteen slashes, as Llama 3 has it: 55 tokens take more than 55 repetitions."""
-
-    class Merging:
-        def __call__(self, text, add_special_tokens):
-            whole, rest = divmod(len(text), 16)
-            return {"input_ids": [9] * whole + [8] * rest}
-
-    model = SimpleNamespace(tokenizer=Merging(), cfg=toy.cfg)
-    assert len(ma.MeaninglessTokens("/", 55, separator="").filler(PROMPT, model)) == 55
 
 
 def test_random_tokens_are_ordinary(toy):
@@ -384,15 +337,6 @@ def test_a_filler_of_another_length_than_its_count(toy):
     )
 
 
-def test_an_insertion_that_is_no_dataclass():
-    class Dots(ma.conditions.Insertion):
-        def __init__(self, count):
-            self.count = count
-
-    with pytest.raises(ma.MechattnError, match="Dots is no dataclass: write @dataclass"):
-        Dots(3)
-
-
 class InDigits:
     """Cuts a text into characters, as tokenizers cut numbers, and a number's digits with it."""
 
@@ -418,13 +362,6 @@ def test_counting_ends_in_a_whole_number_on_a_line_of_its_own(toy, count, place)
     assert text.endswith("\n") == (place != "after_question"), "there the template follows"
 
 
-def test_counting_without_room_for_a_number(toy):
-    with pytest.raises(
-        ma.MechattnError, match="counting needs room for a number and its line breaks"
-    ):
-        ma.conditions.Counting(1).apply(PROMPT, toy)
-
-
 @pytest.mark.parametrize("times", [1, 3])
 def test_the_question_is_repeated_token_by_token(toy, times):
     sequence = ma.conditions.RepeatQuestion(times).apply(PROMPT, toy)
@@ -445,26 +382,18 @@ def test_the_question_is_repeated_token_by_token(toy, times):
     ids=lambda c: type(c).__name__,
 )
 def test_in_a_chat_they_are_in_the_users_turn_on_lines_of_their_own(toy, condition):
-    model = SimpleNamespace(tokenizer=copy.deepcopy(toy.tokenizer), cfg=toy.cfg)
-    model.tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}[assistant] "
+    model = chatting(
+        toy, "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}[assistant] "
     )
     sequence = condition.apply(ma.Prompt(PROMPT.question, template="chat"), model)
-    at = sequence.inserted.nonzero().flatten()
-    before, filler, after = (
-        model.tokenizer.decode(sequence.tokens[some])
-        for some in (slice(0, at[0]), slice(at[0], at[-1] + 1), slice(at[-1] + 1, None))
-    )
+    first, *_, last = sequence.inserted.nonzero().flatten().tolist()
+    before = model.tokenizer.decode(sequence.tokens[:first])
+    filler = model.tokenizer.decode(sequence.tokens[first : last + 1])
+    after = model.tokenizer.decode(sequence.tokens[last + 1 :])
     assert before.endswith(PROMPT.question)
     assert filler.startswith("\n")
     assert not filler.endswith("\n")
     assert after.replace(" ", "") == "</s>[assistant]"
-
-
-@pytest.mark.parametrize("times", [0, -1, True])
-def test_a_question_repeated_no_times(times):
-    with pytest.raises(OptionError, match="give a whole number, at least 1"):
-        ma.conditions.RepeatQuestion(times)
 
 
 def test_inserting_into_a_sequence_keeps_what_a_condition_said_of_it(toy, prompts):
@@ -481,11 +410,11 @@ def test_inserting_into_a_sequence_keeps_what_a_condition_said_of_it(toy, prompt
             assert not longer.edge_mask.keys[~kept].any()
 
 
-LINES = [dataclasses.replace(condition, own_line=True) for condition in CONTROLS[:-1]]
+LINES = [dataclasses.replace(condition, own_line=True) for condition in controls_with("own_line")]
 
 
 @pytest.mark.parametrize("condition", LINES, ids=lambda c: type(c).__name__)
-@pytest.mark.parametrize("place", ["before_question", "start", "after_question", "before_answer"])
+@pytest.mark.parametrize("place", ["before_question", "after_question"])
 def test_a_line_of_its_own_is_one_of_the_inserted_tokens(toy, condition, place):
     condition = dataclasses.replace(condition, place=place)
     made = condition.apply(PROMPT, toy, seed=1)
@@ -494,13 +423,6 @@ def test_a_line_of_its_own_is_one_of_the_inserted_tokens(toy, condition, place):
     assert text.count("\n") == 1
     assert text.startswith("\n") == (place == "after_question")
     assert text.endswith("\n") == (place != "after_question")
-
-
-def test_the_papers_form_ends_where_the_question_begins(toy):
-    """The default, with which the published figures were made."""
-    for condition in CONTROLS[:-1]:
-        text = toy.tokenizer.decode(_filler(condition.apply(PROMPT, toy)))
-        assert "\n" not in text
 
 
 class MergesFullStops(InDigits):
@@ -554,15 +476,3 @@ def test_sentences_that_cannot_be_whole_are_told(toy):
         ma.RandomSentence(3, cut=False).apply(PROMPT, toy)
     with pytest.raises(OptionError, match="a line of its own takes at least two tokens"):
         ma.MeaninglessTokens("/", 1, own_line=True)
-
-
-def test_the_nearest_count_includes_the_line(toy):
-    """Two tokens for each "/": an even number, and one for the line break."""
-
-    class TwoEach(InDigits):
-        def __call__(self, text, add_special_tokens=False):
-            return {"input_ids": [ord(c) for c in text.replace(" ", "")] * 2}
-
-    model = SimpleNamespace(tokenizer=TwoEach(), cfg=toy.cfg)
-    assert ma.MeaninglessTokens("/", 54, own_line=True).fitted(model).count == 55
-    assert ma.MeaninglessTokens("/", 54).fitted(model).count == 54

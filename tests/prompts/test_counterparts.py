@@ -13,7 +13,7 @@ from mechattn.conditions import Counterpart
 from mechattn.engine.request_checks import made_sequences, with_baseline
 from mechattn.errors import ConditionError, OptionError, PromptError
 from mechattn.prompts.counterparts import _pairs
-from mechattn.prompts.pairs import _CAPITALS
+from mechattn.prompts.pairs import _CAPITALS, _of_usual_length
 from mechattn.prompts.tokenization import tokenize
 
 
@@ -81,27 +81,30 @@ def longest(own, other):
 
 
 def test_pairs_are_in_order_each_once_and_equal_but_in_replaced_stretches():
-    draw, found, most = random.Random(0), 0, 0
+    draw = random.Random(0)
+    count_equal = 0
+    most = 0
     for _ in range(300):
-        own, other = ([draw.randrange(6) for _ in range(draw.randrange(4, 14))] for _ in range(2))
-        made = list(_pairs(own, other, False))
-        assert all(a < c and b < d for (a, b), (c, d) in itertools.pairwise(made))
+        own = draw.choices(range(6), k=draw.randrange(4, 14))
+        other = draw.choices(range(6), k=draw.randrange(4, 14))
+        pairs = list(_pairs(own, other, False))
+        for (place, partner), (next_place, next_partner) in itertools.pairwise(pairs):
+            assert place < next_place
+            assert partner < next_partner
         if len(own) != len(other):
-            found += sum(own[a] == other[b] for a, b in made)
+            count_equal += sum(own[place] == other[partner] for place, partner in pairs)
             most += longest(own, other)
-    assert 0.85 * most < found <= most, "near the longest common subsequence, which a loop finds"
+    assert 0.85 * most < count_equal <= most, "near the longest, which a loop finds"
 
 
 def test_every_other_condition_has_the_same_segments(model):
     prompt = ma.Prompt(tokens=(1, 20, 30, 40, 50), counterpart=(1, 20, 31, 40, 50))
     slash = ma.MeaninglessTokens("/", count=4)
-    made = made_sequences(
-        with_baseline({"other": Counterpart(), "slash": slash}), [prompt], model, 0
-    )[0]
-    assert [SEGMENTS[c] for c in made["slash"].segment if SEGMENTS[c] != "inserted"] == [
-        SEGMENTS[c] for c in made[BASELINE].segment
-    ]
-    alone = made_sequences(with_baseline({"slash": slash}), [prompt], model, 0)[0]
+    conditions = with_baseline({"other": Counterpart(), "slash": slash})
+    (sequences,) = made_sequences(conditions, [prompt], model, 0)
+    own_segments = sequences["slash"].segment[~sequences["slash"].inserted]
+    assert own_segments.equal(sequences[BASELINE].segment)
+    (alone,) = made_sequences(with_baseline({"slash": slash}), [prompt], model, 0)
     assert not alone[BASELINE].of_segment("changed").any()
 
 
@@ -117,28 +120,19 @@ def test_a_run_over_pairs_measures_the_changed_tokens(model):
 
 def test_versions_come_from_a_file_a_list_or_a_mapping(model, tmp_path):
     place = tmp_path / "pairs.jsonl"
-    rows = [
-        {
-            "clean": f"Tom has {n} red",
-            "corrupted": f"Tom has {n} old",
-            "answer": " hats",
-            "wrong": " eggs",
-        }
-        for n in "ab"
-    ]
+    texts = ["Tom has a old", "Tom has b old"]
+    rows = []
+    for text in texts:
+        clean = text.replace("old", "red")
+        rows.append({"clean": clean, "corrupted": text, "answer": " hats", "wrong": " eggs"})
     place.write_text("\n".join(map(json.dumps, rows)))
-    given = {"counterpart": "corrupted", "other_answer": "wrong"}
-    made = ma.load_prompts(str(place), field="clean", template="joined", **given)
-    assert [(p.counterpart, p.other_answer, p.answer) for p in made] == [
-        (r["corrupted"], " eggs", " hats") for r in rows
-    ]
-    texts = [row["corrupted"] for row in rows]
-    for versions in (None, texts, dict(zip("01", texts, strict=True))):
-        assert (
-            Counterpart(versions)
-            .apply(made[1], model)
-            .tokens.equal(Counterpart().apply(made[1], model).tokens)
-        )
+    fields = {"field": "clean", "counterpart": "corrupted", "other_answer": "wrong"}
+    prompts = ma.load_prompts(str(place), template="joined", **fields)
+    assert [prompt.counterpart for prompt in prompts] == texts
+    assert {(prompt.other_answer, prompt.answer) for prompt in prompts} == {(" eggs", " hats")}
+    expected = Counterpart().apply(prompts[1], model).tokens
+    for versions in (texts, dict(zip("01", texts, strict=True))):
+        assert Counterpart(versions).apply(prompts[1], model).tokens.equal(expected)
 
 
 def test_bad_versions_are_refused_in_words(model):
@@ -153,17 +147,21 @@ def test_bad_versions_are_refused_in_words(model):
         Counterpart({"7": "Tom"}).apply(prompt, model)
 
 
-@pytest.mark.parametrize("name", ["toy:llama", "toy:gemma3"])
-@pytest.mark.parametrize("source", ["ioi", "greater-than", "capitals", "repeated-random"])
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("toy:llama", "ioi"),
+        ("toy:llama", "greater-than"),
+        ("toy:llama", "capitals"),
+        ("toy:gemma3", "repeated-random"),
+    ],
+)
 def test_generated_pairs_have_as_many_tokens_and_other_answers(name, source):
     model = ma.load_model(name)
-    made = ma.pairs(model, source, 12, span=(6, 9))
-    assert (
-        made
-        == ma.pairs(model, source, 12, span=(6, 9))
-        != ma.pairs(model, source, 12, span=(6, 9), seed=1)
-    )
-    for prompt in made:
+    prompts = ma.pairs(model, source, 12, span=(6, 9))
+    assert prompts == ma.pairs(model, source, 12, span=(6, 9))
+    assert prompts != ma.pairs(model, source, 12, span=(6, 9), seed=1)
+    for prompt in prompts:
         own, other = both(model, prompt, Counterpart())
         assert len(own) == len(other)
         assert other.of_segment("changed").any()
@@ -206,36 +204,25 @@ def test_the_answers_of_generated_pairs_follow_from_their_versions():
 @pytest.mark.parametrize("source", ["ioi", "greater-than", "capitals"])
 def test_pairs_are_grouped_by_template_and_may_have_one_length(source):
     model = ma.load_model("toy:llama")
-    made = ma.pairs(model, source, 40)
-    groups = [prompt.group for prompt in made]
+    prompts = ma.pairs(model, source, 40)
+    groups = [prompt.group for prompt in prompts]
     templates = len(set(groups))
     assert templates >= 12
     assert groups[templates:] == groups[: len(groups) - templates], "each once before any again"
-    for prompt in made:
+    for prompt in prompts:
         if source == "ioi":
             names = prompt.answer.strip(), prompt.other_answer.strip()
             assert all(name in prompt.question for name in names)
         beginning = prompt.group.partition("{")[0]
         assert prompt.question.startswith(beginning)
-    same = ma.pairs(model, source, 6, same_length=True)
-    assert len({len(tokenize(prompt, model)) for prompt in same}) == 1
-    assert len({len(tokenize(prompt, model)) for prompt in made}) > 1, "otherwise they differ"
+    same_length = ma.pairs(model, source, 6, same_length=True)
+    assert len({len(tokenize(prompt, model)) for prompt in same_length}) == 1
+    assert len({len(tokenize(prompt, model)) for prompt in prompts}) > 1, "otherwise they differ"
 
 
 def test_a_tokenizer_that_splits_names_differently_is_refused_with_the_words():
-    class Letters:
-        bos_token_id = None
-
-        def __call__(self, text, **_):
-            return {"input_ids": list(text)}
-
-    class Model:
-        tokenizer = Letters()
-        cfg = type("cfg", (), {"default_prepend_bos": False, "d_vocab": 99})()
-
-    from mechattn.prompts.pairs import _of_usual_length
+    def letters(text, **options):
+        return {"input_ids": list(text)}
 
     with pytest.raises(PromptError, match=r"only 1 words are 3 tokens .*'Nebuchadnezzar' \(15\)"):
-        _of_usual_length(Model.tokenizer, [" Jo", " Nebuchadnezzar"])
-    with pytest.raises(OptionError, match=r"source='ioy': choose one of 'ioi'"):
-        ma.pairs(Model(), "ioy")
+        _of_usual_length(letters, [" Jo", " Nebuchadnezzar"])

@@ -59,10 +59,3 @@ def test_bad_input(options, message):
     )
     with pytest.raises(OptionError, match=message):
         ma.repeated_random(model, **({"limit": 1} | options))
-
-
-def test_they_are_not_loaded():
-    with pytest.raises(
-        OptionError, match=r"drawn from the vocabulary of a model: ma\.repeated_random\(model\)"
-    ):
-        ma.load_prompts("repeated-random")

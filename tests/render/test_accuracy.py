@@ -45,21 +45,8 @@ def test_a_sweep_begins_at_the_baseline():
     assert list(places.data[0].x) == ["start"]
 
 
-def test_a_map_of_two_options():
-    names = ["baseline", "c=0.1, p1=90.0", "c=0.1, p1=99.5", "c=1.0, p1=90.0"]
-    figure = ma.render.accuracy_map(table(names, [0.9, 0.1, 0.2, 0.3]), "p1", "c", "a")
-    heat = figure.data[0]
-    assert (list(heat.x), list(heat.y)) == (["90.0", "99.5"], ["0.1", "1.0"])
-    np.testing.assert_allclose(np.array(heat.z, dtype=float), [[10, 20], [30, np.nan]])
-    assert (heat.zmin, heat.zmax) == (10, 170), "white is the baseline"
-    close = ma.render.accuracy_map(table(names, [0.9, 0.89, 0.9, 0.91]), "p1", "c").data[0]
-    assert (close.zmin, close.zmax) == (80, 100), "a point of accuracy has no colour"
-
-
 def test_what_cannot_be_shown():
     with pytest.raises(OptionError, match="no condition is named count="):
         ma.render.accuracy({"a": table(["baseline", "slash"], [0.9, 0.7])}, "count")
-    with pytest.raises(OptionError, match="no condition is named p1="):
-        ma.render.accuracy_map(table(["baseline", "slash"], [0.9, 0.7]), "p1", "c")
     with pytest.raises(OptionError, match="no tables"):
         ma.render.accuracy({})

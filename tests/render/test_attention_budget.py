@@ -9,7 +9,7 @@ from scipy import stats
 import mechattn as ma
 from mechattn.contrast.budget_table import PAYERS, budget_table, busiest_layer
 from mechattn.errors import OptionError
-from mechattn.pages.page import drawn_section
+from mechattn.pages.sections import drawn_section
 from mechattn.render.budget_figures import budget_rows
 
 CAUSES = ("distance", "mass", "hidden states")

@@ -43,7 +43,7 @@ def test_a_report_shows_what_the_result_has(results):
             ["by_layer"],
         ),
     ):
-        shown = figures_of(result, 1, [0, 2])
+        shown = figures_of(result, 1)
         assert [draw.__name__ for draw, _ in shown] == expected
         assert shown[-1][1] == {"quantity": "span_mass"}
         for draw, options in shown:
@@ -62,7 +62,7 @@ def test_a_new_figure_is_shown_once_it_is_declared(results):
         def not_measured(result):
             return go.Figure()
 
-        with_slash, alone = (figures_of(result, 2, [0]) for result in results)
+        with_slash, alone = (figures_of(result, 2) for result in results)
         assert (sinks_of_mine, {"condition": "slash", "layer": 2, "note": "a"}) in with_slash
         assert sinks_of_mine not in [draw for draw, _ in alone]
         assert not_measured not in [draw for draw, _ in with_slash]

@@ -59,7 +59,9 @@ def test_text_is_coloured_by_received_attention(mapped):
     received = mapped["received_attention"].received.sel(layer=0).isel(head=[2, 3]).mean("head")
     figures = view.body.split("</figure>")[:2]
     for figure, condition in zip(figures, ("baseline", "slash"), strict=True):
-        shown = re.findall(r'title="([^"]*)" style="background:rgba\(213,94,0,([\d.]+)\)', figure)
+        shown = re.findall(
+            r'title="([^"]*)" style="background:rgba\(213, 94, 0, ([\d.]+)\)', figure
+        )
         expected = received.sel(condition=condition).values[: len(shown)]
         assert len(shown) == int(
             (mapped["sequences"].origin.isel(prompt=0).sel(condition=condition) >= -1).sum()
@@ -83,7 +85,7 @@ def test_tokens_are_escaped(toy):
 
 
 def test_what_is_not_there(mapped, toy, prompts):
-    with pytest.raises(OptionError, match="layer 9 is not in this result"):
+    with pytest.raises(OptionError, match="layer 9 was not measured"):
         ma.render.pattern(mapped, 9, [0], difference=True)
     with pytest.raises(OptionError, match="head 99 is out of range"):
         ma.render.received_text(mapped, 0, [99])

@@ -46,7 +46,6 @@ def figures(toy, prompts):
     result = ma.run(toy, prompts[:4], conditions, analyses, keep="prompts")
     counts = ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20])
     counted = table(["baseline", *counts], accuracy=[0.9, 0.8, 0.5])
-    grid = ma.sweep(ma.MeaninglessTokens("/"), count=[5, 20], place=["start", "before_question"])
     tried = [(name, k) for name in ("baseline", "slash") for k in (1, 2, 4)]
     samples = table(
         [name for name, _ in tried],
@@ -77,9 +76,7 @@ def figures(toy, prompts):
         "near_zero_by_class": draw.near_zero_by_class(result),
         "agreement": draw.agreement(result, "slash"),
         "accuracy": draw.accuracy({"toy:llama": counted}, "count"),
-        "accuracy_map": draw.accuracy_map(table(["baseline", *grid], accuracy=[0.9, 0.8, 0.7, 0.6, 0.5]), "count", "place"),
-        "by_samples": draw.by_samples({"pass@k": samples, "best of k": samples}),
-        "diversity": draw.diversity({"toy:llama": table(["baseline", "slash"], estimate=[0.3, 0.4])}),
+        "by_samples": draw.by_samples({"pass@k": samples, "of another model": samples}),
         "dose_curves": draw.dose_curves(counted, ma.run(toy, prompts[:4], counts)),
         "while_answering": draw.while_answering(ma.while_answering(toy, answers, prompts[:4], {"slash": slash})),
         "verdicts": draw.verdicts([result, result]),

@@ -194,11 +194,6 @@ def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
     np.testing.assert_allclose(first.y, expected[np.asarray(first.x)], rtol=1e-5)
 
 
-def test_one_based_titles(slash_result):
-    figure = ma.render.received_attention(slash_result, layer=0, heads=[2], one_based=True)
-    assert "Layer 1 head 3" in [a.text for a in figure.layout.annotations]
-
-
 def test_choosing_needs_the_prompts(toy, prompts):
     result = ma.run(toy, prompts[:6], {"slash": ma.MeaninglessTokens(count=5)})
     with pytest.raises(OptionError, match='keep="prompts"'):

@@ -6,9 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import mechattn as ma
 from mechattn.errors import ModelError
-from mechattn.model import hooked
 from mechattn.model.checkpoint import load_tokenizer
-from mechattn.model.hooked import facts_of
 
 QUESTIONS = ["Tom has 3 apples. How many?", "What is 3 + 4? I want to know."]
 DROPOUT = 0.5
@@ -106,15 +104,6 @@ def test_a_changed_model_can_be_measured_as_unverified(model):
 def test_an_unchanged_model_stays_verified(model):
     ma.load_model(model, verify=False)
     assert ma.run(model, QUESTIONS).provenance["model"]["verified"]
-
-
-def test_a_model_that_was_verified_with_a_hook_on_it_is_verified_again_later(model):
-    handle = model.blocks[0].register_forward_pre_hook(lambda *inputs: None)
-    ma.verify_model(model)
-    handle.remove()
-    facts_of(model).boots = -1  # as after another model was made
-    ma.run(model, QUESTIONS)
-    assert facts_of(model).boots == hooked.boots()
 
 
 def halve_the_output(model):

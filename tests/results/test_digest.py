@@ -8,23 +8,20 @@ import pytest
 
 import mechattn as ma
 from mechattn.commands.pages import summary
-from mechattn.results.arrays import canonical
 from mechattn.results.result import Result
 from mechattn.store.objects import digest_of
 
 QUANTITY = "received_by_segment"
 
 
-@pytest.fixture(scope="module")
 def run(toy, prompts):
-    analyses = [ma.ReceivedAttention(), ma.analyses.MlpActivations(), ma.analyses.AttentionFocus()]
     conditions = {"“é”": ma.conditions.RandomTokens(count=5)}
-    return lambda: ma.run(toy, prompts[:3], conditions, analyses, layers=[0, 1])
+    return ma.run(toy, prompts[:3], conditions, layers=[0, 1])
 
 
 @pytest.fixture(scope="module")
-def result(run):
-    return run()
+def result(toy, prompts):
+    return run(toy, prompts)
 
 
 def changed(result, change):
@@ -34,18 +31,16 @@ def changed(result, change):
     return Result(datasets, result.provenance)
 
 
-def with_values(result, turn, where=(0, 1, 0, 2, 1)):
+def with_value(result, value):
     def change(dataset):
-        values = dataset[QUANTITY].values
-        values[where] = turn(values[where])
+        dataset[QUANTITY].values[0, 1, 0, 2, 1] = value
         return dataset
 
     return changed(result, change)
 
 
-def test_two_equal_runs_have_the_same_one(run, result):
-    again = run()
-    assert again.digest() == result.digest()
+def test_two_equal_runs_have_the_same_one(toy, prompts, result):
+    assert run(toy, prompts).digest() == result.digest()
     assert len(result.digest()) == 32
     later = {**result.provenance, "time": "2001-01-01T00:00:00+00:00"}
     assert replace(result, provenance=later).digest() == result.digest()
@@ -89,28 +84,19 @@ def nan(dtype, bits):
     "pair",
     [
         (nan("f4", 0x7FC00000), nan("f4", 0xFFC00000)),
-        (nan("f4", 0x7FC00000), nan("f4", 0x7FC00123)),
         (nan("f4", 0x7FC00000), nan("f4", 0x7F800001)),
         (np.float32(0.0), np.float32(-0.0)),
     ],
-    ids=["sign of NaN", "payload", "signalling", "sign of 0"],
+    ids=["sign of NaN", "signalling", "sign of 0"],
 )
 def test_what_a_cpu_may_write_otherwise_is_the_same(result, pair):
-    one, other = (with_values(result, lambda _, x=x: x) for x in pair)
-    values = [r["received_attention"][QUANTITY].values for r in (one, other)]
-    assert values[0].tobytes() != values[1].tobytes(), "negative control: the bytes differ"
+    one, other = (with_value(result, value) for value in pair)
+    contents = [of["received_attention"][QUANTITY].values.tobytes() for of in (one, other)]
+    assert contents[0] != contents[1], "negative control: the bytes differ"
     assert one.digest() == other.digest() != result.digest()
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i8", "?"])
-def test_canonical_bytes(dtype):
-    """Contiguous or not, big-endian or not, and without touching what was given."""
-    values = np.arange(24).reshape(4, 6).astype(dtype)
-    before = values.copy()
-    same = canonical(values).tobytes()
-    assert canonical(np.asfortranarray(values)).tobytes() == same
-    assert canonical(values.astype(values.dtype.newbyteorder(">"))).tobytes() == same
-    assert same == values.astype(values.dtype.newbyteorder("<")).tobytes()
-    assert (values == before).all()
-    for part in (values[:0], np.array(values[0, 0])):
-        assert canonical(part).tobytes() == part.tobytes()
+def test_the_order_of_bytes_in_memory_is_not_in_it(result):
+    other = changed(result, lambda d: d.assign({QUANTITY: d[QUANTITY].astype(">f4")}))
+    assert other["received_attention"][QUANTITY].dtype.byteorder == ">"
+    assert other.digest() == result.digest()

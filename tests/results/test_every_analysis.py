@@ -5,7 +5,6 @@ import pytest
 
 import mechattn as ma
 from mechattn.analysis import ANALYSES
-from mechattn.results.arrays import digest
 
 SLASH = ma.MeaninglessTokens(count=3)
 KINDS = {
@@ -40,18 +39,15 @@ def result(request, model, prompts):
     return made
 
 
-def assert_same(loaded, result):
-    assert digest(loaded.datasets) == digest(result.datasets)
+def test_saved_loaded_equal_and_with_units(result, tmp_path):
+    result.save(tmp_path / "r.zarr")
+    loaded = ma.load_result(tmp_path / "r.zarr")
+    assert loaded.digest() == result.digest()
     assert loaded.datasets.keys() == result.datasets.keys()
     for name, dataset in result.datasets.items():
+        assert [label for label in dataset if not dataset[label].attrs.get("units")] == []
         for label, expected in dataset.variables.items():
-            got = loaded[name].variables[label]
-            assert got.dims == expected.dims
-            np.testing.assert_array_equal(
-                got.values.astype(expected.dtype), expected.values
-            )  # NaN equals NaN
-
-
-def test_saved_loaded_equal(result, tmp_path):
-    result.save(tmp_path / "r.zarr")
-    assert_same(ma.load_result(tmp_path / "r.zarr"), result)
+            stored = loaded[name].variables[label]
+            assert stored.dims == expected.dims
+            values = stored.values.astype(expected.dtype)
+            np.testing.assert_array_equal(values, expected.values)  # NaN equals NaN

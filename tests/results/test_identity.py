@@ -7,11 +7,9 @@ import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 import mechattn as ma
@@ -34,10 +32,9 @@ OURS = [
 ]
 
 
-@pytest.mark.parametrize("value", OURS, ids=lambda value: type(value).__name__)
-def test_what_is_ours_reads_as_it_is_written(value):
-    """So that a run of an earlier version goes on."""
-    assert identity(value) == repr(value)
+def test_what_is_ours_reads_as_it_is_written():
+    for value in OURS:
+        assert identity(value) == repr(value)
 
 
 class Plain:
@@ -91,8 +88,7 @@ DIFFERENT = [
 
 def test_different_things_have_different_words():
     words = [identity(value) for value in DIFFERENT]
-    for (one, first), (other, second) in combinations(zip(DIFFERENT, words, strict=True), 2):
-        assert first != second, (one, other)
+    assert [word for word in words if words.count(word) > 1] == []
     assert not any(" at 0x" in word for word in words)
 
 
@@ -123,15 +119,14 @@ def loaded(path, text):
 
 def test_another_source_is_another_class(tmp_path):
     text = "class Own:\n    def add(self, x):\n        return x + 1\nclass Heir(Own):\n    pass\n"
-    first, same, other = (
-        loaded(tmp_path / f"{name}.py", made)
-        for name, made in (("a", text), ("b", text), ("c", text.replace("+ 1", "+ 2")))
-    )
+    first = loaded(tmp_path / "a.py", text)
+    same = loaded(tmp_path / "b.py", text)
+    other = loaded(tmp_path / "c.py", text.replace("+ 1", "+ 2"))
     for name in ("Own", "Heir"):
-        one, again, changed = (identity(getattr(module, name)()) for module in (first, same, other))
-        assert one == again
-        assert one != changed
-        assert one.startswith(f"{name}[source ")
+        words = identity(getattr(first, name)())
+        assert words == identity(getattr(same, name)())
+        assert words != identity(getattr(other, name)())
+        assert words.startswith(f"{name}[source ")
 
 
 def typed(text, cell=None):

@@ -6,7 +6,6 @@ from typer.testing import CliRunner
 import mechattn as ma
 from mechattn.commands.main import app
 from mechattn.errors import OptionError
-from mechattn.results.arrays import digest
 from mechattn.store.writing import merge_stored
 from tests.conftest import run_part
 
@@ -44,11 +43,11 @@ def prompts_of(name):
 @pytest.mark.parametrize("target", ["1.zarr", "other.zarr"])
 def test_a_target_that_is_no_merge_of_them_stays(shards, target):
     """The target was forgotten, so the first shard stands in its place; or it is of another run."""
-    before = digest(ma.load_result(target).datasets)
+    before = ma.load_result(target).digest()
     done = CliRunner().invoke(app, ["merge", target, "2.zarr", "3.zarr"])
     assert isinstance(done.exception, OptionError)
     assert f"{target} exists and is not a merge of 2.zarr, 3.zarr" in str(done.exception)
-    assert digest(ma.load_result(target).datasets) == before
+    assert ma.load_result(target).digest() == before
 
 
 @pytest.mark.parametrize("target", ["1.zarr", "./1.zarr", "../{folder}/1.zarr"])

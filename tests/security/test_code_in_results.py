@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from importlib.metadata import version
 
 import numcodecs.pickles
 import pytest
@@ -73,19 +72,6 @@ def test_without_the_guard_the_attack_runs_code(as_before, tmp_path):  # negativ
     assert (tmp_path / "ran").exists()
 
 
-def test_a_group_of_the_older_format_within_a_result(as_before, stored, tmp_path):
-    attack(stored / "received_attention" / "evil", tmp_path / "ran")
-    (stored / "received_attention" / "zarr.json").unlink()
-    (stored / "received_attention" / "zarr.json").mkdir()
-    with pytest.raises(OutputError):
-        ma.load_result(stored)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_numcodecs_itself_refuses_pickles():
-    assert numcodecs.pickles.ALLOW_UNSAFE_PICKLE_DECODE is False, version("numcodecs")
-
-
 def changed(stored, variable, **changes):
     path = stored / variable / "zarr.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -100,21 +86,13 @@ ZSTD = {"name": "zstd", "configuration": {"level": 0, "checksum": False}}
     "change",
     [
         {"codecs": [BYTES, {"name": "numcodecs.pickle"}]},
-        {"codecs": [BYTES, {"name": "gzip", "configuration": {"level": 5}}]},
-        {"codecs": [BYTES, {"name": "crc32c"}]},
         {"codecs": [BYTES, ZSTD]},
         {"codecs": [{"name": "sharding_indexed"}]},
-        {"codecs": "bytes"},
         {"zarr_format": 2},
         {"data_type": "variable_length_bytes"},
-        {"data_type": {"name": "struct"}},
-        {"storage_transformers": [{"name": "other"}]},
-        {"chunk_key_encoding": {"name": "v2"}},
         {"chunk_grid": {"name": "rectangular"}},
         {"node_type": "link"},
         {"shape": [-1]},
-        {"shape": [True, 1, 1]},
-        {"shape": "3"},
     ],
 )
 def test_codecs_and_formats_that_mechattn_does_not_write(stored, monkeypatch, change):
@@ -127,9 +105,7 @@ def test_codecs_and_formats_that_mechattn_does_not_write(stored, monkeypatch, ch
         ma.load_result(stored)
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", "3", "9" * 5000, "[" * 100_000, '{"zarr_format": 3}', "\ud800"]
-)
+@pytest.mark.parametrize("content", ["{", "3", "[" * 100_000, "\ud800"])
 def test_metadata_that_is_none(stored, content):
     (stored / "sequences" / "zarr.json").write_bytes(content.encode("utf-8", "surrogatepass"))
     listed(stored, "sequences/zarr.json")

@@ -59,7 +59,7 @@ def markup(figure):
 
 
 def test_every_figure_of_a_report_shows_names_as_text(hostile):
-    drawn = [draw(hostile, **options) for draw, options in figures_of(hostile, 0, [0, 1])]
+    drawn = [draw(hostile, **options) for draw, options in figures_of(hostile, 0)]
     assert len(drawn) >= 10
     assert [found for figure in drawn for found in markup(figure)] == []
     assert any(
@@ -84,7 +84,7 @@ def test_our_own_markup_stays():
 
 
 def test_figures_of_configs_are_those_that_are_checked(hostile):
-    drawn = {draw.__name__ for draw, _ in figures_of(hostile, 0, [0, 1])}
+    drawn = {draw.__name__ for draw, _ in figures_of(hostile, 0)}
     others = {
         "attention_budget",  # these three lead a page
         "received_attention",

@@ -68,12 +68,6 @@ def test_the_paths_are_there_by_request_and_passwords_never(home):  # negative c
     assert "SECRET" not in text
 
 
-def test_a_script(home):
-    prompts = ma.load_prompts(str(home / "prompts.jsonl"))
-    model = ma.load_model(str(home / "ckpt"), verify=False)
-    assert "jane.doe" not in json.dumps(ma.run(model, prompts).provenance)
-
-
 def test_a_file_of_answers(home):
     model, prompts = (
         ma.load_model(str(home / "ckpt"), verify=False),
@@ -105,15 +99,6 @@ def test_a_file_of_answers(home):
 )
 def test_names_of_places(place, name):
     assert name_of(place) == name
-
-
-def test_a_folder_here_is_a_path_and_what_is_nowhere_a_name_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert name_of("org/model") == "org/model"
-    (tmp_path / "org" / "model").mkdir(parents=True)
-    assert name_of("org/model") == "model"
-    monkeypatch.chdir(tmp_path / "org")
-    assert name_of(".") == "org"
 
 
 def test_commands():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import mechattn as ma
-from mechattn.evaluation import server_probe
 from tests.served.stand_in import Engine, StandIn, running
 
 
@@ -34,12 +33,6 @@ def server(engine):
 def certificate():
     """What a server of the tests shows over TLS."""
     return Path(__file__).with_name("certificate.pem")
-
-
-@pytest.fixture(autouse=True)
-def whole_probe(monkeypatch):
-    """The runs of these tests are so short that a tenth of their tokens would probe next to nothing."""
-    monkeypatch.setattr(server_probe, "SHARE", 1000)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import pytest
 
 import mechattn as ma
-from mechattn.evaluation import evaluate as module
+from mechattn.evaluation.generate import Generation
 from tests.served.stand_in import StandIn, running
 
 LIMIT = 16
@@ -28,25 +28,22 @@ def processes():
 
 def run(path, model="toy:llama", server=None, stuck=None):
     """Some answers; after so many it waits in the middle of a batch until it is killed."""
-    ended, real = [], module.Generation.advance
+    ended = []
+    advance = Generation.advance
 
-    def advance(generation):
+    def until_stuck(generation):
         if stuck is not None and len(ended) >= stuck:
             time.sleep(900)
-        answers = real(generation)
+        answers = advance(generation)
         ended.extend(answers)
         return answers
 
-    module.Generation.advance = advance
-    try:
-        prompts, conditions = (
-            ma.load_prompts("word-problems", limit=3),
-            {"slash": ma.MeaninglessTokens("/", 20)},
-        )
-        options = {"samples": 2, "new_tokens": LIMIT, "batch": 3, "out": path, "server": server}
+    prompts = ma.load_prompts("word-problems", limit=3)
+    conditions = {"slash": ma.MeaninglessTokens("/", 20)}
+    options = {"samples": 2, "new_tokens": LIMIT, "batch": 3, "out": path, "server": server}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generation, "advance", until_stuck)
         return ma.evaluate(model, prompts, conditions, **options)
-    finally:
-        module.Generation.advance = real
 
 
 def by_question(path):

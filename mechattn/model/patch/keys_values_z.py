@@ -74,6 +74,7 @@ def check_layers(model: Any, layers: Iterable[int]) -> None:
 
 
 def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
+    """Hooks that change z of a layer, and refuse a layer that has run without it."""
     heads = heads_of(model)
     needed = Needed(
         f"layer {layer} has run without its hook_z, so the outputs of its heads cannot be changed"
@@ -128,22 +129,26 @@ def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
             )
         hook = partial(changed, part)
         handles.append(model.hook_dict[name].register_forward_hook(hook))
+
     return handles
 
 
 def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
     """For a transformers model: the two projections, or the columns of a fused one."""
-    modules = {
-        path.rpartition(".")[2]: module for path, module in blocks_of(model)[layer].named_modules()
-    }
+    modules = {}
+    for path, module in blocks_of(model)[layer].named_modules():
+        name = path.rpartition(".")[2]
+        modules[name] = module
 
     def changed(part: Part, module: Any, args: Any, projected: Tensor) -> Tensor:
         return change(part, projected).to(projected.dtype)
 
     if "k_proj" in modules and "v_proj" in modules:
-        return [
-            modules[f"{part}_proj"].register_forward_hook(partial(changed, part)) for part in PARTS
-        ]
+        handles = []
+        for part in PARTS:
+            hook = partial(changed, part)
+            handles.append(modules[f"{part}_proj"].register_forward_hook(hook))
+        return handles
 
     fused = [modules[name] for name in FUSED_PROJECTIONS if name in modules]
     columns = _columns(_text_config(model))
@@ -172,15 +177,17 @@ def _columns(config: Any) -> dict[Part, Int[Tensor, " width"]] | None:
     heads = int(config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     groups = _groups(config, heads)
+    columns = torch.arange((heads + 2 * groups) * width)
 
     if config.model_type in ONE_AFTER_THE_OTHER:
-        of_part = torch.arange(groups * width)
-        return {"k": heads * width + of_part, "v": (heads + groups) * width + of_part}
+        sizes = [heads * width, groups * width, groups * width]
+        _, of_keys, of_values = columns.split(sizes)
+        return {"k": of_keys, "v": of_values}
 
     if config.model_type in BY_GROUP:
         rows_of_group = heads // groups + 2  # queries, then a key and a value
-        columns = torch.arange((heads + 2 * groups) * width).view(groups, rows_of_group, width)
-        return {"k": columns[:, -2].flatten(), "v": columns[:, -1].flatten()}
+        by_group = columns.view(groups, rows_of_group, width)
+        return {"k": by_group[:, -2].flatten(), "v": by_group[:, -1].flatten()}
     return None
 
 

@@ -51,9 +51,11 @@ def nonlinearity_of(model: Any, layer: int) -> tuple[Any, str]:
             f"layer {layer} is a mixture of experts; MlpActivations and ARM need an MLP that all"
             " tokens go through, so leave them out, or name other layers"
         )
+
     places: dict[int, tuple[Any, str]] = {}
     for module, name in _nonlinearities(block):
         places.setdefault(id(getattr(module, name)), (module, name))
+
     if not places:
         raise ModelError(
             f"layer {layer} has no MLP with a nonlinearity known to mechattn, so its activations"

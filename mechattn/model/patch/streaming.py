@@ -18,11 +18,10 @@ from mechattn.errors import ModelError
 from mechattn.functional.attention import (
     Attention,
     EdgeMask,
-    Fused,
     Rows,
     attention_by_rows,
-    fused_attention,
 )
+from mechattn.functional.fused import Fused, fused_attention
 from mechattn.model import hooks
 from mechattn.model.architectures import particulars_of, score_scale
 from mechattn.model.head_parts import clip_of
@@ -52,6 +51,8 @@ HOOKS_WITHOUT_STREAMING = (
     "attn.q_norm.",
     "attn.k_norm.",
     "attn.kv_b_proj.",
+    "attn.hook_q_latent",
+    "attn.hook_kv_latent",
 )
 
 
@@ -94,6 +95,7 @@ class _Layer:
             fused = fused_attention(attention)
             see(fused)
             return fused.out
+
         return attention_by_rows(attention, see, self.block)
 
 
@@ -169,6 +171,7 @@ def _called_by_transformers(model: HookedModel, attending: list[int]) -> Iterato
 
     for name in (NAME, NAME_WITH_MASK):
         AttentionInterface.register(name, _attention_function)
+
     AttentionMaskInterface.register(NAME, flash_attention_mask)  # it needs masks only for padding
     AttentionMaskInterface.register(
         NAME_WITH_MASK, lambda *_, **__: torch.zeros(1, 1, 1, 1, dtype=torch.bool)
@@ -252,23 +255,10 @@ def _plain(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _latent(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[None]:
+def _latent(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContextManager[None]:
     """Like ``_delegated``, with the hooks that the bridge fires in its own forward pass."""
-    hook_names = {"q_a_layernorm": "hook_q_latent", "kv_a_layernorm": "hook_kv_latent"}
-
-    def fire(hook_point: Callable[[Tensor], Tensor], module: Any, args: Any, out: Tensor) -> Tensor:
-        return hook_point(out)
-
-    with ExitStack() as stack:
-        for module_name, hook_name in hook_names.items():
-            module = getattr(attention.original_component, module_name, None)
-            if module is not None:
-                hook = partial(fire, getattr(attention, hook_name))
-                stack.callback(module.register_forward_hook(hook).remove)
-        hook_points = (attention.hook_q, attention.hook_k, attention.hook_v)
-        stack.enter_context(_delegated(model, attention, layer, hook_points))
-        yield
+    hook_points = (attention.hook_q, attention.hook_k, attention.hook_v)
+    return _delegated(model, attention, layer, hook_points)
 
 
 def _fused(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContextManager[None]:
@@ -283,6 +273,7 @@ def _fused(model: HookedModel, attention: Any, layer: _Layer) -> AbstractContext
             q = q.clamp(-limit, limit)
             k = k.clamp(-limit, limit)
             v = v.clamp(-limit, limit)
+
         q, k, v, batch, length, width = attention._reshape_qkv_to_heads(q, k, v, heads, kv_heads)
 
         rotation = kwargs.get("position_embeddings")

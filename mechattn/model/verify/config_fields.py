@@ -95,18 +95,24 @@ _WITH = {  # fields that matter only together with one of those
 def unknown_fields(config: Any) -> dict[str, str]:
     """The configuration fields that may mean an unsupported kind of attention, each with what is
     known about it."""
-    meanings = {}
     kinds = getattr(config, "layer_types", None)
-    idle = () if kinds is None or "chunked_attention" in kinds else ("attention_chunk_size",)
-    understood = {*KNOWN, *idle, *(name for names in _WITH.values() for name in names)}
+    understood = {*KNOWN, *(name for names in _WITH.values() for name in names)}
+    if kinds is not None and "chunked_attention" not in kinds:
+        understood.add("attention_chunk_size")  # no layer uses it
+
+    meanings = {}
     for name, value in _fields(config):
         if name in understood:
             continue
-        if name not in REFUSED:
-            if value is not None and value is not False and value not in ("", [], {}, ()):
-                meanings[name] = "unknown effect on attention"
-        elif not any(value is off or value == off for off in REFUSED[name][1]):
-            meanings[name] = REFUSED[name][0]
+        if name in REFUSED:
+            meaning, values_off = REFUSED[name]
+            is_off = any(value is off or value == off for off in values_off)
+        else:
+            meaning = "unknown effect on attention"
+            is_off = value is None or value is False or value in ("", [], {}, ())
+        if not is_off:
+            meanings[name] = meaning
+
     return meanings
 
 
@@ -115,22 +121,19 @@ def check_config(model: HookedModel, native: Any = None) -> Check:
     was made from."""
     config = config_of(model) or getattr(native, "config", None)
     if config is None:
-        return Check(
-            "config",
-            "not checked",
-            detail=f"a {type(model).__name__} has no configuration of transformers",
-        )
-    values, unknown = dict(_fields(config)), unknown_fields(config)
+        reason = f"a {type(model).__name__} has no configuration of transformers"
+        return Check("config", "not checked", detail=reason)
+    values = dict(_fields(config))
+    unknown = unknown_fields(config)
     detail = f"fields unknown to mechattn, of {len(values)} about attention"
     if not unknown:
-        return Check("config", "passed", None, 0.0, 0.0, 0.0, 0.0, detail)
-    said = "; ".join(f"{name} = {values[name]!r} ({effect})" for name, effect in unknown.items())
+        return Check("config", "passed", detail=f"no {detail}")
+    effects = [f"{name} = {values[name]!r} ({effect})" for name, effect in unknown.items()]
     remedy = (
         "a short probe may not reveal its effect, so please report it; verify=False measures anyway"
         " and records this"
     )
-    number = float(len(unknown))
-    return Check("config", "failed", None, number, 0.0, number, 0.0, f"{detail}: {said}", remedy)
+    return Check("config", "failed", detail=f"{detail}: {'; '.join(effects)}", remedy=remedy)
 
 
 def _fields(config: Any) -> Iterator[tuple[str, Any]]:
@@ -141,10 +144,10 @@ def _fields(config: Any) -> Iterator[tuple[str, Any]]:
     usual = PretrainedConfig().to_dict()
     for name, value in config.to_dict().items():
         if name == "attn_config" and isinstance(value, Mapping):
-            yield from (
-                (f"{name}.{field}", said) for field, said in value.items() if field not in usual
-            )
-        elif (
-            name not in usual and _ABOUT_ATTENTION.search(name) and not _OF_OTHER_PARTS.search(name)
-        ):
+            for field, nested_value in value.items():
+                if field not in usual:
+                    yield f"{name}.{field}", nested_value
+        elif name in usual or not _ABOUT_ATTENTION.search(name):
+            continue
+        elif not _OF_OTHER_PARTS.search(name):
             yield name, value

@@ -97,6 +97,7 @@ def check_kernel(
         hooked = hook_values.get(hooks.pattern_hook(layer))
         if hooked is not None and hooked[:1].shape == pattern.shape:
             pairs[layer] = (hooked[0], pattern[0].float().cpu())
+
     detail = f"hook_pattern against the pattern of the model's own attention, by {source}"
     remedy = f"the hooks' pattern differs from the one that the model uses; {what_to_try(dtype)}"
     return compare("kernel", pairs, KERNEL_TOLERANCE[dtype], detail, remedy, scale=1.0)

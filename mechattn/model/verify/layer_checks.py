@@ -1,13 +1,12 @@
-"""Checks that the hooks of each layer fit together: rows, mask and scores of the pattern, values,
-heads, residual.
+"""Checks that the hooks of each layer fit together: rows of the pattern, values, heads, residual.
 
 z is pattern · v, but some models clip or norm the values, or gate or norm the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from einops import einsum, rearrange, repeat
@@ -36,7 +35,6 @@ GATE_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 # The hooks of a layer that the checks read.
 READ_HOOKS = {
-    "attn.hook_attn_scores",
     "attn.hook_pattern",
     "attn.hook_v",
     "attn.hook_z",
@@ -86,8 +84,6 @@ def check_layers(probe: ProbedHooks) -> list[Check]:
     """All checks of this file."""
     return [
         _rows(probe),
-        _mask(probe),
-        _scores(probe),
         _values(probe),
         _heads(probe),
         _residual(probe),
@@ -104,75 +100,48 @@ def gate_function(detail: str) -> Callable[[Tensor], Tensor] | None:
 
 
 def _rows(probe: ProbedHooks) -> Check:
-    """Check that each query's probabilities add up to 1, or to less where a sink takes the rest."""
+    """Check that the keys that a query can see get all its attention, which is 1 in all, or less
+    where a sink takes the rest."""
+    length = probe.length
     has_sinks = hooks.has_sinks(probe.model)
     pairs = {}
-    for layer, pattern in probe.each_layer("attn.hook_pattern"):
-        sums = pattern[0].sum(-1)
-        expected = sums.clamp(0, 1) if has_sinks else torch.ones_like(sums)
-        pairs[layer] = (sums, expected)
-
-    detail = "rows of the pattern sum to 1"
-    if has_sinks:
-        detail = "rows of the pattern sum to at most 1 (learned sinks)"
-    tolerance = max(10 * PROBABILITY[probe.dtype], 1e-4)
-    remedy = "hook_pattern shows no probabilities"
-    return compare("rows", pairs, tolerance, detail, remedy, scale=1.0)
-
-
-def _mask(probe: ProbedHooks) -> Check:
-    """Check that keys that a query cannot see have no mass and, if scores show it, that no visible
-    key is masked."""
-    length = probe.length
-    masked_score = torch.finfo(probe.dtype).min / 2
-    pairs = {}
     windows_beyond_probe = []
+
     for layer, pattern in probe.each_layer("attn.hook_pattern"):
         window = hooks.attention_window(probe.model, layer)
         if window is not None and window >= length:
             windows_beyond_probe.append(window)
 
         visible = visible_keys(torch.arange(length), length, window)
-        stray_mass = pattern[0].masked_fill(visible, 0.0).amax()
-        scores = probe.of_layer(layer, "attn.hook_attn_scores")
-        if scores is None:
-            scores = pattern
-        is_masked = scores[0] < masked_score
-        missing = is_masked.logical_and(visible).any().float()
-        pairs[layer] = (torch.stack([stray_mass, missing]), torch.zeros(2))
+        visible_mass = pattern[0].masked_fill(~visible, 0.0).sum(-1)
+        expected = torch.ones_like(visible_mass)
+        if has_sinks:
+            expected = pattern[0].sum(-1).clamp(0, 1)
+        pairs[layer] = (visible_mass, expected)
 
-    detail = "mass on keys that a query cannot see, and masked keys that it can see"
+    total = "at most 1 (learned sinks)" if has_sinks else "1"
+    detail = f"the attention of each query to the keys that it can see sums to {total}"
     if windows_beyond_probe:
-        window = min(windows_beyond_probe)
         detail += (
-            f" (the probe of {length} tokens does not reach the window of {window};"
-            " verify_model(length=…))"
+            f" (the probe of {length} tokens does not reach the window of"
+            f" {min(windows_beyond_probe)}; verify_model(length=…))"
         )
-    remedy = f"the mask is not the model's; {ANOTHER_VERSION}"
-    return compare("mask", pairs, 1e-6, detail, remedy, scale=1.0)
 
-
-def _scores(probe: ProbedHooks) -> Check:
-    pairs = {}
-    for layer, pattern in probe.each_layer("attn.hook_pattern"):
-        scores = probe.of_layer(layer, "attn.hook_attn_scores")
-        if scores is not None and scores.shape == pattern.shape:
-            row_sums = pattern[0].sum(-1, keepdim=True)  # below 1 where a sink takes the rest
-            pairs[layer] = (scores[0].softmax(-1) * row_sums, pattern[0])
-
-    detail = "softmax of hook_attn_scores against the pattern"
-    check = compare("scores", pairs, PROBABILITY[probe.dtype], detail, "", scale=1.0)
-    return limited(
-        check, "hook_attn_scores does not hold the scores; analyses read queries and keys instead"
+    tolerance = max(10 * PROBABILITY[probe.dtype], 1e-4)
+    remedy = (
+        "hook_pattern shows no probabilities, or has another mask than the model;"
+        f" {ANOTHER_VERSION}"
     )
+    return compare("rows", pairs, tolerance, detail, remedy, scale=1.0)
 
 
 @torch.no_grad()
 def _values(probe: ProbedHooks) -> Check:
     """Check that pattern · v is z or, if not, that a gate or a norm after it gives z."""
-    model = probe.model
+    tolerance = TOLERANCE[probe.dtype][1]
     pairs: dict[int, Pair] = {}
-    gates: dict[int, Tensor | None] = {}
+    steps = []
+
     for layer, pattern in probe.each_layer("attn.hook_pattern"):
         stored_v = probe.of_layer(layer, "attn.hook_v")
         stored_z = probe.of_layer(layer, "attn.hook_z")
@@ -180,42 +149,28 @@ def _values(probe: ProbedHooks) -> Check:
             reason = f"layer {layer} fires no hook_v or no hook_z"
             return Check("values", "limited", detail=f"{VALUES_DETAIL}: {reason}")
 
-        v = head_parts.positions_first(model, layer, stored_v[:1])[0]
-        z = _by_head(model, stored_z[:1])[0]
-        mixed = _mixed(model, layer, pattern[0], v)
+        v = head_parts.positions_first(probe.model, layer, stored_v[:1])[0]
+        z = _by_head(probe.model, stored_z[:1])[0]
+        mixed = _mixed(probe.model, layer, pattern[0], v)
         if mixed is None or mixed.shape != z.shape:
-            pattern_size, v_size, z_size = ([1, *part.shape] for part in (pattern[0], v, z))
-            reason = f"pattern {pattern_size}, v {v_size} and z {z_size} do not fit together"
-            return Check("values", "limited", detail=f"{VALUES_DETAIL}: layer {layer}: {reason}")
+            reason = f"pattern {list(pattern[0].shape)}, v {list(v.shape)} and z {list(z.shape)}"
+            detail = f"{VALUES_DETAIL}: layer {layer}: {reason} do not fit together"
+            return Check("values", "limited", detail=detail)
 
         pairs[layer] = (mixed, z)
-        gates[layer] = _gate_input(probe, layer)
+        if _is_far(mixed, z, tolerance):
+            step = _step_to_z(probe, layer, mixed, z)
+            if step is None:
+                remedy = f"{_unusual_parts(probe.model, layer)}; {ANOTHER_VERSION}"
+                return compare("values", {layer: (mixed, z)}, tolerance, VALUES_DETAIL, remedy)
+            steps.append(step)
 
-    detail = VALUES_DETAIL + _steps_after_hook_v(model, pairs)
-    check = compare("values", pairs, TOLERANCE[probe.dtype][1], detail, "")
-    if check.outcome == "failed":
-        return _explained(probe, check, pairs, gates)
-    return check
-
-
-def _gate_input(probe: ProbedHooks, layer: int) -> Tensor | None:
-    for name in GATES:
-        value = probe.of_layer(layer, f"attn.{name}")
-        if value is not None:
-            return value[0]
-    return None
+    check = compare("values", pairs, tolerance, VALUES_DETAIL, "")
+    return limited(check, f"z is pattern · v {' '.join(steps[:1])}")
 
 
-def _steps_after_hook_v(model: HookedModel, layers: Collection[int]) -> str:
-    """What a model does with values before it mixes them, in words; "" if nothing."""
-    limits = [head_parts.clip_of(model, layer) for layer in layers]
-    clips = [f"clipped at ±{limit:g}" for limit in limits if limit is not None]
-    norms = [head_parts.norm_of_values(model, layer) for layer in layers]
-
-    steps = clips[:1]
-    if any(norm is not None for norm in norms):
-        steps.append("normed")
-    return f", v {' and '.join(steps)} after hook_v" if steps else ""
+def _is_far(hooked: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return compare("values", {0: (hooked, expected)}, tolerance, "", "").outcome == "failed"
 
 
 def _mixed(
@@ -225,93 +180,58 @@ def _mixed(
     heads, _, keys = pattern.shape
     if v.ndim != 3 or v.shape[0] != keys or heads % v.shape[1]:
         return None
-    dtype = next(model.parameters()).dtype
-    v = v.to(device_of(model.blocks[layer]), dtype)
-    v = head_parts.as_mixed(model, layer, v).float().cpu()
-    v_of_head = repeat(
-        v, "key kv_head d_head -> key (kv_head group) d_head", group=heads // v.shape[1]
-    )
+    group = heads // v.shape[1]
+    v = head_parts.as_mixed(model, layer, _as_in_model(model, layer, v)).float().cpu()
+    v_of_head = repeat(v, "key kv_head d_head -> key (kv_head group) d_head", group=group)
     return einsum(pattern, v_of_head, "head query key, key head d_head -> query head d_head")
 
 
-def _explained(
-    probe: ProbedHooks,
-    check: Check,
-    pairs: Mapping[int, Pair],
-    gates: Mapping[int, Float[Tensor, ...] | None],
-) -> Check:
-    """The check if the mix is not z: limited if in each such layer a known step turns it into z,
-    otherwise failed."""
-    tolerance = TOLERANCE[probe.dtype][1]
-    steps = []
-    for layer, (mixed, z) in pairs.items():
-        check_of_layer = compare("values", {layer: (mixed, z)}, tolerance, check.detail, "")
-        if check_of_layer.outcome != "failed":
-            continue
-        step = _step_to_z(probe.model, layer, mixed, z, gates[layer], tolerance)
-        if step is None:
-            reason = _unknown_parts(probe.model, layer)
-            if not reason:
-                reason = "the hooked pattern is not the one that mixes the values"
-            return replace(check_of_layer, remedy=f"{reason}; {ANOTHER_VERSION}")
-        steps.append(step)
-    return replace(check, outcome="limited", detail=f"z is pattern · v {steps[0]}")
+def _as_in_model(model: HookedModel, layer: int, values: Tensor) -> Tensor:
+    """Values on the device and in the dtype of a layer's weights."""
+    return values.to(device_of(model.blocks[layer]), next(model.parameters()).dtype)
 
 
-def _step_to_z(
-    model: HookedModel,
-    layer: int,
-    mixed: Mixed,
-    z: Mixed,
-    gate: Float[Tensor, ...] | None,
-    tolerance: float,
-) -> str | None:
+def _step_to_z(probe: ProbedHooks, layer: int, mixed: Mixed, z: Mixed) -> str | None:
     """The step that turns the mix into z, in words; None if no known one does."""
-    for words, result in _known_steps(model, layer, mixed, gate):
-        if compare("values", {layer: (result, z)}, tolerance, "", "").outcome == "passed":
+    tolerance = TOLERANCE[probe.dtype][1]
+    for words, result in _known_steps(probe, layer, mixed):
+        if not _is_far(result, z, tolerance):
             return words
     return None
 
 
-def _known_steps(
-    model: HookedModel, layer: int, mixed: Mixed, gate: Float[Tensor, ...] | None
-) -> Iterator[tuple[str, Mixed]]:
+def _known_steps(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[tuple[str, Mixed]]:
     """The steps that may follow the mix before W_O, in words, with their results."""
     sizes_of_gates = (mixed.numel(), mixed[..., 0].numel())  # one number a channel, or one a head
-    if gate is not None and gate.numel() in sizes_of_gates:
-        by_head = gate.reshape(*mixed.shape[:2], -1)
-        for name, function in GATE_FUNCTIONS.items():
-            words = f"{GATED}{name}), so values reach W_O through the gate"
-            yield words, mixed * function(by_head)
+    for hook_name in GATES:
+        gate = probe.of_layer(layer, f"attn.{hook_name}")
+        if gate is not None and gate[0].numel() in sizes_of_gates:
+            by_head = gate[0].reshape(*mixed.shape[:2], -1)
+            for name, function in GATE_FUNCTIONS.items():
+                words = f"{GATED}{name}), so values reach W_O through the gate"
+                yield words, mixed * function(by_head)
 
-    device = device_of(model.blocks[layer])
-    dtype = next(model.parameters()).dtype
-    for name, norm in head_parts.norms_of_output(model, layer):
+    for name, norm in head_parts.norms_of_output(probe.model, layer):
         all_heads = rearrange(mixed, "query head d_head -> query (head d_head)")
-        normed = norm(all_heads.to(device, dtype)).float().cpu()
+        normed = norm(_as_in_model(probe.model, layer, all_heads)).float().cpu()
         words = f"after a norm over all heads ({name}), so a value gives no update of its own"
         yield words, normed.reshape(mixed.shape)
 
 
-def _unknown_parts(model: HookedModel, layer: int) -> str:
-    """The parts of the attention module that may act between the pattern and z, in words; "" if
-    there are none."""
+def _unusual_parts(model: HookedModel, layer: int) -> str:
+    """What may act between the pattern and z, in words."""
     usual = ("q_proj", "k_proj", "v_proj", "o_proj")
     module = head_parts.attention_module(model, layer)
-    names = [] if module is None else [name for name, _ in module.named_children()]
-    unusual = [name for name in names if name not in usual]
-    suspects = [
-        name for name in unusual if "norm" in name or "gate" in name or name.startswith("g_")
-    ]
-
+    children = () if module is None else module.named_children()
+    unusual = [name for name, _ in children if name not in usual]
     clip = head_parts.clip_of(model, layer)
     if clip:
-        suspects.append(f"clip_qkv={clip:g}")
-    if not suspects:
-        return ""
+        unusual.append(f"clip_qkv={clip:g}")
+    if not unusual:
+        return "the hooked pattern is not the one that mixes the values"
     return (
-        f"its attention has {', '.join(suspects)}, and mechattn does not know how these turn pattern ·"
-        " v into z"
+        f"its attention has {', '.join(unusual)}, and mechattn does not know how these turn"
+        " pattern · v into z"
     )
 
 

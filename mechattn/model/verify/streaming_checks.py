@@ -9,7 +9,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.functional.attention import Fused, Pattern, Rows
+from mechattn.functional.attention import Pattern, Rows
+from mechattn.functional.fused import Fused
 from mechattn.model import hooks
 from mechattn.model.hooked import HookedModel
 from mechattn.model.patch.streaming import streaming, why_not
@@ -55,6 +56,7 @@ def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Chec
         model, tokens, map(hooks.pattern_hook, layers)
     )
     expected = {}
+
     for layer in layers:
         pattern = hook_values[hooks.pattern_hook(layer)].float().cpu()
         expected[layer] = _sums(pattern) if fused else pattern
@@ -63,6 +65,7 @@ def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Chec
         logits, streamed = _streamed(model, tokens, fused)
     except Exception as error:
         return Check(name, "limited", detail=f"it raises {type(error).__name__}: {error}")
+
     for layer in layers:
         if layer not in streamed:
             return Check(name, "limited", layer, detail="its attention function cannot be replaced")
@@ -78,6 +81,7 @@ def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Chec
         tolerance = TOLERANCE_IN_FLOAT32 if dtype is torch.float32 else probe.PROBABILITY[dtype]
         queries = tokens.shape[1] if fused else 1  # whose differences add up in a sum
         check = compare(name, pairs, queries * tolerance, detail, "", scale=1.0)
+
     tolerance_of_logits = probe.TOLERANCE[dtype][0]
     check_of_logits = compare_positions(
         name, logits, expected_logits[0].float().cpu(), tolerance_of_logits, f"{detail}: logits", ""
@@ -85,6 +89,7 @@ def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Chec
     for failed in (check, check_of_logits):
         if failed.outcome != "passed":
             return limited(failed, str(failed))
+
     return check
 
 
@@ -113,6 +118,7 @@ def _streamed(
     for layer, rows in blocks.items():
         pattern = _assembled(rows)
         streamed[layer] = _sums(pattern) if fused else pattern
+
     return logits.float().cpu(), streamed
 
 

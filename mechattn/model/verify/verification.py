@@ -1,10 +1,9 @@
-"""A verification: its probe, its tolerances, and its report, with one line per check, both figures
-and a remedy."""
+"""A verification: its probe, its tolerances, and its report, with one line per check."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -59,19 +58,15 @@ def what_to_try(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a verification, with both figures.
-
-    A failed check shows the figures at the place of the largest difference. For a passed check that
-    place depends on rounding, and so on the CPU. A passed check therefore shows the largest figure
-    of the last layer or position, and prints its difference as "within" the tolerance.
+    """One check of a verification; a failed one shows both figures at the largest difference.
 
     Args:
         name: The name of the check.
         outcome: The outcome; "failed" makes the model unusable, "limited" only the analyses that
             need this identity.
-        layer: The layer of the figures; None for the model as a whole.
-        hooked: The figure of the hooked model.
-        expected: The expected figure.
+        layer: The layer of the largest difference, if that is a failure of a layer.
+        hooked: The figure of the hooked model, of a failure.
+        expected: The expected figure, of a failure.
         difference: The largest difference over everything compared, in units of the tolerance's
             scale.
         tolerance: The largest allowed difference.
@@ -91,9 +86,9 @@ class Check:
 
     @property
     def apart(self) -> str:
-        """The difference as printed: "within" the tolerance, or the number (exact if the tolerance
-        is 0)."""
-        if self.outcome == "passed" and self.tolerance:
+        """The difference as printed: the number of a failure. That of a pass is rounding, and so
+        depends on the CPU: "within" the tolerance."""
+        if self.outcome == "passed" and self.difference is not None:
             return "within"
         return _number(self.difference)
 
@@ -102,11 +97,10 @@ class Check:
         if self.layer is not None:
             outcome += f" in layer {self.layer}"
         if self.hooked is not None and self.expected is not None:
-            outcome += f": {self.hooked:.5g} where {self.expected:.5g} is expected, "
-            if self.apart == "within":
-                outcome += f"within {self.tolerance:.2g}"
-            else:
-                outcome += f"{self.apart} apart (tolerance {self.tolerance:.2g})"
+            outcome += (
+                f": {self.hooked:.5g} where {self.expected:.5g} is expected, {self.apart} apart"
+                f" (tolerance {self.tolerance:.2g})"
+            )
 
         sentences = [outcome, self.detail]
         if self.remedy:
@@ -240,11 +234,11 @@ def compare(
 
     worst_layer = max(differences, key=lambda layer: differences[layer])
     difference = differences[worst_layer]
-    last_layer = list(pairs)[-1]
-    layer = worst_layer if difference > tolerance else last_layer
-    check = Check(name, "passed", layer, None, None, difference, tolerance, detail, remedy)
-    hooked, expected = pairs[layer]
-    return _with_figures(check, hooked, expected, distances[layer])
+    if difference <= tolerance:
+        return Check(name, "passed", None, None, None, difference, tolerance, detail)
+    hooked, expected = pairs[worst_layer]
+    check = Check(name, "failed", worst_layer, None, None, difference, tolerance, detail, remedy)
+    return _with_figures(check, hooked, expected, distances[worst_layer])
 
 
 def compare_positions(
@@ -259,11 +253,11 @@ def compare_positions(
     unit = expected.square().mean().sqrt().clamp_min(1e-12)
     differences = (hooked - expected).square().mean(-1).sqrt() / unit
     differences = torch.nan_to_num(differences, nan=torch.inf)
-    worst_position = int(differences.argmax())
-    difference = float(differences[worst_position])
-
-    position = worst_position if difference > tolerance else -1
-    check = Check(name, "passed", None, None, None, difference, tolerance, detail, remedy)
+    position = int(differences.argmax())
+    difference = float(differences[position])
+    if difference <= tolerance:
+        return Check(name, "passed", None, None, None, difference, tolerance, detail)
+    check = Check(name, "failed", None, None, None, difference, tolerance, detail, remedy)
     distances = _distances(hooked[position], expected[position], 1.0)
     return _with_figures(check, hooked[position], expected[position], distances)
 
@@ -281,16 +275,13 @@ def _with_figures(
     expected: Float[Tensor, ...],
     distances: Float[Tensor, " entry"],
 ) -> Check:
-    """The check with one entry: the worst of a failure; of a pass the largest expected (equal ones
-    look alike)."""
-    has_failed = cast(float, check.difference) > cast(float, check.tolerance)
-    entry = int(distances.argmax() if has_failed else expected.argmax())
-    hooked_figure = float(hooked.flatten()[entry])
-    expected_figure = float(expected.flatten()[entry])
-    check = replace(check, hooked=hooked_figure, expected=expected_figure)
-    if has_failed:
-        return replace(check, outcome="failed")
-    return replace(check, remedy="")
+    """The failed check with its worst entry."""
+    entry = int(distances.argmax())
+    return replace(
+        check,
+        hooked=float(hooked.flatten()[entry]),
+        expected=float(expected.flatten()[entry]),
+    )
 
 
 def limited(check: Check, detail: str) -> Check:

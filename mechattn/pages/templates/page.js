@@ -142,7 +142,6 @@ function draw() {
   }
   drawBeside(other, beside, most);
   drawRoom(part("room"), model(), state.layer, state.head, state.condition);
-  announce();
   if (part("thumbs-part").open) thumbnails(made, on);
   if (part("scatter-part").open) drawScatter(part("scatter"), model(), [state.x, state.y].map(fromKey), on);
   table(on);
@@ -158,19 +157,8 @@ function thumbnails(made, on) {
   drawThumbnails(part("thumbs"), part("thumbs-note"), model(), made, prompt, { ...on, condition, choose });
 }
 
-/** Tell the widget around the page, if any, what is chosen. */
-function announce() {
-  const { layer, head, condition, quantity } = state;
-  const chosen = { selected: `L${layer}H${head}`, prompt, condition, quantity };
-  if (parent !== window) parent.postMessage({ chosen }, "*");
-}
-
-/** Take what the widget selects, and the prompt whose pattern is clicked. */
-function listenToWidget() {
-  addEventListener("message", ({ source, data }) => {
-    const [layer, head] = (source === parent && /^L(\d+)H(\d+)$/.exec(data?.select)?.slice(1).map(Number)) || [-1, -1];
-    if ((layer !== state.layer || head !== state.head) && indexOf(model(), layer, head) >= 0) choose({ layer, head });
-  });
+/** A click on a pattern selects its prompt. */
+function listenToPatterns() {
   part("room").addEventListener("click", ({ target }) => {
     const pattern = target.closest("[data-prompt]");
     if (!pattern) return;
@@ -292,7 +280,7 @@ function drawHeads(held) {
     controls();
     draw();
     listen();
-    listenToWidget();
+    listenToPatterns();
     return;
   }
   const why = held.flatMap((one) => Object.entries(one.lacking).map(([name, words]) => `${name}: ${words}`))[0];

@@ -1,0 +1,158 @@
+"""What the attention block and the MLP of each layer add to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.analysis.analysis import (
+    Analysis,
+    AnalysisBase,
+    Captures,
+    Coords,
+    Layers,
+    Prompts,
+    Quantities,
+    Quantity,
+    Sums,
+    Values,
+    Window,
+    means_of,
+    of_each,
+)
+from mechattn.errors import ModelError
+from mechattn.functional.head_outputs import orientation
+from mechattn.functional.received import segment_mean
+from mechattn.model.hooked import HookedModel
+from mechattn.prompts.token_sequences import Batch
+
+Stream = Float[Tensor, "batch pos d_model"]
+BLOCKS = ("attention", "mlp")
+_AROUND = ("hook_resid_pre", "hook_resid_post")
+_MIDDLE = "hook_resid_mid"
+_OUTS = ("hook_attn_out", "hook_mlp_out")
+_DIMS = ("block", "segment")
+_DIRECTIONS = {
+    "block_magnitude": Quantity(
+        _DIMS, "ratio", "|update of the block| / |residual stream before it|"
+    ),
+    "block_orientation": Quantity(
+        _DIMS,
+        "cosine",
+        "cosine of the block's update and the residual stream before it",
+        "difference",
+    ),
+}
+_NORMS = {
+    "block_norm": Quantity(_DIMS, "residual norm", "|update of the block|"),
+    "stream_norm": Quantity(_DIMS, "residual norm", "|residual stream before the block|"),
+}
+
+
+@dataclass(frozen=True)
+class BlockUpdates(AnalysisBase):
+    """Measure the magnitude and orientation of the updates by the attention block and the MLP of
+    each layer.
+
+    ``Δ = resid_mid − resid_pre`` and ``Δ = resid_post − resid_mid``, including any norm after the
+    block. In a layer with parallel attention and MLP, both are compared with resid_pre. A
+    multiplier of block outputs (Granite's residual multiplier) is part of Δ. Means over the tokens
+    of each segment.
+
+    Args:
+        per_query: Also keep the magnitude and orientation of each token, as ``…_at``.
+    """
+
+    name = "block_updates"
+    per_query: bool = False
+    sequential: bool = True
+    # The hooks of the blocks' outputs, and what multiplies what they hold.
+    outs: tuple[str, str] = field(default=_OUTS, repr=False, compare=False)
+    factor: float = field(default=1.0, repr=False, compare=False)
+
+    @property
+    def coords(self) -> Coords:
+        """The two blocks of a layer."""
+        return {"block": list(BLOCKS)}
+
+    @property
+    def quantities(self) -> Quantities:
+        """Quantities of each block."""
+        quantities = means_of(_DIRECTIONS | _NORMS, "tokens")
+        if self.per_query:
+            quantities |= of_each(_DIRECTIONS, "token")
+        return quantities
+
+    @property
+    def captures(self) -> Sequence[str]:
+        """The residual stream around both blocks, and the output of each."""
+        middle = (_MIDDLE,) if self.sequential else ()
+        return (*_AROUND, *middle, *self.outs)
+
+    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+        """Find out whether attention and MLP run in parallel, and which hooks give their outputs.
+
+        Raises:
+            ModelError: A layer has no hooks that give the outputs of its blocks.
+        """
+        hooks = model.hook_dict
+        sequential = all(f"blocks.{layer}.{_MIDDLE}" in hooks for layer in layers)
+        factor = getattr(model.blocks[layers[0]], "residual_contribution_scale", None)
+        if factor is None:
+            factor = 1.0
+            outs = _OUTS
+        else:
+            # Such a block fires hook_attn_out only for functions that TransformerLens has added.
+            outs = ("attn.hook_out", "mlp.hook_out")
+        for layer in layers:
+            for name in (*_AROUND, *outs):
+                if f"blocks.{layer}.{name}" not in hooks:
+                    raise ModelError(
+                        f"layer {layer} of {model.cfg.model_name} has no {name}, so the outputs of"
+                        " its blocks cannot be separated"
+                    )
+        return replace(self, sequential=sequential, outs=outs, factor=factor)
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Norms and products for each token."""
+        tensors = {name: tensor.float() for name, tensor in captures.tensors.items()}
+        before, after = (tensors[name] for name in _AROUND)
+        attention, mlp = (tensors[name] * self.factor for name in self.outs)
+        middle = before  # what a parallel MLP reads
+        if self.sequential:
+            middle = tensors[_MIDDLE]
+            attention = _added(before, attention, middle)
+            mlp = _added(middle, mlp, after)
+        streams = torch.stack([before, middle], 1)
+        updates = torch.stack([attention, mlp], 1)
+        sums["stream"] = streams.norm(dim=-1)
+        sums["norm"] = updates.norm(dim=-1)
+        sums["product"] = torch.linalg.vecdot(streams, updates)
+
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
+        """Means over segments."""
+        stream = sums["stream"]
+        norm = sums["norm"]
+        per_token = {
+            "block_magnitude": norm / stream,
+            "block_orientation": orientation(sums["product"], norm, stream),
+            "block_norm": norm,
+            "stream_norm": stream,
+        }
+        values = {name: segment_mean(value, batch.members()) for name, value in per_token.items()}
+        if self.per_query:
+            padding = ~batch.real[:, None]
+            for name in _DIRECTIONS:
+                values[f"{name}_at"] = per_token[name].masked_fill(padding, torch.nan)
+        return values
+
+
+def _added(before: Stream, out: Stream, after: Stream) -> Stream:
+    """The block's output from its hook where that is the update (a difference of large numbers
+    loses digits); otherwise (BLOOM adds the residual first) the difference."""
+    change = after - before
+    return torch.where((change - out).norm() < 0.05 * change.norm(), out, change)

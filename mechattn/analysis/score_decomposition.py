@@ -1,0 +1,152 @@
+"""Why a query attends to its strongest target: content, bias, or position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mechattn.analysis.analysis import (
+    Analysis,
+    AnalysisBase,
+    Captures,
+    Layers,
+    Prompts,
+    Quantities,
+    Quantity,
+    Sums,
+    Values,
+    Window,
+    means_of,
+    of_each,
+    seen_keys,
+    zeros,
+)
+from mechattn.errors import check_counts
+from mechattn.functional.attention import BLOCK
+from mechattn.functional.received import segment_mean, visible_counts
+from mechattn.functional.scores import centred, ranked_target
+from mechattn.model.hooked import HookedModel
+from mechattn.model.scores import K, Q, scores_of
+from mechattn.prompts.token_sequences import Batch, TokenSequence
+
+_FORMULAS = {
+    "content": "(W_Q x_q)·(W_K x_k)",
+    "bias": "b_Q·(W_K x_k), the same for every query",
+    "alibi": "ALiBi, the position alone",
+}
+PARTS = tuple(_FORMULAS)
+
+
+@dataclass(frozen=True)
+class ScoreDecomposition(AnalysisBase):
+    """Split the score of a query's strongest target into ALiBi + bias + content (R. Claus, figures
+    2 and 3).
+
+    ``s[q, k] = alibi[k] + b_Q·(W_K x_k) + (W_Q x_q)·(W_K x_k) + terms of the query alone``, times
+    the model's scale, exactly. Each part is centred over the keys that the query sees; ``share =
+    |part| / Σ |parts|``. Means over the queries of each segment that see more than ``rank + 1``
+    keys. Defined for ALiBi models (Falcon-RW, BLOOM, MPT) and for models without position terms in
+    their scores (GPT-2, OPT, GPT-Neo: ALiBi is 0); other models are refused.
+
+    Args:
+        rank: Which target: 0 for the strongest, 1 for the second strongest, …
+        per_query: Also keep the parts of each query, as ``…_at``, and the index of its target,
+            ``ranked_target_at``.
+    """
+
+    name = "score_decomposition"
+    rank: int = 0
+    per_query: bool = False
+    scores: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_counts(0, rank=self.rank)
+
+    @property
+    def quantities(self) -> Quantities:
+        """The parts of the target's score, their shares, and the bias and ALiBi of every key."""
+        dims = ("head", "segment")
+        parts = {}
+        shares = {}
+        of_keys = {}
+        for part, formula in _FORMULAS.items():
+            described = f"{formula}, of the target, centred over the keys that the query sees"
+            parts[part] = Quantity(dims, "logits", described, "difference")
+            share = f"|{part}| / sum of |parts|, of the target, centred likewise"
+            shares[f"{part}_share"] = Quantity(dims, "share", share, "difference")
+            if part != "content":
+                trend = f"{formula}, not centred: only its trend matters"
+                of_keys[f"{part}_of_key"] = Quantity(("head", "key"), "logits", trend)
+        quantities = means_of(parts | shares) | of_keys
+        if not self.per_query:
+            return quantities
+        target = Quantity(("head", "key"), "position", "index of the target of each query")
+        return quantities | of_each(parts) | {"ranked_target_at": target}
+
+    @property
+    def captures(self) -> Sequence[str]:
+        """Queries and keys, including their biases."""
+        return (Q, K)
+
+    def problem(self, sequence: TokenSequence) -> str | None:
+        """A sequence in which no query sees enough keys is refused."""
+        if len(sequence) > self.rank + 1:
+            return None
+        return (
+            f"has {len(sequence)} tokens, too few for a target of rank {self.rank} and another key"
+        )
+
+    def calibrated(self, model: HookedModel, layers: Layers, measured: Prompts) -> Analysis:
+        """Find out how the layers compute their scores.
+
+        Raises:
+            ModelError: The model's scores are not a sum of these parts.
+        """
+        return replace(self, scores=scores_of(model, list(layers)))
+
+    def start(self, batch: Batch, heads: int) -> Sums:
+        """Empty sums."""
+        return zeros(batch, heads, *PARTS, "target", "bias_of_key", "alibi_of_key")
+
+    def add_captures(self, sums: Sums, captures: Captures) -> None:
+        """Compute the parts of each query's target, for a block of queries at a time."""
+        scores = self.scores[captures.layer]
+        q = captures.by_head(Q, len(scores.b_q))
+        k = captures.by_head(K, len(scores.b_k))
+        length = q.shape[1]
+        for start in range(0, length, BLOCK):
+            block = slice(start, min(start + BLOCK, length))
+            queries = torch.arange(block.start, block.stop, device=q.device)
+            visible = seen_keys(captures.batch, queries, captures.window)[:, None]
+            content, bias, alibi, rest = scores.parts(q[:, block], k)
+            target = ranked_target(content + bias + alibi + rest, visible, self.rank)
+            sums["target"][..., block] = target.float()
+            for name, part in (("content", content), ("bias", bias), ("alibi", alibi)):
+                part = centred(part.expand(len(q), -1, -1, -1), visible)
+                sums[name][..., block] = part.gather(-1, target[..., None])[..., 0]
+        # The same in every block.
+        sums["bias_of_key"] += bias[:, :, 0]
+        sums["alibi_of_key"] += alibi[:, :, 0]
+
+    def values(self, sums: Sums, batch: Batch, window: Window) -> Values:
+        """Means over the queries of each segment; a query must see one key more than the rank."""
+        seen = visible_counts(torch.ones_like(batch.real), window, batch.edge_mask)
+        uncounted = ~(batch.real & (seen > self.rank + 1))[:, None]
+        padding = ~batch.real[:, None]
+        members = batch.members()
+        parts = {part: sums[part].masked_fill(uncounted, torch.nan) for part in PARTS}
+        total = sum(value.abs() for value in parts.values())
+        values = {}
+        for part, value in parts.items():
+            values[part] = segment_mean(value, members)
+            values[f"{part}_share"] = segment_mean(value.abs() / total, members)
+            if self.per_query:
+                values[f"{part}_at"] = value
+        for name in ("bias_of_key", "alibi_of_key"):
+            values[name] = sums[name].masked_fill(padding, torch.nan)
+        if self.per_query:
+            values["ranked_target_at"] = sums["target"].masked_fill(uncounted, torch.nan)
+        return values

@@ -1,0 +1,187 @@
+"""What a pass gives to the analyses: rows of attention, tensors at hooks, activations of MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mechattn.analysis import analysis as protocols
+from mechattn.engine.pairing import PairedLayer, paired_layer
+from mechattn.engine.pending_sums import PendingSums
+from mechattn.errors import ModelError
+from mechattn.functional.activations import minimum_of
+from mechattn.functional.attention import Rows
+from mechattn.functional.fused import Fused
+from mechattn.model.patch.nonlinearities import at_nonlinearity, plain_nonlinearity
+
+Stream = Float[Tensor, "batch pos d_model"]
+Activity = Float[Tensor, "*token d_mlp"]
+
+
+class RowReceiver:
+    """Receives blocks of attention rows, layer by layer."""
+
+    def __init__(self, pending: PendingSums) -> None:
+        self.batch = pending.batch
+        self.pending = pending
+        self.of_rows = pending.receivers("rows")
+        self.of_pairs = pending.receivers("pairs")
+        self.paired_layers: dict[int, PairedLayer] = {}
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.of_rows or self.of_pairs)
+
+    def see(self, layer: int, rows: Rows | Fused) -> None:
+        """Receive a block of a layer, or a whole layer."""
+        if isinstance(rows, Fused):
+            self._see_whole(layer, rows)
+            return
+
+        self._see_rows(layer, rows)
+        if self.of_pairs:
+            self._see_pairs(layer, rows)
+        is_last_block = rows.queries.stop == self.batch.placed.tokens.shape[1]
+        if is_last_block:
+            self.paired_layers.pop(layer, None)
+            for number, _ in self.of_rows:
+                self.pending.complete(number, layer, "rows")
+            for number, _ in self.of_pairs:
+                self.pending.complete(number, layer, "pairs")
+
+    def _see_whole(self, layer: int, fused: Fused) -> None:
+        heads = fused.out.shape[1]
+        attention = protocols.WholeAttention(
+            layer, fused, self.batch.at(layer), self.batch.windows[layer]
+        )
+        for number, analysis in self.of_rows:
+            analysis.add_whole(self.pending.of(number, layer, heads), attention)
+            self.pending.complete(number, layer, "rows")
+
+    def _see_rows(self, layer: int, rows: Rows) -> None:
+        v = None
+        if rows.attention is not None:
+            v = rows.attention.v
+        block = protocols.AttentionRows(
+            layer=layer,
+            pattern=rows.pattern,
+            queries=rows.queries,
+            keys=rows.keys,
+            batch=self.batch.at(layer),
+            window=self.batch.windows[layer],
+            v=v,
+            attention=rows.attention,
+        )
+        heads = rows.pattern.shape[1]
+        for number, analysis in self.of_rows:
+            analysis.add(self.pending.of(number, layer, heads), block)
+
+    def _see_pairs(self, layer: int, rows: Rows) -> None:
+        if layer not in self.paired_layers:
+            pairs = self.batch.pairs_at(layer)
+            window = self.batch.windows[layer]
+            self.paired_layers[layer] = paired_layer(layer, rows.attention, pairs, window)
+        block = self.paired_layers[layer].rows(rows)
+        heads = rows.pattern.shape[1]
+        for number, analysis in self.of_pairs:
+            analysis.add_pairs(self.pending.of(number, layer, heads), block)
+
+
+@contextmanager
+def receiving_captures(pending: PendingSums) -> Iterator[None]:
+    """Hooks that keep one layer's tensors until the last hook that an analysis asked for has
+    fired, and the final residual stream."""
+    batch = pending.batch
+    capturing = pending.receivers("hooks")
+    of_final = pending.receivers("final")
+    if not capturing and not of_final:
+        yield
+        return
+
+    def see_final(module: Any, args: Any, resid_post: Stream) -> None:
+        for number, analysis in of_final:
+            for layer, device in batch.devices.items():
+                analysis.add_final(pending.of(number, layer), resid_post.detach().to(device))
+                pending.complete(number, layer, "final")
+
+    hook_dict = batch.model.hook_dict  # listing the hooks takes a while
+    with ExitStack() as stack:
+        for number, analysis in capturing:
+            for layer in batch.windows:
+                capture = _Capture(pending, number, analysis, layer)
+                for name in analysis.captures:
+                    hook = hook_dict[f"blocks.{layer}.{name}"]
+                    handle = hook.register_forward_hook(partial(capture.see, name))
+                    stack.callback(handle.remove)
+        if of_final:
+            last = hook_dict[f"blocks.{pending.last_layer}.hook_resid_post"]
+            stack.callback(last.register_forward_hook(see_final).remove)
+        yield
+
+
+class _Capture:
+    """The tensors at the hooks of a layer that an analysis asked for, until all have fired."""
+
+    def __init__(self, pending: PendingSums, number: int, analysis: Any, layer: int) -> None:
+        self.pending = pending
+        self.number = number
+        self.analysis = analysis
+        self.layer = layer
+        self.tensors: dict[str, Tensor] = {}
+
+    def see(self, name: str, module: Any, args: Any, out: Tensor) -> None:
+        """Keep the tensor of a hook; with the last one, pass all on."""
+        batch = self.pending.batch.at(self.layer)
+        # A layer's first input comes from the layer before, which may lie on another device.
+        out = out.detach().to(batch.tokens.device)
+        # OPT runs its MLP on one row of all tokens.
+        if out.shape[:2] != batch.tokens.shape and len(out) == batch.tokens.numel():
+            out = out.unflatten(0, batch.tokens.shape)
+        self.tensors[name] = out
+        if len(self.tensors) < len(self.analysis.captures):
+            return
+
+        window = self.pending.batch.windows[self.layer]
+        captures = protocols.Captures(self.layer, self.tensors, batch.at(self.layer), window)
+        self.tensors = {}
+        self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
+
+    def _pass_on(self, captures: protocols.Captures) -> None:
+        self.analysis.add_captures(self.pending.of(self.number, self.layer), captures)
+        self.pending.complete(self.number, self.layer, "hooks")
+
+
+def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
+    """Watch every MLP inside a ``with`` block; the nonlinearities are those of the time of this
+    call."""
+    batch = pending.batch
+    watching = pending.receivers("mlps")
+    layers = batch.windows if watching else {}
+    minimums = {layer: minimum_of(plain_nonlinearity(batch.model, layer)) for layer in layers}
+
+    def see(layer: int, pre: Activity, post: Activity) -> None:
+        tokens = batch.placed.tokens
+        d_mlp = pre.shape[-1]
+        if pre.numel() != d_mlp * tokens.numel():
+            raise ModelError(
+                f"the MLP of layer {layer} doesn't read every token, so its activations cannot be"
+                " compared by token"
+            )
+        activations = protocols.Activations(
+            layer=layer,
+            pre=pre.detach().reshape(*tokens.shape, d_mlp),
+            post=post.detach().reshape(*tokens.shape, d_mlp),
+            minimum=minimums[layer],
+            batch=batch.at(layer),
+            pairs=batch.pairs_at(layer),
+        )
+        for number, analysis in watching:
+            analysis.add_activations(pending.of(number, layer), activations)
+            pending.complete(number, layer, "mlps")
+
+    return at_nonlinearity(batch.model, dict.fromkeys(minimums, see))

@@ -1,0 +1,80 @@
+"""The tokens that the model read, as a labelled dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mechattn.axes import SEGMENTS
+from mechattn.engine.request_checks import sides_of
+from mechattn.markup import plain
+from mechattn.model.hooked import HookedModel
+from mechattn.prompts.prompt import Prompt
+from mechattn.prompts.token_sequences import PADDING, TokenSequence, token_texts
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+# Each variable: the attribute of a sequence, and its unit.
+_OF_TOKENS = {
+    "tokens": ("tokens", "token id"),
+    "origin": ("origin", "position in the baseline"),
+    "segment_index": ("segment", "index in segments"),
+}
+
+
+def sequences_dataset(
+    model: HookedModel,
+    prompts: Sequence[Prompt],
+    sequences: Sequence[Mapping[str, TokenSequence]],
+    places: Sequence[int],
+) -> xr.Dataset:
+    """The tokens that the model read, their segments and origins, the prompts' groups, and the
+    first prompt's texts."""
+    import xarray as xr
+
+    conditions = list(sequences[0])
+    longest = max(len(sequence) for own in sequences for sequence in own.values())
+    shape = (len(prompts), len(conditions), longest)
+    variables: dict[str, Any] = {}
+    for name, (attribute, unit) in _OF_TOKENS.items():
+        array = np.full(shape, PADDING, dtype=np.int32)
+        for row, own in enumerate(sequences):
+            for column, sequence in enumerate(own.values()):
+                array[row, column, : len(sequence)] = getattr(sequence, attribute)
+        variables[name] = (("prompt", "condition", "pos"), array, {"units": unit})
+
+    first_texts = []
+    for sequence in sequences[0].values():
+        texts = _token_texts(model, sequence)
+        padding = [""] * (longest - len(texts))
+        first_texts.append(texts + padding)
+    variables["first_prompt_text"] = _text_variable(("condition", "pos"), first_texts)
+    sides = sides_of(model, sequences)
+    if sides:
+        variables["rope_factors"] = _text_variable(("prompt",), sides)
+    groups = [prompt.group for prompt in prompts]
+    if None not in groups:
+        variables["group"] = _text_variable(("prompt",), groups)
+    indices = np.asarray(places, dtype=np.int64)
+    variables["place"] = (("prompt",), indices, {"units": "index in the whole run"})
+
+    coords = {"prompt": [prompt.id for prompt in prompts], "condition": conditions}
+    attributes = {"segments": ", ".join(SEGMENTS), "padding": PADDING}
+    return xr.Dataset(variables, coords=coords, attrs=attributes)
+
+
+def _text_variable(dims: tuple[str, ...], texts: Any) -> tuple[Any, ...]:
+    array = np.array(texts, dtype=object).astype(np.dtypes.StringDType())
+    return dims, array, {"units": "text"}
+
+
+def _token_texts(model: HookedModel, sequence: TokenSequence) -> list[str]:
+    """Control characters are escaped, as NetCDF takes no NUL; the ids of a model without a
+    tokenizer."""
+    ids = sequence.tokens.tolist()
+    if model.tokenizer is None:
+        return list(map(str, ids))
+    return [plain(text) for text in token_texts(model.tokenizer.decode, ids)]

@@ -1,0 +1,225 @@
+"""The data of a page on each head: its curves over positions, the coloured text, its patterns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from mechattn.axes import BASELINE, SEGMENTS
+from mechattn.contrast.means import at_positions
+from mechattn.contrast.null_by_position import shares_by_position
+from mechattn.contrast.quantities import has_dilution
+from mechattn.markup import visible
+from mechattn.pages.embedded import kind_for, packed
+from mechattn.render.attention_figures import inserted_span
+from mechattn.render.html_views import prompt_tokens
+from mechattn.render.words import band_words
+from mechattn.results.result import Result
+
+NAME = "received_attention"
+PATTERNS = 3_000_000  # numbers in all patterns together: 8 MB of the page
+PROMPTS = 3
+# Why a part of a page is empty.
+MISSING = {
+    "curves": "The run did not measure received attention by position (ma.ReceivedAttention()).",
+    "text": (
+        "The text is not coloured: the run has not kept single prompts' positions"
+        ' (keep="prompts").'
+    ),
+    "patterns": (
+        "There are no attention patterns: run with ma.analyses.AttentionMap() on a few short"
+        " prompts."
+    ),
+    "large": (
+        "The attention patterns are too large for a page; ma.pattern(model, prompt, layer) shows"
+        " one."
+    ),
+}
+
+
+def head_curves(result: Result) -> dict[str, Any]:
+    """Received attention by original position, of every head in each condition, and its null.
+
+    ``shares`` has what dilution leaves of the baseline's line, by condition; where it has nothing,
+    the null is uniform attention, in ``null``.
+    """
+    dataset = result.datasets.get(NAME)
+    if dataset is None or "received_by_origin_variance" not in dataset:
+        return {"missing": MISSING["curves"]}
+
+    prompts = dataset.sizes["prompt"]
+    dims = ("condition", "layer", "head", "original_key")
+    mean, half = _means(dataset, "received_by_origin", dims)
+    counts = dataset["received_by_origin_n"].transpose(*dims).values
+    null = dataset["received_uniform_by_origin"].transpose("condition", "layer", "original_key")
+
+    # Keys that too few prompts have are at the end.
+    has_mean = np.isfinite(mean).any(axis=(0, 1, 2))
+    keys = int(np.flatnonzero(has_mean).max(initial=0)) + 1
+    mean = mean[..., :keys]
+    half = half[..., :keys]
+    kind = kind_for(mean.size)
+
+    shares = {}
+    inserted = {}
+    for condition in result.conditions:
+        if condition == BASELINE:
+            continue
+        inserted[condition] = _inserted(result, condition)
+        if has_dilution((result, condition), "received", "question"):
+            by_key = shares_by_position(result, condition)[..., :keys]
+            shares[condition] = packed(by_key, kind_for(by_key.size))
+
+    return {
+        "shares": shares,
+        "mean": packed(mean, kind),
+        "half": packed(half, kind),
+        "n": packed(np.nan_to_num(counts).max(axis=2)[..., :keys], "u2"),
+        "null": packed(null.values[..., :keys]),
+        "segments": _segments(result, keys),
+        "question": _question_start(result),
+        "inserted": inserted,
+        "prompts": prompts,
+        "bands": f"pointwise 95 % intervals over prompts{band_words(result)}",
+    }
+
+
+def _means(
+    dataset: xr.Dataset, quantity: str, dims: tuple[str, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Means, and half of their intervals relative to them; NaN where too few prompts have one."""
+    prompt_numbers = np.arange(dataset.sizes["prompt"])
+    moments = dataset[[quantity, f"{quantity}_variance", f"{quantity}_n"]].astype(np.float64)
+    cells = moments.stack(cell=dims, create_index=False).assign_coords(prompt=prompt_numbers)
+    statistics = at_positions(cells, quantity, {}, prompt_numbers)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative = (statistics.high - statistics.mean) / statistics.mean
+
+    mean = np.full(cells.sizes["cell"], np.nan)
+    half = np.full(cells.sizes["cell"], np.nan)
+    mean[statistics.at] = statistics.mean
+    half[statistics.at] = np.where(statistics.mean > 0, relative, 0.0)
+    shape = [dataset.sizes[dim] for dim in dims]
+    return mean.reshape(shape), half.reshape(shape)
+
+
+def _inserted(result: Result, condition: str) -> dict[str, Any] | None:
+    """Where inserted tokens are, and what they receive [layer, head, key]; None if prompts
+    differ, or other tokens stand between them."""
+    span = inserted_span(result, condition)
+    if span is None:
+        return None
+    start, last = span
+    origin = result["sequences"].origin.sel(condition=condition).isel(prompt=0).values
+    if (origin[start : last + 1] != -1).any():
+        return None
+
+    dataset = result[NAME].isel(key=slice(start, last + 1)).sel(condition=condition)
+    mean, half = _means(dataset, "received", ("layer", "head", "key"))
+    null = dataset["received_uniform"].transpose("layer", "key").values
+    kind = kind_for(mean.size)
+    return {
+        "start": start,
+        "count": last + 1 - start,
+        "mean": packed(mean, kind),
+        "half": packed(half, kind),
+        "null": packed(null),
+    }
+
+
+def _question_start(result: Result) -> int | None:
+    """The position in the baseline where the question starts; None if prompts differ."""
+    segment_indices = result["sequences"].segment_index.sel(condition=BASELINE).values
+    in_question = segment_indices == SEGMENTS.index("question")
+    starts = set(in_question.argmax(axis=1).tolist())
+    if len(starts) != 1 or not in_question.any(axis=1).all():
+        return None
+    return int(starts.pop())
+
+
+def _segments(result: Result, keys: int) -> list[tuple[str, int, int]]:
+    """Runs of positions of the baseline in one segment in most prompts: its name, first and last
+    position."""
+    sequences = result["sequences"].sel(condition=BASELINE)
+    segment_indices = sequences.segment_index.values[:, :keys]
+    runs: list[tuple[str, int, int]] = []
+    for position, indices in enumerate(segment_indices.T):
+        indices = indices[indices >= 0]  # below, beyond the end of a prompt
+        if not len(indices):
+            break
+        name = SEGMENTS[int(np.bincount(indices).argmax())]
+        first = position
+        if runs and runs[-1][0] == name:
+            _, first, _ = runs.pop()
+        runs.append((name, first, position))
+    return runs
+
+
+def head_texts(result: Result) -> dict[str, Any]:
+    """The first prompt in each condition: its tokens, their segments, what every head gives
+    them."""
+    sequences = result["sequences"].isel(prompt=0)
+    tokens = {}
+    for condition in result.conditions:
+        texts = prompt_tokens(result, condition, 0)
+        indices = sequences.segment_index.sel(condition=condition).values[: len(texts)]
+        tokens[condition] = [
+            [visible(text), SEGMENTS[index]] for text, index in zip(texts, indices, strict=True)
+        ]
+
+    values = _received_in_first_prompt(result)
+    if values is None:
+        return {"tokens": tokens, "missing": MISSING["text"]}
+
+    values = values.transpose("condition", "layer", "head", "key")
+    received = {}
+    for condition, token_list in tokens.items():
+        of_condition = values.sel(condition=condition).values[..., : len(token_list)]
+        kind = kind_for(of_condition.size * len(tokens))
+        received[condition] = packed(of_condition, kind)
+    return {"tokens": tokens, "received": received}
+
+
+def _received_in_first_prompt(result: Result) -> xr.DataArray | None:
+    """What each position of the first prompt receives; None if only means over prompts were
+    kept."""
+    dataset = result.datasets.get(NAME, xr.Dataset())
+    if "received_per_prompt" in dataset:
+        return dataset["received_per_prompt"].isel(prompt=0)
+    if "received" in dataset and result["sequences"].sizes["prompt"] == 1:
+        return dataset["received"]
+    return None
+
+
+def head_patterns(result: Result) -> dict[str, Any]:
+    """Attention maps of a few prompts, lower triangles [layer, head, query · key], or why none."""
+    if "attention_map" not in result.datasets:
+        return {"missing": MISSING["patterns"]}
+    maps = result["attention_map"].pattern
+    maps = maps.transpose("prompt", "condition", "layer", "head", "query", "target")
+    numbers_left = PATTERNS
+    prompts: list[dict[str, Any]] = []
+    for prompt in range(min(PROMPTS, maps.sizes["prompt"])):
+        patterns = {}
+        for condition in result.conditions:
+            tokens = prompt_tokens(result, condition, prompt)
+            queries, keys = np.tril_indices(len(tokens))
+            numbers_left -= maps.sizes["layer"] * maps.sizes["head"] * len(queries)
+            if numbers_left < 0:
+                break
+            pattern = maps.isel(prompt=prompt).sel(condition=condition).values
+            in_triangle = pattern[..., queries, keys].astype(np.float64)
+            origin = result["sequences"].origin.isel(prompt=prompt).sel(condition=condition)
+            patterns[condition] = {
+                "tokens": [visible(text) for text in tokens],
+                "inserted": int((origin == -1).sum()),
+                "rows": packed(np.round(65535 * in_triangle), "u2"),
+            }
+        if patterns:
+            prompts.append(patterns)
+
+    if not prompts:
+        return {"missing": MISSING["large"]}
+    return {"layers": maps.layer.values.tolist(), "prompts": prompts}

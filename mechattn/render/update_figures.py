@@ -1,0 +1,259 @@
+"""Figures of the updates that heads add to the residual stream: magnitude, orientation, position."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import plotly.graph_objects as go
+import xarray as xr
+
+from mechattn.analysis.updates import BEFORE_NORM
+from mechattn.axes import BASELINE
+from mechattn.contrast.means import summed
+from mechattn.contrast.quantities import check_condition
+from mechattn.errors import OptionError, check_choice
+from mechattn.render import draw
+from mechattn.render.draw import WITH
+from mechattn.render.figure_declaration import figure as declare
+from mechattn.render.words import count_words, mean_words, model_caption, says
+from mechattn.results.result import Result
+
+Quantity = Literal["magnitude", "orientation"]
+Reading = Literal["mixed", "top_target"]
+READINGS = {"mixed": "head_updates", "top_target": "top_target_updates"}
+_AXIS = {
+    "magnitude": "‖update‖ / ‖residual stream‖",
+    "orientation": "cosine of update and residual stream",
+}
+_HEAT: dict[str, Any] = {"colorscale": draw.SEQUENTIAL, "reversescale": True, "zmin": 0}
+_RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
+
+
+@declare(READINGS, report=[{}])
+def update_histogram(
+    result: Result,
+    quantity: Quantity = "magnitude",
+    condition: str = BASELINE,
+    reading: Reading = "mixed",
+) -> go.Figure:
+    """Plot the distribution over tokens of each head's update magnitude or orientation, with a
+    slider for the layer.
+
+    The dotted line is 1 / heads for the magnitude and 0 (orthogonal to the residual stream) for the
+    orientation. (R. Claus, figures 7 and 8. These show a head's whole update; reading="top_target"
+    shows only the part from its strongest target, like the published ones.)
+
+    Args:
+        result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).
+        quantity: "magnitude" or "orientation".
+        condition: The condition.
+        reading: "mixed" or "top_target".
+
+    Raises:
+        OptionError: The quantity was not measured.
+    """
+    check_choice(Quantity, quantity=quantity)
+    updates = _updates(result, condition, reading)
+    counts = summed(result, updates[f"{quantity}_counts"])
+    bins = counts[f"{quantity}_bin"].values
+    heads = counts.sizes["head"]
+    is_magnitude = quantity == "magnitude"
+    if is_magnitude:
+        inner = slice(1, -1)
+        x = np.log10(_middles(bins))[inner]
+        uniform = np.log10(1 / heads)
+    else:
+        inner = slice(1, None)
+        x = _middles(bins)[inner]
+        uniform = 0.0
+    bin_words = np.broadcast_to(_ranges(bins)[inner], (heads, len(x)))
+
+    figure = draw.panels()
+    for layer in counts.layer.values:
+        of_layer = counts.sel(layer=layer).transpose("head", ...)
+        with np.errstate(invalid="ignore"):  # a head that adds nothing has no counts
+            percent = 100 * of_layer.values / of_layer.values.sum(-1, keepdims=True)
+        figure.add_heatmap(
+            x=x,
+            y=of_layer["head"].values,
+            z=draw.positive(percent[:, inner]),
+            **_HEAT,
+            colorbar=dict(title="% of<br>tokens"),
+            customdata=bin_words,
+            hovertemplate=(
+                f"layer {layer}, head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}}"
+                " %<extra></extra>"
+            ),
+        )
+    draw.rule(figure, **_RULE, x=uniform)
+    reach = draw.reach(figure, "x", uniform, is_magnitude)
+    figure.update_xaxes(title_text=_AXIS[quantity], **reach)
+    figure.update_yaxes(title_text="head", **draw.steps(heads))
+    return _by_layer(figure, result, updates, f"{quantity} of head updates", 480)
+
+
+@declare(READINGS, report=[{}])
+def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mixed") -> go.Figure:
+    """Plot orientation against magnitude of all heads' updates at all tokens, with a slider for the
+    layer.
+
+    Shares are of all updates; updates below 0.0001 or above 100 times the residual stream are
+    outside the map. One with negative orientation reduces the residual stream, one with positive
+    adds to it. (R. Claus, figure 9.)
+
+    Args:
+        result: A result with ``HeadUpdates`` (or ``TopTargetUpdates``).
+        condition: The condition.
+        reading: "mixed" or "top_target".
+
+    Raises:
+        OptionError: The quantity was not measured.
+    """
+    updates = _updates(result, condition, reading)
+    counts = summed(result, updates["joint_counts"])
+    magnitudes = counts.magnitude_bin.values
+    orientations = counts.orientation_bin.values
+    cell_words = [
+        [f"magnitude {size}, orientation {turn}" for size in _ranges(magnitudes)[1:-1]]
+        for turn in _ranges(orientations)[1:]
+    ]
+    figure = draw.panels()
+    for layer in counts.layer.values:
+        of_layer = counts.sel(layer=layer).transpose("orientation_bin", "magnitude_bin").values
+        percent = 100 * of_layer[1:, 1:-1] / max(1, of_layer.sum())
+        figure.add_heatmap(
+            x=np.log10(_middles(magnitudes)[1:-1]),
+            y=_middles(orientations)[1:],
+            z=draw.positive(percent),
+            **_HEAT,
+            colorbar=dict(title="% of<br>updates"),
+            customdata=cell_words,
+            hovertemplate=f"layer {layer}: %{{customdata}}: %{{z:.2f}} %<extra></extra>",
+        )
+    uniform = np.log10(1 / int(result.provenance["model"]["heads"]))
+    draw.rule(figure, **_RULE, y=0)
+    draw.rule(figure, **_RULE, x=uniform)
+    figure.update_xaxes(title_text=_AXIS["magnitude"], **draw.reach(figure, "x", uniform, True))
+    figure.update_yaxes(title_text=_AXIS["orientation"], **draw.reach(figure, "y", 0.0))
+    return _by_layer(figure, result, updates, "orientation against magnitude of head updates", 560)
+
+
+@declare(READINGS)
+def update_by_position(
+    result: Result, condition: str = BASELINE, reading: Reading = "mixed"
+) -> go.Figure:
+    """Plot the mean magnitude of every head's update by position, with a slider for the layer (R.
+    Claus, figure 10).
+
+    Positions are hidden if fewer than half of the prompts have them: late positions come only from
+    long prompts.
+
+    Args:
+        result: A result with ``HeadUpdates(per_query=True)`` (or ``TopTargetUpdates``).
+        condition: The condition.
+        reading: "mixed" or "top_target".
+
+    Raises:
+        OptionError: The quantity was not measured for each token.
+    """
+    updates = _updates(result, condition, reading)
+    if "magnitude_at" not in updates:
+        raise OptionError(
+            "the updates of single tokens were not kept: measure HeadUpdates(per_query=True)"
+        )
+    prompts = result["sequences"].sizes["prompt"]
+    texts = None
+    if prompts == 1:
+        first = result["sequences"].first_prompt_text.sel(condition=condition).values
+        texts = [html.escape(str(text)).replace("\n", "⏎") for text in first]
+
+    heads = updates.sizes["head"]
+    bar = dict(title="head", **draw.steps(heads))
+    figure = draw.panels()
+    for layer in updates.layer.values:
+        of_layer = updates.sel(layer=layer).transpose("head", "key", ...)
+        magnitude = of_layer.magnitude_at.values
+        counts = of_layer.magnitude_at_n.values
+        head, position = np.nonzero(np.isfinite(magnitude) & (counts >= prompts / 2))
+        figure.add_scattergl(
+            x=position,
+            y=magnitude[head, position].astype(np.float32),
+            mode="markers",
+            text=_point_words(head, position, counts[head, position], texts),
+            marker=dict(size=4, color=head, colorscale=draw.SEQUENTIAL, colorbar=bar, opacity=0.7),
+            hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>",
+            showlegend=False,
+        )
+    draw.rule(figure, **_RULE, y=1 / heads)
+    figure.update_xaxes(title_text="position")
+    figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
+    return _by_layer(figure, result, updates, "head updates by position", 500)
+
+
+def _point_words(
+    heads: np.ndarray, positions: np.ndarray, counts: np.ndarray, texts: Sequence[str] | None
+) -> list[str]:
+    """What each point is: its head, its position, and its token or the number of prompts."""
+    words = []
+    for head, position, count in zip(heads, positions, counts, strict=True):
+        detail = f", n = {int(count)}"
+        if texts is not None:
+            detail = f" “{texts[position]}”"
+        words.append(f"head {head}, position {position}{detail}")
+    return words
+
+
+def _updates(result: Result, condition: str, reading: str) -> xr.Dataset:
+    """What was measured of a reading in a condition; both readings have the same names here."""
+    check_choice(READINGS, reading=reading)
+    check_condition(result, condition)
+    dataset = result[READINGS[reading]].sel(condition=condition)
+    names = {name: str(name).removeprefix("top_target_") for name in dataset}
+    return dataset.rename(names).assign_attrs(reading=reading)
+
+
+def _middles(edges: np.ndarray) -> np.ndarray:
+    """The middle of each bin, on a log scale for magnitudes; the outermost bins are as wide as
+    their neighbours.
+    """
+    if edges[0] == 0:
+        inner = np.log10(edges[1:])
+        step = inner[1] - inner[0]
+        return 10 ** np.array([inner[0] - step / 2, *(inner + step / 2)])
+    step = edges[2] - edges[1]
+    return np.array([edges[1] - step / 2, *(edges[1:] + step / 2)])
+
+
+def _ranges(edges: np.ndarray) -> np.ndarray:
+    """Each bin in words."""
+    ends = [*edges[1:], np.inf]
+    return np.array([f"{low:.3g} to {high:.3g}" for low, high in zip(edges, ends, strict=True)])
+
+
+def _by_layer(
+    figure: go.Figure, result: Result, updates: xr.Dataset, subject: str, height: int
+) -> go.Figure:
+    """Set the title, a slider with one step per layer, and the sentence on the question's
+    tokens."""
+    small_print = [str(updates.condition.values), count_words(result)]
+    if updates.attrs["reading"] == "top_target":
+        small_print.append("only the part from the strongest target")
+    if f"magnitude{BEFORE_NORM}" in updates:
+        small_print.append("after the norm that follows attention")
+    titles = {
+        layer: (
+            f"{model_caption(result)}: {subject}<br>"
+            f"<sup>layer {layer}; {'; '.join(small_print)}</sup>"
+        )
+        for layer in updates.layer.values.tolist()
+    }
+    draw.by_layer_slider(figure, titles, height)
+
+    question = updates.sel(segment="question")
+    magnitude = mean_words(result, question.magnitude)
+    orientation = mean_words(result, question.orientation)
+    means = f"magnitude {magnitude} of the residual stream's norm, cosine with it {orientation}"
+    return says(figure, f"Question tokens, mean over layers and heads: {means}.")
