@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +181,15 @@ def baseline_noise(
         dtype=getattr(torch, other_dtype),
         verify=False,
     )
-    answered = partial(evaluate, prompts=prompts, **options)
-    first = answered(model, batch=batch)
+
+    def answered(by: Any, batch: int) -> Evaluation:
+        return evaluate(by, prompts, batch=batch, **options)
+
+    first = answered(model, batch)
     repetitions = {
         f"{dtype}, batch {batch}": first,
-        f"{dtype}, batch {other_batch}": answered(model, batch=other_batch),
-        f"{other_dtype}, batch {batch}": answered(twin, batch=batch),
+        f"{dtype}, batch {other_batch}": answered(model, other_batch),
+        f"{other_dtype}, batch {batch}": answered(twin, batch),
     }
 
     rows = []
