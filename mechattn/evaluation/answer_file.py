@@ -82,6 +82,7 @@ def kept(path: str | Path | None, about: Mapping[str, Any]) -> Iterator[Kept]:
         ) from None
     except OSError as error:
         raise OutputError(f"nothing can be written to {path}: {error.strerror or error}") from None
+
     try:
         yield _continued(real_path, about)
     finally:
@@ -172,4 +173,5 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, GradedAnswer]]:
                 reason = f"its {mistake['loc'][0]} is {mistake['input']!r:.40} ({reason})"
             raise OutputError(f"line {number} of {path} is not an answer: {reason}") from None
         answers[answer.prompt, answer.condition, answer.sample] = answer
+
     return about, answers

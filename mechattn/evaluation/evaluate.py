@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from mechattn.evaluation.generate import Answer, Generation, Request, Sampling
 from mechattn.evaluation.graded_answers import GradedAnswer
 from mechattn.evaluation.grader import Grader
 from mechattn.evaluation.progress import AnswerBar
-from mechattn.evaluation.served_answers import Todo, check_room, check_servable, served_answers
+from mechattn.evaluation.served_answers import check_room, check_servable, served_answers
 from mechattn.evaluation.server import Server
 from mechattn.model.checkpoint import UnloadedModel, end_tokens
 from mechattn.model.hooked import HookedModel, alone
@@ -92,19 +91,19 @@ def evaluate(
     reader: Any = load_model(as_hooked(model)) if server is None else unloaded(model)
     prompts = as_prompts(prompts)
     named = request_checks.with_baseline(conditions)
-    how = generate.checked_sampling(new_tokens, samples, temperature, seed)
+    sampling = generate.checked_sampling(new_tokens, samples, temperature, seed)
     check_counts(batch=batch)
     _check_references(prompts, grader)
     native = None
     if server is None:
         native = generate.native_of(reader)
     sequences = request_checks.made_sequences(named, prompts, reader, seed)
-    requested = _requested(prompts, named, sequences, how.samples)
+    requested = _requested(prompts, sequences, sampling.samples)
     rope_factors = _checked_rope_factors(
-        reader, native, prompts, sequences, how.new_tokens, requested
+        reader, native, prompts, sequences, sampling.new_tokens, requested
     )
     about = _about(reader, server, prompts)
-    about |= asdict(how)
+    about |= asdict(sampling)
     about["conditions"] = {name: identity(condition) for name, condition in named.items()}
     about["grader"] = grader
     if rope_factors:
@@ -115,12 +114,13 @@ def evaluate(
         todo = [key for key in requested if key not in file.answers]
         with _interruption_told(file, requested):
             if server is None:
-                answers = _generated(reader, native, requested, todo, batch, rope_factors, how)
+                answers = _generated(reader, native, requested, todo, batch, rope_factors, sampling)
             else:
-                answers = served_answers(server, reader, requested, todo, how, batch, file)
+                answers = served_answers(server, reader, requested, todo, sampling, batch, file)
             with closing(answers):  # so that after an error nothing more is asked for
                 for key, answer, text in answers:
                     file.add(_graded(requested[key], answer, text, grader))
+
     if "probe" in file.about:
         about["probe"] = file.about["probe"]
     ordered = sorted(requested, key=lambda key: list(named).index(key[1]))
@@ -165,6 +165,7 @@ def baseline_noise(
             f"{forbidden[0]}=… cannot be given: only the baseline is answered, again in each "
             "repetition"
         )
+
     model = load_model(as_hooked(model))
     prompts = as_prompts(prompts)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -180,12 +181,15 @@ def baseline_noise(
         dtype=getattr(torch, other_dtype),
         verify=False,
     )
-    answered = partial(evaluate, prompts=prompts, **options)
-    first = answered(model, batch=batch)
+
+    def answered(by: Any, batch: int) -> Evaluation:
+        return evaluate(by, prompts, batch=batch, **options)
+
+    first = answered(model, batch)
     repetitions = {
         f"{dtype}, batch {batch}": first,
-        f"{dtype}, batch {other_batch}": answered(model, batch=other_batch),
-        f"{other_dtype}, batch {batch}": answered(twin, batch=batch),
+        f"{dtype}, batch {other_batch}": answered(model, other_batch),
+        f"{other_dtype}, batch {batch}": answered(twin, batch),
     }
 
     rows = []
@@ -204,41 +208,39 @@ def baseline_noise(
                 "texts": float(np.mean(changed_texts)),
             }
         )
+
     return pd.DataFrame(rows)
 
 
 def _requested(
-    prompts: Sequence[Prompt],
-    conditions: Mapping[str, Condition],
-    sequences: Sequence[Mapping[str, TokenSequence]],
-    samples: int,
-) -> dict[Key, Todo]:
+    prompts: Sequence[Prompt], sequences: Sequence[Mapping[str, TokenSequence]], samples: int
+) -> dict[Key, Request]:
     """Everything that is asked for, each problem's conditions one after the other."""
     requested = {}
     for prompt, by_condition in zip(prompts, sequences, strict=True):
-        for name in conditions:
+        for name, sequence in by_condition.items():
             for sample in range(samples):
-                request = Request(prompt.id, by_condition[name], sample)
-                requested[prompt.id, name, sample] = (prompt, name, request)
+                request = Request(prompt.id, sequence, sample, name, str(prompt.solution))
+                requested[prompt.id, name, sample] = request
     return requested
 
 
-def _check_kept(file: Kept, requested: Mapping[Key, Todo]) -> None:
+def _check_kept(file: Kept, requested: Mapping[Key, Request]) -> None:
     """Refuse kept answers to other token ids, or with another reference, than those of this
     call."""
-    for key, (prompt, name, request) in requested.items():
+    for key, request in requested.items():
         answer = file.answers.get(key)
         if answer is None:
             continue
         different = None
         if answer.read != read_digest(request.sequence):
             different = "the tokens"
-        elif answer.solution != prompt.solution:
+        elif answer.solution != request.solution:
             different = "the solution"
         if different is not None:
             raise OptionError(
-                f"{file.path} holds answers of another run ({different} of prompt {prompt.id} under"
-                f" {name!r} differ); choose another file, or move this one"
+                f"{file.path} holds answers of another run ({different} of prompt {request.prompt}"
+                f" under {request.condition!r} differ); choose another file, or move this one"
             )
 
 
@@ -248,7 +250,7 @@ def read_digest(sequence: TokenSequence) -> str:
 
 
 @contextmanager
-def _interruption_told(file: Kept, requested: Mapping[Key, Todo]) -> Iterator[None]:
+def _interruption_told(file: Kept, requested: Mapping[Key, Request]) -> Iterator[None]:
     """On Ctrl-C, say how many answers are kept and how to go on."""
     try:
         yield
@@ -269,29 +271,28 @@ def _interruption_told(file: Kept, requested: Mapping[Key, Todo]) -> Iterator[No
 def _generated(
     model: HookedModel,
     native: Any,
-    requested: Mapping[Key, Todo],
+    requested: Mapping[Key, Request],
     todo: Sequence[Key],
     batch: int,
     rope_factors: Mapping[str, str],
-    how: Sampling,
+    sampling: Sampling,
 ) -> Generator[tuple[Key, Answer, str], None, None]:
     """Each answer with its text, as soon as it ends."""
     end = end_tokens(getattr(native, "generation_config", None), model.tokenizer)
-    requests = {key: requested[key][2] for key in todo}
     # LongRoPE has other factors beyond a length, and chooses them for a whole batch.
     keys_by_factors: dict[str, list[Key]] = {}
-    for key in sorted(todo, key=lambda key: len(requests[key].sequence)):
+    for key in sorted(todo, key=lambda key: len(requested[key].sequence)):
         keys_by_factors.setdefault(rope_factors.get(key[0], ""), []).append(key)
     with AnswerBar(len(todo), len(requested) - len(todo)) as bar:
         for keys in keys_by_factors.values():
             generation = Generation(
                 native,
-                [requests[key] for key in keys],
+                [requested[key] for key in keys],
                 batch,
-                how.new_tokens,
+                sampling.new_tokens,
                 end,
-                how.temperature,
-                how.seed,
+                sampling.temperature,
+                sampling.seed,
                 bar.add_tokens,
             )
             while generation.is_open:
@@ -301,18 +302,16 @@ def _generated(
                     yield keys[number], answer, text
 
 
-def _graded(item: Todo, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
-    prompt, name, request = item
-    solution = str(prompt.solution)
-    grade = graders.grade(text, solution, grader, finished=answer.finished)
+def _graded(request: Request, answer: Answer, text: str, grader: Grader) -> GradedAnswer:
+    grade = graders.grade(text, request.solution, grader, finished=answer.finished)
     return GradedAnswer(
-        prompt=prompt.id,
-        condition=name,
+        prompt=request.prompt,
+        condition=request.condition,
         sample=request.sample,
         text=text,
         tokens=answer.tokens,
         answer=grade.answer,
-        solution=solution,
+        solution=request.solution,
         right=grade.right,
         finished=answer.finished,
         logprob=answer.logprob,
@@ -328,16 +327,19 @@ def _check_references(prompts: Sequence[Prompt], grader: Grader) -> None:
                 f'prompt {prompt.id} ("{prompt.excerpt}") has no solution to compare with; load '
                 "prompts with answers, or give Prompt(…, solution=…)"
             )
+
         if prompt.answer or prompt.answer_tokens:
             raise PromptError(
                 f"prompt {prompt.id} already holds an answer, which the model would read; load "
                 "prompts with with_answer=False"
             )
+
         kind = graders.grader_for(prompt.solution)
         if grader == "number" and kind == "math":
             raise PromptError(
                 f'the solution of prompt {prompt.id} does not end in a number; use grader="math"'
             )
+
         if kind == "math":
             graders.check_grader("math")
 
@@ -349,7 +351,7 @@ def _checked_rope_factors(
     prompts: Sequence[Prompt],
     sequences: Sequence[Mapping[str, TokenSequence]],
     new_tokens: int,
-    requested: Mapping[Key, Todo],
+    requested: Mapping[Key, Request],
 ) -> dict[str, str]:
     """The rope factors with which a LongRoPE model reads each prompt: the "short" or "long" ones.
 
@@ -389,6 +391,7 @@ def _about(model: Any, server: Server | None, prompts: Sequence[Prompt]) -> dict
         about["served_model"] = None
         if server.model is not None:
             about["served_model"] = provenance.name_of(server.model)
+
     about["prompts"] = provenance.digest(prompts)
     about["versions"] = provenance.versions()
     groups = {prompt.id: prompt.group for prompt in prompts if prompt.group is not None}

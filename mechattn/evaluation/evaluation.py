@@ -89,6 +89,7 @@ class Evaluation:
                 " or one of fewer problems: call evaluate with out=… and all its problems and"
                 " conditions"
             )
+
         return np.array([right[key] for key in keys]).reshape(-1, self.samples)
 
     def accuracy(self, level: float = 0.95, *, unit: Unit = "auto") -> pd.DataFrame:
@@ -150,6 +151,7 @@ class Evaluation:
             raise OptionError(
                 "the two evaluations have different problems, but a comparison is by problem"
             )
+
         first = self.right(condition)
         # A file may hold the problems in another order.
         second = other._restricted_to(list(self._problems())).right(to)
@@ -229,6 +231,7 @@ class Evaluation:
                 "best needs at least one condition other than the baseline, and at least two"
                 " problems"
             )
+
         choosing_places, reported_places = units.halves()
         choosing = self._restricted_to([problems[place] for place in choosing_places])
         reported = self._restricted_to([problems[place] for place in reported_places])
@@ -261,6 +264,7 @@ class Evaluation:
             for count in counts:
                 values = pass_at_k(right_counts, self.samples, count)
                 shares.append(({"condition": name, "k": count}, values))
+
         return _intervals(shares, self._units(unit), level)
 
     def follows(

@@ -30,6 +30,7 @@ def follows(
             f"{evaluation.samples} answers per problem: follows needs one answer per problem "
             "(samples=1)"
         )
+
     own_answers = _answers_under(evaluation, without)
     answers = _answers_under(evaluation, condition)
     strangers = [prompt for prompt in own_answers if sources.get(prompt, prompt) not in own_answers]
@@ -44,6 +45,7 @@ def follows(
         source_answer = own_answers[sources.get(prompt, prompt)]
         if None not in (own_answer, source_answer) and own_answer != source_answer:
             distinct.append(prompt)
+
     if not distinct:
         raise OptionError(
             f"under {without!r} no prompt's answer differs from its source's, so they cannot be "

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechattn.axes import BASELINE
 from mechattn.errors import ModelError, OptionError, check_counts
 from mechattn.evaluation.generating_rows import GeneratingRow, GeneratingRows, PaddedPrompts
 from mechattn.functional.activations import keyed_uniform, token_keys
@@ -52,25 +53,38 @@ def checked_sampling(
         temperature = 1.0
         if samples == 1:
             temperature = 0.0
+
     if not 0 <= temperature < float("inf"):
         raise OptionError(
             f"temperature={temperature!r}: give 0 for the likeliest token, or a number above 0"
         )
+
     if temperature == 0 and samples > 1:
         raise OptionError(
             f"samples={samples} with temperature=0 gives the same answer {samples} times; give a "
             "temperature above 0"
         )
+
     return Sampling(new_tokens, samples, float(temperature), seed)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A requested answer: the prompt's id, the sequence to read, and which of several answers."""
+    """A requested answer.
+
+    Args:
+        prompt: The prompt's id.
+        sequence: The sequence to read.
+        sample: Which of several answers.
+        condition: The name of the condition.
+        solution: The reference.
+    """
 
     prompt: str
     sequence: TokenSequence
     sample: int
+    condition: str = BASELINE
+    solution: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,12 +107,14 @@ def native_of(model: HookedModel) -> Any:
         raise ModelError(
             f"{model.cfg.model_name} cannot generate here: it has no twin without hooks ({reason})"
         )
+
     if "past_key_values" not in inspect.signature(facts.native.forward).parameters:
         raise ModelError(
             f"{model.cfg.model_name} cannot generate here: it takes no past_key_values but has"
             " another cache, like Mamba and RWKV, so each token would be read without the earlier"
             " ones"
         )
+
     return facts.native
 
 
@@ -176,6 +192,7 @@ class Generation:
                 use_cache=True,
                 **self.only_last_logits,
             )
+
         new_rows = [GeneratingRow(number, self.requests[number].sequence) for number in numbers]
         self.rows.add(new_rows, prompts, cache)
         self.write(new_rows, output.logits[:, -1].float())
@@ -320,6 +337,7 @@ def refuse_what_cannot_generate(model: Any, sequence: TokenSequence, name: str) 
         raise OptionError(
             f"{name!r} cuts edges in some layers only, which works in run but not in evaluate"
         )
+
     config = getattr(model.config, "text_config", model.config)
     kind = getattr(config, "model_type", "")
     if not PARTICULARS.get(kind, Particulars()).masks_edges:
@@ -328,6 +346,7 @@ def refuse_what_cannot_generate(model: Any, sequence: TokenSequence, name: str) 
         reason = "has layers with windows, whose cache is cut short"
     else:
         return
+
     raise OptionError(
         f"{name!r} cuts edges, and a {kind} model {reason}: generation with cut edges is not "
         "supported here. Omit the condition"

@@ -53,6 +53,7 @@ class PaddedPrompts:
                 self.unseen_keys[row, start:] = edge_mask.keys
                 self.hidden_from_answers[row, start:] = edge_mask.keys & edge_mask.later
                 self.has_cut_edges = True
+
         # Position ids with gaps need a mask: without one, transformers takes them for several
         # sequences that are packed into one row.
         keeps_positions = any(sequence.keeps_positions for sequence in sequences)
@@ -65,9 +66,9 @@ class PaddedPrompts:
             return self.real.long() if self.needs_mask else None
         positions = torch.arange(self.longest, device=self.real.device)
         is_self = positions[:, None] == positions
-        seen = (positions[:, None] >= positions) & self.real[:, None]
-        seen &= ~(self.blind_queries[:, :, None] & self.unseen_keys[:, None])
-        return (seen | is_self)[:, None]
+        visible = (positions[:, None] >= positions) & self.real[:, None]
+        visible &= ~(self.blind_queries[:, :, None] & self.unseen_keys[:, None])
+        return (visible | is_self)[:, None]
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -173,6 +174,7 @@ class GeneratingRows:
                 kept_length = _set_length(layer, length)
                 layer.keys = _joined(layer.keys, new_layer.keys, kept_length)
                 layer.values = _joined(layer.values, new_layer.values, kept_length)
+
         self.real = _joined(self.real, prompts.real, length)
         self.hidden = _joined(self.hidden, prompts.hidden_from_answers, length)
         self.hides_keys = bool(self.hidden.any())
@@ -195,6 +197,7 @@ class GeneratingRows:
                 kept_length = _set_length(layer, length)
                 layer.keys = _fitted(layer.keys, kept_length)[open_places]
                 layer.values = _fitted(layer.values, kept_length)[open_places]
+
         self.real = _fitted(self.real[open_places], length)
         self.hidden = _fitted(self.hidden[open_places], length)
 

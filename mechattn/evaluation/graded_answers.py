@@ -56,17 +56,20 @@ def cautions(answers_by_condition: Mapping[str, Sequence[GradedAnswer]]) -> list
             cut_off.append(f"{cut_off_count} of {len(answers)} under {name!r}")
         if unread_count > _MANY * len(answers):
             unread.append(f"{unread_count} of {len(answers)} under {name!r}")
+
     sentences = []
     if cut_off:
         sentences.append(
             f"Careful: many answers were cut off and count as wrong ({', '.join(cut_off)}). "
             "Allow more new_tokens before you compare."
         )
+
     if unread:
         sentences.append(
             f"Careful: many answers end without a final answer ({', '.join(unread)}). Does the "
             "prompt ask for a mark, such as \\boxed{…}?"
         )
+
     right = [answer.right for answer in answers_by_condition.get(BASELINE, ())]
     if len(right) > 1 and all(right):
         sentences.append("Careful: every answer of the baseline is right; it can only fall.")

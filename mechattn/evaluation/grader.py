@@ -124,6 +124,7 @@ def grade(text: str, solution: str, grader: Grader = "auto", *, finished: bool =
             return Grade(str(value), value == expected)
         if grader == "number" or not re.search(r"\d", answer) or not find_spec("math_verify"):
             return Grade(None, False)
+
     return _compared_as_expressions(answer, _reference_answer(solution) or solution)
 
 
@@ -135,6 +136,7 @@ def final_answer(text: str, finished: bool = True) -> str | None:
         text = text[: following.start()]
     elif not finished:
         return None
+
     boxes = list(_BOX.finditer(text))
     if boxes:
         return _braced(text[boxes[-1].end() :]) or None

@@ -23,10 +23,8 @@ from mechattn.evaluation.server_completions import (
 )
 from mechattn.evaluation.server_probe import Question
 from mechattn.model.checkpoint import UnloadedModel
-from mechattn.prompts.prompt import Prompt
 from mechattn.prompts.token_sequences import TokenSequence
 
-Todo = tuple[Prompt, str, Request]  # a prompt, the name of a condition, and the sequence
 _EVERY = 256  # answers, after which a server is probed again
 _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 
@@ -34,7 +32,7 @@ _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False
 def served_answers(
     server: Server,
     model: UnloadedModel,
-    requested: Mapping[Key, Todo],
+    requested: Mapping[Key, Request],
     todo: Sequence[Key],
     sampling: Sampling,
     at_once: int,
@@ -49,7 +47,7 @@ def served_answers(
     """
     if not todo:
         return
-    requests = {(prompt.id, name): request for prompt, name, request in requested.values()}
+    requests = {key[:2]: request for key, request in requested.items()}
     longest = max(len(request.sequence) for request in requests.values())
     tokens = longest + max(sampling.new_tokens, server_probe.TOKENS)
     with connected(server, model, at_once, tokens) as connection:
@@ -69,6 +67,7 @@ def served_answers(
                     bar.add_tokens(len(answer.tokens))
                     bar.add_answer()
                     yield key, answer, text
+
                 reason = probe.again()
                 if reason is not None:
                     file.note("probe", probe.about, without=keys)
@@ -77,6 +76,7 @@ def served_answers(
                         " last did are dropped; serve the model, and call evaluate again with the"
                         " same arguments"
                     )
+
         file.note("probe", probe.about)
 
 
@@ -95,7 +95,8 @@ def _sampled(request: CompletionRequest, key: Key, sampling: Sampling) -> Comple
 def _answer(completion: Completion, model: UnloadedModel) -> tuple[Answer, str]:
     """The answer of a completion, and its text."""
     is_stopped = completion.finish_reason == "stop"
-    logprobs = torch.tensor(completion.logprobs or [torch.nan], dtype=torch.float64)
+    reported = [logprob for logprob in completion.logprobs or () if logprob is not None]
+    logprobs = torch.tensor(reported or [torch.nan], dtype=torch.float64)
     if completion.ids is None:
         tokens = model.tokenizer(completion.text, add_special_tokens=False)["input_ids"]
         return Answer(tuple(tokens), is_stopped, float(logprobs.mean())), completion.text
@@ -128,6 +129,7 @@ def _sent(
         text = text_of(connection.reader.tokenizer, requests[question].sequence.tokens.tolist())
         if text is not None:
             with_texts[question] = replace(with_id, prompt=text)
+
     refused = [question for question in with_ids if question not in with_texts]
     if refused:
         prompt, name = refused[0]
@@ -137,6 +139,7 @@ def _sent(
             " in all. Omit them, or serve the model with an engine that takes token ids, such as"
             " vLLM or SGLang"
         )
+
     return with_texts
 
 
@@ -162,12 +165,13 @@ def check_servable(sequences: Sequence[Mapping[str, TokenSequence]]) -> None:
                 )
 
 
-def check_room(items: Iterable[Todo], new_tokens: int, longest: int, who: str) -> None:
+def check_room(requests: Iterable[Request], new_tokens: int, longest: int, who: str) -> None:
     """Refuse prompts that are too long with their answers."""
-    for prompt, name, request in items:
+    for request in requests:
         length = len(request.sequence)
         if length + new_tokens > longest:
             raise PromptTooLong(
-                f'prompt {prompt.id} ("{prompt.excerpt}") has {length:,} tokens with the condition'
-                f' "{name}" and {new_tokens} new ones are allowed; {who} takes {longest:,}'
+                f"prompt {request.prompt} has {length:,} tokens with the condition"
+                f' "{request.condition}" and {new_tokens} new ones are allowed; {who} takes'
+                f" {longest:,}"
             )

@@ -42,18 +42,21 @@ class Server:
             raise OptionError(
                 'requests to a server need the package openai: pip install "mechattn[server]"'
             )
+
         if re.search("[@?#]", str(self.address)):
             raise OptionError(
                 "the address of the server contains a user, a password or a query: give only the "
                 "address, put the key into an environment variable, and name the variable: "
                 'key="SERVER_KEY"'
             )
+
         try:
             TypeAdapter(HttpUrl).validate_python(self.address)
         except ValidationError:
             raise OptionError(
                 f'address={self.address!r}: give an address such as "http://host:8000/v1"'
             ) from None
+
         if self.model == "":
             raise OptionError("model='': give the model's name on the server")
         is_number = isinstance(self.timeout, (int, float))

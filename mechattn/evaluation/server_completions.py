@@ -136,6 +136,7 @@ class Connection:
             for outcome in pool.imap_unordered(completed, requests):
                 if outcome is not None:
                     yield outcome
+
         if failures:
             raise failures[0]
 
@@ -153,6 +154,7 @@ class Connection:
             body |= _BESIDE_OPENAI
             body["stop_token_ids"] = sorted(self.reader.end)
             body["prompt_logprobs"] = request.prompt_logprobs
+
         content = _replied(self.server, partial(self.client.post, "/completions", body=body))
         try:
             completion = Completion.model_validate_json(content)
@@ -162,6 +164,7 @@ class Connection:
                 f"gives no finished completion but {reply}; is the address right, such as"
                 ' "http://host:8000/v1"?'
             ) from None
+
         self._check(completion, request)
         return completion
 
@@ -175,6 +178,7 @@ class Connection:
                 " it changes or cuts short would not be noticed. With verify=False its answers are"
                 " accepted, and that nothing was counted is recorded with them"
             )
+
         if completion.read not in (None, request.length):
             raise self.server.error(
                 f"has read {completion.read} tokens of a prompt that has {request.length}: it adds"
@@ -282,4 +286,5 @@ def _models(client: Any, server: Server) -> dict[str, int | None]:
         return {}
     except ValidationError:
         return {}
+
     return {model.id: model.max_model_len for model in models}

@@ -125,6 +125,7 @@ class Probe:
             alike += reference.agrees(completion.text)
             pairs = zip(reference.prompt_logprobs, completion.prompt_logprobs, strict=False)
             differences += [abs(own - theirs) for own, theirs in pairs]
+
         low, high = wilson_interval(alike, count)
         figures = {"alike": alike / count, "alike_low": low, "alike_high": high}
         difference = 0.0
@@ -158,7 +159,7 @@ def begun(
         requests: What is asked for.
         sent: What the server gets in its place.
         sampling: That of the run; its seed draws the questions.
-        before: What is known of the server's probe, if the run is resumed.
+        before: What the file says about earlier probes, if the run is resumed.
 
     Raises:
         ServerError: It is not the model, or no longer that of the run that is resumed.
@@ -203,6 +204,7 @@ def begun(
         about["against"] = f"the model here ({dtype}, weights {weights})"
         local_requests = {question: requests[question] for question in questions}
         references = _local_references(native, connection.reader, local_requests, new_tokens)
+
     probe = Probe(connection, asked, references, least, about)
 
     if native is not None or is_resumed:
@@ -213,6 +215,7 @@ def begun(
                 " the prompt? With verify=False its answers are accepted, and these figures are"
                 " recorded"
             )
+
     if sampling.temperature > 0:
         _check_samples(connection, asked, completions)
     return probe

@@ -17,6 +17,7 @@ from mechattn.engine.request_checks import with_baseline
 from mechattn.engine.run import run
 from mechattn.errors import OptionError, check_choice
 from mechattn.evaluation.evaluation import Evaluation
+from mechattn.evaluation.graded_answers import GradedAnswer
 from mechattn.model.load import as_hooked, load_model
 from mechattn.prompts.conditions import Condition
 from mechattn.prompts.prompt import Prompt
@@ -88,6 +89,7 @@ class WhileAnswering:
             for column, values in self._matched(answers, level).items():
                 row[column] = values[0]
             rows.append(row)
+
         table = pd.DataFrame(rows)
         table.attrs = {"unit": self.units.unit}
         return table
@@ -111,6 +113,7 @@ class WhileAnswering:
                 f" length under {condition!r}: at least {FEWEST} are needed{within}; evaluate more"
                 " problems"
             )
+
         columns = {"layer": answers.layer.values, "head": answers["head"].values, **matched}
         return pd.DataFrame(columns).sort_values("q_beyond", kind="stable", ignore_index=True)
 
@@ -133,10 +136,12 @@ class WhileAnswering:
             figures[kind] = float(values.mean())
             figures[f"{kind}_uniform"] = float(chosen.uniform.mean())
             figures[f"{kind}_tokens"] = float(chosen.tokens.mean())
+
         if len(values) >= FEWEST:
             interval = t_interval(values[:, None], level)
             figures[f"{kind}_low"] = float(interval.low[0])
             figures[f"{kind}_high"] = float(interval.high[0])
+
         return figures
 
     def _matched(self, answers: xr.Dataset, level: float) -> dict[str, np.ndarray]:
@@ -253,6 +258,7 @@ def while_answering(
         raise OptionError(
             f"the condition {lacking[0]!r} was not evaluated; the evaluation has {have}"
         )
+
     ids = [prompt.id for prompt in prompts]
     unknown = set(ids) - {answer.prompt for answer in evaluation.answers}
     if unknown:
@@ -272,6 +278,7 @@ def while_answering(
             raise OptionError(
                 f"no answer under {name!r} has any token, so there is nothing to measure"
             )
+
         analysed = {} if name == BASELINE else {name: condition}  # every run has the baseline
         result = run(
             model,
@@ -282,17 +289,8 @@ def while_answering(
             seed=seed,
         )
         data = result["segment_flow"].sel(condition=name, segment="answer", drop=True)
-        flow = xr.Dataset(
-            {"flow": data.flow, "uniform": data.flow_uniform.broadcast_like(data.flow)}
-        )
-        flow = flow.astype(np.float64).rename(to_segment="segment")
-        flow = flow.transpose("prompt", "layer", "head", "segment")
-        # A segment that all prompts lack stays NaN; one that a single prompt lacks receives 0.
-        is_absent = flow.isnull().all(("prompt", "layer", "head"))
-        flow = flow.fillna(0).where(~is_absent).reindex(prompt=ids)
-        flow["right"] = ("prompt", [answers[prompt_id].right for prompt_id in ids])
-        flow["tokens"] = ("prompt", [len(answers[prompt_id].tokens) for prompt_id in ids])
-        measured.append(flow.drop_attrs())
+        measured.append(_of_all_prompts(data, [answers[prompt_id] for prompt_id in ids]))
+
     names = pd.Index(list(named), name="condition")
     return WhileAnswering(
         data=xr.concat(measured, names),
@@ -300,3 +298,18 @@ def while_answering(
         about=str(model.cfg.model_name),
         predicting=predicting,
     )
+
+
+def _of_all_prompts(data: xr.Dataset, answers: Sequence[GradedAnswer]) -> xr.Dataset:
+    """The attention of the answers under a condition, NaN where one is empty, and what they are."""
+    uniform = data.flow_uniform.broadcast_like(data.flow)
+    flow = xr.Dataset({"flow": data.flow, "uniform": uniform}).astype(np.float64)
+    flow = flow.rename(to_segment="segment").transpose("prompt", "layer", "head", "segment")
+    # A segment that all prompts lack stays NaN; one that a single prompt lacks receives 0.
+    is_absent = flow.isnull().all(("prompt", "layer", "head"))
+    flow = flow.fillna(0).where(~is_absent)
+
+    flow = flow.reindex(prompt=[answer.prompt for answer in answers])
+    flow["right"] = ("prompt", [answer.right for answer in answers])
+    flow["tokens"] = ("prompt", [len(answer.tokens) for answer in answers])
+    return flow

@@ -46,9 +46,8 @@ def executor_named(
     check_choice(ExecutorName, executor=name)
     if name == "ray":
         return Ray(address, workers)
-    for option, value in (("address", address), ("workers", workers)):
-        if value is not None:
-            raise OptionError(f'{option} is for a cluster: add executor="ray", or omit it')
+    if address is not None or workers is not None:
+        raise OptionError('address or workers is for a cluster: add executor="ray", or omit it')
     return Local()
 
 
@@ -119,7 +118,9 @@ class Ray:
                 "conditions or more memory, and run the command again"
             ) from error
         except ray.exceptions.RayTaskError as error:
-            raise error.cause if isinstance(error.cause, MechattnError) else error from None
+            if isinstance(error.cause, MechattnError):
+                raise error.cause from None
+            raise
         finally:
             for actor in actors:  # the cluster stays up
                 ray.kill(actor)
@@ -141,6 +142,7 @@ class Ray:
             raise OptionError(
                 f"there is no Ray cluster at address={self.address!r}: {reason}"
             ) from None
+
         return ray
 
 
@@ -173,6 +175,7 @@ def _started_alone() -> Any:
             f"reach, at {address}, so it was stopped: install the version that mechattn requires, "
             "or start one yourself and give its address"
         )
+
     return ray
 
 

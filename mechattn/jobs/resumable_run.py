@@ -173,6 +173,7 @@ class KeptChunks:
             except DamagedResult as error:
                 say(f"{error}; computing chunk {chunk} again")
                 _delete_chunk(path)
+
         return results
 
     def discard(self) -> None:

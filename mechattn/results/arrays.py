@@ -98,6 +98,7 @@ def _read_stacked(
             filled: Any = (in_block, *(slice(size) for size in values.shape[1:]))
             block[filled] = values
         start = stop
+
     return block.squeeze(integer_axes)
 
 
@@ -115,15 +116,15 @@ def digest(datasets: Mapping[str, xr.Dataset]) -> str:
             is_text = variable.dtype.kind in TEXT
             dtype = "text" if is_text else variable.dtype.newbyteorder("<").str
             attributes = plain_attributes(variable.attrs)
-            content.update(
-                _json([name, str(label), variable.dims, variable.shape, dtype, attributes])
-            )
+            about = [name, str(label), variable.dims, variable.shape, dtype, attributes]
+            content.update(_json(about))
             if is_text:
                 content.update(_json([str(text) for text in variable.values.flat]))
                 continue
             for block in blocks_of(variable):
                 content.update(canonical(block).data)
         content.update(_json([name, plain_attributes(dataset.attrs)]))
+
     return content.hexdigest()
 
 

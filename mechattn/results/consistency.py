@@ -83,6 +83,7 @@ def problem_of(datasets: Mapping[str, xr.Dataset], provenance: Any) -> str | Non
         details = error.errors()[0]
         entry = ".".join(map(str, details["loc"])) or "all of it"
         return f"its provenance lacks something ({entry}: {details['msg']})"
+
     if "sequences" not in datasets:
         return "its sequences are missing"
     sequences = datasets["sequences"]
@@ -98,6 +99,7 @@ def problem_of(datasets: Mapping[str, xr.Dataset], provenance: Any) -> str | Non
         for dim, expected in labels.items():
             if dim in dataset.dims and _labels(dataset, dim) != expected:
                 return f"{name} has other {dim}s"
+
     return None
 
 
@@ -107,6 +109,7 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
         labels = _labels(sequences, dim)
         if not labels or len(set(labels)) < len(labels):
             return f"two of its {dim}s have the same name, or there are none"
+
     if _labels(sequences, "condition")[0] != BASELINE:
         return "its first condition is not the baseline"
     dims_of: dict[str, tuple[str, ...]] = dict.fromkeys(
@@ -120,6 +123,7 @@ def _sequences_problem(sequences: xr.Dataset) -> str | None:
             return f"its sequences have no {name} with the dimensions {', '.join(dims)}"
         if name in TOKEN_ARRAYS and sequences[name].dtype.kind != "i":
             return f"the {name} of its sequences are no whole numbers"
+
     indices = sequences.segment_index.values
     if indices.size and not PADDING <= indices.min() <= indices.max() < len(SEGMENTS):
         return f"its sequences have the segment {indices.max()}, and there are {len(SEGMENTS)}"

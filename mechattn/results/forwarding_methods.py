@@ -438,8 +438,10 @@ class Questions:
                 ' one of them say result.sel(to_segment=…).compare(…, quantity="flow"), whose'
                 " q-values are of its rows alone"
             )
+
         if unknown:
             raise OptionError(
                 f"a comparison has no option {unknown[0]!r}; its options are {', '.join(names)}"
             )
+
         return Contrast(self._result, self._result.condition(condition), **asked)

@@ -52,6 +52,7 @@ def merge_results(results: Sequence[Result]) -> Result:
             raise OptionError(
                 f"{result!r} is not a result; load it first: ma.load_result({str(result)!r})"
             )
+
     if len(results) == 1:
         return results[0]
 
@@ -158,6 +159,7 @@ def _merged(datasets: Sequence[xr.Dataset], order: np.ndarray) -> xr.Dataset:
         sources = [dataset[label].encoding.get(SOURCES, set()) for dataset in datasets]
         encoding = {SOURCES: set().union(*sources)}
         merged[label] = (values.dims, arrays[label], values.attrs, encoding)
+
     return xr.Dataset(merged, coords, first.attrs)
 
 
@@ -213,6 +215,7 @@ def _merged_entries(
                     f" {their_value!r} in another"
                 )
             merged[name] = our_value
+
     return merged
 
 

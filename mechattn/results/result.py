@@ -93,6 +93,7 @@ class Result(Questions):
                     f"sel({arguments}): not all of these labels are in {name}; "
                     f"result[{name!r}].coords shows which are"
                 ) from None
+
         return replace(self, datasets=datasets)
 
     @property
@@ -123,16 +124,19 @@ class Result(Questions):
             raise OptionError(
                 "the baseline is what others are compared with; name another condition"
             )
+
         inserted = [condition for condition in self.conditions if condition != BASELINE]
         if not inserted:
             raise OptionError(
                 "this result has only the baseline; run it with a condition such as "
                 "MeaninglessTokens()"
             )
+
         if name not in (None, *inserted):
             raise OptionError(
                 f"there is no condition {name!r}; the result has {', '.join(map(repr, inserted))}"
             )
+
         return name or inserted[0]
 
     def digest(self) -> str:
@@ -160,6 +164,7 @@ class Result(Questions):
             raise OptionError(
                 f"{name} has no quantity {quantity!r}; it has {', '.join(map(repr, dataset))}"
             )
+
         chosen = [variable for variable in dataset if "segment" in dataset[variable].dims]
         if quantity is not None:
             chosen = [quantity]
@@ -227,6 +232,7 @@ def in_half_the_space(result: Result) -> Result:
                 )
             halves[label] = values.astype(np.float16)
         datasets[name] = dataset.assign(halves)
+
     return replace(result, datasets=datasets)
 
 

@@ -44,6 +44,7 @@ def check_writable(path: str | Path) -> None:
                 raise OutputError(
                     f"{path} is in {parent}, a folder for a stored result only; choose another place"
                 )
+
         if path.suffix != ".zarr" and path.is_dir():
             raise OutputError(f"{path} is a folder; name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,12 +76,14 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
                 if old.exists():
                     os.replace(old, path)
                 raise
+
             flush([path.parent])
     except OSError as error:
         raise OutputError(
             f"{path} could not be written: {error.strerror or error}. No part of it is left; free "
             "some space, or choose another place"
         ) from error
+
     sweep(path)
 
 

@@ -95,15 +95,15 @@ class Place:
             name = path.removeprefix(root)
             if name.rpartition("/")[2] not in LEFT_BY_DESKTOPS:
                 sizes[name] = int(details["size"])
+
         return sizes
 
     def attributes(self) -> dict[str, Any]:
         """The attributes of the root; empty if there is none that can be read."""
         try:
-            attributes = json.loads(self.read(ROOT) or b"")["attributes"]
+            return dict(json.loads(self.read(ROOT) or b"")["attributes"])
         except (ValueError, LookupError, TypeError, RecursionError):
             return {}
-        return attributes if isinstance(attributes, dict) else {}
 
     def begin(self) -> str:
         """Mark an address as being written, delete everything else there, and return the mark."""
@@ -151,7 +151,7 @@ def place_of(path: str | Path) -> Place:
     try:
         return Place(Path(os.path.realpath(text)))
     except ValueError as error:
-        raise OutputError(f"{text!r} is no name of a file: {error}") from None
+        raise OutputError(f"{text!r} cannot be the name of a file: {error}") from None
 
 
 class Listing(MemoryStore):

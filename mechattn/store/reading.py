@@ -78,6 +78,7 @@ def load_result(path: str | Path, *, memory: str = MEMORY) -> Result:
         for variable in dataset.variables.values():
             if is_small or "prompt" not in variable.dims:
                 variable.load()
+
     return replace(result, memory=memory)
 
 
@@ -182,6 +183,7 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
             f"{metadata_name} in the result at {listing.place} is not in the format that mechattn "
             "writes"
         ) from None
+
     if data_type is None:
         return []
 
@@ -203,6 +205,7 @@ def _objects_of(listing: Listing, metadata_name: str, sizes: Mapping[str, int]) 
             fits = size == count * np.dtype(data_type).itemsize
         if not fits:
             raise damage(listing.place, name, f"{size:,} bytes are not those of {count:,} values")
+
     return names
 
 

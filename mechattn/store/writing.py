@@ -48,6 +48,7 @@ def check_result_place(path: str | Path, *, used: bool = False) -> None:
             place.check_ours()
             if used:
                 return
+
         if isinstance(place.path, Path):
             check_writable(place.path)
         else:
@@ -180,11 +181,10 @@ def _write_dataset(name: str, dataset: xr.Dataset, chunk: int, listing: Listing)
 
 def _with_one_text_type(dataset: xr.Dataset) -> xr.Dataset:
     """A dataset whose texts are of variable length, as Zarr has no specified type for others."""
-    texts = {
-        label: variable.astype(np.dtypes.StringDType())
-        for label, variable in dataset.variables.items()
-        if variable.dtype.kind in TEXT
-    }
+    texts = {}
+    for label, variable in dataset.variables.items():
+        if variable.dtype.kind in TEXT:
+            texts[label] = variable.astype(np.dtypes.StringDType())
     return dataset.drop_indexes(set(texts) & set(dataset.indexes)).assign(texts)
 
 

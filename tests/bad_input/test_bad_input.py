@@ -604,7 +604,7 @@ def baseline_alone(toy):
             "'s' is <class .*MeaninglessTokens.*>; give an instance",
         ),
         (lambda toy, r: ma.conditions.Text(""), "give the text to insert"),
-        (lambda toy, r: r.save("\ud83d.zarr"), "is no name of a file"),
+        (lambda toy, r: r.save("\ud83d.zarr"), "cannot be the name of a file"),
         (lambda toy, r: r.page("x" * 300 + ".html"), "File name too long"),
         (lambda toy, r: ma.conditions.Text("a", after=""), "after=''"),
         (

@@ -62,25 +62,28 @@ class Kills:
 
 def workers():
     """The processes of this cluster's actors, those first that compute a chunk; Ray names them after what they do."""
-    found = processes()
-    ours = {pid for pid, (parent, _) in found.items() if parent == os.getpid()}
+    running = processes()
+    ours = {pid for pid, (parent, _) in running.items() if parent == os.getpid()}
     named = [
         (words, pid)
-        for pid, (parent, words) in found.items()
+        for pid, (parent, words) in running.items()
         if parent in ours and "ray::Worker" in words
     ]
     return [pid for _, pid in sorted(named, reverse=True)]
 
 
 def processes():
-    found = {}
+    running = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         try:
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            found[pid] = parent, Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            running[pid] = (
+                parent,
+                Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"),
+            )
         except OSError:  # it has ended
             continue
-    return found
+    return running
 
 
 @pytest.mark.slow

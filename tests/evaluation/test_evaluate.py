@@ -29,27 +29,27 @@ def loaded(name):
 
 
 @pytest.fixture(scope="module")
-def some():
+def problems():
     return ma.load_prompts("word-problems", limit=8)
 
 
 @pytest.fixture(scope="module")
-def evaluation(toy, some):
+def evaluation(toy, problems):
     conditions = {
         "slash": SLASH,
         "arm": ma.Baseline(intervention=ma.interventions.ARM(strength=2.0, form="released_llama")),
     }
-    return ma.evaluate(toy, some, conditions, new_tokens=60)
+    return ma.evaluate(toy, problems, conditions, new_tokens=60)
 
 
 @pytest.mark.parametrize("name", ["toy:gemma3", "toy:falcon"])
-def test_answers_are_those_of_plain_generation(name, some):
+def test_answers_are_those_of_plain_generation(name, problems):
     """Left-padded batches with a cache against transformers' own generate, one prompt at a time, without padding."""
     model = loaded(name)
     native = model._mechattn.native
     end = model.tokenizer.eos_token_id
-    sequences = [SLASH.apply(some[0], model)]
-    sequences += [ma.Baseline().apply(prompt, model) for prompt in some[1:3]]
+    sequences = [SLASH.apply(problems[0], model)]
+    sequences += [ma.Baseline().apply(prompt, model) for prompt in problems[1:3]]
     requests = [Request(str(number), sequence, 0) for number, sequence in enumerate(sequences)]
     batched = answers(native, requests, 40, frozenset([end]))
     for answer, sequence in zip(batched, sequences, strict=True):
@@ -83,11 +83,11 @@ VARIANTS = {
         ("toy:gemma3", "unshifted"),
     ],
 )
-def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, some):
+def test_variants_at_each_step_are_those_of_the_hooked_model(name, variant, problems):
     """Every generated token is the likeliest one of a hooked forward pass over the whole sequence so far."""
     model = loaded(name)
-    sequence = VARIANTS[variant].apply(some[0], model)
-    other = ma.Baseline().apply(some[1], model)
+    sequence = VARIANTS[variant].apply(problems[0], model)
+    other = ma.Baseline().apply(problems[1], model)
     requests = [Request("0", sequence, 0), Request("1", other, 0)]
     (answer, _) = answers(model._mechattn.native, requests, 12, frozenset([1]))
 
@@ -124,7 +124,7 @@ def with_token(sequence, token):
     )
 
 
-def test_grades_and_accuracy(evaluation, some):
+def test_grades_and_accuracy(evaluation, problems):
     table = evaluation.accuracy().set_index("condition")
     for name in ("baseline", "slash", "arm"):
         graded = [answer for answer in evaluation.answers if answer.condition == name]
@@ -132,24 +132,24 @@ def test_grades_and_accuracy(evaluation, some):
         assert [answer.right for answer in graded] == right
         assert table.accuracy[name] == np.mean(right)
         assert table.unread[name] == sum("Answer:" not in answer.text for answer in graded)
-        assert [answer.prompt for answer in graded] == [prompt.id for prompt in some]
+        assert [answer.prompt for answer in graded] == [prompt.id for prompt in problems]
     assert table.accuracy["baseline"] >= 7 / 8
     assert {"difference", "p", "detectable"} <= set(evaluation.compare("slash"))
 
 
-def test_batches_decide_nothing_of_sampled_answers(toy, some):
+def test_batches_decide_nothing_of_sampled_answers(toy, problems):
     options = {"samples": 3, "temperature": 3.0, "new_tokens": 30}
-    first, second = (ma.evaluate(toy, some[:4], batch=batch, **options) for batch in (5, 12))
+    first, second = (ma.evaluate(toy, problems[:4], batch=batch, **options) for batch in (5, 12))
     pairs = zip(first.answers, second.answers, strict=True)
     same = [one.tokens == other.tokens for one, other in pairs]
     assert np.mean(same) > 0.9  # rounding may turn a tie
     assert len({answer.tokens for answer in first.answers}) > 4
 
 
-def test_sampling_follows_the_distribution(toy, some):
+def test_sampling_follows_the_distribution(toy, problems):
     """The first token of many samples against the softmax of the logits."""
     native = toy._mechattn.native
-    sequence = ma.Baseline().apply(some[0], toy)
+    sequence = ma.Baseline().apply(problems[0], toy)
     with torch.no_grad():
         logits = native(sequence.tokens[None]).logits[0, -1].double()
     expected = (logits / 3).softmax(-1)
@@ -163,11 +163,11 @@ def test_sampling_follows_the_distribution(toy, some):
     assert (shares[likely] - expected[likely]).abs().max() < 4 * spread
 
 
-def test_a_run_that_was_cut_off_goes_on(toy, some, tmp_path, monkeypatch):
+def test_a_run_that_was_cut_off_goes_on(toy, problems, tmp_path, monkeypatch):
     """Ctrl-C in the middle of a batch, and a line cut off: every ended answer is kept, none asked again."""
     path = tmp_path / "part.jsonl"
     options = {"conditions": {"slash": SLASH}, "new_tokens": 60, "batch": 4}
-    expected = ma.evaluate(toy, some, **options, out=tmp_path / "whole.jsonl")
+    expected = ma.evaluate(toy, problems, **options, out=tmp_path / "whole.jsonl")
     advance = Generation.advance
     ended = []
     asked = []
@@ -185,25 +185,25 @@ def test_a_run_that_was_cut_off_goes_on(toy, some, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Generation, "advance", interrupted)
     with pytest.raises(Interrupted, match=r"stopped; \d+ of 16 answers are kept in .*part\.jsonl"):
-        ma.evaluate(toy, some, **options, out=path)
+        ma.evaluate(toy, problems, **options, out=path)
     with pytest.raises(Interrupted, match="no answer is kept, since no file was given"):
-        ma.evaluate(toy, some, **options)
+        ma.evaluate(toy, problems, **options)
     before = ma.load_evaluation(path).answers
     assert len(before) >= 6
     with open(path, "a") as lines:
         lines.write('{"prompt": "7", "condi')
 
     monkeypatch.setattr(Generation, "advance", counted)
-    again = ma.evaluate(toy, some, **options, out=path)
+    again = ma.evaluate(toy, problems, **options, out=path)
     assert len(asked[0]) == 16 - len(before), "what was there was not asked again"
     texts = [answer.text for answer in expected.answers]
     assert [answer.text for answer in again.answers] == texts
     assert sorted(answer.text for answer in ma.load_evaluation(path).answers) == sorted(texts)
     with pytest.raises(OptionError, match=r"answers of another run .seed differs"):
-        ma.evaluate(toy, some, **options, out=path, seed=3)
+        ma.evaluate(toy, problems, **options, out=path, seed=3)
 
 
-def test_more_problems_conditions_and_samples_extend_a_file(toy, some, tmp_path, monkeypatch):
+def test_more_problems_conditions_and_samples_extend_a_file(toy, problems, tmp_path, monkeypatch):
     path = tmp_path / "e.jsonl"
     asked = []
     sampled = {"new_tokens": 8, "temperature": 1.0, "out": path}
@@ -214,27 +214,32 @@ def test_more_problems_conditions_and_samples_extend_a_file(toy, some, tmp_path,
         begin(generation)
 
     monkeypatch.setattr(Generation, "__post_init__", counted)
-    first = ma.evaluate(toy, some[:2], **sampled)
-    ma.evaluate(toy, some[:3], **sampled)
-    ma.evaluate(toy, some[:3], {"slash": SLASH}, **sampled)
-    last = ma.evaluate(toy, some[:3], {"slash": SLASH}, samples=2, **sampled)
+    first = ma.evaluate(toy, problems[:2], **sampled)
+    ma.evaluate(toy, problems[:3], **sampled)
+    ma.evaluate(toy, problems[:3], {"slash": SLASH}, **sampled)
+    last = ma.evaluate(toy, problems[:3], {"slash": SLASH}, samples=2, **sampled)
     assert asked == [2, 1, 3, 6]
     assert len(last.answers) == 12 == len(ma.load_evaluation(path).answers)
     assert [a for a in last.answers if a in first.answers] == list(first.answers)
     provenance = ma.load_evaluation(path).provenance
     assert provenance["samples"] == 2
     assert list(provenance["conditions"]) == ["baseline", "slash"]
-    ma.evaluate(toy, some[:1], **sampled)  # fewer: nothing is lost
+    ma.evaluate(toy, problems[:1], **sampled)  # fewer: nothing is lost
     assert len(ma.load_evaluation(path).answers) == 12
 
 
-def test_a_file_of_another_run_is_not_extended(toy, some, tmp_path):
+def test_a_file_of_another_run_is_not_extended(toy, problems, tmp_path):
     path = tmp_path / "e.jsonl"
-    options = {"prompts": some[:1], "conditions": {"slash": SLASH}, "new_tokens": 8, "out": path}
+    options = {
+        "prompts": problems[:1],
+        "conditions": {"slash": SLASH},
+        "new_tokens": 8,
+        "out": path,
+    }
     ma.evaluate(toy, **options)
     before = path.read_text()
-    swapped = [replace(some[1], id=some[0].id)]
-    regraded = [replace(some[0], solution="1000000")]
+    swapped = [replace(problems[1], id=problems[0].id)]
+    regraded = [replace(problems[0], solution="1000000")]
     for changed, message in (
         ({"conditions": {"slash": ma.MeaninglessTokens("/", 7)}}, "the condition 'slash' differs"),
         ({"prompts": swapped}, "the tokens of prompt 0 under 'baseline' differ"),
@@ -247,7 +252,7 @@ def test_a_file_of_another_run_is_not_extended(toy, some, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["toy:llama", "toy:gemma3"])
-def test_rows_that_take_the_place_of_ended_ones_change_nothing(name, some):
+def test_rows_that_take_the_place_of_ended_ones_change_nothing(name, problems):
     """Two rows at a time, many exchanges, masks and interventions: each answer as it is alone."""
     model = loaded(name)
     native = model._mechattn.native
@@ -259,7 +264,7 @@ def test_rows_that_take_the_place_of_ended_ones_change_nothing(name, some):
     requests = [
         Request(prompt.id, condition.apply(prompt, model), sample)
         for sample, condition in enumerate(conditions)
-        for prompt in some[:3]
+        for prompt in problems[:3]
     ]
     generation = Generation(native, requests, 2, 40, end)
     together = {}
@@ -275,10 +280,10 @@ def test_rows_that_take_the_place_of_ended_ones_change_nothing(name, some):
         assert together[number].logprob == pytest.approx(alone.logprob, abs=1e-4)
 
 
-def test_a_batch_stays_full_while_problems_wait(toy, some):
+def test_a_batch_stays_full_while_problems_wait(toy, problems):
     """The control: in batches that wait for their longest answer the model reads more rows."""
     end = frozenset([toy.tokenizer.eos_token_id])
-    requests = [Request(prompt.id, ma.Baseline().apply(prompt, toy), 0) for prompt in some]
+    requests = [Request(prompt.id, ma.Baseline().apply(prompt, toy), 0) for prompt in problems]
     generation = Generation(toy._mechattn.native, requests, 3, 60, end)
     open_rows = []
     read_last_tokens = generation.rows.read_last_tokens
@@ -310,29 +315,31 @@ def test_a_file_that_is_no_evaluation_stays(evaluation, tmp_path):
     assert ma.load_evaluation(path).answers == evaluation.answers
 
 
-def test_the_bar_of_a_resumed_run_starts_at_what_is_there(toy, some, tmp_path, capsys, monkeypatch):
+def test_the_bar_of_a_resumed_run_starts_at_what_is_there(
+    toy, problems, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(progress, "tqdm", partial(progress.tqdm, disable=False))
     path = tmp_path / "e.jsonl"
-    ma.evaluate(toy, some[:2], new_tokens=4, out=path)
+    ma.evaluate(toy, problems[:2], new_tokens=4, out=path)
     assert " 0/2 " in capsys.readouterr().err
-    ma.evaluate(toy, some[:3], new_tokens=4, out=path)
+    ma.evaluate(toy, problems[:3], new_tokens=4, out=path)
     shown = capsys.readouterr().err
     assert " 2/3 " in shown
     assert " 3/3 " in shown
     assert " 0/" not in shown
 
 
-def test_a_last_line_of_somebody_is_not_taken_for_one_that_was_cut_off(toy, some, tmp_path):
+def test_a_last_line_of_somebody_is_not_taken_for_one_that_was_cut_off(toy, problems, tmp_path):
     path = tmp_path / "e.jsonl"
-    ma.evaluate(toy, some[:1], new_tokens=4, out=path)
+    ma.evaluate(toy, problems[:1], new_tokens=4, out=path)
     before = path.read_text() + "# Tom's answer is the one to look at\n"
     path.write_text(before)
     with pytest.raises(OutputError, match=r"line 3 of .* is not an answer"):
-        ma.evaluate(toy, some[:1], new_tokens=4, out=path)
+        ma.evaluate(toy, problems[:1], new_tokens=4, out=path)
     assert path.read_text() == before
 
 
-def test_two_at_a_time_on_one_file(toy, some, tmp_path, monkeypatch):
+def test_two_at_a_time_on_one_file(toy, problems, tmp_path, monkeypatch):
     """The second is refused at once, the file is as if it had not come, and no lock is left."""
     path = tmp_path / "e.jsonl"
     advance = Generation.advance
@@ -341,22 +348,22 @@ def test_two_at_a_time_on_one_file(toy, some, tmp_path, monkeypatch):
     def meanwhile(generation):
         monkeypatch.setattr(Generation, "advance", advance)
         with pytest.raises(OutputError, match=r"another process is adding answers to .*e\.jsonl"):
-            ma.evaluate(toy, some[:2], new_tokens=4, out=path)
+            ma.evaluate(toy, problems[:2], new_tokens=4, out=path)
         refused.append(path)
         return advance(generation)
 
     monkeypatch.setattr(Generation, "advance", meanwhile)
-    evaluation = ma.evaluate(toy, some[:2], new_tokens=4, out=path)
+    evaluation = ma.evaluate(toy, problems[:2], new_tokens=4, out=path)
     assert refused == [path]
     assert ma.load_evaluation(path).answers == evaluation.answers
     assert len(path.read_text().splitlines()) == 3
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_keeps_the_answers_before(toy, some, tmp_path):
+def test_a_full_disk_keeps_the_answers_before(toy, problems, tmp_path):
     path = tmp_path / "e.jsonl"
     one_answer = tmp_path / "small.jsonl"
-    ma.evaluate(toy, some[:1], new_tokens=4, out=one_answer)
+    ma.evaluate(toy, problems[:1], new_tokens=4, out=one_answer)
     room = one_answer.stat().st_size + 40
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
@@ -364,37 +371,27 @@ def test_a_full_disk_keeps_the_answers_before(toy, some, tmp_path):
         with pytest.raises(
             OutputError, match=r"answers could not be added to .*Earlier answers are kept"
         ):
-            ma.evaluate(toy, some[:3], new_tokens=4, batch=1, out=path)
+            ma.evaluate(toy, problems[:3], new_tokens=4, batch=1, out=path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(ma.load_evaluation(path).answers) == 1
-    assert len(ma.evaluate(toy, some[:3], new_tokens=4, batch=1, out=path).answers) == 3
+    assert len(ma.evaluate(toy, problems[:3], new_tokens=4, batch=1, out=path).answers) == 3
     assert len(ma.load_evaluation(path).answers) == 3
 
 
-def test_interventions_act_in_the_order_of_their_condition(toy, some):
+def test_interventions_act_in_the_order_of_their_condition(toy, problems):
     """(A, B) in one row and (B, A) in the next of the same batch: each as it is alone."""
     ablation = ma.interventions.HeadAblation(((0, 1),))
     shift = ma.interventions.AffineAttention(shift=torch.ones(8, 16), layers=0)
     requests = []
     for pair in ((ablation, shift), (shift, ablation)):
-        sequence = ma.Baseline(intervention=pair).apply(some[0], toy)
+        sequence = ma.Baseline(intervention=pair).apply(problems[0], toy)
         requests.append(Request("0", sequence, 0))
     native = toy._mechattn.native
     together = answers(native, requests, 8, NEVER)
     alone = [answers(native, [request], 8, NEVER)[0] for request in requests]
     assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
     assert alone[0].tokens != alone[1].tokens
-
-
-def test_generated_answers_go_through_an_analysis(toy, some, evaluation):
-    right = [p for p in some if evaluation.answers[int(p.id)].text.strip()]
-    result = ma.run(
-        toy, evaluation.answered(right), {"slash": SLASH}, ma.ReceivedAttention("answer")
-    )
-    mass = result["received_attention"].mass_by_segment.sel(segment=["question", "answer"])
-    assert mass.notnull().all()
-    assert (mass.sum("segment") < 1).all()
 
 
 def test_saved_and_loaded(evaluation, tmp_path):
@@ -426,11 +423,11 @@ def test_an_answer_with_a_field_of_another_type_is_told_in_words(tmp_path, field
         ma.load_evaluation(path)
 
 
-def test_log_probabilities_are_those_of_a_whole_pass(toy, some):
+def test_log_probabilities_are_those_of_a_whole_pass(toy, problems):
     """Mean log-softmax of each token of the answer, the end token too, in one pass over prompt and answer."""
     native = toy._mechattn.native
     end = toy.tokenizer.eos_token_id
-    requests = [Request(prompt.id, ma.Baseline().apply(prompt, toy), 0) for prompt in some[:2]]
+    requests = [Request(prompt.id, ma.Baseline().apply(prompt, toy), 0) for prompt in problems[:2]]
     for limit in (60, 5):
         generated = answers(native, requests, limit, frozenset([end]), 1.5)
         for request, answer in zip(requests, generated, strict=True):
@@ -442,8 +439,8 @@ def test_log_probabilities_are_those_of_a_whole_pass(toy, some):
             assert answer.logprob == pytest.approx(float(logprobs.mean()), abs=1e-4)
 
 
-def test_pass_at_k_and_its_figure(toy, some):
-    sampled = ma.evaluate(toy, some[:4], {"slash": SLASH}, samples=4, new_tokens=30)
+def test_pass_at_k_and_its_figure(toy, problems):
+    sampled = ma.evaluate(toy, problems[:4], {"slash": SLASH}, samples=4, new_tokens=30)
     right = sampled.right("baseline")
     table = sampled.pass_at_k([1, 4])
     assert table.k.tolist() == [1, 4, 1, 4]
@@ -460,20 +457,20 @@ def test_pass_at_k_and_its_figure(toy, some):
     assert [trace.xaxis for trace in figure.data] == ["x", "x", "x2", "x2"]
 
 
-def test_the_noise_of_the_baseline(toy, some):
+def test_the_noise_of_the_baseline(toy, problems):
     """With an effect there is something to see: a model that rounding changes; without one, nothing."""
-    table = ma.baseline_noise(toy, some[:4], new_tokens=60, batch=4, other_batch=1)
+    table = ma.baseline_noise(toy, problems[:4], new_tokens=60, batch=4, other_batch=1)
     assert list(table.repetition) == ["float32, batch 4", "float32, batch 1", "bfloat16, batch 4"]
     assert table.difference[0] == 0 == table.texts[0]
     assert next(toy.parameters()).dtype == torch.float32, "the model is as it was"
     coarse = ma.baseline_noise(
-        toy, some[:4], new_tokens=20, batch=4, other_batch=2, samples=2, temperature=3.0
+        toy, problems[:4], new_tokens=20, batch=4, other_batch=2, samples=2, temperature=3.0
     )
     assert coarse.texts[2] > 0, "sampled far from the likeliest, bfloat16 ends elsewhere"
     with pytest.raises(OptionError, match="in both runs shows no noise"):
-        ma.baseline_noise(toy, some, other_batch=32)
+        ma.baseline_noise(toy, problems, other_batch=32)
     with pytest.raises(OptionError, match="out=… cannot be given"):
-        ma.baseline_noise(toy, some, out="answers.jsonl")
+        ma.baseline_noise(toy, problems, out="answers.jsonl")
 
 
 def test_answers_are_paired_by_problem_whatever_the_order():
@@ -519,8 +516,8 @@ def test_prompts_that_cannot_be_graded(toy):
             ma.evaluate(loaded(name), prompt, {"masked": SLASH.masked()}, new_tokens=5)
 
 
-def test_different_problems_are_not_compared(toy, some, evaluation):
-    other = ma.evaluate(toy, some[:3], new_tokens=5)
+def test_different_problems_are_not_compared(toy, problems, evaluation):
+    other = ma.evaluate(toy, problems[:3], new_tokens=5)
     with pytest.raises(OptionError, match="different problems"):
         evaluation.compare("slash", other=other)
     with pytest.raises(OptionError, match="no condition 'dash'"):

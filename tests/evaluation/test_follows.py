@@ -27,10 +27,10 @@ def test_the_toy_that_computes_over_filler_follows_it():
     relay, questions = ma.load_model("toy:relay"), ma.load_prompts("recall", limit=20)
     evaluation, sources = evaluated(relay, questions, filler(12), 6)
     assert evaluation.right("filler").mean() > 0.9
-    found = evaluation.follows("another's", sources, "filler")
-    assert found["followed"] >= 0.8, found
-    assert found["n"] + found["alike"] == 20
-    assert found["by_chance"] < 0.3
+    shares = evaluation.follows("another's", sources, "filler")
+    assert shares["followed"] >= 0.8, shares
+    assert shares["n"] + shares["alike"] == 20
+    assert shares["by_chance"] < 0.3
     assert evaluation.follows("own", sources, "filler")["followed"] == 0
 
 
@@ -40,9 +40,9 @@ def test_the_toy_that_reads_past_filler_does_not(toy):
     evaluation, sources = evaluated(
         toy, problems, ma.MeaninglessTokens("/", count=12, place="middle"), 60
     )
-    found = evaluation.follows("another's", sources, "filler")
-    assert found["followed"] < 0.05, found
-    assert found["kept"] > 0.5
+    shares = evaluation.follows("another's", sources, "filler")
+    assert shares["followed"] < 0.05, shares
+    assert shares["kept"] > 0.5
 
 
 def finals(filler, other, samples=1):
@@ -59,13 +59,13 @@ def finals(filler, other, samples=1):
 def test_shares_are_counted():
     sources = dict(zip("012345", "123450", strict=True))
     evaluation = finals(["1", "2", "3", "1", None, "5"], ["2", "3", "7", "2", "9", "5"])
-    found = evaluation.follows("other", sources, "filler")
-    assert found["n"] == 4
-    assert found["alike"] == 2  # of 3 the source's answer was not read, of 4 its own
-    assert found["followed"] == pytest.approx(2 / 4)  # 0 said 2, 1 said 3
-    assert found["kept"] == pytest.approx(1 / 4)  # 5 still says 5
-    assert found["by_chance"] == 0
-    assert found["low"] < 0.5 < found["high"]
+    shares = evaluation.follows("other", sources, "filler")
+    assert shares["n"] == 4
+    assert shares["alike"] == 2  # of 3 the source's answer was not read, of 4 its own
+    assert shares["followed"] == pytest.approx(2 / 4)  # 0 said 2, 1 said 3
+    assert shares["kept"] == pytest.approx(1 / 4)  # 5 still says 5
+    assert shares["by_chance"] == 0
+    assert shares["low"] < 0.5 < shares["high"]
 
 
 def test_what_cannot_be_told():

@@ -85,8 +85,7 @@ def test_a_server_answers_in_place_of_the_model(toy, tmp_path, monkeypatch):
         evaluate_from_config(tmp_path / "config.toml", server="http://127.0.0.1:9/v1")
 
 
-@pytest.mark.parametrize("takes_ids", [True, False])
-@pytest.mark.parametrize("change", [None, "30 % noise"])
+@pytest.mark.parametrize(("takes_ids", "change"), [(True, None), (False, "30 % noise")])
 def test_a_command_compares_a_server_with_the_weights_where_it_is_told_to(
     toy, tmp_path, monkeypatch, takes_ids, change
 ):

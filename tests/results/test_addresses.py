@@ -21,7 +21,7 @@ PLACE = f"{AT}/r.zarr"
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """The folder where chunks of a run at an address are kept; nothing is at the address."""
     monkeypatch.chdir(tmp_path)
     MemoryFileSystem.store.clear()
@@ -63,30 +63,34 @@ def each_kill_in_memory(before, work):
         yield operation
 
 
-def test_a_run_that_is_killed(small_job, small_results, here):
+def test_a_run_that_is_killed(small_job, small_results, folder):
     """Nothing half-written is ever taken for a result, and the same call goes on, over what a kill has left too."""
-    chunks, expected, seen = small_results[:2], numbers(ma.merge_results(small_results[:2])), set()
+    chunks, expected, outcomes = (
+        small_results[:2],
+        numbers(ma.merge_results(small_results[:2])),
+        set(),
+    )
     run = partial(ma.run_job, small_job, PLACE)
 
     def before():
-        emptied(here)
+        emptied(folder)
         MemoryFileSystem.store.clear()
         small_results[2].save(PLACE)
 
     for _ in each_kill_in_memory(before, lambda: run(executor=Ready(chunks, []))):
-        found = numbers_at(PLACE)
-        seen.add(found)
-        have = 2 if found == expected else len(list(chunks_folder(PLACE).glob("[0-9]*.zarr")))
+        stored = numbers_at(PLACE)
+        outcomes.add(stored)
+        have = 2 if stored == expected else len(list(chunks_folder(PLACE).glob("[0-9]*.zarr")))
         asked = []
         assert numbers(run(executor=Ready(chunks, asked))) == expected
         assert len(asked) == 2 - have
-        assert names(here) == []
-    assert {None, numbers(small_results[2])} <= seen
-    assert seen <= {None, expected, numbers(small_results[2])}
+        assert names(folder) == []
+    assert {None, numbers(small_results[2])} <= outcomes
+    assert outcomes <= {None, expected, numbers(small_results[2])}
 
 
 @pytest.mark.parametrize("path", ["r.zarr", PLACE])
-def test_a_disk_that_fills_at_any_object(small_job, small_results, here, monkeypatch, path):
+def test_a_disk_that_fills_at_any_object(small_job, small_results, folder, monkeypatch, path):
     """It is said, what is kept is used, and what is of the older result is there, or said to be gone."""
     chunks, expected = small_results[:2], numbers(ma.merge_results(small_results[:2]))
     write, left = Place.write, [10**6]
@@ -103,7 +107,7 @@ def test_a_disk_that_fills_at_any_object(small_job, small_results, here, monkeyp
     needed = 10**6 - left[0]
     assert needed > 8
     for room in range(1, needed, 13):
-        emptied(here)
+        emptied(folder)
         MemoryFileSystem.store.clear()
         left[0] = room
         with pytest.raises(OutputError, match="No space left on device"):
@@ -117,7 +121,7 @@ def test_a_disk_that_fills_at_any_object(small_job, small_results, here, monkeyp
 
 
 @pytest.mark.parametrize("call", ["run", "merge"])
-def test_files_of_somebody(small_job, small_results, here, call):
+def test_files_of_somebody(small_job, small_results, folder, call):
     small_results[0].save(f"{AT}/0.zarr")
     small_results[0].save(PLACE)
     Place(PLACE).write("sequences/notes.txt", b"mine")
@@ -133,39 +137,39 @@ def test_files_of_somebody(small_job, small_results, here, call):
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_two_runs_at_one_address(small_job, small_results, here, monkeypatch, ends):
+def test_two_runs_at_one_address(small_job, small_results, folder, monkeypatch, ends):
     """Each from a folder of its own, where no lock can tell: the one that began first stops, and mixes nothing in."""
     others = [small_result(0), small_result(1, 0.25)]
     for name in ("one", "two"):
-        (here / name).mkdir()
+        (folder / name).mkdir()
     check, began = Place.check_begun, []
 
     def meanwhile(place, mark):
         """Another run begins to send its result, or ends, before this one writes its root."""
         began.append(mark)
         if len(began) == 1:
-            monkeypatch.chdir(here / "two")
+            monkeypatch.chdir(folder / "two")
             if ends:
                 ma.run_job(small_job, PLACE, executor=Ready(others, []))
             else:
                 Place(PLACE).begin()
-            monkeypatch.chdir(here / "one")
+            monkeypatch.chdir(folder / "one")
         check(place, mark)
 
     monkeypatch.setattr(Place, "check_begun", meanwhile)
-    monkeypatch.chdir(here / "one")
+    monkeypatch.chdir(folder / "one")
     with pytest.raises(
         OutputError, match=r"another run has begun to write to memory://killed/r\.zarr after"
     ):
         ma.run_job(small_job, PLACE, executor=Ready(small_results, []))
     assert numbers_at(PLACE) == (numbers(ma.merge_results(others)) if ends else None)
-    monkeypatch.chdir(here / "two")
+    monkeypatch.chdir(folder / "two")
     expected = numbers(ma.merge_results(others))
     assert numbers(ma.run_job(small_job, PLACE, executor=Ready(others, []))) == expected
-    assert names(here / "two") == []
+    assert names(folder / "two") == []
 
 
-def test_a_result_is_not_saved_where_it_is_read_from(small_results, here, read_on_demand):
+def test_a_result_is_not_saved_where_it_is_read_from(small_results, folder, read_on_demand):
     """The old one would be deleted before it is read; a folder is replaced when the new one is complete."""
     small_results[0].save(PLACE)
     small_results[0].save("r.zarr")

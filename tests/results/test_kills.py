@@ -25,16 +25,16 @@ def test_save_over_an_older_result(small_results, tmp_path):
     """The new one of a trial is the old one of the next; at every fifth operation, as a real kill is tried at each."""
     path, turn = tmp_path / "r.zarr", small_results[:2]
     turn[0].save(path)
-    seen = set()
+    outcomes = set()
     for _ in each_kill(tmp_path, turn.reverse, lambda: turn[0].save(path), step=5):
         new, old = map(numbers, turn)
-        found = numbers_at(path)
-        assert found in (old, new)
-        seen.add(found == new)
+        stored = numbers_at(path)
+        assert stored in (old, new)
+        outcomes.add(stored == new)
         turn[0].save(path)
         assert numbers_at(path) == new
         assert names(tmp_path) == ["r.zarr"]
-    assert seen == {False, True}
+    assert outcomes == {False, True}
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +109,9 @@ def test_a_run_in_chunks_over_another_result(small_job, small_results, tmp_path,
     for _ in each_kill(
         tmp_path, lambda: copied(older, tmp_path), lambda: run(executor=Ready(chunks, [])), step=23
     ):
-        found = numbers_at(path)
-        assert found in (expected, numbers(small_results[2]))
-        have = 2 if found == expected else len(list(chunks_folder(path).glob("[0-9]*.zarr")))
+        stored = numbers_at(path)
+        assert stored in (expected, numbers(small_results[2]))
+        have = 2 if stored == expected else len(list(chunks_folder(path).glob("[0-9]*.zarr")))
         asked = []
         assert numbers(run(executor=Ready(chunks, asked))) == expected
         assert len(asked) == 2 - have
@@ -139,9 +139,9 @@ def test_answers(tmp_path):
     had = []
     for _ in each_kill(tmp_path, lambda: emptied(tmp_path), work):
         if path.exists():
-            found = ma.load_evaluation(path).answers
-            assert list(found) == every[: len(found)]
-            had.append(len(found))
+            stored = ma.load_evaluation(path).answers
+            assert list(stored) == every[: len(stored)]
+            had.append(len(stored))
         work()
         assert list(ma.load_evaluation(path).answers) == every
         assert names(tmp_path) == ["e.jsonl"]

@@ -89,10 +89,10 @@ def test_some_layers_at_a_time_give_the_same(whole, quantity, select, monkeypatc
     )
     expected = compared(whole, quantity, select)
     memory = "8KiB" if quantity == "near_zero" else "45KiB"
-    got = compared(replace(whole, memory=memory), quantity, select)
+    loaded_table = compared(replace(whole, memory=memory), quantity, select)
     assert [len(layers) > 1 for layers in seen] == [False, True]
-    assert got.attrs == expected.attrs
-    pd.testing.assert_frame_equal(got, expected, rtol=1e-12)
+    assert loaded_table.attrs == expected.attrs
+    pd.testing.assert_frame_equal(loaded_table, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("call", ["compare", "verdict"])
@@ -134,8 +134,8 @@ def test_half_the_space(parts, tmp_path):
     np.testing.assert_allclose(
         stored.received_by_segment.values, expected, rtol=2**-11, atol=2**-25
     )
-    got, want = (r.compare("slash", resamples=99, columns="all") for r in (loaded, full))
-    assert 0 < abs(got.difference - want.difference).max() < 2 * 2**-11
+    loaded_table, want = (r.compare("slash", resamples=99, columns="all") for r in (loaded, full))
+    assert 0 < abs(loaded_table.difference - want.difference).max() < 2 * 2**-11
 
 
 def test_a_number_too_large_for_half_is_refused(parts):

@@ -29,10 +29,10 @@ def test_a_result_saved_over_another(small_results, disk):
     old, new = map(numbers, small_results[:2])
     small_results[0].save(now / name)
     losses = power_losses(now, lambda: small_results[1].save(now / name))
-    seen = [numbers_at(after / name) for _ in each_state(after, losses)]
-    assert set(seen) == {old, new}
-    assert seen[-2:] == [new, new]
-    assert len(seen) > 5
+    outcomes = [numbers_at(after / name) for _ in each_state(after, losses)]
+    assert set(outcomes) == {old, new}
+    assert outcomes[-2:] == [new, new]
+    assert len(outcomes) > 5
 
 
 def test_the_trial_finds_what_is_not_flushed(small_results, disk, monkeypatch):  # negative control

@@ -64,11 +64,9 @@ def with_noise(share):
 
 
 CHANGES = {
-    "bfloat16": lambda weights: weights.bfloat16().float(),
     "8 bits": rounded(8),
     "4 bits": rounded(4),
     "2 bits": rounded(2),
-    "5 % noise": with_noise(0.05),
     "30 % noise": with_noise(0.3),  # three in four answers are still those of the model
 }
 

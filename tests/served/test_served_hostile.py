@@ -97,8 +97,8 @@ def without_end(handler, body):
 
 
 def zipped(handler, body):
-    """A reply of a few hundred bytes that would be 64 MiB."""
-    content = gzip.compress(gzip.compress(b"a" * 2**26))
+    """A reply of a few hundred bytes that would be 16 MiB."""
+    content = gzip.compress(gzip.compress(b"a" * 2**24))
     return body is not None and handler.send(200, content, Content_Encoding="gzip, gzip")
 
 

@@ -19,22 +19,20 @@ def prompts():
 
 
 def test_log_probabilities_of_prompts_tell_other_weights(toy, prompts, changed_engine):
-    """Rounded to bfloat16 or 8 bits it is the model; rounded to 4 bits, or of another revision, it is not."""
+    """Rounded to 8 bits it is the model; rounded to 4 bits it is not."""
     differences = {}
-    for name in ("bfloat16", "8 bits", "4 bits", "5 % noise"):
+    for name in ("8 bits", "4 bits"):
         with running(StandIn(changed_engine(name))) as server:
             evaluation = served(server, prompts[:3], None, toy, 2, verify=False)
             figures = evaluation.provenance["probe"]["rounds"][0]
+            assert figures["alike"] > 0.9
             differences[name] = figures["logprob_difference"]
-            if name in ("bfloat16", "8 bits"):
-                assert figures["alike"] > 0.9
+            if name == "8 bits":
                 served(server, prompts[:3], None, toy, 2)
-            else:
-                with pytest.raises(
-                    ServerError, match=r"not the model, against the model here \(fl"
-                ):
-                    served(server, prompts[:3], None, toy, 2)
-    assert differences["bfloat16"] < differences["8 bits"] < 0.1 * differences["4 bits"]
+                continue
+            with pytest.raises(ServerError, match=r"not the model, against the model here \(fl"):
+                served(server, prompts[:3], None, toy, 2)
+    assert differences["8 bits"] < 0.1 * differences["4 bits"]
 
 
 def test_greedy_answers_alone_tell_coarse_changes_alone(toy, prompts, changed_engine):
@@ -66,29 +64,29 @@ def test_a_tie_may_turn_either_way():
 def test_a_model_that_is_exchanged_is_found(
     toy, prompts, engine, changed_engine, kind, tmp_path, monkeypatch
 ):
-    """After 10 of 16 answers; those since the last probe are dropped, and the same call goes on."""
-    monkeypatch.setattr(served_answers, "_EVERY", 6)
+    """After 5 of 8 answers; those since the last probe are dropped, and the same call goes on."""
+    monkeypatch.setattr(served_answers, "_EVERY", 3)
     model = {"model": toy, "name": "toy:llama"}[kind]
     path = tmp_path / "answers.jsonl"
     with running(StandIn(engine)) as server:
-        whole = served(server, prompts, SLASH, model)
+        whole = served(server, prompts[:4], SLASH, model)
         server.bodies.clear()
         model_reply = server.reply
         other_reply = StandIn(changed_engine("30 % noise")).reply
 
         def exchanged_reply(body):
-            if len(server.answers_asked(12)) > 10:
+            if len(server.answers_asked(12)) > 5:
                 return other_reply(body)
             return model_reply(body)
 
         server.reply = exchanged_reply
         with pytest.raises(ServerError, match=r"no longer serves the model, .* are dropped"):
-            served(server, prompts, SLASH, model, batch=1, out=path)
+            served(server, prompts[:4], SLASH, model, batch=1, out=path)
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert lines[0]["provenance"]["probe"]["rounds"][-1]["logprob_difference"] > 0.5
-        assert len(lines) - 1 == 6  # the stretch before
+        assert len(lines) - 1 == 3  # the stretch before
         server.reply = model_reply
-        evaluation = served(server, prompts, SLASH, model, out=path)
+        evaluation = served(server, prompts[:4], SLASH, model, out=path)
     assert evaluation.answers == whole.answers
 
 
