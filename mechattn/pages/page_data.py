@@ -16,6 +16,7 @@ import xarray as xr
 
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.equivalence import LARGER_THAN, marked
 from mechattn.contrast.means import at_positions
 from mechattn.contrast.null_by_position import shares_by_position
 from mechattn.contrast.quantities import (
@@ -25,7 +26,6 @@ from mechattn.contrast.quantities import (
     layer_blocks,
     variable_of,
 )
-from mechattn.contrast.table import LARGER_THAN, marked
 from mechattn.contrast.table import table as contrast_table
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.markup import visible
@@ -140,7 +140,7 @@ def _with_all_layers(dataset: xr.Dataset, layers: list[int]) -> xr.Dataset:
 def check_memory(result: Result) -> None:
     """Check whether a page fits in memory before anything is read."""
     for name in head_quantities(result):
-        layer_blocks(result, name, "question", RESAMPLES, RESAMPLES)
+        layer_blocks(result, name, "question", RESAMPLES)
 
 
 def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:

@@ -95,19 +95,6 @@ def test_other_containers_are_refused_by_their_type(prompts, message):
         as_prompts(prompts)
 
 
-def test_an_array_of_texts_is_read_as_texts():
-    texts = ["What is 3 + 4?", "Add 2 and 9."]
-    for array in (np.array(texts), np.array(texts, dtype=object)):
-        assert [prompt.question for prompt in as_prompts(array)] == texts
-
-
-def test_a_table_is_refused_rather_than_read_as_its_column_names():
-    pandas = pytest.importorskip("pandas")
-    table = pandas.DataFrame({"question": ["How many?"]})
-    with pytest.raises(PromptError, match="of type DataFrame"):
-        as_prompts(table)
-
-
 # Control tokens inside a question.
 
 
@@ -147,10 +134,6 @@ def decoded_bytes(token_ids):
 )
 def test_a_label_is_the_character_with_its_part(text, labels):
     assert token_texts(decoded_bytes, list(text.encode("utf-8"))) == labels
-
-
-def test_bytes_that_are_no_character_have_their_token():
-    assert token_texts(decoded_bytes, [228, 97]) == ["\ufffd (token 228)", "a"]
 
 
 def test_a_token_that_ends_one_character_and_begins_another():

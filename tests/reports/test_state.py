@@ -103,11 +103,6 @@ def test_a_changed_model_can_be_measured_as_unverified(model):
     assert not ma.run(model, QUESTIONS).provenance["model"]["verified"]
 
 
-def test_an_unchanged_model_stays_verified(model):
-    ma.load_model(model, verify=False)
-    assert ma.run(model, QUESTIONS).provenance["model"]["verified"]
-
-
 def test_a_model_that_was_verified_with_a_hook_on_it_is_verified_again_later(model):
     handle = model.blocks[0].register_forward_pre_hook(lambda *inputs: None)
     ma.verify_model(model)
@@ -121,13 +116,8 @@ def halve_the_output(model):
     model.add_hook("blocks.0.hook_attn_out", lambda values, hook: values / 2)
 
 
-def halve_the_mlp(model):
-    model.blocks[0].mlp.register_forward_hook(lambda module, inputs, values: values / 2)
-
-
-@pytest.mark.parametrize("add_hook", [halve_the_output, halve_the_mlp])
-def test_a_hook_that_is_added_later_and_changes_values_is_refused_each_time(model, add_hook):
-    add_hook(model)
+def test_a_hook_that_is_added_later_and_changes_values_is_refused_each_time(model):
+    halve_the_output(model)
     for _ in range(2):
         with pytest.raises(ModelError, match=r"has hooks at blocks\.0\.\S+ that change its values"):
             ma.run(model, QUESTIONS)
@@ -203,14 +193,12 @@ def test_the_default_dtype_changes_nothing(plain, default_dtype, dtype):
 def test_values_and_gradients_are_those_outside_the_block(plain, block):
     prompts = [ma.Prompt("What is 3 + 4?", answer=" 7"), ma.Prompt("What is 5 + 1?", answer=" 6")]
     filler = ma.MeaninglessTokens("/", 3)
-    expected = (
-        received(plain),
-        ma.patch(plain, prompts, filler, direction="denoising").effects.effect.values,
-    )
+
+    def measured():
+        effects = ma.patch(plain, prompts, filler, direction="denoising").effects
+        return received(plain), effects.effect.values
+
+    outside = measured()
     with block():
-        inside = (
-            received(plain),
-            ma.patch(plain, prompts, filler, direction="denoising").effects.effect.values,
-        )
-    for got, outside in zip(inside, expected, strict=True):
-        torch.testing.assert_close(got, outside, rtol=0, atol=0, equal_nan=True)
+        inside = measured()
+    torch.testing.assert_close(inside, outside, rtol=0, atol=0, equal_nan=True)
