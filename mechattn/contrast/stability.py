@@ -153,7 +153,7 @@ def jaccard(selected: np.ndarray, other: np.ndarray) -> float:
 
 @cache
 def jaccard_by_chance(size: int, other_size: int, cells: int) -> float:
-    """The expected Jaccard index of two random subsets of these sizes, out of so many cells.
+    """The expected Jaccard index of two random subsets of these sizes, out of all cells.
 
     ``Σ_i P(i) · i / (a + b − i)``, with hypergeometric i, the size of the intersection. NaN if both
     sets are empty.
