@@ -17,4 +17,3 @@ from mechattn.analysis.score_decomposition import ScoreDecomposition as ScoreDec
 from mechattn.analysis.updates import HeadUpdates as HeadUpdates
 from mechattn.analysis.updates import TopTargetUpdates as TopTargetUpdates
 from mechattn.contrast.head_tables import sink_kinds as sink_kinds
-from mechattn.contrast.head_tables import sweep_sink_kinds as sweep_sink_kinds

@@ -46,14 +46,14 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     Source: Benjamini and Hochberg 1995.
     """
     tables = _checked(tables)
-    stacked = by_head(pd.concat(map(_numbered, range(len(tables)), tables), ignore_index=True))
+    numbered = [_numbered(number, table) for number, table in enumerate(tables)]
+    stacked = by_head(pd.concat(numbered, ignore_index=True))
     p_difference = stacked.p_difference.to_numpy(dtype=np.float64)
-    has_null = np.zeros(len(stacked), dtype=bool)
-    p_tested = p_difference
+    p_beyond = np.full(len(stacked), np.nan)
     if "p_beyond" in stacked:
         p_beyond = stacked.p_beyond.to_numpy(dtype=np.float64)
-        has_null = ~np.isnan(p_beyond)
-        p_tested = np.where(has_null, p_beyond, p_difference)
+    has_null = ~np.isnan(p_beyond)
+    p_tested = np.where(has_null, p_beyond, p_difference)
     q_tested = false_discovery(p_tested)
     q_difference = np.where(has_null, false_discovery(p_difference), q_tested)
     if has_null.any():
@@ -69,17 +69,14 @@ def adjust(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
         p_random = np.concatenate([np.maximum(p_tested, stacked.p_random), unchosen])
         stacked["q_random"] = false_discovery(p_random)[: len(stacked)]
 
-    smallest_q = [
-        table.attrs["smallest_q"] for table in tables if "smallest_q" in table.attrs and len(table)
-    ]
-    smallest_q_alone = float("nan")
-    if smallest_q:
-        smallest_q_alone = min(1.0, len(stacked) * min(smallest_q))
+    smallest_p = pd.Series(
+        [table.attrs.get("smallest_q") for table in tables if len(table)], dtype=float
+    )
     terms = " + ".join(map(str, sizes))
     stacked.attrs = {
         "family": f"{sum(sizes)} tests in {len(tables)} tables ({terms})",
         "tables": [dict(table.attrs) for table in tables],
-        "smallest_q_alone": smallest_q_alone,
+        "smallest_q_alone": float(np.minimum(1.0, len(stacked) * smallest_p.min())),
     }
     return stacked
 
@@ -98,35 +95,35 @@ def _numbered(number: int, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _checked(tables: Any) -> list[pd.DataFrame]:
-    if (
-        isinstance(tables, pd.DataFrame)
-        or not isinstance(tables, Sequence)
-        or isinstance(tables, str)
-    ):
+    """The tables, those of an evaluation with the columns of others; refuses what is no list of
+    different tables.
+    """
+    if not isinstance(tables, (list, tuple)):
         raise OptionError("give a list of tables: ma.adjust([one.compare(…), other.compare(…)])")
     if not tables:
         raise OptionError("there are no tables; give a list of tables from Result.compare")
+    checked = []
     for number, table in enumerate(tables):
         if not isinstance(table, pd.DataFrame):
             raise OptionError(
                 f"table {number} is of type {type(table).__name__}; give tables from Result.compare"
-            )
-        p = table.get("p_difference", table.get("p"))
-        if p is None or not p.between(0, 1).all():
-            why = "has no column p_difference" if p is None else "has invalid p-values"
-            raise OptionError(
-                f"table {number} {why}; give tables from Result.compare(…, columns='all')"
             )
         if "table" in table:
             raise OptionError(
                 f"table {number} is already adjusted; give all of the original tables at once"
             )
         for earlier_number, earlier in enumerate(tables[:number]):
-            if earlier is table or (earlier.attrs == table.attrs and earlier.equals(table)):
+            if earlier.attrs == table.attrs and earlier.equals(table):
                 raise OptionError(
                     f"table {number} is the same as table {earlier_number}; give every table once"
                 )
-    # The tables of an evaluation have one test a row.
-    return [
-        table if "p_difference" in table else table.rename(columns=_ONE_TEST) for table in tables
-    ]
+        # The tables of an evaluation have one test a row.
+        if "p_difference" not in table:
+            table = table.rename(columns=_ONE_TEST)
+        if "p_difference" not in table:
+            raise OptionError(
+                f"table {number} has no column p_difference; give tables from"
+                " Result.compare(…, columns='all')"
+            )
+        checked.append(table)
+    return checked

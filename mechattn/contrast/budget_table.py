@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from mechattn.axes import SEGMENTS
 from mechattn.contrast.means import mean_over_prompts, overall_mean
 from mechattn.contrast.quantities import check_layer
 from mechattn.results.result import Result
@@ -74,20 +73,16 @@ def payers_and_causes(
     """See :meth:`mechattn.Result.attention_budget`."""
     condition = result.condition(condition)
     wide = budget_table(result, condition, layer)
-    sources = {"all": "change"} | {cause: cause for cause in known_causes(result, condition)}
+    columns = {"all": "change"}
+    for cause in known_causes(result, condition):
+        columns[cause] = cause
     rows = []
     for row in wide.to_dict("records"):
-        for cause, column in sources.items():
-            rows.append(
-                {
-                    "payer": row["payer"],
-                    "cause": cause,
-                    "change": row[column],
-                    "change_low": row[f"{column}_low"],
-                    "change_high": row[f"{column}_high"],
-                }
-            )
-    table = pd.DataFrame(rows)
+        for cause, column in columns.items():
+            ends = (row[column], row[f"{column}_low"], row[f"{column}_high"])
+            rows.append((row["payer"], cause, *ends))
+    names = ["payer", "cause", "change", "change_low", "change_high"]
+    table = pd.DataFrame(rows, columns=names)
     table.attrs = {
         "condition": condition,
         "layer": "all" if layer is None else layer,
@@ -101,14 +96,15 @@ def by_layer(result: Result, values: xr.DataArray) -> Interval:
     """Means over heads and prompts of each layer, in points of 100, with 95 % t intervals over
     prompts.
     """
-    interval = mean_over_prompts(result, values, ["head"])
-    return Interval(*(POINTS * np.asarray(end, dtype=np.float64) for end in interval))
+    mean, low, high = mean_over_prompts(result, values, ["head"])
+    return Interval(POINTS * mean, POINTS * low, POINTS * high)
 
 
 def payers(result: Result) -> list[str]:
     """The segments that have tokens, in the order of a stack."""
     attention = result[NAME].attention
-    present = [name for name in SEGMENTS if bool(np.isfinite(attention.sel(segment=name)).any())]
+    has_tokens = attention.notnull().any([dim for dim in attention.dims if dim != "segment"])
+    present = attention.segment.values[has_tokens.values]
     return [name for name in PAYERS if name in present]
 
 
@@ -117,7 +113,9 @@ def known_causes(result: Result, condition: str) -> list[str]:
     keys.
     """
     by_cause = result[NAME].by_cause.sel(condition=condition, segment="question")
-    return [cause for cause in CAUSES if bool(np.isfinite(by_cause.sel(cause=cause)).any())]
+    is_known = by_cause.notnull().any([dim for dim in by_cause.dims if dim != "cause"])
+    known = by_cause.cause.values[is_known.values]
+    return [cause for cause in CAUSES if cause in known]
 
 
 def busiest_layer(result: Result, condition: str) -> int:

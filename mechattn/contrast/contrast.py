@@ -6,23 +6,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import pandas as pd
+import xarray as xr
 
 from mechattn.axes import by_head, head_named
 from mechattn.contrast import stability, table
+from mechattn.contrast.comparable import check_alike
 from mechattn.contrast.differences import (
     aligned,
     check_cells,
-    check_measured,
     differences,
     labels_of,
+    layers_of,
 )
+from mechattn.contrast.equivalence import marked
 from mechattn.contrast.first_token import first_token_words
-from mechattn.contrast.quantities import Null, slices, variable_of
+from mechattn.contrast.quantities import Null, check_measured, slices, variable_of
 from mechattn.contrast.question import Question
 from mechattn.contrast.table import Columns, Ranking
 from mechattn.contrast.tested import several_tested
@@ -115,7 +117,8 @@ class Contrast(Question):
                 memory.
         """
         check_choice(Columns, columns=columns)
-        heads = table.table(self, table.Selection(select, top, by), random, margin)
+        selection = table.Selection(select, top, by)
+        heads = table.table(self, selection, random, margin)
         sentence = first_token_words(self.result, self.condition)
         if sentence:
             heads.attrs["first_token"] = sentence
@@ -133,10 +136,8 @@ class Contrast(Question):
         Raises:
             OptionError: As for :meth:`table`, or there are too few conditions.
         """
-        names = []
-        if isinstance(conditions, (list, tuple, dict)):
-            names = list(conditions)
-        if len(set(names)) < FEWEST_CONDITIONS or len(set(names)) < len(names):
+        names = [] if isinstance(conditions, str) else list(conditions)
+        if len(set(names)) < max(FEWEST_CONDITIONS, len(names)):
             raise OptionError(
                 f"conditions={conditions!r}: name at least {FEWEST_CONDITIONS} different ones. They"
                 " are the sample, and from fewer nothing can be said about others; ma.sweep makes"
@@ -146,10 +147,13 @@ class Contrast(Question):
         tested, present = several_tested(self, names)
         units = tested[0].units
         units.refuse_below(FEWEST)
-        effects = np.stack([numbers.values[:, present] for numbers in tested], axis=1)
-        columns = {name: values[present] for name, values in tested[0].labels.items()}
-        heads = pd.DataFrame(columns | crossed(effects, self.level)._asdict())
-        heads.insert(heads.columns.get_loc("p") + 1, "q", false_discovery(heads.p.to_numpy()))
+        of_conditions = [numbers.values[:, present] for numbers in tested]
+        effects = np.stack(of_conditions, axis=1)  # [unit, condition, cell]
+        labels = {name: values[present] for name, values in tested[0].labels.items()}
+        estimates = crossed(effects, self.level)
+        heads = pd.DataFrame(labels | estimates._asdict())
+        after_p = heads.columns.get_loc("p") + 1
+        heads.insert(after_p, "q", false_discovery(estimates.p))
         heads = by_head(heads.assign(n=units.n, conditions=len(names)))
         heads.attrs = {
             "conditions": names,
@@ -176,24 +180,24 @@ class Contrast(Question):
         """
         if head_named(head) is None:
             raise OptionError(f'head={head!r}: give a head such as "L1H2"')
-        table.check_alike(self)
+        check_alike(self)
         other = self.other
         if other is not None:
             other = other.sel(head=head)
-        of_head = differences(replace(self, result=self.result.sel(head=head), other=other))
+        contrast = replace(self, result=self.result.sel(head=head), other=other)
+        of_head = differences(contrast, labels_of([contrast]))
         if of_head.ours.ndim > 3:
             raise OptionError(
                 f"{self.quantity!r} has more than one number for each head and prompt"
             )
         check_cells(self, of_head.scale, of_head.cells.size, of_head.left_out)
-        prompts = pd.DataFrame(
-            {
-                "prompt": of_head.ours.prompt.values,
-                "value": of_head.ours.values.reshape(-1),
-                "reference": of_head.theirs.values.reshape(-1),
-                "difference": of_head.difference.values.reshape(-1),
-            }
-        )
+        columns = {
+            "prompt": of_head.ours.prompt.values,
+            "value": of_head.ours.values.reshape(-1),
+            "reference": of_head.theirs.values.reshape(-1),
+            "difference": of_head.difference.values.reshape(-1),
+        }
+        prompts = pd.DataFrame(columns)
         ranked_by = "difference"
         if of_head.expected is not None:
             prompts["beyond"] = prompts.difference - of_head.expected.reshape(-1)
@@ -216,7 +220,7 @@ class Contrast(Question):
             OptionError: A value is not positive, so there is no ratio, or there are too few
                 prompts.
         """
-        table.check_alike(self)
+        check_alike(self)
         quantity = self.quantity
         variable = variable_of(self.result, quantity)
         contrast = self.at_layer(layer)
@@ -225,37 +229,34 @@ class Contrast(Question):
                 f"{quantity!r} is 0 in the baseline by definition, so it has no relative change"
             )
 
-        cells = prod(
-            size for dim, size in variable.sizes.items() if dim not in ("prompt", "condition")
-        )
-        bytes_of_a_prompt = 4 * 8 * 6 * cells
+        # Some prompts at a time: both conditions and their nulls, in six copies of float64.
         prompts = variable.sizes["prompt"]
+        cells = variable.size // (prompts * variable.sizes["condition"])
+        bytes_of_a_prompt = 4 * 8 * 6 * cells
         blocks = slices(prompts, bytes_of_a_prompt, self.result.memory, "a prompt")
-        means = [_means(contrast.part("prompt", block)) for block in blocks]
-        if any(not np.array_equal(block.present, means[0].present) for block in means):
+        blocks_of_means = [_means(contrast.part("prompt", block)) for block in blocks]
+        present = blocks_of_means[0].present
+        if not all(means.present.equals(present) for means in blocks_of_means):
             raise OptionError(
                 f"some prompts have no {quantity!r} in the segment {self.segment!r}; choose one"
                 " that all prompts have"
             )
-        values = np.concatenate([block.values for block in means])
-        reference = np.concatenate([block.reference for block in means])
-        if not ((values > 0).all() and (reference > 0).all()):
-            check_measured(contrast)
+        without_present = [means.drop_vars("present") for means in blocks_of_means]
+        means = xr.concat(without_present, "prompt")
+        is_positive = (means.ours > 0) & (means.theirs > 0)
+        if not is_positive.all():
+            for side in contrast.sides:
+                check_measured(side, quantity, self.segment)
             raise OptionError(
                 f"{quantity!r} is not positive in every prompt, so it has no relative change"
             )
-        units = units_of(self.result, len(values), self.unit)
-        units.refuse_below(FEWEST)
-        change = relative_change(values, reference, units)
 
-        nulls = [block.null for block in means if block.null is not None]
-        null_references = [
-            block.null_reference for block in means if block.null_reference is not None
-        ]
-        if not nulls or not null_references:
+        units = units_of(self.result, prompts, self.unit)
+        units.refuse_below(FEWEST)
+        change = relative_change(means.ours.values, means.theirs.values, units)
+        if "null" not in means or "their_null" not in means:
             return change, None
-        null_change = relative_change(np.concatenate(nulls), np.concatenate(null_references), units)
-        return change, null_change
+        return change, relative_change(means.null.values, means.their_null.values, units)
 
     def verdict(self, *, margin: float | None = None) -> Verdict:
         """The overall change beside its null, and the heads that the table marks (q < 0.05).
@@ -300,7 +301,7 @@ class Contrast(Question):
             margin=margin,
             same=same,
             null_kind=self.null_used,
-            marked=mask(table.marked(heads, margin)),
+            marked=mask(marked(heads, margin)),
         )
 
     def resolution(
@@ -312,18 +313,18 @@ class Contrast(Question):
         Raises:
             OptionError: As for :meth:`table`, or q is not a probability.
         """
-        table.check_select(select)
-        cells: list[np.ndarray] = []
+        check_choice(("half", None), select=select)
+        cells = 0
         left_out: list[str] = []
-        for block in table.layers_of(self)():
-            cells.append(block.cells)
+        for block in layers_of(self)():
+            cells += block.cells.size
             left_out += block.left_out
-        check_cells(self, block.scale, sum(mask.size for mask in cells), left_out)
+        check_cells(self, block.scale, cells, left_out)
         units = units_of(self.result, block.ours.sizes["prompt"], self.unit)
         n = units.n
         if select is not None:
             n = (n + 1) // 2
-        tests = sum(int(mask.sum()) for mask in cells)
+        tests = cells - len(left_out)
         detectable = resolution(n, tests, q, self.resamples, units.unit)
         if draws is None:
             return detectable
@@ -346,29 +347,19 @@ class Contrast(Question):
         return stability.stability(self, top, by, layer, over, splits, patterns)
 
 
-class _Means(NamedTuple):
-    """Each prompt's means over layers and heads, and which cells have a value in every prompt."""
-
-    values: np.ndarray
-    reference: np.ndarray
-    null: np.ndarray | None
-    null_reference: np.ndarray | None
-    present: np.ndarray
-
-
-def _means(contrast: Contrast) -> _Means:
-    """The means of values, reference and their nulls."""
-    ours, theirs, null, null_reference = aligned(contrast, labels_of([contrast]))
-    if {"segment", "to_segment"}.intersection(map(str, ours.dims)):
+def _means(contrast: Contrast) -> xr.Dataset:
+    """Each prompt's mean over layers and heads of both conditions and their nulls, and which cells
+    are ``present`` in every prompt.
+    """
+    sides = aligned(contrast, labels_of([contrast]))
+    if {"segment", "to_segment"}.intersection(map(str, sides.ours.dims)):
         raise OptionError(
             f"{contrast.quantity!r} has more than one number per head, so a mean over heads has no"
             " meaning"
         )
-    over = [dim for dim in ours.dims if dim != "prompt"]
-    return _Means(
-        values=ours.mean(over).values,
-        reference=theirs.mean(over).values,
-        null=None if null is None else null.mean(over).values,
-        null_reference=None if null_reference is None else null_reference.mean(over).values,
-        present=ours.notnull().all("prompt").values,
-    )
+    cell_dims = [dim for dim in sides.ours.dims if dim != "prompt"]
+    variables = {"present": sides.ours.notnull().all("prompt")}
+    for name, values in sides._asdict().items():
+        if values is not None:
+            variables[name] = values.mean(cell_dims)
+    return xr.Dataset(variables)

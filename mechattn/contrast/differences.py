@@ -4,8 +4,9 @@ expects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xarray as xr
@@ -15,13 +16,13 @@ from mechattn.contrast.quantities import (
     NULLS,
     Scale,
     Side,
-    absent,
     check_condition,
+    check_measured,
     check_present,
     chosen,
+    layer_blocks,
     values_of,
     variable_of,
-    which_have,
 )
 from mechattn.contrast.question import Question
 from mechattn.errors import OptionError, warn
@@ -30,7 +31,6 @@ from mechattn.stats.paired import ROUNDING
 from mechattn.stats.units import Units
 
 Labels = Mapping[str, list[object]]  # of further dimensions: those with values in both conditions
-Four = tuple[xr.DataArray, xr.DataArray, xr.DataArray | None, xr.DataArray | None]
 NO_NULL = "no null is known; a change may be there by definition"
 
 
@@ -52,9 +52,10 @@ class Differences:
         dims = self.difference.dims[1:]
         names = []
         for indices in np.argwhere(~self.cells):
-            labels = [
-                f"{dim} {self.difference[dim].values[index]}" for dim, index in zip(dims, indices)
-            ]
+            labels = []
+            for dim, index in zip(dims, indices, strict=True):
+                label = self.difference[dim].values[index]
+                labels.append(f"{dim} {label}")
             names.append(" ".join(labels))
         return names
 
@@ -68,19 +69,28 @@ class Differences:
         return ROUNDING * sizes[unit_indices].mean(0)
 
 
-def differences(contrast: Question, labels: Labels | None = None) -> Differences:
-    """The differences of a comparison; ``labels`` where the results hold only some of their
-    layers."""
-    if labels is None:
-        labels = labels_of([contrast])
-    ours, theirs, null, their_null = aligned(contrast, labels)
-    variable = variable_of(contrast.result, contrast.quantity)
+Blocks = Callable[[], Iterator[Differences]]
+
+
+class Aligned(NamedTuple):
+    """The values of both conditions and of their nulls, with the same coordinates."""
+
+    ours: xr.DataArray
+    theirs: xr.DataArray
+    null: xr.DataArray | None
+    their_null: xr.DataArray | None
+
+
+def differences(contrast: Question, labels: Labels) -> Differences:
+    """The differences of a comparison, at these labels of the further dimensions."""
+    values = aligned(contrast, labels)
+    ours, theirs, null, their_null = values
+
     scale = contrast.scale
     if scale is None:
-        is_ratio = (
-            variable.attrs.get("compared", "ratio") == "ratio"
-        )  # not if the baseline may be 0
-        scale = "log-ratio" if is_ratio else "difference"
+        scale = "log-ratio"
+        if variable_of(contrast.result, contrast.quantity).attrs.get("compared") == "difference":
+            scale = "difference"  # as the baseline may be 0
     difference = ours.copy(data=_between(ours.values, theirs.values, scale))
 
     expected = None
@@ -93,42 +103,66 @@ def differences(contrast: Question, labels: Labels | None = None) -> Differences
         null_words = "no difference"
 
     cells = np.ones(ours.shape[1:], dtype=bool)
-    for values in (ours, theirs, null, their_null):
-        if values is None:
+    for side_values in values:
+        if side_values is None:
             continue
         # NaN if a prompt has none; a value that is 0 or negative has no ratio.
-        least = values.values.min(0)
-        cells &= least > 0 if scale == "log-ratio" else ~np.isnan(least)
+        least = side_values.values.min(0)
+        if scale == "log-ratio":
+            cells &= least > 0
+        else:
+            cells &= ~np.isnan(least)
     return Differences(ours, theirs, difference, expected, null_words, cells, scale)
+
+
+def layers_of(contrast: Question, resamples: int = 0) -> Blocks:
+    """A function that yields the differences of a comparison, some layers at a time."""
+    blocks = layer_blocks(contrast.result, contrast.quantity, contrast.segment, resamples)
+    contrasts = [contrast.part("layer", block) for block in blocks]
+    labels = labels_of(contrasts)
+    return lambda: (differences(block_contrast, labels) for block_contrast in contrasts)
+
+
+def cell_labels(block: Differences, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """The layer, head … of each cell of a mask."""
+    indices = np.argwhere(mask).T  # [dim, cell]
+    labels = {}
+    for dim, index in zip(block.difference.dims[1:], indices, strict=True):
+        labels[str(dim)] = block.difference[dim].values[index]
+    return labels
 
 
 def labels_of(blocks: Iterable[Question]) -> Labels:
     """The labels of a quantity's further dimensions that both conditions have, in any of some
     blocks of layers.
     """
+    order: dict[str, list[object]] = {}
     present: dict[str, list[set[object]]] = {}  # by dimension, of both conditions
     attended: set[object] = set()  # segments that get attention in any prompt
-    order: dict[str, list[object]] = {}
     for contrast in blocks:
+        variables = []
         for result, condition in contrast.sides:
             check_condition(result, condition)
-        variables = [variable_of(result, contrast.quantity) for result, _ in contrast.sides]
+            variables.append(variable_of(result, contrast.quantity))
         dims = [dim for dim in FURTHER if dim in variables[0].dims]
         if contrast.segment is not None and "segment" in dims:
             dims.remove("segment")
         if not dims:
             break  # and nothing is read
-        sides = [
-            chosen(variable, condition, contrast.segment)
-            for variable, (_, condition) in zip(variables, contrast.sides)
-        ]
+
+        sides = []
+        for variable, (_, condition) in zip(variables, contrast.sides, strict=True):
+            sides.append(chosen(variable, condition, contrast.segment))
         for dim in dims:
             order[dim] = sides[0][dim].values.tolist()
             label_sets = present.setdefault(dim, [set(), set()])
-            for label_set, values in zip(label_sets, sides):
-                label_set |= _present_labels(values, dim)
+            for label_set, values in zip(label_sets, sides, strict=True):
+                has_value = values.notnull()
+                if dim == "band":  # short prompts don't reach as far back
+                    has_value = has_value.all("prompt")
+                label_set |= _labels_where(has_value, dim)
                 if dim == "to_segment":
-                    attended |= _labels_where(values, dim, values.fillna(0) != 0)
+                    attended |= _labels_where(values.fillna(0) != 0, dim)
 
     labels = {}
     for dim, (ours, theirs) in present.items():
@@ -140,37 +174,40 @@ def labels_of(blocks: Iterable[Question]) -> Labels:
     return labels
 
 
-def _present_labels(values: xr.DataArray, dim: str) -> set[object]:
-    """The labels of a dimension that have a value; of a band in every prompt, as short ones don't
-    reach as far back.
-    """
-    has_value = values.notnull()
-    if dim == "band":
-        has_value = has_value.all("prompt")
-    return _labels_where(values, dim, has_value)
-
-
-def _labels_where(values: xr.DataArray, dim: str, mask: xr.DataArray) -> set[object]:
+def _labels_where(mask: xr.DataArray, dim: str) -> set[object]:
+    """The labels of a dimension at which any value of a mask is true."""
     over = [name for name in mask.dims if name != dim]
-    return set(values[dim].values[mask.any(over).values].tolist())
+    has_any = mask.any(over).values
+    return set(mask[dim].values[has_any].tolist())
 
 
-def aligned(contrast: Question, labels: Labels) -> Four:
-    """Values and references, and the nulls of both, with the same coordinates."""
+def aligned(contrast: Question, labels: Labels) -> Aligned:
+    """The values of both conditions and of their nulls, with the same coordinates.
+
+    Raises:
+        OptionError: The results have other prompts, layers or heads, or measured the quantity with
+            other options.
+    """
     ours, null = _of_side(contrast, contrast.sides[0], labels)
     theirs, their_null = _of_side(contrast, contrast.sides[1], labels)
     quantity = contrast.quantity
     for dim in ("prompt", "layer", "head"):
-        if dim in ours.dims and not np.array_equal(ours[dim].values, theirs[dim].values):
+        if dim not in ours.dims:
+            continue
+        if not np.array_equal(ours[dim].values, theirs[dim].values):
             raise OptionError(
                 f"{quantity!r} has other {dim}s in one result ({ours.sizes[dim]}) than in the other"
             )
-    options = [variable_of(result, quantity).attrs.get("options") for result, _ in contrast.sides]
+
+    options = []
+    for result, _ in contrast.sides:
+        variable = variable_of(result, quantity)
+        options.append(variable.attrs.get("options"))
     if options[0] != options[1]:
         raise OptionError(
             f"{quantity!r} was measured with {options[0]} in one result, {options[1]} in the other"
         )
-    return ours, theirs, null, their_null
+    return Aligned(ours, theirs, null, their_null)
 
 
 def _of_side(
@@ -179,40 +216,35 @@ def _of_side(
     """The values of one condition and of its null, with the labels that both conditions have."""
     result, condition = side
     quantity = contrast.quantity
-    values, null = values_of(result, condition, quantity, contrast.segment, contrast.null_used)
-    fewer = {
-        dim: kept_labels
-        for dim, kept_labels in labels.items()
-        if kept_labels != values[dim].values.tolist()
-    }
-    values = values.sel(fewer)
-    check_present(values, quantity, contrast.segment, side, contrast.sides)
+    segment = contrast.segment
+    values, null = values_of(result, condition, quantity, segment, contrast.null_used)
+    # Selecting all labels would copy the values.
+    fewer_labels = {}
+    for dim, comparable in labels.items():
+        if comparable != values[dim].values.tolist():
+            fewer_labels[dim] = comparable
+    values = values.sel(fewer_labels)
+    check_present(values, quantity, segment, side)
     if null is None:
         return values, None
-    differing = [
-        dim for dim in null.dims if not np.array_equal(null[dim].values, values[dim].values)
-    ]
-    null = null.sel({dim: values[dim] for dim in differing})
+
+    differing = {}
+    for null_dim in null.dims:
+        if not np.array_equal(null[null_dim].values, values[null_dim].values):
+            differing[null_dim] = values[null_dim]
+    null = null.sel(differing)
     return values, null.broadcast_like(values).transpose(*values.dims)
-
-
-def check_measured(contrast: Question) -> None:
-    """Refuse a comparison of a quantity that a condition lacks in some prompts."""
-    for side in contrast.sides:
-        lacking = int((~which_have(side, contrast.quantity, contrast.segment)).sum())
-        if lacking:
-            raise absent(lacking, contrast.quantity, contrast.segment, side, contrast.sides)
 
 
 def no_cells(contrast: Question, scale: Scale) -> OptionError:
     """The error for a comparison without a cell to compare."""
-    check_measured(contrast)
-    quantity = contrast.quantity
+    for side in contrast.sides:
+        check_measured(side, contrast.quantity, contrast.segment)
     if scale == "log-ratio":
         return OptionError(
-            f'{quantity!r} has no ratio in any cell; compare it with scale="difference"'
+            f'{contrast.quantity!r} has no ratio in any cell; compare it with scale="difference"'
         )
-    return OptionError(f"{quantity!r} has no value in any cell")
+    return OptionError(f"{contrast.quantity!r} has no value in any cell")
 
 
 def check_cells(contrast: Question, scale: Scale, cells: int, left_out: Sequence[str]) -> None:
@@ -231,6 +263,7 @@ def check_cells(contrast: Question, scale: Scale, cells: int, left_out: Sequence
 
 
 def _between(ours: np.ndarray, theirs: np.ndarray, scale: Scale) -> np.ndarray:
+    """The difference of two values on a scale."""
     if scale == "difference":
         return ours - theirs
     with np.errstate(divide="ignore", invalid="ignore"):  # in omitted cells
@@ -240,8 +273,11 @@ def _between(ours: np.ndarray, theirs: np.ndarray, scale: Scale) -> np.ndarray:
 
 def _expected(null: np.ndarray, their_null: np.ndarray, scale: Scale) -> np.ndarray:
     """The difference of the nulls, computed once where all heads share a number."""
-    strides = zip(null.strides, their_null.strides)
-    without_copies = tuple(slice(None) if any(pair) else slice(1) for pair in strides)
+    indices = []
+    for stride, their_stride in zip(null.strides, their_null.strides, strict=True):
+        is_shared = stride == their_stride == 0
+        indices.append(slice(1) if is_shared else slice(None))
+    without_copies = tuple(indices)
     difference = _between(null[without_copies], their_null[without_copies], scale)
     return np.broadcast_to(difference, null.shape)
 
@@ -250,9 +286,9 @@ def _inserts_alike(contrast: Question) -> bool:
     """Whether two conditions differ only in which tokens they insert, so no change between them is
     by definition.
     """
-    if not all(stored_condition(result, name).inserts_only for result, name in contrast.sides):
-        return False
-    ours, theirs = (
-        result["sequences"].origin.sel(condition=name).values for result, name in contrast.sides
-    )
-    return np.array_equal(ours, theirs)
+    origins = []
+    for result, condition in contrast.sides:
+        if not stored_condition(result, condition).inserts_only:
+            return False
+        origins.append(result["sequences"].origin.sel(condition=condition).values)
+    return np.array_equal(*origins)

@@ -28,7 +28,6 @@ class FirstToken:
     less than half of that in the condition.
 
     Args:
-        condition: The condition.
         text: The text of the token, in the first prompt.
         text_now: The text of the token that comes first in the condition, in the first prompt.
         before: Attention in the baseline, mean over layers and heads, with its interval over
@@ -42,7 +41,6 @@ class FirstToken:
         preceded: Whether the condition puts tokens before the first token of the baseline.
     """
 
-    condition: str
     text: str
     text_now: str
     before: Interval
@@ -94,7 +92,6 @@ def first_token(result: Result, condition: str) -> FirstToken | None:
     sequences = result["sequences"]
     origin = sequences.origin.sel(condition=condition).isel(pos=0).values
     return FirstToken(
-        condition=condition,
         text=_first_text(sequences, BASELINE),
         text_now=_first_text(sequences, condition),
         before=overall_mean(result, baseline),
@@ -117,17 +114,22 @@ def first_token_words(result: Result, condition: str) -> str:
     token = first_token(result, condition)
     if token is None or not (token.preceded or token.moved):
         return ""
-    before = f"{100 * float(token.before.estimate):.1f}"
-    after = f"{100 * float(token.after.estimate):.1f}"
-    held = f"The baseline's first token (“{token.text.strip()}” in the first prompt) held"
-    sentence = f"{held} {before} points of 100 of the attention, and {after} with “{condition}”"
+    before = 100 * float(token.before.estimate)
+    after = 100 * float(token.after.estimate)
+    sentence = (
+        f"The baseline's first token (“{token.text.strip()}” in the first prompt) held"
+        f" {before:.1f} points of 100 of the attention, and {after:.1f} with “{condition}”"
+    )
     if token.preceded:
         sentence += f", whose tokens come before it (now “{token.text_now.strip()}” is first"
-        sentence += "" if np.isnan(token.now) else f", and gets {100 * token.now:.1f}"
+        if not np.isnan(token.now):
+            sentence += f", and gets {100 * token.now:.1f}"
         sentence += ")"
     if token.moved:
-        lost = f"{token.lost_heads} of the {token.sink_heads} heads that had their sink there"
-        sentence += f": the sink moves, as {lost} lose it"
+        sentence += (
+            f": the sink moves, as {token.lost_heads} of the {token.sink_heads} heads that had their"
+            " sink there lose it"
+        )
     return f"{sentence}. The first token is counted by itself, in no other segment."
 
 

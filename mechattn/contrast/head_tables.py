@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
-import xarray as xr
 
 from mechattn.axes import BASELINE, by_head
 from mechattn.contrast import quantities
-from mechattn.contrast.table import check_select
-from mechattn.errors import OptionError, check_counts
+from mechattn.errors import OptionError, check_choice, check_counts
 from mechattn.results.result import Result, part_of, units_of
 from mechattn.stats.intervals import FEWEST, shrunken, t_interval
 from mechattn.stats.units import Unit, halves_of
 
-KINDS = ("nop", "broadcast", "neither", "no sink")
-VALUE_BELOW = (0.1, 0.2, 0.3, 0.5)
-RANK_BELOW = (1.25, 1.5, 2.0, 3.0)
+# What an analysis of sinks measured that their kinds depend on.
+_SINK_QUANTITIES = [
+    "sinks",
+    "strongest_position",
+    "strongest_value_ratio",
+    "output_rank",
+    "massive_count",
+    "massive_position",
+]
 
 
 def ranked_heads(
@@ -37,7 +39,7 @@ def ranked_heads(
     """See :meth:`mechattn.results.result.Result.heads`, which explains the arguments."""
     if top is not None:
         check_counts(top=top)
-    check_select(select)
+    check_choice(("half", None), select=select)
     if quantity is None:
         names = quantities.head_quantities(result)
         if not names:
@@ -48,34 +50,38 @@ def ranked_heads(
 
     prompts = result["sequences"].sizes["prompt"]
     units = units_of(result, prompts, unit)
-    units.refuse_below(FEWEST if select is None else 2 * FEWEST)
-    ranking_units = np.arange(units.n)
-    reported_units = ranking_units
-    if select is not None:
+    if select is None:
+        units.refuse_below(FEWEST)
+        ranking_units = np.arange(units.n)
+        reported_units = ranking_units
+    else:
+        units.refuse_below(2 * FEWEST)
         ranking_units, reported_units = halves_of(units.n)
 
+    side = (result, condition)
     blocks = []
-    sides = [(result, condition)]
-    beside_null = ""
     for block in quantities.layer_blocks(result, quantity, segment):
         layers = part_of(result, "layer", block)
         values, null = quantities.values_of(layers, condition, quantity, segment)
         further = sorted(map(str, set(values.dims) ^ {"prompt", "layer", "head"}))
         if further:
+            dims = ", ".join(further)
             raise OptionError(
-                f"{quantity!r} does not have one number per head ({', '.join(further)}), so it"
-                " cannot rank heads"
+                f"{quantity!r} does not have one number per head ({dims}), so it cannot rank heads"
             )
-        quantities.check_present(values, quantity, segment, sides[0], sides)
+        quantities.check_present(values, quantity, segment, side)
+
         of_units = units.means(values.values.reshape(prompts, -1))
         reported = of_units[reported_units]
         mean, low, high = t_interval(reported, level)
-        layer, head = np.unravel_index(np.arange(of_units.shape[1]), values.shape[1:])
-        uniform = np.full(of_units.shape[1], np.nan)
+        error = reported.std(0, ddof=1) / np.sqrt(len(reported))
+        uniform = np.full(mean.shape, np.nan)
         if null is not None:
-            beside_null = f", beside {quantities.NULLS['uniform']}"
             of_null = null.broadcast_like(values).transpose(*values.dims)
-            uniform = units.means(of_null.values)[reported_units].mean(0).reshape(-1)
+            null_of_units = units.means(of_null.values)[reported_units]
+            uniform = null_of_units.mean(0).reshape(-1)
+
+        layer, head = np.indices(values.shape[1:]).reshape(2, -1)
         columns = {
             "layer": values.layer.values[layer],
             "head": values["head"].values[head],
@@ -84,27 +90,31 @@ def ranked_heads(
             "high": high,
             "uniform": uniform,
             "n": len(reported),
-            "error": reported.std(0, ddof=1) / np.sqrt(len(reported)),
+            "error": error,
             "ranked_by": of_units[ranking_units].mean(0),
             "present": ~np.isnan(of_units[0]),
         }
         blocks.append(pd.DataFrame(columns))
     table = pd.concat(blocks, ignore_index=True)
     if not table.present.any():
-        raise quantities.absent(prompts, quantity, segment, sides[0], sides)
+        raise quantities.absent(prompts, quantity, segment, side)
 
     ranked_on = "on one half of the prompts, shown on the other"
     if select is None:  # the other half needs no shrinking
         ranked_on = "on the prompts that are shown"
-        table.insert(3, "shrunken", shrunken(table[quantity].to_numpy(), table.error.to_numpy()))
+        nearer_mean = shrunken(table[quantity].to_numpy(), table.error.to_numpy())
+        table.insert(3, "shrunken", nearer_mean)
+    if null is not None:
+        ranked_on += f", beside {quantities.NULLS['uniform']}"
     ranked = table[table.present].sort_values("ranked_by", ascending=False, kind="stable")
     ranked = ranked[:top].drop(columns=["error", "ranked_by", "present"])
-    ranked = by_head(ranked.reset_index(drop=True))
+    ranked = ranked.reset_index(drop=True)
+    ranked = by_head(ranked)
     ranked.attrs = {
         "condition": condition,
         "segment": segment,
         "of": len(table),
-        "ranked": ranked_on + beside_null,
+        "ranked": ranked_on,
         "unit": units.unit,
         "level": level,
     }
@@ -126,8 +136,8 @@ def sink_kinds(
     ``‖v_sink‖ / mean ‖v‖ < value_below``, so attending there adds little. "broadcast": the values
     are not small, but the head's output has a low effective rank (exp of the entropy of the shares
     of its singular values), ``rank < rank_below``, so it adds much the same to every token.
-    Otherwise "neither". The thresholds are conventions: :func:`sweep_sink_kinds` counts heads of
-    each kind by others.
+    Otherwise "neither". The thresholds are conventions: see how many heads of each kind there are
+    under others.
 
     Args:
         result: A run with ``AttentionSinks``.
@@ -155,81 +165,44 @@ def sink_kinds(
         "rank_below": rank_below,
         "rate_above": rate_above,
     }
-    _check_threshold("value_below", value_below, 0, np.inf)
-    _check_threshold("rank_below", rank_below, 1, np.inf)
-    _check_threshold("rate_above", rate_above, 0, 1)
+    if value_below < 0 or rank_below < 1 or not 0 <= rate_above <= 1:
+        raise OptionError(
+            f"thresholds={thresholds}: value_below is 0 or more, rank_below 1 or more, and"
+            " rate_above a share"
+        )
     if "attention_sinks" not in result.datasets:
         raise OptionError(
             "this run did not measure sinks: add ma.analyses.AttentionSinks() to its analyses"
         )
     quantities.check_condition(result, condition)
     sinks = result["attention_sinks"].sel(condition=condition)
-    rows = []
-    for layer, head in product(sinks.layer.values, sinks["head"].values):
-        row: dict[str, Any] = {"layer": int(layer), "head": int(head)}
-        row |= _sink_of(sinks.sel(layer=layer, head=head))
-        row["kind"] = "neither"
-        if not row["sink_rate"] > rate_above:
-            row["kind"] = "no sink"
-        elif row["value_ratio"] < value_below:
-            row["kind"] = "nop"
-        elif row["output_rank"] < rank_below:
-            row["kind"] = "broadcast"
-        rows.append(row)
-    table = by_head(pd.DataFrame(rows))
+    cells = sinks[_SINK_QUANTITIES].to_dataframe()  # a row for each layer, head and prompt
+    cells = cells.reset_index()[["layer", "head", *_SINK_QUANTITIES]]
+    cells["has_sink"] = cells.sinks > 0
+    is_massive = cells.strongest_position == cells.massive_position
+    cells["overlaps"] = is_massive.astype(np.float64).where(cells.massive_count > 0)
+    with_sink = cells[cells.has_sink].groupby(["layer", "head"])
+    columns = {
+        "sink_rate": cells.groupby(["layer", "head"]).has_sink.mean(),
+        "position": with_sink.strongest_position.agg(lambda positions: positions.mode().iloc[0]),
+        "value_ratio": with_sink.strongest_value_ratio.agg(_median),
+        "output_rank": with_sink.output_rank.agg(_median),
+        "massive_overlap": with_sink.overlaps.agg("mean"),
+    }
+    table = pd.DataFrame(columns).reset_index()
+    table["position"] = table.position.fillna(-1).astype(int)
+
+    has_no_sink = ~(table.sink_rate > rate_above)
+    is_nop = table.value_ratio < value_below
+    is_broadcast = table.output_rank < rank_below
+    table["kind"] = np.select(
+        [has_no_sink, is_nop, is_broadcast], ["no sink", "nop", "broadcast"], "neither"
+    )
+    table = by_head(table)
     table.attrs = {"condition": condition, **thresholds, "n": sinks.sizes["prompt"]}
     return table
 
 
-def _check_threshold(name: str, value: object, least: float, most: float) -> None:
-    """Refuse a threshold that is no number, or out of its range."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most:  # type: ignore[operator]
-        upper = f" to {most:g}" if np.isfinite(most) else " or more"
-        raise OptionError(f"{name}={value!r}: give a number, {least:g}{upper}")
-
-
-def sweep_sink_kinds(
-    result: Result,
-    condition: str = BASELINE,
-    *,
-    value_below: Sequence[float] = VALUE_BELOW,
-    rank_below: Sequence[float] = RANK_BELOW,
-    rate_above: float = 0.5,
-) -> pd.DataFrame:
-    """Count the heads with each kind of sink for every pair of thresholds; see
-    :func:`sink_kinds`."""
-    rows = []
-    for value, rank in product(value_below, rank_below):
-        table = sink_kinds(
-            result, condition, value_below=value, rank_below=rank, rate_above=rate_above
-        )
-        counts = {kind: int((table.kind == kind).sum()) for kind in KINDS}
-        rows.append({"value_below": value, "rank_below": rank, **counts})
-    return pd.DataFrame(rows)
-
-
-def _sink_of(head: xr.Dataset) -> dict[str, Any]:
-    """The sink of a head over the prompts that have one."""
-    has_sink = head.sinks.values > 0
-    row: dict[str, Any] = {
-        "sink_rate": float(has_sink.mean()),
-        "position": -1,
-        "value_ratio": float("nan"),
-        "output_rank": float("nan"),
-        "massive_overlap": float("nan"),
-    }
-    if not has_sink.any():
-        return row
-
-    with_sink = head.isel(prompt=has_sink)
-    strongest = with_sink.strongest_position.values
-    positions, counts = np.unique(strongest, return_counts=True)
-    row["position"] = int(positions[counts.argmax()])
-    row["value_ratio"] = float(with_sink.strongest_value_ratio.median(skipna=False))
-    row["output_rank"] = float(with_sink.output_rank.median(skipna=False))
-    has_massive = with_sink.massive_count.values > 0
-    if has_massive.any():
-        massive = with_sink.massive_position.values[has_massive]
-        row["massive_overlap"] = float((strongest[has_massive] == massive).mean())
-    return row
+def _median(values: pd.Series) -> float:
+    """The median, NaN if any value is."""
+    return float(values.median(skipna=False))

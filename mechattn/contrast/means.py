@@ -11,10 +11,12 @@ import numpy as np
 import xarray as xr
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.quantities import has_dilution, in_parts
+from mechattn.contrast.quantities import in_parts, values_of
+from mechattn.contrast.question import Question
 from mechattn.contrast.table import Ranking
+from mechattn.contrast.tested import what_is_tested
 from mechattn.errors import OptionError
-from mechattn.results.result import Result, units_in
+from mechattn.results.result import Result, part_of, units_in
 from mechattn.stats.intervals import FEWEST, Interval, Moments, t_interval
 
 
@@ -22,42 +24,53 @@ def over_units(result: Result, values: xr.DataArray) -> np.ndarray:
     """The values [unit, …] that an interval is computed from: those of prompts, or the means of
     groups.
     """
-    return units_in(result, values).means(values.transpose("prompt", ...).values.astype(np.float64))
+    of_prompts = values.transpose("prompt", ...).values.astype(np.float64)
+    return units_in(result, values).means(of_prompts)
 
 
 def mean_over_prompts(result: Result, values: xr.DataArray, over: Sequence[str] = ()) -> Interval:
     """The mean of each prompt's mean over some dimensions, with its interval, which fewer than
     three prompts lack.
     """
-    rest = [str(dim) for dim in values.dims if dim not in ("prompt", *over)]
-    blocks = [values]
     if over:
-        means = [part.mean(list(over)) for part in in_parts(values, "prompt", result.memory)]
-        blocks = [xr.concat(means, "prompt", join="exact")]
-    elif rest:
-        blocks = list(in_parts(values, rest[0], result.memory))
-    intervals = [_interval(over_units(result, block)) for block in blocks]
-    if len(intervals) == 1:
-        return intervals[0]
-    return Interval(*(np.concatenate(ends) for ends in zip(*intervals, strict=True)))
+        means_of_prompts = []
+        for block in in_parts(values, "prompt", result.memory):
+            means_of_prompts.append(block.mean(list(over)))
+        values = xr.concat(means_of_prompts, "prompt", join="exact")
+        return _interval(over_units(result, values))
+
+    rest = [str(dim) for dim in values.dims if dim != "prompt"]
+    if not rest:
+        return _interval(over_units(result, values))
+    intervals = []
+    for block in in_parts(values, rest[0], result.memory):
+        intervals.append(_interval(over_units(result, block)))
+    means, lows, highs = zip(*intervals, strict=True)
+    return Interval(np.concatenate(means), np.concatenate(lows), np.concatenate(highs))
 
 
 def overall_mean(result: Result, values: xr.DataArray) -> Interval:
     """The mean over prompts of each prompt's mean over everything else."""
-    return mean_over_prompts(result, values, [str(dim) for dim in values.dims if dim != "prompt"])
+    everything_else = [str(dim) for dim in values.dims if dim != "prompt"]
+    return mean_over_prompts(result, values, everything_else)
 
 
 def _interval(values: np.ndarray) -> Interval:
+    """The t interval of values [unit, …]; without ends where there are too few units."""
     if len(values) >= FEWEST:
         return t_interval(values)
     mean = np.nanmean(values, axis=0)
-    return Interval(mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan))
+    unknown = np.full_like(mean, np.nan)
+    return Interval(mean, unknown, unknown)
 
 
 def summed(result: Result, values: xr.DataArray) -> xr.DataArray:
     """The sum over prompts, a block of them at a time."""
-    sums = [part.sum("prompt") for part in in_parts(values, "prompt", result.memory)]
-    return sum(sums[1:], sums[0])
+    blocks = in_parts(values, "prompt", result.memory)
+    total = next(blocks).sum("prompt")
+    for block in blocks:
+        total = total + block.sum("prompt")
+    return total
 
 
 class Positions(NamedTuple):
@@ -78,16 +91,26 @@ def at_positions(
     """A quantity at each position of one head, without those that fewer than half of the prompts,
     or than 10, have.
     """
+    of_head = dataset.sel(at)
     if len(prompts) < dataset.sizes["prompt"]:
-        moments = Moments.of(dataset[f"{quantity}_per_prompt"].sel(at).isel(prompt=prompts).values)
+        per_prompt = of_head[f"{quantity}_per_prompt"].isel(prompt=prompts)
+        moments = Moments.of(per_prompt.values)
     else:
-        n = dataset[f"{quantity}_n"].sel(at).values
-        variance = dataset[f"{quantity}_variance"].sel(at).values
-        moments = Moments.from_statistics(n, dataset[quantity].sel(at).values, variance)
+        moments = Moments.from_statistics(
+            of_head[f"{quantity}_n"].values,
+            of_head[quantity].values,
+            of_head[f"{quantity}_variance"].values,
+        )
     fewest = max(min(10, len(prompts)), len(prompts) / 2)
     positions = np.flatnonzero(moments.n >= fewest)
-    mean, low, high = (ends[positions] for ends in moments.interval())
-    return Positions(positions, mean, low, high, moments.n[positions])
+    mean, low, high = moments.interval()
+    return Positions(
+        at=positions,
+        mean=mean[positions],
+        low=low[positions],
+        high=high[positions],
+        n=moments.n[positions],
+    )
 
 
 def choose_heads(
@@ -105,32 +128,34 @@ def choose_heads(
     these prompts; the choice of ``Result.compare(…, select="half", top=count, by=…)`` if they are
     one half.
     """
-    dataset = result["received_attention"]
-    if "received_per_prompt" not in dataset:
+    if "received_per_prompt" not in result["received_attention"]:
         raise OptionError(
             "choosing heads on one half of the prompts needs the positions of each prompt: "
             'run with keep="prompts", or name the heads'
         )
-    half = dataset.isel(prompt=prompts).sel(segment="question")
-    half = half if layer is None else half.sel(layer=[layer])
-    heads = half.sizes["layer"] * half.sizes["head"]
-    if not 1 <= count <= heads or len(prompts) < 3:
+    half = part_of(result, "prompt", prompts)
+    if condition == BASELINE:
+        values, uniform = values_of(half, condition, "received", "question")
+        assert uniform is not None  # received attention always has it
+        if layer is not None:
+            values = values.sel(layer=[layer])
+        ratios = (values / uniform).transpose("prompt", "layer", "head")
+        log_ratio = ratios.copy(data=np.log(ratios.values))
+        of_units = over_units(result, log_ratio).reshape(-1, log_ratio[0].size)
+        layer_indices, heads = np.indices(log_ratio.shape[1:]).reshape(2, -1)
+        layers = values.layer.values[layer_indices]
+    else:
+        tested = what_is_tested(Question(half, condition), layer, by=by)
+        of_units = tested.values
+        layers = tested.labels["layer"]
+        heads = tested.labels["head"]
+
+    if not 1 <= count <= len(heads) or len(prompts) < 3:
         raise OptionError(
-            f"cannot choose {count} of {heads} heads on {len(prompts)} prompts (one half); "
+            f"cannot choose {count} of {len(heads)} heads on {len(prompts)} prompts (one half); "
             "name the heads, or run at least 6 prompts"
         )
-    changes = np.log(half.received_by_segment)
-    if condition == BASELINE:
-        changes = changes - np.log(half.received_by_segment_uniform)
-    elif by == "beyond":
-        has = has_dilution((result, condition), "received", "question")
-        null = half["received_by_segment_dilution" if has else "received_by_segment_uniform"]
-        changes = changes - np.log(null)
-    change = changes.sel(condition=condition)
-    if condition != BASELINE:
-        change = change - changes.sel(condition=BASELINE)
-    size = abs(over_units(result, change.transpose("prompt", "layer", "head")).mean(0))
-    largest = np.argsort(-size, axis=None, kind="stable")[:count]
-    layer_indices, head_indices = np.unravel_index(largest, size.shape)
-    pairs = zip(half.layer.values[layer_indices].tolist(), head_indices.tolist(), strict=True)
+    sizes = abs(of_units.mean(0))
+    largest = np.argsort(-sizes, kind="stable")[:count]
+    pairs = zip(layers[largest].tolist(), heads[largest].tolist(), strict=True)
     return sorted(pairs)

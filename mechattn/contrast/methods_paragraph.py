@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from mechattn.axes import BASELINE
@@ -19,30 +18,29 @@ def methods(result: Result, tables: Sequence[pd.DataFrame]) -> str:
     """See :meth:`mechattn.results.result.Result.methods`, which explains the arguments."""
     about = result.provenance
     for number, table in enumerate(tables):
-        if not {"condition", "quantity", "family", "level", "unit"} <= set(
-            getattr(table, "attrs", {})
-        ):
+        if "family" not in getattr(table, "attrs", {}):
             raise OptionError(
                 f"table {number} has no record of how it was made; give tables from Result.compare"
             )
-    names = {str(name) for dataset in result.datasets.values() for name in dataset}
-    nulls = []
-    for kind, words in NULLS.items():
-        if any(name.endswith(f"_{kind}") for name in names):
-            nulls.append(words)
-    null_sentence = ""
-    if nulls:
-        null_sentence = f"Each quantity is reported with its value under {_and(sorted(nulls))}."
+
     sentences = [
         _model(about["model"], about["versions"], about["engine"]),
         _prompts(result),
         _conditions(result),
         _analyses(about),
-        null_sentence,
-        *(_compared(table) for table in tables),
-        f"The random seed was {about['seed']}.",
     ]
-    return " ".join(filter(None, sentences))
+    names: set[str] = set()
+    for dataset in result.datasets.values():
+        names |= set(map(str, dataset))
+    nulls = []
+    for kind, words in NULLS.items():
+        if any(name.endswith(f"_{kind}") for name in names):
+            nulls.append(words)
+    if nulls:
+        sentences.append(f"Each quantity is reported with its value under {_and(sorted(nulls))}.")
+    sentences += [_compared(table) for table in tables]
+    sentences.append(f"The random seed was {about['seed']}.")
+    return " ".join(sentences)
 
 
 ENGINES = {
@@ -55,13 +53,15 @@ LIBRARIES = ("mechattn", "transformer-lens", "transformers", "torch")
 
 def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -> str:
     """The model, how it was measured, with which libraries, and whether it was verified."""
-    size = (
-        f"{model['parameters']:,} parameters, {model['layers']} layers of {model['heads']} heads, "
-        f"{model['dtype']}"
-    )
+    layers = f"{model['layers']} layers of {model['heads']} heads"
+    size = f"{model['parameters']:,} parameters, {layers}, {model['dtype']}"
     if model.get("revision"):
         size += f", revision {model['revision']}"
-    libraries = [f"{name} {_several(versions[name])}" for name in LIBRARIES if name in versions]
+    libraries = []
+    for name in LIBRARIES:
+        if name in versions:
+            libraries.append(f"{name} {_several(versions[name])}")
+
     verified = "The hooked model was not verified against the model's own attention"
     if model["verified"]:
         verified = (
@@ -71,13 +71,15 @@ def _model(model: Mapping[str, Any], versions: Mapping[str, Any], engine: str) -
             verified += f" (not checked: {_several(model['not_verified'])})"
         if model.get("mended"):
             verified += f"; mended: {_several(model['mended'])}"
+    how = ENGINES.get(engine, engine)
     return (
-        f"The attention of {model['name']} ({size}) was measured {ENGINES.get(engine, engine)},"
-        f" with {_and(libraries)}. {verified}."
+        f"The attention of {model['name']} ({size}) was measured {how}, with {_and(libraries)}."
+        f" {verified}."
     )
 
 
 def _prompts(result: Result) -> str:
+    """How many prompts there were, of which template, and what the unit was."""
     prompts = result.provenance["prompts"]
     units = units_of(result, result["sequences"].sizes["prompt"])
     unit = "prompt" if units.of is None else "group"
@@ -97,27 +99,30 @@ def _conditions(result: Result) -> str:
     for name in result.conditions:
         if name == BASELINE:
             continue
-        about = stored.get(name, {})
-        counts = (result["sequences"].origin.sel(condition=name).values == -1).sum(-1)
-        low = int(np.min(counts))
-        high = int(np.max(counts))
+        is_inserted = result["sequences"].origin.sel(condition=name) == -1
+        counts = is_inserted.sum("pos").values
+        low = counts.min()
+        high = counts.max()
         tokens = f"{low} to {high} tokens"
         if low == high:
-            tokens = f"{low} tokens"
+            tokens = f"{high} tokens"
         if high == 0:
             tokens = "no tokens"
-        phrases.append(f"“{name}” ({about.get('written', 'unknown')}; {tokens} inserted)")
+        written = stored.get(name, {}).get("written", "unknown")
+        phrases.append(f"“{name}” ({written}; {tokens} inserted)")
     if not phrases:
         return "The prompts were read unchanged."
     return f"Each prompt was read unchanged and under {_and(phrases)}, in one pass."
 
 
 def _analyses(about: Mapping[str, Any]) -> str:
+    """The analyses with their options, and the layers."""
     phrases = []
     for name, options in about["analyses"].items():
         words = name.replace("_", " ")
         if options:
-            words += f" ({', '.join(f'{key} {value}' for key, value in options.items())})"
+            option_words = [f"{key} {value}" for key, value in options.items()]
+            words += f" ({', '.join(option_words)})"
         phrases.append(words)
     layers = about["measured_layers"]
     layer_words = "all layers"
@@ -137,7 +142,7 @@ def _compared(table: pd.DataFrame) -> str:
     units = 0
     if len(table):
         units = int(table.n.iloc[0])
-        pairing += f" (n = {table.n.iloc[0]})"
+        pairing += f" (n = {units})"
     if about["select"] == "half":
         selected = f"the {about['top']} largest" if "top" in about else "found"
         pairing += f", {selected} on one half and reported on the other"
@@ -156,23 +161,24 @@ def _compared(table: pd.DataFrame) -> str:
     family = f"Benjamini-Hochberg over {about['family']}"
     if "null_random" in about:
         family += (
-            f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of "
+            f"; q_random, over {about['tests_random']} tests, is of the larger p of this and of"
+            f" {about['null_random']}"
         )
-        family += about["null_random"]
-    return (
-        f"“{about['condition']}” was compared with “{about['to']}” in {quantity}, {pairing}:"
-        f" {100 * about['level']:g} % t intervals; {tests} against {about['null']}; {family}; seed"
-        f" {about['seed']}."
-    )
+    compared = f"“{about['condition']}” was compared with “{about['to']}” in {quantity}"
+    intervals = f"{100 * about['level']:g} % t intervals"
+    tested = f"{tests} against {about['null']}"
+    return f"{compared}, {pairing}: {intervals}; {tested}; {family}; seed {about['seed']}."
 
 
 def _several(value: Any) -> str:
+    """A value of the provenance, which merged results may have several of."""
     if isinstance(value, (list, tuple)):
         return _and([str(entry) for entry in value])
     return str(value)
 
 
 def _and(phrases: Sequence[str]) -> str:
+    """Phrases as a list with "and"."""
     if len(phrases) <= 1:
         return "".join(phrases)
     return f"{', '.join(phrases[:-1])} and {phrases[-1]}"

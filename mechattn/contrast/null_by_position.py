@@ -11,6 +11,7 @@ import xarray as xr
 
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.results.result import Result
+from mechattn.stats.intervals import ratio
 
 NAME = "received_attention"
 
@@ -20,10 +21,7 @@ def uniform_at_positions(
 ) -> np.ndarray:
     """What uniform attention would give at each position, as the mean over prompts."""
     name = quantity.replace("received", "received_uniform", 1)
-    if len(prompts) < dataset.sizes["prompt"]:
-        per_prompt = dataset[f"{name}_per_prompt"].isel(prompt=prompts)
-        return per_prompt.mean("prompt").sel(place).values
-    return dataset[name].sel(place).values
+    return _mean_line(dataset, name, place, prompts)
 
 
 def dilution_at_positions(
@@ -50,22 +48,24 @@ def dilution_at_positions(
         prompts: The prompts that count; the means of others are not in the baseline's line either.
     """
     dataset = result[NAME]
-    baseline = _baseline_line(dataset, layer, head, prompts)
-    left = share_left(dataset, condition).sel(layer=layer, head=head).isel(prompt=prompts)
-    share_by_segment = left.transpose("prompt", "segment").values
-    rows = np.arange(len(prompts))[:, None]
+    place = {"condition": BASELINE, "layer": layer, "head": head}
+    baseline = _mean_line(dataset, "received_by_origin", place, prompts)
+    left = share_left(dataset, condition).sel(layer=layer, head=head)
+    share_by_segment = left.isel(prompt=prompts).transpose("prompt", "segment").values
 
-    sequences = result["sequences"]
-    segments = sequences.segment_index.sel(condition=BASELINE).transpose("prompt", "pos")
-    segments = segments.isel(prompt=prompts).values
-    shown_condition = BASELINE if quantity == "received_by_origin" else condition
-    origins = sequences.origin.sel(condition=shown_condition).transpose("prompt", "pos")
-    origins = origins.isel(prompt=prompts).values
+    # The token of the baseline at each position [prompt, pos], and its segment.
+    sequences = result["sequences"].isel(prompt=prompts)
+    segments = sequences.segment_index.sel(condition=BASELINE).transpose("prompt", "pos").values
+    shown_condition = condition
+    if quantity == "received_by_origin":
+        shown_condition = BASELINE
+    origins = sequences.origin.sel(condition=shown_condition).transpose("prompt", "pos").values
     is_original = origins >= 0
     origins = np.where(is_original, origins, 0)
+    segment_of_origin = np.take_along_axis(segments, origins, axis=1)
 
-    values = baseline[origins] * share_by_segment[rows, segments[rows, origins]]
-    values = np.where(is_original, values, np.nan)
+    shares = np.take_along_axis(share_by_segment, segment_of_origin, axis=1)
+    values = np.where(is_original, baseline[origins] * shares, np.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # positions that no prompt has
         return np.nanmean(values, axis=0)
@@ -85,25 +85,27 @@ def shares_by_position(result: Result, condition: str) -> np.ndarray:
     left = share_left(result[NAME], condition).transpose("layer", "head", "prompt", "segment")
     segments = result["sequences"].segment_index.sel(condition=BASELINE)
     segments = segments.transpose("prompt", "pos").values
-    is_segment = [(segments == index).astype(np.float64) for index in range(len(SEGMENTS))]
+    numbers = np.arange(len(SEGMENTS))[:, None, None]
+    is_segment = (segments == numbers).astype(np.float64)  # [segment, prompt, key]
 
-    # Sums over segments, since the fractions of each prompt, head and position would be large.
+    # Sums over prompts and segments, as the shares of each prompt, head and position would be many.
     of_layers = []
-    for layer in range(left.sizes["layer"]):
-        shares = left.isel(layer=layer).values
-        is_known = np.isfinite(shares)
-        shares = np.where(is_known, shares, 0)
-        total = sum(shares[..., index] @ members for index, members in enumerate(is_segment))
-        count = sum(is_known[..., index] @ members for index, members in enumerate(is_segment))
-        unknown = np.full_like(total, np.nan)
-        of_layers.append(np.divide(total, count, out=unknown, where=count > 0))
+    over_prompts_and_segments = ([1, 2], [1, 0])
+    for shares in left:
+        is_known = np.isfinite(shares.values)
+        known_shares = np.where(is_known, shares.values, 0)
+        known = is_known.astype(np.float64)
+        total = np.tensordot(known_shares, is_segment, over_prompts_and_segments)
+        count = np.tensordot(known, is_segment, over_prompts_and_segments)
+        of_layers.append(ratio(total, count))
     return np.stack(of_layers)
 
 
-def _baseline_line(dataset: xr.Dataset, layer: int, head: int, prompts: np.ndarray) -> np.ndarray:
-    """The mean over prompts of what each token of the baseline receives."""
-    place = {"condition": BASELINE, "layer": layer, "head": head}
+def _mean_line(
+    dataset: xr.Dataset, name: str, place: dict[str, object], prompts: np.ndarray
+) -> np.ndarray:
+    """The mean of a quantity at each position, over some prompts or all."""
     if len(prompts) < dataset.sizes["prompt"]:
-        per_prompt = dataset["received_by_origin_per_prompt"].sel(place).isel(prompt=prompts)
-        return per_prompt.mean("prompt").values.astype(np.float64)
-    return dataset["received_by_origin"].sel(place).values.astype(np.float64)
+        per_prompt = dataset[f"{name}_per_prompt"].isel(prompt=prompts)
+        return per_prompt.mean("prompt").sel(place).values
+    return dataset[name].sel(place).values

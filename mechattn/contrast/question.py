@@ -9,8 +9,9 @@ from typing_extensions import Self
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import Null, Scale, check_layer, has_dilution, variable_of
-from mechattn.errors import OptionError, check_choice
+from mechattn.errors import check_choice, check_counts
 from mechattn.results.result import Result, part_of
+from mechattn.stats.intervals import check_level
 from mechattn.stats.resolution import RESAMPLES
 from mechattn.stats.units import Unit, check_unit
 
@@ -59,14 +60,8 @@ class Question:
 
     def __post_init__(self) -> None:
         check_unit(self.unit)
-        if not isinstance(self.level, (int, float)) or not 0.5 <= self.level < 1:
-            raise OptionError(f"level={self.level!r}: give a probability such as 0.95")
-        if self.null == "random-weights":
-            raise OptionError(
-                'null="random-weights": a result holds no model to draw weights for; make them with'
-                " ma.run_random(model, prompts, conditions) and pass random=…, whose columns come"
-                " with those of the null"
-            )
+        check_level(self.level)
+        check_counts(resamples=self.resamples)
         if self.null is not None:
             check_choice(Null, null=self.null)
         if self.scale is not None:
@@ -75,15 +70,18 @@ class Question:
     @property
     def reference(self) -> Result:
         """The result that contains ``to``."""
-        return self.result if self.other is None else self.other
+        if self.other is None:
+            return self.result
+        return self.other
 
     @cached_property
     def null_used(self) -> Null:
         """The null, as asked for or by default."""
         if self.null is not None:
             return self.null
-        has_null = [has_dilution(side, self.quantity, self.segment) for side in self.sides]
-        return "dilution" if all(has_null) else "uniform"
+        if all(has_dilution(side, self.quantity, self.segment) for side in self.sides):
+            return "dilution"
+        return "uniform"
 
     @property
     def sides(self) -> list[tuple[Result, str]]:

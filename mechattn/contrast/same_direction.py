@@ -10,17 +10,15 @@ import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.quantities import check_condition, in_parts
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 from mechattn.results.result import Result, units_of
-from mechattn.stats.intervals import FEWEST, t_interval
+from mechattn.stats.intervals import FEWEST, check_level, ratio, t_interval
 from mechattn.stats.units import Unit
-
-QUANTITIES = {"activations": ("mlp_activations", "change_product", "MlpActivations()")}
 
 
 def agreement(
     result: Result,
-    one: str,
+    condition: str,
     other: str,
     over: str,
     quantity: str,
@@ -29,69 +27,72 @@ def agreement(
     level: float,
 ) -> pd.DataFrame:
     """See :meth:`mechattn.results.result.Result.agreement`, which explains the arguments."""
-    if quantity not in QUANTITIES:
+    check_choice(("activations",), quantity=quantity)
+    if "mlp_activations" not in result.datasets:
         raise OptionError(
-            f"quantity={quantity!r}: choose one of {', '.join(map(repr, QUANTITIES))}"
+            "this result has no mlp_activations; run it with"
+            " analyses=[ma.analyses.MlpActivations()]"
         )
-    dataset, variable, analysis = QUANTITIES[quantity]
-    if dataset not in result.datasets:
-        raise OptionError(
-            f"this result has no {dataset}; run it with analyses=[ma.analyses.{analysis}]"
-        )
-    product = result[dataset][variable].transpose("prompt", "layer", "condition", "other_condition")
-    for name in (one, other, over, *(controls or [])):
+    product = result["mlp_activations"].change_product
+    product = product.transpose("prompt", "layer", "condition", "other_condition")
+    compared = [condition, other, *(controls or [])]
+    for name in (*compared, over):
         check_condition(result, name)
-    if over in (one, other):
+    if over in (condition, other):
         raise OptionError(f"over={over!r} is one of the two conditions, so its change is zero")
-    if not 0.5 <= level < 1:
-        raise OptionError(f"level={level}: give a probability such as 0.95")
+    check_level(level)
     units = units_of(result, product.sizes["prompt"], unit)
     units.refuse_below(FEWEST)
     if controls is None:
-        controls = [name for name in result.conditions if name not in (one, other, over, BASELINE)]
-    cosines: dict[str, list[np.ndarray]] = {name: [] for name in (other, *controls)}
+        for name in result.conditions:
+            if name not in (*compared, over, BASELINE):
+                compared.append(name)
+
+    others = compared[1:]
+    blocks: dict[str, list[np.ndarray]] = {name: [] for name in others}
     for block in in_parts(product, "prompt", result.memory):
         block = block.astype(np.float64)
-        for name, of_blocks in cosines.items():
-            of_blocks.append(_cosine(block, one, name, over))
-    main_cosine = np.concatenate(cosines[other])
+        for name in others:
+            blocks[name].append(_cosine(block, condition, name, over))
+    cosines = {name: np.concatenate(blocks[name]) for name in others}
 
     tables = []
-    for name, of_blocks in cosines.items():
-        cosine = np.concatenate(of_blocks)
-        labels = {"condition": one, "other": name, "layer": product.layer.values}
-        columns = _columns(units.means(cosine), units.means(main_cosine - cosine), level)
-        tables.append(pd.DataFrame(labels | columns))
+    for name in others:
+        of_units = units.means(cosines[name])
+        differences = units.means(cosines[other] - cosines[name])
+        mean, low, high = t_interval(of_units, level)
+        beyond, beyond_low, beyond_high = t_interval(differences, level)
+        columns = {
+            "condition": condition,
+            "other": name,
+            "layer": product.layer.values,
+            "cosine": mean,
+            "cosine_low": low,
+            "cosine_high": high,
+            "beyond": beyond,
+            "beyond_low": beyond_low,
+            "beyond_high": beyond_high,
+            "n": np.isfinite(of_units).sum(0),
+        }
+        tables.append(pd.DataFrame(columns))
     table = pd.concat(tables, ignore_index=True)
     table.attrs = {"over": over, "quantity": quantity, "level": level, "unit": units.unit}
     return table
 
 
-def _cosine(product: xr.DataArray, one: str, other: str, over: str) -> np.ndarray:
-    """The cosine [prompt, layer]; NaN if one condition changes nothing."""
+def _cosine(product: xr.DataArray, condition: str, other: str, over: str) -> np.ndarray:
+    """The cosine [prompt, layer] of the changes from ``over``; NaN if a condition changes nothing.
 
-    def between(a: str, b: str) -> np.ndarray:
-        return product.sel(condition=a, other_condition=b).values
+    ``⟨a − o, b − o⟩ = ⟨a, b⟩ − ⟨a, o⟩ − ⟨o, b⟩ + ⟨o, o⟩``
+    """
 
-    def apart(a: str, b: str) -> np.ndarray:
-        return between(a, b) - between(a, over) - between(over, b) + between(over, over)
+    def between(first: str, second: str) -> np.ndarray:
+        return product.sel(condition=first, other_condition=second).values
 
-    norms = np.sqrt(apart(one, one) * apart(other, other))
-    unknown = np.full_like(norms, np.nan)
-    cosine = np.divide(apart(one, other), norms, out=unknown, where=norms > 0)
+    def of_changes(first: str, second: str) -> np.ndarray:
+        shared = between(first, over) + between(over, second)
+        return between(first, second) - shared + between(over, over)
+
+    squared_norms = of_changes(condition, condition) * of_changes(other, other)
+    cosine = ratio(of_changes(condition, other), np.sqrt(squared_norms))
     return cosine.clip(-1, 1)
-
-
-def _columns(cosine: np.ndarray, apart: np.ndarray, level: float) -> dict[str, np.ndarray]:
-    """The cosine of each layer, and how much lower it is than that of the two main conditions."""
-    mean, low, high = t_interval(cosine, level)
-    beyond, beyond_low, beyond_high = t_interval(apart, level)
-    return {
-        "cosine": mean,
-        "cosine_low": low,
-        "cosine_high": high,
-        "beyond": beyond,
-        "beyond_low": beyond_low,
-        "beyond_high": beyond_high,
-        "n": (~np.isnan(cosine)).sum(0),
-    }

@@ -19,6 +19,7 @@ from mechattn.stats.paired import paired
 from mechattn.stats.units import Bags
 
 Halves = list[tuple[np.ndarray, np.ndarray]]
+Select = Callable[[np.ndarray], np.ndarray]  # from values [unit, cell] to a mask of cells
 
 
 def stability(
@@ -33,38 +34,39 @@ def stability(
     """See :meth:`mechattn.results.result.Result.stability`, which explains the arguments."""
     names = [contrast.condition]
     if over is not None:
-        if isinstance(over, str) or len(set(over)) < 2 or len(set(over)) < len(list(over)):
+        if isinstance(over, str) or len(set(over)) < max(2, len(over)):
             raise OptionError(f"over={over!r}: name at least two different conditions")
         names = [contrast.result.condition(name) for name in over]
     check_counts(splits=splits, patterns=patterns)
     selection = Selection("half", top, by)
+
     tested, present = several_tested(
         contrast, names, layer, bags=contrast.seed, by=by or "difference"
     )
     units = tested[0].units
     cells = int(present.sum())
-    if top is not None and not (
-        isinstance(top, int) and not isinstance(top, bool) and 1 <= top < cells
-    ):
+    if top is not None and top >= cells:
         raise OptionError(
             f"top={top!r}: give a number of heads below {cells}, or None for those with q < 0.05"
         )
-    units.refuse_below(*selection.fewest)
+    units.refuse_below(selection.fewest)
 
-    values = {name: numbers.values[:, present] for name, numbers in zip(names, tested)}
-    bags = Bags.drawn(units.n, contrast.seed)
-    count = units.n if bags is None else bags.n
+    values = {}
+    for name, numbers in zip(names, tested, strict=True):
+        values[name] = numbers.values[:, present]
+    n = len(values[names[0]])  # units, or bags of them
     generator = np.random.default_rng(contrast.seed)
-    halves = [random_halves(count, generator) for _ in range(splits)]
+    halves = [random_halves(n, generator) for _ in range(splits)]
+
     if top is None:
-        rows = _rows(values, halves, partial(significant, resamples=patterns))
+        select: Select = partial(significant, resamples=patterns)
         words = "q < 0.05"
     else:
-        rows = _rows(values, halves, partial(largest, count=top))
+        select = partial(largest, count=top)
         words = f"the {top} that change most"
         if by == "beyond":
             words = f"the {top} furthest from the null"
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(_rows(values, halves, select))
     table.attrs = {
         "quantity": contrast.quantity,
         "segment": contrast.segment or "all",
@@ -74,77 +76,94 @@ def stability(
         "splits": splits,
         "seed": contrast.seed,
     }
+    bags = Bags.drawn(units.n, contrast.seed)
     if bags is not None:
         table.attrs["resampled"] = bags.words
     return table
 
 
-def _rows(
-    values: dict[str, np.ndarray], halves: Halves, select: Callable[[np.ndarray], np.ndarray]
-) -> list[dict[str, object]]:
+def _rows(values: dict[str, np.ndarray], halves: Halves, select: Select) -> list[dict[str, object]]:
     """One row per pair of conditions: the first selects on one half of the units, the second on the
     other.
     """
-    on_halves = {
-        name: [(select(d[first]), select(d[second])) for first, second in halves]
-        for name, d in values.items()
-    }
-    on_all = {name: select(d) for name, d in values.items()}
-    rows = []
-    for one, other in [*((name, name) for name in values), *combinations(values, 2)]:
-        overlaps = []
-        chances = []
-        sizes = []
-        for (selected, _), (_, other_selected) in zip(
-            on_halves[one], on_halves[other], strict=True
-        ):
-            size = int(selected.sum())
-            other_size = int(other_selected.sum())
-            overlaps.append(jaccard(selected, other_selected))
-            chances.append(jaccard_by_chance(size, other_size, len(selected)))
-            sizes.append((size + other_size) / 2)
-        overlap = np.array(overlaps)
-        overlap = overlap[~np.isnan(overlap)]
-        chance = np.array(chances)
-        mean = low = high = by_chance = np.nan
-        if overlap.size:
-            mean = overlap.mean()
-            low, high = np.quantile(overlap, [0.025, 0.975])
-            by_chance = chance[~np.isnan(chance)].mean()
-        rows.append(
-            {
-                "condition": one,
-                "other": other,
-                "jaccard": mean,
-                "low": low,
-                "high": high,
-                "by_chance": by_chance,
-                "selected": np.mean(sizes),
-                "none_selected": 1 - overlap.size / len(overlaps),
-                "on_all": np.nan if one == other else jaccard(on_all[one], on_all[other]),
-            }
-        )
+    on_first: dict[str, list[np.ndarray]] = {}
+    on_second: dict[str, list[np.ndarray]] = {}
+    on_all = {}
+    for name, d in values.items():
+        on_first[name] = []
+        on_second[name] = []
+        for first, second in halves:
+            on_first[name].append(select(d[first]))
+            on_second[name].append(select(d[second]))
+        on_all[name] = select(d)
+
+    rows: list[dict[str, object]] = []
+    pairs = [(name, name) for name in values]
+    pairs += combinations(values, 2)
+    for name, other_name in pairs:
+        on_all_prompts = np.nan
+        if name != other_name:
+            on_all_prompts = jaccard(on_all[name], on_all[other_name])
+        row = {
+            "condition": name,
+            "other": other_name,
+            **_overlap(on_first[name], on_second[other_name]),
+            "on_all": on_all_prompts,
+        }
+        rows.append(row)
     return rows
 
 
-def jaccard(one: np.ndarray, other: np.ndarray) -> float:
+def _overlap(selections: list[np.ndarray], other_selections: list[np.ndarray]) -> dict[str, object]:
+    """How much two selections of each split overlap, and how many cells they have."""
+    overlaps = []
+    chances = []
+    sizes = []
+    for selected, other_selected in zip(selections, other_selections, strict=True):
+        size = int(selected.sum())
+        other_size = int(other_selected.sum())
+        sizes.append((size + other_size) / 2)
+        if size + other_size:
+            overlaps.append(jaccard(selected, other_selected))
+            chances.append(jaccard_by_chance(size, other_size, len(selected)))
+
+    # Without an index in any split there is none at all.
+    mean = low = high = by_chance = np.nan
+    if overlaps:
+        mean = float(np.mean(overlaps))
+        low, high = np.quantile(overlaps, [0.025, 0.975])
+        by_chance = float(np.mean(chances))
+    return {
+        "jaccard": mean,
+        "low": low,
+        "high": high,
+        "by_chance": by_chance,
+        "selected": np.mean(sizes),
+        "none_selected": 1 - len(overlaps) / len(sizes),
+    }
+
+
+def jaccard(selected: np.ndarray, other: np.ndarray) -> float:
     """``|A ∩ B| / |A ∪ B|`` of two masks; NaN if both are empty."""
-    union = int((one | other).sum())
-    return int((one & other).sum()) / union if union else float("nan")
+    union = int((selected | other).sum())
+    if not union:
+        return float("nan")
+    return int((selected & other).sum()) / union
 
 
 @cache
-def jaccard_by_chance(one: int, other: int, of: int) -> float:
-    """The expected Jaccard index of two random subsets of these sizes, out of ``of`` elements.
+def jaccard_by_chance(size: int, other_size: int, cells: int) -> float:
+    """The expected Jaccard index of two random subsets of these sizes, out of all cells.
 
     ``Σ_i P(i) · i / (a + b − i)``, with hypergeometric i, the size of the intersection. NaN if both
     sets are empty.
     """
-    if not one + other:
+    if not size + other_size:
         return float("nan")
-    shared = np.arange(min(one, other) + 1)
-    probability = stats.hypergeom(of, one, other).pmf(shared)
-    return float((probability * shared / (one + other - shared)).sum())
+    shared = np.arange(min(size, other_size) + 1)
+    probability = stats.hypergeom(cells, size, other_size).pmf(shared)
+    union = size + other_size - shared
+    return float((probability * shared / union).sum())
 
 
 def largest(d: np.ndarray, count: int) -> np.ndarray:
@@ -165,4 +184,5 @@ def significant(d: np.ndarray, resamples: int) -> np.ndarray:
 def random_halves(n: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Two random disjoint halves of n; if n is odd, one is left out."""
     order = generator.permutation(n)
-    return order[: n // 2], order[n // 2 : 2 * (n // 2)]
+    half = n // 2
+    return order[:half], order[half : 2 * half]

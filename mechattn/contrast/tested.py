@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mechattn.contrast.differences import check_cells
+from mechattn.contrast.comparable import check_alike
+from mechattn.contrast.differences import cell_labels, check_cells, layers_of
 from mechattn.contrast.question import Question
-from mechattn.contrast.table import Ranking, cell_labels, check_alike, layers_of
+from mechattn.contrast.table import Ranking
 from mechattn.errors import OptionError
 from mechattn.results.result import units_of
 from mechattn.stats.paired import without_rounding
@@ -48,27 +49,29 @@ def what_is_tested(
     unit_bags = None
     if bags is not None:
         unit_bags = Bags.drawn(units.n, bags)
-    signs = 0 if bags is None else 1
 
     values = []
     left_out: list[str] = []
     labels = []
-    for block in layers_of(contrast, signs=signs)():
+    for block in layers_of(contrast)():
         tested = block.difference.values
         if by == "beyond" and block.expected is not None:
             tested = tested - block.expected
         of_units = without_rounding(units.means(tested), block.rounding(units))
-        of_units = np.where(block.cells, of_units, np.nan).reshape(units.n, -1)
+        of_units = np.where(block.cells, of_units, np.nan)
+        of_units = of_units.reshape(units.n, -1)
         if unit_bags is not None:
             of_units = unit_bags.means(of_units)
         values.append(of_units)
         labels.append(cell_labels(block, np.ones_like(block.cells)))
         left_out += block.left_out
-    check_cells(contrast, block.scale, sum(numbers.shape[1] for numbers in values), left_out)
-    all_labels = {
-        name: np.concatenate([of_block[name] for of_block in labels]) for name in labels[0]
-    }
-    return Tested(np.concatenate(values, axis=1), units, all_labels, block.null)
+
+    all_values = np.concatenate(values, axis=1)
+    check_cells(contrast, block.scale, all_values.shape[1], left_out)
+    all_labels = {}
+    for name in labels[0]:
+        all_labels[name] = np.concatenate([of_block[name] for of_block in labels])
+    return Tested(all_values, units, all_labels, block.null)
 
 
 def several_tested(
@@ -85,18 +88,22 @@ def several_tested(
     contrasts = [replace(contrast, condition=name) for name in names]
     nulls = [condition.null_used for condition in contrasts]
     if by == "beyond" and len(set(nulls)) > 1:
-        words = ", ".join(f"{name!r}: {null}" for name, null in zip(names, nulls, strict=True))
+        phrases = [f"{name!r}: {null}" for name, null in zip(names, nulls, strict=True)]
+        words = ", ".join(phrases)
         raise OptionError(
             f"the conditions have different nulls by default ({words}), so what is beyond them"
             ' cannot be taken together; give one for all, such as null="uniform"'
         )
+
     tested = [what_is_tested(condition, layer, bags, by) for condition in contrasts]
     labels = tested[0].labels
+    present = np.ones(tested[0].values.shape[1], dtype=bool)
     for numbers, name in zip(tested, names, strict=True):
-        if any(not np.array_equal(numbers.labels[dim], labels[dim]) for dim in labels):
-            raise OptionError(
-                f"{name!r} has other cells than {names[0]!r} ({', '.join(labels)}), so they cannot"
-                " be taken together; compare each by itself"
-            )
-    present = [np.isfinite(numbers.values).all(0) for numbers in tested]
-    return tested, np.all(present, axis=0)
+        for dim in labels:
+            if not np.array_equal(numbers.labels[dim], labels[dim]):
+                raise OptionError(
+                    f"{name!r} has other {dim}s than {names[0]!r}, so they cannot be taken"
+                    " together; compare each by itself"
+                )
+        present &= np.isfinite(numbers.values).all(0)
+    return tested, present

@@ -14,8 +14,8 @@ import xarray as xr
 
 from mechattn.axes import BASELINE
 from mechattn.contrast.contrast import Contrast
+from mechattn.contrast.equivalence import LARGER_THAN, marked
 from mechattn.contrast.quantities import head_quantities, kept, layer_blocks, variable_of
-from mechattn.contrast.table import LARGER_THAN, marked
 from mechattn.contrast.table import table as contrast_table
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.embedded import packed, squeezed

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import optimize, stats
 
 from mechattn.errors import OptionError
-from mechattn.stats.intervals import Interval, t_interval, wilson_interval
+from mechattn.stats.intervals import Interval, t_interval, t_quantile, wilson_interval
 
 _FEW = 5.0  # units away from the edge: with that many, half of the variance is what was measured
 _FEW_PAIRS = 3.0
@@ -43,24 +43,13 @@ class PairedAccuracy:
 def paired_accuracy(
     first: Sequence[bool] | np.ndarray, second: Sequence[bool] | np.ndarray, level: float = 0.95
 ) -> PairedAccuracy:
-    """Compare the accuracy of two conditions on the same problems.
-
-    Raises:
-        OptionError: The numbers of problems differ or are 0.
-    """
+    """Compare the accuracy of two conditions on the same problems, one answer to each."""
     first = np.asarray(first, dtype=bool)
     second = np.asarray(second, dtype=bool)
-    if first.shape != second.shape or first.ndim != 1 or not len(first):
-        raise OptionError(
-            f"{len(first)} answers against {len(second)}: give both an answer to every problem, "
-            "and at least one problem"
-        )
-
-    n = len(first)
-    both = int((first & second).sum())
     only_first = int((first & ~second).sum())
     only_second = int((~first & second).sum())
-    low, high = _newcombe(both, only_first, only_second, n, level)
+    low, high = _newcombe(first, second, level)
+    n = len(first)
     return PairedAccuracy(
         difference=float(first.mean() - second.mean()),
         low=low,
@@ -88,36 +77,40 @@ def mcnemar_mid_p(only_first: int, only_second: int) -> float:
     return float(min(1.0, mid_p))
 
 
-def _newcombe(
-    both: int, only_first: int, only_second: int, n: int, level: float
-) -> tuple[float, float]:
+def _newcombe(first: np.ndarray, second: np.ndarray, level: float) -> tuple[float, float]:
     """Newcombe's method 10 (Statistics in Medicine 1998): Wilson's intervals, with the correlation
     of the answers.
     """
-    first = both + only_first
-    second = both + only_second
-    neither = n - both - only_first - only_second
+    n = len(first)
+    first_right = int(first.sum())
+    second_right = int(second.sum())
+    both_right = int((first & second).sum())
 
-    covariance: float = both * neither - only_first * only_second
+    # φ, the correlation of the answers.
+    covariance: float = n * both_right - first_right * second_right
     if covariance > 0:  # the method's continuity correction
         covariance = max(covariance - n / 2, 0)
-    margins = first * (n - first) * second * (n - second)
+    first_wrong = n - first_right
+    second_wrong = n - second_right
+    margins = first_right * first_wrong * second_right * second_wrong
     phi = 0.0
     if margins:
         phi = covariance / np.sqrt(margins)
 
-    first_low, first_high = wilson_interval(first, n, level)
-    second_low, second_high = wilson_interval(second, n, level)
-    first_below = first / n - first_low
-    first_above = first_high - first / n
-    second_below = second / n - second_low
-    second_above = second_high - second / n
-    below = first_below**2 - 2 * phi * first_below * second_above + second_above**2
-    above = first_above**2 - 2 * phi * first_above * second_below + second_below**2
-    difference = first / n - second / n
-    low = difference - np.sqrt(max(below, 0))
-    high = difference + np.sqrt(max(above, 0))
-    return float(low), float(high)
+    first_low, first_high = wilson_interval(first_right, n, level)
+    second_low, second_high = wilson_interval(second_right, n, level)
+    first_share = first_right / n
+    second_share = second_right / n
+    low = _reach(phi, first_share - first_low, second_high - second_share)
+    high = _reach(phi, first_high - first_share, second_share - second_low)
+    difference = first_share - second_share
+    return float(difference - low), float(difference + high)
+
+
+def _reach(phi: float, first: float, second: float) -> float:
+    """How far the interval of a difference reaches, from the reaches of both shares."""
+    squared = first**2 - 2 * phi * first * second + second**2
+    return float(np.sqrt(max(squared, 0)))
 
 
 def detectable_difference(
@@ -143,7 +136,8 @@ def detectable_difference(
         """Below 0 where the difference is not detected."""
         share = max(disagreement, difference)
         spread = np.sqrt(max(share - difference**2, 0))
-        return n * difference**2 - (z_level * np.sqrt(share) + z_power * spread) ** 2
+        needed = z_level * np.sqrt(share) + z_power * spread
+        return n * difference**2 - needed**2
 
     if shortfall(1.0) <= 0:
         return 1.0
@@ -164,55 +158,15 @@ def pass_at_k(right: np.ndarray, samples: int, k: int) -> np.ndarray:
 
     Source: Chen et al., arXiv:2107.03374.
     """
-    _check_k(k, samples)
-    drawn = np.arange(k)
-    wrong_left = np.clip(samples - np.asarray(right)[..., None] - drawn, 0, None)
-    return 1 - np.prod(wrong_left / (samples - drawn), axis=-1)
-
-
-def best_of_k(right: np.ndarray, score: np.ndarray, k: int) -> np.ndarray:
-    """Unbiased probability per problem that the highest-scoring of k answers is right.
-
-    The answer of rank i (0 is the best) of n is the best of k in ``C(n − 1 − i, k − 1)`` of
-    ``C(n, k)`` draws.
-
-    Args:
-        right: Whether each answer is right [problem, sample].
-        score: The score of each answer [problem, sample]; ties go to the earlier sample.
-        k: The number of answers drawn.
-
-    Raises:
-        OptionError: k is not between 1 and the number of samples.
-    """
-    samples = right.shape[1]
-    _check_k(k, samples)
-    ranking = np.argsort(-score, axis=1, kind="stable")
-    right_by_rank = np.take_along_axis(right, ranking, 1)
-    draws_won = special.comb(samples - 1 - np.arange(samples), k - 1)
-    return right_by_rank @ (draws_won / special.comb(samples, k))
-
-
-def _check_k(k: int, samples: int) -> None:
     if not 1 <= k <= samples:
         raise OptionError(
             f"k={k} with {samples} answers per problem: give k from 1 to the number of answers"
         )
-
-
-def distinct_ngrams(answers: Sequence[Sequence[int]], n: int) -> float:
-    """The number of distinct n-grams divided by all n-grams in the answers to one problem; NaN if
-    all are too short.
-
-    Source: "distinct-n" of Li et al., arXiv:1510.03055.
-    """
-    ngrams = [
-        tuple(tokens[start : start + n])
-        for tokens in answers
-        for start in range(len(tokens) - n + 1)
-    ]
-    if not ngrams:
-        return float("nan")
-    return len(set(ngrams)) / len(ngrams)
+    drawn = np.arange(k)
+    wrong = samples - np.asarray(right)[..., None]
+    wrong_left = np.clip(wrong - drawn, 0, None)
+    all_wrong = np.prod(wrong_left / (samples - drawn), axis=-1)
+    return 1 - all_wrong
 
 
 def share_interval(values: np.ndarray, level: float = 0.95) -> Interval:
@@ -234,26 +188,25 @@ def share_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     mean = float(shares.mean())
     single_spread = mean * (1 - mean)  # the variance if each unit were 0 or 1
 
-    if np.isin(shares, (0, 1)).all():
-        trials: float = n
-        far = stats.norm.ppf((1 + level) / 2)
-    else:
-        measured_ratio = 1.0
-        if n > 1 and single_spread > 0:
-            measured_ratio = min(1.0, float(shares.var(ddof=1)) / single_spread)
+    trials: float = n
+    far = t_quantile(level, np.inf)
+    is_single_answer = np.isin(shares, (0, 1)).all()
+    if n > 1 and not is_single_answer:
+        far = t_quantile(level, n - 1)
+        measured_ratio = float(shares.var(ddof=1)) / single_spread
+        measured_ratio = min(1.0, measured_ratio)
         # Where few units differ from the edge, the measured variance says little: φ is drawn
         # towards 1.
         nearer_edge = float(mean > 0.5)
         off_edge = int((shares != nearer_edge).sum())
         weight = off_edge / (off_edge + _FEW)
         trials = n / (weight * measured_ratio + 1 - weight)
-        far = stats.norm.ppf((1 + level) / 2)
-        if n > 1:
-            far = stats.t.ppf((1 + level) / 2, n - 1)
 
+    # Wilson's interval.
     shrink = 1 + far**2 / trials
     centre = (mean + far**2 / (2 * trials)) / shrink
-    half = far / shrink * np.sqrt(single_spread / trials + far**2 / (4 * trials**2))
+    score_variance = single_spread / trials + far**2 / (4 * trials**2)
+    half = far / shrink * np.sqrt(score_variance)
     low = np.clip(centre - half, 0, mean)
     high = np.clip(centre + half, mean, 1)
     return Interval(np.array(mean), low, high)
@@ -267,9 +220,13 @@ def share_difference(d: np.ndarray, level: float = 0.95) -> Interval:
     and Price 2012 do for single answers) where few units differ at all, and is never below the
     measured one.
     """
+    n = len(d)
     mean = t_interval(d, level).estimate
-    half = stats.t.ppf((1 + level) / 2, len(d) - 1) * deviation(d) / np.sqrt(len(d))
-    return Interval(mean, np.clip(mean - half, -1, 1), np.clip(mean + half, -1, 1))
+    error = deviation(d) / np.sqrt(n)
+    half = t_quantile(level, n - 1) * error
+    low = np.clip(mean - half, -1, 1)
+    high = np.clip(mean + half, -1, 1)
+    return Interval(mean, low, high)
 
 
 def deviation(d: np.ndarray) -> float:
@@ -278,4 +235,5 @@ def deviation(d: np.ndarray) -> float:
     weight = differing / (differing + _FEW_PAIRS)
     measured = float(d.var(ddof=1))
     prior = 2 / (len(d) + 2)  # the variance of one +1 and one −1 among n + 2
-    return float(np.sqrt(max(measured, weight * measured + (1 - weight) * prior)))
+    drawn = weight * measured + (1 - weight) * prior
+    return float(np.sqrt(max(measured, drawn)))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
+from mechattn.stats.intervals import ratio
+
 _SMALLEST_SPREAD = 0.1  # of a resample, as a fraction of the cell's own
 _ROUNDING = 1e-12  # of the cell's largest value: a smaller standard deviation counts as zero
-_ROWS = 2000  # resamples in memory at a time
+_ROWS = 2000  # resamples in memory at a time, of at most 2,000 prompts or bags
 _COLUMNS = 100  # cells in memory at a time
-_NUMBERS = 2**23  # numbers in memory at a time if there are many prompts
 _PILOT = 500  # resamples that tell which cells lie far out
 _FAR = 3  # a t this many times as far out as any t* of the pilot is beyond all
 
@@ -25,10 +26,8 @@ def resample(n: int, resamples: int, generator: np.random.Generator) -> Counts:
     shares = np.full(n, 1 / n)
     blocks = []
     for rows in _block_sizes(resamples):
-        counts = np.empty((rows, n), dtype=np.uint8)
-        for block in row_blocks(rows, n):
-            counts[block] = generator.multinomial(n, shares, block.stop - block.start)
-        blocks.append(counts)
+        counts = generator.multinomial(n, shares, rows)
+        blocks.append(counts.astype(np.uint8))
     return blocks
 
 
@@ -63,21 +62,13 @@ def _block_sizes(resamples: int) -> list[int]:
     return [min(_ROWS, resamples - start) for start in range(0, resamples, _ROWS)]
 
 
-def row_blocks(rows: int, n: int) -> list[slice]:
-    """Split rows of n numbers into blocks of 64 MiB."""
-    step = max(1, _NUMBERS // n)
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
 def without_noise(deviation: np.ndarray, d: np.ndarray) -> np.ndarray:
     """The standard deviations of columns, with 0 in place of what is rounding error."""
     largest = np.maximum(d.max(0, initial=0.0), -d.min(0, initial=0.0))
     return np.where(deviation <= _ROUNDING * largest, 0.0, deviation)
 
 
-def t_quantiles(
-    d: np.ndarray, counts: Counts, level: float, dtype: type[np.floating] = np.float64
-) -> tuple[np.ndarray, np.ndarray]:
+def t_quantiles(d: np.ndarray, counts: Counts, level: float) -> tuple[np.ndarray, np.ndarray]:
     """The quantiles of t* for each column of d [prompt, cell] that give the ends of its bootstrap-t
     interval.
 
@@ -88,12 +79,19 @@ def t_quantiles(
     """
     upper = np.empty(d.shape[1])
     lower = np.empty(d.shape[1])
-    for start in range(0, d.shape[1], _COLUMNS):
-        columns = slice(start, start + _COLUMNS)
-        t_star = _studentised(d[:, columns], counts, dtype)[:, 0]
-        ends = np.quantile(t_star, [(1 + level) / 2, (1 - level) / 2], axis=1)
-        upper[columns], lower[columns] = ends
+    quantiles = [(1 + level) / 2, (1 - level) / 2]
+    every_column = np.arange(d.shape[1])
+    for columns, t_star in _t_star_by_columns(d, every_column, counts, [_SMALLEST_SPREAD]):
+        ends = np.quantile(t_star[:, 0], quantiles, axis=1)
+        upper[columns] = ends[0]
+        lower[columns] = ends[1]
     return upper, lower
+
+
+def t_of(mean: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """``mean / error``; without an error infinite, and 0 for a mean of 0."""
+    without_error = np.where(mean == 0, 0.0, np.copysign(np.inf, mean))
+    return ratio(mean, error, otherwise=without_error)
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,6 @@ def tails(
     d: np.ndarray,
     t: np.ndarray,
     counts: Counts,
-    dtype: type[np.floating] = np.float64,
     extremes: bool = True,
     tests: int | None = None,
 ) -> Tails:
@@ -135,52 +132,53 @@ def tails(
     Source: Romano and Wolf 2005, algorithm 4.1 with the p-values of their 2016 paper.
     """
     resamples = sum(map(len, counts))
-    cells = d.shape[1]
-
     # The nearest first, so that the extremes so far are always those of cells no further out.
     order = np.argsort(abs(t), kind="stable")
     order = order[~np.isnan(t[order])]
+
+    furthest_of_pilot = 0.0
+    pilot = [counts[0][:_PILOT]]
+    for _, t_star in _t_star_by_columns(d, order, pilot, [_SMALLEST_SPREAD]):
+        furthest_of_pilot = max(furthest_of_pilot, abs(t_star).max())
+    is_near = abs(t) <= _FAR * furthest_of_pilot
 
     # The first spread is for p, the last for the extremes and the p of the family.
     if tests is None:
         tests = len(order)
     spreads = [_smallest_for_p(len(d), tests)]
+    resampled = order[is_near[order]]
     if extremes:
         spreads.append(_SMALLEST_SPREAD)
+        resampled = order
 
-    furthest_of_pilot = 0.0
-    for _, t_star in _t_star_by_columns(d, order, [counts[0][:_PILOT]], dtype, [_SMALLEST_SPREAD]):
-        furthest_of_pilot = max(furthest_of_pilot, abs(t_star).max())
-    near = abs(t) <= _FAR * furthest_of_pilot
-    resampled = order
-    if not extremes:
-        resampled = order[near[order]]
-
-    largest = np.zeros((len(spreads), resamples))
-    smallest = np.zeros((len(spreads), resamples))
-    p_alone = np.zeros(cells)
-    p_family = np.full((len(spreads), cells), 2 / (1 + resamples))
-    for columns, t_star in _t_star_by_columns(d, resampled, counts, dtype, spreads):
+    # The furthest t* so far in the upper and in the lower tail, there with its sign changed.
+    furthest = np.zeros((2, len(spreads), resamples))
+    p_alone = np.zeros(len(t))
+    p_family = np.full((len(spreads), len(t)), 2 / (1 + resamples))
+    for columns, t_star in _t_star_by_columns(d, resampled, counts, spreads):
         for cell, t_star_of_cell in zip(columns, t_star, strict=True):
-            np.maximum(largest, t_star_of_cell, out=largest)
-            np.minimum(smallest, t_star_of_cell, out=smallest)
-            if not near[cell]:
+            both_tails = np.stack([t_star_of_cell, -t_star_of_cell])
+            np.maximum(furthest, both_tails, out=furthest)
+            if not is_near[cell]:
                 continue
+
+            tail = 1
             if t[cell] > 0:
-                as_far_alone = t_star_of_cell[0] >= t[cell]
-                as_far_in_family = largest >= t[cell]
-            else:
-                as_far_alone = t_star_of_cell[0] <= t[cell]
-                as_far_in_family = smallest <= t[cell]
-            p_alone[cell] = min(1.0, 2 * np.count_nonzero(as_far_alone) / resamples)
-            count = np.count_nonzero(as_far_in_family, axis=1)
+                tail = 0
+            distance = abs(t[cell])
+            is_as_far = both_tails[tail, 0] >= distance
+            p_alone[cell] = min(1.0, 2 * np.count_nonzero(is_as_far) / resamples)
+            is_family_as_far = furthest[tail] >= distance
+            count = np.count_nonzero(is_family_as_far, axis=1)
             p_family[:, cell] = np.minimum(1.0, 2 * (1 + count) / (1 + resamples))
 
+    # No smaller than the p of the cells further out.
     furthest_first = order[::-1]
     p_family[:, furthest_first] = np.maximum.accumulate(p_family[:, furthest_first], axis=1)
-    part_of_family = np.minimum(p_family[0] / max(1, len(order)), 1 / max(1, tests))
+    part_of_family = p_family[0] / max(1, len(order))
+    part_of_family = np.minimum(part_of_family, 1 / max(1, tests))
     p = np.maximum(p_alone, part_of_family)
-    return Tails(largest[-1], smallest[-1], p, p_family[-1])
+    return Tails(furthest[0, -1], -furthest[1, -1], p, p_family[-1])
 
 
 def _smallest_for_p(n: int, cells: int) -> float:
@@ -190,20 +188,20 @@ def _smallest_for_p(n: int, cells: int) -> float:
     Here this is the t that a single cell among many needs, so that such a cell does not hide one
     which has it.
     """
-    return max(_SMALLEST_SPREAD, 1 / stats.t.ppf(1 - 0.025 / max(1, cells), n - 1))
+    needed_t = stats.t.ppf(1 - 0.025 / max(1, cells), n - 1)
+    return max(_SMALLEST_SPREAD, 1 / needed_t)
 
 
 def _t_star_by_columns(
     d: np.ndarray,
     order: np.ndarray,
     counts: Counts,
-    dtype: type[np.floating],
     spreads: list[float],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """A few columns of d at a time, in this order, and their t* [cell, spread, resample]."""
     for start in range(0, len(order), _COLUMNS):
         columns = order[start : start + _COLUMNS]
-        yield columns, _studentised(d[:, columns], counts, dtype, spreads)
+        yield columns, _studentised(d[:, columns], counts, spreads)
 
 
 def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tuple[float, float]:
@@ -216,8 +214,7 @@ def of_extremes(largest: np.ndarray, smallest: np.ndarray, level: float) -> tupl
 def _studentised(
     d: np.ndarray,
     counts: Counts,
-    dtype: type[np.floating],
-    spreads: Sequence[float] = (_SMALLEST_SPREAD,),
+    spreads: list[float],
 ) -> np.ndarray:
     """t* [cell, spread, resample] for each smallest spread; 0 in cells without spread.
 
@@ -225,24 +222,25 @@ def _studentised(
     would make all simultaneous intervals infinite. So the standard error s* / √n* is at least this
     fraction of s / √n.
     """
-    cells = d.shape[1]
+    n, cells = d.shape
     deviation = without_noise(d.std(0, ddof=1), d)
-    scaled = np.divide(d - d.mean(0), deviation, out=np.zeros_like(d), where=deviation > 0)
+    scaled = ratio(d - d.mean(0), deviation, otherwise=0.0)
     # One product with the counts gives the sums of values and of squares.
-    powers = np.concatenate([scaled, scaled**2], axis=1).T.astype(dtype)
+    powers = np.concatenate([scaled, scaled**2], axis=1).T
 
-    t_star = np.empty((cells, len(spreads), sum(map(len, counts))), dtype=dtype)
+    resamples = sum(map(len, counts))
+    t_star = np.empty((cells, len(spreads), resamples))
     start = 0
     for block in counts:
-        for rows in row_blocks(*block.shape):
-            drawn = block[rows].astype(dtype)
-            size = drawn.sum(1)
-            mean, variance = np.split(powers @ drawn.T / size, 2)
-            variance -= mean**2
-            variance *= size / (size - 1)
-            stop = start + len(size)
-            for index, smallest in enumerate(spreads):
-                error = np.sqrt(np.maximum(variance / size, smallest**2 / len(d)))
-                np.divide(mean, error, out=t_star[:, index, start:stop])
-            start = stop
+        size = block.sum(1, dtype=np.float64)
+        stop = start + len(size)
+        sums = powers @ block.T.astype(np.float64)
+        mean, mean_square = np.split(sums / size, 2)
+        variance = (mean_square - mean**2) * (size / (size - 1))
+        squared_error = variance / size
+        for index, smallest in enumerate(spreads):
+            smallest_error = smallest**2 / n
+            error = np.sqrt(np.maximum(squared_error, smallest_error))
+            np.divide(mean, error, out=t_star[:, index, start:stop])
+        start = stop
     return t_star

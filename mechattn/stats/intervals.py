@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from mechattn.errors import OptionError
-from mechattn.stats.units import ALONE, Units
+from mechattn.stats.units import Units
 
 FEWEST = 3
 _ROWS = 64
@@ -39,35 +39,21 @@ class Moments:
     @classmethod
     def of(cls, values: np.ndarray) -> Moments:
         """Moments of observations stacked along the first axis; NaN marks an absent observation."""
-        present = ~np.isnan(values)
-        filled = np.where(present, values, 0).astype(np.float64)
-        if len(values) == 1:
-            return cls(present[0].astype(np.float64), filled[0], np.zeros_like(filled[0]))
-        n = present.sum(axis=0, dtype=np.float64)
-        mean = np.divide(filled.sum(axis=0), n, out=np.zeros(n.shape), where=n > 0)
-        m2 = (np.where(present, values - mean, 0.0) ** 2).sum(axis=0)
-        return cls(n, mean, m2)
+        is_present = ~np.isnan(values)
+        n = is_present.sum(axis=0, dtype=np.float64)
 
-    @classmethod
-    def of_rows(cls, values: np.ndarray) -> Moments:
-        """As :meth:`of`, for an interval; without a large temporary array where there are many
-        rows.
-        """
-        if len(values) < FEWEST:
-            raise OptionError(
-                f"an interval over prompts, or over groups of prompts, needs at least {FEWEST}, "
-                f"but there are {len(values)}"
-            )
-        if len(values) <= ALONE:
-            return cls.of(values)
-        mean = values.sum(axis=0) / len(values)
-        if np.isnan(mean).any():
-            return cls.of(values)
-        m2 = np.zeros(mean.shape)
+        # Two passes: sums of squares would lose the spread of large values.
+        total = np.zeros(n.shape)
         for rows in blocks_of(values):
-            deviations = values[rows] - mean
-            m2 += np.einsum("i...,i...->...", deviations, deviations)
-        return cls(np.full(mean.shape, float(len(values))), mean, m2)
+            present_values = np.where(is_present[rows], values[rows], 0)
+            total += present_values.sum(axis=0, dtype=np.float64)
+        mean = ratio(total, n, otherwise=0.0)
+
+        m2 = np.zeros(n.shape)
+        for rows in blocks_of(values):
+            deviations = np.where(is_present[rows], values[rows] - mean, 0.0)
+            m2 += np.square(deviations).sum(axis=0)
+        return cls(n, mean, m2)
 
     @classmethod
     def from_statistics(cls, n: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> Moments:
@@ -82,25 +68,31 @@ class Moments:
         """The moments of both sets of observations combined; the last axis is padded to the longer
         one.
         """
-        first = self._as_long_as(other)
-        second = other._as_long_as(self)
+        length = max(self.n.shape[-1], other.n.shape[-1])
+        first = self._padded(length)
+        second = other._padded(length)
+
         n = first.n + second.n
-        second_share = np.divide(second.n, n, out=np.zeros_like(n), where=n > 0)
+        second_share = ratio(second.n, n, otherwise=0.0)
         delta = second.mean - first.mean
         mean = first.mean + delta * second_share
         m2 = first.m2 + second.m2 + delta**2 * first.n * second_share
         return Moments(n, mean, m2)
 
-    def _as_long_as(self, other: Moments) -> Moments:
-        missing = max(0, other.n.shape[-1] - self.n.shape[-1])
-        width = [(0, 0)] * (self.n.ndim - 1) + [(0, missing)]
-        return Moments(np.pad(self.n, width), np.pad(self.mean, width), np.pad(self.m2, width))
+    def _padded(self, length: int) -> Moments:
+        """The moments with cells without observations at the end of the last axis."""
+        widths = [(0, 0)] * self.n.ndim
+        widths[-1] = (0, length - self.n.shape[-1])
+        return Moments(
+            n=np.pad(self.n, widths),
+            mean=np.pad(self.mean, widths),
+            m2=np.pad(self.m2, widths),
+        )
 
     @property
     def variance(self) -> np.ndarray:
         """Unbiased variance; NaN below two observations."""
-        nan = np.full(self.n.shape, np.nan)
-        return np.divide(self.m2, self.n - 1, out=nan, where=self.n > 1)
+        return ratio(self.m2, self.n - 1)
 
     @property
     def known_mean(self) -> np.ndarray:
@@ -110,10 +102,32 @@ class Moments:
     def interval(self, level: float = 0.95) -> Interval:
         """The t interval for the mean; its ends are NaN below 3 observations."""
         error = np.sqrt(self.variance / np.maximum(self.n, 1))
-        half = stats.t.ppf((1 + level) / 2, np.maximum(self.n, 2) - 1) * error
+        half = t_quantile(level, np.maximum(self.n - 1, 1)) * error
         half = np.where(self.n >= FEWEST, half, np.nan)
         mean = self.known_mean
         return Interval(mean, mean - half, mean + half)
+
+
+def ratio(
+    numerator: np.ndarray | float,
+    denominator: np.ndarray,
+    otherwise: np.ndarray | float = np.nan,
+) -> np.ndarray:
+    """``numerator / denominator`` where the denominator is above 0."""
+    is_positive = denominator > 0
+    divisor = np.where(is_positive, denominator, 1)
+    return np.where(is_positive, numerator / divisor, otherwise)
+
+
+def t_quantile(level: float, freedom: np.ndarray | float) -> np.ndarray:
+    """How many standard errors a t interval of this level reaches on each side."""
+    return np.asarray(stats.t.ppf((1 + level) / 2, freedom))
+
+
+def check_level(level: float) -> None:
+    """Refuse a level of intervals that is no such probability."""
+    if not isinstance(level, (int, float)) or not 0.5 <= level < 1:
+        raise OptionError(f"level={level!r}: give a probability such as 0.95")
 
 
 def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
@@ -121,7 +135,12 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
 
     ``mean ± t(level, n − 1) · s / √n``
     """
-    return Moments.of_rows(np.asarray(values, dtype=np.float64)).interval(level)
+    if len(values) < FEWEST:
+        raise OptionError(
+            f"an interval over prompts, or over groups of prompts, needs at least {FEWEST}, "
+            f"but there are {len(values)}"
+        )
+    return Moments.of(np.asarray(values)).interval(level)
 
 
 def blocks_of(values: np.ndarray) -> list[slice]:
@@ -143,27 +162,26 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, level: float = 0.95) ->
     n = len(below)
     mean_above = above.mean(0)
     mean_below = below.mean()
-    covariance = ((above.T - mean_above[..., None]) @ (below - mean_below)).T / (n - 1)
+    above_deviations = above - mean_above
+    below_deviations = below - mean_below
+    covariance = np.tensordot(below_deviations, above_deviations, axes=1) / (n - 1)
 
     # The ends are the roots of a r² − 2 b r + c.
-    far = stats.t.ppf((1 + level) / 2, n - 1) ** 2 / n
+    far = t_quantile(level, n - 1) ** 2 / n
     a = mean_below**2 - far * below.var(ddof=1)
     b = mean_above * mean_below - far * covariance
     c = mean_above**2 - far * above.var(0, ddof=1)
     if a <= 0:
         nan = np.full(b.shape, np.nan)
         return Interval(nan, nan, nan)
+
+    middle = b / a
     half = np.sqrt(np.maximum(b**2 - a * c, 0.0)) / a
-    return Interval(mean_above / mean_below, b / a - half, b / a + half)
+    return Interval(mean_above / mean_below, middle - half, middle + half)
 
 
 def wilson_interval(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval for a proportion."""
-    if not 0 <= successes <= n or n < 1:
-        raise OptionError(
-            f"{successes} successes in {n} trials: give at least one trial, "
-            "and at most as many successes"
-        )
     interval = stats.binomtest(successes, n).proportion_ci(level, method="wilson")
     return float(interval.low), float(interval.high)
 
@@ -178,14 +196,18 @@ def shrunken(estimate: np.ndarray, error: np.ndarray) -> np.ndarray:
 
     Source: Efron and Morris 1975; τ² of DerSimonian and Laird 1986, without weights.
     """
-    present = ~(np.isnan(estimate) | np.isnan(error))
-    if present.sum() < 3:
+    is_present = ~(np.isnan(estimate) | np.isnan(error))
+    if is_present.sum() < FEWEST:
         return estimate
-    mean = estimate[present].mean()
+
     noise = error**2
-    spread = max(0.0, float(estimate[present].var(ddof=1) - noise[present].mean()))
+    present_estimates = estimate[is_present]
+    mean = present_estimates.mean()
+    spread = present_estimates.var(ddof=1) - noise[is_present].mean()
+    spread = max(0.0, float(spread))
+
     total = spread + noise
-    weight = np.divide(spread, total, out=np.ones_like(total), where=total > 0)
+    weight = ratio(spread, total, otherwise=1.0)
     return mean + weight * (estimate - mean)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 from mechattn.stats import bootstrap
-from mechattn.stats.intervals import Moments, blocks_of
+from mechattn.stats.intervals import Moments, blocks_of, ratio
 from mechattn.stats.resolution import EXACT, RESAMPLES, detectable_size, enough
 from mechattn.stats.units import Bags
 
@@ -24,7 +24,9 @@ FEWEST_FOR_ALL = 10
 ROUNDING = 1e-5  # of a log-ratio: how much two float32 computations of the same number may differ
 _CHUNK = 2000
 _KEPT = 2**26  # bytes of draws kept for the next table
-Columns = dict[str, np.ndarray]
+# The ends of bootstrap intervals, pointwise and simultaneous.
+_ENDS = ("low_bootstrap", "high_bootstrap", "low_simultaneous", "high_simultaneous")
+Columns = dict[str, np.ndarray]  # each [cell], or [unit or bag, cell]
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class PairedStream:
     intervals. There are two kinds of resamples, since the largest t of many cells is far off in
     plain resamples of few units (stats/bootstrap.py). Means, t intervals, effect sizes and
     detectable differences use single units. With more than 2,000 units, the bootstrap and the sign
-    flips use the means of random bags of units (stats/units.py), in float32. Most of the time goes
+    flips use the means of random bags of units (stats/units.py). Most of the time goes
     into the ends of bootstrap intervals; without ``bootstrap_ends`` these and ``p_family`` are NaN.
     """
 
@@ -169,101 +171,87 @@ class PairedStream:
         self.seed = seed
         self.bootstrap_ends = bootstrap_ends
         self.bags = Bags.drawn(n, seed)
-        self._dtype = np.float64 if self.bags is None else np.float32
-        self._blocks: list[Columns] = []  # each array [unit or bag, cell], or [cell]
+        # Columns of each block of cells: of the difference, of what is beyond the null, and others.
+        self._differences: list[Columns] = []
+        self._beyond: list[Columns] = []
+        self._others: list[Columns] = []
 
     def add(self, d: np.ndarray, expected: np.ndarray | None, rounding: np.ndarray | float) -> None:
         """Add some cells [unit, cell] with their values under the null; None if no null is
         known."""
-        cells = d.shape[1]
-        if expected is None:
-            tested = without_rounding(d.copy(), rounding)
-            null = np.full(cells, np.nan)
-        else:
-            tested = without_rounding(d - expected, rounding)
+        null = np.full(d.shape[1], np.nan)
+        tested = d
+        if expected is not None:
+            tested = d - expected
             null = expected.mean(0)
             null = np.where(abs(null) <= rounding, 0.0, null)
+        tested = without_rounding(tested, rounding)
 
-        difference = _intervals(d, self.level)
+        difference = self._summary(d)
         beyond = difference
         if not np.array_equal(d, tested):
-            beyond = _intervals(tested, self.level)
-
-        mean = beyond["mean"]
-        deviation = beyond["deviation"]
-        all_rounding = np.ones(cells, dtype=bool)
-        third_moment = np.zeros(cells)
-        for rows in blocks_of(tested):
-            all_rounding &= (abs(d[rows]) <= rounding).all(0)
-            third_moment += ((tested[rows] - mean) ** 3).sum(0) / len(d)
-        population_deviation = deviation * np.sqrt((len(d) - 1) / len(d))
-
-        block = {
-            "all_rounding": all_rounding,
+            beyond = self._summary(tested)
+        is_rounding = abs(d) <= rounding
+        others: Columns = {
             "null": null,
-            "effect_size": _divided(mean, deviation),
-            "skewness": _divided(third_moment, population_deviation**3),
-            "differences": d,
-            "beyond_null": tested,
+            "effect_size": ratio(beyond["mean"], beyond["deviation"]),
+            "skewness": skewness(tested, beyond),
+            "is_rounding": np.all(is_rounding, axis=0),
         }
-        for name, column in difference.items():
-            block[name] = column
-        for name, column in beyond.items():
-            block[f"beyond_{name}"] = column
+        self._differences.append(difference)
+        self._beyond.append(beyond)
+        self._others.append(others)
+
+    def _summary(self, d: np.ndarray) -> Columns:
+        """What tests and intervals of some cells need: their moments, and the values to resample."""
+        values = d
         if self.bags is not None:
-            block["differences"] = self.bags.means(d)
-            block["beyond_null"] = self.bags.means(tested)
-        self._blocks.append(block)
+            values = self.bags.means(d)
+        return {**summary(d, self.level), "values": values}
 
     def statistics(self) -> Paired:
         """The statistics of all cells, in the order in which they were added."""
-        columns = {}
-        for name in self._blocks[0]:
-            columns[name] = np.concatenate([block[name] for block in self._blocks], axis=-1)
-        without_null = np.isnan(columns["null"])
-        draws = self._draws(*columns["beyond_null"].shape)
+        difference = _joined(self._differences)
+        beyond = _joined(self._beyond)
+        others = _joined(self._others)
+        without_null = np.isnan(others["null"])
+        draws = self._draws(*beyond["values"].shape)
 
-        beyond_ends, tails = self._bootstrap("beyond_", columns["beyond_null"], columns, draws)
-        p_flip = self._p_flip(columns["beyond_null"], columns["beyond_mean"], draws)
-        p = _with_tails(p_flip, tails)
-        p_family = np.full(p.shape, np.nan)
-        if tails and self.bootstrap_ends:
-            p_family = np.maximum(p, tails.family)
+        tests = self._tests(beyond, draws)
+        difference_tests = tests
+        p_difference = tests["p"]
+        if not np.array_equal(difference["values"], beyond["values"]):
+            difference_tests = self._tests(difference, draws)
+            p_difference = np.where(others["is_rounding"], 1.0, difference_tests["p"])
+            p_difference = np.where(without_null, tests["p"], p_difference)
 
-        ends = beyond_ends
-        p_difference = p
-        if not np.array_equal(columns["differences"], columns["beyond_null"]):
-            ends, p_of_changes = self._of_differences(columns, draws)
-            p_difference = np.where(without_null, p, p_of_changes)
+        beyond_columns = {
+            "beyond": beyond["mean"],
+            "beyond_low": beyond["low"],
+            "beyond_high": beyond["high"],
+        }
+        for name in _ENDS:
+            beyond_columns[f"beyond_{name}"] = tests[name]
+        # What is beyond a null is unknown where there is none.
+        for name, column in beyond_columns.items():
+            beyond_columns[name] = np.where(without_null, np.nan, column)
 
-        def where_null(column: np.ndarray) -> np.ndarray:
-            """What is beyond a null is unknown where there is none."""
-            return np.where(without_null, np.nan, column)
-
+        cells = without_null.size
         return Paired(
             n=self.n,
-            difference=columns["mean"],
-            low=columns["low"],
-            high=columns["high"],
-            low_bootstrap=ends.low,
-            high_bootstrap=ends.high,
-            low_simultaneous=ends.low_simultaneous,
-            high_simultaneous=ends.high_simultaneous,
-            null=columns["null"],
-            beyond=where_null(columns["beyond_mean"]),
-            beyond_low=where_null(columns["beyond_low"]),
-            beyond_high=where_null(columns["beyond_high"]),
-            beyond_low_bootstrap=where_null(beyond_ends.low),
-            beyond_high_bootstrap=where_null(beyond_ends.high),
-            beyond_low_simultaneous=where_null(beyond_ends.low_simultaneous),
-            beyond_high_simultaneous=where_null(beyond_ends.high_simultaneous),
-            effect_size=columns["effect_size"],
-            skewness=columns["skewness"],
-            p=p,
-            p_flip=p_flip,
-            p_family=p_family,
-            q=false_discovery(p),
-            detectable=columns["beyond_deviation"] * detectable_size(self.n, max(1, p.size)),
+            difference=difference["mean"],
+            low=difference["low"],
+            high=difference["high"],
+            **{name: difference_tests[name] for name in _ENDS},
+            null=others["null"],
+            **beyond_columns,
+            effect_size=others["effect_size"],
+            skewness=others["skewness"],
+            p=tests["p"],
+            p_flip=tests["p_flip"],
+            p_family=tests["p_family"],
+            q=false_discovery(tests["p"]),
+            detectable=beyond["deviation"] * detectable_size(self.n, max(1, cells)),
             p_difference=p_difference,
             q_difference=false_discovery(p_difference),
         )
@@ -276,74 +264,77 @@ class PairedStream:
             draw = _kept_draws
         return draw(units, self.resamples, patterns, self.seed)
 
-    def _of_differences(self, columns: Columns, draws: Draws) -> tuple[_Ends, np.ndarray]:
-        """The ends of intervals, and the p, of the differences themselves, without their null."""
-        ends, tails = self._bootstrap("", columns["differences"], columns, draws)
-        if np.isnan(columns["null"]).all():
-            return ends, columns["null"]  # no p is asked for
-        p_flip = self._p_flip(columns["differences"], columns["mean"], draws)
-        p = np.where(columns["all_rounding"], 1.0, _with_tails(p_flip, tails))
-        return ends, p
+    def _tests(self, columns: Columns, draws: Draws) -> Columns:
+        """The tests of a mean of 0, and the ends of bootstrap intervals; NaN with too few units."""
+        values = columns["values"]
+        mean = columns["mean"]
+        error = columns["deviation"] / np.sqrt(self.n)
+        unknown = np.full(mean.shape, np.nan)
+        tests = dict.fromkeys([*_ENDS, "p_family"], unknown)
+        p_flip = flipped(values, draws.signs)
+        p_flip = np.where(np.isnan(mean), np.nan, p_flip)
+        tests["p_flip"] = p_flip
+        tests["p"] = p_flip
 
-    def _p_flip(self, d: np.ndarray, mean: np.ndarray, draws: Draws) -> np.ndarray:
-        """The p of each column of d [unit, cell] by sign flips."""
-        return np.where(np.isnan(mean), np.nan, flipped(d, draws.signs, self._dtype))
-
-    def _bootstrap(
-        self, prefix: str, d: np.ndarray, columns: Columns, draws: Draws
-    ) -> tuple[_Ends, bootstrap.Tails | None]:
-        """The ends of bootstrap intervals around the units' means, NaN if there are few units; and
-        the tests.
-        """
-        mean = columns[f"{prefix}mean"]
-        error = columns[f"{prefix}deviation"] / np.sqrt(self.n)
-        nan = np.full(mean.shape, np.nan)
-
-        low = nan
-        high = nan
         if draws.plain and self.bootstrap_ends:
-            upper, lower = bootstrap.t_quantiles(d, draws.plain, self.level, self._dtype)
-            low = mean - upper * error
-            high = mean - lower * error
+            upper, lower = bootstrap.t_quantiles(values, draws.plain, self.level)
+            tests["low_bootstrap"] = mean - upper * error
+            tests["high_bootstrap"] = mean - lower * error
         if not draws.sequential or not mean.size:
-            return _Ends(low, high, nan, nan), None
+            return tests
 
-        t_without_error = np.where(mean == 0, 0.0, np.copysign(np.inf, mean))
-        t = np.divide(mean, error, out=t_without_error, where=error > 0)
-        tails = bootstrap.tails(d, t, draws.sequential, self._dtype, self.bootstrap_ends)
+        t = bootstrap.t_of(mean, error)
+        tails = bootstrap.tails(values, t, draws.sequential, self.bootstrap_ends)
+        p = np.maximum(p_flip, tails.p)
+        tests["p"] = p
         if not self.bootstrap_ends:
-            return _Ends(low, high, nan, nan), tails
+            return tests
 
+        tests["p_family"] = np.maximum(p, tails.family)
         largest, smallest = bootstrap.of_extremes(tails.largest, tails.smallest, self.level)
         # A simultaneous interval is at least as wide as the pointwise ones.
-        pointwise_low = np.fmin(columns[f"{prefix}low"], low)
-        pointwise_high = np.fmax(columns[f"{prefix}high"], high)
-        low_simultaneous = np.minimum(mean - largest * error, pointwise_low)
-        high_simultaneous = np.maximum(mean - smallest * error, pointwise_high)
-        return _Ends(low, high, low_simultaneous, high_simultaneous), tails
+        pointwise_low = np.fmin(columns["low"], tests["low_bootstrap"])
+        pointwise_high = np.fmax(columns["high"], tests["high_bootstrap"])
+        tests["low_simultaneous"] = np.minimum(mean - largest * error, pointwise_low)
+        tests["high_simultaneous"] = np.maximum(mean - smallest * error, pointwise_high)
+        return tests
 
 
-class _Ends(NamedTuple):
-    """The ends of bootstrap-t intervals, pointwise and simultaneous."""
+def summary(d: np.ndarray, level: float = 0.95) -> Columns:
+    """The mean, the standard deviation and the t interval (low, high) of each column.
 
-    low: np.ndarray
-    high: np.ndarray
-    low_simultaneous: np.ndarray
-    high_simultaneous: np.ndarray
+    A column that some unit lacks has no mean and no test, only the interval of the others.
+    """
+    moments = Moments.of(d)
+    _, low, high = moments.interval(level)
+    is_incomplete = moments.n < len(d)
+    deviation = bootstrap.without_noise(np.sqrt(moments.variance), d)
+    return {
+        "low": low,
+        "high": high,
+        "mean": np.where(is_incomplete, np.nan, moments.mean),
+        "deviation": np.where(is_incomplete, np.nan, deviation),
+    }
 
 
-def _with_tails(p_flip: np.ndarray, tails: bootstrap.Tails | None) -> np.ndarray:
-    """The larger p of sign flips and of the bootstrap-t test, where there are enough units for
-    it."""
-    if tails is None:
-        return p_flip
-    return np.maximum(p_flip, tails.p)
+def skewness(d: np.ndarray, columns: Columns) -> np.ndarray:
+    """The third standardised moment of each column, from its :func:`summary`; NaN where nothing
+    varies.
+    """
+    n = len(d)
+    third_moment = np.zeros(d.shape[1])
+    for rows in blocks_of(d):
+        third_moment += ((d[rows] - columns["mean"]) ** 3).sum(0) / n
+    population_deviation = columns["deviation"] * np.sqrt((n - 1) / n)
+    return ratio(third_moment, population_deviation**3)
 
 
-def _divided(above: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-    """NaN where nothing varies."""
-    nan = np.full(above.shape, np.nan)
-    return np.divide(above, deviation, out=nan, where=deviation > 0)
+def _joined(blocks: list[Columns]) -> Columns:
+    """The columns of all cells."""
+    columns = {}
+    for name in blocks[0]:
+        columns[name] = np.concatenate([block[name] for block in blocks], axis=-1)
+    return columns
 
 
 class Draws(NamedTuple):
@@ -369,36 +360,17 @@ def _draws(n: int, resamples: int, patterns: int, seed: int) -> Draws:
 _kept_draws = lru_cache(maxsize=1)(_draws)  # a page makes a hundred tables with the same draws
 
 
-def _intervals(d: np.ndarray, level: float) -> Columns:
-    """The t interval for the mean of each column, with the mean and standard deviation."""
-    moments = Moments.of_rows(d)
-    _, low, high = moments.interval(level)
-    # A cell that some unit lacks has no mean and no test, only the interval of the others.
-    incomplete = moments.n < len(d)
-    deviation = bootstrap.without_noise(np.sqrt(moments.variance), d)
-    return {
-        "low": low,
-        "high": high,
-        "mean": np.where(incomplete, np.nan, moments.mean),
-        "deviation": np.where(incomplete, np.nan, deviation),
-    }
-
-
 def without_rounding(difference: np.ndarray, rounding: np.ndarray | float = ROUNDING) -> np.ndarray:
-    """Replace differences within the rounding error by 0, in place."""
-    for rows in blocks_of(difference):
-        difference[rows][abs(difference[rows]) <= rounding] = 0.0
-    return difference
+    """Differences with 0 in place of those within the rounding error."""
+    return np.where(abs(difference) <= rounding, 0.0, difference)
 
 
-def flipped(
-    d: np.ndarray, signs: Iterable[np.ndarray], dtype: type[np.floating] = np.float64
-) -> np.ndarray:
+def flipped(d: np.ndarray, signs: Iterable[np.ndarray]) -> np.ndarray:
     """Two-sided p of mean 0 for each column of d [prompt, cell]: the fraction of sign patterns with
     as large a mean.
 
     Below 13 prompts all patterns are tried; with more, ``(1 + count) / (1 + resamples)`` of random
-    patterns. The test is exact if differences are symmetric about 0. ``dtype`` is that of the sums.
+    patterns. The test is exact if differences are symmetric about 0.
     """
     signs = list(signs)
     patterns = sum(map(len, signs))
@@ -407,17 +379,14 @@ def flipped(
     values = d
     if len(tried) < d.shape[1]:
         values = d[:, tried]
-    values = values.astype(dtype, copy=False)
     # Equal means count, although they were summed in another order.
-    slack = 1e-12 if dtype is np.float64 else 1e-5
-    observed = abs(d.mean(0))[tried] * (1 - slack)
+    observed = abs(d.mean(0))[tried] * (1 - 1e-12)
 
-    if len(tried):
-        for packed in signs:
-            for rows in bootstrap.row_blocks(len(packed), len(d)):
-                bits = np.unpackbits(packed[rows], axis=1, count=len(d))
-                flipped_means = abs((1 - 2 * bits.astype(dtype)) @ values) / len(d)
-                count[tried] += (flipped_means >= observed).sum(0)
+    for packed in signs:
+        bits = np.unpackbits(packed, axis=1, count=len(d))
+        pattern = np.where(bits, -1.0, 1.0)
+        flipped_means = abs(pattern @ values) / len(d)
+        count[tried] += (flipped_means >= observed).sum(0)
     if len(d) <= EXACT:
         return count / patterns
     return (1 + count) / (1 + patterns)
@@ -431,8 +400,9 @@ def _beyond_all(d: np.ndarray, patterns: int) -> np.ndarray:
     patterns.
     """
     squares = (d**2).sum(0)
-    far: np.ndarray = d.sum(0) ** 2 > 2 * squares * np.log(2e15 * max(patterns, 1))
-    return far & (squares > 0)
+    smallest = 2 * squares * np.log(2e15 * patterns)
+    is_far: np.ndarray = d.sum(0) ** 2 > smallest
+    return is_far & (squares > 0)
 
 
 def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
@@ -440,15 +410,14 @@ def drawn_signs(n: int, resamples: int, generator: np.random.Generator) -> Itera
     ones.
     """
     if n <= EXACT:
-        yield np.packbits((np.arange(2**n)[:, None] >> np.arange(n)) & 1, axis=1)
+        numbers = np.arange(2**n)[:, None]
+        bits = (numbers >> np.arange(n)) & 1
+        yield np.packbits(bits, axis=1)
         return
     for start in range(0, resamples, _CHUNK):
         rows = min(_CHUNK, resamples - start)
-        packed = []
-        for block in bootstrap.row_blocks(rows, n):
-            signs = generator.choice([-1.0, 1.0], (block.stop - block.start, n))
-            packed.append(np.packbits(signs < 0, axis=1))
-        yield np.concatenate(packed)
+        signs = generator.choice([-1.0, 1.0], (rows, n))
+        yield np.packbits(signs < 0, axis=1)
 
 
 def false_discovery(p: np.ndarray) -> np.ndarray:

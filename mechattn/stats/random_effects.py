@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from mechattn.errors import OptionError
+from mechattn.stats.intervals import t_quantile
 
 FEWEST_DRAWS = 3  # each is left out in turn, and two more give a spread between models
 
@@ -39,38 +39,48 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
     units, conditions = d.shape[:2]
     cells = units * conditions
 
-    # Mean squares of the analysis of variance.
+    # Mean squares of the analysis of variance [source, cell]: of units, conditions and the rest.
     mean = d.mean((0, 1))
     unit_effects = d.mean(1) - mean
     condition_effects = d.mean(0) - mean
     residuals = d - mean - unit_effects[:, None] - condition_effects[None]
+    sums = np.stack(
+        [
+            conditions * (unit_effects**2).sum(0),
+            units * (condition_effects**2).sum(0),
+            (residuals**2).sum((0, 1)),
+        ]
+    )
     df_unit = units - 1
     df_condition = conditions - 1
     df_rest = df_unit * df_condition
-    ms_unit = conditions * (unit_effects**2).sum(0) / df_unit
-    ms_condition = units * (condition_effects**2).sum(0) / df_condition
-    ms_rest = (residuals**2).sum((0, 1)) / df_rest
+    df = np.array([[df_unit], [df_condition], [df_rest]])
+    mean_squares = sums / df
+    rest = mean_squares[2]
+    unit_variance = np.maximum(0.0, (mean_squares[0] - rest) / conditions)
+    condition_variance = np.maximum(0.0, (mean_squares[1] - rest) / units)
 
-    unit_variance = np.maximum(0.0, (ms_unit - ms_rest) / conditions)
-    condition_variance = np.maximum(0.0, (ms_condition - ms_rest) / units)
-    variance = unit_variance / units + condition_variance / conditions + ms_rest / cells
-    new_variance = variance + unit_variance + condition_variance + ms_rest
+    # The variance of the mean, and that of a new condition in a new unit, which has three parts.
+    variance = unit_variance / units + condition_variance / conditions + rest / cells
+    new_parts = np.stack(
+        [
+            (units + 1) / cells * (rest + conditions * unit_variance),
+            (conditions + 1) / cells * (rest + units * condition_variance),
+            (cells - units - conditions - 1) / cells * rest,
+        ]
+    )
+    new_variance = new_parts.sum(0)
 
-    # Satterthwaite's degrees of freedom: of the mean, and of a new condition in a new unit.
-    doubt = ms_unit**2 / df_unit + ms_condition**2 / df_condition + ms_rest**2 / df_rest
-    new_unit = (units + 1) / cells * (ms_rest + conditions * unit_variance)
-    new_condition = (conditions + 1) / cells * (ms_rest + units * condition_variance)
-    new_rest = (cells - units - conditions - 1) / cells * ms_rest
-    new_doubt = new_unit**2 / df_unit + new_condition**2 / df_condition + new_rest**2 / df_rest
+    # Satterthwaite's degrees of freedom of both.
     with np.errstate(invalid="ignore", divide="ignore"):
-        df = np.clip((variance * cells) ** 2 / doubt, 1, df_rest)
-        new_df = new_variance**2 / new_doubt
-        p = 2 * stats.t.sf(abs(mean) / np.sqrt(variance), df)
+        mean_df = (variance * cells) ** 2 / (mean_squares**2 / df).sum(0)
+        mean_df = np.clip(mean_df, 1, df_rest)
+        new_df = new_variance**2 / (new_parts**2 / df).sum(0)
+        p = 2 * stats.t.sf(abs(mean) / np.sqrt(variance), mean_df)
 
     p_without_variance = np.where(mean == 0, 1.0, 0.0)
-    quantile = (1 + level) / 2
-    half = stats.t.ppf(quantile, np.nan_to_num(df, nan=1.0)) * np.sqrt(variance)
-    new_half = stats.t.ppf(quantile, np.nan_to_num(new_df, nan=1.0)) * np.sqrt(new_variance)
+    half = t_quantile(level, np.nan_to_num(mean_df, nan=1.0)) * np.sqrt(variance)
+    new_half = t_quantile(level, np.nan_to_num(new_df, nan=1.0)) * np.sqrt(new_variance)
     return Crossed(
         mean=mean,
         low=mean - half,
@@ -78,7 +88,7 @@ def crossed(d: np.ndarray, level: float = 0.95) -> Crossed:
         p=np.where(variance > 0, p, p_without_variance),
         condition_sd=np.sqrt(condition_variance),
         unit_sd=np.sqrt(unit_variance),
-        rest_sd=np.sqrt(ms_rest),
+        rest_sd=np.sqrt(rest),
         new_low=mean - new_half,
         new_high=mean + new_half,
     )
@@ -95,70 +105,67 @@ class AgainstDraws(NamedTuple):
 
 
 def against_draws(
-    found: np.ndarray,
+    heads: np.ndarray,
     draws: np.ndarray,
-    head: int | None,
+    head_axis: int | None,
     level: float = 0.95,
     rounding: np.ndarray | float = 0.0,
 ) -> AgainstDraws:
     """Test whether a model's heads could come from another random model.
 
-    ``z = |found − mean| / s`` with mean and standard deviation over the heads of the layer in all
+    ``z = |value − mean| / s`` with mean and standard deviation over the heads of the layer in all
     draws; ``p = (1 + #{z of random heads ≥ z}) / (1 + random heads)``
 
     Each draw in turn stands in for the model: its z use the mean and s of the other draws, so they
     include the variation between draws. The z of all layers are ranked together.
+
+    Args:
+        heads: The values of the model [*cells].
+        draws: Those of random models [draw, *cells].
+        head_axis: Which of the cells' axes counts heads; None if no axis does.
+        level: The level of the prediction interval.
+        rounding: The largest difference that counts as none [*cells].
     """
-    if len(draws) < FEWEST_DRAWS:
-        raise OptionError(f"there are {len(draws)} random models; give at least {FEWEST_DRAWS}")
     axes: tuple[int, ...] = (0,)
-    if head is not None:
-        axes = (0, head + 1)
-    rounding = np.broadcast_to(rounding, found.shape)
+    if head_axis is not None:
+        axes = (0, head_axis + 1)
+
+    def z_of(values: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+        """The distance from the mean in standard deviations."""
+        distance = abs(values - mean)
+        distance = np.where(distance <= rounding, 0.0, distance)
+        smallest = np.maximum(rounding, np.finfo(float).tiny)
+        return distance / np.maximum(deviation, smallest)
 
     z_of_draws = []
     for index, draw in enumerate(draws):
-        z = _z(draw, np.delete(draws, index, axis=0), axes, rounding)
+        others = np.delete(draws, index, axis=0)
+        z = z_of(draw, *_moments(others, axes))
         z_of_draws.append(z[np.isfinite(z)])
     random_z = np.sort(np.concatenate(z_of_draws))
     compared = len(random_z)
 
-    z = _z(found, draws, axes, rounding)
+    mean, deviation = _moments(draws, axes)
+    z = z_of(heads, mean, deviation)
     nearer = np.searchsorted(random_z, z * (1 - 1e-12))  # equal z count as at least as far
     p = (1 + compared - nearer) / (1 + compared)
+    p = np.where(np.isfinite(z), p, np.nan)
 
     rank = int(np.ceil(level * (compared + 1) - 1e-9))
     far = np.inf
     if 0 < rank <= compared:
         far = random_z[rank - 1]
-    mean, deviation = _moments(draws, axes)
     with np.errstate(invalid="ignore"):
         half = np.maximum(far * deviation, rounding)
-    p = np.where(np.isfinite(z), p, np.nan)
     return AgainstDraws(mean, mean - half, mean + half, p, compared)
-
-
-def _z(
-    values: np.ndarray, draws: np.ndarray, axes: tuple[int, ...], rounding: np.ndarray
-) -> np.ndarray:
-    """The distance of values from the mean of the draws, in standard deviations."""
-    mean, deviation = _moments(draws, axes)
-    distance = abs(values - mean)
-    distance = np.where(distance <= rounding, 0.0, distance)
-    smallest = np.maximum(rounding, np.finfo(float).tiny)
-    return distance / np.maximum(deviation, smallest)
 
 
 def _moments(draws: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The mean and standard deviation over draws and heads, in the shape of the cells; NaN with
     fewer than 2 values.
     """
-    finite = np.isfinite(draws)
-    n = finite.sum(axes, keepdims=True)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.where(finite, draws, 0.0).sum(axes, keepdims=True) / n
-        squares = np.where(finite, draws - mean, 0.0) ** 2
-        deviation = np.sqrt(squares.sum(axes, keepdims=True) / (n - 1))
-    deviation = np.where(n > 1, deviation, np.nan)
-    shape = draws.shape[1:]
-    return np.broadcast_to(mean[0], shape), np.broadcast_to(deviation[0], shape)
+    finite = np.ma.masked_invalid(draws)
+    mean = finite.mean(axes, keepdims=True).filled(np.nan)[0]
+    deviation = finite.std(axes, ddof=1, keepdims=True).filled(np.nan)[0]
+    cells = draws.shape[1:]
+    return np.broadcast_to(mean, cells), np.broadcast_to(deviation, cells)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor
@@ -15,6 +16,7 @@ RESAMPLES = 9999
 EXACT = 12  # prompts: all 4,096 sign patterns are tried
 SURE = 0.9  # the probability at which ``fewest`` lets one test pass on its own if signs are drawn
 _MOST = 200
+_MOST_PLANNED = 10**7  # prompts: more than an effect of 0.01 takes
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,6 @@ def resolution(
     n: int, tests: int, level: float = 0.05, resamples: int = RESAMPLES, unit: str = "prompts"
 ) -> Resolution:
     """What a number of units can detect in a family of tests."""
-    check_counts(n=n, tests=tests, resamples=resamples)
     if not 0 < level < 1:
         raise OptionError(f"level={level!r}: give a probability such as 0.05")
     patterns = enough(resamples, tests)
@@ -165,27 +166,23 @@ def power(
     check_counts(heads=heads)
     if prompts is not None:
         check_counts(3, prompts=prompts)
-    is_number = isinstance(effect, (int, float))
-    if effect is not None and not (is_number and 0.01 <= abs(effect) < np.inf):
+    if effect is not None and abs(effect) < 0.01:
         raise OptionError(
             f"effect={effect!r}: give a mean in standard deviations (d_z), at least 0.01, "
             "such as 0.5"
         )
-    if not isinstance(sure, float) or not 0 < sure < 1:
+    if not 0 < sure < 1:
         raise OptionError(f"sure={sure!r}: give a probability such as 0.8")
-    if effect is None and prompts is None:
-        raise OptionError("give effect=…, prompts=… or both: what is left out is computed")
-    if effect is None:
-        return detectable_size(int(prompts or 0), heads, sure=sure)
-    if prompts is not None:
-        return power_of(abs(effect), prompts, heads)
 
-    n = 3
-    while power_of(abs(effect), n, heads) < sure:
-        n = max(n + 1, n * 21 // 20)  # in steps of 5 %, then back one by one
-    while n > 3 and power_of(abs(effect), n - 1, heads) >= sure:
-        n -= 1
-    return n
+    if effect is not None and prompts is not None:
+        return power_of(abs(effect), prompts, heads)
+    if prompts is not None:
+        return detectable_size(prompts, heads, sure=sure)
+    if effect is None:
+        raise OptionError("give effect=…, prompts=… or both: what is left out is computed")
+    size = abs(effect)
+    counts = range(3, _MOST_PLANNED)
+    return counts[bisect_left(counts, sure, key=lambda n: power_of(size, n, heads))]
 
 
 @lru_cache(maxsize=64)  # the tables of a page ask for the same
@@ -231,13 +228,16 @@ def detectable_size(n: int, tests: int = 1, level: float = 0.05, sure: float = 0
     """The effect (d_z) that :func:`power_of` finds with a given probability; NaN with too few units
     for any.
     """
-    if n < 3 or chance(n, tests, level, enough(RESAMPLES, tests)) <= sure:
+    patterns = enough(RESAMPLES, tests)
+    if n < 3 or chance(n, tests, level, patterns) <= sure:
         return float("nan")
     if power_of(0.0, n, tests, level) >= sure:
         return 0.0
     most = 2.0
     while power_of(most, n, tests, level) < sure:
         most *= 2
-    return float(
-        optimize.brentq(lambda effect: power_of(effect, n, tests, level) - sure, 0.0, most)
-    )
+
+    def shortfall(effect: float) -> float:
+        return power_of(effect, n, tests, level) - sure
+
+    return float(optimize.brentq(shortfall, 0.0, most))

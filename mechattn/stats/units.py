@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
+import pandas as pd
 from scipy import sparse
 
-from mechattn.errors import OptionError
+from mechattn.errors import OptionError, check_choice
 
 Unit = Literal["auto", "prompt"]
 ALONE = 2000  # units: up to this number, each is resampled on its own
@@ -27,10 +28,10 @@ class Units:
     @classmethod
     def grouped(cls, groups: Sequence[str]) -> Units:
         """One unit per group; if no two prompts share a group, each prompt is a unit."""
-        number_of = {name: number for number, name in enumerate(dict.fromkeys(groups))}
-        if len(number_of) == len(groups):
+        unit_of_prompt, names = pd.factorize(np.array(groups, dtype=object))
+        if len(names) == len(groups):
             return cls(len(groups))
-        return cls(len(groups), np.array([number_of[name] for name in groups]))
+        return cls(len(groups), unit_of_prompt)
 
     @property
     def n(self) -> int:
@@ -74,13 +75,10 @@ class Units:
         """
         if self.of is None:
             return values
-        values = np.asarray(values, dtype=np.float64)
-        present = ~np.isnan(values)
-        total = np.zeros((self.n, *values.shape[1:]))
-        count = np.zeros_like(total)
-        np.add.at(total, self.of, np.where(present, values, 0.0))
-        np.add.at(count, self.of, present)
-        return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
+        cells = values.shape[1:]
+        rows = values.reshape(len(values), -1).astype(np.float64)
+        means = pd.DataFrame(rows).groupby(self.of).mean()
+        return means.to_numpy().reshape(self.n, *cells)
 
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
         """The prompts of one half of the units, and the others, so that no group is on both
@@ -105,10 +103,9 @@ class Units:
             return
         if self.of is None:
             raise OptionError(f"there are {self.words}; give at least {fewest}{why}")
-        state = f"there are {self.words}"
-        if self.n == 1:
-            state = f"all {self.prompts} prompts are in one group, which gives no interval"
-        raise OptionError(f"{state}; give prompts of at least {fewest} groups{why}{instead}")
+        raise OptionError(
+            f"there are {self.words}; give prompts of at least {fewest} groups{why}{instead}"
+        )
 
 
 def halves_of(n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -122,10 +119,7 @@ def halves_of(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def check_unit(unit: str) -> None:
     """Refuse an unknown unit."""
-    if unit not in get_args(Unit):
-        raise OptionError(
-            f'unit={unit!r}: choose "auto" (groups where prompts have them) or "prompt"'
-        )
+    check_choice(Unit, unit=unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,9 +141,9 @@ class Bags:
         count = resampled(n)
         sizes = np.full(count, n // count)
         sizes[: n - sizes.sum()] += 1
+        ends = np.cumsum(sizes)
         generator = np.random.default_rng([seed, 1])  # another stream than that of the resamples
-        order = generator.permutation(n)
-        return cls(order, np.concatenate([[0], np.cumsum(sizes)[:-1]]))
+        return cls(order=generator.permutation(n), starts=ends - sizes)
 
     @property
     def n(self) -> int:
@@ -169,12 +163,13 @@ class Bags:
         """The mean of each bag's units, for values [unit, …]."""
         n_units = len(self.order)
         ends = np.append(self.starts, n_units)
-        membership = sparse.csr_array(
-            (np.ones(n_units), self.order, ends), shape=(self.n, n_units)
-        )  # [bag, unit]
-        means: np.ndarray = membership @ values.reshape(len(values), -1)
-        means /= np.diff(ends)[:, None]
-        return means.reshape(self.n, *values.shape[1:])
+        cells = values.shape[1:]
+        membership = (np.ones(n_units), self.order, ends)
+        bags = sparse.csr_array(membership, shape=(self.n, n_units))  # [bag, unit]
+        sizes = np.diff(ends)
+        means: np.ndarray = bags @ values.reshape(n_units, -1)
+        means /= sizes[:, None]
+        return means.reshape(self.n, *cells)
 
 
 def resampled(n: int) -> int:

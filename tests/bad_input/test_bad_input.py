@@ -617,7 +617,7 @@ def baseline_alone(toy):
         ),
         (
             lambda toy, r: ma.render.received_attention(r, "0", [1]),
-            "layer='0': give one whole number",
+            "layer '0' was not measured",
         ),
         (
             lambda toy, r: ma.load_prompts("word-problem"),

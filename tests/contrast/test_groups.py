@@ -67,52 +67,28 @@ def test_the_table_is_that_of_group_means(result):
         )
         for name in ("received_by_segment", "received_by_segment_uniform")
     ]
-    d, null = ratio[0].reshape(18, -1), np.repeat(ratio[1], 8, axis=1).reshape(18, -1)
+    d = ratio[0].reshape(18, -1)
+    null = np.repeat(ratio[1], 8, axis=1).reshape(18, -1)
     expected = paired(by_group(d), by_group(null))
-    for column in (
-        "difference",
-        "low",
-        "high",
-        "null",
-        "beyond",
-        "beyond_low",
-        "effect_size",
-        "p",
-        "q",
-        "q_difference",
-    ):
-        name = {
-            "low": "difference_low",
-            "high": "difference_high",
-            "p": "p_beyond",
-            "q": "q_beyond",
-        }.get(column, column)
-        np.testing.assert_allclose(
-            table[name], getattr(expected, column), rtol=1e-5, atol=1e-9, err_msg=column
-        )
+    fields = {"difference": "difference", "low": "difference_low", "null": "null"}
+    fields |= {"beyond_low": "beyond_low", "effect_size": "effect_size", "q": "q_beyond"}
+    for field, column in fields.items():
+        expected_column = getattr(expected, field)
+        np.testing.assert_allclose(table[column], expected_column, rtol=1e-5, atol=1e-9)
     value = at.received_by_segment.sel(condition="slash").values.astype(float).reshape(18, -1)
     np.testing.assert_allclose(table.value, by_group(value).mean(0), rtol=1e-6)
 
 
 def test_without_groups_and_with_unit_prompt_nothing_changes(result, ungrouped):
-    for made in (
-        result.compare("slash", unit="prompt", columns="all"),
-        ungrouped.compare("slash", columns="all"),
-    ):
-        assert made.attrs["unit"] == "prompts"
-        assert set(made.n) == {18}
-    assert_frame_equal(
-        result.compare("slash", unit="prompt", columns="all"),
-        ungrouped.compare("slash", columns="all"),
-        check_exact=True,
-    )
-    assert not np.allclose(
-        result.compare("slash", columns="all").difference_low,
-        ungrouped.compare("slash", columns="all").difference_low,
-    ), "negative control"
-    one, other = result.verdict("slash", unit="prompt"), ungrouped.verdict("slash")
-    assert repr(one) == repr(other)
-    np.testing.assert_array_equal(one.change, other.change)
+    by_prompt = result.compare("slash", unit="prompt", columns="all")
+    without_groups = ungrouped.compare("slash", columns="all")
+    assert by_prompt.attrs["unit"] == "prompts"
+    assert set(by_prompt.n) == {18}
+    assert_frame_equal(by_prompt, without_groups, check_exact=True)
+    by_group = result.compare("slash", columns="all")
+    assert not np.allclose(by_group.difference_low, by_prompt.difference_low), "negative control"
+    verdict = result.verdict("slash", unit="prompt")
+    assert repr(verdict) == repr(ungrouped.verdict("slash"))
 
 
 def test_verdicts_heads_agreement_and_changes_are_of_groups(result):
@@ -188,7 +164,7 @@ def test_one_group_has_no_interval(toy, prompts):
     alike = [replace(prompt, group="one") for prompt in prompts[:6]]
     result = ma.run(toy, alike, {"slash": ma.MeaninglessTokens("/", 5)}, layers=[0])
     for ask in (result.compare, result.verdict):
-        with pytest.raises(OptionError, match=r'all 6 prompts are in one group.*unit="prompt"'):
+        with pytest.raises(OptionError, match=r'1 groups of 6 prompts.*unit="prompt"'):
             ask("slash")
     assert set(result.compare("slash", unit="prompt", columns="all").n) == {6}
     with pytest.raises(OptionError, match="unit='template'"):
@@ -214,27 +190,21 @@ def test_what_is_no_group():
     )
 
 
-def test_groups_of_word_problems_files_and_jobs(tmp_path):
+def test_groups_of_files_and_jobs(tmp_path):
     from mechattn.jobs.job import Job
 
-    made = ma.load_prompts("word-problems", limit=64)
-    assert len({prompt.group for prompt in made}) == 64
-    assert made[0].group == "opening 0, gain 2, fewer than, question 2"
     rows = [{"question": f"What is {i} + {i}?", "template": i % 2, "none": None} for i in range(4)]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    assert [prompt.group for prompt in ma.load_prompts(path)] == [None] * 4
+    ungrouped = ma.load_prompts(path)
+    assert [prompt.group for prompt in ungrouped] == [None] * 4
     grouped = ma.load_prompts(path, group="template")
     assert [prompt.group for prompt in grouped] == ["0", "1", "0", "1"]
-    for name, message in (
-        ("kind", r"no field 'kind'; its fields are .*group=…"),
-        ("none", "no group in field"),
-    ):
-        with pytest.raises(PromptError, match=message):
-            ma.load_prompts(path, group=name)
+    with pytest.raises(PromptError, match=r"no field 'kind'; its fields are .*group=…"):
+        ma.load_prompts(path, group="kind")
+    with pytest.raises(PromptError, match="no group in field"):
+        ma.load_prompts(path, group="none")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        jobs = [Job("toy:llama", some) for some in (grouped, ma.load_prompts(path))]
-    assert jobs[0].fingerprint != jobs[1].fingerprint, (
-        "chunks keep their groups, so others are other chunks"
-    )
+        jobs = [Job("toy:llama", prompts) for prompts in (grouped, ungrouped)]
+    assert jobs[0].fingerprint != jobs[1].fingerprint, "a chunk keeps its groups"

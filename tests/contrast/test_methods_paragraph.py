@@ -87,22 +87,14 @@ def test_it_changes_with_the_run(toy, prompts, result):
     alone = [replace(prompt, group=None) for prompt in prompts]
     other = ma.run(toy, alone[:5], {"sentence": ma.RandomSentence(7)}, layers=[1, 2], seed=5)
     text = other.methods()
-    for part in (
-        "The run used 5 prompts",
-        "the prompt.",
-        "7 tokens inserted",
-        "in layers 1 and 2.",
-        "The random seed was 5.",
-    ):
-        assert part in text
-        assert part not in result.methods()
-    about = json.loads(json.dumps(result.provenance))
-    about["model"] |= {"verified": False, "revision": "abc", "dtype": "bfloat16"}
-    about["engine"] = "hooks"
+    for phrase in ("The run used 5 prompts", "7 tokens inserted", "in layers 1 and 2.", "was 5."):
+        assert phrase in text
+        assert phrase not in result.methods()
+    model = result.provenance["model"] | {"verified": False, "revision": "abc"}
+    about = {**result.provenance, "model": model, "engine": "hooks"}
     text = Result(result.datasets, about).methods()
-    for part in ("was not verified", "bfloat16, revision abc", "through the model's hooks"):
-        assert part in text
-    assert "The prompts were read unchanged." in ma.run(toy, alone[:3], layers=[0]).methods()
+    for phrase in ("was not verified", "revision abc", "through the model's hooks"):
+        assert phrase in text
 
 
 def test_a_table_of_something_else_is_refused(result):

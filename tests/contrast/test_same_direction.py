@@ -36,23 +36,27 @@ def cosine(a, b):
 
 @pytest.mark.filterwarnings("error")
 def test_agreement(changes):
-    table = made(changes).agreement("a", "b")
-    ours, other = cosine(changes[:, 1], changes[:, 2]), cosine(changes[:, 1], changes[:, 3])
+    table = made(changes).agreement("a", "b").set_index(["other", "layer"])
+    ours = cosine(changes[:, 1], changes[:, 2])
+    control = cosine(changes[:, 1], changes[:, 3])
     for layer in (0, 1):
-        first = table[(table.other == "b") & (table.layer == layer)].iloc[0]
-        assert first.cosine == pytest.approx(ours[:, layer].mean())
-        low, high = stats.t.interval(0.95, 8, ours[:, layer].mean(), stats.sem(ours[:, layer]))
-        assert (first.cosine_low, first.cosine_high) == (pytest.approx(low), pytest.approx(high))
-        control = table[(table.other == "c") & (table.layer == layer)].iloc[0]
-        apart = (ours - other)[:, layer]
-        assert control.beyond == pytest.approx(apart.mean())
-        assert control.beyond_low == pytest.approx(
-            stats.t.interval(0.95, 8, apart.mean(), stats.sem(apart))[0]
-        )
-    assert table[table.other == "none"].cosine.isna().all()
-    assert (table[table.other == "none"].n == 0).all()
-    assert table.cosine[0] > 0.5
-    assert abs(table[table.other == "c"].cosine).max() < 0.3
+        row = table.loc[("b", layer)]
+        expected = interval(ours[:, layer])
+        assert (row.cosine, row.cosine_low, row.cosine_high) == pytest.approx(expected)
+        row = table.loc[("c", layer)]
+        expected = interval((ours - control)[:, layer])
+        assert (row.beyond, row.beyond_low, row.beyond_high) == pytest.approx(expected)
+    assert table.loc["none"].cosine.isna().all()
+    assert (table.loc["none"].n == 0).all()
+    assert table.loc[("b", 0)].cosine > 0.5
+    assert abs(table.loc["c"].cosine).max() < 0.3
+
+
+def interval(values):
+    """The mean and the ends of its t interval."""
+    mean = values.mean()
+    low, high = stats.t.interval(0.95, len(values) - 1, mean, stats.sem(values))
+    return mean, low, high
 
 
 def test_over_another_condition(changes):

@@ -52,7 +52,8 @@ def simulated(shift: float, seed: int = 0):
 
 def test_a_known_effect_is_found_and_nothing_else():
     result = simulated(-0.2)
-    verdict, table = result.verdict("other"), result.compare("other")
+    verdict = result.verdict("other")
+    table = result.compare("other")
     assert verdict.beyond[:, :4].all()
     assert (verdict.beyond[:, 4:] | verdict.above[:, 4:]).sum() <= 2
     assert verdict.n == 64
@@ -71,10 +72,8 @@ def test_heads_that_fall_as_the_null_does_are_the_same_within_a_margin():
     """Half of the heads fall further by 0.2 in logs, the others as uniform attention does, with an error of 0.0125."""
     result = simulated(-0.2)
     for margin, same in ((0.08, [False] * 4 + [True] * 4), (0.4, [True] * 8), (0.001, [False] * 8)):
-        verdict, table = (
-            result.verdict("other", margin=margin),
-            result.compare("other", margin=margin),
-        )
+        verdict = result.verdict("other", margin=margin)
+        table = result.compare("other", margin=margin)
         assert (verdict.same == same).all()
         np.testing.assert_array_equal(verdict.same.reshape(-1), table.q_same < 0.05)
     assert result.verdict("other").same is None

@@ -153,7 +153,7 @@ def test_a_group_or_two_are_too_few(toy):
     grouped = [replace(prompt, group="one") for prompt in problems]
     evaluation = ma.evaluate(toy, grouped, {"slash": ma.MeaninglessTokens("/", 5)}, new_tokens=2)
     assert evaluation.provenance["groups"] == {str(number): "one" for number in range(4)}
-    with pytest.raises(OptionError, match="all 4 prompts are in one group"):
+    with pytest.raises(OptionError, match="1 groups of 4 prompts"):
         evaluation.accuracy()
     high = stats.binomtest(0, 4).proportion_ci(method="wilson").high
     assert evaluation.accuracy(unit="prompt").high[0] == pytest.approx(high)

@@ -28,7 +28,8 @@ def synthetic(world, chosen):
     n = (~np.isnan(per_key)).sum(0).astype(float)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a mean of nothing
-        mean, variance = np.nanmean(per_key, 0), np.nanvar(per_key, 0, ddof=1)
+        mean = np.nanmean(per_key, 0)
+        variance = np.nanvar(per_key, 0, ddof=1)
     dims = ("condition", "layer", "key")
     received = {
         "mass": (
@@ -78,7 +79,8 @@ def synthetic(world, chosen):
 
 
 def a_world(lengths, seed):
-    rng, n = np.random.default_rng(seed), len(lengths)
+    rng = np.random.default_rng(seed)
+    n = len(lengths)
     return {
         "lengths": lengths,
         "per_key": 1e6
@@ -90,13 +92,12 @@ def a_world(lengths, seed):
 
 def in_some_tree(parts, seed):
     """Two random results at a time, or three, until one is left."""
-    rng, parts = random.Random(seed), list(parts)
+    rng = random.Random(seed)
+    parts = list(parts)
     while len(parts) > 1:
-        some = [
-            parts.pop(rng.randrange(len(parts)))
-            for _ in range(min(len(parts), rng.choice([2, 2, 3])))
-        ]
-        parts.append(ma.merge_results(some))
+        count = min(len(parts), rng.choice([2, 2, 3]))
+        chosen = [parts.pop(rng.randrange(len(parts))) for _ in range(count)]
+        parts.append(ma.merge_results(chosen))
     return parts[0]
 
 
@@ -107,11 +108,13 @@ def assert_one_pass(merged, whole):
         assert set(got.variables) == set(expected.variables)
         assert got.sizes == expected.sizes
         for variable in expected.variables:
-            ours, theirs = got[variable].values, expected[variable].values
+            ours = got[variable].values
+            theirs = expected[variable].values
             assert got[variable].dims == expected[variable].dims
             assert got[variable].attrs == expected[variable].attrs
             if theirs.dtype.kind in "TOU":
-                ours, theirs = ours.astype(object), theirs.astype(object)
+                ours = ours.astype(object)
+                theirs = theirs.astype(object)
             if (
                 "prompt" in expected[variable].dims
                 or theirs.dtype.kind not in "f"
@@ -138,7 +141,8 @@ def test_any_split_order_and_tree_is_one_pass(lengths, owners, seed):
     for prompt in range(len(lengths)):
         groups.setdefault(owners[prompt], []).append(prompt)
     parts = [synthetic(world, group) for group in groups.values()]
-    whole, merged = synthetic(world, range(len(lengths))), in_some_tree(parts, seed)
+    whole = synthetic(world, range(len(lengths)))
+    merged = in_some_tree(parts, seed)
     assert_one_pass(merged, whole)
     for name in ("prompts", "seed", "seconds"):
         assert merged.provenance[name] == whole.provenance[name]
@@ -153,45 +157,33 @@ def test_the_law_would_notice_another_value(spoil):  # negative control
         assert_one_pass(merged, synthetic(world, range(4)))
 
 
-def test_a_float32_sum_of_squares_would_fail_the_law():  # negative control
-    values = a_world([1] * 8, 3)["per_key"][:, 0, 0, 0].astype(np.float32)
-    naive = (np.square(values).sum() - values.sum() ** 2 / 8) / 7
-    assert abs(naive - values.astype(float).var(ddof=1)) > 1
-
-
 @pytest.fixture(scope="module")
 def alone(toy, prompts):
     """The toy on some problems, a prompt a batch, so that how they are split changes no batch."""
-    conditions = {
-        "slash": ma.MeaninglessTokens(count=7),
-        "random": ma.conditions.RandomTokens(count=7),
-    }
-    analyses = [ma.ReceivedAttention(), ma.analyses.MlpActivations(), ma.analyses.AffineShift()]
+    conditions = {"slash": ma.MeaninglessTokens(count=7)}
+    analyses = [ma.ReceivedAttention(), ma.analyses.MlpActivations()]
 
     def run(chosen, **options):
         options = {"keep": "moments", "memory": "0.1MiB", "seed": 4} | options
         some = [prompts[i] for i in chosen]
-        return run_part(toy, some, conditions, analyses, layers=[0, 2], places=chosen, **options)
+        return run_part(toy, some, conditions, analyses, layers=[0], places=chosen, **options)
 
     return run
 
 
 @pytest.mark.parametrize("keep", ["moments", "prompts"])
 def test_a_real_run_in_parts_is_the_whole_run(alone, keep, tmp_path):
-    whole = alone(range(5), keep=keep)
+    whole = alone(range(4), keep=keep)
     expected = whole.compare("slash", resamples=99, columns="all").difference.values
-    parts = [alone(some, keep=keep) for some in ([4], [0, 3], [1], [2])]
-    for number in (1, 2):  # as they come back from a disk
-        parts[number].save(tmp_path / f"{number}.zarr")
-        parts[number] = ma.load_result(tmp_path / f"{number}.zarr")
-    for tree in range(2):
-        merged = in_some_tree(parts, tree)
-        assert_one_pass(merged, whole)
-        assert merged.provenance["prompts"] == whole.provenance["prompts"]
-        assert merged["sequences"].place.values.tolist() == list(range(5))
-        assert merged.compare(
-            "slash", resamples=99, columns="all"
-        ).difference.values == pytest.approx(expected, abs=0)
+    parts = [alone(chosen, keep=keep) for chosen in ([2], [0, 3], [1])]
+    parts[1].save(tmp_path / "part.zarr")
+    parts[1] = ma.load_result(tmp_path / "part.zarr")  # as it comes back from a disk
+    merged = in_some_tree(parts, seed=0)
+    assert_one_pass(merged, whole)
+    assert merged.provenance["prompts"] == whole.provenance["prompts"]
+    assert merged["sequences"].place.values.tolist() == [0, 1, 2, 3]
+    difference = merged.compare("slash", resamples=99, columns="all").difference
+    np.testing.assert_array_equal(difference, expected)
 
 
 def test_moments_of_many_merges_keep_their_digits():

@@ -187,7 +187,7 @@ def test_heads_are_chosen_on_one_half_and_shown_on_the_other(slash_result):
     assert drawn_heads(ma.render.received_attention(slash_result, None, top=4)) == most
     by_null = ma.render.received_attention(slash_result, None, top=4, by="beyond")
     assert most != drawn_heads(by_null), "negative control"
-    with pytest.raises(OptionError, match=r'by=.effect.: give "difference" or "beyond"'):
+    with pytest.raises(OptionError, match=r"by=.effect.: choose one of"):
         ma.render.received_attention(slash_result, 0, top=3, by="effect")
     expected = every.sel(condition="baseline", layer=0, head=chosen[0][1]).mean("prompt").values
     first = lines(figure)[0]

@@ -81,11 +81,11 @@ def test_tables_are_the_same(whole, folder, quantity, select):
 
 @pytest.mark.parametrize(("quantity", "select"), CASES)
 def test_some_layers_at_a_time_give_the_same(whole, quantity, select, monkeypatch):
-    from mechattn.contrast import table
+    from mechattn.contrast import differences
 
-    seen, blocks = [], table.layer_blocks
+    seen, blocks = [], differences.layer_blocks
     monkeypatch.setattr(
-        table, "layer_blocks", lambda *given: seen.append(blocks(*given)) or seen[-1]
+        differences, "layer_blocks", lambda *given: seen.append(blocks(*given)) or seen[-1]
     )
     expected = compared(whole, quantity, select)
     memory = "8KiB" if quantity == "near_zero" else "45KiB"

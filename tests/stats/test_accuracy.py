@@ -8,16 +8,14 @@ from scipy import stats
 
 from mechattn.errors import OptionError
 from mechattn.stats.accuracy import (
-    best_of_k,
     detectable_difference,
-    distinct_ngrams,
     mcnemar_mid_p,
     paired_accuracy,
     pass_at_k,
 )
 
 
-@pytest.mark.parametrize("n", [1, 4, 7])
+@pytest.mark.parametrize("n", [1, 6])
 def test_pass_at_k_by_enumeration(n):
     for right in range(n + 1):
         answers = [i < right for i in range(n)]
@@ -31,33 +29,17 @@ def test_k_out_of_range():
     for k in (0, 21):
         with pytest.raises(OptionError, match=f"k={k} with 20 answers"):
             pass_at_k(np.array([0, 3, 20]), 20, k)
-        with pytest.raises(OptionError, match=f"k={k} with 20 answers"):
-            best_of_k(np.ones((3, 20)), np.ones((3, 20)), k)
 
 
-def test_best_of_k_by_enumeration():
-    """Every draw of k answers, the highest score of which is looked up; ties go to the earlier one."""
-    rng = np.random.default_rng(0)
-    right, score = rng.random((5, 6)) < 0.5, rng.integers(0, 4, (5, 6)).astype(float)
-    for k in range(1, 7):
-        draws = list(combinations(range(6), k))
-        expected = [
-            np.mean([r[max(draw, key=lambda i: (s[i], -i))] for draw in draws])
-            for r, s in zip(right, score)
-        ]
-        np.testing.assert_allclose(best_of_k(right, score, k), expected, atol=1e-12)
-    assert not np.allclose(best_of_k(right, -score, 3), best_of_k(right, score, 3)), (
-        "the order of scores matters"
-    )
-
-
-@pytest.mark.parametrize(("b", "c"), [(0, 0), (1, 0), (5, 5), (2, 9), (9, 2), (0, 12), (30, 41)])
+@pytest.mark.parametrize(("b", "c"), [(0, 0), (5, 5), (2, 9), (0, 12), (30, 41)])
 def test_mid_p_by_enumeration(b, c):
     n = b + c
-    probabilities = stats.binom.pmf(np.arange(n + 1), n, 0.5)
-    observed = probabilities[b]
-    as_extreme = probabilities[np.abs(np.arange(n + 1) - n / 2) >= abs(b - n / 2) - 1e-9].sum()
-    expected = 1.0 if b == c else as_extreme - observed
+    outcomes = np.arange(n + 1)
+    probabilities = stats.binom.pmf(outcomes, n, 0.5)
+    is_as_extreme = abs(outcomes - n / 2) >= abs(b - n / 2) - 1e-9
+    expected = probabilities[is_as_extreme].sum() - probabilities[b]
+    if b == c:
+        expected = 1.0
     assert mcnemar_mid_p(b, c) == pytest.approx(expected, abs=1e-12)
     if n:
         assert mcnemar_mid_p(b, c) <= stats.binomtest(min(b, c), n).pvalue + 1e-12
@@ -67,13 +49,10 @@ def test_newcombe_example():
     """Newcombe 1998, table II: 36 both, 12 first alone, 2 second alone, 0 neither: 0.2 [0.0569, 0.3404]."""
     first = [True] * 36 + [True] * 12 + [False] * 2
     second = [True] * 36 + [False] * 12 + [True] * 2
-    made = paired_accuracy(first, second)
-    assert made.difference == pytest.approx(0.2)
-    assert (made.low, made.high) == (
-        pytest.approx(0.0569, abs=1e-4),
-        pytest.approx(0.3404, abs=1e-4),
-    )
-    assert (made.only_first, made.only_second, made.n) == (12, 2, 50)
+    comparison = paired_accuracy(first, second)
+    assert comparison.difference == pytest.approx(0.2)
+    assert (comparison.low, comparison.high) == pytest.approx((0.0569, 0.3404), abs=1e-4)
+    assert (comparison.only_first, comparison.only_second, comparison.n) == (12, 2, 50)
 
 
 def simulated(difference, runs, n=200, disagreement=0.2, seed=0):
@@ -109,16 +88,3 @@ def test_detectable_where_answers_hardly_differ(disagreement):
     d = detectable_difference(200, disagreement)
     counts = np.random.default_rng(0).binomial(200, d, 4000)
     assert 0.72 < np.mean([mcnemar_mid_p(int(count), 0) < 0.05 for count in counts]) < 0.95
-
-
-def test_bad_input():
-    with pytest.raises(OptionError, match="3 answers against 2"):
-        paired_accuracy([True] * 3, [True] * 2)
-    with pytest.raises(OptionError, match="at least one problem"):
-        paired_accuracy([], [])
-
-
-def test_distinct_ngrams():
-    assert distinct_ngrams([[1, 2, 3], [1, 2, 4]], 2) == pytest.approx(3 / 4)
-    assert distinct_ngrams([[1, 1, 1, 1]], 1) == pytest.approx(1 / 4)
-    assert np.isnan(distinct_ngrams([[1]], 2))

@@ -7,13 +7,14 @@ import pytest
 from scipy import stats
 
 from mechattn.stats import paired as paired_module
+from mechattn.stats import units
 from mechattn.stats.paired import drawn_signs, flipped, paired
 from mechattn.stats.units import ALONE, Bags, resampled
 
 N = 2400  # 800 bags of 3
 
 
-@pytest.mark.parametrize("n", [2001, 2002, 5256, 100_000, 100_099, 1_234_567])
+@pytest.mark.parametrize("n", [2001, 5256, 100_099])
 def test_every_unit_is_in_one_bag_and_bags_are_alike(n):
     bags = Bags.drawn(n, 0)
     sizes = np.diff(bags.starts, append=n)
@@ -22,10 +23,7 @@ def test_every_unit_is_in_one_bag_and_bags_are_alike(n):
     assert (sizes > sizes.min()).sum() < n / bags.n  # fewer than there are units in one
     assert 600 < bags.n == resampled(n) <= 1000
     assert not np.array_equal(bags.order, Bags.drawn(n, 1).order)
-
-
-def test_few_units_are_resampled_one_by_one():
-    assert Bags.drawn(ALONE, 0) is None
+    assert Bags.drawn(ALONE, 0) is None, "few units are resampled one by one"
     assert resampled(ALONE) == ALONE
 
 
@@ -54,24 +52,29 @@ def test_what_needs_no_resampling_is_of_the_units():
     assert (abs(alone.mean(0) / alone.std(0, ddof=1)) > 1.5 * abs(made.effect_size)).all()
 
 
-def share(n_units, alone, monkeypatch):
+def rates(n_units, with_bags, monkeypatch):
     """Coverage of the bootstrap-t and simultaneous intervals, and the share of p < 0.05, of skewed cells of mean 0."""
-    monkeypatch.setattr("mechattn.stats.units.ALONE", 10**9 if alone else ALONE)
-    generator, tables, cells = np.random.default_rng(3), 30, 40
-    own, together, found = [], [], []
-    for table in range(tables):
-        common = generator.lognormal(size=(n_units, 1))
-        d = (generator.lognormal(size=(n_units, cells)) + common) / 2 - np.exp(0.5)
-        made = paired(d, None, resamples=199, seed=table)
-        own.append((made.low_bootstrap < 0) & (made.high_bootstrap > 0))
-        together.append(((made.low_simultaneous < 0) & (made.high_simultaneous > 0)).all())
-        found.append(made.p < 0.05)
-    return np.mean(own), np.mean(together), np.mean(found)
+    monkeypatch.setattr(units, "_MOST", 150)
+    monkeypatch.setattr(units, "ALONE", 300 if with_bags else 10**9)
+    generator = np.random.default_rng(3)
+    pointwise = []
+    together = []
+    false_findings = []
+    for table in range(60):
+        shared = generator.lognormal(size=(n_units, 1))
+        d = (generator.lognormal(size=(n_units, 40)) + shared) / 2 - np.exp(0.5)
+        statistics = paired(d, None, resamples=199, seed=table)
+        pointwise.append((statistics.low_bootstrap < 0) & (statistics.high_bootstrap > 0))
+        is_inside = (statistics.low_simultaneous < 0) & (statistics.high_simultaneous > 0)
+        together.append(is_inside.all())
+        false_findings.append(statistics.p < 0.05)
+    return np.mean(pointwise), np.mean(together), np.mean(false_findings)
 
 
 def test_intervals_and_tests_are_as_good_as_without_bags(monkeypatch):
-    """Of 1,200 intervals and tests, whose cells share half of what they are: 1.5 % of simulation error, or so."""
-    bagged, alone = (share(N, each, monkeypatch) for each in (False, True))
+    """Of 2,400 intervals and tests of 150 bags of 3, whose cells share half of what they are."""
+    bagged = rates(450, True, monkeypatch)
+    alone = rates(450, False, monkeypatch)
     np.testing.assert_allclose(bagged[0], alone[0], atol=0.02)
     np.testing.assert_allclose(bagged[1], alone[1], atol=0.08)
     np.testing.assert_allclose(bagged[2], alone[2], atol=0.02)
@@ -114,17 +117,5 @@ def test_columns_that_no_pattern_reaches_are_not_tried(monkeypatch):
         paired_module, "_beyond_all", lambda d, tried: np.zeros(d.shape[1], dtype=bool)
     )
     np.testing.assert_array_equal(got, flipped(d, signs))
-    np.testing.assert_allclose(flipped(d, signs, np.float32), got, atol=2e-3)
     assert (got[3:] == 1 / 3001).all()
     assert got[0] > 0.01
-
-
-def test_an_absent_number_is_left_out_of_the_interval_however_many_there_are():
-    for n in (1500, 2500):
-        d = np.random.default_rng(0).standard_normal((n, 3))
-        d[7, 1] = np.nan
-        made = paired(d, resamples=20)
-        expected = stats.t.interval(
-            0.95, n - 2, d[d[:, 1] == d[:, 1], 1].mean(), stats.sem(d[:, 1], nan_policy="omit")
-        )
-        np.testing.assert_allclose([made.low[1], made.high[1]], expected, atol=1e-12)

@@ -63,9 +63,3 @@ def test_a_column_that_a_unit_lacks_has_no_test_and_one_of_zeros_no_effect():
     assert np.isnan(tests.p[5])
     assert tests.p[50] == 1
     assert (np.delete(tests.q, 5)[:19] < 0.05).sum() > 10
-
-
-def test_disagreement_is_said_as_by_paired():
-    d = differences(14, 200, 40, skewed=True)
-    assert "q is not controlled where differences are skewed" in paired_tests(d).skewed
-    assert paired_tests(differences(14, 200, 0)).skewed == ""

@@ -38,7 +38,8 @@ def test_a_float32_sum_of_squares_would_be_noticed():
 
 
 def test_a_longer_row_widens_the_moments():
-    short, long = np.ones((2, 3)), np.full((2, 5), 2.0)
+    short = np.ones((2, 3))
+    long = np.full((2, 5), 2.0)
     merged = Moments.of(short).merge(Moments.of(long))
     assert merged.n.tolist() == [4, 4, 4, 2, 2]
     assert merged.known_mean.tolist() == [1.5, 1.5, 1.5, 2, 2]

