@@ -83,6 +83,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
     for name in ("sequences", NAME):
         if name in result.datasets:
             datasets[name] = _with_all_layers(result[name], layers)
+
     on_map = replace(result, datasets=datasets)
 
     maps = result if model.maps is None else model.maps
@@ -197,13 +198,9 @@ def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any
 def _by_layer_and_head(
     table: pd.DataFrame, column: str, layers: list[int], heads: int
 ) -> dict[str, Any] | None:
-    """A column as [layer, head], or [layer, 1] if all heads share one number; None if it is
-    empty."""
+    """A column as [layer, head]; None if it is empty."""
     square = table.pivot(index="layer", columns="head", values=column)
     values = square.reindex(index=layers, columns=range(heads)).to_numpy(dtype=np.float64)
     if np.isnan(values).all():
         return None
-    of_first_head = values[:, :1]
-    if np.array_equal(values, of_first_head.repeat(heads, axis=1), equal_nan=True):
-        return packed(of_first_head)
     return packed(values)
