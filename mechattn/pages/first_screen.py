@@ -124,7 +124,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Picture:
-    """Points with whiskers on an axis from ``start`` to ``end``, with a label at each step."""
+    """Points with whiskers on one axis.
+
+    Args:
+        rows: A point for each, if it has a verdict.
+        start: Where the axis starts, as a relative change.
+        end: Where it ends.
+        step: From one label to the next; 0 has one.
+    """
 
     rows: Sequence[Change]
     start: float

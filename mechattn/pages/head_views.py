@@ -1,4 +1,8 @@
-"""The data of a page on each head: its curves over positions, the coloured text, its patterns."""
+"""The data of a page on each head: its curves over positions, the coloured text, its patterns.
+
+As in ``page_data.py``, arrays are packed, and the scripts of the page read what is returned here.
+Where there is nothing to show, ``missing`` says why.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +47,13 @@ MISSING = {
 def head_curves(result: Result) -> dict[str, Any]:
     """Received attention by original position, of every head in each condition, and its null.
 
-    ``shares`` has what dilution leaves of the baseline's line, by condition; where it has nothing,
-    the null is uniform attention, in ``null``.
+    Returns:
+        ``mean`` and ``half`` (of the interval, relative to the mean) [condition, layer, head, key],
+        ``n`` [condition, layer, key] and uniform attention in ``null`` [condition, layer, key];
+        ``shares`` [layer, head, key], what dilution leaves of the baseline's line, by condition,
+        which is the null where it is known; ``inserted``, what inserted tokens receive, by
+        condition; ``segments`` of the baseline, and where its ``question`` starts; the number of
+        ``prompts``, and what ``bands`` are.
     """
     dataset = result.datasets.get(NAME)
     if dataset is None or "received_by_origin_variance" not in dataset:
@@ -164,8 +173,12 @@ def _segments(result: Result, keys: int) -> list[tuple[str, int, int]]:
 
 
 def head_texts(result: Result) -> dict[str, Any]:
-    """The first prompt in each condition: its tokens, their segments, what every head gives
-    them."""
+    """The first prompt in each condition: its tokens, their segments, what every head gives them.
+
+    Returns:
+        By condition: in ``tokens`` each token with its segment, and in ``received`` what each token
+        receives [layer, head, key], if the run kept single prompts.
+    """
     sequences = result["sequences"].isel(prompt=0)
     tokens = {}
     for condition in result.conditions:
@@ -201,7 +214,13 @@ def _received_in_first_prompt(result: Result) -> xr.DataArray | None:
 
 
 def head_patterns(result: Result) -> dict[str, Any]:
-    """Attention maps of a few prompts, lower triangles [layer, head, query · key], or why none."""
+    """Attention maps of a few prompts.
+
+    Returns:
+        Their ``layers``, and for each of the ``prompts`` by condition: its ``tokens``, the number
+        ``inserted``, and ``rows``, the lower triangles [layer, head, query · key], as whole numbers
+        from 0 to 65,535.
+    """
     if "attention_map" not in result.datasets:
         return {"missing": MISSING["patterns"]}
     maps = result["attention_map"].pattern

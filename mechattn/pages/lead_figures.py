@@ -89,7 +89,11 @@ def lead_figures(result: Result, lines: Shown) -> list[Drawing]:
 def shown_heads(
     result: Result, condition: str, lines: Shown
 ) -> tuple[int, list[int] | None, int | None]:
-    """The layer of the lines, and their heads, or how many heads of it to choose."""
+    """The layer of the lines, and their heads, or how many heads of it the data choose.
+
+    The layer is that of the head that changes most, unless one is named. Without prompts to choose
+    by, the first heads are shown.
+    """
     head_count = int(result.provenance["model"]["heads"])
     dataset = result["received_attention"]
     first_measured = int(dataset.layer.values[0])

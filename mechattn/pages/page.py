@@ -31,8 +31,14 @@ Figures = Sequence[Drawing]
 
 @dataclass(frozen=True)
 class About:
-    """What a page says of itself, and a template with what fills it, in place of the first
-    screen."""
+    """What a page says of itself.
+
+    Args:
+        title: The heading.
+        subtitle: The line below it.
+        command: The command line that wrote the page, for the record.
+        lead: A template, and what fills it, in place of the first screen.
+    """
 
     title: str
     subtitle: str
@@ -79,7 +85,21 @@ def results_page(
     force: bool = False,
     shown: Shown = CHANGING_MOST,
 ) -> Path:
-    """Write a page with each figure once per result, or once if the figure compares models."""
+    """Write a page with each figure once per result, or once if the figure compares models.
+
+    Args:
+        results: The results, each with its verdicts and a tab of its own on the map.
+        path: The page.
+        figures: Figures with their options, besides those that lead the page.
+        command: The command line, for the record.
+        missing: Gets what cannot be drawn, and why; by default that is an error.
+        force: Replace a page that mechattn did not write.
+        shown: Which heads the lines that lead the page show.
+
+    Raises:
+        OptionError: A figure cannot be drawn, or the page takes more memory than is allowed.
+        OutputError: The page cannot be written.
+    """
     for result in results:
         check_memory(result)
 

@@ -53,18 +53,31 @@ DOTTED_MEANS = {
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: its heading, how to read it, its main number, and a figure or tokens."""
+    """A part of a page: its heading, how to read it, its main number, and a figure or tokens.
+
+    Args:
+        title: The heading.
+        note: How to read it.
+        says: Its main number in a sentence.
+        figure: The figure as JSON that is safe in a script element.
+        height: Of the figure, in pixels.
+        tokens: The texts of a prompt's tokens, and their segments.
+        leads: Whether it stands open before the map.
+        results: What the figure shows.
+        citation: How to cite it.
+        rows_title: The heading of a folded table; it has ``columns`` and ``rows``.
+    """
 
     title: str
     note: str = ""
     says: str = ""
-    figure: str = ""  # as JSON that is safe in a script element
+    figure: str = ""
     height: int = 0
-    tokens: Sequence[tuple[str, str]] = ()  # their texts and segments
-    leads: bool = False  # stands open before the map
-    results: Sequence[Result] = ()  # that the figure shows
+    tokens: Sequence[tuple[str, str]] = ()
+    leads: bool = False
+    results: Sequence[Result] = ()
     citation: str = ""
-    rows_title: str = ""  # of a folded table
+    rows_title: str = ""
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
 

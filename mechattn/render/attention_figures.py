@@ -40,20 +40,26 @@ DOTTED_WORDS = {
 
 
 class _Panel(NamedTuple):
+    """A head, and the prompts whose mean is shown."""
+
     result: Result
     layer: int
     head: int
-    prompts: np.ndarray  # those that are shown
+    prompts: np.ndarray
 
 
 class _Line(NamedTuple):
-    quantity: str
+    """A condition of each panel: received attention by original position, or by position."""
+
+    quantity: str  # "received_by_origin" or "received"
     condition: str
     label: str
     colour: str
 
 
 class _NullLine(NamedTuple):
+    """What the null would give at each position of a line."""
+
     positions: np.ndarray
     values: np.ndarray
     label: str
@@ -239,7 +245,9 @@ def _in_words(
     prompts: np.ndarray,
     null_kind: Null,
 ) -> str:
-    """The sentence on a layer; empty if there is no change to report."""
+    """The sentence on a layer: the change of its heads, or in the baseline their mean beside
+    uniform attention; empty if there is no change to report.
+    """
     head_words = f"head {heads[0]}"
     if len(heads) > 1:
         head_words = f"heads {', '.join(map(str, heads))} (mean)"

@@ -221,45 +221,38 @@ def changes(
     mode = "lines+markers" if over else "markers"
     sentences = []
     for (line_words, line), colour in zip(lines.items(), cycle((WITH, *OTHERS))):
-        ends: list[Sequence[Any]] = []
-        nulls: list[Any] = []
-        phrases = []
-        for condition in line.values():
-            contrast = Contrast(result, condition, to, quantity, segment, null=null)
-            change, null_change = contrast.overall(layer)
-            ends.append(change)
-            if null_change is not None:
-                nulls.append(null_change.estimate)
-            phrases.append(f"{condition}: {beside_null(change, null_change, contrast.null_used)}")
+        contrasts = [
+            Contrast(result, name, to, quantity, segment, null=null) for name in line.values()
+        ]
+        ends, nulls, phrases = _overall(contrasts, layer)
         if over:  # of a sweep the last
             phrases = phrases[-1:]
         sentences.append(f"{'; '.join(phrases)}.")
-        has_null = len(nulls) == len(ends)
 
         x: list[Any] = list(line)
         if over and all(value.lstrip("-").isdigit() for value in line):
             x = [int(value) for value in line]
             if to == BASELINE:  # nothing inserted, so nothing changed
                 x = [0, *x]
-                ends = [(0.0, 0.0, 0.0), *ends]
+                ends = np.column_stack([np.zeros(3), ends])
                 nulls = [0.0, *nulls]
         draw.points(
             figure,
             x,
-            100 * np.array(ends, dtype=np.float64).T,
+            ends,
             line_words or (quantity if over else "measured"),
             colour,
             mode=mode,
             hovertemplate="%{x}: %{y:.1f} %<extra></extra>",
         )
-        if has_null:
-            null_name = NULL_NAMES[contrast.null_used]
+        if len(nulls) == len(x):
+            null_name = NULL_NAMES[contrasts[0].null_used]
             if line_words and len(lines) > 1:
                 null_name += f", {line_words}"
             draw.dotted(
                 figure,
                 x,
-                100 * np.array(nulls, dtype=np.float64),
+                nulls,
                 null_name,
                 colour,
                 mode=mode,
@@ -283,6 +276,24 @@ def changes(
     figure.update_yaxes(title_text=f"change of {quantity_name} (%)", nticks=8)
     figure.update_xaxes(title_text="inserted tokens" if over == "count" else over or None)
     return says(figure, *sentences)
+
+
+def _overall(
+    contrasts: Sequence[Contrast], layer: int | None
+) -> tuple[np.ndarray, list[float], list[str]]:
+    """The changes with their intervals [estimate and ends, contrast] in percent, those under the
+    null where it is known, and each in words."""
+    changes = []
+    nulls = []
+    phrases = []
+    for contrast in contrasts:
+        change, null_change = contrast.overall(layer)
+        changes.append(change)
+        if null_change is not None:
+            nulls.append(100 * float(null_change.estimate))
+        words = beside_null(change, null_change, contrast.null_used)
+        phrases.append(f"{contrast.condition}: {words}")
+    return 100 * np.array(changes, dtype=np.float64).T, nulls, phrases
 
 
 def _swept(names: Sequence[str], option: str) -> dict[str, dict[str, str]]:
@@ -343,25 +354,7 @@ def verdicts(
 
     figure = draw.panels()
     rows = np.arange(len(verdict_list))
-    figure.add_bar(
-        x=change[:, 0],
-        y=rows,
-        orientation="h",
-        width=0.22,
-        marker_color=faint(WITH, 0.35),
-        showlegend=False,
-        hoverinfo="skip",
-    )
-    draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True)
-    figure.add_scatter(
-        x=null_change[:, 0],
-        y=rows,
-        name=NULLS[null],
-        mode="markers",
-        marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3),
-        hovertemplate=f"{NULLS[null]}: %{{x:.1f}} %<extra></extra>",
-    )
-    draw.rule(figure, x=0)
+    _verdict_marks(figure, rows, change, null_change[:, 0], NULLS[null])
     low = min(0, change.min(), null_change.min())
     high = max(0, change.max(), null_change.max())
     # Numbers stand above or below what they say, clear of the rule at 0.
@@ -391,6 +384,31 @@ def verdicts(
         sentences.append(f"{words}: {changed}. {heads_words(verdict)}.")
 
     return says(figure, *sentences)
+
+
+def _verdict_marks(
+    figure: go.Figure, rows: np.ndarray, change: np.ndarray, null: np.ndarray, null_name: str
+) -> None:
+    """A bar from 0 to each change, its point with the interval, and a mark at the null."""
+    figure.add_bar(
+        x=change[:, 0],
+        y=rows,
+        orientation="h",
+        width=0.22,
+        marker_color=faint(WITH, 0.35),
+        showlegend=False,
+        hoverinfo="skip",
+    )
+    draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True)
+    figure.add_scatter(
+        x=null,
+        y=rows,
+        name=null_name,
+        mode="markers",
+        marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3),
+        hovertemplate=f"{null_name}: %{{x:.1f}} %<extra></extra>",
+    )
+    draw.rule(figure, x=0)
 
 
 def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift: float) -> None:

@@ -85,8 +85,13 @@ def steps(count: int) -> dict[str, Any]:
 
 
 def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> dict[str, Any]:
-    """An axis from the first to the last bin that any layer fills, and to the null; of decades in
-    steps of three.
+    """The range of an axis: from the first to the last bin that any layer fills, and to the null.
+
+    Args:
+        figure: Maps of the layers, which have their bins in common.
+        axis: "x" or "y".
+        null: The value under the null, which is on the axis too.
+        decades: Whether the bins are logarithms; the axis then has words for them.
     """
     ends = [null]
     for trace in figure.data:
@@ -132,7 +137,19 @@ def points(
     sideways: bool = False,
     **style: Any,
 ) -> None:
-    """Points, or a line through them, with their intervals (estimate, low, high) as bars."""
+    """Points, or a line through them, with their intervals as bars.
+
+    Args:
+        figure: The figure that gets them.
+        x: Where they stand.
+        estimates: The numbers, and the low and the high ends of their intervals.
+        name: In the legend.
+        colour: Of points and bars.
+        column: The panel, from 1; None for a figure of one.
+        row: The panel's row, from 1.
+        sideways: Whether the numbers are on the horizontal axis, and ``x`` on the other.
+        style: As for plotly's scatter.
+    """
     middle, low, high = (np.asarray(end, dtype=np.float64) for end in estimates)
     bars = dict(
         type="data",
@@ -162,8 +179,16 @@ def side_by_side(
     apart: float = 0.14,
     **style: Any,
 ) -> None:
-    """Points with intervals for each word, several series beside each other; all panels have one
-    legend.
+    """Points with intervals for each word, several series beside each other.
+
+    Args:
+        figure: The figure that gets them.
+        words: What stands below the axis, such as conditions.
+        series: Names with (estimates, low, high), a number for each word.
+        colours: Of the series, in order.
+        column: The panel, from 1; None for a figure of one.
+        apart: The distance of the series; 1 is that of the words.
+        style: As for plotly's scatter.
     """
     series = list(series)
     middle = (len(series) - 1) / 2
@@ -195,7 +220,18 @@ def line_and_band(
     row: int = 1,
     **style: Any,
 ) -> None:
-    """A line, and a band where it has an interval."""
+    """A line, and a band where it has an interval.
+
+    Args:
+        figure: The figure that gets them.
+        x: The places of the line.
+        interval: Its values, and the ends of the band; NaN where there is none.
+        name: In the legend, which has both as one entry.
+        colour: Of the line; the band is a faint one.
+        column: The panel, from 1.
+        row: The panel's row, from 1.
+        style: Of the line, as for plotly's scatter.
+    """
     estimate, low, high = interval
     has_band = np.isfinite(low)
     if has_band.any():
@@ -279,8 +315,14 @@ def head_map(
     """Heads by layer in orange and blue: a dot where q < 0.05 and the number is not tiny, faded where
     q is larger.
 
-    The first of the columns, which are given by their labels, is the colour; the others are there
-    on hover.
+    Args:
+        table: A row a cell, with ``layer`` and ``across``.
+        columns: Columns of the table by their labels. The first is the colour, the others are
+            there on hover; "q" has the q-values.
+        name: Of the map, for a table of the figure.
+        unit: Beside the bar of colours.
+        hover: What is said of a cell, as a template of plotly's.
+        across: What is on the horizontal axis.
     """
     first_label, *hover_labels = columns
     cells = table.set_index(["layer", across]).to_xarray()
@@ -342,8 +384,15 @@ def head_map(
 
 
 def title(figure: go.Figure, heading: str, note: str, height: int, top: int | None = None) -> None:
-    """The title with its small print; with ``top``, the legend has a row of its own under it, at
-    any width.
+    """Set the title with its small print, in lines that fit, and the height.
+
+    Args:
+        figure: The figure.
+        heading: What it shows, and of which model.
+        note: The small print.
+        height: In pixels, for a heading and a note of one line each.
+        top: The room above the panels, in pixels; the legend then has a row of its own under the
+            title, at any width.
     """
     heading_lines = wrap(heading, _HEADING)
     note_lines = wrap(note, _SMALL_PRINT)

@@ -187,7 +187,17 @@ def scale_by_layer(
 
 @dataclass(frozen=True)
 class _Shown:
-    """What a figure by layer shows: a quantity of some conditions, with its null."""
+    """What a figure by layer shows: a quantity of some conditions, with its null.
+
+    Args:
+        result: The result.
+        quantity: The quantity, as it was asked for.
+        segment: Of the queries or tokens, if the quantity has segments.
+        names: The conditions.
+        variable: The quantity [prompt, condition, layer, …].
+        null: The same under the null; None if there is none.
+        null_kind: Which null that is.
+    """
 
     result: Result
     quantity: str
