@@ -326,7 +326,9 @@ def head_map(
     """
     first_label, *hover_labels = columns
     cells = table.set_index(["layer", across]).to_xarray()
-    cells = cells.sel({across: table[across].unique()})  # in the table's order
+    if across != "head":  # in the table's order
+        cells = cells.sel({across: table[across].unique()})
+
     x = cells[across].values
     y = cells.layer.values
     coloured = cells[columns[first_label]].values
