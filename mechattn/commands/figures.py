@@ -71,7 +71,7 @@ def make_figures(config: Config, command: str = "", force: bool = False) -> Path
     models = [ShownModel(model.result, model.maps, lines.named_head) for model in measured]
     sections = []
     for model in measured:
-        sections += lead_sections(model.result, lines, command)
+        sections += lead_sections(model.result, lines)
     sections += [prompt_section(model.result) for model in measured]
     title = f"What {_inserted_words(measured[:1])} do to attention"
     about = About(title, _subtitle(config, measured, prompts), command)

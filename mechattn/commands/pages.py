@@ -95,7 +95,7 @@ def figures_of(result: Result, layer: int | None = None) -> Figures:
     for figure in FIGURES.values():
         if figure.draw.__name__ in LEADING:
             continue
-        for dataset, options in figure.shown(result, {"layer": layer}):
+        for dataset, options in figure.shown(result, layer):
             rank = len(analysis_names)
             if dataset in analysis_names:
                 rank = analysis_names.index(dataset)

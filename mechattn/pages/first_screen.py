@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,6 @@ from mechattn.contrast.first_token import first_token_words
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.render.budget_figures import budget_sentences, own_attention_words
 from mechattn.render.words import (
-    heads_that_change,
     largest_layer_words,
     model_caption,
     numbered,
@@ -26,14 +26,6 @@ from mechattn.results.provenance import matched_control
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
-VERDICT_COLUMNS = (
-    "model",
-    "condition",
-    "question attention, change",
-    "by the null alone",
-    "heads that fall and rise by more than 5 %",
-    "prompts",
-)
 SENTENCES = {
     "one model": (
         "With “{condition}”, the attention that a token of the question receives from all tokens"
@@ -56,6 +48,7 @@ SENTENCES = {
         " {amount}."
     ),
 }
+DIRECTIONS = {"more": "more", "less": "less", "unclear": "no clear difference"}
 UNSURE = ", which cannot be distinguished from 0"
 TICK_STEPS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 MOST_TICKS = 6
@@ -76,40 +69,42 @@ class ShownModel:
     start: tuple[int, int] | None = None
 
     @cached_property
-    def verdicts(self) -> dict[str, Verdict | OptionError]:
+    def outcomes(self) -> dict[str, Verdict | str]:
         """The verdict on each condition, or why there is none; empty without received attention."""
-        verdicts: dict[str, Verdict | OptionError] = {}
+        outcomes: dict[str, Verdict | str] = {}
         if "received_attention" not in self.result.datasets:
-            return verdicts
+            return outcomes
         for condition in self.result.conditions[1:]:
             try:
-                verdicts[condition] = self.result.verdict(condition)
+                outcomes[condition] = self.result.verdict(condition)
             except MemoryOptionError:
                 raise
             # Too few prompts for an interval, or a prompt without a question.
             except OptionError as error:
-                verdicts[condition] = error
-        return verdicts
+                outcomes[condition] = f"no verdict, since {error}"
+        return outcomes
+
+    @property
+    def verdicts(self) -> dict[str, Verdict]:
+        """The verdicts that there are."""
+        return {name: found for name, found in self.outcomes.items() if isinstance(found, Verdict)}
+
+    @property
+    def without_verdict(self) -> str:
+        """Why there is no verdict on some condition; empty if there is one on each."""
+        return next((why for why in self.outcomes.values() if isinstance(why, str)), "")
 
     @cached_property
     def against(self) -> tuple[str, Interval] | None:
         """The matched control of the first condition, and the change from it; None without one."""
         condition = self.result.shown_condition()
-        if not isinstance(self.verdicts.get(condition), Verdict):
+        if condition not in self.verdicts:
             return None
         control = matched_control(self.result, condition)
         if control is None:
             return None
         change, _ = Contrast(self.result, condition, to=control).overall()
         return control, change
-
-    @property
-    def without_verdict(self) -> str:
-        """Why there is no verdict on some condition; empty if there is one on each."""
-        for verdict in self.verdicts.values():
-            if isinstance(verdict, OptionError):
-                return f"no verdict, since {verdict}"
-        return ""
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Picture:
-    """Points with whiskers on an axis from ``start`` to ``end``, with a label at each step."""
+    """Points with whiskers on one axis.
+
+    Args:
+        rows: A point for each, if it has a verdict.
+        start: Where the axis starts, as a relative change.
+        end: Where it ends.
+        step: From one label to the next; 0 has one.
+    """
 
     rows: Sequence[Change]
     start: float
@@ -168,11 +170,11 @@ def changes(models: Sequence[ShownModel]) -> list[Change]:
     rows = []
     names = captions([model.result for model in models])
     for name, model in zip(names, models, strict=True):
-        for condition, verdict in model.verdicts.items():
-            if isinstance(verdict, Verdict):
-                rows.append(Change(name, condition, verdict))
+        for condition, outcome in model.outcomes.items():
+            if isinstance(outcome, Verdict):
+                rows.append(Change(name, condition, outcome))
             else:
-                rows.append(Change(name, condition, None, f"no verdict, since {verdict}"))
+                rows.append(Change(name, condition, None, outcome))
     return rows
 
 
@@ -236,7 +238,7 @@ def _direction(intervals: Sequence[Interval]) -> str:
 
 def _range_words(intervals: Sequence[Interval]) -> str:
     """The smallest change and the largest, whatever their signs."""
-    estimates = sorted((float(change.estimate) for change in intervals), key=abs)
+    estimates = sorted((change.estimate for change in intervals), key=abs)
     smallest, *larger = dict.fromkeys(map(percent, estimates))
     if not larger:
         return smallest
@@ -246,25 +248,26 @@ def _range_words(intervals: Sequence[Interval]) -> str:
 
 def control_sentence(models: Sequence[ShownModel]) -> str:
     """How the first condition differs from its matched control; empty if no model has one."""
-    controls = [model.against for model in models if model.against is not None]
-    if not controls:
+    compared = [model for model in models if model.against is not None]
+    if not compared:
         return ""
-    control, first_change = controls[0]
-    (condition, *_) = [model.result.shown_condition() for model in models if model.against]
-    amount = percent_words(first_change)
-    if len(controls) > 1:
-        amount = _counted_directions([change for _, change in controls])
-    return SENTENCES["control"].format(condition=condition, control=control, amount=amount)
+    controls, intervals = zip(*(model.against for model in compared), strict=True)
+    amount = percent_words(intervals[0])
+    if len(intervals) > 1:
+        amount = _counted_directions(intervals)
+    condition = compared[0].result.shown_condition()
+    return SENTENCES["control"].format(condition=condition, control=controls[0], amount=amount)
 
 
 def _counted_directions(intervals: Sequence[Interval]) -> str:
     """The range of changes, and in how many models they are clear."""
-    rises = sum(bool(change.low > 0) for change in intervals)
-    falls = sum(bool(change.high < 0) for change in intervals)
-    unclear = len(intervals) - rises - falls
-    counts = {"more": rises, "less": falls, "no clear difference": unclear}
-    count_words = ", ".join(f"{name} in {count}" for name, count in counts.items() if count)
-    estimates = [float(change.estimate) for change in intervals]
+    counts = Counter(_direction([change]) for change in intervals)
+    count_words = ", ".join(
+        f"{words} in {counts[direction]}"
+        for direction, words in DIRECTIONS.items()
+        if direction in counts
+    )
+    estimates = [change.estimate for change in intervals]
     low = percent(min(estimates))
     high = percent(max(estimates))
     return f"{low} to {high} ({count_words} of {len(intervals)} models)"
@@ -276,7 +279,7 @@ def layer_sentence(models: Sequence[ShownModel]) -> str:
         return ""
     (model,) = models
     condition = model.result.shown_condition()
-    if not isinstance(model.verdicts.get(condition), Verdict):
+    if condition not in model.verdicts:
         return ""
     words = largest_layer_words(model.result, condition, "question")
     return f"{words}." if words else ""
@@ -290,42 +293,42 @@ def answer_sentences(models: Sequence[ShownModel]) -> list[str]:
         control_sentence(models),
     ]
     received = " ".join(filter(None, received_sentences))
-    own_attention = own_attention_sentences(models)
+    own_attention = own_attention_sentence(models)
     if own_attention and received:
         received = f"Received attention is another measure. {received}"
-    return [*own_attention, *filter(None, more_of_the_answer(models)), *filter(None, [received])]
+    sentences = [own_attention]
+    for model in models:
+        condition = model.result.shown_condition()
+        if condition != BASELINE:
+            if len(models) == 1:
+                sentences += taken_sentences(model.result, condition)
+            sentences.append(first_token_words(model.result, condition))
+    return list(filter(None, [*sentences, received]))
 
 
-def own_attention_sentences(models: Sequence[ShownModel]) -> list[str]:
-    """How the question's attention to itself changes with the first condition and its control; none
-    for several models, or without a budget."""
+def own_attention_sentence(models: Sequence[ShownModel]) -> str:
+    """How the question's attention to itself changes with the first condition and its control;
+    empty for several models, or without a budget."""
     if len(models) != 1 or "attention_budget" not in models[0].result.datasets:
-        return []
+        return ""
     result = models[0].result
     condition = result.shown_condition()
     if condition == BASELINE:
-        return []
+        return ""
     words = f"With “{condition}”, the question attends {own_attention_words(result, condition)}."
     control = matched_control(result, condition)
     if control is not None:
         beside = own_attention_words(result, control)
         words += f" With the control “{control}”, which is as long, it attends {beside}."
-    return [words]
+    return words
 
 
-def more_of_the_answer(models: Sequence[ShownModel]) -> list[str]:
-    """What the tokens of the first condition and of its control take, and from what, if the page
-    has one model; and whether a sink moves."""
-    sentences = []
-    for model in models:
-        condition = model.result.shown_condition()
-        if condition == BASELINE:
-            continue
-        if len(models) == 1 and "attention_budget" in model.result.datasets:
-            for name in filter(None, (condition, matched_control(model.result, condition))):
-                sentences.append(" ".join(budget_sentences(model.result, name)[:2]))
-        sentences.append(first_token_words(model.result, condition))
-    return sentences
+def taken_sentences(result: Result, condition: str) -> list[str]:
+    """What the tokens of a condition and of its control take, and from what."""
+    if "attention_budget" not in result.datasets:
+        return []
+    names = filter(None, (condition, matched_control(result, condition)))
+    return [" ".join(budget_sentences(result, name)[:2]) for name in names]
 
 
 def verdict_sentences(model: ShownModel) -> list[str]:
@@ -336,34 +339,14 @@ def verdict_sentences(model: ShownModel) -> list[str]:
         return [f"{caption}: {model.without_verdict}."]
 
     sentences = []
-    for condition, verdict in model.verdicts.items():
+    verdicts = model.verdicts
+    for condition, verdict in verdicts.items():
         control = matched_control(result, condition)
         compared = None
-        if control in model.verdicts:
+        if control is not None and control in verdicts:
             change, _ = Contrast(result, condition, to=control).overall()
-            compared = (control, model.verdicts[control], change)
+            compared = (control, verdicts[control], change)
         words = stated(result, condition, verdict, "question", compared)
         sentences.append(f"{caption}: {words}")
+
     return sentences
-
-
-def verdict_rows(model: ShownModel) -> list[tuple[str, ...]]:
-    """The verdicts as table rows with the columns ``VERDICT_COLUMNS``."""
-    caption = model_caption(model.result)
-    if model.without_verdict:
-        return [(caption, "", model.without_verdict, "", "", "")]
-
-    rows = []
-    for condition, verdict in model.verdicts.items():
-        assert isinstance(verdict, Verdict)
-        falls, rises = heads_that_change(verdict)
-        row = (
-            caption,
-            condition,
-            percent_words(verdict.change),
-            f"{percent(verdict.null.estimate)} ({verdict.null_kind})",
-            f"{falls} and {rises} of {verdict.falls.size}",
-            str(verdict.n),
-        )
-        rows.append(row)
-    return rows

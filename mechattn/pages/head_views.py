@@ -1,7 +1,12 @@
-"""The data of a page on each head: its curves over positions, the coloured text, its patterns."""
+"""The data of a page on each head: its curves over positions, the coloured text, its patterns.
+
+As in ``page_data.py``, arrays are packed, and the scripts of the page read what is returned here.
+Where there is nothing to show, ``missing`` says why.
+"""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -42,8 +47,13 @@ MISSING = {
 def head_curves(result: Result) -> dict[str, Any]:
     """Received attention by original position, of every head in each condition, and its null.
 
-    ``shares`` has what dilution leaves of the baseline's line, by condition; where it has nothing,
-    the null is uniform attention, in ``null``.
+    Returns:
+        ``mean`` and ``half`` (of the interval, relative to the mean) [condition, layer, head, key],
+        ``n`` [condition, layer, key] and uniform attention in ``null`` [condition, layer, key];
+        ``shares`` [layer, head, key], what dilution leaves of the baseline's line, by condition,
+        which is the null where it is known; ``inserted``, what inserted tokens receive, by
+        condition; ``segments`` of the baseline, and where its ``question`` starts; the number of
+        ``prompts``, and what ``bands`` are.
     """
     dataset = result.datasets.get(NAME)
     if dataset is None or "received_by_origin_variance" not in dataset:
@@ -52,7 +62,7 @@ def head_curves(result: Result) -> dict[str, Any]:
     prompts = dataset.sizes["prompt"]
     dims = ("condition", "layer", "head", "original_key")
     mean, half = _means(dataset, "received_by_origin", dims)
-    counts = dataset["received_by_origin_n"].transpose(*dims).values
+    counts = dataset["received_by_origin_n"].max("head").transpose("condition", "layer", ...).values
     null = dataset["received_uniform_by_origin"].transpose("condition", "layer", "original_key")
 
     # Keys that too few prompts have are at the end.
@@ -76,7 +86,7 @@ def head_curves(result: Result) -> dict[str, Any]:
         "shares": shares,
         "mean": packed(mean, kind),
         "half": packed(half, kind),
-        "n": packed(np.nan_to_num(counts).max(axis=2)[..., :keys], "u2"),
+        "n": packed(counts[..., :keys], "u2"),
         "null": packed(null.values[..., :keys]),
         "segments": _segments(result, keys),
         "question": _question_start(result),
@@ -92,17 +102,19 @@ def _means(
     """Means, and half of their intervals relative to them; NaN where too few prompts have one."""
     prompt_numbers = np.arange(dataset.sizes["prompt"])
     moments = dataset[[quantity, f"{quantity}_variance", f"{quantity}_n"]].astype(np.float64)
-    cells = moments.stack(cell=dims, create_index=False).assign_coords(prompt=prompt_numbers)
+    # All heads' positions as if they were those of one.
+    cells = moments.stack(cell=dims, create_index=False)
+    cells = cells.assign_coords(prompt=prompt_numbers)
     statistics = at_positions(cells, quantity, {}, prompt_numbers)
     with np.errstate(invalid="ignore", divide="ignore"):
-        relative = (statistics.high - statistics.mean) / statistics.mean
+        half = statistics.high / statistics.mean - 1
 
-    mean = np.full(cells.sizes["cell"], np.nan)
-    half = np.full(cells.sizes["cell"], np.nan)
-    mean[statistics.at] = statistics.mean
-    half[statistics.at] = np.where(statistics.mean > 0, relative, 0.0)
+    half = np.where(statistics.mean > 0, half, 0.0)
     shape = [dataset.sizes[dim] for dim in dims]
-    return mean.reshape(shape), half.reshape(shape)
+    numbers = np.full((2, cells.sizes["cell"]), np.nan)
+    numbers[:, statistics.at] = [statistics.mean, half]
+    mean, half = numbers.reshape(2, *shape)
+    return mean, half
 
 
 def _inserted(result: Result, condition: str) -> dict[str, Any] | None:
@@ -143,23 +155,30 @@ def _segments(result: Result, keys: int) -> list[tuple[str, int, int]]:
     """Runs of positions of the baseline in one segment in most prompts: its name, first and last
     position."""
     sequences = result["sequences"].sel(condition=BASELINE)
-    segment_indices = sequences.segment_index.values[:, :keys]
-    runs: list[tuple[str, int, int]] = []
-    for position, indices in enumerate(segment_indices.T):
-        indices = indices[indices >= 0]  # below, beyond the end of a prompt
-        if not len(indices):
+    names = []
+    for indices in sequences.segment_index.values[:, :keys].T:
+        present = indices[indices >= 0]  # below, beyond the end of a prompt
+        if not len(present):
             break
-        name = SEGMENTS[int(np.bincount(indices).argmax())]
-        first = position
-        if runs and runs[-1][0] == name:
-            _, first, _ = runs.pop()
-        runs.append((name, first, position))
+        names.append(SEGMENTS[int(np.bincount(present).argmax())])
+
+    runs = []
+    first = 0
+    for name, run in groupby(names):
+        last = first + len(list(run)) - 1
+        runs.append((name, first, last))
+        first = last + 1
+
     return runs
 
 
 def head_texts(result: Result) -> dict[str, Any]:
-    """The first prompt in each condition: its tokens, their segments, what every head gives
-    them."""
+    """The first prompt in each condition: its tokens, their segments, what every head gives them.
+
+    Returns:
+        By condition: in ``tokens`` each token with its segment, and in ``received`` what each token
+        receives [layer, head, key], if the run kept single prompts.
+    """
     sequences = result["sequences"].isel(prompt=0)
     tokens = {}
     for condition in result.conditions:
@@ -179,6 +198,7 @@ def head_texts(result: Result) -> dict[str, Any]:
         of_condition = values.sel(condition=condition).values[..., : len(token_list)]
         kind = kind_for(of_condition.size * len(tokens))
         received[condition] = packed(of_condition, kind)
+
     return {"tokens": tokens, "received": received}
 
 
@@ -194,28 +214,34 @@ def _received_in_first_prompt(result: Result) -> xr.DataArray | None:
 
 
 def head_patterns(result: Result) -> dict[str, Any]:
-    """Attention maps of a few prompts, lower triangles [layer, head, query · key], or why none."""
+    """Attention maps of a few prompts.
+
+    Returns:
+        Their ``layers``, and for each of the ``prompts`` by condition: its ``tokens``, the number
+        ``inserted``, and ``rows``, the lower triangles [layer, head, query · key], as whole numbers
+        from 0 to 65,535.
+    """
     if "attention_map" not in result.datasets:
         return {"missing": MISSING["patterns"]}
     maps = result["attention_map"].pattern
     maps = maps.transpose("prompt", "condition", "layer", "head", "query", "target")
     numbers_left = PATTERNS
+    inserted = (result["sequences"].origin == -1).sum("pos")
     prompts: list[dict[str, Any]] = []
     for prompt in range(min(PROMPTS, maps.sizes["prompt"])):
         patterns = {}
         for condition in result.conditions:
+            cell = {"prompt": prompt, "condition": result.conditions.index(condition)}
             tokens = prompt_tokens(result, condition, prompt)
             queries, keys = np.tril_indices(len(tokens))
-            numbers_left -= maps.sizes["layer"] * maps.sizes["head"] * len(queries)
+            in_triangle = maps.isel(cell).values[..., queries, keys]
+            numbers_left -= in_triangle.size
             if numbers_left < 0:
                 break
-            pattern = maps.isel(prompt=prompt).sel(condition=condition).values
-            in_triangle = pattern[..., queries, keys].astype(np.float64)
-            origin = result["sequences"].origin.isel(prompt=prompt).sel(condition=condition)
             patterns[condition] = {
                 "tokens": [visible(text) for text in tokens],
-                "inserted": int((origin == -1).sum()),
-                "rows": packed(np.round(65535 * in_triangle), "u2"),
+                "inserted": int(inserted.isel(cell)),
+                "rows": packed(np.round(65535 * in_triangle.astype(np.float64)), "u2"),
             }
         if patterns:
             prompts.append(patterns)

@@ -54,37 +54,46 @@ def lead_figures(result: Result, lines: Shown) -> list[Drawing]:
     compares = condition != BASELINE
     control = matched_control(result, condition) if compares else None
     if "attention_budget" in result.datasets:
-        compared = [condition] if compares else []
-        if control is not None:
-            compared.append(control)
+        compared = [name for name in (condition, control) if name not in (None, BASELINE)]
         figures.append((attention_budget, {"conditions": compared}))
     if "received_attention" not in result.datasets:
         return figures
 
     layer, heads, top = shown_heads(result, condition, lines)
-    options: dict[str, Any] = {"layer": layer, "condition": condition}
-    chosen = {"top": top, "by": "difference"} if heads is None else {"heads": heads}
-    figures.append((received_attention, options | chosen))
+    options = {"layer": layer, "condition": condition, "heads": heads, "top": top}
+    figures.append((received_attention, options))
     if not compares:
         return figures
 
-    first_head = None if heads is None else heads[0]
     if control is not None:
-        of_control = {"layer": layer, "conditions": (condition, control), "heads": first_head}
+        of_control = {
+            "layer": layer,
+            "conditions": (condition, control),
+            "heads": heads and heads[0],
+        }
         figures.append((received_by_model, of_control))
 
     measured_layers = [int(number) for number in result["received_attention"].layer.values]
     first_layers = measured_layers[:FIRST_LAYERS]
     if len(first_layers) > 1:
-        chosen = {"top": 1, "by": "difference"} if heads is None else {"heads": [first_head]}
-        figures.append((received_attention, options | {"layer": first_layers} | chosen))
+        of_layers = options | {
+            "layer": first_layers,
+            "heads": heads and heads[:1],
+            "top": top and 1,
+        }
+        figures.append((received_attention, of_layers))
+
     return figures
 
 
 def shown_heads(
     result: Result, condition: str, lines: Shown
 ) -> tuple[int, list[int] | None, int | None]:
-    """The layer of the lines, and their heads, or how many heads of it to choose."""
+    """The layer of the lines, and their heads, or how many heads of it the data choose.
+
+    The layer is that of the head that changes most, unless one is named. Without prompts to choose
+    by, the first heads are shown.
+    """
     head_count = int(result.provenance["model"]["heads"])
     dataset = result["received_attention"]
     first_measured = int(dataset.layer.values[0])
@@ -102,4 +111,5 @@ def shown_heads(
     if lines.layer is None:
         choosing, _ = units.halves()
         ((layer, _),) = choose_heads(result, None, 1, condition, choosing, "difference")
+
     return layer, None, top

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,30 +11,34 @@ from typing import Any
 from mechattn.errors import MemoryOptionError, OptionError
 from mechattn.pages.embedded import packed_plotly, page_script, template
 from mechattn.pages.first_screen import (
-    VERDICT_COLUMNS,
     ShownModel,
     answer_sentences,
     changes,
     picture,
-    verdict_rows,
     verdict_sentences,
 )
-from mechattn.pages.lead_figures import CHANGING_MOST, Shown, lead_figures
+from mechattn.pages.lead_figures import CHANGING_MOST, Drawing, Shown, lead_figures
 from mechattn.pages.page_data import check_memory, instrument, named_data
-from mechattn.pages.provenance_words import citation, concepts, flat, strip_words
+from mechattn.pages.provenance_words import citation, concepts, flat, time_words
 from mechattn.pages.sections import Section, drawn_section, prompt_section
 from mechattn.pages.subtitle import subtitle
 from mechattn.render.html_views import View, check_page_place, save_page
-from mechattn.render.words import model_caption
+from mechattn.render.words import heads_that_change, model_caption, percent, percent_words
 from mechattn.results.result import Result
 
-Figures = Sequence[tuple[Callable, Mapping[str, Any]]]
+Figures = Sequence[Drawing]
 
 
 @dataclass(frozen=True)
 class About:
-    """What a page says of itself, and a template with what fills it, in place of the first
-    screen."""
+    """What a page says of itself.
+
+    Args:
+        title: The heading.
+        subtitle: The line below it.
+        command: The command line that wrote the page, for the record.
+        lead: A template, and what fills it, in place of the first screen.
+    """
 
     title: str
     subtitle: str
@@ -81,24 +85,33 @@ def results_page(
     force: bool = False,
     shown: Shown = CHANGING_MOST,
 ) -> Path:
-    """Write a page with each figure once per result, or once if the figure compares models."""
+    """Write a page with each figure once per result, or once if the figure compares models.
+
+    Args:
+        results: The results, each with its verdicts and a tab of its own on the map.
+        path: The page.
+        figures: Figures with their options, besides those that lead the page.
+        command: The command line, for the record.
+        missing: Gets what cannot be drawn, and why; by default that is an error.
+        force: Replace a page that mechattn did not write.
+        shown: Which heads the lines that lead the page show.
+
+    Raises:
+        OptionError: A figure cannot be drawn, or the page takes more memory than is allowed.
+        OutputError: The page cannot be written.
+    """
     for result in results:
         check_memory(result)
 
-    figures_of_models = []
-    figures_of_result = []
-    for draw, options in figures:
-        compares_models = "results" in inspect.signature(draw).parameters
-        target = figures_of_models if compares_models else figures_of_result
-        target.append((draw, options))
-
+    figures_of_models = [figure for figure in figures if _compares_models(figure)]
+    figures_of_result = [figure for figure in figures if not _compares_models(figure)]
     sections: list[Section] = []
     for result in results:
-        sections += lead_sections(result, shown, command)
+        sections += lead_sections(result, shown)
     for result in results:
         sections.append(prompt_section(result))
-        sections += _drawn_sections(figures_of_result, result, command, missing)
-    sections += _drawn_sections(figures_of_models, list(results), command, missing)
+        sections += _drawn_sections(figures_of_result, result, missing)
+    sections += _drawn_sections(figures_of_models, list(results), missing)
 
     title = f"mechattn: {', '.join(map(model_caption, results))}"
     about = About(title, subtitle(results), command)
@@ -106,24 +119,30 @@ def results_page(
     return write_page(path, about, models, sections, force)
 
 
-def lead_sections(result: Result, shown: Shown, command: str = "") -> list[Section]:
+def _compares_models(figure: Drawing) -> bool:
+    """Whether a figure shows the results of several models."""
+    draw, _ = figure
+    return "results" in inspect.signature(draw).parameters
+
+
+def lead_sections(result: Result, shown: Shown) -> list[Section]:
     """The sections that stand open before the map."""
     sections = []
     for draw, options in lead_figures(result, shown):
-        section = drawn_section(draw, result, options, command)
+        section = drawn_section(draw, result, options)
         sections.append(replace(section, leads=True))
     return sections
 
 
 def _drawn_sections(
-    figures: Figures, results: Result | list[Result], command: str, missing: list[str] | None
+    figures: Figures, results: Result | list[Result], missing: list[str] | None
 ) -> list[Section]:
     """The sections of figures; those that lack something are named in ``missing``, if it is a
     list."""
     sections = []
     for draw, options in figures:
         try:
-            section = drawn_section(draw, results, options, command)
+            section = drawn_section(draw, results, options)
         except MemoryOptionError:
             raise
         except OptionError as error:
@@ -132,6 +151,7 @@ def _drawn_sections(
             missing.append(f"{draw.__name__}: {error}")
         else:
             sections.append(section)
+
     return sections
 
 
@@ -149,6 +169,7 @@ def write_page(
     if about.lead is not None:
         lead_template, lead_values = about.lead
         values["lead"] = environment.get_template(lead_template).render(lead_values)
+
     text = environment.get_template("page.html.j2").render(values)
     return save_page(path, text, force)
 
@@ -156,12 +177,15 @@ def write_page(
 def _environment() -> Any:
     from jinja2 import Environment, PackageLoader
 
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("mechattn.pages"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    for words in (model_caption, percent, percent_words, heads_that_change, time_words):
+        environment.globals[words.__name__] = words
+    return environment
 
 
 def _template_values(
@@ -171,6 +195,7 @@ def _template_values(
     from mechattn import __version__
 
     results = [model.result for model in models]
+    rows = changes(models)
     provenance_rows = [row for result in results for row in flat(result.provenance)]
     if about.command:
         provenance_rows.append(("command", about.command))
@@ -179,17 +204,17 @@ def _template_values(
         "title": about.title,
         "subtitle": about.subtitle,
         "version": __version__,
+        "command": about.command,
         "style": template("page.css"),
         "script": page_script(),
         "plotly": packed_plotly() if any(section.figure for section in sections) else "",
         "data": instrument(named_data(models)),
         "answer": answer_sentences(models),
         "picture_open": not any("attention_budget" in result.datasets for result in results),
-        "picture": picture(changes(models)),
+        "changes": rows,
+        "picture": picture(rows),
         "verdicts": [words for model in models for words in verdict_sentences(model)],
-        "verdict_columns": VERDICT_COLUMNS,
-        "verdict_rows": [row for model in models for row in verdict_rows(model)],
-        "strips": [strip_words(result) for result in results],
+        "models": models,
         "lead_sections": [section for section in sections if section.leads],
         "sections": [section for section in sections if not section.leads],
         "concepts": concepts(results),

@@ -1,4 +1,8 @@
-"""The data of a page as JSON: the map of heads, by condition and as a change."""
+"""The data of a page as JSON: the map of heads, by condition and as a change.
+
+The scripts of the page (``templates/data.js``) read what is returned here. Arrays are packed by
+``embedded.packed``; a number for each head is [layer, head].
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,14 @@ def check_memory(result: Result) -> None:
 
 
 def model_data(model: ShownModel) -> dict[str, Any]:
-    """Return the data of one model for the page."""
+    """Return the data of one model for the page.
+
+    Returns:
+        ``conditions``, ``layers`` and ``heads`` of the map, and its ``start``: the layer and head
+        that are selected when the page opens; ``quantities``, as :func:`head_values` returns them,
+        and ``lacking``, why a quantity has no values; ``curves``, ``texts`` and ``patterns`` of the
+        heads, from ``head_views.py``.
+    """
     result = model.result
     layers = _measured_layers(result)
     names = head_quantities(result)
@@ -83,6 +94,7 @@ def model_data(model: ShownModel) -> dict[str, Any]:
     for name in ("sequences", NAME):
         if name in result.datasets:
             datasets[name] = _with_all_layers(result[name], layers)
+
     on_map = replace(result, datasets=datasets)
 
     maps = result if model.maps is None else model.maps
@@ -118,7 +130,18 @@ def _with_all_layers(dataset: xr.Dataset, layers: list[int]) -> xr.Dataset:
 
 
 def head_values(result: Result, quantity: str, layers: list[int], heads: int) -> dict[str, Any]:
-    """One quantity's numbers of ``result.heads`` and ``result.compare``, each [layer, head]."""
+    """One quantity's numbers of ``result.heads`` and ``result.compare``, each [layer, head].
+
+    Args:
+        result: The result.
+        quantity: The quantity; of its segments, the question is shown.
+        layers: The layers of the map, which any analysis has measured.
+        heads: The number of heads in each layer.
+
+    Returns:
+        ``name``, ``segment``, ``words``, ``units`` and ``about`` of the quantity; by condition, its
+        ``values`` and its ``changes`` from the baseline, or in ``missing`` why there are none.
+    """
     variable = variable_of(result, quantity)
     segment = ""
     words = quantity
@@ -197,13 +220,9 @@ def _changes(contrast: Contrast, layers: list[int], heads: int) -> dict[str, Any
 def _by_layer_and_head(
     table: pd.DataFrame, column: str, layers: list[int], heads: int
 ) -> dict[str, Any] | None:
-    """A column as [layer, head], or [layer, 1] if all heads share one number; None if it is
-    empty."""
+    """A column as [layer, head]; None if it is empty."""
     square = table.pivot(index="layer", columns="head", values=column)
     values = square.reindex(index=layers, columns=range(heads)).to_numpy(dtype=np.float64)
     if np.isnan(values).all():
         return None
-    of_first_head = values[:, :1]
-    if np.array_equal(values, of_first_head.repeat(heads, axis=1), equal_nan=True):
-        return packed(of_first_head)
     return packed(values)

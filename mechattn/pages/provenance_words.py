@@ -39,54 +39,10 @@ def concepts(results: Sequence[Result]) -> list[str]:
     return [f"docs/concepts/{name}.md" for name in [*names, "comparisons"]]
 
 
-def strip_words(result: Result) -> str:
-    """One line of provenance."""
-    provenance = result.provenance
-    model = provenance["model"]
-    prompts = provenance["prompts"]
-    versions = provenance["versions"]
-    words = [
-        model_caption(result),
-        f"{model['dtype']} on {model['device']}",
-        "verified" if model["verified"] else "not verified",
-        f"{prompts['count']} prompts ({prompts['hash']})",
-        f"seed {provenance['seed']}",
-        f"engine {provenance['engine']}",
-    ]
-    for package in ("mechattn", "transformer-lens", "torch"):
-        words.append(f"{package} {versions[package]}")
-    words.append(time_words(result))
-    return " · ".join(words)
-
-
 def time_words(result: Result) -> str:
     """When the numbers were computed; a range if several runs were merged."""
     time = result.provenance["time"]
     return time if isinstance(time, str) else " to ".join(time)
-
-
-def figure_provenance(result: Result, command: str) -> list[tuple[str, str]]:
-    """How the numbers of a figure were made, as rows of a table."""
-    provenance = result.provenance
-    model = provenance["model"]
-    prompts = provenance["prompts"]
-    rows = {"model": model_caption(result), "architecture": model["architecture"]}
-    for name in ("revision", "weights", "dtype", "verified"):
-        if model.get(name) is not None:
-            rows[name] = str(model[name])
-    rows["prompts"] = f"{prompts['count']}, hash {prompts['hash']}"
-    for name, condition in provenance["conditions"].items():
-        rows[f"condition {name}"] = condition["written"]
-    versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
-    rows |= {
-        "seed": str(provenance["seed"]),
-        "engine": provenance["engine"],
-        "made": time_words(result),
-        "versions": ", ".join(versions),
-    }
-    if command:
-        rows["command"] = command
-    return list(rows.items())
 
 
 def citation(title: str, results: Sequence[Result]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from mechattn.axes import BASELINE, SEGMENTS
 from mechattn.contrast.contrast import Contrast
 from mechattn.markup import visible
-from mechattn.pages.provenance_words import citation, figure_provenance
+from mechattn.pages.provenance_words import citation
 from mechattn.render.attention_figures import received_attention
 from mechattn.render.budget_figures import attention_budget, budget_rows
 from mechattn.render.draw import take_heading
@@ -53,18 +53,31 @@ DOTTED_MEANS = {
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: its heading, how to read it, its main number, and a figure or tokens."""
+    """A part of a page: its heading, how to read it, its main number, and a figure or tokens.
+
+    Args:
+        title: The heading.
+        note: How to read it.
+        says: Its main number in a sentence.
+        figure: The figure as JSON that is safe in a script element.
+        height: Of the figure, in pixels.
+        tokens: The texts of a prompt's tokens, and their segments.
+        leads: Whether it stands open before the map.
+        results: What the figure shows.
+        citation: How to cite it.
+        rows_title: The heading of a folded table; it has ``columns`` and ``rows``.
+    """
 
     title: str
     note: str = ""
     says: str = ""
-    figure: str = ""  # as JSON that is safe in a script element
+    figure: str = ""
     height: int = 0
-    tokens: Sequence[tuple[str, str]] = ()  # their texts and segments
-    leads: bool = False  # stands open before the map
-    made: Sequence[tuple[str, str]] = ()
+    tokens: Sequence[tuple[str, str]] = ()
+    leads: bool = False
+    results: Sequence[Result] = ()
     citation: str = ""
-    rows_title: str = ""  # of a folded table
+    rows_title: str = ""
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
 
@@ -94,7 +107,6 @@ def drawn_section(
     draw: Callable,
     results: Result | Sequence[Result],
     options: Mapping[str, Any],
-    command: str = "",
 ) -> Section:
     """Turn a figure into a section, described by the text in the figure itself."""
     figure = draw(results, **options)
@@ -118,7 +130,7 @@ def drawn_section(
         says=said(figure),
         figure=in_script(figure.to_json()),
         height=int(figure.layout.height or 450),
-        made=[row for result in result_list for row in figure_provenance(result, command)],
+        results=result_list,
         citation=citation(title, result_list),
     )
 
@@ -126,7 +138,7 @@ def drawn_section(
 def _received_details(result: Result, options: Mapping[str, Any]) -> str:
     """What the title of a figure of received attention adds: layers, choice of heads, condition."""
     condition = result.shown_condition(options.get("condition"))
-    layers = ", ".join(map(str, np.atleast_1d(options["layer"]).tolist()))
+    layers = ", ".join(map(str, np.atleast_1d(options["layer"])))
     choice = "by the data" if options.get("heads") is None else "by hand"
     return f", layer {layers}, heads chosen {choice}, condition “{condition}”"
 
@@ -149,4 +161,5 @@ def _received_note(result: Result, options: Mapping[str, Any]) -> str:
     if isinstance(top, int):
         for layer in np.atleast_1d(options["layer"]).tolist():
             sentences.append(choice_words(result, condition, layer, top))
+
     return " ".join(filter(None, sentences))

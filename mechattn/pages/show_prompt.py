@@ -50,6 +50,7 @@ def pattern(
         heads = range(count)
     elif isinstance(heads, int):
         heads = [heads]
+
     head_list = check_heads(list(heads), count)
 
     name = BASELINE if condition is None else type(condition).__name__

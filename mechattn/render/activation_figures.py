@@ -66,8 +66,12 @@ def activation_histogram(
             draw.rule(figure, x=x, dash="dot", column=column)
 
         share = result[NAME].near_zero_by_segment.sel(layer=layer, segment="question")
-        phrases = [f"{name} {mean_words(result, share.sel(condition=name))}" for name in names]
+        phrases = []
+        for name in names:
+            mean = mean_words(result, share.sel(condition=name))
+            phrases.append(f"{name} {mean}")
         sentences.append(model_sentence(result, phrases))
+
     figure.update_yaxes(type="log", exponentformat="power", dtick=1)
     figure.update_yaxes(title_text="share of activations", col=1)
     figure.update_xaxes(title_text="activation after the nonlinearity")
@@ -136,12 +140,14 @@ def activation_metrics(
             for name in names:
                 contrast = Contrast(result, name, quantity=metric, segment=segment)
                 changes[name], _ = contrast.overall(layer)
-            series.append((model_caption(result), 100 * np.array(list(changes.values())).T))
+            percents = 100 * np.array(list(changes.values()))
+            series.append((model_caption(result), percents.T))
             if metric == "near_zero":
                 phrases = [f"{name} {percent_words(change)}" for name, change in changes.items()]
                 sentences.append(model_sentence(result, phrases))
         draw.side_by_side(figure, names, series, COLOURS[1:], column=column, **_POINTS)
         draw.rule(figure, y=0, column=column)
+
     figure.update_yaxes(title_text="change from the baseline (%)", col=1)
     note = (
         f"layer {layer}, {segment} tokens; {_n(results)}; bars: 95 % t intervals of the log-ratio"
@@ -173,26 +179,27 @@ def near_zero_by_class(
         shares = shares.isel(token_class=(prompts_with >= FEWEST).values)
         classes = shares.token_class.values
 
-        series = []
+        intervals = {}
         for name in names:
             of_condition = shares.sel(condition=name).transpose("prompt", "token_class")
-            series.append((name, mean_over_prompts(result, of_condition)))
-        apart = 0.8 / len(series)
+            intervals[name] = mean_over_prompts(result, of_condition)
+        apart = 0.8 / len(names)
+        series = intervals.items()
         draw.side_by_side(figure, classes, series, COLOURS, column=column, apart=apart, **_POINTS)
 
         labels = []
         phrases = []
-        for token_class in classes:
-            of_class = shares.sel(token_class=token_class)
-            count = int(of_class.sel(condition=BASELINE).notnull().sum())
+        counts = shares.sel(condition=BASELINE).notnull().sum("prompt").values
+        for number, (token_class, count) in enumerate(zip(classes, counts, strict=True)):
             labels.append(f"{token_class}<br>n = {count}")
             words = []
-            for name in names:
-                of_condition = of_class.sel(condition=name).dropna("prompt")
-                words.append(f"{name} {mean_words(result, of_condition)}")
+            for name, interval in intervals.items():
+                of_class = Interval(*(end[number] for end in interval))
+                words.append(f"{name} {number_words(of_class)}")
             phrases.append(f"{token_class}: {', '.join(words)}")
         figure.update_xaxes(ticktext=labels, row=1, col=column)
         sentences.append(model_sentence(result, phrases))
+
     figure.update_yaxes(title_text="near-zero share", col=1)
     note = f"layer {layer}; n: prompts with such a token; bars: 95 % t intervals over prompts"
     draw.title(figure, "near-zero activations by class of token", note, 500, top=150)
@@ -220,6 +227,7 @@ def agreement(
         raise OptionError(
             f"there is no condition to compare with {condition!r}; run at least one more"
         )
+
     figure = draw.panels()
     series = []
     sentences = []
@@ -233,6 +241,7 @@ def agreement(
             for name, ends in zip(controls, cosines, strict=True)
         ]
         sentences.append(model_sentence(result, phrases))
+
     draw.side_by_side(figure, controls, series, COLOURS[1:], **_POINTS)
     draw.rule(figure, y=0)
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
@@ -261,10 +270,12 @@ def _checked(
     if not names:
         why = "this figure shows changes from the baseline, but there is no other condition"
         raise OptionError(f"{why}; run at least one")
+
     for result in result_list:
         check_layer(layer, result[NAME])
         for name in names:
             result.condition(name)
+
     return result_list, names
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
@@ -28,7 +28,7 @@ from mechattn.render.words import (
     says,
 )
 from mechattn.results.result import Result, units_of
-from mechattn.stats.intervals import FEWEST
+from mechattn.stats.intervals import FEWEST, Interval
 
 NAME = "received_attention"
 DOTTED_WORDS = {
@@ -40,20 +40,26 @@ DOTTED_WORDS = {
 
 
 class _Panel(NamedTuple):
+    """A head, and the prompts whose mean is shown."""
+
     result: Result
     layer: int
     head: int
-    prompts: np.ndarray  # those that are shown
+    prompts: np.ndarray
 
 
 class _Line(NamedTuple):
-    quantity: str
+    """A condition of each panel: received attention by original position, or by position."""
+
+    quantity: str  # "received_by_origin" or "received"
     condition: str
     label: str
     colour: str
 
 
 class _NullLine(NamedTuple):
+    """What the null would give at each position of a line."""
+
     positions: np.ndarray
     values: np.ndarray
     label: str
@@ -119,6 +125,7 @@ def received_attention(
     if not is_alone:
         rows[0].append(_Line("received_by_origin", condition, f"with {condition}", WITH))
         rows.append([_Line("received", condition, f"with {condition}", WITH)])
+
     titles = [f"Layer {panel.layer} head {panel.head}" for panel in panels]
     figure = _by_position(panels, titles, rows, null_kind)
     span = inserted_span(result, condition)
@@ -134,6 +141,7 @@ def received_attention(
         small_print.append("shaded: the inserted tokens")
     elif not is_alone:
         small_print.append("inserted at positions that differ between prompts")
+
     if len(panels) > 1:
         small_print.append("each panel has its own vertical scale")
     heading = f"{model_caption(result)}: received attention"
@@ -142,10 +150,11 @@ def received_attention(
     for number in dict.fromkeys(panel.layer for panel in panels):
         layer_heads = [panel.head for panel in panels if panel.layer == number]
         sentences.append(_in_words(result, condition, number, layer_heads, prompts, null_kind))
+
     return says(figure, *sentences)
 
 
-def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[int] | list[None]:
+def _layers(dataset: xr.Dataset, layer: int | Sequence[int] | None) -> list[Any]:
     """The layers of a figure, all of which were measured; None is for heads of any."""
     if layer is None:
         return [None]
@@ -166,17 +175,20 @@ def _listed_panels(
     prompts = np.arange(dataset.sizes["prompt"])
     panels = []
     for layer in layers:
-        named_heads = [(layer, head) for head in heads]
-        if layer is None:
-            named_heads = [head_named(head) or (None, head) for head in heads]
-        if not named_heads or None in dict(named_heads):
-            raise OptionError(
-                f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]'
-            )
-        for head_layer, head in named_heads:
+        for head in heads:
+            head_layer = layer
+            if layer is None:
+                head_layer, head = head_named(head) or (None, head)
+            if head_layer is None:
+                raise OptionError(
+                    f'heads={list(heads)}: without a layer, give names, such as ["L0H3", "L1H2"]'
+                )
             check_layer(head_layer, dataset)
             (number,) = check_heads([head], head_count, head_layer)
             panels.append(_Panel(result, head_layer, number, prompts))
+
+    if not panels:
+        raise OptionError("heads=[] is empty; give at least one head")
     return panels
 
 
@@ -203,6 +215,7 @@ def _null_kind(results: Sequence[Result], conditions: Sequence[str], null: Null 
             f'null={null!r}: lines by position show "dilution" or "uniform"; result.compare has'
             " others"
         )
+
     contrasts = []
     for result in results:
         for name in conditions:
@@ -211,6 +224,7 @@ def _null_kind(results: Sequence[Result], conditions: Sequence[str], null: Null 
             if null == "dilution":
                 values_of(result, name, "received", "question", null)  # refuses where it has none
             contrasts.append(Contrast(result, name, null=null))
+
     return common_null(contrasts)
 
 
@@ -231,7 +245,9 @@ def _in_words(
     prompts: np.ndarray,
     null_kind: Null,
 ) -> str:
-    """The sentence on a layer; empty if there is no change to report."""
+    """The sentence on a layer: the change of its heads, or in the baseline their mean beside
+    uniform attention; empty if there is no change to report.
+    """
     head_words = f"head {heads[0]}"
     if len(heads) > 1:
         head_words = f"heads {', '.join(map(str, heads))} (mean)"
@@ -303,10 +319,12 @@ def received_by_model(
         raise OptionError(
             f"heads={heads} for {len(results)} models: give one head per model, or one for all"
         )
+
     for result in results:
         check_layer(layer, result[NAME])
         for name in conditions:
             check_condition(result, name)
+
     null_kind = _null_kind(results, conditions, null)
 
     panels = []
@@ -315,6 +333,7 @@ def received_by_model(
             panels += _chosen_panels(result, [layer], 1, conditions[0], "difference")
         else:
             panels += _listed_panels(result, [layer], [head])
+
     lines = [
         _Line("received", name, name, colour)
         for name, colour in zip(conditions, (WITH, THIRD), strict=False)
@@ -344,6 +363,7 @@ def received_by_model(
             change = change_words(panel.result, name, layer, [panel.head], panel.prompts, null_kind)
             if change:
                 sentences.append(f"{place}, “{name}”: {change}.")
+
     return says(figure, *sentences)
 
 
@@ -362,11 +382,13 @@ def _by_position(
         for row, lines in enumerate(rows, 1):
             means_of_lines = _lines_of_panel(figure, panel, lines, null_kind, column, row)
             _cut_first_token(figure, means_of_lines, lines, column, row)
+
     for row, lines in enumerate(rows, 1):
         words = "original token position"
         if lines[0].quantity == "received":
             words = "position in the sequence"
         figure.update_xaxes(title_text=words, row=row)
+
     figure.update_yaxes(title_text="attention received<br>(probability)", col=1)
     return figure.update_layout(hovermode="x unified")
 
@@ -385,7 +407,21 @@ def _lines_of_panel(
     for line in lines:
         cell = {"condition": line.condition, "layer": panel.layer, "head": panel.head}
         means = at_positions(panel.result[NAME], line.quantity, cell, panel.prompts)
-        draw.line_and_band(figure, means, line.label, line.colour, column=column, row=row)
+        interval = draw.within(Interval(means.mean, means.low, means.high), "probability")
+        draw.line_and_band(
+            figure,
+            means.at,
+            interval,
+            line.label,
+            line.colour,
+            column=column,
+            row=row,
+            mode="lines",
+            line=dict(color=line.colour, width=1.6),
+            customdata=np.stack([means.n, interval.low, interval.high], -1),
+            meta=["n", "low", "high"],
+            hovertemplate="%{y:.4f} (n = %{customdata[0]})",
+        )
         means_of_lines.append(means)
         null_values = _null_values(panel, line, null_kind)
         if null_values is not None:
@@ -395,6 +431,7 @@ def _lines_of_panel(
     if null_kind == "uniform" and len(nulls) > 1 and _are_same(nulls):
         # One line would hide the others.
         nulls = [nulls[0]._replace(label="uniform attention", colour=WITHOUT)]
+
     for null in nulls:
         draw.dotted(
             figure,
@@ -407,6 +444,7 @@ def _lines_of_panel(
             legendgroup=null.label,
             hovertemplate="%{y:.4f}",
         )
+
     return means_of_lines
 
 
@@ -448,6 +486,7 @@ def _cut_first_token(
     for means in means_of_lines:
         upper = np.where(np.isfinite(means.high), means.high, means.mean)
         top = max(top, 1.08 * upper[means.at > 0].max(initial=0.0))
+
     if top <= 0:
         return
     figure.update_yaxes(range=[0, top], row=row, col=column)
@@ -456,6 +495,7 @@ def _cut_first_token(
         for value in means.mean[means.at == 0]:
             if value > top:
                 beyond.append(f"{value:.2g} {line.label}")
+
     if beyond:
         figure.add_annotation(
             x=0,

@@ -25,7 +25,7 @@ from mechattn.contrast.budget_table import (
 from mechattn.render import draw
 from mechattn.render.draw import WITH, WITHOUT
 from mechattn.render.figure_declaration import figure as declare
-from mechattn.render.words import count_words, model_caption, says
+from mechattn.render.words import count_words, model_caption, number_words, says
 from mechattn.results.result import Result
 from mechattn.stats.intervals import Interval
 
@@ -115,6 +115,7 @@ def attention_budget(result: Result, conditions: Sequence[str] | None = None) ->
         first_axis = figure.get_subplot(2, 2).yaxis.plotly_name.replace("axis", "")
         for column in range(3, len(shown) + 2):
             figure.update_yaxes(matches=first_axis, row=2, col=column)
+
     note = f"mean over heads and {count_words(result)}; error bars: 95 % intervals over prompts"
     one_cause = str(dataset.attrs.get("one_cause", ""))
     if one_cause:
@@ -167,8 +168,9 @@ def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> 
     # Conditions differ by symbol: above and beside, a colour says who receives, or why.
     symbols = cycle(("circle", "diamond-open", "square", "triangle-up-open"))
     apart = 0.22
+    middle = (len(tables) - 1) / 2
     for number, ((condition, table), symbol) in enumerate(zip(tables.items(), symbols)):
-        places = np.arange(len(table)) + apart * (number - (len(tables) - 1) / 2)
+        places = np.arange(len(table)) + apart * (number - middle)
         draw.points(
             figure,
             places,
@@ -183,6 +185,7 @@ def _changes_by_payer(figure: go.Figure, tables: Mapping[str, pd.DataFrame]) -> 
             meta=["payer"],
             hovertemplate="%{customdata}: %{y:.2f}<extra></extra>",
         )
+
     names = [PAYER_WORDS[payer].replace(" ", "<br>") for payer in table.payer]
     ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names}
     figure.update_xaxes(tickfont_size=10, row=2, col=1, **ticks)
@@ -205,6 +208,7 @@ def _causes(figure: go.Figure, result: Result, condition: str, column: int) -> N
             hovertemplate=f"layer %{{x}}, {cause}: {HOVER}",
             **draw.at(column, 2),
         )
+
     draw.points(
         figure,
         layers,
@@ -247,6 +251,7 @@ def budget_rows(
             ]
             row += [_points(payer, cause) if cause in payer else "–" for cause in causes]
             rows.append(row)
+
     return columns, rows
 
 
@@ -293,6 +298,7 @@ def budget_sentences(result: Result, condition: str) -> list[str]:
     if causes:
         total = _points(question, "change")
         sentences.append(SENTENCES["causes"].format(question=total, causes=", ".join(causes)))
+
     return sentences
 
 
@@ -311,6 +317,7 @@ def own_attention_words(result: Result, condition: str) -> str:
         amount = "more to itself than"
     elif change.change_high < 0:
         amount = "less to itself than"
+
     return (
         f"{amount} without insertion: {_points(change, 'change')} of 100 points over all layers, "
         f"and {_points(of_layer, 'change')} in layer {layer}, the largest change of {len(layers)} layers"
@@ -318,12 +325,6 @@ def own_attention_words(result: Result, condition: str) -> str:
 
 
 def _points(row: pd.Series, name: str, signed: bool = True) -> str:
-    """A number of points with its interval."""
-    form = "{:+.1f}" if signed else "{:.1f}"
-    estimate, low, high = (
-        form.format(row[column] + 0.0).replace("-", "−")
-        for column in (name, f"{name}_low", f"{name}_high")
-    )
-    if np.isnan(row[f"{name}_low"]):  # fewer than three prompts
-        return estimate
-    return f"{estimate} [{low}, {high}]"
+    """A number of points with its interval, which fewer than three prompts lack."""
+    interval = Interval(row[name], row[f"{name}_low"], row[f"{name}_high"])
+    return number_words(interval, "+.1f" if signed else ".1f")

@@ -26,11 +26,13 @@ from mechattn.render.words import (
     beside_null,
     count_words,
     heads_words,
+    in_digits,
     model_caption,
     numbered,
     percent,
     quantity_words,
     says,
+    with_ends,
 )
 from mechattn.results.result import Result
 from mechattn.stats.paired import ROUNDING
@@ -85,6 +87,7 @@ def change_map(
         "low": f"{column}_low",
         "high": f"{column}_high",
     }
+
     hover = f"{number_name} %{{z:.3f}} [%{{customdata[2]:.3f}}, %{{customdata[3]:.3f}}]"
     hover += "<br>change %{customdata[0]:.3f}<br>q = %{customdata[1]:.2g}"
     quantity_name = quantity_words(quantity, segment)
@@ -114,12 +117,14 @@ def _map_small_print(
         against = f"against {against}"
     elif table.null.notna().any():
         against += " predicts no difference"
+
     phrases = [
         f"“{condition}”{versus}",
         f"{_significant(table, column)} at q < 0.05",
         f"n = {count}",
         against,
     ]
+
     if about["smallest_q"] >= 0.05:
         phrases.append(f"too few prompts for any head to reach it (q ≥ {about['smallest_q']:.2g})")
     if about["left_out"]:
@@ -129,7 +134,8 @@ def _map_small_print(
 
 def _significant(table: pd.DataFrame, column: str) -> str:
     """How many heads have q < 0.05."""
-    return f"{int((table[f'q_{column}'] < 0.05).sum())} of {len(table)} heads"
+    is_significant = table[f"q_{column}"] < 0.05
+    return f"{int(is_significant.sum())} of {len(table)} heads"
 
 
 def _map_words(table: pd.DataFrame, column: str, null_name: str, versus: str) -> str:
@@ -140,24 +146,28 @@ def _map_words(table: pd.DataFrame, column: str, null_name: str, versus: str) ->
     is_ratio = table.scale.iloc[0] == "log-ratio"
     if is_ratio:
         names = ["change", "change_low", "change_high", "change_null"]
-        change, low, high, null_change = map(percent, furthest[names])
+        numbers = [percent(number) for number in furthest[names]]
     else:
         names = ["difference", "difference_low", "difference_high", "null"]
-        numbers = [f"{number:+.3f}".replace("-", "−") for number in furthest[names]]
-        change, low, high, null_change = numbers
-    head = f"{head_name(furthest.layer, furthest['head'])}: {change} [{low}, {high}]"
+        numbers = [in_digits(number, "+.3f") for number in furthest[names]]
+
+    *interval, null_change = numbers
+    name = head_name(furthest.layer, furthest["head"])
+    head = f"{name}: {with_ends(*interval)}"
     picked = ""
     if len(table) > 1:
         picked = (
             f"; it was selected as the largest of {len(table)}, so its interval is too optimistic "
             '(select="half" avoids this)'
         )
+
     count = _significant(table, column)
     if column == "difference":
         null = "" if versus else f"; {table.attrs['null']}"
         return (
             f"{count} changed{versus} at q < 0.05{null}. The largest change is in {head}{picked}."
         )
+
     times = f" ({np.exp(furthest.beyond):.2f} × {null_name})" if is_ratio else ""
     return (
         f"{count} differ from {null_name} at q < 0.05. The largest difference is in {head}, "
@@ -201,8 +211,7 @@ def changes(
             inserts another number of tokens than ``to``.
     """
     names = list(conditions or [name for name in result.conditions[1:] if name != to])
-    if not names:
-        names = [result.condition()]
+    names = names or [result.condition()]
     lines = _swept(names, over) if over else {"": {name: name for name in names}}
     if null is None:
         drawn = [name for line in lines.values() for name in line.values()]
@@ -212,45 +221,38 @@ def changes(
     mode = "lines+markers" if over else "markers"
     sentences = []
     for (line_words, line), colour in zip(lines.items(), cycle((WITH, *OTHERS))):
-        ends = []
-        nulls = []
-        phrases = []
-        for condition in line.values():
-            contrast = Contrast(result, condition, to, quantity, segment, null=null)
-            change, null_change = contrast.overall(layer)
-            ends.append(change)
-            if null_change is not None:
-                nulls.append(null_change.estimate)
-            phrases.append(f"{condition}: {beside_null(change, null_change, contrast.null_used)}")
+        contrasts = [
+            Contrast(result, name, to, quantity, segment, null=null) for name in line.values()
+        ]
+        ends, nulls, phrases = _overall(contrasts, layer)
         if over:  # of a sweep the last
             phrases = phrases[-1:]
         sentences.append(f"{'; '.join(phrases)}.")
-        has_null = len(nulls) == len(ends)
 
         x: list[Any] = list(line)
         if over and all(value.lstrip("-").isdigit() for value in line):
             x = [int(value) for value in line]
             if to == BASELINE:  # nothing inserted, so nothing changed
                 x = [0, *x]
-                ends = [(0.0, 0.0, 0.0), *ends]
+                ends = np.column_stack([np.zeros(3), ends])
                 nulls = [0.0, *nulls]
         draw.points(
             figure,
             x,
-            100 * np.array(ends, dtype=np.float64).T,
+            ends,
             line_words or (quantity if over else "measured"),
             colour,
             mode=mode,
             hovertemplate="%{x}: %{y:.1f} %<extra></extra>",
         )
-        if has_null:
-            null_name = NULL_NAMES[contrast.null_used]
+        if len(nulls) == len(x):
+            null_name = NULL_NAMES[contrasts[0].null_used]
             if line_words and len(lines) > 1:
                 null_name += f", {line_words}"
             draw.dotted(
                 figure,
                 x,
-                100 * np.array(nulls, dtype=np.float64),
+                nulls,
                 null_name,
                 colour,
                 mode=mode,
@@ -269,25 +271,50 @@ def changes(
     if over:
         heading += f", by {over}"
     draw.rule(figure, y=0)
-    draw.title(figure, heading, f"{heads}; n = {count_words(result)}; {bars}", 440)
+    note = f"{heads}; n = {count_words(result)}; {bars}"
+    draw.title(figure, heading, note, 440)
     figure.update_yaxes(title_text=f"change of {quantity_name} (%)", nticks=8)
     figure.update_xaxes(title_text="inserted tokens" if over == "count" else over or None)
     return says(figure, *sentences)
+
+
+def _overall(
+    contrasts: Sequence[Contrast], layer: int | None
+) -> tuple[np.ndarray, list[float], list[str]]:
+    """The changes with their intervals [estimate and ends, contrast] in percent, those under the
+    null where it is known, and each in words."""
+    changes = []
+    nulls = []
+    phrases = []
+    for contrast in contrasts:
+        change, null_change = contrast.overall(layer)
+        changes.append(change)
+        if null_change is not None:
+            nulls.append(100 * float(null_change.estimate))
+        words = beside_null(change, null_change, contrast.null_used)
+        phrases.append(f"{contrast.condition}: {words}")
+    return 100 * np.array(changes, dtype=np.float64).T, nulls, phrases
 
 
 def _swept(names: Sequence[str], option: str) -> dict[str, dict[str, str]]:
     """The conditions of a sweep by the value of the option, for each combination of the others."""
     lines: dict[str, dict[str, str]] = {}
     for name in names:
-        options = name.split(", ")
-        swept = [text for text in options if text.startswith(f"{option}=")]
-        if swept:
-            rest = ", ".join(text for text in options if text not in swept)
-            lines.setdefault(rest, {})[swept[0].removeprefix(f"{option}=")] = name
+        rest = []
+        value = None
+        for part in name.split(", "):
+            if part.startswith(f"{option}="):
+                value = part.removeprefix(f"{option}=")
+            else:
+                rest.append(part)
+        if value is not None:
+            lines.setdefault(", ".join(rest), {})[value] = name
+
     if not lines:
         raise OptionError(
             f"no condition of this result is named {option}=…; run it with conditions=ma.sweep(…)"
         )
+
     return lines
 
 
@@ -327,21 +354,7 @@ def verdicts(
 
     figure = draw.panels()
     rows = np.arange(len(verdict_list))
-    bar = dict(color=faint(WITH, 0.35), width=14)
-    for row, value in enumerate(change[:, 0]):
-        figure.add_scatter(
-            x=[0, value], y=[row, row], mode="lines", line=bar, showlegend=False, hoverinfo="skip"
-        )
-    draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True)
-    figure.add_scatter(
-        x=null_change[:, 0],
-        y=rows,
-        name=NULLS[null],
-        mode="markers",
-        marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3),
-        hovertemplate=f"{NULLS[null]}: %{{x:.1f}} %<extra></extra>",
-    )
-    draw.rule(figure, x=0)
+    _verdict_marks(figure, rows, change, null_change[:, 0], NULLS[null])
     low = min(0, change.min(), null_change.min())
     high = max(0, change.max(), null_change.max())
     # Numbers stand above or below what they say, clear of the rule at 0.
@@ -354,7 +367,8 @@ def verdicts(
         heading += f" with “{names[0]}”"
     counts = " or ".join(dict.fromkeys(count_words(result) for result in results))
     note = f"mean over all layers and heads; {counts}"
-    draw.title(figure, heading, note, 200 + 64 * len(verdict_list), top=120)
+    height = 200 + 64 * len(verdict_list)
+    draw.title(figure, heading, note, height, top=120)
     # Room for the words at the outermost points.
     left = (0.22 if low else 0.06) * (high - low)
     right = (0.22 if high else 0.06) * (high - low)
@@ -368,7 +382,33 @@ def verdicts(
     for words, verdict in zip(row_words, verdict_list, strict=True):
         changed = beside_null(verdict.change, verdict.null, verdict.null_kind)
         sentences.append(f"{words}: {changed}. {heads_words(verdict)}.")
+
     return says(figure, *sentences)
+
+
+def _verdict_marks(
+    figure: go.Figure, rows: np.ndarray, change: np.ndarray, null: np.ndarray, null_name: str
+) -> None:
+    """A bar from 0 to each change, its point with the interval, and a mark at the null."""
+    figure.add_bar(
+        x=change[:, 0],
+        y=rows,
+        orientation="h",
+        width=0.22,
+        marker_color=faint(WITH, 0.35),
+        showlegend=False,
+        hoverinfo="skip",
+    )
+    draw.points(figure, rows, change.T, "measured, with 95 % interval", WITH, sideways=True)
+    figure.add_scatter(
+        x=null,
+        y=rows,
+        name=null_name,
+        mode="markers",
+        marker=dict(symbol="line-ns-open", size=13, color=WITHOUT, line_width=3),
+        hovertemplate=f"{null_name}: %{{x:.1f}} %<extra></extra>",
+    )
+    draw.rule(figure, x=0)
 
 
 def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift: float) -> None:
@@ -390,22 +430,23 @@ def _number_notes(figure: go.Figure, values: np.ndarray, near_zero: float, shift
 def _inserted(result: Result, condition: str) -> str:
     """How many tokens a condition inserts, in words; the range over prompts."""
     is_inserted = result["sequences"].origin.sel(condition=condition) == -1
-    counts = is_inserted.sum("pos").values
-    low = int(counts.min())
-    high = int(counts.max())
-    if low == high:
-        return f"{low} tokens inserted"
-    return f"{low} to {high} tokens inserted"
+    counts = sorted(set(is_inserted.sum("pos").values.tolist()))
+    if len(counts) == 1:
+        return f"{counts[0]} tokens inserted"
+    return f"{counts[0]} to {counts[-1]} tokens inserted"
 
 
 def _rows(results: Sequence[Result], conditions: Sequence[str]) -> list[str]:
     """What each row is: its model, its condition where they differ, and a number where that is not
     enough.
     """
-    words = [model_caption(result) for result in results]
-    if len(set(conditions)) > 1:
-        words = [f"{model}, {name}" for model, name in zip(words, conditions, strict=True)]
     counts = [_inserted(result, name) for result, name in zip(results, conditions, strict=True)]
-    if len(set(counts)) > 1:  # what takes more tokens takes more attention
-        words = [f"{row}, {count}" for row, count in zip(words, counts, strict=True)]
-    return numbered(words)
+    rows = []
+    for result, condition, count in zip(results, conditions, counts, strict=True):
+        words = [model_caption(result)]
+        if len(set(conditions)) > 1:
+            words.append(condition)
+        if len(set(counts)) > 1:  # what takes more tokens takes more attention
+            words.append(count)
+        rows.append(", ".join(words))
+    return numbered(rows)

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from mechattn.axes import BASELINE
-from mechattn.contrast.means import Positions
+from mechattn.stats.intervals import Interval
 
 # Okabe and Ito (2008), "Color universal design"; contrast of at least 3 to 1 on white and on a dark
 # background.
@@ -49,7 +49,7 @@ LAYOUT["margin"] = MARGIN
 
 def faint(colour: str, alpha: float = 0.2) -> str:
     """The colour of a band around a line of this colour."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
     return f"rgba({red}, {green}, {blue}, {alpha})"
 
 
@@ -68,11 +68,13 @@ def positive(values: np.ndarray) -> np.ndarray:
     return np.where(values > 0, values, np.nan)
 
 
-def within(ends: np.ndarray, units: str) -> np.ndarray:
-    """The ends of intervals, none outside 0 and 1 where these are the bounds of the units."""
-    if units in ("probability", "share"):
-        return np.clip(ends, 0, 1)
-    return ends
+def within(interval: Interval, units: str) -> Interval:
+    """The interval, which does not go beyond 0 and 1 where these are the bounds of the units."""
+    if units not in ("probability", "share"):
+        return interval
+    low = np.clip(interval.low, 0, 1)
+    high = np.clip(interval.high, 0, 1)
+    return interval._replace(low=low, high=high)
 
 
 def steps(count: int) -> dict[str, Any]:
@@ -83,22 +85,30 @@ def steps(count: int) -> dict[str, Any]:
 
 
 def reach(figure: go.Figure, axis: str, null: float, decades: bool = False) -> dict[str, Any]:
-    """An axis from the first to the last bin that any layer fills, and to the null; of decades in
-    steps of three.
+    """The range of an axis: from the first to the last bin that any layer fills, and to the null.
+
+    Args:
+        figure: Maps of the layers, which have their bins in common.
+        axis: "x" or "y".
+        null: The value under the null, which is on the axis too.
+        decades: Whether the bins are logarithms; the axis then has words for them.
     """
-    filled = []
+    ends = [null]
     for trace in figure.data:
         is_filled = np.isfinite(trace.z).any(0 if axis == "x" else 1)
-        filled.append(trace[axis][is_filled])
-    step = np.diff(figure.data[0][axis]).min()
-    ends = np.array([null, *np.concatenate(filled)])
-    low = ends.min() - step
-    high = ends.max() + step
-    if not decades:
-        return dict(range=[low, high])
-    exponents = [half_decade / 2 for half_decade in range(-8, 5)]
-    words = [f"{10.0**exponent:.1g}" for exponent in exponents]
-    return dict(range=[low, high], tickvals=exponents, ticktext=words)
+        ends += trace[axis][is_filled].tolist()
+
+    bins = figure.data[0][axis]
+    step = bins[1] - bins[0]
+    low = min(ends) - step
+    high = max(ends) + step
+    options: dict[str, Any] = {"range": [low, high]}
+    if decades:
+        exponents = np.arange(-4, 2.5, 0.5)
+        options["tickvals"] = exponents
+        options["ticktext"] = [f"{10**exponent:.1g}" for exponent in exponents]
+
+    return options
 
 
 def panels(titles: Sequence[str] | None = None, rows: int = 1, **options: Any) -> go.Figure:
@@ -127,7 +137,19 @@ def points(
     sideways: bool = False,
     **style: Any,
 ) -> None:
-    """Points, or a line through them, with their intervals (estimate, low, high) as bars."""
+    """Points, or a line through them, with their intervals as bars.
+
+    Args:
+        figure: The figure that gets them.
+        x: Where they stand.
+        estimates: The numbers, and the low and the high ends of their intervals.
+        name: In the legend.
+        colour: Of points and bars.
+        column: The panel, from 1; None for a figure of one.
+        row: The panel's row, from 1.
+        sideways: Whether the numbers are on the horizontal axis, and ``x`` on the other.
+        style: As for plotly's scatter.
+    """
     middle, low, high = (np.asarray(end, dtype=np.float64) for end in estimates)
     bars = dict(
         type="data",
@@ -138,6 +160,7 @@ def points(
         thickness=1.5,
         width=5,  # wider than the point, which would hide a short one
     )
+
     axes = dict(x=x, y=middle, error_y=bars)
     if sideways:
         axes = dict(x=middle, y=x, error_x=bars)
@@ -156,8 +179,16 @@ def side_by_side(
     apart: float = 0.14,
     **style: Any,
 ) -> None:
-    """Points with intervals for each word, several series beside each other; all panels have one
-    legend.
+    """Points with intervals for each word, several series beside each other.
+
+    Args:
+        figure: The figure that gets them.
+        words: What stands below the axis, such as conditions.
+        series: Names with (estimates, low, high), a number for each word.
+        colours: Of the series, in order.
+        column: The panel, from 1; None for a figure of one.
+        apart: The distance of the series; 1 is that of the words.
+        style: As for plotly's scatter.
     """
     series = list(series)
     middle = (len(series) - 1) / 2
@@ -174,37 +205,40 @@ def side_by_side(
             legendgroup=name,
             **style,
         )
-    figure.update_xaxes(tickvals=list(range(len(words))), ticktext=list(words), **at(column))
+
+    figure.update_xaxes(tickvals=places, ticktext=list(words), **at(column))
 
 
 def line_and_band(
     figure: go.Figure,
-    means: Positions,
-    name: str,
+    x: np.ndarray,
+    interval: Interval,
+    name: str | None,
     colour: str,
     *,
     column: int,
     row: int = 1,
+    **style: Any,
 ) -> None:
-    """The mean over prompts of a probability at each position, and its band."""
-    low = within(means.low, "probability")
-    high = within(means.high, "probability")
+    """A line, and a band where it has an interval.
+
+    Args:
+        figure: The figure that gets them.
+        x: The places of the line.
+        interval: Its values, and the ends of the band; NaN where there is none.
+        name: In the legend, which has both as one entry.
+        colour: Of the line; the band is a faint one.
+        column: The panel, from 1.
+        row: The panel's row, from 1.
+        style: Of the line, as for plotly's scatter.
+    """
+    estimate, low, high = interval
     has_band = np.isfinite(low)
     if has_band.any():
-        ends = (means.at[has_band], low[has_band], high[has_band])
-        ribbon(figure, *ends, colour, column=column, row=row, legendgroup=name)
-    figure.add_scatter(
-        x=means.at,
-        y=means.mean,
-        name=name,
-        legendgroup=name,
-        mode="lines",
-        line=dict(color=colour, width=1.6),
-        customdata=np.stack([means.n, low, high], -1),
-        meta=["n", "low", "high"],
-        hovertemplate="%{y:.4f} (n = %{customdata[0]})",
-        **at(column, row),
-    )
+        band = (x[has_band], low[has_band], high[has_band])
+        ribbon(figure, *band, colour, column=column, row=row, legendgroup=name)
+
+    figure.add_scatter(x=x, y=estimate, name=name, legendgroup=name, **at(column, row), **style)
 
 
 def ribbon(
@@ -281,40 +315,46 @@ def head_map(
     """Heads by layer in orange and blue: a dot where q < 0.05 and the number is not tiny, faded where
     q is larger.
 
-    The first of the columns, which are given by their labels, is the colour; the others are there
-    on hover.
+    Args:
+        table: A row a cell, with ``layer`` and ``across``.
+        columns: Columns of the table by their labels. The first is the colour, the others are
+            there on hover; "q" has the q-values.
+        name: Of the map, for a table of the figure.
+        unit: Beside the bar of colours.
+        hover: What is said of a cell, as a template of plotly's.
+        across: What is on the horizontal axis.
     """
-    maps = {
-        label: table.pivot(index="layer", columns=across, values=column)
-        for label, column in columns.items()
-    }
+    first_label, *hover_labels = columns
+    cells = table.set_index(["layer", across]).to_xarray()
     if across != "head":  # in the table's order
-        names = list(dict.fromkeys(table[across]))
-        maps = {label: cells[names] for label, cells in maps.items()}
-    coloured_label, *hover_labels = maps
-    coloured = maps[coloured_label]
-    largest = float(np.nanmax(abs(coloured.values))) or 1.0
+        cells = cells.sel({across: table[across].unique()})
+
+    x = cells[across].values
+    y = cells.layer.values
+    coloured = cells[columns[first_label]].values
+    q = cells[columns["q"]].values
+    largest = float(np.nanmax(abs(coloured))) or 1.0
     bar_title = "<br>".join(wrap(unit, 24, break_on_hyphens=False))
     figure = panels()
     figure.add_heatmap(
-        z=coloured.values,
-        x=coloured.columns,
-        y=coloured.index,
+        z=coloured,
+        x=x,
+        y=y,
         zmin=-largest,
         zmax=largest,
         colorscale=DIVERGING,
         name=name,
         meta=hover_labels,
-        customdata=np.dstack([maps[label].values for label in hover_labels]),
+        customdata=np.dstack([cells[columns[label]].values for label in hover_labels]),
         hovertemplate=f"layer %{{y}} {across} %{{x}}<br>{hover}<extra></extra>",
         colorbar=dict(title=dict(text=bar_title, side="right")),
     )
-    q = maps["q"].values
-    is_marked = (q < 0.05) & (abs(coloured.values) >= LEAST_MARKED * largest)
-    row_indices, column_indices = np.nonzero(is_marked)
+
+    is_marked = (q < 0.05) & (abs(coloured) >= LEAST_MARKED * largest)
+    rows, row_columns = np.nonzero(is_marked)
     figure.add_scatter(
-        x=coloured.columns.values[column_indices],
-        y=coloured.index.values[row_indices],
+        x=x[row_columns],
+        y=y[rows],
         mode="markers",
         hoverinfo="skip",
         name=f"q < 0.05, and at least {100 * LEAST_MARKED:.0f} % of the largest",
@@ -322,8 +362,8 @@ def head_map(
         showlegend=True,
     )
     figure.add_heatmap(
-        x=coloured.columns,
-        y=coloured.index,
+        x=x,
+        y=y,
         z=np.where(q >= 0.05, 0.0, np.nan),
         name="faded",
         colorscale=[[0, FADED], [1, FADED]],
@@ -338,37 +378,48 @@ def head_map(
         marker=dict(symbol="square", size=9, color=FADED, line=dict(color=GREY, width=1)),
         showlegend=True,
     )
-    ticks = steps(len(coloured.columns)) if across == "head" else {}
+
+    ticks = steps(len(x)) if across == "head" else {}
     figure.update_xaxes(title_text=across, **ticks)
-    figure.update_yaxes(title_text="layer", autorange="reversed", **steps(len(coloured)))
+    figure.update_yaxes(title_text="layer", autorange="reversed", **steps(len(y)))
     return figure
 
 
 def title(figure: go.Figure, heading: str, note: str, height: int, top: int | None = None) -> None:
-    """The title with its small print; with ``top``, the legend has a row of its own under it, at
-    any width.
+    """Set the title with its small print, in lines that fit, and the height.
+
+    Args:
+        figure: The figure.
+        heading: What it shows, and of which model.
+        note: The small print.
+        height: In pixels, for a heading and a note of one line each.
+        top: The room above the panels, in pixels; the legend then has a row of its own under the
+            title, at any width.
     """
     heading_lines = wrap(heading, _HEADING)
     note_lines = wrap(note, _SMALL_PRINT)
     further_lines = 17 * (len(note_lines) - 1) + _HEADING_LINE * (len(heading_lines) - 1)  # pixels
     height += further_lines
-    layout: dict[str, Any] = LAYOUT | {
-        "height": height,
-        "margin": MARGIN | {"t": MARGIN["t"] + further_lines},
-    }
-    if top is not None:
-        layout["title"] = dict(x=0.03, y=1 - 20 / height, yanchor="top")
-        layout["margin"] = dict(l=80, r=20, t=top + further_lines, b=60)
-        layout["legend"] = dict(
-            orientation="h",
-            x=0.03,
-            xref="container",
-            y=1 - (66 + further_lines) / height,
-            yref="container",
-            yanchor="top",
-        )
-    text = f"{'<br>'.join(heading_lines)}<br><sup>{'<br>'.join(note_lines)}</sup>"
-    figure.update_layout(**layout, title_text=text)
+    figure.update_layout(
+        LAYOUT,
+        title_text=f"{'<br>'.join(heading_lines)}<br><sup>{'<br>'.join(note_lines)}</sup>",
+        height=height,
+        margin_t=(top or MARGIN["t"]) + further_lines,
+    )
+
+    if top is None:
+        return
+    legend = dict(
+        orientation="h",
+        x=0.03,
+        xref="container",
+        y=1 - (66 + further_lines) / height,
+        yref="container",
+        yanchor="top",
+    )
+
+    place = dict(x=0.03, y=1 - 20 / height, yanchor="top")
+    figure.update_layout(title=place, legend=legend, margin_l=80)
 
 
 def take_heading(figure: go.Figure) -> str:
@@ -389,13 +440,14 @@ def by_layer_slider(figure: go.Figure, titles: Mapping[int, str], height: int) -
     """A slider that shows one trace, and its title, for each layer."""
     slider_steps = []
     for number, (layer, layer_title) in enumerate(titles.items()):
-        figure.data[number].visible = number == 0
-        visible = [trace == number for trace in range(len(titles))]
-        args = [{"visible": visible}, {"title.text": layer_title}]
+        is_visible = [trace == number for trace in range(len(titles))]
+        args = [{"visible": is_visible}, {"title.text": layer_title}]
         slider_steps.append(dict(method="update", label=str(layer), args=args))
+    for number, trace in enumerate(figure.data):
+        trace.visible = number == 0
     slider = dict(steps=slider_steps, currentvalue=dict(prefix="layer "), pad=dict(t=50))
     first_title = next(iter(titles.values()))
-    figure.update_layout(**LAYOUT, height=height, title_text=first_title, sliders=[slider])
+    figure.update_layout(LAYOUT, height=height, title_text=first_title, sliders=[slider])
 
 
 def map_height(table: pd.DataFrame) -> int:

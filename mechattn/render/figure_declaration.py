@@ -51,30 +51,22 @@ class Declared:
         """Whether it draws results, and not an evaluation or patching."""
         return next(iter(inspect.signature(self.draw).parameters)) in ("result", "results")
 
-    def shown(
-        self, result: Result, options: Mapping[str, Any]
-    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def shown(self, result: Result, layer: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The datasets and options with which a report shows it; none if the result lacks what it
         needs.
         """
-        if self.compares and result.shown_condition() == BASELINE:
+        condition = result.shown_condition()
+        if self.compares and condition == BASELINE:
             return
-        defaults = self.takes
-        values = {
-            "condition": result.shown_condition(),
-            "conditions": result.conditions[1:],
-            **options,
-        }
+        values = {"condition": condition, "conditions": result.conditions[1:], "layer": layer}
         selected = {}
-        for name, value in values.items():
-            if name not in defaults:
-                continue
+        for name, default in self.takes.items():
             # A figure whose condition or layer is None by default chooses for each result.
-            default = defaults[name]
-            if default is inspect.Parameter.empty or default in (0, BASELINE):
-                selected[name] = value
+            if name in values and default in (inspect.Parameter.empty, 0, BASELINE):
+                selected[name] = values[name]
+
         for extra in self.report:
-            dataset = self.dataset(result, {**defaults, **extra})
+            dataset = self.dataset(result, {**self.takes, **extra})
             if dataset is not None:
                 yield dataset, selected | dict(extra)
 
@@ -165,21 +157,18 @@ def several(results: Sequence[Result] | Result) -> list[Result]:
 
 
 def listed_or_chosen(
-    heads: Sequence[int | str] | None, top: int | None
+    heads: Sequence[int | str] | int | str | None, top: int | None
 ) -> tuple[list[int | str], int | None]:
     """The named heads, or the number of heads to choose."""
     if (heads is None) == (top is None):
         raise OptionError(
             f"heads={heads!r}, top={top!r}: give one of the two, such as heads=[0, 3] or top=3"
         )
-    if top is not None:
+
+    if heads is None:
         check_counts(top=top)
         return [], top
-    if not isinstance(heads, (list, tuple, range, np.ndarray)):
-        raise OptionError(
-            f"heads={heads!r}: give a list, such as [0, 3], or top=… for a number of heads"
-        )
-    return list(heads), None
+    return [heads] if isinstance(heads, (int, str)) else list(heads), None
 
 
 def check_heads(heads: Sequence[int | str], count: int, layer: int | None = None) -> list[int]:
@@ -204,8 +193,7 @@ def check_heads(heads: Sequence[int | str], count: int, layer: int | None = None
         if not 0 <= number < count:
             raise OptionError(f"head {number} is out of range: heads are 0 to {count - 1}")
         numbers.append(int(number))
+
     if not numbers:
         raise OptionError("heads=[] is empty; give at least one head")
-    if len(set(numbers)) < len(numbers):
-        raise OptionError(f"heads={list(heads)} names a head twice")
     return numbers

@@ -31,6 +31,7 @@ def figure_table(figure: go.Figure) -> pd.DataFrame:
         raise OptionError(
             "this figure draws no series of numbers; circuit.table() has the edges of a circuit"
         )
+
     table = pd.concat(tables, ignore_index=True).reindex(columns=TABLE_COLUMNS)
     table = table.dropna(axis=1, how="all")
     return table.map(lambda cell: plain(cell) if isinstance(cell, str) else cell)
@@ -56,6 +57,7 @@ def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
         "x_is": x_axis.title.text,
         "y_is": y_axis.title.text,
     }
+
     if trace.type == "heatmap":
         x, y = np.meshgrid(x, y)
         columns |= {
@@ -74,11 +76,13 @@ def _trace_table(figure: go.Figure, trace: Any) -> pd.DataFrame:
         if bars is not None and bars.array is not None:
             columns["low"] = numbers - bars.arrayminus
             columns["high"] = numbers + bars.array
+
     if trace.meta:
         # The ends of a band, or a number that is drawn at the edge.
         customdata = np.asarray(trace.customdata).reshape(len(x), -1)
         hover_numbers = pd.DataFrame(customdata, columns=list(trace.meta))
         columns |= hover_numbers.filter(["x", "low", "high"]).to_dict("list")
+
     return pd.DataFrame(columns)
 
 

@@ -22,6 +22,7 @@ from mechattn.render.draw import WITH, WITHOUT
 from mechattn.render.figure_declaration import figure as declare
 from mechattn.render.words import count_words, model_caption, number_words, says
 from mechattn.results.result import Result
+from mechattn.stats.intervals import Interval
 
 CLAIM = "“when attention focuses on the first token, that head has no impact”"
 _HOVER = (
@@ -67,12 +68,14 @@ def focus_and_impact(
         shared_xaxes=True,
         shared_yaxes=True,
     )
+
     colour = WITHOUT if condition == BASELINE else WITH
     for column, (_, rows) in enumerate(groups, 1):
         _impact(figure, rows, colour, column)
         draw.rule(figure, y=1, column=column)
         draw.rule(figure, y=0, dash="dot", width=1.5, column=column)
         _share_of_queries(figure, rows, column)
+
     figure.update_yaxes(title_text="update / mean<br>of the layer", row=1, col=1)
     figure.update_yaxes(title_text="% of<br>queries", row=2, col=1)
     figure.update_yaxes(rangemode="tozero")
@@ -91,7 +94,9 @@ def focus_and_impact(
 
 
 def _bin_words(rows: pd.DataFrame) -> list[str]:
-    return [f"{above:g}–{up_to:g}" for above, up_to in zip(rows.above, rows.up_to, strict=True)]
+    """The attention of each bin, such as "0.5–0.9"."""
+    ends = zip(rows.above, rows.up_to, strict=True)
+    return [f"{above:g}–{up_to:g}" for above, up_to in ends]
 
 
 def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> None:
@@ -100,22 +105,18 @@ def _impact(figure: go.Figure, rows: pd.DataFrame, colour: str, column: int) -> 
     place = np.flatnonzero(is_filled)
     rows = rows[is_filled]
     words = np.array(_bin_words(rows), dtype=object)
-    draw.ribbon(
+    draw.line_and_band(
         figure,
         place,
-        rows.quartile_low.to_numpy(),
-        rows.quartile_high.to_numpy(),
+        Interval(rows["median"], rows.quartile_low.to_numpy(), rows.quartile_high.to_numpy()),
+        None,
         colour,
         column=column,
-    )
-    figure.add_scatter(
-        x=place,
-        y=rows["median"],
         mode="lines",
         line=dict(color=colour, width=1.6),
         hoverinfo="skip",
-        **draw.at(column),
     )
+
     numbers = rows[["low", "high", "median", "quartile_low", "quartile_high"]]
     hover = np.column_stack([words, numbers.to_numpy(dtype=object)])
     draw.points(
@@ -167,6 +168,7 @@ def _measured_answer(result: Result, condition: str, segment: str) -> str:
             continue
         of_queries = f"{100 * share:.2g}\u00a0% of the queries"
         phrases.append(f"{number_words(impact)} where it holds {words} ({of_queries})")
+
     later = int(max(result["head_updates"].layer)) >= EARLY_LAYERS
     layers = f"layers from {EARLY_LAYERS} on" if later else "all layers"
     return (

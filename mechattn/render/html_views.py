@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xarray as xr
 
 from mechattn.axes import BASELINE, head_name, head_named
 from mechattn.contrast.quantities import check_condition, check_layer
-from mechattn.errors import OptionError, OutputError, check_choice
+from mechattn.errors import OptionError, OutputError
 from mechattn.markup import visible
 from mechattn.render.draw import FONT, WITH, WITHOUT, faint
 from mechattn.render.figure_declaration import check_heads
@@ -125,8 +126,9 @@ def received_text(
         raise OptionError(
             'the result has only means over prompts; run with keep="prompts" to see one prompt'
         )
+
     check_layer(layer, dataset)
-    check_choice(range(dataset.sizes["prompt"]), prompt=prompt)
+    _check_prompt(prompt, dataset)
     head_count = dataset.sizes["head"]
     heads = check_heads(range(head_count) if heads is None else heads, head_count, layer)
     received = received.isel(prompt=prompt, head=heads).sel(layer=layer).mean("head")
@@ -135,9 +137,12 @@ def received_text(
     values = {}
     for name in (BASELINE, condition):
         tokens[name] = prompt_tokens(result, name, prompt)
-        values[name] = received.sel(condition=name).values[: len(tokens[name])]
+        length = len(tokens[name])
+        values[name] = received.sel(condition=name).values[:length]
+
     numbers = np.concatenate(list(values.values()))
-    top = float(np.sort(numbers[np.isfinite(numbers)])[-2:].min())
+    known = np.sort(numbers[np.isfinite(numbers)])
+    top = float(known[-2:].min())
 
     head_words = "all heads"
     if len(heads) < head_count:
@@ -146,8 +151,10 @@ def received_text(
     body = ""
     lines = 0
     for name, texts in tokens.items():
-        body += _text(f"{start}: attention received, “{name}”", texts, values[name], top)
+        caption = f"{start}: attention received, “{name}”"
+        body += _text(caption, texts, values[name], top)
         lines += len(texts) // 12 + 1
+
     return View(body, 130 + 24 * lines, None)
 
 
@@ -168,6 +175,7 @@ def _text(caption: str, tokens: Sequence[str], values: np.ndarray, top: float) -
             f' style="background:{faint(WITH, round(strength, 2))};color:{ink};padding:2px'
             f' 1px;white-space:pre-wrap;unicode-bidi:isolate">{html.escape(visible(token))}</span>'
         )
+
     text = f'<p style="line-height:1.9;overflow-wrap:anywhere">{"".join(spans)}</p>'
     return f'<figure class="view"><figcaption>{html.escape(caption)}</figcaption>{text}</figure>'
 
@@ -179,12 +187,19 @@ def _map(
     dataset = result["attention_map"]
     check_layer(layer, dataset)
     check_condition(result, condition)
-    check_choice(range(dataset.sizes["prompt"]), prompt=prompt)
+    _check_prompt(prompt, dataset)
     heads = check_heads(heads, dataset.sizes["head"], layer)
     maps = dataset.pattern.sel(layer=layer, condition=condition).isel(prompt=prompt, head=heads)
     tokens = prompt_tokens(result, condition, prompt)
     length = len(tokens)
     return maps.values[:, :length, :length], tokens
+
+
+def _check_prompt(prompt: int, dataset: xr.Dataset) -> None:
+    """Refuse a prompt that the result does not have."""
+    count = dataset.sizes["prompt"]
+    if prompt not in range(count):
+        raise OptionError(f"prompt={prompt!r}: the result has prompts 0 to {count - 1}")
 
 
 def _heads_view(
@@ -200,6 +215,7 @@ def _heads_view(
     for head in heads:
         head_layer, number = head_named(head) or (layer, int(head))
         names.append(head_name(head_layer, number))
+
     properties = {
         "attention": np.round(maps.astype(np.float64), DIGITS).tolist(),
         "attentionHeadNames": names,
@@ -207,6 +223,7 @@ def _heads_view(
         **colours,
         "maskUpperTri": True,
     }
+
     data = in_script(json.dumps(properties, separators=(",", ":")))
     digest = hashlib.sha256(f"AttentionHeads {caption} {data}".encode()).hexdigest()
     name = f"view-{digest[:12]}"
@@ -269,7 +286,8 @@ class View:
     def _repr_html_(self) -> str:
         # Packed, so that a notebook with ten views takes 5 MB and not 15; the browser unpacks it,
         # without a request.
-        packed = base64.b64encode(gzip.compress(self.page().encode("utf-8"), mtime=0)).decode()
+        compressed = gzip.compress(self.page().encode("utf-8"), mtime=0)
+        packed = base64.b64encode(compressed).decode()
         source = html.escape(_UNPACKS.replace("PACKED", packed), quote=True)
         style = f"width:100%;height:{self.height}px;border:0"
         return f'<iframe srcdoc="{source}" style="{style}"></iframe>'

@@ -73,6 +73,7 @@ def heads_by_layer(
         _strips(figure, result, shown.variable.sel(condition=name), name, colour, column)
         draw.rule(figure, y=0, column=column)
         _null_line(figure, shown, name, colour, column)
+
     heading = f"{model_caption(result)}: {_words(quantity)}, every head"
     note = f"n = {count_words(result)}; a point per head, sorted within each layer"
     draw.title(figure, heading, shown.small_print(note), 460)
@@ -114,6 +115,7 @@ def by_layer(
         for name, colour in draw.of_conditions(names):
             _line(figure, result, of_panel.sel(condition=name), name, colour, column)
             _null_line(figure, shown, name, colour, column)
+
     heads = "mean over heads; " if "head" in variable.dims else ""
     note = f"{heads}n = {count_words(result)}; bands: 95 % intervals"
     heading = f"{model_caption(result)}: {_words(quantity)} by layer"
@@ -159,6 +161,7 @@ def scale_by_layer(
             line=faint_line,
             **draw.at(1),
         )
+
     uniform = _over_heads(result, dataset.scale_uniform).estimate
     for values, name, colour, column in (
         (dataset.scale, "λ, mean of the heads", WITH, 1),
@@ -168,6 +171,7 @@ def scale_by_layer(
         line = dict(color=colour, width=2)
         interval = _over_heads(result, values)
         draw.points(figure, layers, interval, name, colour, column, mode="lines+markers", line=line)
+
     draw.dotted(figure, layers, uniform, "λ, uniform attention", WITHOUT, column=1)
     figure.update_xaxes(title_text="layer", **draw.steps(len(layers)))
     figure.update_yaxes(rangemode="tozero")
@@ -183,7 +187,17 @@ def scale_by_layer(
 
 @dataclass(frozen=True)
 class _Shown:
-    """What a figure by layer shows: a quantity of some conditions, with its null."""
+    """What a figure by layer shows: a quantity of some conditions, with its null.
+
+    Args:
+        result: The result.
+        quantity: The quantity, as it was asked for.
+        segment: Of the queries or tokens, if the quantity has segments.
+        names: The conditions.
+        variable: The quantity [prompt, condition, layer, …].
+        null: The same under the null; None if there is none.
+        null_kind: Which null that is.
+    """
 
     result: Result
     quantity: str
@@ -257,17 +271,21 @@ def _with_axes(figure: go.Figure, shown: _Shown) -> go.Figure:
     variable = shown.variable
     units = variable.attrs["units"]
     figure.update_xaxes(title_text="layer", **draw.steps(variable.sizes["layer"]))
-    figure.update_yaxes(title_text=f"{_words(shown.quantity)}<br>({units})", col=1)
+    axis_words = f"{_words(shown.quantity)}<br>({units})"
+    figure.update_yaxes(title_text=axis_words, col=1)
     phrases = []
-    for name in shown.names:
-        phrase = f"{name} {mean_words(shown.result, variable.sel(condition=name))}"
-        null = shown.null_of(name)
+    for condition in shown.names:
+        mean = mean_words(shown.result, variable.sel(condition=condition))
+        phrase = f"{condition} {mean}"
+        null = shown.null_of(condition)
         if null is not None:
-            mean = mean_words(shown.result, null).partition(" ")[0]
-            phrase += f" ({NULL_NAMES[shown.null_kind]}: {mean})"
+            null_mean, *_ = mean_words(shown.result, null).split(" ")
+            phrase += f" ({NULL_NAMES[shown.null_kind]}: {null_mean})"
         phrases.append(phrase)
-    over = " and ".join(f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition"))
+
+    averaged = [f"{dim}s" for dim in variable.dims if dim not in ("prompt", "condition")]
     name = str(variable.name).removesuffix("_by_segment")
+    over = " and ".join(averaged)
     return says(figure, f"{name} ({units}), mean over {over}: {'; '.join(phrases)}.")
 
 
@@ -275,23 +293,20 @@ def _line(
     figure: go.Figure, result: Result, values: xr.DataArray, words: str, colour: str, column: int
 ) -> None:
     """A line over layers with its band."""
-    mean, low, high = _over_heads(result, values)
-    layers = values.layer.values
-    units = values.attrs["units"]
-    band = (draw.within(low, units), draw.within(high, units))
-    draw.ribbon(figure, layers, *band, colour, column=column, legendgroup=words)
+    interval = _over_heads(result, values)
     hover = "layer %{x}: %{y:.3f} [%{customdata[0]:.3f}, %{customdata[1]:.3f}]"
-    figure.add_scatter(
-        x=layers,
-        y=mean,
-        customdata=np.stack([low, high], -1),
-        name=words,
-        legendgroup=words,
+    draw.line_and_band(
+        figure,
+        values.layer.values,
+        draw.within(interval, values.attrs["units"]),
+        words,
+        colour,
+        column=column,
+        customdata=np.stack([interval.low, interval.high], -1),
         meta=["low", "high"],
         mode="lines+markers",
         line=dict(color=colour),
         hovertemplate=f"{hover}<extra>{words}</extra>",
-        **draw.at(column),
     )
 
 
@@ -315,6 +330,7 @@ def _strips(
             "mean": mean.ravel(),
         }
     )
+
     table = table.sort_values(["layer", "mean"], ascending=[True, False], kind="stable")
     beside = np.linspace(-0.3, 0.3, head_count) if head_count > 1 else np.zeros(1)
     hover = (

@@ -5,6 +5,7 @@ their controls.
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from mechattn.errors import OptionError
 from mechattn.render import draw
 from mechattn.render.draw import GREY, THIRD, WITH, WITHOUT
 from mechattn.render.figure_declaration import figure as declare
-from mechattn.render.words import number_words, says
+from mechattn.render.words import in_digits, number_words, says
 from mechattn.stats.intervals import Interval
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         reader: [node for node in circuit.graph.read_by(reader) if node in drawn]
         for reader in table.reader
     }
-    nodes = sorted({*table.writer, *(node for readers in read_by.values() for node in readers)})
+    nodes = sorted({*table.writer, *chain.from_iterable(read_by.values())})
     matches = [_OF_LAYER.match(node) for node in nodes]
     layers = sorted({int(match[1]) for match in matches if match})
     places = {node: _place(node, heads, layers) for node in nodes}
@@ -69,10 +70,12 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         line = dict(color=colour, width=4)
         name = f"the other output {verb} the metric"
         figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=name)
+
     largest = table.effect.abs().max()
     for row in table[::-1].itertuples():  # the largest on top
         for node in read_by[row.reader]:
             _arc(figure, row, places[row.writer], places[node], largest)
+
     x, y = zip(*places.values(), strict=True)
     figure.add_scatter(
         x=x,
@@ -85,6 +88,8 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         showlegend=False,
         marker=dict(size=26, color=draw.NEUTRAL, line=dict(width=1.5, color="#444")),
     )
+
+    carried = _faithfulness_words(circuit, size, q)
     ticks = ["embedding", *map(str, layers), "logits"]
     figure.update_xaxes(
         title_text="head", tickvals=list(range(heads)), showgrid=False, zeroline=False
@@ -96,14 +101,13 @@ def circuit_map(circuit: Circuit, size: int | None = None, q: float | None = Non
         showgrid=False,
     )
 
-    about = circuit.about
-    note = (
-        f"{about['metric']}; {len(table)} of {int(circuit.graph.exists.sum())} edges, "
-        f"{about['method']}; ranked on {about['ranked_on']}"
+    edges = int(circuit.graph.exists.sum())
+    note = "{metric}; {kept} of {edges} edges, {method}; ranked on {ranked_on}. {carried}".format(
+        **circuit.about, kept=len(table), edges=edges, carried=carried
     )
-    carried = _faithfulness_words(circuit, size, q)
+    heading = f"{circuit.about['model']}: circuit"
     height = 200 + 80 * len(ticks)
-    draw.title(figure, f"{about['model']}: circuit", f"{note}. {carried}", height, top=110)
+    draw.title(figure, heading, note, height, top=110)
     return says(figure, f"{len(table)} edges on a way from the embedding to the logits. {carried}")
 
 
@@ -137,7 +141,8 @@ def _arc(
     x1 += _ASIDE.get(reader_input, 0.0)
     way = np.linspace(0, 1, _POINTS)
     side = 1 if x1 >= x0 else -1
-    bend = 0.35 * side * min(1.0, (y1 - y0) / 2) * np.sin(np.pi * way)
+    width = 0.35 * side * min(1.0, (y1 - y0) / 2)
+    bend = width * np.sin(np.pi * way)
     q = edge.q_beyond_random if np.isnan(edge.q_effect) else edge.q_effect
     hover = (
         f"{edge.writer} → {edge.reader}<br>"
@@ -190,6 +195,7 @@ def patching_map(patching: Patching) -> go.Figure:
         raise OptionError(
             f"a map needs heads or layers in rows and columns; these are by {patching.labels}"
         )
+
     across = patching.labels[1]
     table = patching.table()
     has_share = bool(table.share.notna().all())
@@ -202,13 +208,10 @@ def patching_map(patching: Patching) -> go.Figure:
         if column in table and (has_share or column != "share"):
             hover += form.replace("NUMBER", f"customdata[{len(columns) - 1}]")
             columns[column] = column
+
     figure = draw.head_map(table, columns, "effect", _effect_on(patching), hover, across)
-    about = patching.about
-    note = (
-        f"{about['metric']}; {about['direction']}, {about['method']}; n = {patching.units.words}; "
-        f"whole effect {number_words(patching.whole)}"
-    )
-    heading = f"{about['model']}: patching effect by {across}"
+    note = f"{patching.about['metric']}; {_run_words(patching)}"
+    heading = f"{patching.about['model']}: patching effect by {across}"
     draw.title(figure, heading, note, draw.map_height(table), top=110)
 
     largest_row = int(np.nanargmax(table.effect.abs()))
@@ -284,21 +287,20 @@ def patching_effects(
             mode="markers",
             marker=_CONTROL_MARK | dict(symbol="x-thin-open", color=GREY),
         )
+
     if "other_prompt" in table and table.other_prompt.notna().any():
         reach = 0.5 * (high - low)
         clipped = table.other_prompt.clip(low - reach, high + reach)
         _other_prompts(figure, table.other_prompt, clipped, lower)
         low = min(low, clipped.min())
         high = max(high, clipped.max())
+
     draw.rule(figure, x=0)
 
-    about = patching.about
-    note = (
-        f"{about['direction']}, {about['method']}; n = {patching.units.words}; q over"
-        f" {table.attrs['family']}; bars: 95 % intervals; whole effect"
-        f" {number_words(patching.whole)}"
-    )
-    draw.title(figure, f"{about['model']}: patching effects", note, 190 + 30 * len(table), top=120)
+    note = _run_words(patching, f"q over {table.attrs['family']}; bars: 95 % intervals; ")
+    heading = f"{patching.about['model']}: patching effects"
+    height = 190 + 30 * len(table)
+    draw.title(figure, heading, note, height, top=120)
     room = 0.05 * (high - low)
     figure.update_xaxes(title_text=_effect_on(patching), range=[low - room, high + room])
     figure.update_yaxes(
@@ -316,7 +318,7 @@ def _other_prompts(
     """The effects of other prompts; those that are far off are at the edge, with their number."""
     is_left = effects < clipped
     is_right = effects > clipped
-    numbers = effects.map(lambda effect: f"{effect:.3g}".replace("-", "−"))
+    numbers = effects.map(lambda effect: in_digits(effect, ".3g"))
     symbol = np.select(
         [is_left, is_right], ["triangle-left-open", "triangle-right-open"], "diamond-open"
     )
@@ -343,6 +345,15 @@ def _cell_words(cell: dict[str, Any]) -> str:
         head = labels.pop("head", None)
         words.append(f"layer {layer}" if head is None else head_name(layer, head))
     return ", ".join([*words, *map(str, labels.values())])
+
+
+def _run_words(patching: Patching, details: str = "") -> str:
+    """How the effects were measured, and the whole effect that they are part of."""
+    about = patching.about
+    return (
+        f"{about['direction']}, {about['method']}; n = {patching.units.words}; {details}"
+        f"whole effect {number_words(patching.whole)}"
+    )
 
 
 def _effect_on(patching: Patching) -> str:

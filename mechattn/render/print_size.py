@@ -8,7 +8,7 @@ from html import unescape
 from pathlib import Path
 from textwrap import wrap
 from threading import Thread
-from typing import Literal
+from typing import Any, Literal
 
 import plotly.graph_objects as go
 import plotly.io as pio
@@ -51,6 +51,7 @@ def for_paper(figure: go.Figure, column: Column = "double") -> go.Figure:
             f"{side_by_side} panels beside each other are too narrow in {_MILLIMETRES[column]} mm:"
             " use column='double', or draw one panel, such as one head (heads=[0])"
         )
+
     width = _MILLIMETRES[column] / 25.4 * _PIXELS
     height = min(_SHRUNK * (figure.layout.height or 450), _TALLEST)
 
@@ -64,11 +65,10 @@ def for_paper(figure: go.Figure, column: Column = "double") -> go.Figure:
     for note in paper.select_annotations(dict(xref="paper", yref="paper")):
         note.text = _wrapped(note.text, width / side_by_side)
         title_lines = max(title_lines, note.text.count("<br>") + 1)
-    for axis in paper.select_xaxes():
-        axis.title.text = _wrapped(axis.title.text or "", width / side_by_side)
+
     rows = len({axis.domain for axis in paper.select_yaxes()})
-    for axis in paper.select_yaxes():
-        axis.title.text = _wrapped(axis.title.text or "", 0.7 * height / rows)
+    paper.for_each_xaxis(lambda axis: _wrap_title(axis, width / side_by_side))
+    paper.for_each_yaxis(lambda axis: _wrap_title(axis, 0.7 * height / rows))
     paper.update_layout(
         template=_template(), width=width, height=height, margin_t=_LINE * title_lines + 8
     )
@@ -92,6 +92,7 @@ def _template() -> go.layout.Template:
         font_size=_SIZE,
         traceorder="normal",
     )
+
     bar = dict(thickness=9, nticks=5, title_font_size=_SIZE, tickfont_size=0.9 * _SIZE)
     template.layout.update(
         font=dict(family=FONT, size=_SIZE),
@@ -104,6 +105,11 @@ def _template() -> go.layout.Template:
     template.data.heatmap[0].colorbar.update(bar)
     template.data.scattergl[0].marker.colorbar.update(bar)
     return template
+
+
+def _wrap_title(axis: Any, width: float) -> None:
+    """Give an axis a title that fits along it."""
+    axis.title.text = _wrapped(axis.title.text or "", width)
 
 
 def _wrapped(text: str, width: float) -> str:
@@ -154,6 +160,7 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double") 
         import kaleido  # noqa: F401
     except ImportError:
         raise OutputError('static figures need kaleido: pip install "mechattn[images]"') from None
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drawn(paper, path)
@@ -167,6 +174,7 @@ def write_image(figure: go.Figure, path: str | Path, column: Column = "double") 
         ) from None
     except OSError as error:
         raise OutputError(f"cannot write to {path}: {error.strerror or error}") from None
+
     return path
 
 
@@ -177,21 +185,22 @@ def _drawn(figure: go.Figure, path: Path) -> None:
     scale = 300 / _PIXELS if path.suffix == ".png" else 1
     for _ in range(2):
         drawing: futures.Future[None] = futures.Future()
+
+        def attempt(drawing: futures.Future[None] = drawing) -> None:
+            """Draw; an error is raised again in the caller's thread."""
+            try:
+                figure.write_image(path, scale=scale)
+                drawing.set_result(None)
+            except Exception as error:
+                drawing.set_exception(error)
+
         # A daemon, like kaleido's own threads, so it does not keep Python from exiting.
-        Thread(target=_attempt, args=(figure, path, scale, drawing), daemon=True).start()
+        Thread(target=attempt, daemon=True).start()
         try:
             return drawing.result(_PATIENCE)
         except futures.TimeoutError:
             continue
+
     raise OutputError(
         f"Chromium has not drawn {path} within {2 * _PATIENCE} s, in two attempts: try again"
     )
-
-
-def _attempt(figure: go.Figure, path: Path, scale: float, drawing: futures.Future[None]) -> None:
-    """Draw; an error is raised again in the caller's thread."""
-    try:
-        figure.write_image(path, scale=scale)
-        drawing.set_result(None)
-    except Exception as error:
-        drawing.set_exception(error)

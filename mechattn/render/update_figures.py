@@ -28,7 +28,6 @@ _AXIS = {
     "magnitude": "‖update‖ / ‖residual stream‖",
     "orientation": "cosine of update and residual stream",
 }
-_HEAT: dict[str, Any] = {"colorscale": draw.SEQUENTIAL, "reversescale": True, "zmin": 0}
 _RULE: dict[str, Any] = {"colour": WITH, "dash": "dot", "width": 1.5}
 
 
@@ -69,25 +68,18 @@ def update_histogram(
         inner = slice(1, None)
         x = _middles(bins)[inner]
         uniform = 0.0
-    bin_words = np.broadcast_to(_ranges(bins)[inner], (heads, len(x)))
 
-    figure = draw.panels()
-    for layer in counts.layer.values:
-        of_layer = counts.sel(layer=layer).transpose("head", ...)
-        with np.errstate(invalid="ignore"):  # a head that adds nothing has no counts
-            percent = 100 * of_layer.values / of_layer.values.sum(-1, keepdims=True)
-        figure.add_heatmap(
-            x=x,
-            y=of_layer["head"].values,
-            z=draw.positive(percent[:, inner]),
-            **_HEAT,
-            colorbar=dict(title="% of<br>tokens"),
-            customdata=bin_words,
-            hovertemplate=(
-                f"layer {layer}, head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}}"
-                " %<extra></extra>"
-            ),
-        )
+    totals = counts.sum(f"{quantity}_bin")
+    shares = counts.isel({f"{quantity}_bin": inner}) / totals.where(totals > 0)
+    figure = _heatmaps(
+        shares.transpose("layer", "head", ...),
+        x,
+        counts["head"].values,
+        np.broadcast_to(_ranges(bins)[inner], (heads, len(x))),
+        "% of<br>tokens",
+        f", head %{{y}}: {quantity} %{{customdata}}: %{{z:.1f}} %",
+    )
+
     draw.rule(figure, **_RULE, x=uniform)
     reach = draw.reach(figure, "x", uniform, is_magnitude)
     figure.update_xaxes(title_text=_AXIS[quantity], **reach)
@@ -120,25 +112,49 @@ def update_map(result: Result, condition: str = BASELINE, reading: Reading = "mi
         [f"magnitude {size}, orientation {turn}" for size in _ranges(magnitudes)[1:-1]]
         for turn in _ranges(orientations)[1:]
     ]
-    figure = draw.panels()
-    for layer in counts.layer.values:
-        of_layer = counts.sel(layer=layer).transpose("orientation_bin", "magnitude_bin").values
-        percent = 100 * of_layer[1:, 1:-1] / max(1, of_layer.sum())
-        figure.add_heatmap(
-            x=np.log10(_middles(magnitudes)[1:-1]),
-            y=_middles(orientations)[1:],
-            z=draw.positive(percent),
-            **_HEAT,
-            colorbar=dict(title="% of<br>updates"),
-            customdata=cell_words,
-            hovertemplate=f"layer {layer}: %{{customdata}}: %{{z:.2f}} %<extra></extra>",
-        )
+    shares = counts / counts.sum(["magnitude_bin", "orientation_bin"]).clip(1)
+    shares = shares.isel(magnitude_bin=slice(1, -1), orientation_bin=slice(1, None))
+    figure = _heatmaps(
+        shares.transpose("layer", "orientation_bin", "magnitude_bin"),
+        np.log10(_middles(magnitudes)[1:-1]),
+        _middles(orientations)[1:],
+        cell_words,
+        "% of<br>updates",
+        ": %{customdata}: %{z:.2f} %",
+    )
+
     uniform = np.log10(1 / int(result.provenance["model"]["heads"]))
     draw.rule(figure, **_RULE, y=0)
     draw.rule(figure, **_RULE, x=uniform)
     figure.update_xaxes(title_text=_AXIS["magnitude"], **draw.reach(figure, "x", uniform, True))
     figure.update_yaxes(title_text=_AXIS["orientation"], **draw.reach(figure, "y", 0.0))
     return _by_layer(figure, result, updates, "orientation against magnitude of head updates", 560)
+
+
+def _heatmaps(
+    shares: xr.DataArray,
+    x: np.ndarray,
+    y: np.ndarray,
+    cell_words: Any,
+    bar_title: str,
+    hover: str,
+) -> go.Figure:
+    """A map of shares [layer, y, x] for each layer; an empty bin is a gap."""
+    figure = draw.panels()
+    for layer, of_layer in zip(shares.layer.values, shares.values, strict=True):
+        figure.add_heatmap(
+            x=x,
+            y=y,
+            z=draw.positive(100 * of_layer),
+            colorscale=draw.SEQUENTIAL,
+            reversescale=True,
+            zmin=0,
+            colorbar=dict(title=bar_title),
+            customdata=cell_words,
+            hovertemplate=f"layer {layer}{hover}<extra></extra>",
+        )
+
+    return figure
 
 
 @declare(READINGS)
@@ -164,6 +180,7 @@ def update_by_position(
         raise OptionError(
             "the updates of single tokens were not kept: measure HeadUpdates(per_query=True)"
         )
+
     prompts = result["sequences"].sizes["prompt"]
     texts = None
     if prompts == 1:
@@ -177,7 +194,8 @@ def update_by_position(
         of_layer = updates.sel(layer=layer).transpose("head", "key", ...)
         magnitude = of_layer.magnitude_at.values
         counts = of_layer.magnitude_at_n.values
-        head, position = np.nonzero(np.isfinite(magnitude) & (counts >= prompts / 2))
+        is_shown = np.isfinite(magnitude) & (counts >= prompts / 2)
+        head, position = np.nonzero(is_shown)
         figure.add_scattergl(
             x=position,
             y=magnitude[head, position].astype(np.float32),
@@ -187,6 +205,7 @@ def update_by_position(
             hovertemplate=f"layer {layer}, %{{text}}: %{{y:.3f}}<extra></extra>",
             showlegend=False,
         )
+
     draw.rule(figure, **_RULE, y=1 / heads)
     figure.update_xaxes(title_text="position")
     figure.update_yaxes(title_text=_AXIS["magnitude"], type="log")
@@ -219,18 +238,22 @@ def _middles(edges: np.ndarray) -> np.ndarray:
     """The middle of each bin, on a log scale for magnitudes; the outermost bins are as wide as
     their neighbours.
     """
-    if edges[0] == 0:
-        inner = np.log10(edges[1:])
-        step = inner[1] - inner[0]
-        return 10 ** np.array([inner[0] - step / 2, *(inner + step / 2)])
-    step = edges[2] - edges[1]
-    return np.array([edges[1] - step / 2, *(edges[1:] + step / 2)])
+    is_log = edges[0] == 0
+    starts = edges[1:]
+    if is_log:
+        starts = np.log10(starts)
+    half = (starts[1] - starts[0]) / 2
+    middles = np.concatenate([starts[:1] - half, starts + half])
+    return 10**middles if is_log else middles
 
 
 def _ranges(edges: np.ndarray) -> np.ndarray:
     """Each bin in words."""
     ends = [*edges[1:], np.inf]
-    return np.array([f"{low:.3g} to {high:.3g}" for low, high in zip(edges, ends, strict=True)])
+    words = []
+    for low, high in zip(edges, ends, strict=True):
+        words.append(f"{low:.3g} to {high:.3g}")
+    return np.array(words)
 
 
 def _by_layer(
@@ -250,6 +273,7 @@ def _by_layer(
         )
         for layer in updates.layer.values.tolist()
     }
+
     draw.by_layer_slider(figure, titles, height)
 
     question = updates.sel(segment="question")

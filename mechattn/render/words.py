@@ -4,7 +4,7 @@ under a figure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +62,8 @@ def numbered(names: Sequence[str]) -> list[str]:
     numbered_names = []
     for index, name in enumerate(names):
         if names.count(name) > 1:
-            name = f"{name}, result {names[: index + 1].count(name)}"
+            number = names[: index + 1].count(name)
+            name = f"{name}, result {number}"
         numbered_names.append(name)
     return numbered_names
 
@@ -83,23 +84,33 @@ def said(figure: go.Figure) -> str:
     return str(meta.get("says", "")) if isinstance(meta, dict) else ""
 
 
+def in_digits(value: float | np.ndarray, form: str) -> str:
+    """A number with a minus sign, which is longer than a hyphen."""
+    return f"{float(value) + 0.0:{form}}".replace("-", "−")
+
+
 def percent(change: float | np.ndarray) -> str:
     """A relative change in percent, with its sign."""
-    rounded = round(100 * float(change), 1) + 0.0  # no minus zero
-    return f"{rounded:+.1f}\u00a0%".replace("-", "−")
+    rounded = round(100 * float(change), 1)
+    return in_digits(rounded, "+.1f") + "\u00a0%"
+
+
+def with_ends(estimate: str, low: str, high: str) -> str:
+    """A number with its interval."""
+    return f"{estimate} [{low}, {high}]"
 
 
 def percent_words(interval: Interval) -> str:
     """A relative change with its interval."""
-    return f"{percent(interval.estimate)} [{percent(interval.low)}, {percent(interval.high)}]"
+    return with_ends(*map(percent, interval))
 
 
-def number_words(interval: Interval) -> str:
-    """A number with its interval, to three digits."""
-    estimate, low, high = (f"{float(value):.3g}".replace("-", "−") for value in interval)
+def number_words(interval: Interval, form: str = ".3g") -> str:
+    """A number with its interval, if it has one; to three digits by default."""
+    numbers = [in_digits(end, form) for end in interval]
     if not np.isfinite(interval.low):
-        return estimate
-    return f"{estimate} [{low}, {high}]"
+        return numbers[0]
+    return with_ends(*numbers)
 
 
 def count_words(result: Result) -> str:
@@ -121,9 +132,9 @@ def mean_words(result: Result, values: xr.DataArray) -> str:
 def change_words(
     result: Result,
     condition: str,
-    layer: int | None = None,
-    heads: Sequence[int] | None = None,
-    prompts: np.ndarray | None = None,
+    layer: int,
+    heads: Sequence[int],
+    prompts: np.ndarray,
     null: Null | None = None,
 ) -> str:
     """The relative change of what the question receives, with its interval, and that of its null;
@@ -131,14 +142,25 @@ def change_words(
     """
     if condition == BASELINE:
         return ""
+    drawn = _restricted(result, prompt=prompts, head=list(heads))
     try:
-        contrast = Contrast(_part(result, heads, prompts), condition, null=null)
+        contrast = Contrast(drawn, condition, null=null)
         change, null_change = contrast.overall(layer)
     except MemoryOptionError:
         raise
     except OptionError:  # too few prompts for an interval, or not every prompt has the segment
         return ""
+
     return beside_null(change, null_change, contrast.null_used)
+
+
+def _restricted(result: Result, **indices: Any) -> Result:
+    """The result of some prompts and heads, by their indices."""
+    datasets = {
+        name: dataset.isel(indices, missing_dims="ignore")
+        for name, dataset in result.datasets.items()
+    }
+    return replace(result, datasets=datasets)
 
 
 def beside_null(change: Interval, null_change: Interval | None, null_kind: Null) -> str:
@@ -220,10 +242,10 @@ def stated(
     between both.
     """
     sizes = result["received_attention"].sizes
-    layers = _count_of(sizes, "layer")
-    heads = _count_of(sizes, "head")
-    prompts = units_of(result, sizes["prompt"]).words
+    layers = _count_of("layer", sizes["layer"])
+    heads = _count_of("head", sizes["head"])
     points = points_words(result, condition, segment)
+    prompts = units_of(result, sizes["prompt"]).words
     sentences = [
         (
             f"With “{condition}”, attention received by the {segment} changes by"
@@ -231,29 +253,30 @@ def stated(
         ),
         largest_layer_words(result, condition, segment),
     ]
+
     if other is not None:
         name, other_verdict, difference = other
         sentences.append(
             f"With “{name}” it changes by {percent_words(other_verdict.change)} (“{condition}”"
             f" relative to “{name}”: {percent_words(difference)})"
         )
+
     if verdict.null_kind == "dilution":
-        null = percent(verdict.null.estimate)
         sentences.append(
             f"If the original tokens kept their attention to each other, “{condition}” would change"
-            f" it by {null}"
+            f" it by {percent(verdict.null.estimate)}"
         )
+
     sentences.append(heads_words(verdict))
-    if verdict.same is not None:
-        within = f"± {100 * (verdict.margin or 0):g}\u00a0%"
-        same = int(verdict.same.sum())
+    if verdict.same is not None and verdict.margin is not None:
         sentences.append(
-            f"In {same} of {verdict.same.size} heads the change is that of the null to within"
-            f" {within} (q_same < 0.05)"
+            f"In {int(verdict.same.sum())} of {verdict.same.size} heads the change is that of the"
+            f" null to within ± {100 * verdict.margin:g}\u00a0% (q_same < 0.05)"
         )
-    text = ". ".join(sentence for sentence in sentences if sentence) + "."
-    remarks = (first_token_words(result, condition), alike_words(result))
-    return " ".join([text, *(remark for remark in remarks if remark)])
+
+    text = ". ".join(filter(None, sentences))
+    remarks = [f"{text}.", first_token_words(result, condition), alike_words(result)]
+    return " ".join(filter(None, remarks))
 
 
 def points_words(result: Result, condition: str, segment: str) -> str:
@@ -265,11 +288,11 @@ def points_words(result: Result, condition: str, segment: str) -> str:
         return ""
     masses = dataset.mass_by_segment.sel(segment=segment)
     change = masses.sel(condition=condition) - masses.sel(condition=BASELINE)
-    ends = overall_mean(result, 100 * change)
-    if not np.isfinite(ends.estimate):
+    points = overall_mean(result, 100 * change)
+    if not np.isfinite(points.estimate):
         return ""
-    numbers = [f"{float(end):+.1f}".replace("-", "−") for end in ends]
-    return f", and all of it by {numbers[0]} [{numbers[1]}, {numbers[2]}] points of 100"
+
+    return f", and all of it by {number_words(points, '+.1f')} points of 100"
 
 
 def largest_layer_words(result: Result, condition: str, segment: str) -> str:
@@ -282,33 +305,31 @@ def largest_layer_words(result: Result, condition: str, segment: str) -> str:
     if len(layers) < 2:
         return ""
     units = units_of(result, result["sequences"].sizes["prompt"])
-    has_halves = units.n >= 2 * FEWEST
-    telling = None
+    choosing = telling = np.arange(units.prompts)
+    choice = f"the largest of {len(layers)}, on the prompts that made it so"
+    if units.n >= 2 * FEWEST:
+        choosing, telling = units.halves()
+        choice = "chosen on one half of the prompts, measured on the other"
+
     # All layers at once; a Contrast of each would copy the result thirty times.
     received = result["received_attention"].received_by_segment.sel(segment=segment)
-    if has_halves:
-        choosing, telling = units.halves()
-        received = received.isel(prompt=choosing)
-    head_means = received.mean("head")
+    head_means = received.isel(prompt=choosing).mean("head")
     ratios = np.log(head_means.sel(condition=condition) / head_means.sel(condition=BASELINE))
-    changes = np.expm1(over_units(result, ratios.transpose("prompt", "layer")).mean(0))
-    largest = layers[int(np.argmax(np.abs(changes)))]
-    contrast = Contrast(_part(result, None, telling), condition, segment=segment)
-    change = contrast.overall(largest)[0]
-    choice = "chosen on one half of the prompts, measured on the other"
-    if not has_halves:
-        choice = f"the largest of {len(layers)}, on the prompts that made it so"
+    layer_changes = np.expm1(over_units(result, ratios.transpose("prompt", "layer")).mean(0))
+    layer = layers[int(np.argmax(np.abs(layer_changes)))]
+
+    contrast = Contrast(_restricted(result, prompt=telling), condition, segment=segment)
+    change, _ = contrast.overall(layer)
     unsure = ""
     if change.low <= 0 <= change.high:
         unsure = ", which cannot be distinguished from 0"
-    return f"It changes most in layer {largest}: {percent_words(change)} ({choice}){unsure}"
+    return f"It changes most in layer {layer}: {percent_words(change)} ({choice}){unsure}"
 
 
-def _count_of(sizes: Mapping[Any, int], dim: str) -> str:
+def _count_of(name: str, count: int) -> str:
     """A number of layers or heads, such as "1 layer" or "9 heads"."""
-    if sizes[dim] == 1:
-        return f"1 {dim}"
-    return f"{sizes[dim]} {dim}s"
+    plural = "" if count == 1 else "s"
+    return f"{count} {name}{plural}"
 
 
 def heads_words(verdict: Verdict) -> str:
@@ -318,7 +339,7 @@ def heads_words(verdict: Verdict) -> str:
         return f"With {few} no head could be shown to change (q < 0.05)"
     margin = LARGER_THAN["log-ratio"] if verdict.margin is None else verdict.margin
     by_more = f"by more than {100 * margin:g}\u00a0% (q < 0.05)"
-    heads = _count_of({"head": verdict.falls.size}, "head")
+    heads = _count_of("head", verdict.falls.size)
     falling, rising = heads_that_change(verdict)
     if not falling and not rising:
         return f"Of {heads}, none changes {by_more}"
@@ -328,18 +349,6 @@ def heads_words(verdict: Verdict) -> str:
 def heads_that_change(verdict: Verdict) -> tuple[int, int]:
     """How many heads fall, and how many rise, by more than the margin and not by chance."""
     is_large = True if verdict.marked is None else verdict.marked
-    return int((verdict.falls & is_large).sum()), int((verdict.rises & is_large).sum())
-
-
-def _part(result: Result, heads: Sequence[int] | None, prompts: np.ndarray | None) -> Result:
-    """The result restricted to some heads and prompts."""
-    indices: dict[str, Any] = {}
-    if heads is not None:
-        indices["head"] = list(heads)
-    if prompts is not None:
-        indices["prompt"] = prompts
-    datasets = {
-        name: dataset.isel(indices, missing_dims="ignore")
-        for name, dataset in result.datasets.items()
-    }
-    return replace(result, datasets=datasets)
+    falling = int((verdict.falls & is_large).sum())
+    rising = int((verdict.rises & is_large).sum())
+    return falling, rising

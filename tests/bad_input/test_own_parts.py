@@ -201,7 +201,6 @@ def test_values_of_another_kind(toy, call, message, no_forward):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda r: ma.render.received_attention(r, 0, [1, 1]), "names a head twice"),
         (lambda r: ma.render.received_attention(r, 0, None), "heads=None, top=None: give one"),
         (
             lambda r: r.compare("slash", quantity=["received"]),

@@ -14,7 +14,8 @@ def browser(chromium):
 @pytest.fixture(scope="package")
 def tab(browser):
     """A tab that tests use one after another, what it asks for, and the errors that it reports."""
-    asked, errors = [], []
+    asked = []
+    errors = []
     context = browser.new_context(offline=True)
     page = context.new_page()
     page.on("request", lambda request: asked.append(request.url))

@@ -71,10 +71,6 @@ def test_the_first_screen_is_drawn_at_the_numbers_of_the_verdict(opened, of_slas
     )
 
 
-def scale_of(page):
-    return page.locator("#scale").inner_text()
-
-
 def test_hover_says_what_compare_says(opened, place, result):
     page = opened(place)
     at(page, 2, 5).hover()
@@ -103,7 +99,10 @@ def test_hover_says_what_compare_says(opened, place, result):
         f"{sure} of 32 heads differ from no change by more than 5.0\u00a0% (q < 0.05)"
         in page.locator("#said").inner_text()
     )
-    assert "○ differs from no change, by more than 5.0\u00a0%, q < 0.05" in scale_of(page)
+    assert (
+        "○ differs from no change, by more than 5.0\u00a0%, q < 0.05"
+        in page.locator("#scale").inner_text()
+    )
 
 
 def test_a_click_opens_the_room_of_a_head(opened, place, result):
@@ -144,10 +143,8 @@ def test_a_pattern_says_its_numbers(opened, place, result):
     page.locator("[data-part=pattern] summary").click()
     shown = page.locator("svg.pattern").first
     shown.scroll_into_view_if_needed()
-    box, n = (
-        shown.locator("image").bounding_box(),
-        int((result["sequences"].origin.sel(condition="baseline")[0] >= 0).sum()),
-    )
+    box = shown.locator("image").bounding_box()
+    n = int((result["sequences"].origin.sel(condition="baseline")[0] >= 0).sum())
     page.mouse.move(box["x"] + box["width"] * 2.5 / n, box["y"] + box["height"] * 7.5 / n)
     words = page.locator("#tip").inner_text()
     weight = (
@@ -156,6 +153,7 @@ def test_a_pattern_says_its_numbers(opened, place, result):
         .isel(prompt=0)
         .values[7, 2]
     )
+
     assert words.startswith("7 “")
     assert float(words.rpartition(": ")[2].replace("−", "-")) == pytest.approx(
         float(weight), abs=2e-5, rel=0.006
@@ -185,6 +183,7 @@ def test_arrows_walk_over_heads(opened, place):
     page = opened(place)
     at(page, 0, 0).click()
     page.locator("#map svg").focus()
+
     for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft", "ArrowUp", "ArrowDown"):
         page.keyboard.press(key)
     assert page.locator("#room h3").inner_text() == "Layer 1, head 1"
@@ -200,73 +199,68 @@ def test_arrows_walk_over_heads(opened, place):
 def test_tabs_are_models(opened, result, slash_result, tmp_path):
     page = opened(results_page([result, slash_result], tmp_path / "page.html", []))
     tabs = page.get_by_role("tab")
+    quantities = page.locator("#quantity option")
     assert tabs.count() == 2
-    assert page.locator("#quantity option").count() > 5
+    assert quantities.count() > 5
     tabs.nth(0).focus()
     page.keyboard.press("ArrowRight")
     assert tabs.nth(1).get_attribute("aria-selected") == "true"
-    assert page.locator("#quantity option").count() == 2
+    assert quantities.count() == 2
     tabs.nth(0).click()
-    assert page.locator("#quantity option").count() > 5
+    assert quantities.count() > 5
+
     page.locator("#beside").select_option(index=1)
     page.locator("#beside-head-12").hover()
     other = slash_result.compare("slash", columns="all").set_index(["layer", "head"]).loc[(1, 4)]
     shown = re.search(r"change ([+−][\d.]+\u00a0%)", page.locator("#tip").inner_text())[1]
-    assert percent(shown) == pytest.approx(np.expm1(other.difference), abs=5.1e-4), (
-        "the other model's number"
-    )
-    alike = {}
-    for prefix, of in {"head-": result, "beside-head-": slash_result}.items():
-        fills = [page.locator(f"#{prefix}{i}").get_attribute("fill") for i in range(32)]
-        alike |= dict(
-            zip(
-                of.compare("slash", columns="all").sort_values(["layer", "head"]).difference,
-                fills,
-                strict=True,
-            )
-        )
+    assert percent(shown) == pytest.approx(np.expm1(other.difference), abs=5.1e-4)
+    fills = {}
+    for prefix, shown_result in (("head-", result), ("beside-head-", slash_result)):
+        table = shown_result.compare("slash").sort_values(["layer", "head"])
+        for number, value in enumerate(np.log1p(table.change)):
+            fills[value] = rgb(page.locator(f"#{prefix}{number}").get_attribute("fill"))
+
     # 98 of 100 heads of both maps have less than the strongest colour.
-    most = sorted(alike, key=abs)[math.ceil(0.98 * len(alike)) - 1]
-    for value, fill in alike.items():
-        strength = [abs(a - b) for a, b in zip(rgb(fill), (244, 244, 242), strict=True)]
-        full = [abs(a - b) for a, b in zip(rgb(alike[most]), (244, 244, 242), strict=True)]
+    most = sorted(fills, key=abs)[math.ceil(0.98 * len(fills)) - 1]
+    full = distance_from_neutral(fills[most])
+    for value, fill in fills.items():
         if value * most > 0:
-            assert max(strength) / max(full) == pytest.approx(min(1, value / most), abs=0.02), (
-                "one scale for both maps"
-            )
+            share = distance_from_neutral(fill) / full
+            assert share == pytest.approx(min(1, value / most), abs=0.02), "one scale for both maps"
+
     page.locator("#beside-head-12").click()
     assert tabs.nth(1).get_attribute("aria-selected") == "true"
     assert page.locator("#room h3").inner_text() == "Layer 1, head 4"
 
 
+def distance_from_neutral(colour):
+    return np.abs(np.array(colour) - (244, 244, 242)).max()
+
+
 def test_the_table_ranks_and_saves_what_compare_gives(opened, place, result, tmp_path):
     page = opened(place)
     table = result.compare("slash", columns="all")  # the change beyond which the file has
-    expected = table.reindex(table.change.abs().sort_values(ascending=False).index)
-    first = page.locator("#heads-table tbody tr").first.locator("button").inner_text()
-    assert first == f"L{expected.layer.iloc[0]}H{expected['head'].iloc[0]}"
+    first = page.locator("#heads-table tbody tr").first.locator("button")
+    largest = table.loc[table.change.abs().idxmax()]
+    assert first.inner_text() == f"L{largest.layer}H{largest['head']}"
     page.locator("#heads-table thead").get_by_role("button", name="baseline").click()
     top = table.loc[table.reference.idxmax()]
-    first = page.locator("#heads-table tbody tr").first.locator("button")
     assert first.inner_text() == f"L{top.layer}H{top['head']}"
     first.focus()
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.textContent") == f"L{top.layer}H{top['head']}"
     assert page.locator("#room h3").inner_text() == f"Layer {top.layer}, head {top['head']}"
+
     with page.expect_download() as caught:
         page.locator("#heads-csv").click()
     caught.value.save_as(tmp_path / "heads.csv")
     saved = pd.read_csv(tmp_path / "heads.csv")
-    ends = [f"{name}{end}" for name in ("difference", "beyond") for end in ("", "_low", "_high")]
-    same = ["layer", "head", "value", "reference", "null", "q_beyond", *ends]
+    same = ["layer", "head", "value", "reference", "null", "q_beyond"]
+    same += ["difference", "difference_low", "difference_high"]
+    same += ["beyond", "beyond_low", "beyond_high"]
     np.testing.assert_allclose(saved[same], table[same], rtol=1e-6, atol=1e-7)
-    ratios = {"change": "difference", "change_low": "difference_low", "change_null": "null"}
-    changes = np.expm1(table[[*ratios.values()]])
-    np.testing.assert_allclose(saved[[*ratios]], changes, rtol=1e-6, atol=1e-7)
-    for name in ("change", "difference", "beyond"):
-        at = list(saved).index(name)
-        beside = list(saved)[at + 1 : at + 3]
-        assert beside == [f"{name}_low", f"{name}_high"], "an interval stands beside its number"
+    np.testing.assert_allclose(saved.change_low, np.expm1(table.difference_low), rtol=1e-6)
+    np.testing.assert_allclose(saved.change_null, np.expm1(table.null), rtol=1e-6, atol=1e-7)
     about = saved[["scale", "segment", "units", "change_units", "level", "n_of"]].drop_duplicates()
     expected = ["log-ratio", "question", "probability", "fraction", 0.95, "prompts"]
     assert about.values.tolist() == [expected]
@@ -327,16 +321,6 @@ def test_a_brush_chooses_heads_on_the_map(opened, place):
     )
 
 
-def test_dark_on_a_phone_nothing_runs_over(opened, place):
-    page = opened(place, 390, 844, "dark")
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
-    before = page.locator("#head-1").get_attribute("fill")
-    page.locator("#theme").click()
-    assert page.locator("#head-1").get_attribute("fill") != before, (
-        "the map is drawn again in the other light"
-    )
-
-
 def test_colours_of_words_are_readable_in_both_lights(opened, place):
     """WCAG AA: 4.5 to 1 for words, 3 to 1 for marks, by the page's own colours."""
     page = opened(place)
@@ -367,6 +351,7 @@ def test_colours_of_words_are_readable_in_both_lights(opened, place):
         assert min(contrast(colours["ink"], one) for one in grounds) >= 4.5, (
             "words on the strongest ground"
         )
+
     assert contrast("#777", "#fff") < 4.5 < contrast("#767676", "#fff"), "the limit that is known"
 
 

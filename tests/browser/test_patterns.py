@@ -60,6 +60,7 @@ def test_the_patterns_of_all_heads_are_small_pictures_that_choose(opened, place,
     for layer, head in ((0, 0), (2, 5), (3, 7)):
         known = strongest(weights(result, "slash", layer, head), 24)
         np.testing.assert_allclose(drawn[layer, :, head], known, atol=0.01)
+
     page.locator("#thumb-head-21").click()
     assert page.locator("#room h3").inner_text() == "Layer 2, head 5"
     assert page.locator("#room svg.pattern").first.is_visible(), "with its large pattern"
@@ -82,13 +83,6 @@ def pictures(page, side):
     return np.square(np.reshape(alpha, (4, side, 8, side)) / 255)
 
 
-def test_without_patterns_the_page_says_so(opened, slash_result, tmp_path):
-    page = opened(results_page([slash_result], tmp_path / "page.html", []))
-    page.locator("#thumbs-part summary").click()
-    page.locator("#thumbs-note", has_text="run with ma.analyses.AttentionMap()").wait_for()
-    assert page.locator("#thumbs image").count() == 0
-
-
 def shades(line):
     """How strong the ground of each token is, from 0 to 1."""
     grounds = line.locator("span").evaluate_all(
@@ -103,12 +97,14 @@ def test_a_token_at_the_mouse_or_the_keys_shades_what_it_attends_to(opened, plac
     page = opened(place, hash="head=L1H4")
     page.locator("[data-part=pattern] summary").click()
     page.locator(".tokens.asked").nth(1).wait_for()
-    line, said = page.locator(".tokens.asked").nth(1), page.locator(".said-of-it").nth(1)
+    line = page.locator(".tokens.asked").nth(1)
+    said = page.locator(".said-of-it").nth(1)
     pattern = weights(result, "slash", 1, 4)
     tokens = line.locator("span").all_text_contents()
 
     def holds(query):
-        row, most = pattern[query], int(pattern[query].argmax())
+        row = pattern[query]
+        most = int(pattern[query].argmax())
         np.testing.assert_allclose(shades(line), 0.75 * np.sqrt(np.nan_to_num(row)), atol=0.006)
         assert said.inner_text().startswith(
             f"{query} “{tokens[query]}” attends most to {most} “{tokens[most]}”: "

@@ -48,6 +48,7 @@ def test_a_cell_is_the_number_of_the_table_s_column(opened, place, result, quant
     for end in ("", "_low", "_high", "_null"):
         of = {"_null": "null"}.get(end, f"difference{end}")
         expected[f"change{end}"] = np.expm1(expected[of])
+
     ratio = table.scale.iloc[0] == "log-ratio"
     found = cells(page)
     assert len(found) == 32
@@ -70,6 +71,7 @@ def test_a_cell_is_the_number_of_the_table_s_column(opened, place, result, quant
                     name,
                     end,
                 )
+
     assert any(ends for _, ends in found[0][1].values()), (
         "an interval stands in the cell of its number"
     )

@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-from scipy import stats
 
 import mechattn as ma
 from mechattn.contrast.contrast import Verdict
@@ -13,12 +12,13 @@ from mechattn.pages.first_screen import (
     ShownModel,
     changes,
     control_sentence,
-    own_attention_sentences,
+    own_attention_sentence,
     picture,
     sentence,
 )
 from mechattn.render.words import percent, percent_words
 from mechattn.stats.intervals import Interval
+from tests.render.by_hand import percent_change, t_interval
 
 
 def change(model, condition, measured, null):
@@ -49,6 +49,7 @@ def test_marks_stand_at_their_numbers():
             change("b", "x", LESS, -0.5),
         ]
     )
+
     ends = [(at, float(words.replace("−", "-").replace("\u00a0%", ""))) for at, words in made.ticks]
     (left, low), (right, high) = ends[0], ends[-1]
 
@@ -68,31 +69,31 @@ def test_a_page_with_a_budget_opens_with_the_question_s_attention_to_itself(toy)
     analyses = [ma.ReceivedAttention(), ma.analyses.AttentionBudget(), ma.analyses.SegmentFlow()]
     questions = ["What is 3 + 4?", "Add 2 and 9, please.", "Tom has 5 apples. How many?"]
     result = ma.run(toy, questions, conditions, analyses)
-    (opening,) = own_attention_sentences([ShownModel(result)])
+    opening = own_attention_sentence([ShownModel(result)])
 
     own = result["segment_flow"].flow.sel(segment="question", to_segment="question")
-    points = 100 * own.astype(np.float64).mean(("layer", "head"))
+    points = 100 * own.astype(np.float64)
     for condition in conditions:
-        change = (points.sel(condition=condition) - points.sel(condition="baseline")).values
-        half = stats.t.ppf(0.975, 2) * change.std(ddof=1) / 3**0.5
-        ends = (change.mean(), change.mean() - half, change.mean() + half)
-        words = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*ends).replace("-", "−")
-        assert words in opening, (condition, words, opening)
-        amount = {True: "more to itself than", False: "less to itself than"}[ends[0] > 0]
-        if ends[1] <= 0 <= ends[2]:
-            amount = "about as much to itself as"
+        change = points.sel(condition=condition) - points.sel(condition="baseline")
+        middle, low, high = t_interval(change.mean(("layer", "head")))
+        words = f"{middle:+.1f} [{low:+.1f}, {high:+.1f}]".replace("-", "−")
+        amount = "about as much to itself as"
+        if low > 0:
+            amount = "more to itself than"
+        elif high < 0:
+            amount = "less to itself than"
         assert f"{amount} without insertion: {words} of 100 points over all layers" in opening
-        by_layer = own.astype(np.float64).mean(("head", "prompt"))
-        apart = 100 * (by_layer.sel(condition=condition) - by_layer.sel(condition="baseline"))
-        layer = int(np.abs(apart.values).argmax())
-        largest = f"{float(apart.sel(layer=layer)):+.1f}".replace("-", "−")
-        assert re.search(
-            rf"and {re.escape(largest)} \[.*?\] in layer {layer}, the largest", opening
-        )
-    assert own_attention_sentences([ShownModel(result)] * 2) == []
+        by_layer = change.mean(("head", "prompt")).values
+        layer = int(np.abs(by_layer).argmax())
+        largest = f"{by_layer[layer]:+.1f}".replace("-", "−")
+        in_layer = rf"and {re.escape(largest)} \[.*?\] in layer {layer}, the largest"
+        assert re.search(in_layer, opening)
+
+    assert own_attention_sentence([ShownModel(result)] * 2) == ""
 
 
-MORE, UNSURE = (0.2, 0.18, 0.22), (0.003, -0.01, 0.016)
+MORE = (0.2, 0.18, 0.22)
+UNSURE = (0.003, -0.01, 0.016)
 BY = "the attention that a token of the question receives from all tokens after it changes on average by"
 
 
@@ -129,18 +130,15 @@ def test_a_sentence_of_several_models_says_where_they_differ():
 
 
 def by_loop(result, condition, to):
-    """The log-ratio of each prompt's mean over layers and heads, and its t interval, in float64."""
-    part = (
-        result["received_attention"].received_by_segment.sel(segment="question").astype(np.float64)
-    )
+    """The ratio of each prompt's mean over layers and heads, and its t interval, in float64."""
+    received = result["received_attention"].received_by_segment.sel(segment="question")
     ratios = []
-    for prompt in range(part.sizes["prompt"]):
-        means = [
-            float(part.isel(prompt=prompt).sel(condition=name).mean()) for name in (condition, to)
-        ]
-        ratios.append(np.log(means[0] / means[1]))
-    half = stats.t.ppf(0.975, len(ratios) - 1) * np.std(ratios, ddof=1) / np.sqrt(len(ratios))
-    return np.expm1([np.mean(ratios), np.mean(ratios) - half, np.mean(ratios) + half])
+    for prompt in range(received.sizes["prompt"]):
+        of_prompt = received.isel(prompt=prompt).astype(np.float64)
+        changed = float(of_prompt.sel(condition=condition).mean())
+        unchanged = float(of_prompt.sel(condition=to).mean())
+        ratios.append(changed / unchanged)
+    return percent_change(ratios) / 100
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ def test_modules_are_joined_without_sharing_names():
             "b": 'import { f } from "./a.js";\nconst g = f();',
         }
     )
+
     assert "import" not in made
     assert "export" not in made
     assert made.count("const g") == 2
@@ -39,13 +40,15 @@ def test_every_import_names_what_an_earlier_module_exports():
         exported[name] = set(
             re.findall(r"^export (?:async )?(?:function|const|let) (\w+)", text, re.MULTILINE)
         )
+
     assert not re.search(r"^(import|export) ", page_script(), re.MULTILINE)
     assert "/*COLOURS*/" not in page_script()
 
 
 def lengths(text):
     """Lines of each function that stands by itself."""
-    found, start = [], None
+    found = []
+    start = None
     for number, line in enumerate(text.splitlines()):
         start = number if re.match(r"(export )?(async )?function ", line) else start
         if line == "}" and start is not None:

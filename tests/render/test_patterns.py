@@ -41,6 +41,7 @@ def test_a_difference_is_of_the_same_two_tokens(mapped):
                 assert properties["attention"][i][query][key] == pytest.approx(
                     there - before, abs=6e-4
                 )
+
     assert len(properties["tokens"]) == length
     assert (
         properties["maxValue"]
@@ -49,6 +50,7 @@ def test_a_difference_is_of_the_same_two_tokens(mapped):
             max(abs(v) for head in properties["attention"] for row in head for v in row), abs=6e-4
         )
     )
+
     assert any(v < -0.01 for row in properties["attention"][0] for v in row), (
         "the inserted tokens take something"
     )
@@ -71,6 +73,7 @@ def test_text_is_coloured_by_received_attention(mapped):
             assert np.isnan(value) or float(number) == pytest.approx(value, abs=6e-5)
         order = np.argsort([float(s) for _, s in shown])
         assert np.nanmax(expected) == expected[order[-1]] or float(shown[order[-1]][1]) == 1.0
+
     assert view.script is None
     assert "<script" not in view.page()
 

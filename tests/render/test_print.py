@@ -55,7 +55,8 @@ def figures(toy, prompts):
     answers = ma.evaluate(toy, prompts[:4], {"slash": slash}, new_tokens=8)
     answered = ma.load_prompts("word-problems", limit=3, with_answer=True)
     patched = ma.patch(toy, answered, slash, at=[(0, 1), (1, 2), (3, 3)], direction="denoising")
-    draw, circuit = ma.render, known_circuits()[0]
+    draw = ma.render
+    circuit = known_circuits()[0]
     return {
         "received_attention": draw.received_attention(result, [0, 1], [0]),
         "three heads": draw.received_attention(result, 0, [1, 2, 3]),
@@ -113,6 +114,7 @@ def collisions(boxes, figure):
                 and min(bottom, bottom2) - max(top, top2) > 2
             ):
                 found.append(f"{words!r} on {other!r}")
+
     return found
 
 
@@ -159,6 +161,7 @@ def foreign(figure):
         if isinstance(scale, list) and len(scale) > 5
         for _, colour in scale
     }
+
     found = {colour for colour in COLOUR.findall(json.dumps(drawn)) if colour.lower() not in ours}
     return {colour for colour in found - cividis if colour.rsplit(",", 1)[0] not in faints} | named
 

@@ -75,17 +75,13 @@ export function row(array, ...at) {
   return numbers(array).subarray(start, start + length);
 }
 
-/** A number a head: none where nothing is held, one for all heads of a layer where they are alike.
+/** A number a head; none where nothing is held.
  * @param {Packed | null} array
  * @param {any} model
  * @returns {Float32Array} */
 export function ofHeads(array, model) {
-  const count = model.layers.length * model.heads;
-  if (array === null) return new Float32Array(count).fill(NaN);
-  const held = /** @type {Float32Array} */ (numbers(array));
-  return held.length === count
-    ? held
-    : Float32Array.from({ length: count }, (_, i) => held[Math.floor(i / model.heads)]);
+  if (array === null) return new Float32Array(model.layers.length * model.heads).fill(NaN);
+  return /** @type {Float32Array} */ (numbers(array));
 }
 
 /** The ends of intervals from their middles and halves. */
