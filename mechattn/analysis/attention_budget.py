@@ -239,6 +239,7 @@ def _question_span_of_longer(batch: Batch) -> slice:
 
 
 def _span(marked: Bool[Tensor, "batch pos"]) -> slice:
+    """The positions from the first where any row is marked to the last."""
     places = marked.any(0).nonzero()
     return slice(int(places[0]), int(places[-1]) + 1)
 

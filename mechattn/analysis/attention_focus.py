@@ -187,6 +187,7 @@ def _places_of_repeats(rows: AttentionRows, after: int) -> fn.Places:
 def _repeats(
     batch: Batch, after: int, first_query: int, end_query: int, first_key: int, end_key: int
 ) -> fn.Places:
+    """The same for a block given by its ends, which can be a key of the cache."""
     queries = slice(first_query, end_query)
     keys = slice(first_key, end_key)
     repeats = fn.repeats_of(batch.tokens, after, queries, keys)

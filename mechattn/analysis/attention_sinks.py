@@ -315,6 +315,7 @@ def _quantities(
     compared: Literal["ratio", "difference"] = "ratio",
     no_null: str = "",
 ) -> dict[str, Quantity]:
+    """The quantities of a table, of these dimensions."""
     return {
         name: Quantity(dims, units, description, compared, no_null)
         for name, (units, description) in table.items()

@@ -112,6 +112,7 @@ class _LayerWeights:
 def _layer_weights(
     w_o: Float[Tensor, "head d_head d_model"], norm: FrozenNorm | None
 ) -> _LayerWeights:
+    """The factors of W_O, computed once for all batches."""
     factor = output_factor_of(w_o)
     if norm is None:
         return _LayerWeights(w_o, factor, None, None)

@@ -70,4 +70,5 @@ def _stop_pass() -> None:
 
 
 def _constant(target: Target) -> Target:
+    """The target of every forward pass of this batch."""
     return target

@@ -96,6 +96,7 @@ def _kind_and_options(instance: Any) -> dict[str, Any]:
 
 
 def _stored(value: Any) -> Any:
+    """A value that JSON can hold; the identity of any other object."""
     if isinstance(value, (tuple, list)):
         return [_stored(part) for part in value]
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -164,6 +164,7 @@ class Collector:
         return np.array(by_condition)
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
+        """What a variable says of itself."""
         options = [f"{key}={value!r}" for key, value in self.analysis.options.items()]
         return {
             "units": quantity.units,

@@ -59,6 +59,7 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
 
 
 def _null_of(quantity: Quantity, kind: str, description: str) -> Quantity:
+    """A null as a quantity; uniform attention is the same in every head."""
     dims = quantity.dims
     if kind == UNIFORM:  # the same in every head
         dims = tuple(dim for dim in dims if dim != "head")
@@ -112,6 +113,7 @@ class Nulls:
         return self._cache[key]
 
     def _measured(self, kind: str, layer: int, window: Window) -> dict[int, Values]:
+        """Measure every analysis on the rows of content-blind heads."""
         attention = self._blind_attention(kind, layer, window)
         paired = None
         if self.pairs is not None:

@@ -35,6 +35,7 @@ class RowReceiver:
 
     @property
     def is_needed(self) -> bool:
+        """Whether any analysis reads attention."""
         return bool(self.of_rows or self.of_pairs)
 
     def see(self, layer: int, rows: Rows | Fused) -> None:
@@ -55,6 +56,7 @@ class RowReceiver:
                 self.pending.complete(number, layer, "pairs")
 
     def _see_whole(self, layer: int, fused: Fused) -> None:
+        """Pass a whole layer on: the analyses that take one need no rows."""
         heads = fused.out.shape[1]
         attention = protocols.WholeAttention(
             layer, fused, self.batch.at(layer), self.batch.windows[layer]
@@ -64,6 +66,7 @@ class RowReceiver:
             self.pending.complete(number, layer, "rows")
 
     def _see_rows(self, layer: int, rows: Rows) -> None:
+        """Pass a block on to the analyses of rows."""
         v = None
         if rows.attention is not None:
             v = rows.attention.v
@@ -82,6 +85,7 @@ class RowReceiver:
             analysis.add(self.pending.of(number, layer, heads), block)
 
     def _see_pairs(self, layer: int, rows: Rows) -> None:
+        """Pass a block on beside the baseline's rows of the same queries."""
         if layer not in self.paired_layers:
             pairs = self.batch.pairs_at(layer)
             window = self.batch.windows[layer]
@@ -152,6 +156,7 @@ class _Capture:
         self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
 
     def _pass_on(self, captures: protocols.Captures) -> None:
+        """Give the tensors to the analysis, once it has its rows."""
         self.analysis.add_captures(self.pending.of(self.number, self.layer), captures)
         self.pending.complete(self.number, self.layer, "hooks")
 

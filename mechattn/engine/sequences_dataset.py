@@ -67,6 +67,7 @@ def sequences_dataset(
 
 
 def _text_variable(dims: tuple[str, ...], texts: Any) -> tuple[Any, ...]:
+    """Texts of any length, as Zarr stores them."""
     array = np.array(texts, dtype=object).astype(np.dtypes.StringDType())
     return dims, array, {"units": "text"}
 

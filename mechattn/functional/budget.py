@@ -95,6 +95,7 @@ def before_hidden_states(
     cos, sin = turns
 
     def of_baseline(x: Vectors, positions: slice) -> Vectors:
+        """Vectors of the baseline's tokens at their positions in the longer sequence."""
         index = origin[:, None, positions, None].clamp(min=0)
         original = x[baseline].gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
         own_turns = (cos[:, :, positions], sin[:, :, positions])

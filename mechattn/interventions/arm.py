@@ -142,7 +142,10 @@ class ARM:
         prompts: Sequence[str],
         positions: Int[Tensor, "row pos"],
     ) -> Activations:
+        """Activations after ARM, or after its control, in the dtype of the given ones."""
+
         def uniform(purpose: str) -> Activations:
+            """A random number for each channel of each token."""
             keys = fn.token_keys(self.seed, prompts, positions, layer, purpose)
             return fn.keyed_uniform(keys, x.shape[-1])
 
