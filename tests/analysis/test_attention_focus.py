@@ -27,7 +27,8 @@ def three_heads(tokenizer):
     with torch.no_grad():
         for parameter in model.transformer.h[0].parameters():
             parameter.zero_()
-        block, eye = model.transformer.h[0], torch.eye(32)
+        block = model.transformer.h[0]
+        eye = torch.eye(32)
         block.ln_1.weight.fill_(1.0)
         model.transformer.wte.weight[:, :32] = 0
         model.transformer.wpe.weight.zero_()

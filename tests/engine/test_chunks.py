@@ -128,7 +128,8 @@ def test_shards_in_any_order_are_the_whole(job, toy, tmp_path):
     whole = ma.run(toy, job.prompts, job.conditions, job.analyses, **vars(job.options))
     for name, dataset in whole.datasets.items():
         for variable in dataset:
-            ours, theirs = merged[name][variable], dataset[variable]
+            ours = merged[name][variable]
+            theirs = dataset[variable]
             if "prompt" in theirs.dims or theirs.dtype.kind not in "f":
                 assert ours.identical(theirs), variable
             else:
@@ -233,7 +234,8 @@ def test_a_finished_run_called_again_is_done(job, undisturbed, tmp_path, compute
 
 def test_the_chunks_stay_until_the_result_can_be_read(job, undisturbed, tmp_path, monkeypatch):
     """A file system that gives back something else than it was given."""
-    path, write = tmp_path / "r.zarr", Place.write
+    path = tmp_path / "r.zarr"
+    write = Place.write
 
     def rotten(place, name, content):
         is_spoiled = name.startswith("segment_flow/flow/c/") and "parts" not in str(place)
@@ -273,7 +275,8 @@ def test_a_model_that_changes_between_runs_is_found(
 
     if not files_are_here:
         monkeypatch.setattr("mechattn.jobs.job.stored_hash", lambda name: None)
-    folder, path = tmp_path / "model", tmp_path / "r.zarr"
+    folder = tmp_path / "model"
+    path = tmp_path / "r.zarr"
     shutil.copytree(checkpoint, folder)
     own_job = replace(job, model=str(folder), prompts=job.prompts[:2], chunk=1)
     stopped(own_job, path, 1)
@@ -305,7 +308,8 @@ def key_back(path, change=("", "")):
 def test_a_class_of_ones_own_goes_on(job, tmp_path, computed):
     """As the how-to writes it, in a second process too; not where its source is another."""
     path = tmp_path / "r.zarr"
-    first, second = key_back(tmp_path / "first.py"), key_back(tmp_path / "second.py")
+    first = key_back(tmp_path / "first.py")
+    second = key_back(tmp_path / "second.py")
     assert repr(first) != repr(second), "two objects at two addresses"
     stopped(replace(job, analyses=[first]), path)
     other = key_back(tmp_path / "other.py", (".sum(-1)", ".mean(-1)"))

@@ -82,7 +82,8 @@ def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
     engines = ("streaming", "hooks") if name in toy_names() else ("auto",)
     tokenizer = load_tokenizer(name if name in toy_names() else "toy:llama")
     plain, hooked = plain_and_hooked(name, tokenizer)
-    slash, some = ma.MeaninglessTokens("/", 55), prompts[:3]
+    slash = ma.MeaninglessTokens("/", 55)
+    some = prompts[:3]
     results = [
         ma.run(hooked, some, {"slash": slash}, keep="prompts", engine=engine) for engine in engines
     ]
