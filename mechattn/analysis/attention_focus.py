@@ -138,14 +138,18 @@ class AttentionFocus(AnalysisBase):
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, first_query, first_key),
         }
+
         if first_key == 0:
             numbers["first_mass"] = pattern[..., 0]
+
         span_start, span_end = inserted_span(rows.batch)
         if span_start < rows.keys.stop and span_end > first_key:
             inserted = rows.batch.inserted[:, rows.keys].to(pattern.dtype)
             numbers["inserted_mass"] = masses_of_rows(pattern, inserted[:, None])[:, 0]
+
         if self.half_mass:
             numbers["half_mass_keys"] = fn.half_mass_keys(pattern)
+
         for name, number in numbers.items():
             sums[name][..., rows.queries] = number
 

@@ -263,8 +263,10 @@ class MlpActivations(AnalysisBase):
             "variance": variance,
             "kurtosis": torch.where(variance > 0, fn.kurtosis(post), _UNDEFINED),
         }
+
         for name, value in numbers.items():
             sums[name][row, :length] = value
+
         is_question = activations.batch.of_segment("question")[row, :length]
         edges = torch.tensor(self.edges, device=post.device)
         counts = fn.counts_between(post[is_question], edges)

@@ -118,6 +118,7 @@ class Nulls:
         paired = None
         if self.pairs is not None:
             paired = paired_layer(layer, attention, self.pairs, window)
+
         sums = {
             number: analysis.start(self.batch, attention.q.shape[1])
             for number, analysis in enumerate(self.analyses)
@@ -135,6 +136,7 @@ class Nulls:
                 attention.v,
                 null=True,
             )
+
             for number, of_analysis in sums.items():
                 analysis = self.analyses[number]
                 with _saying_no_null(analysis):

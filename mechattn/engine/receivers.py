@@ -70,6 +70,7 @@ class RowReceiver:
         v = None
         if rows.attention is not None:
             v = rows.attention.v
+
         block = protocols.AttentionRows(
             layer=layer,
             pattern=rows.pattern,
@@ -80,6 +81,7 @@ class RowReceiver:
             v=v,
             attention=rows.attention,
         )
+
         heads = rows.pattern.shape[1]
         for number, analysis in self.of_rows:
             analysis.add(self.pending.of(number, layer, heads), block)
@@ -167,6 +169,7 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
     batch = pending.batch
     watching = pending.receivers("mlps")
     layers = batch.windows if watching else {}
+
     minimums = {layer: minimum_of(plain_nonlinearity(batch.model, layer)) for layer in layers}
 
     def see(layer: int, pre: Activity, post: Activity) -> None:
@@ -177,6 +180,7 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
                 f"the MLP of layer {layer} doesn't read every token, so its activations cannot be"
                 " compared by token"
             )
+
         activations = protocols.Activations(
             layer=layer,
             pre=pre.detach().reshape(*tokens.shape, d_mlp),
@@ -185,6 +189,7 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
             batch=batch.at(layer),
             pairs=batch.pairs_at(layer),
         )
+
         for number, analysis in watching:
             analysis.add_activations(pending.of(number, layer), activations)
             pending.complete(number, layer, "mlps")

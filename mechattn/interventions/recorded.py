@@ -249,6 +249,7 @@ class KVPatch:
             raise OptionError(
                 f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}"
             )
+
         missing = [layer for layer in self.which if layer not in self.from_.layers]
         if missing or not self.which:
             raise OptionError(
