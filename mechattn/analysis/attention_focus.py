@@ -131,7 +131,7 @@ class AttentionFocus(AnalysisBase):
         numbers = {
             "target": column + first_key,
             "self_mass": self_attention(pattern, first_query, first_key),
-            "previous_mass": fn.looking_back(pattern, 1, first_query, first_key)[0],
+            "previous_mass": fn.looking_back(pattern, 1, first_query, first_key),
             "duplicate_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows, after=0)),
             "induction_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows, after=1)),
             "concentration": largest - second.clamp(min=0),

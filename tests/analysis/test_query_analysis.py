@@ -81,7 +81,7 @@ class Previous(ma.analyses.QueryAnalysis):
     each_query = True
 
     def of_queries(self, rows):
-        paid, _ = looking_back(rows.pattern, 1, rows.queries.start, rows.keys.start)
+        paid = looking_back(rows.pattern, 1, rows.queries.start, rows.keys.start)
         has = (torch.arange(rows.queries.start, rows.queries.stop) > 0).expand_as(paid)
         return {"masked": (paid / has, has), "unmasked": paid}  # NaN where it is not defined
 
