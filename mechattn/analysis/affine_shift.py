@@ -171,7 +171,7 @@ class AffineShift(AnalysisBase):
         return values
 
     def _of_queries(self, sums: Sums, batch: Batch) -> Values:
-        """What is known of each query; a ratio only where it sees the question."""
+        """The numbers of each query; a ratio only where it sees the question."""
         is_original = batch.origin >= 0
         sees_question = (batch.of_segment("question").cumsum(-1) > 0) & is_original
         has_ratio = (sums["question_ratio"] != _UNDEFINED) & sees_question[:, None]

@@ -117,15 +117,15 @@ def test_a_run_of_one_chunk_is_a_plain_run(job, toy, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["r.zarr"]
 
 
-def test_shards_in_any_order_are_the_whole(job, toy, tmp_path):
-    """Moments over prompts too, which are merged; and merged in a store they are the finished run."""
+def test_shards_in_any_order_are_the_whole(job, tmp_path):
+    """Moments over prompts too, which are merged."""
     job = replace(job, analyses=[ma.ReceivedAttention()], prompts=job.prompts[:3])
     for number in (2, 1):
         ma.run_job(job, tmp_path / "r.zarr", shard=f"{number}/2")
     places = [tmp_path / f"r-{number}-of-2.zarr" for number in (1, 2)]
     assert sorted(tmp_path.iterdir()) == places
     merged = ma.merge_results([ma.load_result(place) for place in places])
-    whole = ma.run(toy, job.prompts, job.conditions, job.analyses, **vars(job.options))
+    whole = ma.run_job(job, tmp_path / "whole.zarr")
     for name, dataset in whole.datasets.items():
         for variable in dataset:
             ours = merged[name][variable]

@@ -318,7 +318,7 @@ def test_sinks(measured):
                 mine.vertical_per_prompt.values[:length], vertical, atol=5e-6
             )
             for quantity, value in numbers.items():
-                assert float(mine[quantity]) == pytest.approx(value, abs=1e-5), quantity
+                assert float(mine[quantity]) == pytest.approx(float(value), abs=1e-5), quantity
             contribution = contribution_of_head(
                 rows, plain.v[layer][head], plain.w_o[layer][head], plain.z[layer][:, head]
             )
