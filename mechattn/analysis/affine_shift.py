@@ -85,6 +85,7 @@ class AffineShift(AnalysisBase):
             quantities[f"change_by_{part}"] = Quantity(
                 _DIMS, "share", share, "difference", _NO_NULL
             )
+
         shifts = "over the shifts of the original queries after the insertion"
         quantities["shift_rank_one_share"] = Quantity(
             ("head",), "share", f"s1^2 / sum s^2 {shifts}", no_null=_NO_NULL
@@ -95,6 +96,7 @@ class AffineShift(AnalysisBase):
             f"exp entropy of s / sum s {shifts} (Roy and Vetterli 2007)",
             no_null=_NO_NULL,
         )
+
         if not self.per_query:
             return quantities
         return quantities | of_each(_OF_QUERIES)
@@ -122,8 +124,10 @@ class AffineShift(AnalysisBase):
             "residual": (parts.rerouting + parts.new_values).norm(dim=-1),
             "change": torch.linalg.vecdot(change, change),
         }
+
         for part in _PARTS:
             numbers[f"by_{part}"] = torch.linalg.vecdot(getattr(parts, part), change)
+
         for name, number in numbers.items():
             sums[name][..., rows.queries] = number
 
@@ -167,7 +171,7 @@ class AffineShift(AnalysisBase):
         return values
 
     def _of_queries(self, sums: Sums, batch: Batch) -> Values:
-        """What is known of each query; a ratio only where it sees the question."""
+        """The numbers of each query; a ratio only where it sees the question."""
         is_original = batch.origin >= 0
         sees_question = (batch.of_segment("question").cumsum(-1) > 0) & is_original
         has_ratio = (sums["question_ratio"] != _UNDEFINED) & sees_question[:, None]

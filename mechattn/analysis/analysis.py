@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechattn.errors import OptionError
+from mechattn.errors import ModelError, OptionError
 from mechattn.functional.attention import AnyRows
 from mechattn.functional.fused import Fused
 from mechattn.functional.received import segment_mean, visible_keys
@@ -60,6 +60,18 @@ class AttentionRows:
     v: Float[Tensor, "batch kv_head pos d_head"] | None = None
     attention: AnyRows | None = None
     null: bool = False
+
+    def values_for(self, purpose: str) -> Float[Tensor, "batch kv_head pos d_head"]:
+        """The values, which this needs.
+
+        Raises:
+            ModelError: No hook gives them per head.
+        """
+        if self.v is None:
+            raise ModelError(
+                f"layer {self.layer} has no hook_v per head, so {purpose} cannot be measured"
+            )
+        return self.v
 
 
 @dataclass(frozen=True)
@@ -411,6 +423,7 @@ class QueryAnalysis(AnalysisBase):
                 f"{self.name}: of_queries gives {list(numbers)}, and numbers declares"
                 f" {list(self.numbers)}"
             )
+
         for name, number in numbers.items():
             is_defined = None
             if isinstance(number, tuple):

@@ -92,6 +92,7 @@ class AttentionBudget(AnalysisBase):
             description=f"{attention.description}, minus that in the baseline",
             no_null="it is a difference",
         )
+
         dilution = "-M A: M the attention to inserted tokens, A that to the segment in the baseline"
         causes = "the change by cause: positions, inserted keys, changed queries and keys"
         return {
@@ -141,6 +142,7 @@ class AttentionBudget(AnalysisBase):
         moved = torch.zeros(shape, device=attention.q.device)
         moved_original = torch.zeros_like(moved)
         is_unchanged = torch.zeros_like(moved)
+
         if len(longer):
             rotation = self.rotations.get(layer, fn.NO_ROTATION)
             queries = _question_span_of_longer(batch)
@@ -153,16 +155,20 @@ class AttentionBudget(AnalysisBase):
                 _turns(batch, rotation),
                 queries,
             )
+
             if layer == 0:  # whose hidden states are embeddings
                 is_unchanged += fn.is_unchanged(before, attention.of(longer))
             masses = fn.segment_masses(before, _members(batch)[longer], queries)
             weights = _question_weights(batch)[longer, :, queries]
+
             with_all_keys = fn.mean_over_queries(masses, weights)
             with_original_keys = fn.mean_among_original(
                 masses, weights, _INSERTED, sinks=attention.sinks is not None
             )
+
             moved[longer] = with_all_keys.to(moved.dtype)
             moved_original[longer] = with_original_keys.to(moved.dtype)
+
         return {
             "moved": moved,
             "moved_original": moved_original,
@@ -239,6 +245,7 @@ def _question_span_of_longer(batch: Batch) -> slice:
 
 
 def _span(marked: Bool[Tensor, "batch pos"]) -> slice:
+    """The positions from the first where any row is marked to the last."""
     places = marked.any(0).nonzero()
     return slice(int(places[0]), int(places[-1]) + 1)
 

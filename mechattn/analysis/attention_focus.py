@@ -131,21 +131,25 @@ class AttentionFocus(AnalysisBase):
         numbers = {
             "target": column + first_key,
             "self_mass": self_attention(pattern, first_query, first_key),
-            "previous_mass": fn.looking_back(pattern, 1, first_query, first_key)[0],
+            "previous_mass": fn.looking_back(pattern, 1, first_query, first_key),
             "duplicate_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows, after=0)),
             "induction_mass": fn.looked_up_mass(pattern, _places_of_repeats(rows, after=1)),
             "concentration": largest - second.clamp(min=0),
             "entropy": fn.entropy(pattern),
             "distance": fn.mean_distance(pattern, first_query, first_key),
         }
+
         if first_key == 0:
             numbers["first_mass"] = pattern[..., 0]
+
         span_start, span_end = inserted_span(rows.batch)
         if span_start < rows.keys.stop and span_end > first_key:
             inserted = rows.batch.inserted[:, rows.keys].to(pattern.dtype)
             numbers["inserted_mass"] = masses_of_rows(pattern, inserted[:, None])[:, 0]
+
         if self.half_mass:
             numbers["half_mass_keys"] = fn.half_mass_keys(pattern)
+
         for name, number in numbers.items():
             sums[name][..., rows.queries] = number
 
@@ -187,6 +191,7 @@ def _places_of_repeats(rows: AttentionRows, after: int) -> fn.Places:
 def _repeats(
     batch: Batch, after: int, first_query: int, end_query: int, first_key: int, end_key: int
 ) -> fn.Places:
+    """The same for a block given by its ends, which can be a key of the cache."""
     queries = slice(first_query, end_query)
     keys = slice(first_key, end_key)
     repeats = fn.repeats_of(batch.tokens, after, queries, keys)

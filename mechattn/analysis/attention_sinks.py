@@ -26,7 +26,7 @@ from mechattn.analysis.analysis import (
     Window,
     zeros,
 )
-from mechattn.errors import ModelError, OptionError, check_counts
+from mechattn.errors import OptionError, check_counts
 from mechattn.functional import received as fn
 from mechattn.functional.head_outputs import effective_rank, spectrum, update_norm
 from mechattn.model.head_parts import output_factor_of, output_weights
@@ -201,17 +201,15 @@ class AttentionSinks(AnalysisBase):
         keys = rows.keys
         queries = rows.queries
         if "value_norm" not in sums and not rows.null:
-            if rows.v is None:
-                raise ModelError(
-                    f"layer {rows.layer} has no hook_v per head, so a sink's contribution cannot be"
-                    " measured"
-                )
-            norms = fn.value_norms(rows.v, self.factors[rows.layer])
+            v = rows.values_for("a sink's contribution")
+            norms = fn.value_norms(v, self.factors[rows.layer])
             sums["value_norm"], sums["output_value_norm"] = norms
+
         real = rows.batch.real[:, queries]
         sums["columns"][..., keys] += fn.column_sums(pattern, real)
         near = sums["near"][..., keys]
         fn.add_near_sums(near, pattern, real, queries.start, keys.start, self.gap)
+
         span_start, span_end = inserted_span(rows.batch)
         if span_end and queries.stop > span_start:
             counted = rows.batch.after_inserted[:, queries]
@@ -269,6 +267,7 @@ class AttentionSinks(AnalysisBase):
             "strongest_position": position.float(),
             "sinks": count,
         }
+
         none_is_seen = ~enough_see.any(-1)[:, None]  # such as in a narrower window
         values = {
             name: value.masked_fill(none_is_seen, torch.nan) for name, value in values.items()
@@ -290,6 +289,7 @@ class AttentionSinks(AnalysisBase):
         inactive heads."""
         norms = sums["value_norm"]
         mean_norm = _mean(norms, batch.real)
+
         index = strongest.nan_to_num(0.0).long()[..., None]
         strongest_norm = norms.gather(-1, index)[..., 0].masked_fill(strongest.isnan(), torch.nan)
 
@@ -298,6 +298,7 @@ class AttentionSinks(AnalysisBase):
         # The mean over queries of A |v W_O|, of each key.
         written = sums["columns"] * sums["output_value_norm"] / batch.lengths[:, None, None]
         of_first = written[..., 0]
+
         return {
             "value_drain": norms[..., 0] / mean_norm,
             "strongest_value_ratio": strongest_norm / mean_norm,
@@ -315,6 +316,7 @@ def _quantities(
     compared: Literal["ratio", "difference"] = "ratio",
     no_null: str = "",
 ) -> dict[str, Quantity]:
+    """The quantities of a table, of these dimensions."""
     return {
         name: Quantity(dims, units, description, compared, no_null)
         for name, (units, description) in table.items()

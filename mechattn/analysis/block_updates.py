@@ -108,6 +108,7 @@ class BlockUpdates(AnalysisBase):
         else:
             # Such a block fires hook_attn_out only for functions that TransformerLens has added.
             outs = ("attn.hook_out", "mlp.hook_out")
+
         for layer in layers:
             for name in (*_AROUND, *outs):
                 if f"blocks.{layer}.{name}" not in hooks:
@@ -127,6 +128,7 @@ class BlockUpdates(AnalysisBase):
             middle = tensors[_MIDDLE]
             attention = _added(before, attention, middle)
             mlp = _added(middle, mlp, after)
+
         streams = torch.stack([before, middle], 1)
         updates = torch.stack([attention, mlp], 1)
         sums["stream"] = streams.norm(dim=-1)
@@ -143,6 +145,7 @@ class BlockUpdates(AnalysisBase):
             "block_norm": norm,
             "stream_norm": stream,
         }
+
         values = {name: segment_mean(value, batch.members()) for name, value in per_token.items()}
         if self.per_query:
             padding = ~batch.real[:, None]

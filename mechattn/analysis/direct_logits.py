@@ -213,11 +213,13 @@ class SegmentLogits(_Logits):
                 for name in GATES
                 if all(f"blocks.{layer}.attn.{name}" in hooks for layer in layers)
             ]
+
             if function is None or not gates:
                 raise ModelError(
                     f"{model.cfg.model_name}: {limit}; so a key's share of a head's update is not A"
                     " · v W_O"
                 )
+
             gate = (f"attn.{gates[0]}", function)
         return replace(super().calibrated(model, layers, measured), gate=gate)
 
@@ -228,14 +230,10 @@ class SegmentLogits(_Logits):
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Add the contributions that these queries read from each segment, before the norms'
         scales."""
-        if rows.v is None:
-            raise ModelError(
-                f"layer {rows.layer} has no hook_v per head, so a key's contribution cannot be"
-                " measured"
-            )
+        v = rows.values_for("a key's contribution")[:, :, rows.keys]
         directions = self._directions(rows)
         heads = directions.shape[1]
-        values = for_each_head(rows.v[:, :, rows.keys].to(directions.dtype), heads)
+        values = for_each_head(v.to(directions.dtype), heads)
         members = rows.batch.members()[:, None, :, rows.keys].to(directions.dtype)
         if self.gate is None:
             of_keys = rows.pattern * (directions @ values.mT)

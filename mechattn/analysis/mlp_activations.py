@@ -211,6 +211,7 @@ class MlpActivations(AnalysisBase):
         return {layer: float(np.median(values)) for layer, values in of_prompts.items()}
 
     def _calibration(self, model: HookedModel) -> Sequence[Prompt]:
+        """The calibration prompts; generated ones need a tokenizer."""
         if self.calibration is not None:
             return self.calibration
         if model.tokenizer is None:
@@ -221,6 +222,7 @@ class MlpActivations(AnalysisBase):
         return load_prompts("word-problems", limit=_CALIBRATION, seed=_CALIBRATION_SEED)
 
     def _of_prompt(self, size: Float[Tensor, " entry"]) -> float:
+        """The threshold that the rule gives for one prompt's ``|x|``."""
         ordered = size.sort().values
         if self.rule == "quantile":
             return float(ordered[round(self.value * (len(ordered) - 1))])
@@ -247,6 +249,7 @@ class MlpActivations(AnalysisBase):
         _add_changes(sums, activations)
 
     def _add_sequence(self, sums: Sums, activations: Activations, row: int, length: int) -> None:
+        """Measure each token of one sequence, and count its question's activations in bins."""
         threshold = (self.thresholds or {})[activations.layer]
         post = activations.post[row, :length].float()
         pre = activations.pre[row, :length].float()
@@ -260,8 +263,10 @@ class MlpActivations(AnalysisBase):
             "variance": variance,
             "kurtosis": torch.where(variance > 0, fn.kurtosis(post), _UNDEFINED),
         }
+
         for name, value in numbers.items():
             sums[name][row, :length] = value
+
         is_question = activations.batch.of_segment("question")[row, :length]
         edges = torch.tensor(self.edges, device=post.device)
         counts = fn.counts_between(post[is_question], edges)

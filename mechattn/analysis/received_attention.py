@@ -83,6 +83,7 @@ class ReceivedAttention(AnalysisBase):
             "mean attention that the key receives from the counted queries after it that can see it"
         )
         quantities = {"received": Quantity(("head", "key"), "probability", per_key)}
+
         for name, description in _BY_SEGMENT.items():
             quantities[name] = Quantity(_DIMS, "probability", description)
             if self.queries != "all":  # inserted queries have no row in the baseline
@@ -142,6 +143,7 @@ class ReceivedAttention(AnalysisBase):
         attended = columns
         if not self.include_self:
             attended = columns - sums["own"] * _counted(self.queries, batch)[:, None]
+
         received, by_segment, mass = _weights(self, batch, window)
         values = {
             "received": attended * received,

@@ -80,6 +80,7 @@ class ScoreDecomposition(AnalysisBase):
             if part != "content":
                 trend = f"{formula}, not centred: only its trend matters"
                 of_keys[f"{part}_of_key"] = Quantity(("head", "key"), "logits", trend)
+
         quantities = means_of(parts | shares) | of_keys
         if not self.per_query:
             return quantities
@@ -122,11 +123,14 @@ class ScoreDecomposition(AnalysisBase):
             queries = torch.arange(block.start, block.stop, device=q.device)
             visible = seen_keys(captures.batch, queries, captures.window)[:, None]
             content, bias, alibi, rest = scores.parts(q[:, block], k)
+
             target = ranked_target(content + bias + alibi + rest, visible, self.rank)
             sums["target"][..., block] = target.float()
+
             for name, part in (("content", content), ("bias", bias), ("alibi", alibi)):
                 part = centred(part.expand(len(q), -1, -1, -1), visible)
                 sums[name][..., block] = part.gather(-1, target[..., None])[..., 0]
+
         # The same in every block.
         sums["bias_of_key"] += bias[:, :, 0]
         sums["alibi_of_key"] += alibi[:, :, 0]
@@ -137,6 +141,7 @@ class ScoreDecomposition(AnalysisBase):
         uncounted = ~(batch.real & (seen > self.rank + 1))[:, None]
         padding = ~batch.real[:, None]
         members = batch.members()
+
         parts = {part: sums[part].masked_fill(uncounted, torch.nan) for part in PARTS}
         total = sum(value.abs() for value in parts.values())
         values = {}
@@ -145,6 +150,7 @@ class ScoreDecomposition(AnalysisBase):
             values[f"{part}_share"] = segment_mean(value.abs() / total, members)
             if self.per_query:
                 values[f"{part}_at"] = value
+
         for name in ("bias_of_key", "alibi_of_key"):
             values[name] = sums[name].masked_fill(padding, torch.nan)
         if self.per_query:

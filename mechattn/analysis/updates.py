@@ -28,7 +28,6 @@ from mechattn.analysis.analysis import (
     of_each,
 )
 from mechattn.analysis.direct_logits import POST, norms_after
-from mechattn.errors import ModelError
 from mechattn.functional import head_outputs as fn
 from mechattn.functional.attention import constant, for_each_head
 from mechattn.functional.focus import top_two
@@ -112,6 +111,7 @@ class _LayerWeights:
 def _layer_weights(
     w_o: Float[Tensor, "head d_head d_model"], norm: FrozenNorm | None
 ) -> _LayerWeights:
+    """The factors of W_O, computed once for all batches."""
     factor = output_factor_of(w_o)
     if norm is None:
         return _LayerWeights(w_o, factor, None, None)
@@ -193,8 +193,10 @@ class _Updates(AnalysisBase):
             "norm": fn.update_norm(z, weights.factor),
             "product": fn.update_product(z, w_o, stream),
         }
+
         if weights.norm is None:
             return sums
+
         # The heads share the scale of what they write together: then their updates add up to what
         # the block adds.
         scale = weights.norm.scale(captures.tensors[POST]).to(w_o.dtype)[:, None]
@@ -217,6 +219,7 @@ class _Updates(AnalysisBase):
 
         magnitude = per_token["magnitude"]
         orientation = per_token["orientation"]
+
         sizes = constant(_MAGNITUDES, magnitude.device, magnitude.dtype)
         cosines = constant(_ORIENTATIONS, magnitude.device, magnitude.dtype)
         original = batch.origin >= 0
@@ -225,6 +228,7 @@ class _Updates(AnalysisBase):
         values["joint_counts"] = fn.counts_in_pairs_of_bins(
             magnitude, orientation, (sizes, cosines), original
         )
+
         if self.per_query:
             padding = ~batch.real[:, None]
             for name in _DIRECTIONS:
@@ -293,15 +297,13 @@ class TopTargetUpdates(_Updates):
 
     def add(self, sums: Sums, rows: AttentionRows) -> None:
         """Store what each query reads from its strongest target."""
-        if rows.v is None:
-            raise ModelError(
-                f"layer {rows.layer} has no hook_v per head, so a target's contribution cannot be"
-                " measured"
-            )
+        v = rows.values_for("a target's contribution")[:, :, rows.keys]
         largest, _, target = top_two(rows.pattern)
-        v = for_each_head(rows.v[:, :, rows.keys], rows.pattern.shape[1]).to(largest.dtype)
+        v = for_each_head(v, rows.pattern.shape[1]).to(largest.dtype)
+
         index = target[..., None].expand(*target.shape, v.shape[-1])
         read = v.gather(2, index) * largest[..., None]
+
         if "read" not in sums:
             batch, heads, _, d_head = read.shape
             length = rows.batch.tokens.shape[1]

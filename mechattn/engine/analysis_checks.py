@@ -35,6 +35,7 @@ def with_names(analyses: Sequence[Analysis] | Analysis | None) -> list[Analysis]
     names = [analysis.name for analysis in analyses]
     if not names or len(set(names)) < len(names):
         raise OptionError(f"analyses={names}: give at least one, and each name once")
+
     owners: dict[str, str] = {}
     for analysis in analyses:
         for quantity in {name.removesuffix("_by_segment") for name in analysis.quantities}:
@@ -55,11 +56,13 @@ def _check_analysis(analysis: Any) -> None:
             f"analyses holds {analysis!r}, which is not an analysis (it lacks"
             f" {', '.join(lacking) or 'an instance'}); give one such as ma.ReceivedAttention()"
         )
+
     if not any(isinstance(analysis, protocol) for protocol in PROTOCOLS.values()):
         raise OptionError(
             f"the analysis {analysis.name} receives no data: define add(sums, rows), or one of"
             " add_pairs, add_activations, add_captures, add_final"
         )
+
     # It is the name of a dataset, and of its folder.
     if not str(analysis.name).isidentifier():
         raise OptionError(f"an analysis is named {analysis.name!r}: use letters, digits and _")

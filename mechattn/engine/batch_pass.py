@@ -37,6 +37,7 @@ def measure_batch(
     nulls = Nulls(analyses, placed, placed_batch.pairs[placed.tokens.device], blind)
     pending = PendingSums(placed_batch, analyses, nulls, when_complete=_stop_pass)
     receiver = RowReceiver(pending)
+
     try:
         with ExitStack() as stack:
             # Made before interventions on the nonlinearities, but entered after them: it sees their
@@ -45,8 +46,10 @@ def measure_batch(
             interventions = placed_batch.interventions()
             for intervention, target in interventions:
                 stack.enter_context(intervention.acting(model, partial(_constant, target)))
+
             if read_first(intervention for intervention, _ in interventions):
                 forward(model, placed, {}, receiver.see, pending.last_layer)
+
             stack.enter_context(watching_mlps)
             stack.enter_context(receiving_captures(pending))
             with suppress(_Enough):
@@ -70,4 +73,5 @@ def _stop_pass() -> None:
 
 
 def _constant(target: Target) -> Target:
+    """The target of every forward pass of this batch."""
     return target

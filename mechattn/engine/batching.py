@@ -57,6 +57,7 @@ def batch_plan(
     order = sorted(
         range(len(lengths)), key=lambda index: (side_of[index], longest_of[index], index)
     )
+
     batches: list[list[int]] = []
     shortest = 0
     for index in order:
@@ -69,6 +70,7 @@ def batch_plan(
             if not is_full and not is_other_side and shortest >= _FULLEST * longest:
                 batch.append(index)
                 continue
+
         batches.append([index])
         shortest = longest
     return batches
@@ -90,15 +92,18 @@ def in_halves(
             if not is_out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+
         # Outside the except block, where the error no longer keeps the tensors of the pass alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
         if len(batch) == 1:
             raise ModelError(
                 f"a batch of prompt number {batch[0]} alone with all its conditions does not fit in"
                 f" memory ({reason}); use fewer conditions per run, a shorter prompt, or a machine"
                 " with more memory"
             )
+
         too_large.append(len(batch))
         middle = len(batch) // 2
         waiting[:0] = [batch[:middle], batch[middle:]]

@@ -37,6 +37,7 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
         "revision": revision(model),
         "weights": facts.weights,
     }
+
     if facts.gguf is not None:
         described["gguf"] = dict(facts.gguf)
     described |= {
@@ -45,6 +46,7 @@ def model_data(model: HookedModel, paths: bool) -> dict[str, Any]:
         "not_verified": facts.report.not_checked if facts.report else [],
         "mended": list(facts.mended),
     }
+
     boundary = boundary_of(model)
     if boundary is not None:
         described["rope"] = f"{boundary}; of each prompt: sequences.rope_factors"
@@ -66,6 +68,7 @@ def condition_data(condition: Condition, sequence: TokenSequence | None = None) 
         unshifted = unshifted or inner.keeps_positions
         interventions = (*inner.interventions, *interventions)
         inner = inner.condition
+
     if isinstance(inner, Baseline):
         own = inner.intervention
         if not isinstance(own, (tuple, list)):
@@ -75,6 +78,7 @@ def condition_data(condition: Condition, sequence: TokenSequence | None = None) 
         masked = sequence.edge_mask is not None
         unshifted = sequence.keeps_positions
         interventions = sequence.interventions
+
     return {
         **_kind_and_options(inner),
         "masked": masked,
@@ -96,6 +100,7 @@ def _kind_and_options(instance: Any) -> dict[str, Any]:
 
 
 def _stored(value: Any) -> Any:
+    """A value that JSON can hold; the identity of any other object."""
     if isinstance(value, (tuple, list)):
         return [_stored(part) for part in value]
     if value is None or isinstance(value, (bool, int, float, str)):

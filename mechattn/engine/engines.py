@@ -39,7 +39,7 @@ def chosen_forward(
         return forward_through_hooks, "asked for"
 
     analyses = list(analyses)
-    captures = []
+    captures: list[str] = []
     for analysis in analyses:
         if isinstance(analysis, protocols.CaptureAnalysis):
             captures += analysis.captures
@@ -69,6 +69,8 @@ def chosen_forward(
 def _fused_or_in_blocks(
     model: HookedModel, facts: ModelFacts, engine: Engine, analyses: Sequence[Analysis]
 ) -> tuple[Forward, str]:
+    """A fused kernel where it is asked for, or where a GPU makes it faster and no analysis needs
+    rows; otherwise blocks of rows."""
     takes_whole_layers = False
     needing_rows = []
     for analysis in analyses:

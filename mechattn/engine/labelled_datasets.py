@@ -48,6 +48,7 @@ class Collector:
         numbers = {name: number for number, name in enumerate(self.coords["condition"])}
         prompts = np.array([prompt for prompt, _ in batch.rows])
         conditions = np.array([numbers[condition] for _, condition in batch.rows])
+
         for layer, of_layer in values.items():
             layer_number = self.coords["layer"].index(layer)
             cells = (prompts, conditions, layer_number)
@@ -164,6 +165,7 @@ class Collector:
         return np.array(by_condition)
 
     def _attributes(self, quantity: Quantity) -> dict[str, str]:
+        """What a variable says of itself."""
         options = [f"{key}={value!r}" for key, value in self.analysis.options.items()]
         return {
             "units": quantity.units,
@@ -191,6 +193,7 @@ def lacking(dataset: xr.Dataset, analysis: Analysis) -> list[str]:
         for variable in (name, name + BY_ORIGIN):
             dims = ("condition", "layer", *_dims_of(variable, quantity))
             expected |= {variable + suffix: dims for suffix in MOMENTS}
+
     missing = []
     for name, dims in expected.items():
         array = dataset.get(name)

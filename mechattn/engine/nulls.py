@@ -59,6 +59,7 @@ def with_nulls(analysis: Analysis) -> dict[str, Quantity]:
 
 
 def _null_of(quantity: Quantity, kind: str, description: str) -> Quantity:
+    """A null as a quantity; uniform attention is the same in every head."""
     dims = quantity.dims
     if kind == UNIFORM:  # the same in every head
         dims = tuple(dim for dim in dims if dim != "head")
@@ -112,10 +113,12 @@ class Nulls:
         return self._cache[key]
 
     def _measured(self, kind: str, layer: int, window: Window) -> dict[int, Values]:
+        """Measure every analysis on the rows of content-blind heads."""
         attention = self._blind_attention(kind, layer, window)
         paired = None
         if self.pairs is not None:
             paired = paired_layer(layer, attention, self.pairs, window)
+
         sums = {
             number: analysis.start(self.batch, attention.q.shape[1])
             for number, analysis in enumerate(self.analyses)
@@ -133,6 +136,7 @@ class Nulls:
                 attention.v,
                 null=True,
             )
+
             for number, of_analysis in sums.items():
                 analysis = self.analyses[number]
                 with _saying_no_null(analysis):

@@ -169,6 +169,7 @@ def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) 
         "to_segment": len(SEGMENTS),
     }
     sizes |= {dim: len(labels) for dim, labels in getattr(analysis, "coords", {}).items()}
+
     for name, quantity in quantities.items():
         value = values[name]
         shape = list(getattr(value, "shape", ()))
@@ -176,6 +177,7 @@ def _check_values(analysis: Analysis, values: Values, batch: Batch, heads: int) 
         fits = len(shape) == len(expected) and all(
             size in (None, actual) for size, actual in zip(expected, shape, strict=True)
         )
+
         if not fits or not isinstance(value, Tensor):
             dims = ", ".join(["batch", *quantity.dims])
             raise OptionError(

@@ -51,6 +51,7 @@ class PlacedBatch:
 
     @property
     def heads(self) -> int:
+        """The number of heads of a layer."""
         return int(self.model.cfg.n_heads)
 
     def at(self, layer: int) -> Batch:

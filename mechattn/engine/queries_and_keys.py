@@ -152,6 +152,7 @@ def measure(
 
 
 def _not_padding(q: Queries, lengths: Sequence[int] | None) -> Bool[Tensor, "batch pos"]:
+    """Which positions are tokens of their sequence."""
     batch, _, length, _ = q.shape
     if lengths is None:
         lengths = [length] * batch
@@ -162,6 +163,7 @@ def _not_padding(q: Queries, lengths: Sequence[int] | None) -> Bool[Tensor, "bat
 
 
 def _check_shapes(q: Queries, k: Keys, v: Values | None) -> None:
+    """Refuse tensors that are not queries, keys and values of the same positions."""
     fits = k.shape == (len(q), k.shape[1], *q.shape[2:]) and q.shape[1] % k.shape[1] == 0
     v_fits = v is None or v.shape[:3] == k.shape[:3]
     if not fits or not v_fits:

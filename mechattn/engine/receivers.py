@@ -35,6 +35,7 @@ class RowReceiver:
 
     @property
     def is_needed(self) -> bool:
+        """Whether any analysis reads attention."""
         return bool(self.of_rows or self.of_pairs)
 
     def see(self, layer: int, rows: Rows | Fused) -> None:
@@ -55,6 +56,7 @@ class RowReceiver:
                 self.pending.complete(number, layer, "pairs")
 
     def _see_whole(self, layer: int, fused: Fused) -> None:
+        """Pass a whole layer on: the analyses that take one need no rows."""
         heads = fused.out.shape[1]
         attention = protocols.WholeAttention(
             layer, fused, self.batch.at(layer), self.batch.windows[layer]
@@ -64,9 +66,11 @@ class RowReceiver:
             self.pending.complete(number, layer, "rows")
 
     def _see_rows(self, layer: int, rows: Rows) -> None:
+        """Pass a block on to the analyses of rows."""
         v = None
         if rows.attention is not None:
             v = rows.attention.v
+
         block = protocols.AttentionRows(
             layer=layer,
             pattern=rows.pattern,
@@ -77,11 +81,13 @@ class RowReceiver:
             v=v,
             attention=rows.attention,
         )
+
         heads = rows.pattern.shape[1]
         for number, analysis in self.of_rows:
             analysis.add(self.pending.of(number, layer, heads), block)
 
     def _see_pairs(self, layer: int, rows: Rows) -> None:
+        """Pass a block on beside the baseline's rows of the same queries."""
         if layer not in self.paired_layers:
             pairs = self.batch.pairs_at(layer)
             window = self.batch.windows[layer]
@@ -152,6 +158,7 @@ class _Capture:
         self.pending.after_rows(self.number, self.layer, partial(self._pass_on, captures))
 
     def _pass_on(self, captures: protocols.Captures) -> None:
+        """Give the tensors to the analysis, once it has its rows."""
         self.analysis.add_captures(self.pending.of(self.number, self.layer), captures)
         self.pending.complete(self.number, self.layer, "hooks")
 
@@ -162,6 +169,7 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
     batch = pending.batch
     watching = pending.receivers("mlps")
     layers = batch.windows if watching else {}
+
     minimums = {layer: minimum_of(plain_nonlinearity(batch.model, layer)) for layer in layers}
 
     def see(layer: int, pre: Activity, post: Activity) -> None:
@@ -172,6 +180,7 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
                 f"the MLP of layer {layer} doesn't read every token, so its activations cannot be"
                 " compared by token"
             )
+
         activations = protocols.Activations(
             layer=layer,
             pre=pre.detach().reshape(*tokens.shape, d_mlp),
@@ -180,6 +189,7 @@ def receiving_activations(pending: PendingSums) -> AbstractContextManager[None]:
             batch=batch.at(layer),
             pairs=batch.pairs_at(layer),
         )
+
         for number, analysis in watching:
             analysis.add_activations(pending.of(number, layer), activations)
             pending.complete(number, layer, "mlps")

@@ -84,6 +84,7 @@ def record_affine(
         )
     prompts = as_prompts(prompts)
     chosen = hooks.chosen_layers(model, layers)
+
     recorded: dict[str, dict[int, Affine]] = {}
     for prompt, batch, values in _passes(model, prompts, condition, _AffineParts(), chosen, seed):
         original = (batch.origin[1] >= 0).nonzero().flatten()
@@ -91,6 +92,7 @@ def record_affine(
             layer: Affine(of_layer["scale"][1, :, original], of_layer["shift"][1, :, original])
             for layer, of_layer in values.items()
         }
+
     source = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
     return AffineAttention(layers=tuple(chosen), recorded=recorded, source=source)
 
@@ -110,6 +112,7 @@ def _passes(
     forward, _ = chosen_forward(model, "auto", [analysis])
     windows = {layer: hooks.attention_window(model, layer) for layer in layers}
     conditions = with_baseline({"recorded": condition})
+
     sequences = checked_sequences(conditions, prompts, model, seed, [analysis])
     for prompt, of_prompt in zip(prompts, sequences, strict=True):
         if not of_prompt["recorded"].of_segment(segment).any():
@@ -117,6 +120,7 @@ def _passes(
                 f"prompt {prompt.id} has no {segment} token under {condition}, so nothing can be"
                 " recorded"
             )
+
     rows = list(conditions) if isinstance(analysis, PairAnalysis) else ["recorded"]
     for prompt, of_prompt in zip(prompts, sequences, strict=True):
         batch = pad_right([of_prompt[name] for name in rows], [(0, name) for name in rows], 0)
@@ -183,6 +187,7 @@ def record_keys_values(
                 f"{model.cfg.model_name} keeps latents (MLA) in place of keys and values (layer"
                 f" {layer})"
             )
+
     recorded: dict[str, dict[int, dict[Part, Tensor]]] = {}
     passes = _passes(model, prompts, condition, _KeysValues(), chosen, seed, segment)
     for prompt, batch, values in passes:
@@ -191,6 +196,7 @@ def record_keys_values(
             layer: {"k": of_layer["k"][0, in_segment], "v": of_layer["v"][0, in_segment]}
             for layer, of_layer in values.items()
         }
+
     description = f"recorded from {condition}, {len(prompts)} prompts, seed {seed}"
     return KeysValues(recorded, segment, description)
 
@@ -244,6 +250,7 @@ def head_means(
     with changing_z(model, {layer: partial(add_up, layer) for layer in chosen}):
         for sequence in sequences:
             hooks.forward_to(model, sequence.tokens[None].to(device_of(model)), max(chosen), [])
+
     tokens = sum(len(sequence) for sequence in sequences)
     means = {layer: (total / tokens).float() for layer, total in sums.items()}
     return HeadMeans(means, len(prompts))

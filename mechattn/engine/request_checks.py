@@ -35,6 +35,7 @@ def with_baseline(conditions: Conditions | None) -> dict[str, Condition]:
             'the conditions have no names; give a dictionary such as {"slash":'
             ' MeaninglessTokens("/")}'
         )
+
     named = dict(conditions or {})
     for name, condition in named.items():
         check_name(name)
@@ -53,6 +54,7 @@ def _check_sequences(
     baseline = sequences[BASELINE]
     check_side(prompt, sequences, model)
     check_is_unchanged(baseline)
+
     for name, sequence in sequences.items():
         lacking = len(baseline) - int((~sequence.inserted).sum())
         if lacking:
@@ -87,11 +89,13 @@ def _check_size(prompt: Prompt, name: str, sequence: TokenSequence, model: Hooke
             f" inserted); {model.cfg.model_name} takes {limit:,}. Shorten it, or insert fewer"
             " tokens"
         )
+
     if len(sequence) < 2:
         raise PromptError(
             f"{prompt.where} is a single token: no query comes after it, so attention cannot be"
             " measured"
         )
+
     last_id = model.cfg.d_vocab - 1
     if int(sequence.tokens.min()) < 0 or int(sequence.tokens.max()) > last_id:
         raise PromptError(
@@ -105,6 +109,7 @@ def check_read(prompt: Prompt, sequences: ByCondition) -> None:
     for name, sequence in sequences.items():
         if not sequence.inserted.any():
             continue
+
         first_inserted = int(sequence.inserted.int().argmax())
         readers = int((~sequence.inserted[first_inserted:]).sum())
         if readers == 1:
@@ -113,6 +118,7 @@ def check_read(prompt: Prompt, sequences: ByCondition) -> None:
                 " inserts; nothing else can change; give prompts with an answer, or another place,"
                 ' such as "before_question"'
             )
+
         if readers == 0:
             raise ConditionError(
                 f"{prompt.where} ends with what {name!r} inserts, which no other token reads; give"
@@ -223,9 +229,11 @@ def _check_kept_positions(model: HookedModel, lowest_ids: Mapping[str, int]) -> 
             " itself, like ALiBi, or has none), so the original tokens cannot keep theirs: omit"
             f" {', '.join(map(repr, sorted(lowest_ids)))}"
         )
+
     name = min(lowest_ids, key=lambda condition: lowest_ids[condition])
     if lowest_ids[name] >= 0:
         return
+
     reason = "a table of positions, where a negative one is an error or another row"
     if hasattr(model, "pos_embed"):
         reason = "learned positions"
@@ -288,9 +296,11 @@ def check_side(
     counts = {condition: positions_of(sequence) for condition, sequence in sequences.items()}
     longest = max(counts, key=lambda condition: counts[condition])
     shortest = min(counts, key=lambda condition: counts[condition])
+
     has = f'{prompt.where} has {counts[longest]:,} positions with the condition "{longest}"'
     if new_tokens:
         has += f" and {new_tokens} new tokens are allowed"
+
     beyond = f"beyond {boundary.at:,} positions {model.cfg.model_name} computes with"
     is_beyond = counts[longest] + new_tokens > boundary.at
 

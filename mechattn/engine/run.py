@@ -168,7 +168,9 @@ class Run:
         lengths = [[len(sequence) for sequence in own.values()] for own in sequences]
         collectors = self._collectors(ids, lengths, sequences)
         sides = checks.sides_of(plan.model, sequences)
+
         batches = batch_plan(lengths, self._cost(), options.memory, sides)
+
         halved = []
         # The bar of one of several chunks disappears when it is done.
         for indices in tqdm(batches, desc="prompts", unit="batch", delay=2, leave=None):
@@ -200,6 +202,7 @@ class Run:
         }
         if self.alike:
             of_prompts["alike"] = self.alike
+
         conditions = {
             name: condition_data(condition, first_sequences[name])
             for name, condition in plan.conditions.items()

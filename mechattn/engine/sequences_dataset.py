@@ -52,12 +52,15 @@ def sequences_dataset(
         padding = [""] * (longest - len(texts))
         first_texts.append(texts + padding)
     variables["first_prompt_text"] = _text_variable(("condition", "pos"), first_texts)
+
     sides = sides_of(model, sequences)
     if sides:
         variables["rope_factors"] = _text_variable(("prompt",), sides)
+
     groups = [prompt.group for prompt in prompts]
     if None not in groups:
         variables["group"] = _text_variable(("prompt",), groups)
+
     indices = np.asarray(places, dtype=np.int64)
     variables["place"] = (("prompt",), indices, {"units": "index in the whole run"})
 
@@ -67,6 +70,7 @@ def sequences_dataset(
 
 
 def _text_variable(dims: tuple[str, ...], texts: Any) -> tuple[Any, ...]:
+    """Texts of any length, as Zarr stores them."""
     array = np.array(texts, dtype=object).astype(np.dtypes.StringDType())
     return dims, array, {"units": "text"}
 

@@ -13,6 +13,10 @@ from torch import Tensor
 
 Channels = Float[Tensor, "*token channel"]
 PerToken = Float[Tensor, "*token"]
+Entries = Float[Tensor, "row entry"]  # of a token, or of the whole tensor
+PerRow = Int[Tensor, " row"]
+OfTokens = Int[Tensor, "row pos"]  # positions, or keys
+Integers = Int[Tensor, "*any"]
 
 
 def near_zero_share(x: Channels, threshold: float) -> PerToken:
@@ -168,9 +172,7 @@ def as_control(change: Channels, uniform: Channels, control: Control) -> Channel
     return torch.where(uniform < 0.5, -change, change)
 
 
-def _count(
-    ordered: Float[Tensor, "row entry"], c: float, shares: tuple[float, float]
-) -> Int[Tensor, " row"]:
+def _count(ordered: Entries, c: float, shares: tuple[float, float]) -> PerRow:
     """The number of entries to move in each row, from the sorted absolute values."""
     n = ordered.shape[-1]
     middle = (n - 1) // 2
@@ -182,9 +184,9 @@ def _count(
 
 
 def _smallest(
-    sizes: Float[Tensor, "row entry"],
-    ordered: Float[Tensor, "row entry"],
-    count: Int[Tensor, " row"],
+    sizes: Entries,
+    ordered: Entries,
+    count: PerRow,
 ) -> Bool[Tensor, "row entry"]:
     """The ``count`` smallest entries of each row, the first among equals, from their sorted
     values."""
@@ -196,7 +198,7 @@ def _smallest(
     return below & (count > 0).unsqueeze(-1) | among_equals
 
 
-def _percentile(x: Float[Tensor, "row entry"], percent: float) -> Float[Tensor, "row 1"]:
+def _percentile(x: Entries, percent: float) -> Float[Tensor, "row 1"]:
     """The percentile of each row; ``torch.quantile`` takes at most 2²⁴ entries and no bfloat16."""
     n = x.shape[-1]
     position = percent / 100 * (n - 1)
@@ -218,10 +220,10 @@ _SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 def token_keys(
     seed: int,
     prompts: Sequence[str],
-    positions: Int[Tensor, "row pos"],
+    positions: OfTokens,
     layer: int,
     purpose: str = "",
-) -> Int[Tensor, "row pos"]:
+) -> OfTokens:
     """A key for each token of some rows, from the seed, the row's prompt, the position, the layer
     and a purpose.
     """
@@ -246,12 +248,13 @@ def keyed_uniform(keys: Int[Tensor, "*token"], channels: int) -> Float[Tensor, "
     return top_bits.float() / 2**24
 
 
-def _mix(z: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+def _mix(z: Integers) -> Integers:
     """The finaliser of SplitMix64, in 64-bit integers that wrap around."""
     z = (z ^ _unsigned_shift(z, 30)) * _FIRST_FACTOR
     z = (z ^ _unsigned_shift(z, 27)) * _SECOND_FACTOR
     return z ^ _unsigned_shift(z, 31)
 
 
-def _unsigned_shift(z: Int[Tensor, "*any"], by: int) -> Int[Tensor, "*any"]:
+def _unsigned_shift(z: Integers, by: int) -> Integers:
+    """A shift to the right that fills with zeros, as of an unsigned number."""
     return (z >> by) & (2 ** (64 - by) - 1)

@@ -97,6 +97,7 @@ class Attention:
         bias = self.bias
         if bias is not None and len(bias) > 1:
             bias = bias[sequences]
+
         edge_mask = self.edge_mask
         if edge_mask is not None:
             edge_mask = edge_mask.of(sequences)

@@ -47,11 +47,13 @@ class Rotation:
         cos, sin = turns
         pairs = len(self.frequencies)
         moved = x.clone()
+
         rotated = moved[..., self.first : self.first + 2 * pairs]
         if self.adjacent:
             first, second = rotated.unflatten(-1, (pairs, 2)).unbind(-1)
         else:
             first, second = rotated.unflatten(-1, (2, pairs)).unbind(-2)
+
         # Both are parts of the copy, which is changed in place: other tensors would cost as much as
         # the rotation.
         turned = first * cos - second * sin
@@ -95,6 +97,7 @@ def before_hidden_states(
     cos, sin = turns
 
     def of_baseline(x: Vectors, positions: slice) -> Vectors:
+        """Vectors of the baseline's tokens at their positions in the longer sequence."""
         index = origin[:, None, positions, None].clamp(min=0)
         original = x[baseline].gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
         own_turns = (cos[:, :, positions], sin[:, :, positions])

@@ -77,18 +77,12 @@ def mean_distance(pattern: Squares, first_query: int = 0, first_key: int = 0) ->
     return queries * pattern.sum(-1) - pattern @ keys.to(pattern.dtype)
 
 
-def looking_back(
-    pattern: Pattern, back: int, first_query: int = 0, first_key: int = 0
-) -> tuple[PerHead, slice]:
-    """``A[q, q − back]`` of each query, 0 if that key is not in this block; and the keys that are,
-    in order.
-    """
+def looking_back(pattern: Pattern, back: int, first_query: int = 0, first_key: int = 0) -> PerHead:
+    """``A[q, q − back]`` of each query, 0 if that key is not in this block."""
     offset = first_query - first_key - back
     diagonal = pattern.diagonal(offset, -2, -1)
     missing = min(pattern.shape[-2], max(0, -offset))
-    start = max(0, offset)
-    keys = slice(start, start + diagonal.shape[-1])
-    return torch.nn.functional.pad(diagonal, (missing, 0)), keys
+    return torch.nn.functional.pad(diagonal, (missing, 0))
 
 
 def half_mass_keys(pattern: Squares) -> KeyOfQuery:

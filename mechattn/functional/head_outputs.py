@@ -19,6 +19,9 @@ PerQuery = Float[Tensor, "batch head query"]
 PerHead = Float[Tensor, "batch head pos"]
 Z = Float[Tensor, "batch pos head d_head"]
 Edges = Float[Tensor, " edge"]
+Energies = Float[Tensor, "*batch d_head"]  # squared singular values, largest first
+PerMatrix = Float[Tensor, "*batch"]
+OriginalValues = Float[Tensor, "batch kv_head original d_head"]
 Bins = Int[Tensor, "batch part pos"]
 Factor = Float[Tensor, "head rank d_head"]  # see output_factor
 
@@ -127,9 +130,9 @@ def split(
     v: Float[Tensor, "batch kv_head key d_head"],
     inserted: Bool[Tensor, "batch key"],
     aligned: Aligned,
-    v_aligned: Float[Tensor, "batch kv_head original d_head"],
+    v_aligned: OriginalValues,
     baseline: Aligned,
-    v_baseline: Float[Tensor, "batch kv_head original d_head"],
+    v_baseline: OriginalValues,
 ) -> Split:
     """Split each query's output into four parts, from the same query with and without inserted
     tokens.
@@ -168,17 +171,17 @@ def question_ratio(
     return (aligned * member).sum(-1) / (baseline * member).sum(-1)
 
 
-def spectrum(gram: Float[Tensor, "*batch d_head d_head"]) -> Float[Tensor, "*batch d_head"]:
+def spectrum(gram: Float[Tensor, "*batch d_head d_head"]) -> Energies:
     """Squared singular values of a matrix from its Gram matrix, largest first."""
     return torch.linalg.eigvalsh(gram).clamp(min=0).flip(-1)
 
 
-def rank_one_share(energies: Float[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch"]:
+def rank_one_share(energies: Energies) -> PerMatrix:
     """``s₁² / Σ s²``: 1 for a matrix of rank 1; NaN for a zero matrix, which has no rank."""
     return energies[..., 0] / energies.sum(-1)
 
 
-def effective_rank(energies: Float[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch"]:
+def effective_rank(energies: Energies) -> PerMatrix:
     """``exp(−Σ p log p)`` with ``p = s / Σ s``; NaN for a zero matrix. Source: Roy and Vetterli,
     EUSIPCO 2007.
     """

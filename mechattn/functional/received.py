@@ -192,6 +192,7 @@ def massive(
     bound = (ratio * median).clamp(min=least)
     of_padding = ~real[:, :, None]
     largest = size.masked_fill(of_padding, -1.0).amax(-1)
+
     above_bound = (size > bound[:, None, None]).masked_fill(of_padding, False)
     return {
         "massive_count": above_bound.sum((1, 2)).float(),

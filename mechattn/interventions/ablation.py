@@ -157,6 +157,7 @@ class AttentionKnockout:
 
 
 def _as_tuple(segments: str | tuple[str, ...]) -> tuple[str, ...]:
+    """One or several segments as a tuple."""
     if isinstance(segments, str):
         return (segments,)
     return tuple(segments)

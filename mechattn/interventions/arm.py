@@ -68,13 +68,16 @@ class ARM:
             raise OptionError(f"c={self.c!r}: give a factor, 0 or more")
         if self.form == "gemma" and self.c > 1:
             raise OptionError(f"c={self.c!r}: give a share, 0 to 1")
+
         if not 0 <= self.p1 <= 100 or 0 < self.p1 <= 1:
             raise OptionError(
                 f"p1={self.p1!r}: give a percentile, 0 or above 1 and up to 100, such as 99.5; no"
                 " fraction"
             )
+
         if not isfinite(self.strength):
             raise OptionError(f"strength={self.strength!r}: give a number; 1 applies all")
+
         if not self.which or min(self.which) < 0:
             raise OptionError(f"layers={self.layers!r}: give one or several layers, from 0")
 
@@ -142,7 +145,10 @@ class ARM:
         prompts: Sequence[str],
         positions: Int[Tensor, "row pos"],
     ) -> Activations:
+        """Activations after ARM, or after its control, in the dtype of the given ones."""
+
         def uniform(purpose: str) -> Activations:
+            """A random number for each channel of each token."""
             keys = fn.token_keys(self.seed, prompts, positions, layer, purpose)
             return fn.keyed_uniform(keys, x.shape[-1])
 

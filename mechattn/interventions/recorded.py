@@ -249,6 +249,7 @@ class KVPatch:
             raise OptionError(
                 f"from_ was recorded at {self.from_.segment!r} tokens, not at {self.segment!r}"
             )
+
         missing = [layer for layer in self.which if layer not in self.from_.layers]
         if missing or not self.which:
             raise OptionError(
@@ -309,6 +310,7 @@ class KVPatch:
             return mask
 
         def exchange(layer: int, part: Part, own: Float[Tensor, "batch pos width"]) -> Tensor:
+            """In the second pass, the other run's keys or values at these tokens."""
             mask = in_segment(own)
             is_first_pass = layer not in first_outputs
             if is_first_pass or not mask.any():
@@ -318,6 +320,7 @@ class KVPatch:
             return own.masked_scatter(mask[..., None], recorded.to(own))
 
         def keep(layer: int, z: Z) -> Tensor:
+            """In both passes, the first pass's outputs at these tokens."""
             mask = in_segment(z)
             if not mask.any():
                 return z
@@ -339,6 +342,7 @@ class KVPatch:
 def _refuse_unrecorded(
     missing: Sequence[str], prompts: Sequence[str], intervention: str, recorder: str
 ) -> None:
+    """Refuse prompts of which nothing was recorded, and a call that names none."""
     reason = f"a {intervention} acts only on the prompts that {recorder} recorded"
     if missing:
         raise OptionError(f"prompt {missing[0]!r} was not recorded: {reason}")

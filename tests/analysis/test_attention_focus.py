@@ -27,7 +27,8 @@ def three_heads(tokenizer):
     with torch.no_grad():
         for parameter in model.transformer.h[0].parameters():
             parameter.zero_()
-        block, eye = model.transformer.h[0], torch.eye(32)
+        block = model.transformer.h[0]
+        eye = torch.eye(32)
         block.ln_1.weight.fill_(1.0)
         model.transformer.wte.weight[:, :32] = 0
         model.transformer.wpe.weight.zero_()
@@ -58,7 +59,7 @@ def test_a_uniform_row():
     row = torch.full((1, 1, 1, 12), 1 / 12)
     assert float(fn.entropy(row)) == pytest.approx(math.log(12))
     assert int(fn.half_mass_keys(row)) == 6
-    assert float(fn.looking_back(row, 1, first_query=11)[0]) == pytest.approx(1 / 12)
+    assert float(fn.looking_back(row, 1, first_query=11)) == pytest.approx(1 / 12)
     first, second, at = fn.top_two(row)
     assert float(first - second) == 0
     assert int(at) == 0
@@ -69,7 +70,7 @@ def test_the_token_before_in_a_block(first_query, first_key, random_pattern):
     """Blocks begin anywhere; a key before the block's first is not among its keys."""
     whole = random_pattern(2, 20)[None]
     block = whole[:, :, first_query : first_query + 6, first_key:]
-    got = fn.looking_back(block, 1, first_query, first_key)[0]
+    got = fn.looking_back(block, 1, first_query, first_key)
     for i in range(6):
         q = first_query + i
         expected = whole[0, :, q, q - 1] if q > first_key else torch.zeros(2, dtype=whole.dtype)

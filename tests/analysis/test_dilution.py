@@ -33,11 +33,13 @@ def slow_dilution(pattern, baseline, origin, segment_index, counted, window=None
 
     Received attention is averaged over the queries that see a key in the baseline, then over the keys.
     """
-    pattern, baseline = pattern.astype(np.float64), baseline.astype(np.float64)
+    pattern = pattern.astype(np.float64)
+    baseline = baseline.astype(np.float64)
     keys = len(segment_index)
     rows = {int(origin[q]): diluted_row(pattern, baseline, origin, q) for q in counted}
     window = window or keys + 1
-    received, mass = np.full(len(SEGMENTS), np.nan), np.full(len(SEGMENTS), np.nan)
+    received = np.full(len(SEGMENTS), np.nan)
+    mass = np.full(len(SEGMENTS), np.nan)
     for segment in range(len(SEGMENTS)):
         members = [key for key in range(keys) if segment_index[key] == segment]
         if not members:
@@ -74,7 +76,8 @@ def test_the_dilution_null_is_that_of_loops(name, queries, shared):
     analyses = [ma.ReceivedAttention(queries), ma.analyses.AttentionMap()]
     result = ma.run(model, PROMPTS, CONDITIONS, analyses)
     dataset = result["received_attention"]
-    from_null, from_undiluted = 0.0, 0.0
+    from_null = 0.0
+    from_undiluted = 0.0
     for prompt in range(len(PROMPTS)):
         baseline, _, segments = parts_of(result, prompt, "baseline")
         for condition in CONDITIONS:

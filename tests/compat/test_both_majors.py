@@ -126,7 +126,7 @@ def test_every_analysis_gives_the_numbers_of_the_newest(newest, made):
                 "affine_shift",
                 "segment_flow",
                 "attention_map",
-            ) and not quantity.startswith("fit_")
+            )
             atol, rtol = steps or TOLERANCE, 0 if plain else 1e-4
             got = result[name][quantity]
             if quantity == "by_cause" and result[name].attrs["one_cause"]:

@@ -130,7 +130,8 @@ def test_a_row_is_measured_alike_alone_and_beside_others(family, shared, tokeniz
 
 def read_anew(native, prompt):
     """The likeliest tokens, and their mean log-probability, by a model that reads everything anew for each: no cache."""
-    tokens, logprobs = list(prompt.tokens), []
+    tokens = list(prompt.tokens)
+    logprobs = []
     for _ in range(NEW):
         with torch.no_grad():
             likely = (

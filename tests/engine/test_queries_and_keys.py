@@ -97,7 +97,8 @@ def test_every_statistic_by_loops(tensors, name):
 
 @pytest.mark.parametrize("fault", ["heads swapped", "ALiBi doubled", "no sink", "wider window"])
 def test_the_loops_would_notice(tensors, fault):  # negative control
-    options, changed = dict(OPTIONS["all"]), dict(tensors)
+    options = dict(OPTIONS["all"])
+    changed = dict(tensors)
     if fault == "heads swapped":
         changed["k"] = tensors["k"].flip(1)
     elif fault == "ALiBi doubled":
@@ -133,7 +134,8 @@ def test_it_is_what_run_measures(toy, prompts):
 
 
 def test_uniform_attention_is_the_null(tensors):
-    q, k = tensors["q"], tensors["k"]
+    q = tensors["q"]
+    k = tensors["k"]
     measured = ma.measure(torch.zeros_like(q), k)
     seen = torch.arange(1.0, LENGTH + 1, dtype=q.dtype)
     torch.testing.assert_close(measured["entropy"], seen.log().expand(q.shape[:3]))
@@ -141,5 +143,6 @@ def test_uniform_attention_is_the_null(tensors):
 
 
 def test_half_precision_is_computed_in_float32(tensors):
-    q, k = tensors["q"].bfloat16(), tensors["k"].bfloat16()
+    q = tensors["q"].bfloat16()
+    k = tensors["k"].bfloat16()
     torch.testing.assert_close(ma.measure(q, k), ma.measure(q.float(), k.float()), equal_nan=True)

@@ -70,7 +70,8 @@ def test_a_batch_that_does_not_fit_is_halved_and_that_is_said(
     for name, dataset in whole.datasets.items():
         for variable in dataset:
             if dataset[variable].dtype.kind in "fi":
-                ours, theirs = halved[name][variable].values, dataset[variable].values
+                ours = halved[name][variable].values
+                theirs = dataset[variable].values
                 np.testing.assert_allclose(
                     ours, theirs, atol=2e-5, rtol=1e-4, equal_nan=True, err_msg=variable
                 )

@@ -86,7 +86,8 @@ def test_a_plan_crosses_no_boundary():
     ],
 )
 def test_every_prompt_is_read_with_its_own_factors(name, engine, tokenizer, batches):
-    model, prompts = loaded(name, tokenizer), prompts_of(tokenizer)
+    model = loaded(name, tokenizer)
+    prompts = prompts_of(tokenizer)
     together = run(model, prompts, engine=engine)
     assert sorted(map(sorted, batches)) == [[6, 12, 27, BOUNDARY], [BOUNDARY + 1, 40, 60]]
     batches.clear()
@@ -99,7 +100,8 @@ def test_every_prompt_is_read_with_its_own_factors(name, engine, tokenizer, batc
 @pytest.mark.parametrize("name", ["Phi-4-mini", "Llama LongRoPE"])
 def test_each_side_is_that_of_a_model_with_these_factors_alone(name, tokenizer):
     """The oracle: plain RoPE has no boundary, and LongRoPE with factors of 1 is plain RoPE times a constant."""
-    model, prompts = loaded(name, tokenizer), prompts_of(tokenizer)
+    model = loaded(name, tokenizer)
+    prompts = prompts_of(tokenizer)
     made = run(model, prompts)
     for index, factors in ((0, "short_factor"), (3, "long_factor")):
         native = unusual_model(name, len(tokenizer))
@@ -128,7 +130,8 @@ def test_each_side_is_that_of_a_model_with_these_factors_alone(name, tokenizer):
 
 
 def test_the_result_says_which_side(toy, tokenizer, tmp_path):
-    model, prompts = loaded("Llama LongRoPE", tokenizer), prompts_of(tokenizer)
+    model = loaded("Llama LongRoPE", tokenizer)
+    prompts = prompts_of(tokenizer)
     result = run(model, prompts[:4])
     assert "short factors up to 32 positions" in result.provenance["model"]["rope"]
     assert result["sequences"].rope_factors.values.tolist() == ["short", "long", "short", "long"]
@@ -142,10 +145,8 @@ def test_the_result_says_which_side(toy, tokenizer, tmp_path):
 
 
 def test_answers_of_both_sides_share_no_batch(tokenizer):
-    model, prompts = (
-        loaded("Phi-3 LongRoPE", tokenizer),
-        prompts_of(tokenizer, (10, 20, 28, 40, 60)),
-    )
+    model = loaded("Phi-3 LongRoPE", tokenizer)
+    prompts = prompts_of(tokenizer, (10, 20, 28, 40, 60))
     many, one = (ma.evaluate(model, prompts, batch=b, new_tokens=4) for b in (8, 1))
     assert [a.tokens for a in many.answers] == [a.tokens for a in one.answers]
     np.testing.assert_allclose(
@@ -156,7 +157,8 @@ def test_answers_of_both_sides_share_no_batch(tokenizer):
 
 def test_tokens_that_move_nothing_stay_on_their_side(tokenizer):
     """28 tokens and 10 more at the positions of the 28: the model counts no more positions than in the baseline."""
-    model, (prompt,) = loaded("Llama LongRoPE", tokenizer), prompts_of(tokenizer, (28,))
+    model = loaded("Llama LongRoPE", tokenizer)
+    (prompt,) = prompts_of(tokenizer, (28,))
     few = ma.MeaninglessTokens("/", 10, place="middle").unshifted()
     made = run(model, [prompt], {"few": few})
     np.testing.assert_allclose(
@@ -167,7 +169,8 @@ def test_tokens_that_move_nothing_stay_on_their_side(tokenizer):
 
 def test_without_the_guard_the_baseline_would_be_of_another_model(tokenizer, monkeypatch):
     """What was so until now: the condition crosses the boundary, and takes the baseline's factors with it."""
-    model, (prompt,) = loaded("Llama LongRoPE", tokenizer), prompts_of(tokenizer, (28,))
+    model = loaded("Llama LongRoPE", tokenizer)
+    (prompt,) = prompts_of(tokenizer, (28,))
     alone = received(run(model, prompt), prompt)
     monkeypatch.setattr(request_checks, "boundary_of", lambda model: None)
     beside = received(run(model, [prompt], {"ten": ma.MeaninglessTokens("/", 10)}), prompt)
@@ -179,7 +182,8 @@ def kept_apart(name, tokenizer, count, place, moved=0):
 
     Under RoPE ids that are all moved by the same are the same.
     """
-    model, (prompt,) = loaded(name, tokenizer), prompts_of(tokenizer, (12,))
+    model = loaded(name, tokenizer)
+    (prompt,) = prompts_of(tokenizer, (12,))
     condition = ma.MeaninglessTokens("/", count, place=place).unshifted()
     got = run(model, [prompt], {"kept": condition})["received_attention"].received_per_prompt.sel(
         condition="kept"
@@ -187,7 +191,8 @@ def kept_apart(name, tokenizer, count, place, moved=0):
     sequence = condition.apply(prompt, model)
     native = unusual_model(name, len(tokenizer))
     native.set_attn_implementation("eager")
-    ids, mask = sequence.position_ids[None] + moved, torch.ones_like(sequence.tokens)[None]
+    ids = sequence.position_ids[None] + moved
+    mask = torch.ones_like(sequence.tokens)[None]
     assert int(ids.min()) >= 0
     with torch.no_grad():
         options = {
@@ -197,7 +202,8 @@ def kept_apart(name, tokenizer, count, place, moved=0):
             "use_cache": False,
         }
         patterns = native(sequence.tokens[None], **options).attentions
-    original, worst = sequence.origin >= 0, 0.0
+    original = sequence.origin >= 0
+    worst = 0.0
     for layer, pattern in enumerate(patterns):
         for key in range(len(sequence)):
             queries = original & (torch.arange(len(sequence)) > key)

@@ -12,7 +12,8 @@ from mechattn.functional.attention import mix
 def test_each_row_by_hand(random_pattern):
     pattern = random_pattern(heads=3, length=9)[None]
     first, second, at = fn.top_two(pattern)
-    entropy, distance = fn.entropy(pattern), fn.mean_distance(pattern)
+    entropy = fn.entropy(pattern)
+    distance = fn.mean_distance(pattern)
     for head in range(3):
         for query in range(9):
             row = pattern[0, head, query].tolist()

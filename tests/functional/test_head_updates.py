@@ -49,10 +49,8 @@ def test_products_and_cosines():
 
 def test_counts():
     generator = torch.Generator().manual_seed(0)
-    one, other = (
-        torch.rand(2, 3, 40, generator=generator),
-        torch.rand(2, 3, 40, generator=generator),
-    )
+    one = torch.rand(2, 3, 40, generator=generator)
+    other = torch.rand(2, 3, 40, generator=generator)
     one[0, 0, 0] = torch.nan
     counted = torch.rand(2, 40, generator=generator) < 0.7
     edges = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([0.3, 0.6])
@@ -63,7 +61,8 @@ def test_counts():
         expected = np.zeros((4, 3))
         for part in range(3):
             keep = counted[row].numpy() & ~np.isnan(one[row, part].numpy())
-            x, y = one[row, part].numpy()[keep], other[row, part].numpy()[keep]
+            x = one[row, part].numpy()[keep]
+            y = other[row, part].numpy()[keep]
             np.testing.assert_array_equal(got[row, part], np.histogram(x, bins[0])[0])
             expected += np.histogram2d(x, y, [np.nan_to_num(b, posinf=9, neginf=-9) for b in bins])[
                 0

@@ -26,7 +26,8 @@ def loop_over_queries(pattern, counted, window=None, include_self=False):
 def received(pattern, counted, window=None, include_self=False, block=64):
     """The library's path, in blocks of query rows."""
     length = pattern.shape[-1]
-    pattern, counted = pattern[None], counted[None]
+    pattern = pattern[None]
+    counted = counted[None]
     columns = torch.zeros((*pattern.shape[:2], length), dtype=torch.float64)
     own = torch.zeros_like(columns)
     for start in range(0, length, block):
@@ -51,30 +52,28 @@ def test_received_attention_equals_a_loop(random_pattern, window, include_self, 
 
 
 def test_the_loop_would_notice_a_shifted_mask(random_pattern):
-    pattern, counted = random_pattern(heads=3, length=11), torch.ones(11, dtype=torch.bool)
+    pattern = random_pattern(heads=3, length=11)
+    counted = torch.ones(11, dtype=torch.bool)
     shifted = received(pattern.roll(1, -2), counted)
     assert (shifted - loop_over_queries(pattern, counted))[:, :-1].abs().max() > 0.01
 
 
 def test_the_loop_would_notice_the_own_key(random_pattern):
-    pattern, counted = random_pattern(heads=3, length=11), torch.ones(11, dtype=torch.bool)
+    pattern = random_pattern(heads=3, length=11)
+    counted = torch.ones(11, dtype=torch.bool)
     expected = loop_over_queries(pattern, counted)
     assert (received(pattern, counted, include_self=True) - expected)[:, :-1].abs().max() > 0.01
 
 
 def test_a_key_that_no_counted_query_sees_is_nan(random_pattern):
-    pattern, counted = (
-        random_pattern(heads=2, length=5),
-        torch.tensor([True, True, True, False, False]),
-    )
+    pattern = random_pattern(heads=2, length=5)
+    counted = torch.tensor([True, True, True, False, False])
     assert received(pattern, counted).isnan().tolist() == [[False, False, True, True, True]] * 2
 
 
 def test_the_mean_of_a_segment_equals_a_loop(random_pattern):
-    pattern, counted = (
-        random_pattern(heads=2, length=7),
-        torch.tensor([False, True, True, False, True, True, True]),
-    )
+    pattern = random_pattern(heads=2, length=7)
+    counted = torch.tensor([False, True, True, False, True, True, True])
     member = torch.tensor(
         [
             [True, True, False, False, False, False, False],

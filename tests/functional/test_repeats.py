@@ -6,7 +6,8 @@ from transformer_lens import head_detector
 
 from mechattn.functional.focus import has_repeat, looked_up_mass, repeats_of
 
-LENGTH, HEADS = 23, 3
+LENGTH = 23
+HEADS = 3
 PATTERNS = {
     0: head_detector.get_duplicate_token_head_detection_pattern,
     1: head_detector.get_induction_head_detection_pattern,

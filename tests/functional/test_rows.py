@@ -8,7 +8,8 @@ from mechattn.functional.attention import Attention, EdgeMask, PatternRows, atte
 
 def square(q, k, v, scale, bias=None, window=None, softcap=None):
     """Pattern and output from the whole [query, key] matrix."""
-    groups, length = q.shape[1] // k.shape[1], q.shape[2]
+    groups = q.shape[1] // k.shape[1]
+    length = q.shape[2]
     scores = scale * q @ k.repeat_interleave(groups, 1).transpose(-1, -2)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -121,7 +122,8 @@ def test_single_rows_are_rows_of_the_square(extra):
         extra = {"edge_mask": EdgeMask(~keys, keys)}
     attention = Attention(q, k, v, 0.4, **extra)
     whole, _ = in_blocks(q, k, v, 0.4, **extra)
-    sequences, queries = torch.tensor([2, 0]), torch.tensor([[3, 19, 0], [7, 7, 18]])
+    sequences = torch.tensor([2, 0])
+    queries = torch.tensor([[3, 19, 0], [7, 7, 18]])
     expected = torch.stack([whole[s][:, rows] for s, rows in zip(sequences, queries, strict=True)])
     torch.testing.assert_close(
         attention.of(sequences).rows(queries, 20), expected, atol=1e-12, rtol=0
@@ -138,7 +140,8 @@ def test_single_rows_are_rows_of_the_square(extra):
 def test_cut_edges_against_the_square(block):
     """Blind queries among the keys that they don't see; a token sees itself whatever is cut."""
     q, k, v = random_qkv(2, 4, 2, 15, 8)
-    keys, blind = torch.arange(15).expand(2, 15) % 4 == 1, torch.arange(15).expand(2, 15) % 3 == 1
+    keys = torch.arange(15).expand(2, 15) % 4 == 1
+    blind = torch.arange(15).expand(2, 15) % 3 == 1
     unseen = blind[:, :, None] & keys[:, None] & ~torch.eye(15, dtype=torch.bool)
     before, _ = square(q, k, v, 0.4)
     expected = (before.log() - 1e9 * unseen[:, None]).softmax(-1)

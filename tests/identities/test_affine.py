@@ -34,7 +34,9 @@ def shift_of(model, prompts, **conditions):
 class Parts:
     """An analysis that keeps the parts of every query."""
 
-    name, options, quantities = "parts", {}, {}
+    name = "parts"
+    options = {}
+    quantities = {}
 
     def __init__(self):
         self.seen = {}
@@ -187,13 +189,15 @@ def test_question_to_question_ratios_are_equal_in_layer_0(name, prompts, shared)
     )
     first = int((made[0].segment == made[0].segment.max()).nonzero()[0])
     question = made[0].of_segment("question")
-    spread, spread_before = [], []
+    spread = []
+    spread_before = []
     for queries, aligned, baseline in seen[0]:
         for row, position in enumerate(range(queries.start, queries.stop)):
             origin = int(made[1].origin[position])
             if origin < first or not question[origin] or origin - first < 2:
                 continue
-            a, b = aligned[:, row, : origin + 1].double(), baseline[:, row, : origin + 1].double()
+            a = aligned[:, row, : origin + 1].double()
+            b = baseline[:, row, : origin + 1].double()
             inside = question[: origin + 1]
             ratio = torch.where(b > 1e-3, a / b, torch.nan)
             for keys, into in ((inside, spread), (~inside, spread_before)):
@@ -225,7 +229,8 @@ def test_the_alibi_law(family, shared):
     question = made[0].of_segment("question")
     system = made[0].of_segment("system")
     place = [int((made[1].origin == k).nonzero()) for k in range(len(made[0]))]
-    before, after = patterns[0], patterns[1][:, place][:, :, place]
+    before = patterns[0]
+    after = patterns[1][:, place][:, :, place]
     for query in question.nonzero().flatten().tolist():
         seen = torch.arange(len(made[0])) <= query
         of_system = after[:, query, system & seen].sum(-1) / before[:, query, system & seen].sum(-1)

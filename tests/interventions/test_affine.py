@@ -44,7 +44,8 @@ def test_unshifted_filler_is_reproduced_without_it(name, shared):
     prompt = ma.Prompt("Tom has 3 apples and buys 4. How many?", id="p", system="Solve.")
     condition = SLASH.unshifted()
     recorded = ma.record_affine(model, [prompt], condition, layers=0)
-    baseline, made = ma.Baseline().apply(prompt, model), condition.apply(prompt, model)
+    baseline = ma.Baseline().apply(prompt, model)
+    made = condition.apply(prompt, model)
     assert len(made) <= 64
     _, with_tokens, _ = attention_outputs(model, made, 0)
     _, before, _ = attention_outputs(model, baseline, 0)
@@ -61,9 +62,11 @@ def test_unshifted_filler_is_reproduced_without_it(name, shared):
 @pytest.mark.parametrize("layer", [0, 2])
 def test_elsewhere_what_is_missing_is_rerouting_and_new_values(name, layer, prompts, shared):
     """z' − (λ z + Σσ), with λ and Σσ applied to the model's own z in layer 0, is what AffineShift calls the residual."""
-    model, prompt = shared(name), prompts[1]
+    model = shared(name)
+    prompt = prompts[1]
     recorded = ma.record_affine(model, [prompt], SLASH, layers=layer)
-    baseline, made = ma.Baseline().apply(prompt, model), SLASH.apply(prompt, model)
+    baseline = ma.Baseline().apply(prompt, model)
+    made = SLASH.apply(prompt, model)
     after, _, _ = attention_outputs(model, made, layer)
     applied, _, _ = attention_outputs(model, baseline, layer, recorded, prompt=prompt.id)
     missing = (after[~made.inserted] - applied).norm(dim=-1) / after[~made.inserted].norm(dim=-1)
@@ -88,7 +91,8 @@ def test_scale_alone_shift_alone_and_both(toy, prompts):
     baseline = ma.Baseline().apply(prompt, toy)
     z, _, _ = attention_outputs(toy, baseline, 1)
     affine = recorded.recorded[prompt.id][1]
-    scale, shift = affine.scale.double().T.unsqueeze(-1), affine.shift.double().transpose(0, 1)
+    scale = affine.scale.double().T.unsqueeze(-1)
+    shift = affine.shift.double().transpose(0, 1)
     for parts, expected in (
         ("both", scale * z + shift),
         ("scale", scale * z),

@@ -154,7 +154,8 @@ def test_controls_change_as_much(toy, control):
     plain, _ = seen_with(toy, tokens)
     moved, _ = seen_with(toy, tokens, ma.interventions.ARM())
     controlled, _ = seen_with(toy, tokens, ma.interventions.ARM(control=control))
-    change, other = moved[0] - plain[0], controlled[0] - plain[0]
+    change = moved[0] - plain[0]
+    other = controlled[0] - plain[0]
     torch.testing.assert_close(other.norm(dim=-1), change.norm(dim=-1), rtol=1e-4, atol=1e-5)
     assert torch.cosine_similarity(change.flatten(), other.flatten(), dim=0).abs() < 0.2
 

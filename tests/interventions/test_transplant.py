@@ -60,13 +60,15 @@ def hooked_logits(model, condition, prompt):
 )
 def test_later_tokens_read_the_other_prompts_filler(name, layers, shared):
     """The oracle: both prompts are read as far as the filler's end, cache entries exchanged, and one is read on."""
-    model, condition = shared(name), OneToken()
+    model = shared(name)
+    condition = OneToken()
     prompts = two_prompts(model)
     recorded = ma.record_keys_values(model, prompts, condition)
     swapped = condition.under(
         ma.interventions.KVPatch("inserted", recorded.from_other_prompts(), layers)
     )
-    native, (first, second) = native_of(model), [condition.apply(p, model) for p in prompts]
+    native = native_of(model)
+    (first, second) = [condition.apply(p, model) for p in prompts]
     start = int(first.inserted.nonzero()[0])
     end = start + 10
     with torch.no_grad():
@@ -106,7 +108,8 @@ def test_answers_are_those_of_an_edited_cache(shared):
     for prompt in prompts:
         sequences = [made[p] for p in prompts if p.id in (prompt.id, recorded.source_of(prompt.id))]
         mine, other = sequences if sequences[0] is made[prompt] else sequences[::-1]
-        filler, answer = mine.inserted, []
+        filler = mine.inserted
+        answer = []
         with torch.no_grad():
             edited, given = (native(each.tokens[None], use_cache=True) for each in (mine, other))
             assert filler[-6:].all()
@@ -138,14 +141,13 @@ def test_answers_are_those_of_an_edited_cache(shared):
 @pytest.mark.parametrize("family", FUSED)
 def test_families_with_one_projection_with_and_without_hooks(family, shared):
     model = shared(family)
-    prompts, condition = two_prompts(model), OneToken()
+    prompts = two_prompts(model)
+    condition = OneToken()
     recorded = ma.record_keys_values(model, prompts, condition)
     swapped = condition.under(ma.interventions.KVPatch("inserted", recorded.from_other_prompts()))
     own = condition.under(ma.interventions.KVPatch("inserted", recorded))
-    plain, native = (
-        native_logits(model, condition, prompts[0]),
-        native_logits(model, swapped, prompts[0]),
-    )
+    plain = native_logits(model, condition, prompts[0])
+    native = native_logits(model, swapped, prompts[0])
     assert (native - plain).abs().max() > 0.02
     torch.testing.assert_close(hooked_logits(model, swapped, prompts[0]), native, atol=2e-4, rtol=0)
     torch.testing.assert_close(native_logits(model, own, prompts[0]), plain, atol=2e-4, rtol=0)

@@ -72,7 +72,9 @@ def fused(out, heads, how):
 def passed(plain, ids, monkeypatch):
     """Run the model once and keep all of it."""
     blocks = max((m for m in plain.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
-    config, seen, handles = plain.config, {}, []
+    config = plain.config
+    seen = {}
+    handles = []
     heads = getattr(config, "num_attention_heads", None) or config.n_heads
 
     def keep(key, before=False):

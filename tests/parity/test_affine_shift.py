@@ -53,7 +53,8 @@ def oracle(plain, baseline, sequence, layer_head, monkeypatch):
     first = int(sequence.inserted.nonzero()[0])
     question = baseline.of_segment("question").nonzero().flatten().tolist()
     for layer, head in layer_head:
-        of_question, shifts = [], []
+        of_question = []
+        shifts = []
         for query, at in enumerate(place):
             if at < first:
                 continue
@@ -88,13 +89,15 @@ def measured(result, index, layer, head, name):
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_affine_shift_equals_the_oracle(name, prompts, monkeypatch):
     plain, hooked = models(name)
-    slash, some = ma.MeaninglessTokens("/", 20), prompts[:3]
+    slash = ma.MeaninglessTokens("/", 20)
+    some = prompts[:3]
     index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
     results = [
         ma.run(hooked, some, {"slash": slash}, ma.analyses.AffineShift(), engine=engine)
         for engine in ("streaming", "hooks")
     ]
-    baseline, sequence = ma.Baseline().apply(some[index], hooked), slash.apply(some[index], hooked)
+    baseline = ma.Baseline().apply(some[index], hooked)
+    sequence = slash.apply(some[index], hooked)
     cells = [
         (layer, head)
         for layer in range(hooked.cfg.n_layers)
@@ -117,7 +120,8 @@ def test_the_oracle_would_notice_a_token_out_of_place(prompts, monkeypatch):
     """Filler that is said to begin one token early gives other numbers."""
     plain, toy = models("toy:llama")
     slash = ma.MeaninglessTokens("/", 20)
-    baseline, sequence = ma.Baseline().apply(prompts[0], toy), slash.apply(prompts[0], toy)
+    baseline = ma.Baseline().apply(prompts[0], toy)
+    sequence = slash.apply(prompts[0], toy)
     right = dict(oracle(plain, baseline, sequence, [(1, 0)], monkeypatch))[1, 0]
     early = ma.conditions.TokenSequence(
         sequence.tokens, _one_early(sequence.origin), sequence.segment

@@ -44,7 +44,8 @@ def rms(x, norm):
 
 def seen_in(plain, blocks, ids):
     """What hooks of torch on the model's own modules see in a run, and the logits."""
-    seen, handles = {}, []
+    seen = {}
+    handles = []
 
     def keep(key, before):
         def take(module, given, out=None):
@@ -76,13 +77,15 @@ def parts_of(plain, ids):
     factor = getattr(plain.config, "residual_multiplier", 1.0)
     found = Parts([], [], seen[0, "before"].copy(), seen["stream"], logits)
     for n, block in enumerate(blocks):
-        out, z = seen[n, "out"], seen[n, "z"]
+        out = seen[n, "out"]
+        z = seen[n, "z"]
         weight = out.weight.detach().numpy()
         weight = weight if type(out).__name__ == "Conv1D" else weight.T
         w_o = weight.reshape(count, -1, weight.shape[-1])
         bias = 0 if getattr(out, "bias", None) is None else out.bias.detach().numpy()
         delta = np.einsum("phd,hdm->phm", z.reshape(len(ids), count, -1), w_o)
-        whole, alone = delta.sum(1) + bias, delta
+        whole = delta.sum(1) + bias
+        alone = delta
         if hasattr(block, "post_feedforward_layernorm"):  # and so one after attention too
             norm = block.post_attention_layernorm
             delta, alone = (
@@ -121,7 +124,8 @@ def biases_read(plain, ids):
 @pytest.fixture(scope="module", params=SUMMED)
 def summed(request, prompts):
     """The model, what the analysis gives [layer, head, pos], the ids and the parts by hand; all in float64."""
-    tokenizer, settings = load_tokenizer("toy:llama"), SUMMED[request.param]
+    tokenizer = load_tokenizer("toy:llama")
+    settings = SUMMED[request.param]
     plain, same = (tiny_model(request.param, len(tokenizer), **settings).double() for _ in range(2))
     loop_over_experts(plain)
     loop_over_experts(same)

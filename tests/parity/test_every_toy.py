@@ -11,7 +11,6 @@ from transformers.models.falcon.modeling_falcon import FalconAttention
 import mechattn as ma
 from mechattn.model.checkpoint import load_tokenizer, toy_folder, toy_names
 from tests.conftest import loaded_once
-from tests.parity.test_received_attention import measured
 from tests.tiny_families import tiny_model
 
 TOLERANCE = 2e-6
@@ -76,13 +75,19 @@ def oracle(model, ids, original):
     return out
 
 
+def measured(result, index, condition, length):
+    dataset = result["received_attention"].isel(prompt=index).sel(condition=condition)
+    return dataset.received_per_prompt.values[..., :length]
+
+
 @pytest.mark.parametrize("name", [*toy_names(), *TINY])
 def test_received_attention_equals_the_oracle(name, prompts, monkeypatch):
     """Three prompts of different lengths in one batch, each with and without filler: all but one row are padded."""
     engines = ("streaming", "hooks") if name in toy_names() else ("auto",)
     tokenizer = load_tokenizer(name if name in toy_names() else "toy:llama")
     plain, hooked = plain_and_hooked(name, tokenizer)
-    slash, some = ma.MeaninglessTokens("/", 55), prompts[:3]
+    slash = ma.MeaninglessTokens("/", 55)
+    some = prompts[:3]
     results = [
         ma.run(hooked, some, {"slash": slash}, keep="prompts", engine=engine) for engine in engines
     ]
@@ -115,3 +120,38 @@ def test_the_oracle_would_notice_alibi_counted_twice(prompts):
     plain.set_attn_implementation("eager")
     twice = oracle(plain, ids, [True] * len(ids))
     assert np.nanmax(abs(measured(result, 0, "baseline", len(ids)) - twice)) > 1000 * TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def llama(prompts):
+    """The plain model, the first prompt with filler, and which of its tokens are original."""
+    plain, hooked = plain_and_hooked("toy:llama", load_tokenizer("toy:llama"))
+    plain.set_attn_implementation("eager")
+    sequence = ma.MeaninglessTokens("/", 55).apply(prompts[0], hooked)
+    return plain, sequence.tokens.tolist(), sequence
+
+
+def test_the_oracle_would_notice_another_rule(llama, slash_result):
+    """Counting the inserted queries, or the filler one token earlier, is far outside of the tolerance."""
+    plain, ids, sequence = llama
+    original = (~sequence.inserted).tolist()
+    mine = measured(slash_result, 0, "slash", len(ids))
+    every_query = oracle(plain, ids, [True] * len(ids))
+    assert np.nanmax(abs(mine - every_query)) > 1000 * TOLERANCE
+    shifted = oracle(plain, ids, [*original[1:], True])
+    assert np.nanmax(abs(mine - shifted)) > 100 * TOLERANCE
+
+
+def test_segments_are_means_and_masses_of_the_oracle(llama, slash_result):
+    plain, ids, sequence = llama
+    inserted = sequence.inserted.numpy()
+    received = oracle(plain, ids, ~inserted)[..., inserted].mean(-1)
+    of_prompt = slash_result["received_attention"].isel(prompt=0).sel(condition="slash")
+    mine = of_prompt.sel(segment="inserted")
+    np.testing.assert_allclose(mine.received_by_segment, received, atol=TOLERANCE)
+    with torch.no_grad():
+        attentions = plain(torch.tensor([ids]), output_attentions=True).attentions
+    rows = [attention[0].numpy()[:, ~inserted] for attention in attentions]
+    mass = [pattern[..., inserted].sum(-1).mean(-1) for pattern in rows]
+    np.testing.assert_allclose(mine.mass_by_segment, mass, atol=TOLERANCE)
+    assert np.allclose(of_prompt.mass_by_segment.sum("segment"), 1, atol=1e-5)

@@ -125,7 +125,8 @@ def test_focus(measured):
     What is left is rounding of sums.
     """
     name, result, plain, sequence, config = measured
-    length, segment = len(sequence), sequence.segment.numpy()
+    length = len(sequence)
+    segment = sequence.segment.numpy()
     wide = windows(config) if name in toy_names() else [10**9] * len(plain.pattern)
     heads = [0, -1]
     pattern = patterns(result, length)[:, heads]
@@ -169,7 +170,8 @@ def written(plain, layer, top_target):
     """Every Δ of a layer [pos, head, d_model], built whole: of z, or of the strongest target alone."""
     z = plain.z[layer]
     if top_target:
-        pattern, v = plain.pattern[layer], plain.v[layer]
+        pattern = plain.pattern[layer]
+        v = plain.v[layer]
         target = pattern.argmax(-1)
         heads = range(len(target))
         z = np.stack([pattern[h].max(-1)[:, None] * v[h][target[h]] for h in heads], 1)
@@ -178,9 +180,12 @@ def written(plain, layer, top_target):
 
 def updates(plain, top_target):
     """Magnitude, orientation and norm of each Δ [layer, head, pos]."""
-    magnitude, orientation, norm = [], [], []
+    magnitude = []
+    orientation = []
+    norm = []
     for layer in range(len(plain.z)):
-        delta, resid = written(plain, layer, top_target), plain.resid[layer]
+        delta = written(plain, layer, top_target)
+        resid = plain.resid[layer]
         size = np.linalg.norm(delta, axis=-1)
         stream = np.linalg.norm(resid, axis=-1)[:, None]
         product = np.einsum("pm,phm->ph", resid, delta)
@@ -192,7 +197,8 @@ def updates(plain, top_target):
 
 def test_head_updates_with_the_whole_delta(measured):
     _, result, plain, sequence, _ = measured
-    length, segment = len(sequence), sequence.segment.numpy()
+    length = len(sequence)
+    segment = sequence.segment.numpy()
     magnitude, orientation, norm = updates(plain, top_target=False)
     mine = at(result, "head_updates", "magnitude_at", length)
     np.testing.assert_allclose(mine, magnitude, rtol=2e-4, atol=1e-6)
@@ -242,10 +248,12 @@ def test_block_updates(measured):
     mine = at(result, "block_updates", "block_magnitude_at", length)
     turned = at(result, "block_updates", "block_orientation_at", length)
     for layer, attention in enumerate(plain.attention):
-        before, after = plain.resid[layer], plain.resid[layer + 1]
+        before = plain.resid[layer]
+        after = plain.resid[layer + 1]
         middle = before + attention
         for block, (stream, delta) in enumerate(((before, attention), (middle, after - middle))):
-            size, base = np.linalg.norm(delta, axis=-1), np.linalg.norm(stream, axis=-1)
+            size = np.linalg.norm(delta, axis=-1)
+            base = np.linalg.norm(stream, axis=-1)
             np.testing.assert_allclose(mine[layer, block], size / base, rtol=5e-4)
             np.testing.assert_allclose(
                 turned[layer, block], (stream * delta).sum(-1) / size / base, atol=5e-4
@@ -255,7 +263,8 @@ def test_block_updates(measured):
 def sinks_of_head(pattern, window, inserted, original):
     """What follows from one head's rows, by loops over keys: α, vertical scores, sinks."""
     length = len(pattern)
-    alpha, vertical = np.zeros(length), np.full(length, np.nan)
+    alpha = np.zeros(length)
+    vertical = np.full(length, np.nan)
     seen = np.zeros(length, int)
     for key in range(length):
         queries = [query for query in range(key, length) if query - key < window]
@@ -278,7 +287,8 @@ def sinks_of_head(pattern, window, inserted, original):
 
 def contribution_of_head(pattern, v, w_o, z):
     """What the first key contributes to one head's output, and the rank of the output."""
-    norm, worth = np.linalg.norm(v, axis=-1), np.linalg.norm(v @ w_o, axis=-1)
+    norm = np.linalg.norm(v, axis=-1)
+    worth = np.linalg.norm(v @ w_o, axis=-1)
     of_first = (pattern[:, 0] * worth[0]).mean()
     singular_values = np.linalg.svd(z, compute_uv=False)
     shares = singular_values / singular_values.sum()
@@ -293,7 +303,8 @@ def contribution_of_head(pattern, v, w_o, z):
 def test_sinks(measured):
     """From the rows that the analysis saw, and the plain model's values, outputs and residual stream."""
     name, result, plain, sequence, config = measured
-    length, inserted = len(sequence), sequence.inserted.numpy()
+    length = len(sequence)
+    inserted = sequence.inserted.numpy()
     original = sequence.origin.numpy() >= 0
     wide = windows(config) if name in toy_names() else [10**9] * len(plain.pattern)
     sinks = result["attention_sinks"].sel(condition="slash").isel(prompt=0)
@@ -307,7 +318,7 @@ def test_sinks(measured):
                 mine.vertical_per_prompt.values[:length], vertical, atol=5e-6
             )
             for quantity, value in numbers.items():
-                assert float(mine[quantity]) == pytest.approx(value, abs=1e-5), quantity
+                assert float(mine[quantity]) == pytest.approx(float(value), abs=1e-5), quantity
             contribution = contribution_of_head(
                 rows, plain.v[layer][head], plain.w_o[layer][head], plain.z[layer][:, head]
             )
@@ -354,7 +365,8 @@ def test_masked_tokens_and_knockouts(prompts, shared):
                 "three keys at least, and underflow"
             )
         sequence = (slash.masked() if name == "masked" else edge_mask).apply(prompts[0], falcon)
-        blind, hidden = sequence.edge_mask.queries.numpy(), sequence.edge_mask.keys.numpy()
+        blind = sequence.edge_mask.queries.numpy()
+        hidden = sequence.edge_mask.keys.numpy()
         mine = result["attention_sinks"].vertical_per_prompt.sel(condition=name)[0].values[..., :n]
         for k in range(n):
             far = [q for q in range(k + 4, n) if not (blind[q] and hidden[k])]

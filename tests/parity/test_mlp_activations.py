@@ -18,7 +18,8 @@ CALIBRATION = tuple(ma.load_prompts("word-problems", limit=3, seed=1))
 def activations(plain, ids):
     """[layer][pos, d_mlp] before and after the nonlinearity, from hooks of torch on the activation modules."""
     names = [n for n, _ in plain.named_modules() if n.endswith(("mlp.act_fn", "mlp.act"))]
-    modules, seen = dict(plain.named_modules()), []
+    modules = dict(plain.named_modules())
+    seen = []
     handles = [
         modules[n].register_forward_hook(
             lambda m, given, out: seen.append((given[0][0].clone(), out[0].clone()))
@@ -65,7 +66,8 @@ def of_tokens(post, pre, threshold):
 def test_mlp_activations_equal_the_oracle(name, prompts, monkeypatch):
     """Of both engines."""
     plain, hooked = plain_and_hooked(name, load_tokenizer(name))
-    slash, sentence = ma.MeaninglessTokens("/", 20), ma.RandomSentence(20)
+    slash = ma.MeaninglessTokens("/", 20)
+    sentence = ma.RandomSentence(20)
     analysis = ma.analyses.MlpActivations("quantile", 0.2, calibration=CALIBRATION)
     some = {"slash": slash, "sentence": sentence}
     results = [

@@ -30,7 +30,8 @@ def test_scaled_updates_are_those_that_reach_the_residual_stream(prompts):
         model, prompts[:1], analyses=ma.analyses.HeadUpdates(per_query=True), keep="prompts"
     )
     ids = ma.Baseline().apply(prompts[0], model).tokens
-    layer, seen = plain.model.layers[0], {}
+    layer = plain.model.layers[0]
+    seen = {}
     handles = [
         layer.self_attn.o_proj.register_forward_pre_hook(
             lambda m, given: seen.update(z=given[0][0])
@@ -56,15 +57,18 @@ def test_scaled_updates_are_those_that_reach_the_residual_stream(prompts):
 @pytest.mark.parametrize("engine", ["streaming", "hooks"])
 def test_block_updates_that_are_scaled(prompts, engine):
     """Granite: what a block adds is its output times the residual multiplier, as its layers themselves show."""
-    tokenizer, factor = load_tokenizer("toy:llama"), 0.22
+    tokenizer = load_tokenizer("toy:llama")
+    factor = 0.22
     plain, same = (
         tiny_model("Granite", len(tokenizer), residual_multiplier=factor) for _ in range(2)
     )
-    plain, model = plain.double(), ma.load_model(same, tokenizer=tokenizer)
+    plain = plain.double()
+    model = ma.load_model(same, tokenizer=tokenizer)
     result = ma.run(
         model, prompts[:2], {"slash": SLASH}, ma.analyses.BlockUpdates(per_query=True), engine=engine, keep="prompts",
     )  # fmt: skip
-    ids, seen = SLASH.apply(prompts[0], model).tokens, {}
+    ids = SLASH.apply(prompts[0], model).tokens
+    seen = {}
     handles = []
     for n, layer in enumerate(plain.model.layers):
         shown = {"before": layer, "middle": layer.post_attention_layernorm}
@@ -96,7 +100,8 @@ def test_block_updates_that_are_scaled(prompts, engine):
         for block, (stream, delta) in enumerate(
             ((before, middle - before), (middle, after - middle))
         ):
-            size, base = np.linalg.norm(delta, axis=-1), np.linalg.norm(stream, axis=-1)
+            size = np.linalg.norm(delta, axis=-1)
+            base = np.linalg.norm(stream, axis=-1)
             mine = at(result, "block_updates", "block_magnitude_at", len(ids))[n, block]
             np.testing.assert_allclose(mine, size / base, rtol=1e-4)
             assert abs(mine - size / base / factor).min() > 0.01, (

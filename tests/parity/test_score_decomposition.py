@@ -26,8 +26,10 @@ def test_the_parts_of_scores(name, rank, prompts, monkeypatch):
     made = passed(plain, sequence.tokens.tolist(), monkeypatch)
     data = result["score_decomposition"].sel(condition="slash").isel(prompt=0)
     for layer, pattern in enumerate(made.pattern):
-        q, k = made.q[layer], made.k[layer]
-        heads, width = len(q), q.shape[-1]
+        q = made.q[layer]
+        k = made.k[layer]
+        heads = len(q)
+        width = q.shape[-1]
         b_q, b_k = biases(plain, layer, heads, width)
         content = np.einsum("hqd,hkd->hqk", q - b_q[:, None], k - b_k[:, None]) / width**0.5
         bias = np.einsum("hd,hkd->hk", b_q, k - b_k[:, None])[:, None] / width**0.5 + 0 * content

@@ -10,7 +10,8 @@ from tests.parity.plain import MECHANISMS, models, passed
 
 def oracle(pattern, values, segments, source, target):
     """Flow and value flow between two segments of one head, one query at a time."""
-    flows, by_value = [], []
+    flows = []
+    by_value = []
     for query in [q for q, s in enumerate(segments) if s == source]:
         weights = [pattern[query, k] * np.linalg.norm(values[k]) for k in range(len(segments))]
         there = [k for k, s in enumerate(segments) if s == target]
@@ -22,7 +23,8 @@ def oracle(pattern, values, segments, source, target):
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_flow_equals_the_oracle(name, prompts, monkeypatch):
     plain, hooked = models(name)
-    slash, some = ma.MeaninglessTokens("/", 20), prompts[:3]
+    slash = ma.MeaninglessTokens("/", 20)
+    some = prompts[:3]
     index = min(range(3), key=lambda i: len(slash.apply(some[i], hooked)))
     results = [
         ma.run(hooked, some, {"slash": slash}, ma.analyses.SegmentFlow(), engine=engine)

@@ -20,14 +20,16 @@ def test_each_head_reads_key_by_key(name, prompts, monkeypatch):
     )
     got = result["segment_logits"].sel(condition="slash").isel(prompt=0)
     sequence = SLASH.apply(prompts[0], hooked)
-    ids, codes = sequence.tokens.tolist(), sequence.segment.tolist()
+    ids = sequence.tokens.tolist()
+    codes = sequence.segment.tolist()
     made = passed(plain, ids, monkeypatch)
     norm = next(
         m for n, m in plain.named_modules() if n.rpartition(".")[2] in ("norm", "ln_f", "norm_f")
     )
     w_u = plain.get_output_embeddings().weight.detach().numpy()
     w_u = w_u - w_u.mean(0)
-    stream, centres = made.resid[-1], type(norm).__name__ == "LayerNorm"
+    stream = made.resid[-1]
+    centres = type(norm).__name__ == "LayerNorm"
     eps = norm.eps if centres else norm.variance_epsilon
     scale = np.sqrt(stream.var(-1) + eps) if centres else np.sqrt((stream**2).mean(-1) + eps)
     direction = norm.weight.detach().numpy() * w_u[[*ids[1:], 0]]

@@ -57,7 +57,8 @@ class Written:
 
 def written_by(plain, family, ids):
     """One ``Written`` for each layer, from hooks of torch on the model's own modules."""
-    seen, handles = {}, []
+    seen = {}
+    handles = []
 
     def keep(key, module, before):
         def take(module, given, out=None):
@@ -79,7 +80,8 @@ def written_by(plain, family, ids):
     layers = []
     head_count = plain.config.num_attention_heads
     for n, layer in enumerate(plain.model.layers):
-        projection, norm = layer.self_attn.o_proj, getattr(layer, NORMS[family])
+        projection = layer.self_attn.o_proj
+        norm = getattr(layer, NORMS[family])
         w_o = projection.weight.detach().numpy().T.reshape(head_count, -1, 64)
         z = seen[n, "z"].reshape(len(ids), head_count, -1)
         heads = np.einsum("phd,hdm->phm", z, w_o)
