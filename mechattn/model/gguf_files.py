@@ -139,6 +139,7 @@ def gguf_header(path: str) -> GgufFile:
 
 @lru_cache(maxsize=8)
 def _read_header(path: str, size: int, changed: int) -> GgufFile:
+    """The header, read again only if the file has changed."""
     with read_once():
         from gguf import GGUFReader  # the one that reads each file once
 

@@ -25,7 +25,9 @@ def as_mixed(
     norm = norm_of_values(model, layer)
     if limit is not None:
         v = v.clamp(-limit, limit)
-    return v if norm is None else norm(v)
+    if norm is not None:
+        v = norm(v)
+    return v
 
 
 def clip_of(model: HookedModel, layer: int) -> float | None:
@@ -175,6 +177,7 @@ def score_biases(
 
 
 def _bias(model: HookedModel, layer: int, name: str, heads: int) -> Float[Tensor, "{heads} d_head"]:
+    """A bias of queries or keys by head; zeros if there is none."""
     attention = model.blocks[layer].attn
     with weights_here(attention):
         bias = getattr(attention, name, None)

@@ -91,7 +91,9 @@ class BlindScores:
         or uniform (0)."""
         sinks = self.sinks.get(layer)
         if not blind:
-            return None, None if sinks is None else torch.zeros_like(sinks[:1])
+            if sinks is not None:
+                sinks = torch.zeros_like(sinks[:1])
+            return None, sinks
         if self.alibi is None:
             return None, sinks
         return self.alibi.alibi(keys)[:, :, 0], sinks
@@ -120,7 +122,9 @@ def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
     special = particulars_of(model).slopes
     if special is not None:
         return special(config_of(model), heads)
-    return alibi_slopes(heads) if _embedding_type(model) == "alibi" else None
+    if _embedding_type(model) != "alibi":
+        return None
+    return alibi_slopes(heads)
 
 
 def _embedding_type(model: HookedModel) -> str:

@@ -98,5 +98,6 @@ def _sum_of_bits(values: Tensor) -> int:
 
 
 def _is_of_a_library(hook: Any) -> bool:
+    """Whether a hook was registered by a library, which changes no value."""
     function = getattr(hook, "func", hook)  # of a partial
     return str(getattr(function, "__module__", "")).startswith(_LIBRARIES)

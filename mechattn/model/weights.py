@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.errors import ModelError, OptionError, check_choice, check_counts
+from mechattn.errors import ModelError, check_choice, check_counts
 from mechattn.model.gguf_files import SUFFIX
 from mechattn.model.hooked import ModelFacts, alone, facts_of, making
 from mechattn.model.load import load_model
@@ -72,9 +72,7 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
 def check_draw(kind: str, seed: int) -> None:
     """Refuse an invalid kind or seed, before a model is loaded."""
     check_choice(Kind, kind=kind)
-    check_counts(0, seed=seed)
-    if seed >= 2**63:
-        raise OptionError(f"seed={seed}: give at most 2^63 − 1, as torch takes no other")
+    check_counts(0, 2**63 - 1, seed=seed)  # torch takes no other
 
 
 def _drawn(native: Any, kind: Kind, seed: int) -> Any:
@@ -112,7 +110,9 @@ def weights_hash(model: Any) -> str:
     """A hash of names, shapes, dtypes and values of all parameters and buffers that are saved with
     a model."""
     facts = facts_of(model) or ModelFacts()
-    source = model if facts.native is None else facts.native
+    source = facts.native
+    if source is None:
+        source = model
     stored = source.state_dict()
     tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
 

@@ -435,6 +435,7 @@ class RepeatQuestion(Insertion):
 
 
 def _several(interventions: Any) -> tuple[Any, ...]:
+    """One intervention or several, as a tuple."""
     return tuple(interventions) if isinstance(interventions, (tuple, list)) else (interventions,)
 
 

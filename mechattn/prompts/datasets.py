@@ -228,6 +228,7 @@ class _Row:
         return str(solution)
 
     def _value(self, option: str, field: str) -> Any:
+        """What a field holds; an option of ``load_prompts`` names it."""
         if field not in self.values:
             names = ", ".join(map(_short, list(self.values)[:_SHOWN_FIELDS])) or "none"
             raise PromptError(
@@ -243,6 +244,7 @@ def _short(value: object) -> str:
 
 
 def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
+    """The rows of a file of JSON objects, one a line."""
     if not os.path.isfile(path):  # it returns False for a name that is too long, where Path raises
         raise PromptError(f"there is no file of prompts at {path}")
     rows: list[dict[str, Any]] = []
@@ -274,6 +276,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
+    """The rows of a data set on the hub."""
     near = get_close_matches(name, list(_SHIPPED_FILES), 1, 0.7)
     if "/" not in name and near:
         raise PromptError(
@@ -300,7 +303,8 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
     return [dict(row) for row in rows]
 
 
-SHORTEST, LONGEST = 25, 50
+SHORTEST = 25  # tokens of a span
+LONGEST = 50
 
 
 def repeated_random(
@@ -353,6 +357,7 @@ def repeated_random(
 
 
 def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
+    """So many ordinary tokens, all different."""
     size = int(model.cfg.d_vocab)
     if model.tokenizer is None and size >= count:
         return draw.sample(range(size), count)

@@ -39,14 +39,16 @@ def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> AbstractContextMana
 
 def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> AbstractContextManager[None]:
     """Call functions with the keys and the values of a layer; what they return replaces them."""
-    is_hooked_model = hasattr(model, "hook_dict")
-    return _hooked(_hook_k_v if is_hooked_model else _hook_projections, model, layers)
+    if hasattr(model, "hook_dict"):
+        return _hooked(_hook_k_v, model, layers)
+    return _hooked(_hook_projections, model, layers)
 
 
 @contextmanager
 def _hooked(
     add_hooks: Callable[..., list[Any]], model: Any, layers: Mapping[int, Callable[..., Any]]
 ) -> Iterator[None]:
+    """Inside a ``with`` block, the hooks of each layer are on the model."""
     with ExitStack() as stack:
         for layer, change in layers.items():
             for handle in add_hooks(model, layer, change):
@@ -100,6 +102,7 @@ def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
 
 
 def _output_projection(model: Any, layer: int) -> Any:
+    """W_O of a layer in a transformers model, by its name."""
     for path, module in blocks_of(model)[layer].named_modules():
         is_attention = "attn" in path or "attention" in path
         if is_attention and path.rpartition(".")[2] in OUTPUT_PROJECTIONS:

@@ -91,6 +91,7 @@ def _forward(model: HookedModel, tokens: Int[Tensor, "1 pos"]) -> tuple[dict[str
 
 
 def _logits(native: Any, hooked: Logits, expected: Logits, dtype: torch.dtype) -> Check:
+    """Check that the hooked model gives the logits of the model itself."""
     detail = f"logits against the model's own attention ({attention_of(native)}), worst position"
     remedy = f"the hooked model differs from the transformers model; {probe.what_to_try(dtype)}"
     tolerance = probe.TOLERANCE[dtype][0]

@@ -170,6 +170,7 @@ def _values(probe: ProbedHooks) -> Check:
 
 
 def _is_far(hooked: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether two activations differ by more than rounding."""
     return compare("values", {0: (hooked, expected)}, tolerance, "", "").outcome == "failed"
 
 
@@ -253,15 +254,18 @@ def _heads(probe: ProbedHooks) -> Check:
             )
             return Check("heads", "limited", detail=f"{OUTPUT_DETAIL}: {reason}")
 
-        # If the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual.
+        # If the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual:
+        # the nearest is what the heads give.
         errors = [float((output - total[0]).abs().max()) for output in outputs]
-        pairs[layer] = (total[0], outputs[errors.index(min(errors))])
+        nearest = outputs[errors.index(min(errors))]
+        pairs[layer] = (total[0], nearest)
 
     remedy = f"the heads' outputs are not what reaches the residual stream; {ANOTHER_VERSION}"
     return compare("heads", pairs, TOLERANCE[probe.dtype][1], OUTPUT_DETAIL, remedy)
 
 
 def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
+    """Σ_h z W_O + b_O; None if z and W_O do not fit together."""
     attention = model.blocks[layer].attn
     try:
         w_o = head_parts.output_projection(model, layer).float().cpu()

@@ -230,14 +230,18 @@ def compare(
     for layer, (hooked, expected) in pairs.items():
         of_layer = _distances(hooked, expected, scale)
         distances[layer] = of_layer
-        differences[layer] = float(of_layer.square().mean().sqrt() if overall else of_layer.max())
+        difference = of_layer.max()
+        if overall:
+            difference = of_layer.square().mean().sqrt()
+        differences[layer] = float(difference)
 
     worst_layer = max(differences, key=lambda layer: differences[layer])
-    difference = differences[worst_layer]
-    if difference <= tolerance:
-        return Check(name, "passed", None, None, None, difference, tolerance, detail)
+    largest = differences[worst_layer]
+    if largest <= tolerance:
+        return Check(name, "passed", None, None, None, largest, tolerance, detail)
+
     hooked, expected = pairs[worst_layer]
-    check = Check(name, "failed", worst_layer, None, None, difference, tolerance, detail, remedy)
+    check = Check(name, "failed", worst_layer, None, None, largest, tolerance, detail, remedy)
     return _with_figures(check, hooked, expected, distances[worst_layer])
 
 
@@ -265,6 +269,7 @@ def compare_positions(
 def _distances(
     hooked: Float[Tensor, ...], expected: Float[Tensor, ...], scale: float
 ) -> Float[Tensor, " entry"]:
+    """The difference of each entry, in root mean squares of what is expected or in ``scale``."""
     unit = scale or max(float(expected.square().mean().sqrt()), 1e-12)
     return torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf).flatten()
 
