@@ -46,16 +46,19 @@ class Particulars:
 
 
 def _gpt2_scale(config: Any, layer: int, usual: float) -> float:
+    """1 / √d_head, divided by the number of the layer (from 1) if the configuration says so."""
     if config.scale_attn_by_inverse_layer_idx:
         return usual / (layer + 1)
     return usual
 
 
 def _mpt_scale(config: Any, layer: int, usual: float) -> float:
+    """The configuration's own factor, if it names one."""
     return config.attn_config.softmax_scale or usual
 
 
 def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
+    """MPT's slopes; None if this model has none."""
     if not config.attn_config.alibi:
         return None
     return mpt_slopes(heads, float(config.attn_config.alibi_bias_max))
@@ -130,12 +133,14 @@ def mend(model: Any) -> tuple[str, ...]:
         mended = _count_alibi_once(model)
     elif fault == "an empty rotary embedding":
         mended = _call_no_rotary_embedding(model)
+
     if fault is None or not mended:
         return ()
     return (_MENDED[fault],)
 
 
 def _rotate_in_dtype_of_weights(model: Any) -> bool:
+    """Cast rotated queries and keys to the weights' dtype; whether that changes anything."""
     dtype = next(model.parameters()).dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -148,6 +153,7 @@ def _rotate_in_dtype_of_weights(model: Any) -> bool:
 
 
 def _count_alibi_once(model: Any) -> bool:
+    """Leave out the second ALiBi of each layer; whether the model has ALiBi."""
     if not config_of(model).alibi:
         return False
     for block in model.blocks:
@@ -159,12 +165,14 @@ def _count_alibi_once(model: Any) -> bool:
 
 
 def _call_no_rotary_embedding(model: Any) -> bool:
+    """Remove an empty rotary embedding; whether there is one."""
     rotary = getattr(model, "rotary_emb", None)
     if rotary is None or rotary.original_component is not None:
         return False
     for module in original_of(model).modules():
         if module._modules.get("rotary_emb") is rotary:
             module._modules["rotary_emb"] = None  # so that the model does not try to use it
+
     model.cfg.positional_embedding_type = "none"
     for block in model.blocks:
         if hasattr(block, "attn"):

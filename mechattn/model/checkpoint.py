@@ -372,7 +372,7 @@ def _without_code(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_a_question(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """The decision about code, which asks nobody inside of our loads."""
+    """The decision about code, without a question inside of our loads."""
 
     @wraps(resolve)
     def guarded(trust: bool | None, *arguments: Any, **options: Any) -> Any:

@@ -151,7 +151,9 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
 
     # Granite: what reaches the residual stream.
     factor = float(getattr(config_of(model), "residual_multiplier", None) or 1.0)
-    return w_o if factor == 1 else w_o * factor
+    if factor == 1:
+        return w_o
+    return w_o * factor
 
 
 def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
@@ -164,7 +166,9 @@ def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
 
 def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Convert to float32 at least."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    if tensor.dtype == torch.float64:
+        return tensor
+    return tensor.float()
 
 
 def score_biases(

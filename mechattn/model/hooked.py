@@ -95,6 +95,7 @@ def attribute_set(thing: Any, name: str, value: Any) -> Iterator[None]:
     missing = object()
     before = vars(thing).get(name, missing)
     object.__setattr__(thing, name, value)
+
     try:
         yield
     finally:

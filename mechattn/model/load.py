@@ -231,6 +231,7 @@ def _unloaded_checkpoint(name: str) -> UnloadedModel:
         settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
     except OSError:  # there are none, as in a GGUF file, whose tokenizer has the end
         settings = None
+
     tokenizer = checkpoint.tokenizer_named(name)
     return checkpoint.unloaded_tokenizer(tokenizer, name, longest, settings)
 

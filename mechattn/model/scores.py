@@ -94,6 +94,7 @@ class BlindScores:
             if sinks is not None:
                 sinks = torch.zeros_like(sinks[:1])
             return None, sinks
+
         if self.alibi is None:
             return None, sinks
         return self.alibi.alibi(keys)[:, :, 0], sinks
@@ -128,6 +129,7 @@ def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
 
 
 def _embedding_type(model: HookedModel) -> str:
+    """How the model counts positions, in TransformerLens's words."""
     return str(getattr(model.cfg, "positional_embedding_type", ""))
 
 
@@ -161,7 +163,9 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     for layer in layers:
         b_q, b_k = score_biases(model, layer)
         scale = score_scale(model, layer, b_q.shape[-1])
-        slopes_here = None if slopes is None else slopes.to(b_q.device)
+        slopes_here = slopes
+        if slopes_here is not None:
+            slopes_here = slopes_here.to(b_q.device)
         scores[layer] = Scores(b_q, b_k, scale, slopes_here, rounded)
 
     is_full_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)

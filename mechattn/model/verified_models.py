@@ -152,6 +152,7 @@ def _rebuilt(hooked: Any) -> Any:
     # A new model's settings are those of its configuration, which lacks end tokens that only
     # generation_config.json names.
     twin.generation_config = getattr(hooked, "generation_config", None)
+
     for name, tensor in twin.named_parameters():
         if tensor.is_meta and name not in shared:
             raise LookupError(f"the hooked model has no parameter named {name}")

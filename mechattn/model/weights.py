@@ -140,7 +140,9 @@ def stored_hash(name: str) -> str | None:
     """A hash of a GGUF file, or of a directory's weights, configs and vocabularies, without loading
     it."""
     try:
-        place = Path(packaged_file(name) if name.startswith(REAL) else name)
+        place = Path(name)
+        if name.startswith(REAL):
+            place = Path(packaged_file(name))
         if place.is_dir():
             files = [path for path in place.iterdir() if path.suffix in _STORED and path.is_file()]
         elif place.suffix == SUFFIX:
@@ -167,7 +169,9 @@ def revision(model: Any) -> str | None:
     facts = facts_of(model) or ModelFacts()
     config = getattr(facts.native, "config", None)
     commit = getattr(config, "_commit_hash", None)
-    return None if commit is None else str(commit)
+    if commit is None:
+        return None
+    return str(commit)
 
 
 def _sample(values: Float[Tensor, ...], most: int) -> bytes:

@@ -114,6 +114,7 @@ def _paired(own: TokenSequence, other: TokenSequence, from_the_end: bool) -> Tok
     other_tokens = other.tokens.tolist()
     origin = torch.full((len(other),), INSERTED)
     segment = torch.full((len(other),), SEGMENTS.index("inserted"))
+
     for position, partner in _pairs(own_tokens, other_tokens, from_the_end):
         origin[partner] = position
         if own_tokens[position] == other_tokens[partner]:

@@ -178,6 +178,7 @@ def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
             f'pandas.read_{kind[1:]}({source!r}).to_json("prompts.jsonl", orient="records",'
             " lines=True)"
         )
+
     name, colon, subset = source.partition(":")
     on_hub = may_be_on_hub(name) and (not colon or re.fullmatch(r"\w[\w.-]*", subset))
     if kind in (".jsonl", ".json") or os.path.exists(source) or not on_hub:
@@ -239,6 +240,7 @@ class _Row:
 
 
 def _short(value: object) -> str:
+    """A value for use in a message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:59] + "…"
 
@@ -261,6 +263,7 @@ def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    """The object in a line."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -270,6 +273,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise PromptError(f"{where} is not JSON: {error}") from None
+
     if not isinstance(row, dict):
         raise PromptError(f"{where} is not a JSON object with named fields")
     return row
@@ -357,7 +361,7 @@ def repeated_random(
 
 
 def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
-    """So many ordinary tokens, all different."""
+    """This number of ordinary tokens, all different."""
     size = int(model.cfg.d_vocab)
     if model.tokenizer is None and size >= count:
         return draw.sample(range(size), count)

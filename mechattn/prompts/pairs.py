@@ -250,6 +250,7 @@ def _texts(tokenizer: Any, source: str, count: int, seed: int) -> list[dict[str,
         else:
             fields = _capital(draw, template, words, words[index])
         texts.append({**fields, "group": template})
+
     return texts
 
 

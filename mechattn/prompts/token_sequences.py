@@ -61,6 +61,7 @@ class TokenSequence:
             count = int(self.of_segment(name).sum())
             if count:
                 segments.append(f"{name} {count}")
+
         words = f"{self._counts_in_words()}; {', '.join(segments)}"
         if self.decode is None:
             return f"TokenSequence({words})"

@@ -193,7 +193,7 @@ def test_nothing_left_to_measure(no_forward):
 
 @pytest.mark.parametrize("wrong", [{"count": 5.5}, {"count": True}, {"text": 5}])
 def test_kinds_of_a_conditions_options(wrong):
-    with pytest.raises(OptionError, match="a whole number|the text to repeat"):
+    with pytest.raises(OptionError, match=r"a whole number|the text to repeat"):
         ma.MeaninglessTokens(**wrong)
 
 

@@ -84,7 +84,8 @@ def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
 
     def changed(z: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "batch pos ..."]:
         needed.called = True
-        return change(split_heads(z, heads)).to(z.dtype).reshape(z.shape)
+        replacement = change(split_heads(z, heads))
+        return replacement.to(z.dtype).reshape(z.shape)
 
     if hasattr(model, "hook_dict"):
         name = f"blocks.{layer}.attn.hook_z"
@@ -121,7 +122,8 @@ def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
         )
 
     def changed(part: Part, module: Any, args: Any, by_head: Tensor) -> Tensor:
-        return change(part, by_head.flatten(2)).to(by_head.dtype).reshape(by_head.shape)
+        replacement = change(part, by_head.flatten(2))
+        return replacement.to(by_head.dtype).reshape(by_head.shape)
 
     handles = []
     for part in PARTS:
@@ -172,6 +174,7 @@ def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
 
 
 def _text_config(model: Any) -> Any:
+    """The configuration of the text model."""
     return getattr(model.config, "text_config", model.config)
 
 

@@ -53,8 +53,9 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         _neighbours(model, tokens, logits, dtype),
     ]
     architecture = getattr(model.cfg, "architecture", None)
-    if not architecture:
+    if not architecture:  # a HookedTransformer
         architecture = getattr(model.cfg, "original_architecture", None)
+
     return Report(
         model=str(model.cfg.model_name),
         architecture=str(architecture),

@@ -203,18 +203,28 @@ def _step_to_z(probe: ProbedHooks, layer: int, mixed: Mixed, z: Mixed) -> str | 
 
 def _known_steps(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[tuple[str, Mixed]]:
     """The steps that may follow the mix before W_O, in words, with their results."""
+    yield from _gated(probe, layer, mixed)
+    yield from _normed(probe.model, layer, mixed)
+
+
+def _gated(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[tuple[str, Mixed]]:
+    """The mix times each function of each gate that has a hook in this layer."""
     sizes_of_gates = (mixed.numel(), mixed[..., 0].numel())  # one number a channel, or one a head
     for hook_name in GATES:
         gate = probe.of_layer(layer, f"attn.{hook_name}")
-        if gate is not None and gate[0].numel() in sizes_of_gates:
-            by_head = gate[0].reshape(*mixed.shape[:2], -1)
-            for name, function in GATE_FUNCTIONS.items():
-                words = f"{GATED}{name}), so values reach W_O through the gate"
-                yield words, mixed * function(by_head)
+        if gate is None or gate[0].numel() not in sizes_of_gates:
+            continue
+        by_head = gate[0].reshape(*mixed.shape[:2], -1)
+        for name, function in GATE_FUNCTIONS.items():
+            words = f"{GATED}{name}), so values reach W_O through the gate"
+            yield words, mixed * function(by_head)
 
-    for name, norm in head_parts.norms_of_output(probe.model, layer):
-        all_heads = rearrange(mixed, "query head d_head -> query (head d_head)")
-        normed = norm(_as_in_model(probe.model, layer, all_heads)).float().cpu()
+
+def _normed(model: HookedModel, layer: int, mixed: Mixed) -> Iterator[tuple[str, Mixed]]:
+    """The mix after each norm over all heads that the attention module has."""
+    all_heads = rearrange(mixed, "query head d_head -> query (head d_head)")
+    for name, norm in head_parts.norms_of_output(model, layer):
+        normed = norm(_as_in_model(model, layer, all_heads)).float().cpu()
         words = f"after a norm over all heads ({name}), so a value gives no update of its own"
         yield words, normed.reshape(mixed.shape)
 
