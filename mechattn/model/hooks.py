@@ -269,7 +269,7 @@ def logits_and_values(
     def keep(value: Tensor, hook: Any, name: str) -> None:
         activations[name] = value.detach()
 
-    fwd_hooks = [(name, partial(keep, name=name)) for name in names]
+    fwd_hooks: Hooks = [(name, partial(keep, name=name)) for name in names]
     options = keeping_nothing(model)
     with torch.no_grad():
         logits = model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type="logits", **options)

@@ -119,8 +119,8 @@ def _neighbours(
     options: dict[str, Any] = {"attention_mask": real, **hooks.keeping_nothing(model)}
 
     detail = f"logits of the probe padded beside a row of {longer} tokens"
-    forward = (original_of(model) or model).forward
-    if "position_ids" in inspect.signature(forward).parameters:
+    module: Any = original_of(model) or model
+    if "position_ids" in inspect.signature(module.forward).parameters:
         first = limit - longer  # of the longer row's positions
         starts = torch.tensor([[0], [first]], device=device)
         options["position_ids"] = torch.arange(longer, device=device) + starts
