@@ -26,8 +26,12 @@ def head_name(layer: int, head: int) -> str:
 
 def head_named(name: object) -> tuple[int, int] | None:
     """The layer and head of a name such as "L1H2"; None if it is not one."""
-    found = _NAMED.fullmatch(name) if isinstance(name, str) else None
-    return (int(found[1]), int(found[2])) if found else None
+    if not isinstance(name, str):
+        return None
+    match = _NAMED.fullmatch(name)
+    if match is None:
+        return None
+    return int(match[1]), int(match[2])
 
 
 def by_head(table: pd.DataFrame) -> pd.DataFrame:

@@ -35,25 +35,29 @@ _QUERY = re.compile(r"(://[^\s\"'<>?]*\?)[^\s\"'<>()]+")
 
 def visible(token: str) -> str:
     """A token's text with newlines made visible, and a placeholder if it is blank."""
-    return token.replace("\n", "⏎") if token.strip(_INVISIBLE) else "·"
+    if not token.strip(_INVISIBLE):
+        return "·"
+    return token.replace("\n", "⏎")
 
 
 def table(rows: Iterable[Sequence[Any]], caption: str = "", header: Sequence[str] = ()) -> str:
     """Rows of text as a table."""
     left = "text-align:left;vertical-align:top"
-    head = "".join(f'<th style="{left}">{html.escape(name)}</th>' for name in header)
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td style="{left}">{html.escape(str(cell))}</td>' for cell in row)
-        + "</tr>"
-        for row in rows
-    )
-    said = (
-        f'<caption style="{left};font-weight:600">{html.escape(caption)}</caption>'
-        if caption
-        else ""
-    )
-    return f"<table>{said}{f'<thead><tr>{head}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+    parts = []
+    if caption:
+        style = f"{left};font-weight:600"
+        parts.append(f'<caption style="{style}">{html.escape(caption)}</caption>')
+    if header:
+        parts.append(f"<thead>{_row('th', header, left)}</thead>")
+    body = "".join(_row("td", row, left) for row in rows)
+    parts.append(f"<tbody>{body}</tbody>")
+    return f"<table>{''.join(parts)}</table>"
+
+
+def _row(tag: str, cells: Sequence[Any], style: str) -> str:
+    """A row of a table, with these tags around its cells."""
+    row = "".join(f'<{tag} style="{style}">{html.escape(str(cell))}</{tag}>' for cell in cells)
+    return f"<tr>{row}</tr>"
 
 
 def tokens(texts: Iterable[tuple[str, str]], caption: str = "") -> str:
@@ -62,23 +66,23 @@ def tokens(texts: Iterable[tuple[str, str]], caption: str = "") -> str:
     present = [name for name in GROUNDS if any(name == segment for _, segment in texts)]
     key = " ".join(_token(name, name) for name in present)
     spans = "".join(_token(visible(text), segment) for text, segment in texts)
-    said = f"<p>{html.escape(caption)} {key}</p>"
-    return (
-        f'{said}<p style="font-family:monospace;line-height:1.9;overflow-wrap:anywhere">{spans}</p>'
-    )
+    style = "font-family:monospace;line-height:1.9;overflow-wrap:anywhere"
+    return f'<p>{html.escape(caption)} {key}</p><p style="{style}">{spans}</p>'
 
 
 def fields_table(value: Any) -> str:
     """A dataclass as a table of its fields, for ``_repr_html_``."""
     from dataclasses import fields
 
-    shown = [
-        (field.name, repr(getattr(value, field.name))) for field in fields(value) if field.repr
-    ]
-    return table(shown, type(value).__name__)
+    rows = []
+    for field in fields(value):
+        if field.repr:
+            rows.append((field.name, repr(getattr(value, field.name))))
+    return table(rows, type(value).__name__)
 
 
 def _token(text: str, segment: str) -> str:
+    """A token on the background of its segment."""
     return (
         f'<span title="{segment}"'
         f' style="background:{GROUNDS[segment]};padding:2px;margin:1px;border-radius:3px;'

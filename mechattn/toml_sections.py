@@ -89,28 +89,33 @@ def no_such_key(name: str, known: Iterable[str]) -> str:
 
 def near(word: str, known: Iterable[str]) -> str:
     """The known word most similar to another, as a question; empty if none is similar."""
-    holding = [one for one in known if len(word) > 2 and word.casefold() in one.casefold()]
-    found = difflib.get_close_matches(word, list(known), 1) or holding[:1]
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    similar = difflib.get_close_matches(word, list(known), 1)
+    for name in known:
+        if len(word) > 2 and word.casefold() in name.casefold():
+            similar.append(name)
+    if not similar:
+        return ""
+    return f" (did you mean {similar[0]!r}?)"
 
 
 def all_words(error: ValidationError, root: type[BaseModel], where: str = "") -> str:
     """Rephrase pydantic's errors for the user."""
-    return "; ".join(
-        f"{where}{'.'.join(map(str, e['loc']))}: {_words(e, root)}" for e in error.errors()
-    )
+    sentences = []
+    for problem in error.errors():
+        place = ".".join(map(str, problem["loc"]))
+        sentences.append(f"{where}{place}: {_words(problem, root)}")
+    return "; ".join(sentences)
 
 
 def _words(error: Any, root: Any) -> str:
+    """One of pydantic's errors in our words."""
     if error["type"] == "extra_forbidden":
         *section, name = error["loc"]
         return no_such_key(str(name), list(_section_at(root, section).model_fields))
-    if error["type"] in ("missing", "value_error"):
-        return (
-            "is missing"
-            if error["type"] == "missing"
-            else str(error["msg"]).removeprefix("Value error, ")
-        )
+    if error["type"] == "missing":
+        return "is missing"
+    if error["type"] == "value_error":
+        return str(error["msg"]).removeprefix("Value error, ")
     return f"{error['msg']}, not {str(error['input'])[:_SHOWN]!r}"
 
 
@@ -119,10 +124,10 @@ def _section_at(root: Any, place: Iterable[Any]) -> Any:
     passed over."""
     for name in place:
         fields = {field.alias or key: field.annotation for key, field in root.model_fields.items()}
-        of = fields.get(name, root)
-        while not isinstance(of, type) or not issubclass(of, BaseModel):
-            of = next(arg for arg in get_args(of)[::-1] if arg is not type(None))
-        root = of
+        kind = fields.get(name, root)
+        while not isinstance(kind, type) or not issubclass(kind, BaseModel):
+            kind = next(arg for arg in get_args(kind)[::-1] if arg is not type(None))
+        root = kind
     return root
 
 

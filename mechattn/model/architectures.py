@@ -46,19 +46,22 @@ class Particulars:
 
 
 def _gpt2_scale(config: Any, layer: int, usual: float) -> float:
-    return usual / (layer + 1) if config.scale_attn_by_inverse_layer_idx else usual
+    """1 / √d_head, divided by the number of the layer (from 1) if the configuration says so."""
+    if config.scale_attn_by_inverse_layer_idx:
+        return usual / (layer + 1)
+    return usual
 
 
 def _mpt_scale(config: Any, layer: int, usual: float) -> float:
+    """The configuration's own factor, if it names one."""
     return config.attn_config.softmax_scale or usual
 
 
 def _mpt_slopes(config: Any, heads: int) -> Float[Tensor, " head"] | None:
-    return (
-        mpt_slopes(heads, float(config.attn_config.alibi_bias_max))
-        if config.attn_config.alibi
-        else None
-    )
+    """MPT's slopes; None if this model has none."""
+    if not config.attn_config.alibi:
+        return None
+    return mpt_slopes(heads, float(config.attn_config.alibi_bias_max))
 
 
 _DIVIDED_LOGITS = Particulars(logit_factor=lambda config: 1 / config.logits_scaling)
@@ -96,8 +99,11 @@ def particulars_of(model: Any) -> Particulars:
 
 def score_scale(model: Any, layer: int, width: int) -> float:
     """The factor of q·k in a layer, for heads of this width."""
+    usual = width**-0.5
     special = particulars_of(model).score_scale
-    return width**-0.5 if special is None else special(config_of(model), layer, width**-0.5)
+    if special is None:
+        return usual
+    return special(config_of(model), layer, usual)
 
 
 # What the correction of each fault says.
@@ -118,39 +124,60 @@ _MENDED: Mapping[Fault, str] = {
 
 
 def mend(model: Any) -> tuple[str, ...]:
-    """Correct known faults of a booted bridge, in place."""
-    fault, dtype = particulars_of(model).fault, next(model.parameters()).dtype
-    rotary = getattr(model, "rotary_emb", None)
-    if fault == "rotated in float32" and dtype in (torch.bfloat16, torch.float16):
-        for point in (
-            getattr(block.attn, f"hook_rot_{part}", None) for block in model.blocks for part in "qk"
-        ):
+    """Correct known faults of a booted bridge, in place; a sentence for each."""
+    fault = particulars_of(model).fault
+    mended = False
+    if fault == "rotated in float32":
+        mended = _rotate_in_dtype_of_weights(model)
+    elif fault == "alibi counted twice":
+        mended = _count_alibi_once(model)
+    elif fault == "an empty rotary embedding":
+        mended = _call_no_rotary_embedding(model)
+
+    if fault is None or not mended:
+        return ()
+    return (_MENDED[fault],)
+
+
+def _rotate_in_dtype_of_weights(model: Any) -> bool:
+    """Cast rotated queries and keys to the weights' dtype; whether that changes anything."""
+    dtype = next(model.parameters()).dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    for block in model.blocks:
+        for name in ("hook_rot_q", "hook_rot_k"):
+            point = getattr(block.attn, name, None)
             if point is not None:
                 point.register_forward_hook(lambda module, given, rotated: rotated.to(dtype))
-    elif fault == "alibi counted twice" and config_of(model).alibi:
-        for block in model.blocks:
-            if not hasattr(block.attn, "_mechattn_alibi_once"):
-                block.attn._reconstruct_attention = _without_second_alibi(
-                    block.attn._reconstruct_attention
-                )
-                block.attn._mechattn_alibi_once = True
-    elif (
-        fault == "an empty rotary embedding"
-        and rotary is not None
-        and rotary.original_component is None
-    ):
-        for module in original_of(model).modules():
-            if module._modules.get("rotary_emb") is rotary:
-                module._modules["rotary_emb"] = None  # so that the model does not try to use it
-        for cfg in (
-            model.cfg,
-            *(block.attn.config for block in model.blocks if hasattr(block, "attn")),
-        ):
-            cfg.positional_embedding_type = "none"
-    else:
-        return ()
+    return True
 
-    return (_MENDED[fault],)
+
+def _count_alibi_once(model: Any) -> bool:
+    """Leave out the second ALiBi of each layer; whether the model has ALiBi."""
+    if not config_of(model).alibi:
+        return False
+    for block in model.blocks:
+        if not hasattr(block.attn, "_mechattn_alibi_once"):
+            reconstruct = block.attn._reconstruct_attention
+            block.attn._reconstruct_attention = _without_second_alibi(reconstruct)
+            block.attn._mechattn_alibi_once = True
+    return True
+
+
+def _call_no_rotary_embedding(model: Any) -> bool:
+    """Remove an empty rotary embedding; whether there is one."""
+    rotary = getattr(model, "rotary_emb", None)
+    if rotary is None or rotary.original_component is not None:
+        return False
+    for module in original_of(model).modules():
+        if module._modules.get("rotary_emb") is rotary:
+            module._modules["rotary_emb"] = None  # so that the model does not try to use it
+
+    model.cfg.positional_embedding_type = "none"
+    for block in model.blocks:
+        if hasattr(block, "attn"):
+            block.attn.config.positional_embedding_type = "none"
+    return True
 
 
 def _without_second_alibi(reconstruct: Callable[..., Any]) -> Callable[..., Any]:

@@ -345,6 +345,7 @@ def refuse_own_code(error: Exception, name: str) -> None:
 
 @cache
 def _wrap_once() -> None:
+    """Wrap the functions of transformers that import code or ask, for the whole process."""
     from transformers import dynamic_module_utils
     from transformers.models.auto import auto_factory, configuration_auto, tokenization_auto
 
@@ -357,6 +358,8 @@ def _wrap_once() -> None:
 
 
 def _without_code(load: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that imports code, refused where the user has not allowed it."""
+
     @wraps(load)
     def guarded(*arguments: Any, **options: Any) -> Any:
         if _own_code_allowed.get() is False:
@@ -369,6 +372,8 @@ def _without_code(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_a_question(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """The decision about code, without a question inside of our loads."""
+
     @wraps(resolve)
     def guarded(trust: bool | None, *arguments: Any, **options: Any) -> Any:
         if trust is None:

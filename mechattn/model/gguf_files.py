@@ -49,11 +49,11 @@ class GgufFile:
             digits = re.search(r"\d+", name)  # of "Q4_K", "IQ2_XXS", "MXFP4"
             if digits and number > few and name not in _NOT_QUANTISED:
                 bits.add(int(digits[0]))
+
         if not bits:
             return ""
-        if len(bits) > 2:
-            return f"{min(bits)}- to {max(bits)}-bit weights, dequantised"
-        return f"{'- and '.join(map(str, sorted(bits)))}-bit weights, dequantised"
+        numbers = "- and ".join(map(str, sorted(bits)))
+        return f"{numbers}-bit weights, dequantised"
 
     def provenance(self) -> dict[str, Any]:
         """The file's name, its SHA-256 (which is read now) and how its weights are stored."""
@@ -139,6 +139,7 @@ def gguf_header(path: str) -> GgufFile:
 
 @lru_cache(maxsize=8)
 def _read_header(path: str, size: int, changed: int) -> GgufFile:
+    """The header, read again only if the file has changed."""
     with read_once():
         from gguf import GGUFReader  # the one that reads each file once
 
@@ -264,6 +265,7 @@ def as_plain(model: Any) -> Any:
 
 
 def _sha256(path: str) -> str:
+    """The hash of a file, read in blocks."""
     content = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):

@@ -25,7 +25,9 @@ def as_mixed(
     norm = norm_of_values(model, layer)
     if limit is not None:
         v = v.clamp(-limit, limit)
-    return v if norm is None else norm(v)
+    if norm is not None:
+        v = norm(v)
+    return v
 
 
 def clip_of(model: HookedModel, layer: int) -> float | None:
@@ -149,7 +151,9 @@ def output_weights(model: HookedModel, layer: int) -> Float[Tensor, "head d_head
 
     # Granite: what reaches the residual stream.
     factor = float(getattr(config_of(model), "residual_multiplier", None) or 1.0)
-    return w_o if factor == 1 else w_o * factor
+    if factor == 1:
+        return w_o
+    return w_o * factor
 
 
 def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
@@ -162,7 +166,9 @@ def output_factor_of(w_o: Float[Tensor, "head d_head d_model"]) -> Factor:
 
 def wide(tensor: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Convert to float32 at least."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    if tensor.dtype == torch.float64:
+        return tensor
+    return tensor.float()
 
 
 def score_biases(
@@ -175,6 +181,7 @@ def score_biases(
 
 
 def _bias(model: HookedModel, layer: int, name: str, heads: int) -> Float[Tensor, "{heads} d_head"]:
+    """A bias of queries or keys by head; zeros if there is none."""
     attention = model.blocks[layer].attn
     with weights_here(attention):
         bias = getattr(attention, name, None)

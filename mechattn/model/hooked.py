@@ -95,6 +95,7 @@ def attribute_set(thing: Any, name: str, value: Any) -> Iterator[None]:
     missing = object()
     before = vars(thing).get(name, missing)
     object.__setattr__(thing, name, value)
+
     try:
         yield
     finally:
@@ -143,7 +144,9 @@ def facts_of(model: Any) -> ModelFacts | None:
 def limit_of(model: Any, check: str) -> str:
     """Why a check at the last verification limits what can be measured; "" if it does not."""
     facts = facts_of(model)
-    return "" if facts is None or facts.report is None else facts.report.limited.get(check, "")
+    if facts is None or facts.report is None:
+        return ""
+    return facts.report.limited.get(check, "")
 
 
 def remember(model: Any, what: ModelFacts) -> ModelFacts:

@@ -62,7 +62,8 @@ def chosen_layers(model: HookedModel, layers: Iterable[int] | int | None) -> lis
         if isinstance(layer, bool) or not isinstance(layer, Integral):
             raise OptionError(f"layers={layers!r}: give whole numbers, or omit it for all layers")
         if layer not in with_attention:
-            first, last = with_attention[0], with_attention[-1]
+            first = with_attention[0]
+            last = with_attention[-1]
             are_all = with_attention == list(range(first, last + 1))
             existing = f"{first} to {last}" if are_all else ", ".join(map(str, with_attention))
             raise OptionError(
@@ -79,7 +80,8 @@ def attention_window(model: HookedModel, layer: int) -> int | None:
     config = config_of(model)
     if config is None:
         source = model.cfg
-        name_of_kinds, name_of_window = ("attn_types", "window_size")
+        name_of_kinds = "attn_types"
+        name_of_window = "window_size"
     else:
         source = config
         name_of_kinds, name_of_window = particulars_of(model).layer_kinds
@@ -144,7 +146,9 @@ def sinks_of(model: HookedModel, layer: int) -> Float[Tensor, " head"] | None:
     module = unwrapped(getattr(model.blocks[layer], "attn", None))
     with weights_here(module):
         sinks = getattr(module, "sinks", None)
-        return sinks.detach().float() if isinstance(sinks, nn.Parameter) else None
+        if not isinstance(sinks, nn.Parameter):
+            return None
+        return sinks.detach().float()
 
 
 def has_sinks(model: HookedModel) -> bool:
@@ -186,7 +190,9 @@ def forward_with_patterns(
 
     def show_pattern(pattern: Pattern, hook: Any, layer: int) -> None:
         v = values.pop(layer, None)
-        see(layer, pattern.detach(), None if v is None else _by_kv_head(model, layer, v, pattern))
+        if v is not None:
+            v = _by_kv_head(model, layer, v, pattern)
+        see(layer, pattern.detach(), v)
 
     for layer in layers:
         hook_v = f"blocks.{layer}.attn.hook_v"
@@ -194,7 +200,9 @@ def forward_with_patterns(
             fwd_hooks.append((hook_v, partial(keep_values, layer=layer)))
         fwd_hooks.append((pattern_hook(layer), partial(show_pattern, layer=layer)))
 
-    options = {} if bool(real.all()) else {"attention_mask": real.long()}
+    options = {}
+    if not real.all():
+        options["attention_mask"] = real.long()
     if last is None:
         last = max(layers)
     forward_to(model, tokens, last, fwd_hooks, position_ids, **options)
@@ -213,6 +221,7 @@ def _by_kv_head(
 
 
 def _unseen(edge_mask: EdgeMask) -> Bool[Tensor, "batch query key"]:
+    """The pairs of positions whose edge is cut."""
     positions = torch.arange(edge_mask.keys.shape[1], device=edge_mask.keys.device)
     return edge_mask.unseen(positions.expand(edge_mask.keys.shape), slice(None))
 
@@ -260,7 +269,7 @@ def logits_and_values(
     def keep(value: Tensor, hook: Any, name: str) -> None:
         activations[name] = value.detach()
 
-    fwd_hooks = [(name, partial(keep, name=name)) for name in names]
+    fwd_hooks: Hooks = [(name, partial(keep, name=name)) for name in names]
     options = keeping_nothing(model)
     with torch.no_grad():
         logits = model.run_with_hooks(tokens, fwd_hooks=fwd_hooks, return_type="logits", **options)
@@ -269,7 +278,9 @@ def logits_and_values(
 
 def keeping_nothing(model: HookedModel) -> dict[str, bool]:
     """The option that stops a forward pass from caching keys and values, if it has one."""
-    return {"use_cache": False} if "use_cache" in _options_taken(model) else {}
+    if "use_cache" not in _options_taken(model):
+        return {}
+    return {"use_cache": False}
 
 
 def keeping_one(config: Any) -> dict[str, int]:
@@ -278,7 +289,9 @@ def keeping_one(config: Any) -> dict[str, int]:
     Not where the last layers read the keys of earlier ones (Gemma 4): then transformers also runs
     these layers at that position only, and the other rows of their attention are missing.
     """
-    return {} if getattr(config, "num_kv_shared_layers", 0) else {"logits_to_keep": 1}
+    if getattr(config, "num_kv_shared_layers", 0):
+        return {}
+    return {"logits_to_keep": 1}
 
 
 def blocks_of(model: Any) -> nn.ModuleList:
@@ -311,7 +324,9 @@ def _options_taken(model: HookedModel) -> set[str]:
     """The argument names of the inner transformers model's forward pass; none without such a
     model."""
     original = original_of(model)
-    return set() if original is None else set(inspect.signature(original.forward).parameters)
+    if original is None:
+        return set()
+    return set(inspect.signature(original.forward).parameters)
 
 
 @contextmanager
@@ -336,6 +351,7 @@ def norms_once(model: Any) -> Iterator[None]:
 def _once(
     norm: Any, twice: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch channel"]
 ) -> Float[Tensor, "*batch channel"]:
+    """The norm by its own module, unless a hook inside it is watched."""
     for point in (norm.hook_scale, norm.hook_normalized):
         if point._forward_hooks or point._forward_pre_hooks or point._backward_hooks:
             return twice(x)

@@ -197,7 +197,9 @@ def verify_model(model: Any, *, native: Any = None, length: int = PROBE, **optio
 def dtype_named(name: str) -> Dtype:
     """The dtype with a name such as "bfloat16", for configs and the command line."""
     check_choice(("auto", "float32", "bfloat16", "float16"), dtype=name)
-    return "auto" if name == "auto" else getattr(torch, name)
+    if name == "auto":
+        return "auto"
+    return getattr(torch, name)
 
 
 def unloaded(model: Any) -> UnloadedModel:
@@ -229,6 +231,7 @@ def _unloaded_checkpoint(name: str) -> UnloadedModel:
         settings = GenerationConfig.from_pretrained(checkpoint.model_place(name))
     except OSError:  # there are none, as in a GGUF file, whose tokenizer has the end
         settings = None
+
     tokenizer = checkpoint.tokenizer_named(name)
     return checkpoint.unloaded_tokenizer(tokenizer, name, longest, settings)
 
@@ -236,6 +239,7 @@ def _unloaded_checkpoint(name: str) -> UnloadedModel:
 def _from_name(
     name: str, tokenizer: Any, dtype: Dtype, device: Any, options: dict[str, Any]
 ) -> Any:
+    """A hooked model from a place: booted from there, or from an object that we load ourselves."""
     from transformer_lens.utilities import get_device
 
     is_toy = name.startswith(checkpoint.PREFIX)
@@ -287,6 +291,7 @@ def _from_object(
     options: dict[str, Any],
     name: str = "",
 ) -> Any:
+    """A hooked model from a transformers model, moved and converted first."""
     if tokenizer is None:
         raise ModelError(
             "a model object has no tokenizer; pass one to load_model(model, tokenizer=…)"
@@ -316,15 +321,16 @@ def _from_object(
 
 
 def _boot(name: str, *, shown: str, tokenizer: Any, **options: Any) -> Any:
+    """The bridge, in compatibility mode, with raw weights and the given tokenizer."""
     from transformer_lens.model_bridge import TransformerBridge
 
     try:
         with classes_left_alone():
             # TransformerLens looks for a tokenizer if given none, so a model without one is given a
             # stand-in.
-            stand_in = (
-                checkpoint.lettered_tokenizer(1) if tokenizer is None else copy.deepcopy(tokenizer)
-            )
+            stand_in = copy.deepcopy(tokenizer)
+            if tokenizer is None:
+                stand_in = checkpoint.lettered_tokenizer(1)
             bridge = TransformerBridge.boot_transformers(name, tokenizer=stand_in, **options)
             bridge.enable_compatibility_mode(no_processing=True, disable_warnings=True)
     except Exception as error:

@@ -48,7 +48,9 @@ class Boundary:
 def boundary_of(model: Any) -> Boundary | None:
     """The boundary of a hooked model or a transformers model, from its configuration; None for
     most."""
-    config = config_of(model) if original_of(model) is not None else getattr(model, "config", None)
+    config = config_of(model)
+    if original_of(model) is None:
+        config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
 
     boundaries = {_boundary(settings, config) for settings in _rope_settings(config)} - {None}
@@ -72,6 +74,7 @@ def _rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _boundary(settings: Mapping[str, Any], config: Any) -> Boundary | None:
+    """The boundary that some RoPE settings state; None for most."""
     kind = str(settings.get("rope_type") or settings.get("type") or "")
     longest = getattr(config, "max_position_embeddings", None)
     if "dynamic" in kind and longest:

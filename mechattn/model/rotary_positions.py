@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from mechattn.errors import ModelError
@@ -66,9 +66,11 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, R
     rotations: dict[int, Rotation] = {}
 
     for layer in layers:
-        errors = _errors(candidates, attentions[layer], position_ids)
-        if errors.min() <= _tolerance(model):
-            rotations[layer] = candidates[int(errors.argmin())]
+        attention = attentions[layer]
+        errors = [_error(rotation, attention, position_ids) for rotation in candidates]
+        least = min(errors)
+        if least <= _tolerance(model):
+            rotations[layer] = candidates[errors.index(least)]
 
     # A model that ignores position ids looks as if it had no positions.
     if all(rotation is NO_ROTATION for rotation in rotations.values()):
@@ -80,6 +82,7 @@ def rotations_of(model: HookedModel, layers: Sequence[int]) -> tuple[dict[int, R
 
 
 def _have_biases(attentions: Mapping[int, Attention]) -> bool:
+    """Whether positions are added to the scores (ALiBi)."""
     return all(attention.bias is not None for attention in attentions.values())
 
 
@@ -122,32 +125,21 @@ def _candidates(frequencies: Sequence[Tensor], width: int) -> Iterator[Rotation]
                 yield Rotation(of_pairs, adjacent, first)
 
 
-def _errors(
-    candidates: Sequence[Rotation], attention: Attention, position_ids: Int[Tensor, "2 pos"]
-) -> Float[Tensor, " candidate"]:
+def _error(rotation: Rotation, attention: Attention, position_ids: Int[Tensor, "2 pos"]) -> float:
     """How far the first row, rotated, is from the second: the largest difference relative to the
-    largest number."""
-    return torch.stack(
-        [
-            torch.maximum(
-                _error(rotation, attention.q, position_ids),
-                _error(rotation, attention.k, position_ids),
-            )
-            for rotation in candidates
-        ]
-    )
-
-
-def _error(
-    rotation: Rotation, x: Float[Tensor, "2 head pos d_head"], position_ids: Int[Tensor, "2 pos"]
-) -> Float[Tensor, ""]:
-    x = x.to(widened(x))
-    ids = position_ids.to(x.device)
-    turns = rotation.turns(ids[:1], ids[1:], x.dtype)
-    largest = x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)  # all may be 0
-    return (rotation.moved(x[:1], turns) - x[1:]).abs().max() / largest
+    largest number, of queries or keys."""
+    errors = []
+    for x in (attention.q, attention.k):
+        x = x.to(widened(x))
+        ids = position_ids.to(x.device)
+        turns = rotation.turns(ids[:1], ids[1:], x.dtype)
+        moved = rotation.moved(x[:1], turns)
+        largest = x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)  # all may be 0
+        errors.append(float((moved - x[1:]).abs().max() / largest))
+    return max(errors)
 
 
 def _tolerance(model: HookedModel) -> float:
+    """The largest error of a right rotation."""
     half_precision = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     return 0.1 if half_precision else 1e-3

@@ -92,7 +92,10 @@ class BlindScores:
         or uniform (0)."""
         sinks = self.sinks.get(layer)
         if not blind:
-            return None, None if sinks is None else torch.zeros_like(sinks[:1])
+            if sinks is not None:
+                sinks = torch.zeros_like(sinks[:1])
+            return None, sinks
+
         if self.alibi is None:
             return None, sinks
         return self.alibi.alibi(keys)[:, :, 0], sinks
@@ -121,10 +124,13 @@ def _slopes(model: HookedModel) -> Float[Tensor, " head"] | None:
     special = particulars_of(model).slopes
     if special is not None:
         return special(config_of(model), heads)
-    return alibi_slopes(heads) if _embedding_type(model) == "alibi" else None
+    if _embedding_type(model) != "alibi":
+        return None
+    return alibi_slopes(heads)
 
 
 def _embedding_type(model: HookedModel) -> str:
+    """How the model counts positions, in TransformerLens's words."""
     return str(getattr(model.cfg, "positional_embedding_type", ""))
 
 
@@ -158,7 +164,9 @@ def scores_of(model: HookedModel, layers: list[int]) -> dict[int, Scores]:
     for layer in layers:
         b_q, b_k = score_biases(model, layer)
         scale = score_scale(model, layer, b_q.shape[-1])
-        slopes_here = None if slopes is None else slopes.to(b_q.device)
+        slopes_here = slopes
+        if slopes_here is not None:
+            slopes_here = slopes_here.to(b_q.device)
         scores[layer] = Scores(b_q, b_k, scale, slopes_here, rounded)
 
     is_full_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)

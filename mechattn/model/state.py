@@ -93,10 +93,12 @@ def _sum_of_bits(values: Tensor) -> int:
         return 0
     octets = values.detach().reshape(-1).view(torch.uint8)
     is_whole = octets.numel() % _WORD == 0 and octets.storage_offset() % _WORD == 0
-    words = octets.view(torch.int64) if is_whole else octets
-    return int(words.sum())
+    if not is_whole:
+        return int(octets.sum())
+    return int(octets.view(torch.int64).sum())
 
 
 def _is_of_a_library(hook: Any) -> bool:
+    """Whether a hook was registered by a library, which changes no value."""
     function = getattr(hook, "func", hook)  # of a partial
     return str(getattr(function, "__module__", "")).startswith(_LIBRARIES)

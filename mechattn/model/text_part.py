@@ -81,7 +81,9 @@ def _class_of(text_config: Any) -> Any | None:
     if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
-    return text_class if text_class.__name__ in SUPPORTED_ARCHITECTURES else None
+    if text_class.__name__ not in SUPPORTED_ARCHITECTURES:
+        return None
+    return text_class
 
 
 def _built(model: Any, text_class: Any) -> Any:

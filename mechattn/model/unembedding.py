@@ -102,6 +102,7 @@ def frozen_norm(model: HookedModel, norm: Any, name: str) -> FrozenNorm:
 
 
 def _eps_of(norm: Any, model: HookedModel) -> float:
+    """ε of a norm, under the names that it has."""
     for name in ("eps", "variance_epsilon"):
         eps = getattr(unwrapped(norm), name, None)
         if eps is not None:
@@ -110,8 +111,11 @@ def _eps_of(norm: Any, model: HookedModel) -> float:
 
 
 def _rounding(dtype: torch.dtype, errors: tuple[float, float]) -> float:
-    fine, coarse = errors
-    return fine if dtype in _FLOATS else coarse
+    """The error for a dtype, of those in float32 and in half precision."""
+    in_float32, in_half_precision = errors
+    if dtype in _FLOATS:
+        return in_float32
+    return in_half_precision
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,8 @@ class Unembedding:
         centres."""
         index = tokens.to(self.w_u.device)  # where W_U lies, with the final norm
         above_mean = wide(self.w_u.T[index]) - self.mean
-        return self.norm.toward(self.factor * above_mean).to(tokens.device)
+        toward_token = self.norm.toward(self.factor * above_mean)
+        return toward_token.to(tokens.device)
 
     def scale(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
         """σ of the final norm."""
@@ -141,7 +146,8 @@ class Unembedding:
         if self.cap is None:
             return logits
         within = 1 - torch.finfo(logits.dtype).eps  # a logit at the cap itself would be infinite
-        return self.cap * (logits / self.cap).clamp(-within, within).atanh()
+        share_of_cap = (logits / self.cap).clamp(-within, within)
+        return self.cap * share_of_cap.atanh()
 
 
 def unembedding(model: HookedModel) -> Unembedding:
@@ -173,6 +179,7 @@ def unembedding(model: HookedModel) -> Unembedding:
 
 
 def _logit_cap(model: HookedModel) -> float | None:
+    """The cap of the logits; None for most."""
     config = config_of(model)
     if config is None:  # a HookedTransformer
         cap = getattr(model.cfg, "output_logits_soft_cap", None)
@@ -198,7 +205,8 @@ def _check_direct(model: HookedModel, to_logits: Unembedding) -> None:
 
     stream = wide(values[last]).to(tokens.device)
     directions = to_logits.direction(tokens)[0]
-    computed = (directions @ stream[0].T / to_logits.scale(stream)[0]).T
+    sigma = to_logits.scale(stream)[0]
+    computed = (directions @ stream[0].T / sigma).T
 
     difference = computed - expected
     error = (difference - difference.mean(0)).norm()  # a bias adds the same at every token

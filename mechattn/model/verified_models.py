@@ -33,7 +33,8 @@ def verified(model: Any, verify: bool) -> Any:
 
 def known_facts(model: Any) -> ModelFacts:
     """The facts about a hooked model; one that was hooked elsewhere is examined and mended now."""
-    if (facts := facts_of(model)) is not None:
+    facts = facts_of(model)
+    if facts is not None:
         return facts
     with making:
         native, why = _native_twin(model)
@@ -41,6 +42,7 @@ def known_facts(model: Any) -> ModelFacts:
 
 
 def _verify(model: Any, facts: ModelFacts) -> None:
+    """Verify a model now; hooks that change its values are named."""
     report = tried(check_model, model, facts, AT_LOADING)
     state = state_of(model)
     try:
@@ -126,6 +128,7 @@ def _native_twin(bridge: Any) -> tuple[Any | None, str]:
 
 
 def _rebuilt(hooked: Any) -> Any:
+    """A model of the same class and configuration with the same parameters."""
     from accelerate import init_empty_weights
 
     config = copy.deepcopy(hooked.config)
@@ -149,13 +152,16 @@ def _rebuilt(hooked: Any) -> Any:
     # A new model's settings are those of its configuration, which lacks end tokens that only
     # generation_config.json names.
     twin.generation_config = getattr(hooked, "generation_config", None)
-    if without := [
-        name for name, tensor in twin.named_parameters() if tensor.is_meta and name not in shared
-    ]:
-        raise LookupError(f"the hooked model has no parameter named {without[0]}")
+
+    for name, tensor in twin.named_parameters():
+        if tensor.is_meta and name not in shared:
+            raise LookupError(f"the hooked model has no parameter named {name}")
 
     device = device_of(hooked)
     for name, buffer in twin.named_buffers():
-        buffer.data = shared[name].data if name in shared else buffer.data.to(device)
+        if name in shared:
+            buffer.data = shared[name].data
+        else:
+            buffer.data = buffer.data.to(device)
 
     return dispatched_like(twin, hooked).eval()

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechattn.errors import ModelError, OptionError, check_choice, check_counts
+from mechattn.errors import ModelError, check_choice, check_counts
 from mechattn.model.gguf_files import SUFFIX
 from mechattn.model.hooked import ModelFacts, alone, facts_of, making
 from mechattn.model.load import load_model
@@ -72,9 +72,7 @@ def random_weights(model: Any, kind: Kind = "initialised", seed: int = 0, **opti
 def check_draw(kind: str, seed: int) -> None:
     """Refuse an invalid kind or seed, before a model is loaded."""
     check_choice(Kind, kind=kind)
-    check_counts(0, seed=seed)
-    if seed >= 2**63:
-        raise OptionError(f"seed={seed}: give at most 2^63 − 1, as torch takes no other")
+    check_counts(0, 2**63 - 1, seed=seed)  # torch takes no other
 
 
 def _drawn(native: Any, kind: Kind, seed: int) -> Any:
@@ -112,7 +110,9 @@ def weights_hash(model: Any) -> str:
     """A hash of names, shapes, dtypes and values of all parameters and buffers that are saved with
     a model."""
     facts = facts_of(model) or ModelFacts()
-    source = model if facts.native is None else facts.native
+    source = facts.native
+    if source is None:
+        source = model
     stored = source.state_dict()
     tensors = {name: stored[name] for name in sorted(stored) if isinstance(stored[name], Tensor)}
 
@@ -140,7 +140,9 @@ def stored_hash(name: str) -> str | None:
     """A hash of a GGUF file, or of a directory's weights, configs and vocabularies, without loading
     it."""
     try:
-        place = Path(packaged_file(name) if name.startswith(REAL) else name)
+        place = Path(name)
+        if name.startswith(REAL):
+            place = Path(packaged_file(name))
         if place.is_dir():
             files = [path for path in place.iterdir() if path.suffix in _STORED and path.is_file()]
         elif place.suffix == SUFFIX:
@@ -167,7 +169,9 @@ def revision(model: Any) -> str | None:
     facts = facts_of(model) or ModelFacts()
     config = getattr(facts.native, "config", None)
     commit = getattr(config, "_commit_hash", None)
-    return None if commit is None else str(commit)
+    if commit is None:
+        return None
+    return str(commit)
 
 
 def _sample(values: Float[Tensor, ...], most: int) -> bytes:

@@ -97,6 +97,7 @@ def _rendered(prompt: Prompt, tokenizer: Any, system: str, question: str) -> str
             return text
         except Exception as error:  # a template is a program and may fail in any way
             failure = error
+
     raise ModelError(
         f"the chat template of this tokenizer fails on prompt {prompt.id} "
         f'({type(failure).__name__}: {failure}); use template="plain"'

@@ -255,12 +255,14 @@ class Text(Insertion):
             raise OptionError(
                 f'text={self.text!r}: give the text to insert, such as " Take your time."'
             )
+
         if self.after == "":
             raise OptionError("after='': give a text that every prompt contains, or omit it")
         if self.after is not None and self.place is not None:
             raise OptionError(
                 f"place={self.place!r} and after={self.after!r}: give only one of the two"
             )
+
         check_choice(Place, place=self.place or "before_question")
 
     def filler(self, prompt: Prompt, model: TokenizedModel, seed: int = 0) -> list[int]:
@@ -435,7 +437,10 @@ class RepeatQuestion(Insertion):
 
 
 def _several(interventions: Any) -> tuple[Any, ...]:
-    return tuple(interventions) if isinstance(interventions, (tuple, list)) else (interventions,)
+    """One intervention or several, as a tuple."""
+    if isinstance(interventions, (tuple, list)):
+        return tuple(interventions)
+    return (interventions,)
 
 
 def _intervened(sequence: TokenSequence, interventions: tuple[Any, ...]) -> TokenSequence:

@@ -79,6 +79,7 @@ class Counterpart:
         return Variant(self).under(intervention)
 
     def _version(self, prompt: Prompt) -> Version:
+        """The other version of a prompt, checked."""
         version = self._given_version(prompt)
         if not version:
             raise ConditionError(
@@ -97,6 +98,7 @@ class Counterpart:
         return version
 
     def _given_version(self, prompt: Prompt) -> Version | None:
+        """The other version as it was given; None if there is none."""
         if self.versions is None:
             return prompt.counterpart
         if isinstance(self.versions, Mapping):
@@ -112,6 +114,7 @@ def _paired(own: TokenSequence, other: TokenSequence, from_the_end: bool) -> Tok
     other_tokens = other.tokens.tolist()
     origin = torch.full((len(other),), INSERTED)
     segment = torch.full((len(other),), SEGMENTS.index("inserted"))
+
     for position, partner in _pairs(own_tokens, other_tokens, from_the_end):
         origin[partner] = position
         if own_tokens[position] == other_tokens[partner]:

@@ -178,6 +178,7 @@ def _stored(source: str, split: str, limit: int | None) -> list[dict[str, Any]]:
             f'pandas.read_{kind[1:]}({source!r}).to_json("prompts.jsonl", orient="records",'
             " lines=True)"
         )
+
     name, colon, subset = source.partition(":")
     on_hub = may_be_on_hub(name) and (not colon or re.fullmatch(r"\w[\w.-]*", subset))
     if kind in (".jsonl", ".json") or os.path.exists(source) or not on_hub:
@@ -228,6 +229,7 @@ class _Row:
         return str(solution)
 
     def _value(self, option: str, field: str) -> Any:
+        """What a field holds; an option of ``load_prompts`` names it."""
         if field not in self.values:
             names = ", ".join(map(_short, list(self.values)[:_SHOWN_FIELDS])) or "none"
             raise PromptError(
@@ -238,11 +240,13 @@ class _Row:
 
 
 def _short(value: object) -> str:
+    """A value for use in a message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:59] + "…"
 
 
 def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
+    """The rows of a file of JSON objects, one a line."""
     if not os.path.isfile(path):  # it returns False for a name that is too long, where Path raises
         raise PromptError(f"there is no file of prompts at {path}")
     rows: list[dict[str, Any]] = []
@@ -259,6 +263,7 @@ def _jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    """The object in a line."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -268,12 +273,14 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise PromptError(f"{where} is not JSON: {error}") from None
+
     if not isinstance(row, dict):
         raise PromptError(f"{where} is not a JSON object with named fields")
     return row
 
 
 def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
+    """The rows of a data set on the hub."""
     near = get_close_matches(name, list(_SHIPPED_FILES), 1, 0.7)
     if "/" not in name and near:
         raise PromptError(
@@ -300,7 +307,8 @@ def _hub(name: str, subset: str | None, split: str, limit: int | None) -> list[d
     return [dict(row) for row in rows]
 
 
-SHORTEST, LONGEST = 25, 50
+SHORTEST = 25  # tokens of a span
+LONGEST = 50
 
 
 def repeated_random(
@@ -353,6 +361,7 @@ def repeated_random(
 
 
 def _distinct(model: TokenizedModel, count: int, draw: random.Random) -> list[int]:
+    """This number of ordinary tokens, all different."""
     size = int(model.cfg.d_vocab)
     if model.tokenizer is None and size >= count:
         return draw.sample(range(size), count)

@@ -162,6 +162,7 @@ def _sentence(draw: random.Random) -> str:
 
 
 def _clause(draw: random.Random) -> list[str]:
+    """A subject, a verb and an object, perhaps with an adverb and a place."""
     words = _noun_phrase(draw)
     if draw.random() < 0.5:
         words.append(draw.choice(_ADVERBS))
@@ -172,6 +173,7 @@ def _clause(draw: random.Random) -> list[str]:
 
 
 def _noun_phrase(draw: random.Random) -> list[str]:
+    """A noun with its determiner, and perhaps an adjective."""
     determiner = draw.choice(_DETERMINERS)
     words = [draw.choice(_NOUNS)]
     if draw.random() < 0.6:
@@ -192,7 +194,8 @@ def check_run(count: int, place: str, own_line: bool) -> None:
 def position(place: Place, sequence: TokenSequence, prompt: Prompt, seed: int) -> int:
     """The position before which the filler is inserted."""
     if place == "start":
-        return 1 if sequence.first_part == "bos" else 0
+        has_bos = sequence.first_part == "bos"
+        return int(has_bos)
     if place == "before_answer":
         answer = sequence.of_part("answer").nonzero().flatten().tolist()
         return answer[0] if answer else len(sequence)

@@ -250,6 +250,7 @@ def _texts(tokenizer: Any, source: str, count: int, seed: int) -> list[dict[str,
         else:
             fields = _capital(draw, template, words, words[index])
         texts.append({**fields, "group": template})
+
     return texts
 
 
@@ -259,6 +260,7 @@ def _in_turn(templates: Sequence[str], seed: str) -> list[str]:
 
 
 def _indirect_object(draw: random.Random, template: str, names: Sequence[str]) -> dict[str, Any]:
+    """Who gets the thing: the name that is not repeated."""
     receiver, giver = (name.strip() for name in draw.sample(list(names), 2))
     place = draw.choice(_PLACES)
     thing = draw.choice(_THINGS)
@@ -273,6 +275,7 @@ def _indirect_object(draw: random.Random, template: str, names: Sequence[str]) -
 
 
 def _greater_than(draw: random.Random, template: str, numbers: Sequence[str]) -> dict[str, Any]:
+    """A year after the beginning; the other version begins early."""
     early = draw.choice([number for number in numbers if 20 < int(number) < 40])
     late = draw.choice([number for number in numbers if 60 <= int(number) < 80])
     between = draw.choice([number for number in numbers if early[0] < number[0] < late[0]])
@@ -288,8 +291,10 @@ def _greater_than(draw: random.Random, template: str, numbers: Sequence[str]) ->
 
 
 def _capital(draw: random.Random, template: str, words: Sequence[str], word: str) -> dict[str, Any]:
+    """The capital of a country; the other version asks for another."""
     other_word = draw.choice([other for other in words if other != word])
-    country, other_country = word.strip(), other_word.strip()
+    country = word.strip()
+    other_country = other_word.strip()
     return {
         "question": template.format(country=country),
         "counterpart": template.format(country=other_country),
@@ -330,7 +335,9 @@ def _shuffled(model: TokenizedModel, prompt: Prompt, draw: random.Random) -> Pro
 def _successor(tokens: Sequence[int], token: int) -> int | None:
     """What follows a token the first time; None if it is the last."""
     position = tokens.index(token) + 1
-    return tokens[position] if position < len(tokens) else None
+    if position == len(tokens):
+        return None
+    return tokens[position]
 
 
 def _of_usual_length(tokenizer: Any, words: Sequence[str]) -> list[str]:

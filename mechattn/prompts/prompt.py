@@ -106,7 +106,7 @@ class Prompt:
     def excerpt(self) -> str:
         """The beginning of the question, for use in messages."""
         text = " ".join(self.question.split()) or f"{len(self.tokens)} token ids"
-        return text if len(text) <= _EXCERPT else text[: _EXCERPT - 1] + "…"
+        return _shortened(text)
 
     @property
     def where(self) -> str:
@@ -206,12 +206,13 @@ def warn_of_likeness(prompts: Sequence[Prompt]) -> str:
         return ""
 
     usual, count = templates.most_common(1)[0]
-    excerpt = usual if len(usual) <= _EXCERPT else usual[: _EXCERPT - 1] + "…"
-    number = "one template" if len(templates) == 1 else f"{len(templates)} templates"
+    number = f"{len(templates)} templates"
+    if len(templates) == 1:
+        number = "one template"
     too_narrow = (len(prompts) / len(templates)) ** 0.5
     likeness = (
         f"{len(prompts)} prompts follow {number}, apart from numbers and names"
-        f' ("{excerpt}" {count} times): intervals and tests assume independent prompts, so'
+        f' ("{_shortened(usual)}" {count} times): intervals and tests assume independent prompts, so'
         f" intervals are up to {too_narrow:.1f} times too narrow"
     )
     warn(
@@ -219,3 +220,10 @@ def warn_of_likeness(prompts: Sequence[Prompt]) -> str:
         " load_prompts(group=…)"
     )
     return likeness
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a text, for use in messages."""
+    if len(text) <= _EXCERPT:
+        return text
+    return text[: _EXCERPT - 1] + "…"

@@ -61,6 +61,7 @@ class TokenSequence:
             count = int(self.of_segment(name).sum())
             if count:
                 segments.append(f"{name} {count}")
+
         words = f"{self._counts_in_words()}; {', '.join(segments)}"
         if self.decode is None:
             return f"TokenSequence({words})"
@@ -276,6 +277,7 @@ def inserted_span(batch: Batch) -> tuple[int, int]:
 
 
 def _no_edges(length: int) -> EdgeMask:
+    """A mask that cuts nothing."""
     none = torch.zeros(length, dtype=torch.bool)
     return EdgeMask(none, none)
 
@@ -337,6 +339,7 @@ def pairs_of(batch: Batch, baseline: str) -> Pairs:
 
     baseline_rows = torch.tensor([row_of_baseline[prompt] for prompt, _ in batch.rows])
 
+    # Where each original token of a row stands: the inverse of ``origin``.
     origin = batch.origin.cpu()
     is_original = origin >= 0
     longest = int(is_original.sum(-1).max())
@@ -345,8 +348,10 @@ def pairs_of(batch: Batch, baseline: str) -> Pairs:
     pair, position = is_original.nonzero(as_tuple=True)
     place[pair, origin[pair, position]] = position
     original[pair, origin[pair, position]] = True
-    segment = batch.segment.cpu().gather(1, place).masked_fill(~original, PADDING)
-    reach = tuple(is_original.cumsum(-1).amax(0).tolist())
+    segment = batch.segment.cpu().gather(1, place)
+    segment = segment.masked_fill(~original, PADDING)
+    originals_up_to = is_original.cumsum(-1)
+    reach = tuple(originals_up_to.amax(0).tolist())
 
     device = batch.tokens.device
     return Pairs(

@@ -152,14 +152,18 @@ def _refuse_padding(prompt: Prompt, tokenizer: Any) -> None:
 
 def _plain(prompt: Prompt) -> tuple[str, list[Span]]:
     """The segments one after another, and the characters of each."""
-    separator = "" if prompt.template == "joined" else "\n"
+    separator = "\n"
+    if prompt.template == "joined":
+        separator = ""
     texts = {"system": prompt.system, "question": prompt.question, "answer": prompt.answer}
     joined = ""
     spans: list[Span] = []
+
     for segment, text in texts.items():
         if text:
             spans.append((segment, len(joined), len(joined) + len(text)))
             joined += text + separator
+
     if prompt.answer:
         joined = joined.removesuffix(separator)
     return joined, spans

@@ -193,7 +193,7 @@ def test_nothing_left_to_measure(no_forward):
 
 @pytest.mark.parametrize("wrong", [{"count": 5.5}, {"count": True}, {"text": 5}])
 def test_kinds_of_a_conditions_options(wrong):
-    with pytest.raises(OptionError, match="a whole number"):
+    with pytest.raises(OptionError, match=r"a whole number|the text to repeat"):
         ma.MeaninglessTokens(**wrong)
 
 
@@ -286,7 +286,7 @@ def test_filler_that_is_no_whole_number_of_tokens_says_what_it_becomes(no_forwar
 def test_other_options_of_a_condition():
     with pytest.raises(OptionError, match="before_question"):
         ma.MeaninglessTokens(place="end")
-    with pytest.raises(OptionError, match='text=""'):
+    with pytest.raises(OptionError, match="text=''"):
         ma.MeaninglessTokens("")
 
 
@@ -527,7 +527,7 @@ def test_conditions_that_cannot_be(make, message):
         (lambda n: ma.RandomSentence(count=n), "count=.*at most 1,000,000"),
         (lambda n: ma.conditions.RepeatQuestion(times=n), "times=.*at most 1,000,000"),
         (lambda n: ma.evaluate("toy:llama", "2 + 3?", samples=n), "samples=.*at most 1,000,000 answers"),
-        (lambda n: ma.random_weights("toy:llama", seed=n), r"seed=.*at most 2\^63"),
+        (lambda n: ma.random_weights("toy:llama", seed=n), "seed=.*at most 9,223"),
     ],
 )  # fmt: skip
 def test_numbers_beyond_any_use(ask, message):

@@ -170,6 +170,7 @@ def _written(heads: Mapping[tuple[int, int], Written], seed: int, noise: float) 
     )  # fmt: skip
     model, eye = GPT2LMHeadModel(config).eval(), torch.eye(SIZE)
     generator = torch.Generator().manual_seed(seed)
+
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.zero_()
@@ -183,6 +184,7 @@ def _written(heads: Mapping[tuple[int, int], Written], seed: int, noise: float) 
         for (layer, head), spec in heads.items():
             _write(stream.h[layer].attn, head, spec, eye)
         model.lm_head.weight[:, OUT] += _GAIN * eye
+
     return model
 
 
@@ -198,9 +200,11 @@ def _write(attention: Any, head: int, spec: Written, eye: Tensor) -> None:
     for look in spec.looks:
         at = SIZE * keys.index(look.key.start)
         q[look.query, at : at + SIZE] += look.strength * _D_HEAD**0.5 * look.matrix
+
     for i, key in enumerate(keys):
         at = 2 * _WIDTH + start + SIZE * i
         attention.c_attn.weight[key : key + SIZE, at : at + SIZE] += eye
+
     if spec.carries is None:
         attention.c_proj.weight[start : start + _D_HEAD] = 0.0
         return
@@ -209,6 +213,7 @@ def _write(attention: Any, head: int, spec: Written, eye: Tensor) -> None:
         v[source, :SIZE] += eye
     else:
         attention.c_attn.bias[4 * _WIDTH + start] = 1.0
+
     _both_signs(attention.c_proj.weight[start : start + SIZE], target, eye)
 
 

@@ -43,6 +43,7 @@ def distances_from_what_was_written() -> dict[tuple[int, int], float]:
     tokens, _ = repeated_spans(PROMPTS, torch.Generator().manual_seed(0))
     focus_by_engine = [attention_focus(hooked, tokens, engine) for engine in ("streaming", "hooks")]
     distances = {}
+
     for (layer, head), (_, measure) in HEADS.items():
         distances[layer, head] = max(
             float(abs(focus[measure].sel(layer=layer, head=head) - 1).max())
@@ -123,6 +124,7 @@ def handmade_model() -> Any:
         _look(second, 0, _TOKEN, _BEFORE, VOCABULARY, _SHARP)  # the induction head
         _undo(model.transformer.ln_f, 3)
         model.lm_head.weight[:, _TOKEN : _TOKEN + VOCABULARY] = torch.eye(VOCABULARY)
+
     return model
 
 
@@ -206,4 +208,5 @@ def copying_model(seed: int = 0, steps: int = STEPS) -> Any:
             loss.backward()
             optimizer.step()
             schedule.step()
+
     return model.eval()

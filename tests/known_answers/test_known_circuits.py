@@ -18,6 +18,7 @@ def test_each_model_gives_both_answers_and_needs_each_of_its_heads(name, monkeyp
     circuit = CIRCUITS[name]
     model = circuit.model(noise=0.0)
     pairs = circuit.prompts(8, 0)
+
     with torch.no_grad():
         for pair in pairs:
             for tokens, answer in (
@@ -25,10 +26,12 @@ def test_each_model_gives_both_answers_and_needs_each_of_its_heads(name, monkeyp
                 (pair.counterpart, pair.other_answer),
             ):
                 assert int(model(torch.tensor([tokens]))[0, -1].argmax()) == answer[0]
+
     decoys = [where for where in circuit.heads if f"L{where[0]}H{where[1]}" not in circuit.nodes]
     assert len(decoys) >= len(circuit.nodes)
     noisy = circuit.model()
     monkeypatch.setattr(known.KnownCircuit, "model", lambda *_: noisy)  # made once for all heads
+
     for where in circuit.heads:
         fall = known.without(circuit, where, mean=True, prompts=8)
         assert (fall > 0.5) == (where not in decoys), (where, fall)

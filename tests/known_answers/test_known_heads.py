@@ -21,8 +21,10 @@ def test_handmade_patterns_by_loops():
     model = known_heads.handmade_model()
     model.set_attn_implementation("eager")
     tokens = [47, 5, 9, 2, 30, 5, 9, 2, 30]
+
     with torch.no_grad():
         first, second = model(torch.tensor([tokens]), output_attentions=True).attentions
+
     for query in range(1, len(tokens)):
         assert first[0, 0, query, query - 1] == pytest.approx(1, abs=1e-6)
         assert first[0, 2, query, 0] == pytest.approx(1, abs=1e-6)

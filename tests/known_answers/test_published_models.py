@@ -52,8 +52,10 @@ def activation_distances(model, stored):
     ours = {"logits": logits.double().numpy()}
     for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
         ours[name] = cache[f"blocks.0.attn.hook_{name}"].double().numpy()
+
     for name in ("q", "k", "v"):
         ours[name] = ours[name].swapaxes(1, 2)
+
     ours["z"] = ours["z"].reshape(*ours["z"].shape[:2], -1)
 
     distances = {}
@@ -62,6 +64,7 @@ def activation_distances(model, stored):
         finite = np.isfinite(expected)  # scores of later tokens are −∞ there
         scale = max(1.0, float(abs(expected[finite]).max()))
         distances[name] = float(abs(ours[name][finite] - expected[finite]).max()) / scale
+
     return distances
 
 

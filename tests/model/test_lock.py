@@ -78,7 +78,9 @@ def test_a_second_thread_waits_until_the_first_has_ended(toy, use, waited, monke
     model = toy
     use(model)  # what is found out once about a model is known from now on
     if use is USES["load_model"]:
-        facts_of(model).report = None  # so that it is verified again
+        facts = facts_of(model)  # as if it were not verified yet
+        facts.report = None
+        facts.to_verify = True
     handles = [
         each.register_forward_pre_hook(meet) for each in (model.blocks[0], facts_of(model).native)
     ]

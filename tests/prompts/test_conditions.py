@@ -294,6 +294,7 @@ def test_the_nearest_count_that_a_tokenizer_can_reach(toy):
     assert ma.MeaninglessTokens("/", 54).fitted(model).count == 54
     assert ma.MeaninglessTokens("/", 55).fitted(toy) == ma.MeaninglessTokens("/", 55)
     long = ma.MeaninglessTokens(" ".join("abcdefghijklmnopqrstuvwxyzabcdefg"), 7)
+
     with pytest.raises(ma.MechattnError, match=r"no whole number of .* about 7 tokens"):
         long.fitted(model)
 
@@ -312,8 +313,10 @@ def test_a_kind_of_ones_own_and_tokens_at_several_places(toy):
     once = Dots().apply(PROMPT, toy)
     assert once.tokens[once.inserted].tolist() == [7, 7, 7]
     assert Dots(place="middle").masked().unshifted().apply(PROMPT, toy).edge_mask is not None
+
     with pytest.raises(ma.MechattnError, match="count=0: give a whole number"):
         Dots(count=0)
+
     twice = insert(once, [8, 8], len(once))
     assert twice.tokens[twice.inserted].tolist() == [7, 7, 7, 8, 8]
     assert torch.equal(twice.tokens[~twice.inserted], ma.Baseline().apply(PROMPT, toy).tokens)
@@ -332,6 +335,7 @@ def test_a_filler_of_another_length_than_its_count(toy):
         ma.MechattnError, match="Two: filler gives 2 tokens for prompt a, and count=20"
     ):
         Two().apply(PROMPT, toy)
+
     assert runs(Two(count=2).apply(PROMPT, toy))[3:5] == ["inserted", "question"], (
         "its place has a default"
     )

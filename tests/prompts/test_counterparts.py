@@ -34,8 +34,10 @@ def test_equal_lengths_are_paired_token_by_token(model):
     own, other = both(model, prompt, Counterpart())
     assert other.origin.tolist() == [0, 1, 2, 3, 4, 5]
     expected = ["first", "question", "changed", "question", "changed", "answer"]
+
     for one in (own, other):
         assert [SEGMENTS[code] for code in one.segment] == expected
+
     assert other.tokens.tolist() == [1, 20, 31, 40, 51, 60]
     assert "0 without a partner, 2 changed" in other._repr_html_()
     assert repr(other).startswith(
@@ -65,6 +67,7 @@ def test_other_lengths_leave_out_what_has_no_partner(model):
     ]
     _, ended = both(model, prompt, Counterpart(from_the_end=True))
     assert ended.origin.tolist() == [0, 1, 3, 4, 5, 6]
+
     with pytest.raises(PromptError, match="3 tokens without a partner under 'other'"):
         ma.run(model, [prompt], {"other": Counterpart()})
 
@@ -84,6 +87,7 @@ def test_pairs_are_in_order_each_once_and_equal_but_in_replaced_stretches():
     draw = random.Random(0)
     count_equal = 0
     most = 0
+
     for _ in range(300):
         own = draw.choices(range(6), k=draw.randrange(4, 14))
         other = draw.choices(range(6), k=draw.randrange(4, 14))
@@ -94,6 +98,7 @@ def test_pairs_are_in_order_each_once_and_equal_but_in_replaced_stretches():
         if len(own) != len(other):
             count_equal += sum(own[place] == other[partner] for place, partner in pairs)
             most += longest(own, other)
+
     assert 0.85 * most < count_equal <= most, "near the longest, which a loop finds"
 
 
@@ -122,15 +127,18 @@ def test_versions_come_from_a_file_a_list_or_a_mapping(model, tmp_path):
     place = tmp_path / "pairs.jsonl"
     texts = ["Tom has a old", "Tom has b old"]
     rows = []
+
     for text in texts:
         clean = text.replace("old", "red")
         rows.append({"clean": clean, "corrupted": text, "answer": " hats", "wrong": " eggs"})
+
     place.write_text("\n".join(map(json.dumps, rows)))
     fields = {"field": "clean", "counterpart": "corrupted", "other_answer": "wrong"}
     prompts = ma.load_prompts(str(place), template="joined", **fields)
     assert [prompt.counterpart for prompt in prompts] == texts
     assert {(prompt.other_answer, prompt.answer) for prompt in prompts} == {(" eggs", " hats")}
     expected = Counterpart().apply(prompts[1], model).tokens
+
     for versions in (texts, dict(zip("01", texts, strict=True))):
         assert Counterpart(versions).apply(prompts[1], model).tokens.equal(expected)
 
@@ -177,12 +185,14 @@ def test_the_answers_of_generated_pairs_follow_from_their_versions():
         ):
             earlier = [i for i, token in enumerate(version[:-1]) if token == version[-1]]
             assert [version[i + 1] for i in earlier] == [answer]
+
     for prompt in ma.pairs(model, "ioi", 20):
         assert (
             prompt.question.count(prompt.answer.strip())
             == 1
             == prompt.counterpart.count(prompt.other_answer.strip())
         )
+
     for prompt in ma.pairs(model, "greater-than", 24):
         begun = []
         for text in (prompt.question, prompt.counterpart):
@@ -192,6 +202,7 @@ def test_the_answers_of_generated_pairs_follow_from_their_versions():
         assert right > late > other > early, "the other answer is right in the other version alone"
         digits = [number // 10 for number in (right, late, other, early)]
         assert len(set(digits)) == 4, "so that first digits decide"
+
     for prompt in ma.pairs(model, "capitals", 24):
         for text, answer in (
             (prompt.question, prompt.answer),
@@ -209,12 +220,14 @@ def test_pairs_are_grouped_by_template_and_may_have_one_length(source):
     templates = len(set(groups))
     assert templates >= 12
     assert groups[templates:] == groups[: len(groups) - templates], "each once before any again"
+
     for prompt in prompts:
         if source == "ioi":
             names = prompt.answer.strip(), prompt.other_answer.strip()
             assert all(name in prompt.question for name in names)
         beginning = prompt.group.partition("{")[0]
         assert prompt.question.startswith(beginning)
+
     same_length = ma.pairs(model, source, 6, same_length=True)
     assert len({len(tokenize(prompt, model)) for prompt in same_length}) == 1
     assert len({len(tokenize(prompt, model)) for prompt in prompts}) > 1, "otherwise they differ"

@@ -53,15 +53,19 @@ def test_varied_prompts_are_left_alone(source):
 def test_the_cost_is_named_and_groups_end_it():
     with pytest.warns(UserWarning, match=r"up to 2\.4 times too narrow.*Prompt\(group=…\)"):  # √6
         warn_of_likeness(COPIES)
+
     with pytest.warns(UserWarning, match=r"up to 2\.0 times too narrow"):
         warn_of_likeness(as_prompts(TEMPLATE))
+
     with pytest.warns(
         UserWarning, match="6 prompts follow one template"
     ):  # negative control: groups of one say nothing
         warn_of_likeness([replace(prompt, group=prompt.id) for prompt in COPIES])
+
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         warn_of_likeness([replace(prompt, group="apples") for prompt in COPIES])
+
     assert said == []
 
 
@@ -84,6 +88,7 @@ def test_prompts_without_names_are_numbered_and_a_name_given_twice_is_refused():
         PromptError, match="several prompts have the id 'a'; give every prompt its own"
     ):
         as_prompts([ma.Prompt("one", id="a"), ma.Prompt("two", id="a")])
+
     with pytest.raises(PromptError, match="several prompts have the id '0'"):
         as_prompts([ma.Prompt("one"), ma.Prompt("two"), ma.Prompt("three", id="a")])
 

@@ -12,6 +12,7 @@ def test_a_span_is_read_twice(toy):
     prompts = ma.repeated_random(toy, 20)
     assert len({prompt.tokens for prompt in prompts}) == 20
     lengths = set()
+
     for prompt in prompts:
         tokens = prompt.tokens[1:] if toy.cfg.default_prepend_bos else prompt.tokens
         half = len(tokens) // 2
@@ -19,6 +20,7 @@ def test_a_span_is_read_twice(toy):
         assert len(set(tokens)) == half, "no token comes twice within a span"
         assert not set(tokens) & set(toy.tokenizer.all_special_ids)
         lengths.add(half)
+
     assert min(lengths) >= 25
     assert max(lengths) <= 50
     assert len(lengths) > 5

@@ -177,13 +177,11 @@ def test_adapters_are_to_be_merged(tokenizer):
         ma.load_model(given, tokenizer=tokenizer)
 
 
-def test_a_refused_model_has_its_configuration_and_its_hooks_are_named(tokenizer):
+def test_the_hooks_of_a_refused_model_are_named(tokenizer):
     given = tiny("LlamaConfig", "LlamaForCausalLM", tokenizer)
     given.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, i, out: out * 2)
-    before = dict(vars(given.config))
     with pytest.raises(ModelError, match=r"hooks at .*0.self_attn.q_proj"):
         ma.load_model(given, tokenizer=tokenizer)
-    assert vars(given.config) == before
 
 
 # Folders that are no whole checkpoints.
@@ -194,8 +192,6 @@ def test_a_refused_model_has_its_configuration_and_its_hooks_are_named(tokenizer
     [
         (["adapter_config.json", "adapter_model.safetensors"], "holds an adapter .* merge it"),
         (["model.Q4.gguf"], "name it with gguf_file="),
-        (["consolidated.00.pth", "params.json"], "Meta's or Mistral's format"),
-        (["checkpoint-500/config.json"], "name one of its folders checkpoint-"),
         ([], r"has no config\.json"),
     ],
 )
@@ -205,17 +201,6 @@ def test_a_folder_that_is_no_checkpoint_is_refused_by_what_it_is(files, message,
         path.parent.mkdir(exist_ok=True)
         path.write_text("{}")
     with pytest.raises(ModelError, match=message):
-        ma.load_model(str(tmp_path))
-
-
-def test_shards_without_their_index(tokenizer, tmp_path):
-    given = tiny("LlamaConfig", "LlamaForCausalLM", tokenizer)
-    given.save_pretrained(tmp_path, max_shard_size="120KB")
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(
-        ModelError, match=r"parts of the weights .* without model\.safetensors\.index"
-    ):
         ma.load_model(str(tmp_path))
 
 
@@ -234,7 +219,7 @@ def saved(tokenizer, folder, tokenizer_class):
 
 def test_a_class_that_splits_otherwise_than_the_file_is_named(tokenizer, tmp_path):
     folder = saved(tokenizer, tmp_path, "Qwen2Tokenizer")
-    with pytest.warns(UserWarning, match=r"Qwen2Tokenizer.* reads .* and its tokenizer\.json as"):
+    with pytest.warns(UserWarning, match=r"Qwen2Tokenizer.* reads .* than its tokenizer\.json"):
         tokenizer_named(folder)
 
 

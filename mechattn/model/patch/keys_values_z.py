@@ -39,14 +39,16 @@ def changing_z(model: Any, layers: Mapping[int, ChangeZ]) -> AbstractContextMana
 
 def changing_keys_values(model: Any, layers: Mapping[int, Change]) -> AbstractContextManager[None]:
     """Call functions with the keys and the values of a layer; what they return replaces them."""
-    is_hooked_model = hasattr(model, "hook_dict")
-    return _hooked(_hook_k_v if is_hooked_model else _hook_projections, model, layers)
+    if hasattr(model, "hook_dict"):
+        return _hooked(_hook_k_v, model, layers)
+    return _hooked(_hook_projections, model, layers)
 
 
 @contextmanager
 def _hooked(
     add_hooks: Callable[..., list[Any]], model: Any, layers: Mapping[int, Callable[..., Any]]
 ) -> Iterator[None]:
+    """Inside a ``with`` block, the hooks of each layer are on the model."""
     with ExitStack() as stack:
         for layer, change in layers.items():
             for handle in add_hooks(model, layer, change):
@@ -82,7 +84,8 @@ def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
 
     def changed(z: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "batch pos ..."]:
         needed.called = True
-        return change(split_heads(z, heads)).to(z.dtype).reshape(z.shape)
+        replacement = change(split_heads(z, heads))
+        return replacement.to(z.dtype).reshape(z.shape)
 
     if hasattr(model, "hook_dict"):
         name = f"blocks.{layer}.attn.hook_z"
@@ -100,6 +103,7 @@ def _hook_z(model: Any, layer: int, change: ChangeZ) -> list[Any]:
 
 
 def _output_projection(model: Any, layer: int) -> Any:
+    """W_O of a layer in a transformers model, by its name."""
     for path, module in blocks_of(model)[layer].named_modules():
         is_attention = "attn" in path or "attention" in path
         if is_attention and path.rpartition(".")[2] in OUTPUT_PROJECTIONS:
@@ -118,7 +122,8 @@ def _hook_k_v(model: Any, layer: int, change: Change) -> list[Any]:
         )
 
     def changed(part: Part, module: Any, args: Any, by_head: Tensor) -> Tensor:
-        return change(part, by_head.flatten(2)).to(by_head.dtype).reshape(by_head.shape)
+        replacement = change(part, by_head.flatten(2))
+        return replacement.to(by_head.dtype).reshape(by_head.shape)
 
     handles = []
     for part in PARTS:
@@ -169,6 +174,7 @@ def _hook_projections(model: Any, layer: int, change: Change) -> list[Any]:
 
 
 def _text_config(model: Any) -> Any:
+    """The configuration of the text model."""
     return getattr(model.config, "text_config", model.config)
 
 

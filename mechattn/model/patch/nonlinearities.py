@@ -77,6 +77,7 @@ def plain_nonlinearity(model: Any, layer: int) -> Callable[[Tensor], Tensor]:
 
 
 def _block(model: Any, layer: int) -> Any:
+    """A layer of the transformers model."""
     blocks = blocks_of(model)
     if not 0 <= layer < len(blocks):
         raise ModelError(f"layer {layer} is out of range: there are layers 0 to {len(blocks) - 1}")

@@ -322,7 +322,9 @@ def _in_parts(model: HookedModel, attention: Any, layer: _Layer) -> Iterator[Non
         by_head = "batch pos head d_head -> batch head pos d_head"
         q, k = queries_and_keys
         queries_and_keys.clear()
-        q, k, v = rearrange(q, by_head), rearrange(k, by_head), rearrange(v, by_head)
+        q = rearrange(q, by_head)
+        k = rearrange(k, by_head)
+        v = rearrange(v, by_head)
 
         cfg = attention.cfg
         bias = None

@@ -53,8 +53,9 @@ def check_model(model: HookedModel, facts: ModelFacts, length: int) -> Report:
         _neighbours(model, tokens, logits, dtype),
     ]
     architecture = getattr(model.cfg, "architecture", None)
-    if not architecture:
+    if not architecture:  # a HookedTransformer
         architecture = getattr(model.cfg, "original_architecture", None)
+
     return Report(
         model=str(model.cfg.model_name),
         architecture=str(architecture),
@@ -91,6 +92,7 @@ def _forward(model: HookedModel, tokens: Int[Tensor, "1 pos"]) -> tuple[dict[str
 
 
 def _logits(native: Any, hooked: Logits, expected: Logits, dtype: torch.dtype) -> Check:
+    """Check that the hooked model gives the logits of the model itself."""
     detail = f"logits against the model's own attention ({attention_of(native)}), worst position"
     remedy = f"the hooked model differs from the transformers model; {probe.what_to_try(dtype)}"
     tolerance = probe.TOLERANCE[dtype][0]
@@ -117,8 +119,8 @@ def _neighbours(
     options: dict[str, Any] = {"attention_mask": real, **hooks.keeping_nothing(model)}
 
     detail = f"logits of the probe padded beside a row of {longer} tokens"
-    forward = (original_of(model) or model).forward
-    if "position_ids" in inspect.signature(forward).parameters:
+    module: Any = original_of(model) or model
+    if "position_ids" in inspect.signature(module.forward).parameters:
         first = limit - longer  # of the longer row's positions
         starts = torch.tensor([[0], [first]], device=device)
         options["position_ids"] = torch.arange(longer, device=device) + starts

@@ -170,6 +170,7 @@ def _values(probe: ProbedHooks) -> Check:
 
 
 def _is_far(hooked: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether two activations differ by more than rounding."""
     return compare("values", {0: (hooked, expected)}, tolerance, "", "").outcome == "failed"
 
 
@@ -202,18 +203,28 @@ def _step_to_z(probe: ProbedHooks, layer: int, mixed: Mixed, z: Mixed) -> str | 
 
 def _known_steps(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[tuple[str, Mixed]]:
     """The steps that may follow the mix before W_O, in words, with their results."""
+    yield from _gated(probe, layer, mixed)
+    yield from _normed(probe.model, layer, mixed)
+
+
+def _gated(probe: ProbedHooks, layer: int, mixed: Mixed) -> Iterator[tuple[str, Mixed]]:
+    """The mix times each function of each gate that has a hook in this layer."""
     sizes_of_gates = (mixed.numel(), mixed[..., 0].numel())  # one number a channel, or one a head
     for hook_name in GATES:
         gate = probe.of_layer(layer, f"attn.{hook_name}")
-        if gate is not None and gate[0].numel() in sizes_of_gates:
-            by_head = gate[0].reshape(*mixed.shape[:2], -1)
-            for name, function in GATE_FUNCTIONS.items():
-                words = f"{GATED}{name}), so values reach W_O through the gate"
-                yield words, mixed * function(by_head)
+        if gate is None or gate[0].numel() not in sizes_of_gates:
+            continue
+        by_head = gate[0].reshape(*mixed.shape[:2], -1)
+        for name, function in GATE_FUNCTIONS.items():
+            words = f"{GATED}{name}), so values reach W_O through the gate"
+            yield words, mixed * function(by_head)
 
-    for name, norm in head_parts.norms_of_output(probe.model, layer):
-        all_heads = rearrange(mixed, "query head d_head -> query (head d_head)")
-        normed = norm(_as_in_model(probe.model, layer, all_heads)).float().cpu()
+
+def _normed(model: HookedModel, layer: int, mixed: Mixed) -> Iterator[tuple[str, Mixed]]:
+    """The mix after each norm over all heads that the attention module has."""
+    all_heads = rearrange(mixed, "query head d_head -> query (head d_head)")
+    for name, norm in head_parts.norms_of_output(model, layer):
+        normed = norm(_as_in_model(model, layer, all_heads)).float().cpu()
         words = f"after a norm over all heads ({name}), so a value gives no update of its own"
         yield words, normed.reshape(mixed.shape)
 
@@ -253,15 +264,18 @@ def _heads(probe: ProbedHooks) -> Check:
             )
             return Check("heads", "limited", detail=f"{OUTPUT_DETAIL}: {reason}")
 
-        # If the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual.
+        # If the two differ, one is before Gemma's post-norm, or after BLOOM has added the residual:
+        # the nearest is what the heads give.
         errors = [float((output - total[0]).abs().max()) for output in outputs]
-        pairs[layer] = (total[0], outputs[errors.index(min(errors))])
+        nearest = outputs[errors.index(min(errors))]
+        pairs[layer] = (total[0], nearest)
 
     remedy = f"the heads' outputs are not what reaches the residual stream; {ANOTHER_VERSION}"
     return compare("heads", pairs, TOLERANCE[probe.dtype][1], OUTPUT_DETAIL, remedy)
 
 
 def _sum_of_heads(model: HookedModel, layer: int, z: Tensor) -> Tensor | None:
+    """Σ_h z W_O + b_O; None if z and W_O do not fit together."""
     attention = model.blocks[layer].attn
     try:
         w_o = head_parts.output_projection(model, layer).float().cpu()

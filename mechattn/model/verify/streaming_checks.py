@@ -58,8 +58,9 @@ def _against_hooks(model: HookedModel, name: str, way: str, fused: bool) -> Chec
     expected = {}
 
     for layer in layers:
-        pattern = hook_values[hooks.pattern_hook(layer)].float().cpu()
-        expected[layer] = _sums(pattern) if fused else pattern
+        expected[layer] = hook_values[hooks.pattern_hook(layer)].float().cpu()
+        if fused:
+            expected[layer] = _sums(expected[layer])
 
     try:
         logits, streamed = _streamed(model, tokens, fused)
@@ -116,8 +117,9 @@ def _streamed(
 
     streamed = dict(sums)
     for layer, rows in blocks.items():
-        pattern = _assembled(rows)
-        streamed[layer] = _sums(pattern) if fused else pattern
+        streamed[layer] = _assembled(rows)
+        if fused:
+            streamed[layer] = _sums(streamed[layer])
 
     return logits.float().cpu(), streamed
 

@@ -157,6 +157,7 @@ class Report:
 
     @property
     def _rows(self) -> list[list[str]]:
+        """The cells of each check."""
         rows = []
         for check in self.checks:
             row = [
@@ -174,6 +175,7 @@ class Report:
 
     @property
     def _head(self) -> str:
+        """The first line: the model and the verdict."""
         verdict = "passed" if self.passed else "FAILED"
         return f"{self.model} ({self.architecture}, {self.dtype}; {self.versions}): {verdict}"
 
@@ -204,6 +206,7 @@ class Report:
 
 
 def _number(value: float | None) -> str:
+    """A figure for the table."""
     return "" if value is None else f"{value:.3g}"
 
 
@@ -230,14 +233,18 @@ def compare(
     for layer, (hooked, expected) in pairs.items():
         of_layer = _distances(hooked, expected, scale)
         distances[layer] = of_layer
-        differences[layer] = float(of_layer.square().mean().sqrt() if overall else of_layer.max())
+        difference = of_layer.max()
+        if overall:
+            difference = of_layer.square().mean().sqrt()
+        differences[layer] = float(difference)
 
     worst_layer = max(differences, key=lambda layer: differences[layer])
-    difference = differences[worst_layer]
-    if difference <= tolerance:
-        return Check(name, "passed", None, None, None, difference, tolerance, detail)
+    largest = differences[worst_layer]
+    if largest <= tolerance:
+        return Check(name, "passed", None, None, None, largest, tolerance, detail)
+
     hooked, expected = pairs[worst_layer]
-    check = Check(name, "failed", worst_layer, None, None, difference, tolerance, detail, remedy)
+    check = Check(name, "failed", worst_layer, None, None, largest, tolerance, detail, remedy)
     return _with_figures(check, hooked, expected, distances[worst_layer])
 
 
@@ -265,6 +272,7 @@ def compare_positions(
 def _distances(
     hooked: Float[Tensor, ...], expected: Float[Tensor, ...], scale: float
 ) -> Float[Tensor, " entry"]:
+    """The difference of each entry, in root mean squares of what is expected or in ``scale``."""
     unit = scale or max(float(expected.square().mean().sqrt()), 1e-12)
     return torch.nan_to_num((hooked - expected).abs() / unit, nan=torch.inf).flatten()
 
@@ -306,10 +314,12 @@ def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, "1 pos"]:
     if tokenizer is not None:
         size = min(size, len(tokenizer))
 
-    count = 2 * max(length, LONGEST_PROBE)
-    drawn = torch.randint(size, (count,), generator=torch.Generator().manual_seed(0))
+    count = 2 * max(length, LONGEST_PROBE)  # more than needed, as special ones are left out
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(size, (count,), generator=generator)
     special = set(getattr(tokenizer, "all_special_ids", []) or [])
-    tokens = [token for token in drawn.tolist() if token not in special][:length]
+    ordinary = [token for token in drawn.tolist() if token not in special]
+    tokens = ordinary[:length]
 
     bos = getattr(tokenizer, "bos_token_id", None)
     if getattr(model.cfg, "default_prepend_bos", False) and bos is not None:
