@@ -191,12 +191,6 @@ def test_nothing_left_to_measure(no_forward):
         ma.run(no_forward, torch.tensor([[1, 5]]), analyses=analysis)
 
 
-@pytest.mark.parametrize("wrong", [{"count": 5.5}, {"count": True}, {"text": 5}])
-def test_kinds_of_a_conditions_options(wrong):
-    with pytest.raises(OptionError, match="a whole number"):
-        ma.MeaninglessTokens(**wrong)
-
-
 def test_answers_that_are_not_there(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"question": "What?", "sol": "4"}')
@@ -277,22 +271,9 @@ def test_a_single_token(no_forward):
         ma.run(no_forward, torch.tensor([[no_forward.tokenizer.bos_token_id]]))
 
 
-@pytest.mark.parametrize("count", [0, -3])
-def test_count_below_one(count):
-    with pytest.raises(OptionError, match=f"count={count}"):
-        ma.MeaninglessTokens(count=count)
-
-
 def test_filler_that_is_no_whole_number_of_tokens_says_what_it_becomes(no_forward):
     with pytest.raises(ConditionError, match=r"become \['hello'.*|become \[.*Use count="):
         ma.run(no_forward, "Tom has 3 apples.", {"x": ma.MeaninglessTokens("zebra", count=55)})
-
-
-def test_other_options_of_a_condition():
-    with pytest.raises(OptionError, match="before_question"):
-        ma.MeaninglessTokens(place="end")
-    with pytest.raises(OptionError, match='text=""'):
-        ma.MeaninglessTokens("")
 
 
 def test_random_place_in_a_question_of_one_token(no_forward):
@@ -453,25 +434,16 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
     ("change", "message"),
     [
         ({"modl": "toy:llama"}, "modl: there is no such key"),
-        (
-            {"prompts": {"source": "word-problems", "lmit": 3}},
-            r"prompts\.lmit: there is no such key",
-        ),
         ({"output": {}}, r"output\.result: is missing"),
         ({"conditions": {"x": {"count": "many"}}}, r"conditions\.x\.count"),
         (
             {"conditions": {"x": {"cuont": 5}}},
             r"conditions\.x\.cuont: there is no such key here \(did you mean 'count'\?\)",
         ),
-        ({"conditions": {"x": {"kind": "RandomSentense"}}}, r"did you mean 'RandomSentence'"),
         ({"conditions": {"x": {"count": 0}}}, r"count=0: give a whole number, at least 1"),
         (
             {"conditions": {"x": {"place": ["start", "end"]}}},
             r"conditions\.x\.place: Input should be",
-        ),
-        (
-            {"analyses": [{"kind": "AffineShift", "queries": "all"}]},
-            r"analyses\[0\]\.queries: there is no such key",
         ),
         ({"figures": [{"kind": "chnage_map"}]}, r"did you mean 'change_map'"),
         (
@@ -486,9 +458,8 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
             {"figures": [{"kind": "scale_by_layer"}]},
             r"shows AffineShift, which is not among the analyses",
         ),
-        ({"figures": [{"kind": "by_layer"}]}, r"by_layer needs quantity"),
+        ({"figures": [{"kind": "by_layer"}]}, r"figures\[0\]\.quantity: is missing"),
         ({"model": ["toy:llama", "toy:qwen2"]}, r'2 models need "\{model\}" in output\.result'),
-        ({"model": []}, r"give at least one model"),
     ],
 )
 def test_config_files(tmp_path, change, message):
@@ -507,7 +478,8 @@ def test_config_files(tmp_path, change, message):
     ("make", "message"),
     [
         (lambda: ma.RandomSentence(0), "count=0: give a whole number, at least 1"),
-        (lambda: ma.conditions.RandomTokens("55"), "count='55': give a whole number"),
+        (lambda: ma.MeaninglessTokens(count=5.5), "count=5.5: give a text and a whole number"),
+        (lambda: ma.MeaninglessTokens(""), 'text="": give the text'),
         (lambda: ma.conditions.RepeatedWord(" "), "give a word"),
         (lambda: ma.conditions.ShuffledSentence(place="end"), "place='end': choose one of"),
         (
@@ -515,30 +487,11 @@ def test_config_files(tmp_path, change, message):
             "RandomTokens has no option 'text' to vary",
         ),
         (lambda: ma.sweep(ma.conditions.RandomTokens()), "give an option to vary"),
-        (lambda: ma.sweep(ma.conditions.RandomTokens(), count=[10, -1]), "count=-1"),
     ],
 )
 def test_conditions_that_cannot_be(make, message):
     with pytest.raises(OptionError, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (lambda n: ma.load_prompts("word-problems", limit=n), "the package has 512 questions .word-problems. with seed=0"),
-        (lambda n: ma.load_prompts("recall", limit=n), "the package has 256 questions .recall. with seed=0"),
-        (lambda n: ma.repeated_random(None, n), "at most 1,000,000 prompts are generated"),
-        (lambda n: ma.MeaninglessTokens("/", count=n), "insert at most 1,000,000 tokens"),
-        (lambda n: ma.RandomSentence(count=n), "insert at most 1,000,000 tokens"),
-        (lambda n: ma.conditions.RepeatQuestion(times=n), "times=.*at most 1,000,000"),
-        (lambda n: ma.evaluate("toy:llama", "2 + 3?", samples=n), "samples=.*at most 1,000,000 answers"),
-        (lambda n: ma.random_weights("toy:llama", seed=n), r"seed=.*at most 2\^63"),
-    ],
-)  # fmt: skip
-def test_numbers_beyond_any_use(ask, message):
-    with pytest.raises(OptionError, match=message):
-        ask(10**400)
 
 
 def test_config_file_that_is_not_there_or_not_toml(tmp_path):
@@ -611,26 +564,15 @@ def baseline_alone(toy):
         ),
         (lambda toy, r: ma.conditions.Text(""), "give the text to insert"),
         (lambda toy, r: r.save("\ud83d.zarr"), "contains a NUL or half of a surrogate pair"),
-        (lambda toy, r: r.page("x" * 300 + ".html"), "is too long: file systems allow 255 bytes"),
-        (lambda toy, r: ma.conditions.Text("a", after=""), "after=''"),
         (
             lambda toy, r: ma.interventions.HeadAblation((1, 4)),
             r"heads=\(1, 4\): give a tuple of \(layer, head\) pairs",
-        ),
-        (
-            lambda toy, r: ma.render.received_attention(r, 0, [1.5]),
-            "heads holds 1.5; give whole numbers",
-        ),
-        (
-            lambda toy, r: ma.render.received_attention(r, "0", [1]),
-            "layer='0': give one whole number",
         ),
         (
             lambda toy, r: ma.load_prompts("word-problem"),
             "did you mean 'word-problems'.*hub was not queried",
         ),
         (lambda toy, r: ma.render.activation_metrics(r), "there is no other condition"),
-        (lambda toy, r: ma.verify_model(toy)["logit"], "no check 'logit'; it has logits, "),
         (lambda toy, r: ma.load_model("toy:llama", n_devices=2), "n_devices=2 requires CUDA"),
         (
             lambda toy, r: ma.load_model("toy:llama", device_map={"a": "cpu", "b": "cuda:0"}),
@@ -643,12 +585,7 @@ def test_what_a_user_may_well_type(toy, baseline_alone, call, message):
         call(toy, baseline_alone)
 
 
-def test_a_trend_of_nothing():
-    with pytest.raises(OptionError, match="measured is of type NoneType"):
-        ma.trend(None, ["a", "b", "c"])
-
-
-@pytest.mark.parametrize("token", [10**30, True, 1.5, "a"])
+@pytest.mark.parametrize("token", [10**30, 1.5])
 def test_a_token_id_that_is_no_whole_number(token):
     with pytest.raises(
         PromptError, match=f"prompt a holds the token id {token!r:.40}; give whole numbers"

@@ -17,37 +17,19 @@ PROMPT = "Tom has 3 apples."
     [
         (lambda: ma.interventions.ARM(c=-0.1), "c=-0.1: give a factor, 0 or more"),
         (lambda: ma.interventions.ARM(c=1.2, form="gemma"), "c=1.2: give a share, 0 to 1"),
-        (lambda: ma.interventions.ARM(c=float("nan")), "c=nan"),
-        (lambda: ma.interventions.ARM(c="much"), "c='much'"),
         (lambda: ma.interventions.ARM(p1=101), "p1=101: give a percentile, 0 to 100"),
-        (lambda: ma.interventions.ARM(p1=-1), "p1=-1"),
-        (lambda: ma.interventions.ARM(strength=float("inf")), "strength=inf"),
         (
             lambda: ma.interventions.ARM(p1=0.85),
             "p1=0.85: give a percentile such as 85, not a fraction",
         ),
         (
-            lambda: ma.interventions.ARM(p1=0.995, form="gemma"),
-            "p1=0.995: give a percentile such as 99.5, not a fraction",
-        ),
-        (lambda: ma.interventions.ARM(p1=1), "p1=1: give a percentile such as 100, not a fraction"),
-        (
             lambda: ma.interventions.ARM(form="published"),
             "form='published': choose one of 'paper', 'released_llama', 'released_qwen2', 'gemma'",
         ),
         (
-            lambda: ma.interventions.ARM(scope="batch"),
-            "scope='batch': choose one of 'token', 'tensor'",
-        ),
-        (lambda: ma.interventions.ARM(control="noise"), "control='noise'"),
-        (lambda: ma.interventions.ARM(layers=()), r"layers=\(\)"),
-        (lambda: ma.interventions.ARM(layers=-1), "layers=-1"),
-        (
             lambda: ma.interventions.AttentionKnockout("questions"),
             "queries='questions': choose among 'first'",
         ),
-        (lambda: ma.interventions.AttentionKnockout(keys=()), r"keys=\(\): choose among"),
-        (lambda: ma.interventions.AffineAttention(parts="all"), "parts='all'"),
         (
             lambda: ma.analyses.MlpActivations("percentile"),
             "rule='percentile': choose one of 'quantile', 'mad', 'absolute'",
@@ -60,7 +42,6 @@ PROMPT = "Tom has 3 apples."
             lambda: ma.analyses.MlpActivations("absolute", 0),
             "value=0: the rule 'absolute' takes a number above 0",
         ),
-        (lambda: ma.analyses.MlpActivations(calibration=()), "give at least one prompt"),
         (lambda: ma.analyses.MlpActivations(edges=(1.0, 0.0)), "edges: give at least two numbers"),
     ],
 )

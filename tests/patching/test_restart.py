@@ -1,6 +1,7 @@
 """A pass that changes a later layer starts there: the same bits, without the layers before it."""
 
 import pytest
+import xarray as xr
 
 import mechattn as ma
 from mechattn.patching import patch, paths
@@ -15,23 +16,21 @@ def prompts():
 
 
 @pytest.mark.parametrize(
-    "at", ["resid_post", [(2, 1), (3, 0), (3, 5)]], ids=["resid_post", "heads"]
+    ("name", "at"), [("toy:falcon", "resid_post"), ("toy:llama", [(2, 1), (3, 0), (3, 5)])]
 )
-@pytest.mark.parametrize("name", ["toy:llama", "toy:falcon"])
-def test_the_same_bits_as_from_the_first_layer(name, at, prompts, monkeypatch):
+def test_the_same_numbers_as_from_the_first_layer(name, at, prompts, monkeypatch):
     model = ma.load_model(name)
-    found = ma.patch(model, prompts, SLASH, at=at, direction="denoising")
+    patched = ma.patch(model, prompts, SLASH, at=at)
     monkeypatch.setattr(patch, "possible_starts", NEVER)
-    assert found.effects.identical(
-        ma.patch(model, prompts, SLASH, at=at, direction="denoising").effects
-    )
+    xr.testing.assert_identical(patched.effects, ma.patch(model, prompts, SLASH, at=at).effects)
 
 
 def test_paths_give_the_same_bits(prompts, monkeypatch):
-    model, named = ma.load_model("toy:llama"), [("L0H1", "L2H3.q"), ("L1H0", "L3H1.v")]
-    found = ma.paths(model, prompts, SLASH, named, metric="logprob")
+    model = ma.load_model("toy:llama")
+    named = [("L0H1", "L2H3.q"), ("L1H0", "L3H1.v")]
+    patched = ma.paths(model, prompts, SLASH, named)
     monkeypatch.setattr(paths, "possible_starts", NEVER)
-    assert found.effects.identical(ma.paths(model, prompts, SLASH, named, metric="logprob").effects)
+    xr.testing.assert_identical(patched.effects, ma.paths(model, prompts, SLASH, named).effects)
 
 
 def test_the_layers_before_are_not_computed_again(prompts):
@@ -44,13 +43,13 @@ def test_the_layers_before_are_not_computed_again(prompts):
 
         block.mlp.register_forward_hook(counted)
     ma.patch(model, prompts, SLASH, at=[(2, 1), (3, 0), (3, 5)], direction="denoising")
-    # Both runs of both prompts, and a pass with whose logits those are compared that start later.
-    unpatched = 2 + 2 + 1
+    # Both runs of both prompts, another prompt's for the shorter one, and the pass with whose logits
+    # those are compared that start later.
+    unpatched = 2 + 2 + 1 + 1
     assert rows[0] == rows[1] == unpatched
-    shown = 2  # passes of one row that show that one may start at a layer
     of_head = 2 + 3  # rows: the longer prompt has no other prompt as its control
-    assert rows[2] == unpatched + of_head + 1
-    assert rows[3] == unpatched + 3 * of_head + shown
+    assert rows[2] == unpatched + 3 * of_head + 1  # and one that shows that one may start here
+    assert rows[3] == unpatched + 3 * of_head + 2
 
 
 @pytest.mark.parametrize("reader", [2, 3])

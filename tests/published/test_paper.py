@@ -107,19 +107,19 @@ def test_a_model_without_the_arm_of_its_family(tmp_path):
 def test_a_mistake_is_said_before_anything_is_measured(
     tmp_path, monkeypatch, models, options, message
 ):
-    monkeypatch.setattr(paper, "measured_model", None)
+    monkeypatch.setattr(paper, "ModelRuns", None)
     with pytest.raises(OptionError, match=message):
         ma.paper(models, tmp_path / "out", **options)
 
 
 def test_there_is_no_such_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(paper, "measured_model", None)
+    monkeypatch.setattr(paper, "ModelRuns", None)
     with pytest.raises(ModelError, match="no-such-folder"):
         ma.paper("./no-such-folder", tmp_path / "out")
 
 
 def test_a_data_set_without_answers(tmp_path, monkeypatch):
-    monkeypatch.setattr(paper, "measured_model", None)
+    monkeypatch.setattr(paper, "ModelRuns", None)
     path = tmp_path / "questions.jsonl"
     lines = [json.dumps({"question": f"How many are {i} and 2?"}) for i in range(4)]
     path.write_text("\n".join(lines), encoding="utf-8")
