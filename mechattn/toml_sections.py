@@ -89,29 +89,30 @@ def no_such_key(name: str, known: Iterable[str]) -> str:
 
 def near(word: str, known: Iterable[str]) -> str:
     """The known word most similar to another, as a question; empty if none is similar."""
-    holding = [one for one in known if len(word) > 2 and word.casefold() in one.casefold()]
-    found = difflib.get_close_matches(word, list(known), 1) or holding[:1]
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    similar = difflib.get_close_matches(word, list(known), 1)
+    if len(word) > 2:
+        similar += [name for name in known if word.casefold() in name.casefold()]
+    return f" (did you mean {similar[0]!r}?)" if similar else ""
 
 
 def all_words(error: ValidationError, root: type[BaseModel], where: str = "") -> str:
     """Rephrase pydantic's errors for the user."""
-    return "; ".join(
-        f"{where}{'.'.join(map(str, e['loc']))}: {_words(e, root)}" for e in error.errors()
-    )
+    sentences = []
+    for details in error.errors():
+        place = ".".join(map(str, details["loc"]))
+        sentences.append(f"{where}{place}: {_words(details, root)}")
+    return "; ".join(sentences)
 
 
-def _words(error: Any, root: Any) -> str:
-    if error["type"] == "extra_forbidden":
-        *section, name = error["loc"]
+def _words(details: Any, root: Any) -> str:
+    if details["type"] == "extra_forbidden":
+        *section, name = details["loc"]
         return no_such_key(str(name), list(_section_at(root, section).model_fields))
-    if error["type"] in ("missing", "value_error"):
-        return (
-            "is missing"
-            if error["type"] == "missing"
-            else str(error["msg"]).removeprefix("Value error, ")
-        )
-    return f"{error['msg']}, not {str(error['input'])[:_SHOWN]!r}"
+    if details["type"] == "missing":
+        return "is missing"
+    if details["type"] == "value_error":
+        return str(details["msg"]).removeprefix("Value error, ")
+    return f"{details['msg']}, not {str(details['input'])[:_SHOWN]!r}"
 
 
 def _section_at(root: Any, place: Iterable[Any]) -> Any:
@@ -119,10 +120,11 @@ def _section_at(root: Any, place: Iterable[Any]) -> Any:
     passed over."""
     for name in place:
         fields = {field.alias or key: field.annotation for key, field in root.model_fields.items()}
-        of = fields.get(name, root)
-        while not isinstance(of, type) or not issubclass(of, BaseModel):
-            of = next(arg for arg in get_args(of)[::-1] if arg is not type(None))
-        root = of
+        annotation = fields.get(name, root)
+        while not isinstance(annotation, type) or not issubclass(annotation, BaseModel):
+            members = [member for member in get_args(annotation) if member is not type(None)]
+            annotation = members[-1]
+        root = annotation
     return root
 
 

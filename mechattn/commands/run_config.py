@@ -128,10 +128,7 @@ def prepared(
             'the config names no place for the result: add a section [output] with result = "…"'
         )
     figures = _page_figures(config)
-    places = {
-        model: config.output.result.replace("{model}", name)
-        for model, name in file_names(config.models).items()
-    }
+    places = _places(config, config.output.result)
     if config.output.page is not None:
         check_page_place(config.output.page, force)
     for place in places.values():
@@ -151,6 +148,12 @@ def prepared(
             f"a page needs at least {needed} prompts, since {reason}; there are only {count}"
         )
     return places, prompts
+
+
+def _places(config: Config, pattern: str) -> dict[str, str]:
+    """Each model's file, with its name in place of "{model}"."""
+    names = file_names(config.models)
+    return {model: pattern.replace("{model}", name) for model, name in names.items()}
 
 
 def prompts_by_model(config: Config) -> dict[str, list[Prompt]]:
@@ -187,12 +190,9 @@ def with_prompt_options(
     config: Config, system: str | None, template: TemplateWord | None
 ) -> Config:
     """A config whose prompts have another text before the question, or another template."""
-    options: dict[str, str] = {}
-    if system is not None:
-        options["system"] = system
-    if template is not None:
-        options["template"] = template
-    prompts = config.prompts.model_copy(update=options)
+    options = {"system": system, "template": template}
+    given_options = {name: value for name, value in options.items() if value is not None}
+    prompts = config.prompts.model_copy(update=given_options)
     return config.model_copy(update={"prompts": prompts})
 
 
@@ -249,10 +249,7 @@ def evaluate_from_config(
             "each separately"
         )
 
-    places = {
-        model: Path(options["out"].replace("{model}", name))
-        for model, name in file_names(config.models).items()
-    }
+    places = {model: Path(place) for model, place in _places(config, options["out"]).items()}
     for place in places.values():
         check_writable(place)
 

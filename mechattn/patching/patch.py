@@ -81,8 +81,8 @@ def patch(
     ``effect = metric(patched) − metric(unpatched)``; the whole effect is
     ``metric(the other run) − metric(unpatched)``. Everything is patched exactly, with one row of a
     forward pass for each, except ``at="z"``: then all heads are attributed to first order,
-    ``Σ ∂metric/∂z · (z_other − z)``, with three forward passes and one backward pass per prompt,
-    and eight are also patched. The logits depend only on the residual stream after the last layer,
+    ``Σ ∂metric/∂z · (z_other − z)``, with three forward passes and one backward pass per prompt (and one
+    forward pass for the other prompt), and eight are also patched. The logits depend only on the residual stream after the last layer,
     so its effect is the whole effect.
 
     Each cell has two controls, each of which takes as long as the effect itself where cells are
@@ -110,8 +110,8 @@ def patch(
         direction: "noising" or "denoising", which decides the run to patch; one default for
             ``patch``, ``edges`` and ``paths``.
         controls: "other_prompt", "random", both, or () for neither.
-        memory: The memory that prompts' runs and their patched copies may take; as many go together
-            as fit.
+        memory: The memory that a prompt's runs and its patched copies may take; as many copies go
+            together as fit.
         seed: The seed of random directions and other prompts, of the condition's draws and of the
             heads to check.
 
