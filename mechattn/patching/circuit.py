@@ -296,10 +296,9 @@ class Carried:
 
     def effects(self, orders: Sequence[np.ndarray]) -> Float[np.ndarray, "unit order size"]:
         """The metric with the first edges of each order alone, less that of the whole model."""
-        # None and all of the edges are the same in every order, so these are measured once.
-        sets = [_first(self.graph, orders[0], 0), self.graph.exists]
+        sets = []
         for order in orders:
-            sets += [_first(self.graph, order, size) for size in self.sizes[1:-1]]
+            sets += [_first(self.graph, order, size) for size in self.sizes]
         kept_edges = torch.from_numpy(np.stack(sets))
 
         model = self.reporting.model
@@ -310,14 +309,8 @@ class Carried:
                 runs = edge_pair.runs()
                 replacement = replacement_of(runs)
                 effects.append(edge_pair.with_edges(kept_edges, replacement, runs.unpatched))
-
-        by_set = np.stack(effects)
-        none, every, inner = by_set[:, :1], by_set[:, 1:2], by_set[:, 2:]
-        by_order = [
-            np.concatenate([none, of_order, every], axis=1)
-            for of_order in np.split(inner, len(orders), axis=1)
-        ]
-        return self.reporting.units.means(np.stack(by_order, axis=1))
+        by_order = np.reshape(effects, (len(effects), len(orders), len(self.sizes)))
+        return self.reporting.units.means(by_order)
 
     def _edge_pairs(self, request: Request) -> list[EdgePair]:
         return [EdgePair(request.model, self.graph, pair, request.memory) for pair in request.pairs]

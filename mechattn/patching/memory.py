@@ -18,8 +18,8 @@ def rows_within(budget: int, row: int) -> int:
 
 
 def row_bytes(model: HookedModel, pair: Pair, beside: int = 0) -> int:
-    """What a row of a forward pass takes: a layer at work, and logits before the answer; and so many
-    numbers of each token beside.
+    """What a row of a forward pass takes: a layer at work, logits before the answer, and these
+    numbers of each token ``beside``.
     """
     cfg = model.cfg
     length = len(pair.base)

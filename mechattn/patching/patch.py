@@ -81,9 +81,9 @@ def patch(
     ``effect = metric(patched) − metric(unpatched)``; the whole effect is
     ``metric(the other run) − metric(unpatched)``. Everything is patched exactly, with one row of a
     forward pass for each, except ``at="z"``: then all heads are attributed to first order,
-    ``Σ ∂metric/∂z · (z_other − z)``, with three forward passes and one backward pass per prompt (and one
-    forward pass for the other prompt), and eight are also patched. The logits depend only on the residual stream after the last layer,
-    so its effect is the whole effect.
+    ``Σ ∂metric/∂z · (z_other − z)``, with three forward passes and one backward pass per prompt
+    (and one forward pass for the other prompt), and eight are also patched. The logits depend only
+    on the residual stream after the last layer, so its effect is the whole effect.
 
     Each cell has two controls, each of which takes as long as the effect itself where cells are
     patched exactly: the part in another prompt's run, and a step of equal norm in a

@@ -51,7 +51,6 @@ OWN = Quantity(("head",), "probability", "attention to the own key")
             lambda own: {"own": own.sum(-1)},
             r"'own' has the shape \[4\]; its dims .*\[batch 4, head 8\]",
         ),
-        ({"own": OWN}, lambda own: {"own": own[:2]}, r"'own' has the shape \[2, 8\]; its dims"),
         (
             {"own": OWN},
             lambda own: {"own": own.numpy()},

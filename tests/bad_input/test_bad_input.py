@@ -286,16 +286,13 @@ def test_random_place_in_a_question_of_one_token(no_forward):
     "options",
     [
         {"layers": [9]},
-        {"layers": -1},
         {"layers": []},
         {"layers": "all"},
         {"conditions": [ma.MeaninglessTokens()]},
         {"conditions": {"baseline": "slash"}},
         {"memory": "lots"},
-        {"memory": "0GiB"},
         {"keep": "all"},
         {"analyses": []},
-        {"conditions": {"x": "slash"}},
     ],
 )
 def test_options_of_run(no_forward, options):
@@ -339,9 +336,7 @@ def test_a_prompt_too_long_for_a_map(no_forward):
     [
         ([], "contains no prompts"),
         (["{}"], "no field 'question'"),
-        (['{"problem": "1+1", "id": 3}'], "its fields are 'problem', 'id'"),
         (['{"question": ""}'], "no text in field 'question'"),
-        (['{"question": 3}'], "no text in field 'question'"),
         (['{"question": "fine"}', "{broken"], "line 2 of .* is not JSON"),
         (["[1, 2]"], "line 1 of .* is not a JSON object"),
     ],
@@ -435,7 +430,6 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
     [
         ({"modl": "toy:llama"}, "modl: there is no such key"),
         ({"output": {}}, r"output\.result: is missing"),
-        ({"conditions": {"x": {"count": "many"}}}, r"conditions\.x\.count"),
         (
             {"conditions": {"x": {"cuont": 5}}},
             r"conditions\.x\.cuont: there is no such key here \(did you mean 'count'\?\)",
@@ -459,7 +453,6 @@ def test_a_layer_or_head_that_the_last_model_lacks_is_found_before_the_first_is_
             r"shows AffineShift, which is not among the analyses",
         ),
         ({"figures": [{"kind": "by_layer"}]}, r"figures\[0\]\.quantity: is missing"),
-        ({"model": ["toy:llama", "toy:qwen2"]}, r'2 models need "\{model\}" in output\.result'),
     ],
 )
 def test_config_files(tmp_path, change, message):
@@ -481,7 +474,6 @@ def test_config_files(tmp_path, change, message):
         (lambda: ma.MeaninglessTokens(count=5.5), "count=5.5: give a text and a whole number"),
         (lambda: ma.MeaninglessTokens(""), 'text="": give the text'),
         (lambda: ma.conditions.RepeatedWord(" "), "give a word"),
-        (lambda: ma.conditions.ShuffledSentence(place="end"), "place='end': choose one of"),
         (
             lambda: ma.sweep(ma.conditions.RandomTokens(), text=["/"]),
             "RandomTokens has no option 'text' to vary",

@@ -260,17 +260,6 @@ def test_rounding_is_no_finding(toy, prompts):
     assert np.abs(table.beyond).max() == 0
 
 
-@pytest.mark.parametrize("count", [5, 12])
-def test_the_verdict_and_the_table_find_the_same_heads(toy, count):
-    prompts = ma.load_prompts("word-problems", limit=count, seed=1)
-    result = ma.run(toy, prompts, {"slash": ma.MeaninglessTokens("/", 8)})
-    table, verdict = result.compare("slash", columns="all"), result.verdict("slash")
-    found = table.q_beyond < 0.05
-    assert int((found & (table.beyond < 0)).sum()) == int(verdict.beyond.sum())
-    assert int((found & (table.beyond > 0)).sum()) == int(verdict.above.sum())
-    assert count > 5 or not found.any(), "no pattern of so few signs is rare enough"
-
-
 def test_a_kind_of_inserted_tokens_without_a_filler(toy):
     @dataclasses.dataclass(frozen=True)
     class Empty(ma.conditions.Insertion):
