@@ -44,7 +44,7 @@ from mechattn.results.result import memory_bytes
 from mechattn.stats.units import Units
 
 _SHORTER = (
-    "ma.patch without at=… attributes all heads in a few passes, and controls=() saves two thirds"
+    "fewer prompts take less, and so do ma.patch(…, controls=()) and, without at=…, attribution"
 )
 
 

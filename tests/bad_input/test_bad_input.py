@@ -471,7 +471,7 @@ def test_config_files(tmp_path, change, message):
     ("make", "message"),
     [
         (lambda: ma.RandomSentence(0), "count=0: give a whole number, at least 1"),
-        (lambda: ma.MeaninglessTokens(count=5.5), "count=5.5: give a text and a whole number"),
+        (lambda: ma.MeaninglessTokens(count=5.5), "count=5.5: give a whole number"),
         (lambda: ma.MeaninglessTokens(""), 'text="": give the text'),
         (lambda: ma.conditions.RepeatedWord(" "), "give a word"),
         (

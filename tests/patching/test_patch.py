@@ -22,7 +22,12 @@ from mechattn.model.checkpoint import toy_folder
 from mechattn.model.hooks import attention_window
 from mechattn.patching import controls, pairs, plan
 from mechattn.patching import patch as patching
-from mechattn.patching.answer_metrics import WORDS
+from mechattn.patching.answer_metrics import (
+    WORDS,
+    answer_logprob,
+    answer_margin,
+    divergence,
+)
 from mechattn.patching.pairs import request_of
 from mechattn.patching.patched_runs import logits_of, read
 from mechattn.patching.refusals import warn_of_junctions
@@ -496,32 +501,33 @@ def test_the_longest_prompt_has_no_other_and_the_order_of_prompts_makes_no_diffe
     assert patched.table().other_prompt.iloc[0] == pytest.approx(float(other_prompt.mean()))
 
 
-def test_metrics_against_their_formulas(toy):
-    model, some = toy, prompts()
-    found = {
-        m: ma.patch(model, some, SLASH, at=[(1, 2)], metric=m, direction="denoising")
-        for m in ("logit_margin", "kl")
-    }
-    for prompt in some:
-        origin = ma.Baseline().apply(prompt, model, 0).origin
-        runs = [
-            read(model, c.apply(prompt, model, 0), origin, [1], "z") for c in (SLASH, ma.Baseline())
-        ]
-        margins, divergences = [], []
-        for run in runs:
-            logits = run.logits[0].double()
-            each = [
-                float(row[t] - max(row[w] for w in range(len(row)) if w != t))
-                for row, t in zip(logits, run.sequence.tokens[run.sequence.of_segment("answer")])
-            ]
-            margins.append(sum(each) / len(each))
-            expected, own = runs[1].logits[0].double().log_softmax(-1), logits.log_softmax(-1)
-            divergences.append(float((expected.exp() * (expected - own)).sum(-1).mean()))
-        for name, (changed, baseline) in (("logit_margin", margins), ("kl", divergences)):
-            assert float(found[name].effects.whole.sel(prompt=prompt.id)) == pytest.approx(
-                baseline - changed, abs=1e-4
-            )
-        assert divergences[1] == 0
+def test_metrics_against_loops():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
+    baseline = torch.randn(1, 3, 7, generator=generator, dtype=torch.float64)
+    answer = torch.tensor([4, 0, 6])
+    margins = answer_margin(logits, answer, baseline)
+    divergences = divergence(logits, answer, baseline)
+    log_probs = answer_logprob(logits, answer, baseline)
+    for row in range(2):
+        margin = 0.0
+        kl = 0.0
+        log_prob = 0.0
+        for place, token in enumerate(answer.tolist()):
+            scores = logits[row, place]
+            others = [float(scores[other]) for other in range(7) if other != token]
+            margin += (float(scores[token]) - max(others)) / 3
+            p = scores.exp() / scores.exp().sum()
+            expected = baseline[0, place].exp() / baseline[0, place].exp().sum()
+            kl += float((expected * (expected / p).log()).sum()) / 3
+            log_prob += float(p[token].log())
+        assert float(margins[row]) == pytest.approx(margin, abs=1e-12)
+        assert float(divergences[row]) == pytest.approx(kl, abs=1e-12)
+        assert float(log_probs[row]) == pytest.approx(log_prob, abs=1e-12)
+    assert abs(answer_margin(logits, answer.flip(0), baseline) - margins).max() > 0.1, (
+        "another answer would be noticed"
+    )
+    assert float(divergence(baseline, answer, baseline)) == pytest.approx(0, abs=1e-12)
 
 
 def test_a_metric_of_ones_own(toy):
@@ -704,7 +710,7 @@ def test_what_is_beyond_another_prompts_output_is_tested_where_there_is_one():
 
 def test_long_runs_are_foretold_after_the_first_prompt(toy, monkeypatch):
     monkeypatch.setattr(pairs, "perf_counter", itertools.count(0, 100).__next__)
-    with pytest.warns(UserWarning, match=r"about 5 min for 3 prompts; .*controls=\(\) saves"):
+    with pytest.warns(UserWarning, match=r"about 5 min for 3 prompts; .*controls=\(\)"):
         ma.patch(toy, prompts(3), SLASH, at=HEADS)
     monkeypatch.setattr(pairs, "perf_counter", itertools.count().__next__)
     with warnings.catch_warnings():
